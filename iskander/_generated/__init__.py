@@ -1,0 +1,1 @@
+"""Protobuf modules made by scripts/gen_proto.py."""

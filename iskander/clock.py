@@ -1,0 +1,15 @@
+"""The only source of time: a monotonic clock in nanoseconds.
+
+Code that decides takes `now_ns` as an argument, so that tests pass their own.
+"""
+
+from __future__ import annotations
+
+import time
+
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+now_ns = time.monotonic_ns
+cpu_ns = time.process_time_ns
+pause_s = time.sleep

@@ -1,0 +1,1 @@
+"""What a model takes and returns, and how a file beside the model says so."""

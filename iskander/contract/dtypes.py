@@ -1,0 +1,51 @@
+"""One table of element types: Arrow, NumPy, ONNX and Open Inference Protocol names side by side.
+
+Pure, and free of pyarrow and NumPy, so that a worker can read it before it is placed.
+
+Source: ONNX `TensorProto.DataType`, Arrow columnar format 1.5, Open Inference Protocol v2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Dtype(NamedTuple):
+    """One element type.
+
+    Attributes:
+        arrow: Name of the Arrow type, as manifests spell it.
+        numpy: Name of the NumPy dtype of one element in a tensor.
+        onnx: Type string that ONNX Runtime reports for a tensor of it.
+        oip: Datatype of the Open Inference Protocol.
+        arrow_bits: Bits of one element in an Arrow buffer; Arrow packs booleans.
+    """
+
+    arrow: str
+    numpy: str
+    onnx: str
+    oip: str
+    arrow_bits: int
+
+    def buffer_bytes(self, count: int) -> int:
+        """Bytes of an Arrow values buffer with `count` elements."""
+        return (count * self.arrow_bits + 7) // 8
+
+
+DTYPES = (
+    Dtype("bool", "bool", "tensor(bool)", "BOOL", 1),
+    Dtype("int8", "int8", "tensor(int8)", "INT8", 8),
+    Dtype("int16", "int16", "tensor(int16)", "INT16", 16),
+    Dtype("int32", "int32", "tensor(int32)", "INT32", 32),
+    Dtype("int64", "int64", "tensor(int64)", "INT64", 64),
+    Dtype("uint8", "uint8", "tensor(uint8)", "UINT8", 8),
+    Dtype("uint16", "uint16", "tensor(uint16)", "UINT16", 16),
+    Dtype("uint32", "uint32", "tensor(uint32)", "UINT32", 32),
+    Dtype("uint64", "uint64", "tensor(uint64)", "UINT64", 64),
+    Dtype("float16", "float16", "tensor(float16)", "FP16", 16),
+    Dtype("float32", "float32", "tensor(float)", "FP32", 32),
+    Dtype("float64", "float64", "tensor(double)", "FP64", 64),
+)
+
+BY_ARROW = {dtype.arrow: dtype for dtype in DTYPES}
+BY_ONNX = {dtype.onnx: dtype for dtype in DTYPES}

@@ -1,0 +1,202 @@
+"""Every failure with a name: whose fault, whether to retry, its status on each front door.
+
+Two kinds of failure are never mixed. An `AssertionError` says that this program is wrong: the
+process ends and is started again. An `IskanderError` says that the world is as it is: it is
+handled, counted and told to the caller. Pure; any process may import it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, ClassVar
+
+MESSAGE_BYTES_MAX = 900
+"""gRPC sends the text twice beside the detail and drops the status when headers pass 8 KiB."""
+
+
+class Fault(StrEnum):
+    """Who has to change something for the same request to succeed."""
+
+    CLIENT = "client"
+    MODEL = "model"
+    NOBODY = "nobody"
+    OPERATOR = "operator"
+    SERVER = "server"
+
+
+class IskanderError(Exception):
+    """A named failure.
+
+    Class attributes: `code` is stable and part of the interface; `retryable` says whether the very
+    same request may succeed later; `status` is the gRPC status, and `flight_status` the one used
+    where pyarrow clients are the readers (they show RESOURCE_EXHAUSTED as a bad argument).
+
+    Args:
+        message: What, where, wanted and got, in words. Never a traceback, path or address.
+        retry_after_ms: When a retry is worth it, if that is known.
+        fields: Named facts for programs, such as `column="user_id"`; str, int or None.
+    """
+
+    code: ClassVar[str] = "internal"
+    fault: ClassVar[Fault] = Fault.SERVER
+    retryable: ClassVar[bool] = False
+    status: ClassVar[str] = "INTERNAL"
+    flight_status: ClassVar[str | None] = None
+
+    _by_code: ClassVar[dict[str, type[IskanderError]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Enter the class in the table that `from_wire` looks up."""
+        assert cls.code not in IskanderError._by_code, f"two errors are called {cls.code}"
+        IskanderError._by_code[cls.code] = cls
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None, **fields: Any) -> None:  # noqa: ANN401
+        self.message = shorten(message)
+        self.retry_after_ms = retry_after_ms
+        self.fields = {key: value for key, value in fields.items() if value is not None}
+        super().__init__(self.message)
+
+    def to_wire(self) -> dict[str, Any]:
+        """The error as plain values, for JSON and msgpack."""
+        wire: dict[str, Any] = {
+            "code": self.code,
+            "fault": self.fault.value,
+            "retryable": self.retryable,
+            "message": self.message,
+        }
+        if self.retry_after_ms is not None:
+            wire["retry_after_ms"] = self.retry_after_ms
+        return wire | {key: _short_field(value) for key, value in self.fields.items()}
+
+    @staticmethod
+    def from_wire(wire: dict[str, Any]) -> IskanderError:
+        """The error that `to_wire` described; an unknown code gives a plain `IskanderError`."""
+        known = ("code", "fault", "retryable", "message", "retry_after_ms")
+        fields = {key: value for key, value in wire.items() if key not in known}
+        kind = IskanderError._by_code.get(wire.get("code", ""), IskanderError)
+        return kind(wire.get("message", ""), retry_after_ms=wire.get("retry_after_ms"), **fields)
+
+
+def shorten(text: str) -> str:
+    """Cut a text to what fits into an error, by bytes of UTF-8."""
+    raw = text.encode("utf-8", "replace")
+    if len(raw) <= MESSAGE_BYTES_MAX:
+        return text
+    return raw[: MESSAGE_BYTES_MAX - 3].decode("utf-8", "ignore") + "..."
+
+
+def _short_field(value: Any) -> Any:  # noqa: ANN401
+    return value[:200] if isinstance(value, str) else value
+
+
+class ContractError(IskanderError):
+    """Names, types, shapes or rows of a request do not meet the model's contract."""
+
+    code = "contract"
+    fault = Fault.CLIENT
+    status = "INVALID_ARGUMENT"
+
+
+class MalformedInput(IskanderError):
+    """The bytes are not the Arrow or Flight messages that they claim to be."""
+
+    code = "malformed"
+    fault = Fault.CLIENT
+    status = "INVALID_ARGUMENT"
+
+
+class LimitExceeded(IskanderError):
+    """The request is larger than this server is configured to take; it will never fit."""
+
+    code = "limit"
+    fault = Fault.CLIENT
+    status = "INVALID_ARGUMENT"
+
+
+class ModelNotFound(IskanderError):
+    """No model of that name or version is configured."""
+
+    code = "model_not_found"
+    fault = Fault.CLIENT
+    status = "NOT_FOUND"
+
+
+class Unsupported(IskanderError):
+    """The call exists in the protocol and this server does not offer it."""
+
+    code = "unsupported"
+    fault = Fault.CLIENT
+    status = "UNIMPLEMENTED"
+
+
+class Overloaded(IskanderError):
+    """A bound of the server is reached: queue, arena or streams."""
+
+    code = "overloaded"
+    fault = Fault.NOBODY
+    retryable = True
+    status = "RESOURCE_EXHAUSTED"
+    flight_status = "UNAVAILABLE"
+
+
+class NotReady(IskanderError):
+    """The model has no warmed worker now."""
+
+    code = "not_ready"
+    fault = Fault.OPERATOR
+    retryable = True
+    status = "UNAVAILABLE"
+
+
+class Draining(IskanderError):
+    """The server finishes what it accepted and takes no more."""
+
+    code = "draining"
+    fault = Fault.NOBODY
+    retryable = True
+    status = "UNAVAILABLE"
+
+
+class WorkerLost(IskanderError):
+    """The worker process died with the batch; inference is pure, so a retry is safe."""
+
+    code = "worker_lost"
+    fault = Fault.SERVER
+    retryable = True
+    status = "UNAVAILABLE"
+
+
+class ExecutionFailed(IskanderError):
+    """The runtime refused to compute this batch with this model."""
+
+    code = "execution_failed"
+    fault = Fault.MODEL
+    status = "INTERNAL"
+
+
+class ManifestError(IskanderError):
+    """A model or its manifest is outside what can be served."""
+
+    code = "manifest"
+    fault = Fault.OPERATOR
+    status = "FAILED_PRECONDITION"
+
+
+class ConfigError(IskanderError):
+    """A setting is unknown, of the wrong type, out of range or against another one."""
+
+    code = "config"
+    fault = Fault.OPERATOR
+    status = "FAILED_PRECONDITION"
+
+
+class ProtocolError(IskanderError):
+    """The other process speaks another version, or says what cannot be."""
+
+    code = "protocol"
+
+
+class SegmentError(IskanderError):
+    """The system refused memory, or a range of it was used without a right to it."""
+
+    code = "segment"

@@ -1,0 +1,1 @@
+"""The gateway process: one event loop between clients and workers."""

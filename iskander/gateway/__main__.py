@@ -1,0 +1,94 @@
+"""`iskander-gateway`: flags, configuration, signals, exit codes.
+
+Exit codes: 0 drained; 64 wrong usage; 69 the workers did not get ready; 71 the system refused
+memory; 78 the configuration or a model is wrong; 130 ended at once by a second signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from iskander import __version__
+from iskander.config import Config, load_config
+from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
+from iskander.gateway.logs import set_up_logs
+
+EXIT_NOT_READY, EXIT_MEMORY, EXIT_CONFIG, EXIT_AT_ONCE = 69, 71, 78, 130
+
+log = logging.getLogger("iskander.gateway")
+
+
+def main() -> None:
+    """Entry point of the command."""
+    parser = argparse.ArgumentParser(
+        prog="iskander-gateway",
+        description="Serve models over Arrow Flight: record batches in, predictions out. Starts "
+        "the workers, listens, and drains on SIGTERM or SIGINT; a second signal ends it at once.",
+        epilog="Environment: ISKANDER_SECTION__KEY=VALUE overrides the file, --set overrides both. "
+        "See also: iskander check FILE, iskander config reference.",
+    )
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="TOML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting; may be given again",
+    )
+    parser.add_argument("--version", action="version", version=f"iskander-gateway {__version__}")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config, overrides=tuple(arguments.set)).config
+        set_up_logs(config.admin)
+        asyncio.run(_serve(config))
+    except (ConfigError, ManifestError) as error:
+        _end(error, EXIT_CONFIG)
+    except SegmentError as error:
+        _end(error, EXIT_MEMORY)
+    except IskanderError as error:
+        _end(error, EXIT_NOT_READY)
+
+
+async def _serve(config: Config) -> None:
+    # Before NumPy is imported, which starts a thread a core for work that is not done here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from iskander.gateway.server import Server
+
+    Path("/proc/self/comm").write_text("isk-gateway")
+    server = Server(config)
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.kill_workers()
+            os._exit(EXIT_AT_ONCE)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    starting = asyncio.create_task(server.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if starting.done() and starting.exception() is not None:
+        stopping.cancel()
+        server.abandon()
+        starting.result()
+    starting.cancel()
+    await stopping
+    await server.drain()
+
+
+def _end(error: IskanderError, code: int) -> None:
+    sys.stderr.write(f"iskander-gateway: {error.message}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Arrow types seen as tensors: does a column of this type hold that tensor, and how many buffers.
+
+Pure. Runs on: gateway loop, once for each stream's schema.
+
+Source: Arrow columnar format 1.5, "Serialization and Interprocess Communication", the buffer
+layouts of each type; canonical extension `arrow.fixed_shape_tensor`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from iskander.contract.dtypes import DTYPES
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+
+_ARROW_OF = {
+    dtype.arrow: getattr(pa, "bool_" if dtype.arrow == "bool" else dtype.arrow)()
+    for dtype in DTYPES
+}
+_NAME_OF = {arrow: name for name, arrow in _ARROW_OF.items()}
+_STRINGS = (
+    pa.types.is_string,
+    pa.types.is_binary,
+    pa.types.is_large_string,
+    pa.types.is_large_binary,
+)
+
+
+class Extent(NamedTuple):
+    """How much of a batch header one column takes."""
+
+    nodes: int
+    buffers: int
+
+
+def to_arrow(column_type: ColumnType) -> pa.DataType:
+    """The Arrow type that a manifest means."""
+    arrow = _ARROW_OF[column_type.dtype_name]
+    if column_type.is_tensor:
+        return pa.fixed_shape_tensor(arrow, column_type.shape)
+    for size in reversed(column_type.shape):
+        arrow = pa.list_(arrow, size)
+    return arrow
+
+
+def as_tensor(arrow: pa.DataType) -> ColumnType | None:
+    """The tensor that a column of this type holds; None where it holds none.
+
+    Names of list items and whether they may be null say nothing about the tensor and do not
+    count; a permuted `fixed_shape_tensor` has its elements in another order and is none.
+    """
+    if isinstance(arrow, pa.FixedShapeTensorType):
+        name = _NAME_OF.get(arrow.value_type)
+        is_permuted = arrow.permutation not in (None, list(range(len(arrow.shape))))
+        if name is None or is_permuted:
+            return None
+        return ColumnType(name, tuple(arrow.shape), is_tensor=True)
+    sizes = []
+    while pa.types.is_fixed_size_list(arrow):
+        sizes.append(arrow.list_size)
+        arrow = arrow.value_type
+    name = _NAME_OF.get(arrow)
+    return None if name is None else ColumnType(name, tuple(sizes))
+
+
+def levels(arrow: pa.DataType) -> tuple[int, ...]:
+    """Length of each array of a column, for one row: `(1, 4, 12)` for a list of 4 lists of 3."""
+    lengths = [1]
+    arrow = storage_of(arrow)
+    while pa.types.is_fixed_size_list(arrow):
+        lengths.append(lengths[-1] * arrow.list_size)
+        arrow = storage_of(arrow.value_type)
+    return tuple(lengths)
+
+
+def leaf_of(arrow: pa.DataType) -> pa.DataType:
+    """The type of the innermost values of fixed-size lists."""
+    arrow = storage_of(arrow)
+    while pa.types.is_fixed_size_list(arrow):
+        arrow = storage_of(arrow.value_type)
+    return arrow
+
+
+def storage_of(arrow: pa.DataType) -> pa.DataType:
+    """The type that an extension type is stored as; any other type as it is."""
+    return arrow.storage_type if isinstance(arrow, pa.BaseExtensionType) else arrow
+
+
+def extent(arrow: pa.DataType) -> Extent | None:
+    """Nodes and buffers of a column whose header alone says all; None for any other type.
+
+    That is: fixed widths, fixed-size lists of them, strings and binaries. Dictionaries come in
+    messages of their own, views have a number of buffers that differs by batch, and lists,
+    structs, maps and unions are rare enough here to leave their reading to pyarrow.
+    """
+    if isinstance(arrow, pa.BaseExtensionType):
+        return extent(arrow.storage_type)
+    if pa.types.is_fixed_size_list(arrow):
+        child = None if is_string(arrow.value_type) else extent(arrow.value_type)
+        return child and Extent(1 + child.nodes, 1 + child.buffers)
+    if is_string(arrow):
+        return Extent(1, 3)
+    if pa.types.is_null(arrow) or pa.types.is_dictionary(arrow) or arrow.num_fields:
+        return None
+    return Extent(1, 2) if is_fixed_width(arrow) else None
+
+
+def is_fixed_width(arrow: pa.DataType) -> bool:
+    """Whether every value of this type takes the same bits, without lists."""
+    try:
+        return arrow.bit_width > 0
+    except ValueError:
+        return False
+
+
+def is_string(arrow: pa.DataType) -> bool:
+    """Whether values of this type have a length of their own, counted in bytes."""
+    return any(is_kind(arrow) for is_kind in _STRINGS)
+
+
+def depth(arrow: pa.DataType) -> int:
+    """Levels of nesting; 1 for a primitive."""
+    if isinstance(arrow, pa.BaseExtensionType):
+        return depth(arrow.storage_type)
+    if pa.types.is_dictionary(arrow) or pa.types.is_run_end_encoded(arrow):
+        return depth(arrow.value_type)
+    if pa.types.is_map(arrow):
+        return 2 + max(depth(arrow.key_type), depth(arrow.item_type))
+    children = (arrow.field(index).type for index in range(arrow.num_fields))
+    return 1 + max(map(depth, children), default=0)
+
+
+def input_schema(contract: Contract) -> pa.Schema:
+    """The columns that a model takes."""
+    return _schema(contract.inputs)
+
+
+def output_schema(contract: Contract) -> pa.Schema:
+    """The columns that a model makes; passed-through ones come before them."""
+    return _schema(contract.outputs)
+
+
+def columns_without_nulls(
+    specs: tuple[TensorSpec, ...], rows: int, offsets: list[int]
+) -> tuple[list[int], list[int]]:
+    """Nodes and buffers of a batch header for columns that lie at `offsets` of the body.
+
+    Returns:
+        Length and null count of each array, and offset and length of each buffer; both flat.
+    """
+    nodes: list[int] = []
+    buffers: list[int] = []
+    for spec, offset in zip(specs, offsets, strict=True):
+        for level in levels(to_arrow(spec.type)):
+            nodes += (rows * level, 0)
+            buffers += (0, 0)
+        buffers += (offset, spec.buffer_bytes(rows))
+    return nodes, buffers
+
+
+def _schema(specs: tuple[TensorSpec, ...]) -> pa.Schema:
+    return pa.schema([pa.field(spec.column, to_arrow(spec.type)) for spec in specs])

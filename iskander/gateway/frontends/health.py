@@ -1,0 +1,100 @@
+"""`grpc.health.v1` on the same port: overall under the empty name, and for each model.
+
+A model is asked for as `NAME` (all its versions) or `NAME/VERSION`.
+
+Runs on: gateway loop. Source: gRPC health checking protocol v1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from iskander._generated import health_pb2
+from iskander.errors import MalformedInput, ModelNotFound, Overloaded
+from iskander.gateway.models import Models
+
+SERVICE = "grpc.health.v1.Health"
+_Status = health_pb2.HealthCheckResponse.ServingStatus
+
+
+class HealthService:
+    """The calls of Health.
+
+    Args:
+        models: What is served.
+        watchers_max: Watch streams open at once.
+    """
+
+    def __init__(self, models: Models, watchers_max: int) -> None:
+        self._models = models
+        self._watchers_max = watchers_max
+        self._watchers = 0
+        self._is_stopped = False
+        self._changed = asyncio.Event()
+
+    def publish(self) -> None:
+        """Tell the watchers that something may have changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Say not serving from now on, whatever the models say."""
+        self._is_stopped = True
+        self.publish()
+
+    async def check(self, raw: bytes, _: grpc.aio.ServicerContext) -> bytes:
+        """The status now.
+
+        Raises:
+            ModelNotFound: No such service.
+        """
+        name = _service_name(raw)
+        status = self._status(name)
+        if status == _Status.SERVICE_UNKNOWN:
+            raise ModelNotFound(f"there is no service `{name[:100]}`")
+        return _response(status)
+
+    async def watch(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+        """The status now and whenever it changes."""
+        name, last = _service_name(raw), None
+        if self._watchers >= self._watchers_max:
+            raise Overloaded(f"{self._watchers_max} watchers are there, the limit")
+        self._watchers += 1
+        try:
+            while not (self._is_stopped and last is not None):
+                changed, status = self._changed, self._status(name)
+                if status != last:
+                    await context.write(_response(status))
+                    last = status
+                else:
+                    await changed.wait()
+        finally:
+            self._watchers -= 1
+
+    def _status(self, name: str) -> int:
+        model, _, version = name.partition("/")
+        lanes = [
+            lane
+            for lane in self._models
+            if not name or (lane.model.name == model and version in ("", lane.model.version))
+        ]
+        if not lanes:
+            return int(_Status.SERVICE_UNKNOWN)
+        is_serving = not self._is_stopped and all(lane.is_ready for lane in lanes)
+        return int(_Status.SERVING if is_serving else _Status.NOT_SERVING)
+
+
+def _service_name(raw: bytes) -> str:
+    try:
+        name: str = health_pb2.HealthCheckRequest.FromString(raw).service
+    except DecodeError:
+        raise MalformedInput("the message is not a HealthCheckRequest") from None
+    return name
+
+
+def _response(status: int) -> bytes:
+    raw: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+    return raw

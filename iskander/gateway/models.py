@@ -1,0 +1,146 @@
+"""The configured models as lanes: found by name and version, described, ready or not.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from iskander.config import Config, ModelConfig
+from iskander.contract.manifest import model_file
+from iskander.errors import ConfigError, ModelNotFound, NotReady
+from iskander.gateway.lanes import Lane
+from iskander.wire.messages import ModelSpec
+
+
+class Models:
+    """All lanes.
+
+    Attributes:
+        by_key: By the number that control messages use.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.by_key = {
+            key: Lane(_spec(key, model), config.limits.queue_requests)
+            for key, model in enumerate(config.models)
+        }
+
+    def __iter__(self):  # noqa: ANN204
+        return iter(self.by_key.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model has a warmed worker."""
+        return all(lane.is_ready for lane in self)
+
+    def find(self, name: str, version: str | None) -> Lane:
+        """The lane of a model; without a version, of its highest one.
+
+        Raises:
+            ModelNotFound: Says what is there.
+        """
+        lanes = [lane for lane in self if lane.model.name == name]
+        if not lanes:
+            known = sorted({lane.model.name for lane in self})
+            raise ModelNotFound(
+                f"there is no model `{name[:100]}`; there are {', '.join(known)}", model=name[:100]
+            )
+        if version is None:
+            return max(lanes, key=lambda lane: _version_order(lane.model.version))
+        for lane in lanes:
+            if lane.model.version == version:
+                return lane
+        known = sorted((lane.model.version for lane in lanes), key=_version_order)
+        raise ModelNotFound(
+            f"model `{name}` has no version `{version[:100]}`; it has {', '.join(known)}",
+            model=name,
+            version=version[:100],
+        )
+
+    def find_loaded(self, name: str, version: str | None) -> Lane:
+        """The same, for those who need its contract.
+
+        Raises:
+            ModelNotFound: There is no such model.
+            NotReady: No worker has loaded it yet.
+        """
+        lane = self.find(name, version)
+        if lane.contract is None:
+            raise NotReady(f"model `{lane.title}` is not loaded yet", retry_after_ms=500)
+        return lane
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether all is ready, and each model version; for `health`."""
+        models: dict[str, dict[str, bool]] = {}
+        for lane in self:
+            models.setdefault(lane.model.name, {})[lane.model.version] = lane.is_ready
+        return {
+            "ready": self.is_ready,
+            "models": {
+                name: {"ready": all(versions.values()), "versions": versions}
+                for name, versions in models.items()
+            },
+        }
+
+
+def describe(lane: Lane) -> dict[str, Any]:
+    """A model and its contract, for people and programs."""
+    described: dict[str, Any] = {
+        "name": lane.model.name,
+        "version": lane.model.version,
+        "ready": lane.is_ready,
+        "backend": lane.model.backend,
+        "max_batch_rows": lane.model.rows_max,
+    }
+    contract = lane.contract
+    if contract is not None:
+        described |= {
+            "rows_fixed": contract.rows_fixed,
+            "inputs": [
+                {"column": spec.column, "type": str(spec.type), "tensor": spec.tensor}
+                for spec in contract.inputs
+            ],
+            "outputs": [
+                {"column": spec.column, "type": str(spec.type), "tensor": spec.tensor}
+                for spec in contract.outputs
+            ],
+            "passthrough": contract.passthrough,
+        }
+    return described
+
+
+def _spec(key: int, model: ModelConfig) -> ModelSpec:
+    file = model_file(Path(model.path))
+    try:
+        stat = os.stat(file)
+    except OSError as error:
+        raise ConfigError(
+            f"models[{key}].path: `{model.name}` has no model file there: {error.strerror}"
+        ) from None
+    manifest = file.parent / "manifest.toml"
+    manifest_ns = manifest.stat().st_mtime_ns if manifest.exists() else 0
+    options = (model.execution_providers, model.intra_threads, model.inter_threads)
+    options += (model.optimization_level, model.parallel_execution, model.memory_pattern)
+    return ModelSpec(
+        key=key,
+        name=model.name,
+        version=str(model.version),
+        backend=model.backend,
+        path=str(file),
+        execution_providers=model.execution_providers,
+        threads_intra=model.intra_threads,
+        threads_inter=model.inter_threads,
+        optimization_level=model.optimization_level,
+        is_parallel=model.parallel_execution,
+        has_memory_pattern=model.memory_pattern,
+        rows_max=model.max_batch_rows,
+        fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {manifest_ns} {options}",
+    )
+
+
+def _version_order(version: str) -> tuple[int, int, str]:
+    return (1, int(version), "") if version.isdecimal() else (0, 0, version)

@@ -1,0 +1,1 @@
+"""Memory that two processes share: segments by descriptor, leases by generation."""

@@ -1,0 +1,1 @@
+"""What gateway and worker say to each other, and over what."""

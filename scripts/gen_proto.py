@@ -1,0 +1,47 @@
+"""Make `iskander/_generated/*_pb2.py` from `scripts/protos/*.proto`; needs grpcio-tools 1.73.
+
+That release writes modules for protobuf 6, which the runtimes 6 and 7 both accept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "scripts" / "protos"
+TARGET = ROOT / "iskander" / "_generated"
+
+
+def generate(target: Path) -> None:
+    """Write a module and its type stub for each source file into `target`."""
+    from grpc_tools import protoc
+
+    files = [str(path) for path in sorted(SOURCES.glob("*.proto"))]
+    arguments = ["protoc", f"-I{SOURCES}", f"--python_out={target}", f"--pyi_out={target}", *files]
+    if protoc.main(arguments):
+        sys.exit("protoc failed")
+
+
+def main() -> None:
+    """Generate, or with `--check` say which files are stale and exit 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only compare with what is committed")
+    if not parser.parse_args().check:
+        generate(TARGET)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        stale = [
+            path.name
+            for path in sorted(Path(folder).iterdir())
+            if path.read_bytes() != (TARGET / path.name).read_bytes()
+        ]
+    if stale:
+        sys.exit(f"stale, run scripts/gen_proto.py: {', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

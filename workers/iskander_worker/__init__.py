@@ -1,0 +1,1 @@
+"""The worker process: models, cores and nothing that listens on a network."""

@@ -1,0 +1,129 @@
+"""`iskander-worker`: attach to a gateway, take a place on the cores, load models, run batches.
+
+The order matters and is the reason for the late imports: who this worker is comes over the
+attach socket first, then the process is pinned, and only then are NumPy, ZMQ and ONNX Runtime
+imported, so that every thread and page of theirs is born on the right cores.
+
+Exit codes: 0 drained; 64 wrong usage; 69 no gateway; 70 a bug; 71 the system refused memory;
+76 the gateway speaks another version or does not want this worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from iskander import __version__, clock
+from iskander.errors import NotReady, ProtocolError, SegmentError
+from iskander.wire import attach
+from iskander.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from iskander_worker.placement import place, set_library_environment
+
+EXIT_DRAINED, EXIT_NO_GATEWAY, EXIT_BUG, EXIT_MEMORY, EXIT_REFUSED = 0, 69, 70, 71, 76
+CONNECT_PAUSE_S = 0.05
+ANSWER_TIMEOUT_S = 10.0
+
+
+def main() -> None:
+    """Entry point of the command."""
+    parser = argparse.ArgumentParser(
+        prog="iskander-worker",
+        description="Run models for an iskander-gateway: attach to its socket, pin this process "
+        "to the cores that the gateway assigns, load the models and compute batches.",
+        epilog="Stop it with SIGTERM: it finishes its batches and exits 0. When the gateway goes "
+        "away it keeps its models and waits for the next one.",
+    )
+    parser.add_argument(
+        "--attach",
+        metavar="SOCKET",
+        required=True,
+        help="the gateway's attach socket: RUNTIME_DIRECTORY/attach.sock",
+    )
+    parser.add_argument(
+        "--group", type=int, metavar="N", help="the core group to serve in (default: any)"
+    )
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait for the first gateway; 0 for ever (default: 30)",
+    )
+    parser.add_argument("--version", action="version", version=f"iskander-worker {__version__}")
+    arguments = parser.parse_args()
+    try:
+        sys.exit(_work(arguments.attach, arguments.group, arguments.wait_s))
+    except SegmentError as error:
+        _say(error.message)
+        sys.exit(EXIT_MEMORY)
+    except ProtocolError as error:
+        _say(error.message)
+        sys.exit(EXIT_REFUSED)
+    except NotReady as error:
+        _say(error.message)
+        sys.exit(EXIT_NO_GATEWAY)
+    except AssertionError as error:
+        _say(f"bug: {error}")
+        sys.exit(EXIT_BUG)
+
+
+def _work(path: str, group: int | None, wait_s: float) -> int:
+    set_library_environment()
+    index: int | None = None
+    cpus: tuple[int, ...] = ()
+    loop = None
+    while True:
+        connection = _connect(path, wait_s)
+        attach.send_hello(connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus))
+        try:
+            answer, descriptors = attach.receive_answer(connection)
+        except (ProtocolError, OSError):
+            # A gateway that stops just now hangs up; the next one will answer.
+            connection.close()
+            clock.pause_s(CONNECT_PAUSE_S)
+            continue
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"the gateway refused this worker: {answer.message}")
+        if loop is None:
+            cpus = place(answer.cpus, answer.node)
+            _name_process(f"isk-worker-{answer.index}")
+            from iskander_worker.loop import WorkerLoop
+
+            loop = WorkerLoop(cores=len(cpus))
+        elif cpus != answer.cpus:
+            _say("the new gateway plans other cores for this worker; it makes room for a fresh one")
+            return EXIT_DRAINED
+        with connection:
+            lock = attach.LockFile(Path(path).parent / f"worker-{answer.index}.lock")
+            lock.take()
+            is_drained = loop.serve(connection, answer, descriptors)
+            index, group, wait_s = answer.index, answer.group, answer.reattach_s
+            if is_drained:
+                return EXIT_DRAINED
+        _say("the gateway is gone; keeping the models and waiting for the next one")
+
+
+def _connect(path: str, wait_s: float):  # noqa: ANN202
+    deadline_ns = clock.now_ns() + int(wait_s * clock.NS_PER_S)
+    while True:
+        try:
+            return attach.connect(path, ANSWER_TIMEOUT_S)
+        except OSError as error:
+            if wait_s and clock.now_ns() > deadline_ns:
+                raise NotReady(f"no gateway listened for {wait_s:g} s: {error.strerror}") from None
+        clock.pause_s(CONNECT_PAUSE_S)
+
+
+def _name_process(name: str) -> None:
+    Path("/proc/self/comm").write_text(name)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"iskander-worker[{os.getpid()}]: {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
