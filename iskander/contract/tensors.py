@@ -231,13 +231,13 @@ def compile_contract(manifest: Manifest | None, graph: Graph) -> Contract:
         for entry in manifest.inputs
     )
     outputs = []
-    for entry in manifest.outputs:
-        spec = _compile_spec(entry.column, entry.type, entry.tensor, graph_outputs, "output")
-        leading, *trailing = graph_outputs[entry.tensor].shape
+    for output in manifest.outputs:
+        spec = _compile_spec(output.column, output.type, output.tensor, graph_outputs, "output")
+        leading, *trailing = graph_outputs[output.tensor].shape
         if isinstance(leading, int):
             _require(
                 leading == rows_fixed,
-                f"output `{entry.tensor}` always has {leading} rows and the inputs have "
+                f"output `{output.tensor}` always has {leading} rows and the inputs have "
                 f"{rows_fixed or 'any number'}: its rows cannot be told apart by caller",
             )
         is_bound = (leading in symbols or leading == rows_fixed) and leading is not None
@@ -249,6 +249,21 @@ def compile_contract(manifest: Manifest | None, graph: Graph) -> Contract:
         both = [entry.column for entry in manifest.outputs if entry.column in passthrough]
         _require(not both, f"columns {_quoted(both)} are both passed through and produced")
     return Contract(inputs, tuple(outputs), passthrough, rows_fixed)
+
+
+def require_room(contract: Contract, rows_max: int, output_bytes: int) -> None:
+    """Refuse a model whose largest batch makes more results than a worker's arena holds.
+
+    Raises:
+        ManifestError: Says what to change.
+    """
+    rows = contract.rows_fixed or rows_max
+    _, wanted = body_layout(contract.outputs, rows)
+    _require(
+        wanted <= output_bytes,
+        f"{rows} rows make {wanted} bytes of results and arena.output_bytes is {output_bytes}: "
+        "lower max_batch_rows or raise the arena",
+    )
 
 
 def _batch_axis(tensors: tuple[GraphTensor, ...]) -> tuple[int | None, set[Dimension]]:

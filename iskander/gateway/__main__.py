@@ -1,6 +1,6 @@
 """`iskander-gateway`: flags, configuration, signals, exit codes.
 
-Exit codes: 0 drained; 64 wrong usage; 69 the workers did not get ready; 71 the system refused
+Exit codes: 0 drained; 2 wrong usage; 69 the workers did not get ready; 71 the system refused
 memory; 78 the configuration or a model is wrong; 130 ended at once by a second signal.
 """
 

@@ -110,7 +110,7 @@ def extent(arrow: pa.DataType) -> Extent | None:
 def is_fixed_width(arrow: pa.DataType) -> bool:
     """Whether every value of this type takes the same bits, without lists."""
     try:
-        return arrow.bit_width > 0
+        return bool(arrow.bit_width > 0)
     except ValueError:
         return False
 

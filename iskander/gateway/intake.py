@@ -44,7 +44,11 @@ class Intake:
         lease = None if self._waiting else self.arena.lease(layout.input_bytes)
         if lease is None:
             lease = await self._room(layout.input_bytes)
-        self._write(request, layout, lease)
+        try:
+            self._write(request, layout, lease)
+        except BaseException:
+            self.arena.give_back(lease)
+            raise
         lane.put(request)
 
     def give_back(self, request: Request) -> None:

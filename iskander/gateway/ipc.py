@@ -36,7 +36,7 @@ _BATCH_LENGTH, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
 _SCHEMA_ENDIANNESS = 0
 _DICTIONARY_ID, _DICTIONARY_DATA, _DICTIONARY_IS_DELTA = 0, 1, 2
 
-Bytes = bytes | memoryview
+Bytes = bytes | bytearray | memoryview
 
 
 class Message(NamedTuple):

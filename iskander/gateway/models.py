@@ -6,8 +6,11 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from iskander.config import Config, ModelConfig
 from iskander.contract.manifest import model_file
@@ -25,11 +28,11 @@ class Models:
 
     def __init__(self, config: Config) -> None:
         self.by_key = {
-            key: Lane(_spec(key, model), config.limits.queue_requests)
+            key: Lane(model_spec(key, model), config.limits.queue_requests)
             for key, model in enumerate(config.models)
         }
 
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self) -> Iterator[Lane]:
         return iter(self.by_key.values())
 
     @property
@@ -113,7 +116,12 @@ def describe(lane: Lane) -> dict[str, Any]:
     return described
 
 
-def _spec(key: int, model: ModelConfig) -> ModelSpec:
+def model_spec(key: int, model: ModelConfig) -> ModelSpec:
+    """How a worker loads a configured model.
+
+    Raises:
+        ConfigError: There is no file where the configuration says.
+    """
     file = model_file(Path(model.path))
     try:
         stat = os.stat(file)
@@ -123,8 +131,7 @@ def _spec(key: int, model: ModelConfig) -> ModelSpec:
         ) from None
     manifest = file.parent / "manifest.toml"
     manifest_ns = manifest.stat().st_mtime_ns if manifest.exists() else 0
-    options = (model.execution_providers, model.intra_threads, model.inter_threads)
-    options += (model.optimization_level, model.parallel_execution, model.memory_pattern)
+    options = msgspec.json.encode(model).decode()
     return ModelSpec(
         key=key,
         name=model.name,

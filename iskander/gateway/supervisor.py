@@ -20,7 +20,7 @@ from pathlib import Path
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.contract.tensors import Contract
+from iskander.contract.tensors import Contract, require_room
 from iskander.errors import IskanderError, ManifestError, NotReady, ProtocolError
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
@@ -107,7 +107,7 @@ class Supervisor:
             Action.LOAD: self._load,
             Action.OPEN: self._open,
             Action.CLOSE: dispatcher.close,
-            Action.DRAIN: lambda worker: worker.sender.send(encode(Drain())),
+            Action.DRAIN: self._drain,
             Action.DETACH: self._detach,
             Action.KILL: Worker.kill,
         }
@@ -311,28 +311,18 @@ class Supervisor:
             if len(worker.models) == len(self._lanes):
                 self._happened(worker, Event.LOADED)
         elif isinstance(message, LoadFailed):
-            error = IskanderError.from_wire({"code": message.code, "message": message.message})
-            self._on_load_failed(worker, self._lanes[message.model], error)
+            refusal = IskanderError.from_wire({"code": message.code, "message": message.message})
+            self._on_load_failed(worker, self._lanes[message.model], refusal)
         else:
             self._happened(worker, Event.LEFT)
 
     def _accept_contract(self, lane: Lane, contract: Contract) -> None:
         if lane.contract is None:
+            require_room(contract, lane.model.rows_max, self._config.arena.output_bytes)
             lane.set_contract(contract)
-            self._require_room(lane)
         elif lane.contract != contract:
             raise ManifestError(
                 "its contract is not the one that is being served: the files were changed"
-            )
-
-    def _require_room(self, lane: Lane) -> None:
-        assert lane.contract is not None
-        rows = lane.contract.rows_fixed or lane.model.rows_max
-        wanted = lane.layout(rows).output_bytes
-        if wanted > self._config.arena.output_bytes:
-            raise ManifestError(
-                f"{rows} rows make {wanted} bytes of results and arena.output_bytes is "
-                f"{self._config.arena.output_bytes}: lower max_batch_rows or raise the arena"
             )
 
     def _on_load_failed(self, worker: Worker, lane: Lane, error: IskanderError) -> None:
@@ -380,6 +370,11 @@ class Supervisor:
         self._timers.pop(worker.place.index).cancel()
         worker.ready_ns = now_ns()
         self._dispatcher.open(worker)
+
+    @staticmethod
+    def _drain(worker: Worker) -> None:
+        assert worker.sender is not None
+        worker.sender.send(encode(Drain()))
 
     def _detach(self, worker: Worker) -> None:
         self._dispatcher.on_lost(worker)

@@ -13,6 +13,8 @@ import subprocess
 from collections import deque
 from typing import NamedTuple
 
+import msgspec
+
 from iskander.gateway.lanes import Request
 from iskander.gateway.lifecycle import Event, State
 from iskander.memory.arena import Arena, Lease
@@ -35,7 +37,7 @@ class Flight(NamedTuple):
     sent_ns: int
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True):
     """Where a worker of the plan runs."""
 
     index: int

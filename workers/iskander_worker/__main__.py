@@ -4,7 +4,7 @@ The order matters and is the reason for the late imports: who this worker is com
 attach socket first, then the process is pinned, and only then are NumPy, ZMQ and ONNX Runtime
 imported, so that every thread and page of theirs is born on the right cores.
 
-Exit codes: 0 drained; 64 wrong usage; 69 no gateway; 70 a bug; 71 the system refused memory;
+Exit codes: 0 drained; 2 wrong usage; 69 no gateway; 70 a bug; 71 the system refused memory;
 76 the gateway speaks another version or does not want this worker.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
         _say("the gateway is gone; keeping the models and waiting for the next one")
 
 
-def _connect(path: str, wait_s: float):  # noqa: ANN202
+def _connect(path: str, wait_s: float) -> socket.socket:
     deadline_ns = clock.now_ns() + int(wait_s * clock.NS_PER_S)
     while True:
         try:

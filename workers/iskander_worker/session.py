@@ -7,6 +7,7 @@ Source: ONNX Runtime 1.31 Python API (`SessionOptions`, `IOBinding`).
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -165,10 +166,11 @@ class Binding:
         except Exception as error:
             raise ExecutionFailed(_plain(error)) from None
         for position, spec, bound, target in self._after:
-            tensor = bound
-            if tensor is None:
+            if bound is None:
                 tensor = self._io.get_outputs()[position].numpy()
                 self._require_shape(spec, tensor)
+            else:
+                tensor = bound
             if spec.type.dtype_name == "bool":
                 target[:] = np.packbits(tensor.view(np.uint8).reshape(-1), bitorder="little")
             else:
@@ -231,7 +233,7 @@ def _graph_of(session: ort.InferenceSession) -> Graph:
 def _memory(address: int, length_bytes: int) -> np.ndarray:
     if not length_bytes:
         return np.empty(0, np.uint8)
-    return np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * length_bytes).from_address(address))
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length_bytes).from_address(address))
 
 
 def _plain(error: Exception) -> str:

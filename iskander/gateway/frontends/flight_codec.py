@@ -232,7 +232,7 @@ class StreamCodec:
         reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
         reader.read_next_message()  # The schema, which the stream began with.
         for message in reader:
-            header, body = bytes(message.metadata), memoryview(message.body)
+            header, body = bytes(message.metadata), memoryview(message.body).cast("B")
             read = ipc.read_message(header)
             if read.kind == ipc.DICTIONARY_BATCH:
                 dictionary = ipc.read_dictionary(header, read)[0]
@@ -363,7 +363,7 @@ class StreamCodec:
             kept = [read.column(field.name) for field in plan.passed]
         plain_header = ipc.header_of(plain)
         message = ipc.read_message(plain_header)
-        plain_body = memoryview(plain)[len(plain) - message.body_bytes :]
+        plain_body = memoryview(plain).cast("B")[len(plain) - message.body_bytes :]
         return ipc.read_batch(plain_header, message), plain_body, kept
 
     def _require_decoded(self, batch: pa.RecordBatch) -> None:

@@ -74,7 +74,7 @@ class HealthService:
         finally:
             self._watchers -= 1
 
-    def _status(self, name: str) -> int:
+    def _status(self, name: str) -> _Status:
         model, _, version = name.partition("/")
         lanes = [
             lane
@@ -82,9 +82,9 @@ class HealthService:
             if not name or (lane.model.name == model and version in ("", lane.model.version))
         ]
         if not lanes:
-            return int(_Status.SERVICE_UNKNOWN)
+            return _Status.SERVICE_UNKNOWN
         is_serving = not self._is_stopped and all(lane.is_ready for lane in lanes)
-        return int(_Status.SERVING if is_serving else _Status.NOT_SERVING)
+        return _Status.SERVING if is_serving else _Status.NOT_SERVING
 
 
 def _service_name(raw: bytes) -> str:
@@ -95,6 +95,6 @@ def _service_name(raw: bytes) -> str:
     return name
 
 
-def _response(status: int) -> bytes:
+def _response(status: _Status) -> bytes:
     raw: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
     return raw

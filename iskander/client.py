@@ -1,0 +1,212 @@
+"""A small Flight client: batches in, predictions out, errors by name.
+
+Nothing here is special to this server's inside: it is pyarrow.flight, with reading and writing at
+once (a client that writes everything before it reads stops for ever on flow control) and with the
+server's error detail turned back into `IskanderError`.
+
+Runs on: the caller's threads; never in the gateway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import flight
+
+from iskander.errors import IskanderError
+
+CALL_TIMEOUT_S = 10.0
+
+_FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
+
+
+class Client:
+    """A connection to one gateway.
+
+    Args:
+        address: `HOST:PORT` or `unix:PATH`.
+        timeout_s: For calls that answer at once; streams have their own.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        is_unix = address.startswith("unix:")
+        scheme = f"grpc+unix://{address.removeprefix('unix:')}" if is_unix else f"grpc://{address}"
+        self._details = _Details()
+        self._flight = flight.FlightClient(scheme, middleware=[self._details])
+        self._options = flight.FlightCallOptions(timeout=timeout_s)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._flight.close()
+
+    def health(self) -> dict[str, Any]:
+        """Whether every model is ready: `{"ready": bool, "models": {...}}`."""
+        return dict(self._action("health"))
+
+    def models(self) -> list[dict[str, Any]]:
+        """What is served, with contracts."""
+        return list(self._action("models"))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of lanes, workers and memory."""
+        return dict(self._action("stats"))
+
+    def score(
+        self, model: str, data: pa.RecordBatch | pa.Table, *, version: str | None = None
+    ) -> pa.Table:
+        """Score one batch, or a table batch by batch.
+
+        Raises:
+            IskanderError: As the server named it.
+        """
+        batches = [data] if isinstance(data, pa.RecordBatch) else data.to_batches()
+        return pa.Table.from_batches(list(self.stream(model, batches, version=version)))
+
+    def stream(
+        self,
+        model: str,
+        batches: Iterable[pa.RecordBatch],
+        *,
+        version: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Score batches as they come; results in the same order, one for each.
+
+        Args:
+            model: Name of the model.
+            batches: All of one schema; drawn from in a thread of its own, ahead of the results by
+                what the server lets in.
+            version: Of the model; the highest without.
+            timeout_s: For the whole stream.
+
+        Raises:
+            IskanderError: As the server named it.
+        """
+        feed = iter(batches)
+        first = next(feed, None)
+        if first is None:
+            return
+        path = [model] if version is None else [model, version]
+        options = flight.FlightCallOptions(timeout=timeout_s)
+        writer, reader = self._flight.do_exchange(flight.FlightDescriptor.for_path(*path), options)
+        detail = self._details.latest()
+        feeder = _Feeder(writer, first, feed)
+        feeder.start()
+        try:
+            for chunk in reader:
+                yield chunk.data
+        except _FLIGHT_ERRORS as error:
+            _finish(feeder, writer)
+            raise feeder.error or detail.named(error) from error
+        finally:
+            # Ends the call where the caller stopped early; the feeder's next write then fails.
+            reader.cancel()
+            _finish(feeder, writer)
+        if feeder.error is not None:
+            raise feeder.error
+
+    def _action(self, name: str) -> Any:  # noqa: ANN401
+        results = self._flight.do_action(flight.Action(name, b""), self._options)
+        detail = self._details.latest()
+        try:
+            bodies = [result.body.to_pybytes() for result in results]
+        except _FLIGHT_ERRORS as error:
+            raise detail.named(error) from error
+        return json.loads(bodies[0])
+
+
+class _Detail(flight.ClientMiddleware):  # type: ignore[misc]
+    """What the server said beside a call's status.
+
+    Read from the trailers, since pyarrow hands `extra_info` on for some statuses only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wire: bytes = b""
+
+    def received_headers(self, headers: dict[str, list[Any]]) -> None:
+        for value in headers.get("grpc-status-details-bin", ()):
+            self._wire = value
+
+    def named(self, error: Exception) -> Exception:
+        """The server's own error where it sent one; else the error as it is."""
+        try:
+            wire = json.loads(self._wire)
+        except ValueError:
+            return error
+        return IskanderError.from_wire(wire) if isinstance(wire, dict) else error
+
+
+class _Details(flight.ClientMiddlewareFactory):  # type: ignore[misc]
+    """Gives each call its detail; a call begins on the thread that asks for `latest`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.local()
+
+    def start_call(self, info: Any) -> _Detail:  # noqa: ANN401
+        detail = self._thread.latest = _Detail()
+        return detail
+
+    def latest(self) -> _Detail:
+        """Of the call that this thread began last."""
+        detail: _Detail = self._thread.latest
+        return detail
+
+
+class _Feeder(threading.Thread):
+    """Writes a stream's batches while its results are read."""
+
+    def __init__(
+        self,
+        writer: Any,  # noqa: ANN401
+        first: pa.RecordBatch,
+        rest: Iterator[pa.RecordBatch],
+    ) -> None:
+        super().__init__(name="iskander-feeder", daemon=True)
+        self._writer = writer
+        self._first = first
+        self._rest = rest
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._writer.begin(self._first.schema)
+            self._writer.write_batch(self._first)
+            for batch in self._rest:
+                self._writer.write_batch(batch)
+            self._writer.done_writing()
+        except _FLIGHT_ERRORS:
+            return  # The call has ended; the reader is told why.
+        except Exception as error:
+            self.error = error
+            self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(*_FLIGHT_ERRORS):
+            self._writer.done_writing()
+
+
+def _finish(feeder: _Feeder, writer: Any) -> None:  # noqa: ANN401
+    feeder.join()
+    # Raises the call's error once more; where nobody asks, Arrow prints it to stderr.
+    with contextlib.suppress(*_FLIGHT_ERRORS):
+        writer.close()

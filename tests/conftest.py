@@ -1,0 +1,59 @@
+"""Fixtures of all tests; those of real processes check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Before any test imports onnxruntime: it uploads usage data unless told not to.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare children, threads, shared mappings and /dev/shm before and after a module."""
+    if request.path.parent.name not in ("process", "system"):
+        yield
+        return
+    before = _footprint()
+    yield
+    after = _footprint()
+    assert after == before, f"left behind: {after} where {before} was"
+
+
+def _footprint() -> dict[str, list[str]]:
+    from support.processes import shared_mappings
+
+    children = [
+        f"{process.pid} {process.name()}" for process in psutil.Process().children(recursive=True)
+    ]
+    orphans = [
+        f"{process.pid} {process.info['name']}"
+        for process in psutil.process_iter(["name", "ppid"])
+        if process.info["name"].startswith("isk-") and process.info["ppid"] == 1
+    ]
+    return {
+        "children": children,
+        "orphans": orphans,
+        "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("iskander")),
+        "mappings": shared_mappings(),
+        "shm": sorted(path.name for path in Path("/dev/shm").iterdir()),
+        "descriptors": _shared_descriptors(),
+    }
+
+
+def _shared_descriptors() -> list[str]:
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:
+            continue
+        if "memfd:iskander" in target:
+            found.append(target)
+    return sorted(found)

@@ -1,0 +1,253 @@
+"""Real gateways and workers: started by their commands, ready by their own notice, ended by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from iskander.client import Client
+
+BIN = Path(sys.executable).parent
+READY_WITHIN_S = 60.0
+STOP_WITHIN_S = 30.0
+MIB = 1 << 20
+
+
+def eventually(
+    predicate: Callable[[], Any], within_s: float = 20.0, what: str = "the condition"
+) -> Any:
+    """Wait for a fact; the value of the predicate once it is true."""
+    deadline = time.monotonic() + within_s
+    while True:
+        value = predicate()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come true within {within_s:g} s")
+        time.sleep(0.01)
+
+
+def render_config(**sections: Any) -> str:
+    """A configuration as TOML; `models` is a list of tables."""
+    lines = []
+    for model in sections.pop("models"):
+        lines += ["[[models]]", *(f"{key} = {_toml(value)}" for key, value in model.items())]
+    for name, values in sections.items():
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value)
+
+
+class Gateway:
+    """A gateway and its workers, with small arenas and a runtime directory of its own."""
+
+    def __init__(self, folder: Path, models: list[dict[str, Any]], **sections: Any) -> None:
+        self.folder = folder
+        self.runtime = folder / "run"
+        sections.setdefault("server", {}).setdefault("address", "127.0.0.1:0")
+        sections["server"].setdefault("runtime_directory", str(self.runtime))
+        sections.setdefault("arena", {}).setdefault("input_bytes", 24 * MIB)
+        sections["arena"].setdefault("output_bytes", 16 * MIB)
+        limits = sections.setdefault("limits", {})
+        for key, value in (("bytes", 16), ("message_bytes", 20), ("window_bytes", 32)):
+            limits.setdefault(key, value * MIB)
+        sections.setdefault("workers", {}).setdefault("reattach_s", 5.0)
+        self.config = folder / "iskander.toml"
+        self.config.write_text(render_config(models=models, **sections))
+        self.log = folder / "gateway.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        self.has_spawn = sections["workers"].get("spawn", True)
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def attach_socket(self) -> Path:
+        return self.runtime / "attach.sock"
+
+    def start(self, *, is_ready: bool = True, **environment: str) -> Gateway:
+        """Start it, and wait until it says that it is ready."""
+        notices = Notices()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(BIN / "iskander-gateway"), "--config", str(self.config)],
+                stdout=log,
+                stderr=log,
+                env=dict(os.environ, NOTIFY_SOCKET=notices.path, **environment),
+            )
+        if is_ready:
+            self.address = notices.wait_for("X_ISKANDER_ADDRESS", self)
+        notices.close()
+        return self
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def stats(self) -> dict[str, Any]:
+        with self.client() as client:
+            return client.stats()
+
+    def worker_pids(self) -> list[int]:
+        return [worker["pid"] for worker in self.stats()["workers"]]
+
+    def wait_ready(self) -> None:
+        eventually(lambda: self.stats()["ready"], what="readiness")
+
+    def wait_idle(self) -> dict[str, Any]:
+        """Wait until nothing is leased or in flight; the stats then."""
+
+        def is_idle() -> dict[str, Any] | None:
+            stats = self.stats()
+            busy = stats["input_arena"]["leases"] or stats["streams"]
+            busy = busy or any(w["in_flight"] or w["output_leased_bytes"] for w in stats["workers"])
+            return None if busy else stats
+
+        found: dict[str, Any] = eventually(is_idle, what="an idle server")
+        return found
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self, within_s: float = STOP_WITHIN_S) -> int:
+        assert self.process is not None
+        return self.process.wait(within_s)
+
+    def stop(self) -> int:
+        """Drain it; its exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_WITHIN_S)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Make sure that it and what it started are gone, however the test went."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in processes_of(self.runtime):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+class WorkerProcess:
+    """An `iskander-worker` started by hand."""
+
+    def __init__(self, socket_path: Path, folder: Path, *arguments: str) -> None:
+        self.log = folder / f"worker-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(BIN / "iskander-worker"), "--attach", str(socket_path), *arguments],
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class Notices:
+    """The service manager's end of sd_notify."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="isk-notify-")
+        self.path = str(Path(self._folder.name) / "notify.sock")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self.path)
+        self.lines: list[str] = []
+
+    def wait_for(self, key: str, gateway: Gateway, within_s: float = READY_WITHIN_S) -> str:
+        """The value of a field, once it is sent; fails at once where the process ends."""
+        deadline = time.monotonic() + within_s
+        while True:
+            for line in self.lines:
+                if line.startswith(f"{key}="):
+                    return line.partition("=")[2]
+            assert gateway.process is not None
+            if gateway.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the gateway did not say {key}:\n{gateway.text()}")
+            if select.select([self._socket], [], [], 0.05)[0]:
+                self.lines += self._socket.recv(4096).decode().splitlines()
+
+    def close(self) -> None:
+        self._socket.close()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def running(folder: Path, models: list[dict[str, Any]], **sections: Any) -> Iterator[Gateway]:
+    """A ready gateway that is drained at the end; its log is shown where the test failed."""
+    gateway = Gateway(folder, models, **sections)
+    try:
+        gateway.start(is_ready=True)
+        yield gateway
+        code = gateway.stop()
+        assert code == 0, f"exit code {code}"
+    except BaseException:
+        sys.stderr.write(gateway.text()[-8000:])
+        raise
+    finally:
+        gateway.end()
+
+
+def processes_of(runtime: Path) -> list[psutil.Process]:
+    """Every process whose command line names the runtime directory."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(str(runtime) in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def shared_mappings(pid: int | str = "self") -> list[str]:
+    """The segments of ours that a process has mapped."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return sorted(set(re.findall(r"memfd:iskander\S*", maps)))
+
+
+def suspended(pid: int) -> contextlib.AbstractContextManager[None]:
+    """A process that does not run while the block does."""
+
+    @contextlib.contextmanager
+    def stopped() -> Iterator[None]:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    return stopped()

@@ -1,0 +1,139 @@
+"""Errors: stable codes, the same after a journey, and small enough for a gRPC trailer."""
+
+from __future__ import annotations
+
+import string
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from iskander import errors
+from iskander.errors import MESSAGE_BYTES_MAX, Fault, IskanderError, shorten
+
+WIRE_BYTES_MAX = 2048
+"""Text and detail together; a peer that gets more in its headers drops the status."""
+
+# Literal on purpose: clients compare these, so a change here is a change of the interface.
+CODES = {
+    "contract": (errors.ContractError, "client", False, "INVALID_ARGUMENT", None),
+    "malformed": (errors.MalformedInput, "client", False, "INVALID_ARGUMENT", None),
+    "limit": (errors.LimitExceeded, "client", False, "INVALID_ARGUMENT", None),
+    "model_not_found": (errors.ModelNotFound, "client", False, "NOT_FOUND", None),
+    "unsupported": (errors.Unsupported, "client", False, "UNIMPLEMENTED", None),
+    "overloaded": (errors.Overloaded, "nobody", True, "RESOURCE_EXHAUSTED", "UNAVAILABLE"),
+    "not_ready": (errors.NotReady, "operator", True, "UNAVAILABLE", None),
+    "draining": (errors.Draining, "nobody", True, "UNAVAILABLE", None),
+    "worker_lost": (errors.WorkerLost, "server", True, "UNAVAILABLE", None),
+    "execution_failed": (errors.ExecutionFailed, "model", False, "INTERNAL", None),
+    "manifest": (errors.ManifestError, "operator", False, "FAILED_PRECONDITION", None),
+    "config": (errors.ConfigError, "operator", False, "FAILED_PRECONDITION", None),
+    "protocol": (errors.ProtocolError, "server", False, "INTERNAL", None),
+    "segment": (errors.SegmentError, "server", False, "INTERNAL", None),
+    "internal": (errors.IskanderError, "server", False, "INTERNAL", None),
+}
+KINDS = [pytest.param(kind, id=code) for code, (kind, *_) in CODES.items()]
+
+
+def subclasses(kind: type[IskanderError]) -> set[type[IskanderError]]:
+    return {kind}.union(*(subclasses(child) for child in kind.__subclasses__()))
+
+
+def test_every_error_is_in_the_list_above() -> None:
+    """A new error needs a line here, so that its code is chosen once and on purpose."""
+    ours = {kind for kind in subclasses(IskanderError) if kind.__module__ == "iskander.errors"}
+
+    assert {kind.code: kind for kind in ours} == {code: row[0] for code, row in CODES.items()}
+    assert len(ours) == len(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_code_fault_retry_and_status_are_stable(code: str) -> None:
+    kind, fault, is_retryable, status, flight_status = CODES[code]
+
+    assert (kind.code, kind.fault.value, kind.retryable) == (code, fault, is_retryable)
+    assert (kind.status, kind.flight_status) == (status, flight_status)
+
+
+def test_every_fault_is_somebodys() -> None:
+    assert {kind.fault for kind, *_ in CODES.values()} == set(Fault)
+
+
+def test_two_errors_cannot_have_one_code() -> None:
+    with pytest.raises(AssertionError, match="contract"):
+        type("Second", (IskanderError,), {"code": "contract"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_the_same_after_a_journey(kind: type[IskanderError]) -> None:
+    """Through JSON, which is what clients get, and back."""
+    error = kind("column `a`: wanted b, got c", retry_after_ms=5, column="a", wanted=7)
+
+    again = IskanderError.from_wire(msgspec.json.decode(msgspec.json.encode(error.to_wire())))
+
+    assert type(again) is kind
+    assert again.message == str(again) == "column `a`: wanted b, got c"
+    assert again.fields == {"column": "a", "wanted": 7}
+    assert again.retry_after_ms == 5
+    assert again.to_wire() == error.to_wire()
+
+
+def test_the_wire_form_is_flat_and_leaves_out_what_is_not_known() -> None:
+    assert errors.Overloaded("full", model=None).to_wire() == {
+        "code": "overloaded",
+        "fault": "nobody",
+        "retryable": True,
+        "message": "full",
+    }
+
+
+def test_an_unknown_code_is_a_plain_error() -> None:
+    """An older program must not fail on the error of a newer one."""
+    again = IskanderError.from_wire({"code": "of the future", "message": "no", "hint": "wait"})
+
+    assert type(again) is IskanderError
+    assert (again.message, again.fields) == ("no", {"hint": "wait"})
+
+
+def test_an_empty_wire_form_is_a_plain_error() -> None:
+    assert type(IskanderError.from_wire({})) is IskanderError
+
+
+def largest(kind: type[IskanderError], letter: str) -> IskanderError:
+    endless = letter * 10_000
+    return kind(endless, retry_after_ms=2**31, model=endless, version=endless, wanted=2**62)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_error_of_each_kind_fits_a_trailer(kind: type[IskanderError]) -> None:
+    assert len(msgspec.json.encode(largest(kind, "x").to_wire())) <= WIRE_BYTES_MAX
+
+
+@pytest.mark.parametrize("letter", ["é", "名", "😀", '"', "\\", "\n", "\x00", "\x7f"])
+def test_the_largest_error_fits_a_trailer_in_any_letters(letter: str) -> None:
+    """Names in errors are the client's, and JSON writes some letters with six times the bytes."""
+    error = largest(errors.ModelNotFound, letter)
+
+    assert len(msgspec.json.encode(error.to_wire())) <= WIRE_BYTES_MAX
+
+
+def test_a_message_that_fits_is_not_touched() -> None:
+    text = "é" * (MESSAGE_BYTES_MAX // 2)
+
+    assert shorten(text) == text
+
+
+@settings(deadline=None)
+@given(st.text(alphabet=string.ascii_letters + "é名😀\ud800", min_size=1), st.integers(1, 2000))
+def test_a_long_message_is_cut_between_letters(piece: str, times: int) -> None:
+    """By bytes of UTF-8: never longer than the limit, never half a letter, and it says so."""
+    text = piece * times
+
+    cut = shorten(text)
+
+    assert len(cut.encode("utf-8", "replace")) <= MESSAGE_BYTES_MAX
+    if cut != text:
+        assert cut.endswith("...")
+        assert text.encode("utf-8", "replace").decode().startswith(cut[:-3])
+        assert len(cut.encode("utf-8", "replace")) > MESSAGE_BYTES_MAX - 6
