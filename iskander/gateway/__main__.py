@@ -78,7 +78,7 @@ async def _serve(config: Config) -> None:
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if starting.done() and starting.exception() is not None:
         stopping.cancel()
-        server.abandon()
+        await server.abandon()
         starting.result()
     starting.cancel()
     await stopping

@@ -122,10 +122,10 @@ class Server:
         self._release()
         log.info("stopped")
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """End the workers and release what a failed start had taken."""
-        self._supervisor.kill_all()
-        self._supervisor.close()
+        await self._grpc.stop(0)
+        await self._supervisor.stop()
         self._release()
 
     def kill_workers(self) -> None:

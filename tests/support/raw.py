@@ -36,6 +36,12 @@ class RawClient:
     def exchange(self, frames: list[bytes], **options: Any) -> dict[str, Any]:
         return self.call(EXCHANGE, frames, **options)
 
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()

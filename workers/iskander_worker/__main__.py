@@ -75,6 +75,7 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
     index: int | None = None
     cpus: tuple[int, ...] = ()
     loop = None
+    lock: attach.LockFile | None = None
     while True:
         connection = _connect(path, wait_s)
         attach.send_hello(connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus))
@@ -96,13 +97,18 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
         elif cpus != answer.cpus:
             _say("the new gateway plans other cores for this worker; it makes room for a fresh one")
             return EXIT_DRAINED
-        with connection:
+        if answer.index != index:
+            # Held while there is no gateway too: the next one sees by it that this process lives.
+            if lock is not None:
+                lock.release()
             lock = attach.LockFile(Path(path).parent / f"worker-{answer.index}.lock")
             lock.take()
-            is_drained = loop.serve(connection, answer, descriptors)
-            index, group, wait_s = answer.index, answer.group, answer.reattach_s
-            if is_drained:
-                return EXIT_DRAINED
+        index, group, wait_s = answer.index, answer.group, answer.reattach_s
+        if loop.serve(connection, answer, descriptors):
+            # Left to the end of the process, so that its end-of-file means just that.
+            connection.detach()
+            return EXIT_DRAINED
+        connection.close()
         _say("the gateway is gone; keeping the models and waiting for the next one")
 
 

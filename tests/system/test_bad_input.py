@@ -1,0 +1,402 @@
+"""Bad input of every kind gets a clear error over the wire, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+from support import models, raw
+from support.processes import Gateway, eventually, running
+
+from iskander.errors import (
+    ContractError,
+    IskanderError,
+    LimitExceeded,
+    ModelNotFound,
+    Overloaded,
+)
+from iskander.gateway import ipc
+
+LIMITS = {"rows": 100_000, "columns": 8, "streams": 4, "string_bytes": 1000, "nesting": 3}
+LIMITS |= {"bytes": 1 << 20, "message_bytes": 3 << 20, "window_bytes": 4 << 20}
+ANY_MANIFEST = """
+format = 1
+passthrough = "all"
+[[inputs]]
+column = "x"
+type = "int64"
+tensor = "x"
+[[outputs]]
+tensor = "y"
+column = "y"
+type = "int64"
+"""
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("bad")
+    ids = models.row_ids(folder / "ids")
+    (ids / "manifest.toml").write_text(ANY_MANIFEST)
+    slow = models.slow(folder / "slow", turns=100)
+    served = [
+        {"name": "ids", "path": str(ids), "intra_threads": 1, "max_batch_rows": 50_000},
+        {"name": "wide", "path": str(models.WIDE), "intra_threads": 1},
+        {"name": "slow", "path": str(slow), "intra_threads": 1},
+    ]
+    with running(
+        folder, served, limits=dict(LIMITS), workers={"groups": ["0"], "reattach_s": 5.0}
+    ) as ready:
+        yield ready
+
+
+@pytest.fixture(autouse=True)
+def others_are_served(gateway: Gateway) -> Iterator[None]:
+    """A well-behaved stream that is open the whole time is answered before and after."""
+    client = flight.connect(f"grpc://{gateway.address}")
+    writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
+    batch = pa.record_batch({"x": [1, 2, 3]})
+    with writer:
+        writer.begin(batch.schema)
+        writer.write_batch(batch)
+        assert reader.read_chunk().data["y"].to_pylist() == [4, 7, 10]
+        yield
+        writer.write_batch(batch)
+        assert reader.read_chunk().data["y"].to_pylist() == [4, 7, 10]
+        writer.done_writing()
+    client.close()
+    stats = gateway.wait_idle()
+    assert stats["ready"] and stats["workers"][0]["starts"] == 1
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[raw.RawClient]:
+    client = raw.RawClient(gateway.address)
+    yield client
+    client.close()
+
+
+def column(kind: str) -> pa.Array:
+    values = {
+        "float64": pa.array([1.0, 2.0]),
+        "utf8": pa.array(["a", "b"]),
+        "uint64": pa.array([1, 2], pa.uint64()),
+        "list": pa.array([[1], [2]]),
+        "fixed list": pa.array([[1], [2]], pa.list_(pa.int64(), 1)),
+        "dictionary": pa.array(["a", "b"]).dictionary_encode(),
+        "null": pa.nulls(2),
+        "timestamp": pa.array([1, 2], pa.timestamp("s")),
+    }
+    return values[kind]
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "words"),
+    [
+        ({}, ContractError, "column `x` is missing: wanted int64"),
+        ({"X": [1]}, ContractError, "column `x` is missing"),
+        ({"x": [1, None, None]}, ContractError, "column `x` has 2 nulls"),
+        ({"x": [1], "y": [1]}, ContractError, "columns `y` would be passed through"),
+        ({f"c{n}": [1] for n in range(9)}, LimitExceeded, "8 columns, got 9"),
+        ({"x": [1], "s": ["a" * 1001]}, LimitExceeded, "strings may have 1000 bytes, got 1001"),
+        ({"x": [1], "n": [[[["deep"]]]]}, LimitExceeded, "`n` is nested deeper than 3"),
+        ({"x": np.arange(50_001)}, LimitExceeded, "50000 rows, got 50001"),
+        ({"x": np.arange(9), "b": [b"x" * 200_000] * 9}, LimitExceeded, "1048576 bytes, got"),
+    ],
+)
+def test_batches_that_do_not_meet_contract_or_limits(
+    gateway: Gateway, batch: dict[str, object], error: type[IskanderError], words: str
+) -> None:
+    with gateway.client() as client, pytest.raises(error, match=words) as caught:
+        client.score("ids", pa.record_batch(batch))
+    assert caught.value.fault == "client" and not caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    "kind", ["float64", "utf8", "uint64", "list", "fixed list", "dictionary", "null", "timestamp"]
+)
+def test_columns_of_another_type(gateway: Gateway, kind: str) -> None:
+    with gateway.client() as client, pytest.raises(ContractError, match="`x`: wanted int64, got"):
+        client.score("ids", pa.record_batch({"x": column(kind)}))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.float32(), 63),
+        pa.list_(pa.float64(), 64),
+        pa.list_(pa.float32()),
+        pa.list_(pa.list_(pa.float32(), 8), 8),
+        pa.fixed_shape_tensor(pa.float32(), (8, 8)),
+        pa.float32(),
+    ],
+    ids=str,
+)
+def test_columns_nested_otherwise(gateway: Gateway, kind: pa.DataType) -> None:
+    batch = pa.record_batch({"features": pa.nulls(0, kind)})
+    with gateway.client() as client, pytest.raises(ContractError, match="features") as caught:
+        client.score("wide", batch)
+    assert "wanted fixed_size_list<float32>[64], got" in caught.value.message
+
+
+def test_nulls_inside_a_list(gateway: Gateway) -> None:
+    lists = pa.array([[1.0] * 63 + [None]], pa.list_(pa.float32(), 64))
+    with gateway.client() as client, pytest.raises(ContractError, match="has 1 nulls"):
+        client.score("wide", pa.record_batch({"features": lists}))
+
+
+def test_unknown_model_and_version(gateway: Gateway) -> None:
+    batch = pa.record_batch({"x": [1]})
+    with gateway.client() as client:
+        with pytest.raises(ModelNotFound, match="there is no model `nobody`; there are ids"):
+            client.score("nobody", batch)
+        with pytest.raises(ModelNotFound, match="has no version `9`; it has 1"):
+            client.score("ids", batch, version="9")
+
+
+def test_a_message_beyond_the_transport_limit(gateway: Gateway) -> None:
+    batch = pa.record_batch({"x": np.arange(9), "b": [b"x" * 1_000_000] * 9})
+    with gateway.client() as client, pytest.raises(pa.ArrowInvalid, match="larger than max"):
+        client.score("ids", batch)
+
+
+def test_too_many_streams(gateway: Gateway) -> None:
+    """The limit is 4 and one is open: the fourth more is refused, until one of them ends."""
+    batch = pa.record_batch({"x": [1]})
+    client = flight.connect(f"grpc://{gateway.address}")
+    streams = []
+    for _ in range(3):
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
+        writer.begin(batch.schema)
+        writer.write_batch(batch)
+        reader.read_chunk()
+        streams.append(writer)
+    with gateway.client() as other:
+        with pytest.raises(Overloaded, match="4 streams are open") as caught:
+            other.score("ids", batch)
+        assert caught.value.retryable and caught.value.retry_after_ms
+        for writer in streams:
+            writer.close()
+        eventually(lambda: gateway.stats()["streams"] == 1, what="closed streams")
+        assert other.score("ids", batch).num_rows == 1
+    client.close()
+
+
+HEAD = [raw.descriptor("ids"), raw.schema_data(pa.schema([("x", pa.int64())]))]
+
+
+def forged(rows: int, node: int, offset: int, length: int, body: bytes) -> bytes:
+    """A batch of one int64 column that says what it is told to say."""
+    template = ipc.BatchTemplate(pa.schema([("x", pa.int64())]))
+    header = template.render(rows, [node, 0], [0, 0, offset, length], len(body))
+    return raw.field(2, bytes(header)) + raw.field(1000, body)
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (forged(3_000_000, 3_000_000, 0, 24_000_000, bytes(33_936)), "rows, got 3000000"),
+        (forged(40_000, 40_000, 0, 320_000, bytes(33_936)), "needs 320000 bytes"),
+        (forged(40_000, 40_000, 0, 33_936, bytes(33_936)), "needs 320000 bytes"),
+        (forged(10, 11, 0, 80, bytes(80)), "says 11 values"),
+        (forged(10, 10, -8, 80, bytes(80)), "needs 80 bytes"),
+        (forged(10, 10, 8, 80, bytes(80)), "needs 80 bytes"),
+        (forged(10, 10, 1 << 62, 80, bytes(80)), "needs 80 bytes"),
+        (forged(-1, -1, 0, 80, bytes(80)), "rows, got -1"),
+        (raw.field(2, b"") + raw.field(1000, b"x"), "no record batch"),
+        (raw.field(2, b"\x10\0\0\0" * 8), "not an Arrow IPC header|wanted a record batch|ends"),
+        (HEAD[1], "a second schema"),
+        (b"\xff\xff\xff", "not a FlightData message"),
+        (raw.field(2, os.urandom(200)), "."),
+        (b"", "no record batch"),
+    ],
+)
+def test_forged_messages(client: raw.RawClient, frame: bytes, words: str) -> None:
+    answer = client.exchange([*HEAD, frame], half_close=False)
+    assert answer["code"] == "INVALID_ARGUMENT", answer
+    assert answer["trailers"]["iskander-code"] in ("malformed", "limit")
+    assert answer["trailers"]["iskander-retryable"] == "false"
+    assert re.search(words, answer["details"]), answer["details"]
+    assert_clean(answer)
+
+
+def test_truncated_bodies(client: raw.RawClient) -> None:
+    batch = pa.record_batch({"x": np.arange(100), "s": [str(n) for n in range(100)]})
+    whole = raw.split(batch.serialize().to_pybytes())[1]
+    head = [raw.descriptor("ids"), raw.schema_data(batch.schema)]
+    for kept in (0, 1, 799, len(whole) - 1):
+        answer = client.exchange([*head, raw.batch_data(batch, body=whole[:kept])])
+        assert answer["code"] == "INVALID_ARGUMENT", kept
+        assert "announces a body" in answer["details"]
+
+
+def test_random_header_bytes(client: raw.RawClient) -> None:
+    """Every byte of a real header is changed in turn: never anything but a clear answer."""
+    batch = pa.record_batch({"x": np.arange(3), "s": ["a", None, "c"]})
+    head = [raw.descriptor("ids"), raw.schema_data(batch.schema)]
+    header, body = raw.split(batch.serialize().to_pybytes())
+    random = np.random.default_rng(5)
+    codes = set()
+    for at in random.permutation(len(header))[:120]:
+        changed = bytearray(header)
+        changed[at] = random.integers(0, 256)
+        frame = raw.field(2, bytes(changed)) + raw.field(1000, body)
+        answer = client.exchange([*head, frame])
+        codes.add(answer["code"])
+        assert_clean(answer)
+    assert codes <= {"OK", "INVALID_ARGUMENT"} and "INVALID_ARGUMENT" in codes
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([], "ended before its schema"),
+        ([raw.descriptor("ids")], "ended before its schema"),
+        ([HEAD[1]], "no descriptor"),
+        ([raw.descriptor("ids"), forged(1, 1, 0, 8, bytes(8))], "begin with a schema"),
+        ([raw.descriptor(), HEAD[1]], "wanted a path descriptor"),
+        ([raw.descriptor("a", "b", "c"), HEAD[1]], "wanted a path descriptor"),
+        ([raw.field(1, b"\x08\x02\x12\x01x"), HEAD[1]], "wanted a path descriptor"),
+        ([raw.field(1, b"\xff\xff"), HEAD[1]], "not a FlightDescriptor"),
+        ([raw.descriptor("ids"), raw.field(2, os.urandom(64))], "."),
+    ],
+)
+def test_streams_that_do_not_begin_as_they_should(
+    client: raw.RawClient, frames: list[bytes], words: str
+) -> None:
+    answer = client.exchange(frames)
+    assert answer["code"] == "INVALID_ARGUMENT", answer
+    assert re.search(words, answer["details"]), answer["details"]
+    assert_clean(answer)
+
+
+def test_big_endian_streams_are_refused_by_name(client: raw.RawClient) -> None:
+    """The schema of a big-endian writer: its endianness field set to 1."""
+    schema = pa.schema([("x", pa.int64())])
+    header = bytearray(raw.split(schema.serialize().to_pybytes())[0])
+    message = ipc.read_message(header)
+    at = ipc._field(header, message.table, 0)
+    if not at:
+        # pyarrow leaves out the default; a table with another field in its place says the same.
+        vtable = message.table - int.from_bytes(header[message.table : message.table + 4], "little")
+        header[vtable + 4 : vtable + 6] = header[vtable + 6 : vtable + 8]
+    else:
+        header[at] = 1
+    answer = client.exchange([raw.descriptor("ids"), raw.field(2, bytes(header))])
+    assert answer["code"] == "INVALID_ARGUMENT"
+    assert "big-endian" in answer["details"]
+
+
+def test_a_decompression_bomb_is_refused_before_it_expands(client: raw.RawClient) -> None:
+    """50 MB of zeros are 2 kB on the wire; the limit is 1 MiB."""
+    batch = pa.record_batch({"x": np.arange(6), "b": [b"\0" * 8_000_000] * 6})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    schema, message = reader.read_next_message(), reader.read_next_message()
+    frame = raw.field(2, bytes(message.metadata)) + raw.field(1000, bytes(message.body))
+    assert len(frame) < 20_000
+    head = raw.descriptor("ids") + raw.field(2, bytes(schema.metadata))
+    answer = client.exchange([head, frame])
+    assert answer["code"] == "INVALID_ARGUMENT"
+    assert "1048576 bytes, got 48" in answer["details"]
+
+
+def test_results_before_a_bad_batch_are_still_delivered(client: raw.RawClient) -> None:
+    good = raw.batch_data(pa.record_batch({"x": [1, 2]}))
+    bad = raw.batch_data(pa.record_batch({"x": [1, None]}))
+    answer = client.exchange([*HEAD, good, good, bad, good])
+    assert answer["code"] == "INVALID_ARGUMENT"
+    batches, _ = raw.read_batches(answer["frames"])
+    assert [batch["y"].to_pylist() for batch in batches] == [[4, 7], [4, 7]]
+
+
+CLIENT = """
+import sys, numpy as np, pyarrow as pa
+from pyarrow import flight
+client = flight.connect("grpc://" + sys.argv[1])
+writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("slow"))
+batch = pa.record_batch({"x": np.full(10, 20)})
+writer.begin(batch.schema)
+for _ in range(6):
+    writer.write_batch(batch)
+reader.read_chunk()
+print("read", flush=True)
+reader.read_chunk()
+sys.stdin.read()
+"""
+
+
+def test_a_client_that_vanishes(gateway: Gateway) -> None:
+    """A client process is killed with batches queued and running; all they held comes back."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, gateway.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == b"read\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    process.stdin.close()
+    eventually(lambda: gateway.stats()["streams"] == 1, what="the stream's end")
+
+
+def test_a_client_that_times_out_or_cancels(gateway: Gateway) -> None:
+    batch = pa.record_batch({"x": np.full(10, 200)})
+    with gateway.client() as client:
+        with pytest.raises(flight.FlightTimedOutError):
+            list(client.stream("slow", [batch] * 4, timeout_s=0.05))
+        quick = pa.record_batch({"x": np.full(10, 1)})
+        results = client.stream("slow", [quick, *[batch] * 5])
+        assert next(results).num_rows == 10
+        results.close()  # The generator cancels the call.
+
+
+def test_a_client_that_never_reads(gateway: Gateway) -> None:
+    """It writes until flow control stops it; what it holds is bounded, and goes when it goes."""
+    stuck = flight.connect(f"grpc://{gateway.address}")
+    writer, reader = stuck.do_exchange(flight.FlightDescriptor.for_path("ids"))
+    batch = pa.record_batch({"x": np.arange(50_000)})
+    writer.begin(batch.schema)
+    written = threading.Event()
+
+    def write() -> None:
+        try:
+            for count in range(10_000):
+                writer.write_batch(batch)
+                if count == 20:
+                    written.set()
+        except (flight.FlightError, pa.ArrowException, OSError):
+            return
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert written.wait(20)
+    stats = gateway.stats()
+    assert stats["input_arena"]["leases"] <= 8
+    reader.cancel()
+    thread.join()
+    with pytest.raises(flight.FlightCancelledError):
+        writer.close()
+    stuck.close()
+
+
+def assert_clean(answer: dict[str, object]) -> None:
+    """No traceback, path or module name in what a client is told."""
+    told = str(answer["details"]) + str(answer["trailers"])
+    for leak in ("Traceback", str(models.ROOT), "/usr", "/tmp", ".py", "iskander.gateway"):
+        assert leak not in told, told

@@ -1,0 +1,400 @@
+"""Workers and gateways that die, hang, drain and come back: what callers and the machine see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+from support import models, raw
+from support.processes import (
+    BIN,
+    Gateway,
+    WorkerProcess,
+    eventually,
+    processes_of,
+    running,
+    suspended,
+)
+
+from iskander.errors import Draining, NotReady, WorkerLost
+
+CHECK = "/grpc.health.v1.Health/Check"
+
+
+def served(folder: Path) -> list[dict[str, object]]:
+    return [
+        {"name": "ids", "path": str(models.row_ids(folder / "ids")), "intra_threads": 1},
+        {"name": "slow", "path": str(models.slow(folder / "slow", 100)), "intra_threads": 1},
+    ]
+
+
+ONE = {"groups": ["0"], "reattach_s": 10.0}
+TWO = {"groups": ["0", "1"], "reattach_s": 10.0}
+BATCH = pa.record_batch({"x": [1, 2]})
+
+
+def score_is_right(gateway: Gateway) -> bool:
+    with gateway.client() as client:
+        try:
+            return client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
+        except (NotReady, flight.FlightUnavailableError):
+            return False
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
+    with running(tmp_path, served(tmp_path), workers=dict(ONE)) as ready:
+        yield ready
+
+
+def test_a_killed_worker_fails_its_batches_at_once_and_is_replaced(gateway: Gateway) -> None:
+    """What it ran fails with a retryable error; the lane is not ready until the next one is."""
+    (pid,) = gateway.worker_pids()
+    failed_at: list[float] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        with gateway.client() as client:
+            try:
+                list(client.stream("slow", [pa.record_batch({"x": [10_000]})]))
+            except Exception as error:
+                failed_at.append(time.monotonic())
+                errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    eventually(lambda: gateway.stats()["workers"][0]["in_flight"] == 1, what="a running batch")
+    killed_at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with raw.RawClient(gateway.address) as client:
+        down, up = [b"\x08\x02"], [b"\x08\x01"]
+        eventually(lambda: client.call(CHECK, [b""])["frames"] == down, what="NOT_SERVING")
+        eventually(lambda: client.call(CHECK, [b""])["frames"] == up, what="SERVING")
+    thread.join()
+    assert isinstance(errors[0], WorkerLost) and errors[0].retryable
+    assert "died while it had this batch" in str(errors[0])
+    # A bound of the contract with callers (100 ms) with room for a busy machine.
+    assert failed_at[0] - killed_at < 2.0
+    assert score_is_right(gateway)
+    assert gateway.worker_pids() != [pid]
+    stats = gateway.wait_idle()
+    assert stats["workers"][0]["starts"] == 2
+
+
+def test_a_stream_to_a_lane_without_workers_is_refused(gateway: Gateway) -> None:
+    """An open stream and a new one both learn that it is not ready, and may try again."""
+    client = flight.connect(f"grpc://{gateway.address}")
+    writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
+    writer.begin(BATCH.schema)
+    writer.write_batch(BATCH)
+    assert reader.read_chunk().data["y"].to_pylist() == [4, 7]
+    (pid,) = gateway.worker_pids()
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not gateway.stats()["ready"], what="not ready")
+    with pytest.raises(flight.FlightUnavailableError, match="no ready worker"):
+        for _ in range(1000):
+            writer.write_batch(BATCH)
+            reader.read_chunk()
+            raise AssertionError("a batch was answered without a worker")
+    with pytest.raises(flight.FlightUnavailableError):
+        writer.close()
+    client.close()
+    eventually(lambda: score_is_right(gateway), what="a new worker")
+
+
+def test_one_of_two_workers_dies_and_the_other_goes_on(tmp_path: Path) -> None:
+    """Eight streams, kills again and again: every batch is right, or refused as retryable."""
+    with running(tmp_path, served(tmp_path), workers=dict(TWO)) as gateway:
+        outcomes: list[str] = []
+        is_over = threading.Event()
+
+        def stream(number: int) -> None:
+            random = np.random.default_rng(number)
+            with gateway.client() as client:
+                while not is_over.is_set():
+                    sent = [random.integers(0, 1 << 40, random.integers(1, 500)) for _ in range(8)]
+                    batches = [pa.record_batch({"x": values}) for values in sent]
+                    count = 0
+                    try:
+                        for values, scored in zip(
+                            sent, client.stream("ids", batches), strict=False
+                        ):
+                            right = scored["y"].to_numpy().tolist() == (3 * values + 1).tolist()
+                            outcomes.append("right" if right else "WRONG")
+                            count += 1
+                    except (WorkerLost, NotReady) as error:
+                        outcomes.append(error.code)
+                    else:
+                        outcomes.append("whole" if count == len(sent) else "SHORT")
+
+        threads = [threading.Thread(target=stream, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for turn in range(4):
+            before = gateway.stats()["workers"][turn % 2]
+            os.kill(before["pid"], signal.SIGKILL)
+            eventually(
+                lambda old=before: (
+                    gateway.stats()["workers"][old["index"]]["state"] == "ready"
+                    and gateway.stats()["workers"][old["index"]]["pid"] != old["pid"]
+                ),
+                what="a replacement",
+            )
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        gateway.wait_idle()
+    assert set(outcomes) <= {"right", "whole", "worker_lost", "not_ready"}
+    assert outcomes.count("whole") > 8
+
+
+def test_a_hung_worker_is_found_by_its_beat_and_replaced(tmp_path: Path) -> None:
+    workers = dict(ONE, hang_s=1.0)
+    with running(tmp_path, served(tmp_path), workers=workers) as gateway:
+        (pid,) = gateway.worker_pids()
+        with suspended(pid), gateway.client() as client:
+            with pytest.raises(WorkerLost):
+                list(client.stream("ids", [BATCH]))
+            eventually(lambda: not psutil.pid_exists(pid), what="the end of the hung worker")
+        eventually(lambda: score_is_right(gateway), what="a new worker")
+
+
+def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
+    """A stream in the middle gets the results of every batch that was taken, then `draining`."""
+    with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
+        client = flight.connect(f"grpc://{gateway.address}")
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("slow"))
+        batch = pa.record_batch({"x": [100]})
+        writer.begin(batch.schema)
+        for _ in range(5):
+            writer.write_batch(batch)
+        accepted = eventually(
+            lambda: gateway.stats()["lanes"]["slow/1"].get("requests") == 5, what="five accepted"
+        )
+        assert accepted
+        gateway.signal(signal.SIGTERM)
+        answered = 0
+        with pytest.raises(flight.FlightUnavailableError, match="stopping"):
+            while True:
+                assert reader.read_chunk().data["y"].to_pylist() == [100]
+                answered += 1
+        assert answered == 5
+        with pytest.raises(flight.FlightUnavailableError):
+            writer.close()
+        client.close()
+        assert gateway.wait() == 0
+    assert "stopped" in gateway.text()
+
+
+def test_new_streams_are_refused_while_draining(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
+        health = raw.RawClient(gateway.address)
+        with health, gateway.client() as client, gateway.client() as late:
+            assert health.call(CHECK, [b""])["frames"] == [b"\x08\x01"]
+            late.health()
+            results = client.stream("slow", [pa.record_batch({"x": [1000]})] * 3)
+            assert next(results).num_rows == 1
+            gateway.signal(signal.SIGTERM)
+            eventually(lambda: "draining" in gateway.text(), what="draining")
+            with pytest.raises(Draining):
+                late.score("ids", BATCH)
+            assert health.call(CHECK, [b""])["frames"] == [b"\x08\x02"]
+            assert [batch.num_rows for batch in results] == [1, 1]
+        assert gateway.wait() == 0
+
+
+def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
+    try:
+        with gateway.client() as client:
+            results = client.stream("slow", [pa.record_batch({"x": [50_000]})])
+
+            def read() -> None:
+                with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
+                    next(results)
+
+            thread = threading.Thread(target=read)
+            thread.start()
+            eventually(lambda: gateway.stats()["workers"][0]["in_flight"] == 1, what="a batch")
+            gateway.signal(signal.SIGTERM)
+            eventually(lambda: "draining" in gateway.text(), what="draining")
+            gateway.signal(signal.SIGTERM)
+            assert gateway.wait(5) == 130
+            thread.join()
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the workers' end")
+    finally:
+        gateway.end()
+
+
+def test_a_killed_gateway_leaves_nothing_and_the_next_one_takes_its_workers(
+    tmp_path: Path,
+) -> None:
+    """Same address, same runtime directory: the worker keeps its process and its models."""
+    first = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
+    try:
+        (pid,) = first.worker_pids()
+        shm = sorted(Path("/dev/shm").iterdir())
+        first.signal(signal.SIGKILL)
+        first.wait()
+        assert [process.pid for process in processes_of(first.runtime)] == [pid]
+        server = {"address": first.address, "runtime_directory": str(first.runtime)}
+        second = Gateway(tmp_path, served(tmp_path), workers=dict(ONE), server=server).start()
+        try:
+            assert second.address == first.address
+            assert second.worker_pids() == [pid]
+            assert score_is_right(second)
+            assert second.stats()["workers"][0]["starts"] == 0
+            assert sorted(Path("/dev/shm").iterdir()) == shm
+            assert second.stop() == 0
+        finally:
+            second.end()
+        left = sorted(path.name for path in first.runtime.iterdir())
+        assert left == ["gateway.lock", "worker-0.lock"]
+    finally:
+        first.end()
+
+
+def test_workers_of_a_gateway_that_never_comes_back_end(tmp_path: Path) -> None:
+    workers = dict(ONE, reattach_s=0.5)
+    gateway = Gateway(tmp_path, served(tmp_path), workers=workers).start()
+    try:
+        gateway.signal(signal.SIGKILL)
+        gateway.wait()
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the workers' end")
+    finally:
+        gateway.end()
+
+
+def test_workers_started_by_hand(tmp_path: Path) -> None:
+    """`spawn = false`: the gateway listens, says not ready, and takes whoever attaches."""
+    workers = dict(TWO, spawn=False)
+    with running(tmp_path, served(tmp_path), workers=workers) as gateway:
+        assert gateway.stats()["ready"] is False
+        with gateway.client() as client, pytest.raises(NotReady):
+            client.score("ids", BATCH)
+        by_hand = [
+            WorkerProcess(gateway.attach_socket, tmp_path, "--group", str(group))
+            for group in (1, 0)
+        ]
+        third = None
+        try:
+            gateway.wait_ready()
+            eventually(
+                lambda: len(set(gateway.worker_pids())) == 2 and 0 not in gateway.worker_pids(),
+                what="both workers",
+            )
+            stats = gateway.stats()["workers"]
+            assert [w["pid"] for w in stats] == [by_hand[1].pid, by_hand[0].pid]
+            assert psutil.Process(by_hand[0].pid).cpu_affinity() == [1]
+            third = WorkerProcess(gateway.attach_socket, tmp_path, "--group", "0")
+            assert third.process.wait(20) == 76
+            assert "no place is free" in third.log.read_text()
+            # A worker that is asked to leave finishes, exits with 0, and its place is free again.
+            by_hand[0].process.terminate()
+            assert by_hand[0].process.wait(20) == 0
+            assert score_is_right(gateway)
+            by_hand.append(WorkerProcess(gateway.attach_socket, tmp_path, "--group", "1"))
+            eventually(
+                lambda: gateway.stats()["workers"][1]["pid"] == by_hand[2].pid, what="a new one"
+            )
+        finally:
+            if third is not None:
+                third.end()
+            gateway.stop()
+            for worker in by_hand:
+                worker.process.wait(20)
+                worker.end()
+        assert [worker.process.returncode for worker in by_hand] == [0, 0, 0]
+
+
+def test_a_second_gateway_is_refused(gateway: Gateway, tmp_path: Path) -> None:
+    """Neither the address nor the runtime directory is taken from one that lives."""
+    folder = tmp_path / "second"
+    folder.mkdir()
+    for server, words in (
+        ({"runtime_directory": str(gateway.runtime)}, "another gateway runs there"),
+        ({"address": gateway.address}, "cannot listen there"),
+    ):
+        second = Gateway(folder, served(folder), server=server, workers=dict(ONE))
+        try:
+            second.start(is_ready=False)
+            assert second.wait() == 78
+            assert words in second.text()
+        finally:
+            assert second.process is not None and second.process.poll() is not None
+    assert score_is_right(gateway)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"path": "nowhere"}, "no model file"),
+        ({"path": "broken"}, "cannot be loaded"),
+        ({"execution_providers": ["cuda"]}, "never replaced by the CPU silently"),
+        ({"intra_threads": 9}, "make 9 compute threads"),
+        ({"path": "scalar"}, "is a scalar"),
+        ({"max_batch_rows": 5_000_000}, "more than limits.rows"),
+    ],
+)
+def test_a_start_that_cannot_work_says_why_and_ends(
+    tmp_path: Path, model: dict[str, object], words: str
+) -> None:
+    """The gateway and `iskander check` refuse the same with the same words."""
+    import subprocess
+
+    if Path("/dev/nvidia0").exists() and "execution_providers" in model:
+        pytest.skip("this machine has a GPU")
+    ids = models.row_ids(tmp_path / "ids")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "model.onnx").write_bytes(b"not a model")
+    models.identity(tmp_path / "scalar", 1, [])
+    entry = {"name": "m", "path": str(ids), "intra_threads": 1} | model
+    gateway = Gateway(tmp_path, [entry], workers=dict(ONE))
+    gateway.start(is_ready=False)
+    try:
+        assert gateway.wait() == 78
+        assert words in gateway.text()
+        assert "Traceback" not in gateway.text()
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the workers' end")
+    finally:
+        gateway.end()
+    check = subprocess.run(
+        [BIN / "iskander", "check", gateway.config], capture_output=True, text=True, check=False
+    )
+    assert check.returncode == 1 and words in check.stderr, check.stderr
+
+
+def test_nothing_grows_in_the_gateway(gateway: Gateway) -> None:
+    """Descriptors, threads, mappings and leases after a storm are those before it."""
+    process = psutil.Process(gateway.pid)
+
+    def storm() -> None:
+        for _ in range(10):
+            with gateway.client() as client:
+                client.score("ids", BATCH)
+                results = client.stream("slow", [pa.record_batch({"x": [50]})] * 20)
+                next(results)
+                results.close()
+        gateway.wait_idle()
+
+    def connections() -> int:
+        return len([c for c in process.net_connections() if c.status == "ESTABLISHED"])
+
+    storm()
+    eventually(lambda: connections() <= 1, what="closed connections")
+    before = (process.num_fds() - connections(), process.num_threads())
+    storm()
+    eventually(lambda: connections() <= 1, what="closed connections")
+    eventually(
+        lambda: (process.num_fds() - connections(), process.num_threads()) <= before,
+        what=f"the footprint from before, {before}",
+    )
