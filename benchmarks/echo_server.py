@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 
-import pyarrow as pa
 from pyarrow import flight
 
 
@@ -26,8 +25,7 @@ class EchoServer(flight.FlightServerBase):
         del context, descriptor
         writer.begin(reader.schema)
         for chunk in reader:
-            batch: pa.RecordBatch = chunk.data
-            writer.write_batch(batch)
+            writer.write_batch(chunk.data)
 
 
 def main() -> None:

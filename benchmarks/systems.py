@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,10 @@ START_S = 60
 STOP_S = 40
 LOG_TAIL_BYTES = 4000
 SCORE_TOLERANCE = 1e-4
+
+
+Starting = tuple[subprocess.Popen[bytes], Callable[[], str]]
+"""A process, and a call that waits for its address; empty where there will be none."""
 
 
 class Running(NamedTuple):
@@ -57,16 +61,18 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
         folder = Path(folder_name)
         with (folder / "log").open("wb") as log:
             starter = _start_echo if name == "echo" else _start_iskander
-            process, ready = starter(folder, workload, log.fileno())
+            process, wait_ready = starter(folder, workload, log.fileno())
+            workers: tuple[psutil.Process, ...] = ()
             try:
-                address = _wait_ready(process, ready)
+                address = wait_ready()
                 if not address:
                     tail = (folder / "log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
                     raise RuntimeError(f"{name} did not get ready:\n{tail}")
                 front = psutil.Process(process.pid)
-                yield Running(address, front, tuple(front.children()))
+                workers = tuple(front.children())
+                yield Running(address, front, workers)
             finally:
-                _stop(process)
+                _stop(process, workers)
 
 
 def require_scores(address: str, workload: Workload, rows: int) -> None:
@@ -91,22 +97,23 @@ def cpu_s(processes: tuple[psutil.Process, ...]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def _start_echo(
-    folder: Path, workload: Workload, log_fd: int
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start_echo(folder: Path, workload: Workload, log_fd: int) -> Starting:
     del folder, workload
-    ready, far_end = socket.socketpair()
-    with far_end:
-        command = [sys.executable, str(FOLDER / "echo_server.py")]
-        process = subprocess.Popen(command, stdout=far_end, stderr=log_fd)
-    return process, ready
+    command = [sys.executable, str(FOLDER / "echo_server.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_fd)
+    output = process.stdout
+    assert output is not None
+
+    def wait_ready() -> str:
+        port = output.readline().decode().strip()
+        return f"127.0.0.1:{port}" if port else ""
+
+    return process, wait_ready
 
 
-def _start_iskander(
-    folder: Path, workload: Workload, log_fd: int
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ready.bind(str(folder / "notify"))
+def _start_iskander(folder: Path, workload: Workload, log_fd: int) -> Starting:
+    notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    notices.bind(str(folder / "notify"))
     command = [
         str(Path(sys.executable).with_name("iskander-gateway")),
         "--config",
@@ -116,40 +123,33 @@ def _start_iskander(
     ]
     environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify")}
     process = subprocess.Popen(command, stdout=log_fd, stderr=log_fd, env=environment)
-    return process, ready
+    return process, lambda: _read_notice(process, notices)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], ready: socket.socket) -> str:
-    """The address that a starting process announces; empty where it ends or takes too long."""
-    pidfd = os.pidfd_open(process.pid)
+def _read_notice(process: subprocess.Popen[bytes], notices: socket.socket) -> str:
+    """The address in a READY datagram; empty where the process ends first or takes too long."""
+    ended = os.pidfd_open(process.pid)
     try:
-        with ready:
-            while ready in select.select([ready, pidfd], [], [], START_S)[0]:
-                announced = ready.recv(4096).decode()
-                if not announced:
-                    return ""
-                if announced.strip().isdecimal():
-                    return f"127.0.0.1:{announced.strip()}"
-                fields = dict(line.partition("=")[::2] for line in announced.splitlines())
+        with notices:
+            while notices in select.select([notices, ended], [], [], START_S)[0]:
+                lines = notices.recv(4096).decode().splitlines()
+                fields = dict(line.partition("=")[::2] for line in lines)
                 if fields.get("READY") == "1":
                     return fields["X_ISKANDER_ADDRESS"]
             return ""
     finally:
-        os.close(pidfd)
+        os.close(ended)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, and end it and what it started where it does not."""
-    if process.poll() is not None:
-        return
-    children = psutil.Process(process.pid).children(recursive=True)
+def _stop(process: subprocess.Popen[bytes], workers: tuple[psutil.Process, ...]) -> None:
+    """Ask a process to end, and end it and its workers where they do not."""
     process.terminate()
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for child in children:
+    for worker in workers:
         # psutil compares start times, so a number that another process got since is left alone.
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+            worker.kill()

@@ -101,6 +101,7 @@ class Worker:
         """Let go of a process that is gone: its memory, sockets and descriptors."""
         self.incarnation = self.pid = self.credits = 0
         self.models = set()
+        self.output_arena = Arena(0)
         for part in (self.sender, self.output, self.beat, self.connection):
             if part is not None:
                 part.close()

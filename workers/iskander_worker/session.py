@@ -10,12 +10,20 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
 from iskander.contract.manifest import model_file, read_manifest
-from iskander.contract.tensors import Graph, GraphTensor, TensorSpec, body_layout, compile_contract
+from iskander.contract.tensors import (
+    Contract,
+    Graph,
+    GraphTensor,
+    TensorSpec,
+    body_layout,
+    compile_contract,
+)
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander.wire.messages import ModelSpec
 
@@ -75,9 +83,7 @@ class Session:
         Layout:
             As `body_layout` says, from the two addresses; the caller keeps the mappings alive.
         """
-        return Binding(self._session, self.contract.inputs, self.contract.outputs, rows).over(
-            input_address, output_address
-        )
+        return Binding(self._session, self.contract, rows, input_address, output_address)
 
     def warm_up(self, rows: int) -> None:
         """Compute a batch of ones, so that the first caller does not pay for first times.
@@ -106,51 +112,52 @@ class Binding:
 
     Booleans are bits in Arrow and bytes in a tensor, and outputs of unknown shape cannot be bound
     ahead: both go through memory of the binding's own.
+
+    Args:
+        session: Of the model.
+        contract: Of the model.
+        rows: Of every batch that this binding runs.
+        input_address: Where the inputs' body begins.
+        output_address: Where the results' body is to begin.
     """
 
-    __slots__ = ("_after", "_before", "_io", "_outputs", "_rows", "_session", "_specs")
+    __slots__ = ("_io", "_packed", "_rows", "_session", "_unbound", "_unpacked")
 
     def __init__(
         self,
         session: ort.InferenceSession,
-        inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...],
+        contract: Contract,
         rows: int,
+        input_address: int,
+        output_address: int,
     ) -> None:
         self._session = session
-        self._specs = inputs
-        self._outputs = outputs
         self._rows = rows
-        self._io = session.io_binding()
-        self._before: list[tuple[np.ndarray, np.ndarray]] = []
-        self._after: list[tuple[int, TensorSpec, np.ndarray | None, np.ndarray]] = []
-
-    def over(self, input_address: int, output_address: int) -> Binding:
-        """Bind every tensor; returns itself."""
-        rows = self._rows
-        for spec, offset in zip(self._specs, body_layout(self._specs, rows)[0], strict=True):
+        self._io = io = session.io_binding()
+        self._unpacked: list[tuple[np.ndarray, np.ndarray]] = []
+        self._packed: list[tuple[np.ndarray, np.ndarray]] = []
+        self._unbound: list[tuple[int, TensorSpec, np.ndarray]] = []
+        offsets, _ = body_layout(contract.inputs, rows)
+        for spec, offset in zip(contract.inputs, offsets, strict=True):
             address, shape = input_address + offset, (rows, *spec.shape)
             if spec.type.dtype_name == "bool":
-                bits, tensor = _memory(address, spec.buffer_bytes(rows)), np.empty(shape, np.bool_)
-                self._before.append((bits, tensor))
+                tensor = np.empty(shape, np.bool_)
+                self._unpacked.append((_memory(address, spec.buffer_bytes(rows)), tensor))
                 address = tensor.ctypes.data
-            element = np.dtype(spec.type.dtype.numpy)
-            self._io.bind_input(spec.tensor, "cpu", 0, element, shape, address)
-        offsets = body_layout(self._outputs, rows)[0]
-        for position, (spec, offset) in enumerate(zip(self._outputs, offsets, strict=True)):
+            io.bind_input(spec.tensor, "cpu", 0, _element(spec), shape, address)
+        offsets, _ = body_layout(contract.outputs, rows)
+        for position, (spec, offset) in enumerate(zip(contract.outputs, offsets, strict=True)):
             address, shape = output_address + offset, (rows, *spec.shape)
-            element = np.dtype(spec.type.dtype.numpy)
             target = _memory(address, spec.buffer_bytes(rows))
             if not spec.is_bound:
-                self._io.bind_output(spec.tensor, "cpu")
-                self._after.append((position, spec, None, target))
-            elif spec.type.dtype_name == "bool":
+                io.bind_output(spec.tensor, "cpu")
+                self._unbound.append((position, spec, target))
+                continue
+            if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
-                self._io.bind_output(spec.tensor, "cpu", 0, element, shape, tensor.ctypes.data)
-                self._after.append((position, spec, tensor, target))
-            else:
-                self._io.bind_output(spec.tensor, "cpu", 0, element, shape, address)
-        return self
+                self._packed.append((tensor, target))
+                address = tensor.ctypes.data
+            io.bind_output(spec.tensor, "cpu", 0, _element(spec), shape, address)
 
     def run(self) -> None:
         """Compute the batch.
@@ -158,31 +165,34 @@ class Binding:
         Raises:
             ExecutionFailed: The runtime refused, or an output has not the shape of the contract.
         """
-        for bits, tensor in self._before:
+        for bits, tensor in self._unpacked:
             flat = tensor.view(np.uint8).reshape(-1)
             flat[:] = np.unpackbits(bits, count=flat.size, bitorder="little")
+        for _, spec, _ in self._unbound:
+            # Again each time: the runtime keeps the last run's output bound, with its shape.
+            self._io.bind_output(spec.tensor, "cpu")
         try:
             self._session.run_with_iobinding(self._io)
         except Exception as error:
             raise ExecutionFailed(_plain(error)) from None
-        for position, spec, bound, target in self._after:
-            if bound is None:
-                tensor = self._io.get_outputs()[position].numpy()
-                self._require_shape(spec, tensor)
-            else:
-                tensor = bound
+        for tensor, bits in self._packed:
+            bits[:] = _pack(tensor)
+        if self._unbound:
+            self._copy_unbound()
+
+    def _copy_unbound(self) -> None:
+        outputs = self._io.get_outputs()
+        for position, spec, target in self._unbound:
+            tensor, wanted = outputs[position].numpy(), (self._rows, *spec.shape)
+            if tensor.shape != wanted:
+                raise ExecutionFailed(
+                    f"output `{spec.tensor}` has the shape {list(tensor.shape)} for this batch, "
+                    f"and the contract says {list(wanted)}"
+                )
             if spec.type.dtype_name == "bool":
-                target[:] = np.packbits(tensor.view(np.uint8).reshape(-1), bitorder="little")
+                target[:] = _pack(tensor)
             else:
                 target.view(tensor.dtype)[:] = tensor.reshape(-1)
-
-    def _require_shape(self, spec: TensorSpec, tensor: np.ndarray) -> None:
-        wanted = (self._rows, *spec.shape)
-        if tensor.shape != wanted:
-            raise ExecutionFailed(
-                f"output `{spec.tensor}` has the shape {list(tensor.shape)} for this batch and the "
-                f"contract says {list(wanted)}"
-            )
 
 
 def read_graph(path: Path) -> Graph:
@@ -228,6 +238,14 @@ def _graph_of(session: ort.InferenceSession) -> Graph:
         return tuple(GraphTensor(node.name, node.type, tuple(node.shape)) for node in nodes)
 
     return Graph(tensors(session.get_inputs()), tensors(session.get_outputs()))
+
+
+def _element(spec: TensorSpec) -> np.dtype[Any]:
+    return np.dtype(spec.type.dtype.numpy)
+
+
+def _pack(tensor: np.ndarray) -> np.ndarray:
+    return np.packbits(tensor.view(np.uint8).reshape(-1), bitorder="little")
 
 
 def _memory(address: int, length_bytes: int) -> np.ndarray:

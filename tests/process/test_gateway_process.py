@@ -1,0 +1,230 @@
+"""A real gateway process, and the worker's side played by the test."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from support import models
+from support.processes import Gateway, eventually, running
+from support.scripted import ScriptedWorker
+
+from iskander.contract.tensors import Contract, Graph, GraphTensor, compile_contract
+from iskander.errors import ExecutionFailed, IskanderError, WorkerLost
+from iskander.memory.segment import Segment
+from iskander.wire.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    Drain,
+    Execute,
+    Failed,
+    Leaving,
+    Load,
+    Loaded,
+    Ready,
+    Refused,
+    Welcome,
+)
+
+MODEL = "ids"
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
+    served = [{"name": MODEL, "path": str(models.row_ids(tmp_path / "ids")), "intra_threads": 1}]
+    workers = {"groups": ["0", "1"], "spawn": False, "reattach_s": 5.0}
+    with running(tmp_path, served, workers=workers) as gateway:
+        yield gateway
+
+
+def contract() -> Contract:
+    tensor = [GraphTensor(name, "tensor(int64)", ("rows",)) for name in ("x", "y")]
+    return compile_contract(None, Graph((tensor[0],), (tensor[1],)))
+
+
+def attached(gateway: Gateway) -> ScriptedWorker:
+    """A worker that has loaded the model and is open for work."""
+    worker = ScriptedWorker(gateway.attach_socket)
+    worker.send(Ready(worker.incarnation))
+    load = worker.receive()
+    assert isinstance(load, Load) and load.model.name == MODEL
+    worker.send(Loaded(worker.incarnation, load.model.key, contract(), ("CPU",), 1, 1.0))
+    assert isinstance(worker.answer, Welcome)
+    index = worker.answer.index
+    eventually(lambda: gateway.stats()["workers"][index]["state"] == "ready", what="ready")
+    return worker
+
+
+class Call(threading.Thread):
+    """A batch scored from another thread."""
+
+    def __init__(self, gateway: Gateway, values: list[int]) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._batch = pa.record_batch({"x": values})
+        self.result: list[int] | None = None
+        self.error: IskanderError | None = None
+        self.start()
+
+    def run(self) -> None:
+        with self._gateway.client() as client:
+            try:
+                self.result = client.score(MODEL, self._batch)["y"].to_pylist()
+            except IskanderError as error:
+                self.error = error
+
+
+def compute(worker: ScriptedWorker, execute: Execute) -> None:
+    """What the model does, by the test, on the shared memory as a worker has it."""
+    assert isinstance(worker.answer, Welcome)
+    inputs = Segment.attach(
+        os.dup(worker.descriptors[0]), worker.answer.input_bytes, is_writable=False
+    )
+    outputs = Segment.attach(
+        os.dup(worker.descriptors[1]), worker.answer.output_bytes, is_writable=True
+    )
+    values = np.frombuffer(inputs.view, np.int64, execute.rows, execute.input_offset)
+    result = (3 * values + 1).tobytes()
+    del values
+    outputs.view[execute.output_offset : execute.output_offset + len(result)] = result
+    inputs.close()
+    outputs.close()
+
+
+def test_the_arena_holds_an_arrow_message_that_any_reader_reads(gateway: Gateway) -> None:
+    """What a lease holds is read by pyarrow as it lies there, its body on a 64-byte boundary."""
+    worker = attached(gateway)
+    call = Call(gateway, [5, 6, 7])
+    execute = worker.receive()
+    assert isinstance(execute, Execute) and execute.rows == 3
+    assert execute.input_offset % 64 == 0 and execute.output_offset % 64 == 0
+    assert isinstance(worker.answer, Welcome)
+    segment = Segment.attach(
+        os.dup(worker.descriptors[0]), worker.answer.input_bytes, is_writable=False
+    )
+    start = bytes(segment.view[: execute.input_offset]).rfind(b"\xff\xff\xff\xff")
+    schema = pa.schema([("x", pa.int64())])
+    batch = pa.ipc.read_record_batch(pa.py_buffer(bytes(segment.view[start:])), schema)
+    assert batch["x"].to_pylist() == [5, 6, 7]
+    segment.close()
+    compute(worker, execute)
+    worker.send(Done(worker.incarnation, execute.batch_id, 1))
+    call.join()
+    assert call.result == [16, 19, 22]
+    worker.close()
+
+
+def test_a_worker_cannot_write_the_input_arena(gateway: Gateway) -> None:
+    worker = attached(gateway)
+    assert isinstance(worker.answer, Welcome)
+    with pytest.raises(IskanderError):
+        Segment.attach(os.dup(worker.descriptors[0]), worker.answer.input_bytes, is_writable=True)
+    worker.close()
+
+
+def test_credits_bound_what_a_worker_is_sent(gateway: Gateway) -> None:
+    worker = attached(gateway)
+    calls = [Call(gateway, [n]) for n in range(4)]
+    eventually(lambda: gateway.stats()["lanes"]["ids/1"]["queued"] == 2, what="two queued")
+    sent = [worker.receive(), worker.receive()]
+    with pytest.raises(AssertionError, match="said nothing"):
+        worker.receive(within_s=0.3)
+    answered = 0
+    while answered < 4:
+        execute = sent.pop(0) if sent else worker.receive()
+        compute(worker, execute)
+        worker.send(Done(worker.incarnation, execute.batch_id, 1))
+        answered += 1
+    for n, call in enumerate(calls):
+        call.join()
+        assert call.result == [3 * n + 1]
+    worker.close()
+
+
+def test_late_and_foreign_messages_are_dropped(gateway: Gateway) -> None:
+    """Answers about unknown batches, other incarnations and twice: counted, and nobody hurt."""
+    worker = attached(gateway)
+    call = Call(gateway, [1])
+    execute = worker.receive()
+    worker.send(Done(worker.incarnation, execute.batch_id + 100, 1))
+    worker.send(Done(worker.incarnation + 7, execute.batch_id, 1))
+    worker.send(Failed(worker.incarnation + 7, execute.batch_id, "execution_failed", "no"))
+    eventually(lambda: gateway.stats()["late_messages"] == 3, what="three dropped")
+    assert call.is_alive()
+    compute(worker, execute)
+    worker.send(Done(worker.incarnation, execute.batch_id, 1))
+    worker.send(Done(worker.incarnation, execute.batch_id, 1))
+    call.join()
+    assert call.result == [4]
+    eventually(lambda: gateway.stats()["late_messages"] == 4, what="four dropped")
+    gateway.wait_idle()
+    worker.close()
+
+
+def test_a_failed_batch_is_told_by_name(gateway: Gateway) -> None:
+    worker = attached(gateway)
+    call = Call(gateway, [1])
+    execute = worker.receive()
+    worker.send(Failed(worker.incarnation, execute.batch_id, "execution_failed", "index beyond"))
+    call.join()
+    assert isinstance(call.error, ExecutionFailed) and call.error.fault == "model"
+    assert call.error.message == "index beyond"
+    worker.close()
+
+
+def test_end_of_file_is_the_news_of_a_death(gateway: Gateway) -> None:
+    """The connection's end fails what the worker had; another one may take its place."""
+    worker = attached(gateway)
+    call = Call(gateway, [1])
+    assert isinstance(worker.receive(), Execute)
+    worker.close()
+    call.join()
+    assert isinstance(call.error, WorkerLost)
+    gateway.wait_idle()
+    again = attached(gateway)
+    assert again.incarnation > 1
+    again.close()
+
+
+def test_a_leaving_worker_gets_nothing_but_drain(gateway: Gateway) -> None:
+    worker = attached(gateway)
+    worker.send(Leaving(worker.incarnation))
+    assert isinstance(worker.receive(), Drain)
+    eventually(lambda: not gateway.stats()["ready"], what="not ready")
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": PROTOCOL_VERSION + 1}, "version 2 of the control protocol"),
+        ({"group": 5}, "no place is free in core group 5"),
+    ],
+)
+def test_workers_that_are_not_taken_on(
+    gateway: Gateway, changes: dict[str, int], words: str
+) -> None:
+    worker = ScriptedWorker(gateway.attach_socket, **changes)
+    assert isinstance(worker.answer, Refused) and words in worker.answer.message
+    worker.close()
+
+
+def test_a_peer_that_says_nothing_or_nonsense_holds_nobody_up(gateway: Gateway) -> None:
+    from iskander.wire import attach
+
+    silent = attach.connect(str(gateway.attach_socket), 5)
+    nonsense = attach.connect(str(gateway.attach_socket), 5)
+    nonsense.sendall(b"\xc1 not msgpack")
+    answer, _ = attach.receive_answer(nonsense)
+    assert isinstance(answer, Refused) and "not understood" in answer.message
+    worker = attached(gateway)
+    answer, _ = attach.receive_answer(silent)
+    assert isinstance(answer, Refused)
+    for connection in (silent, nonsense):
+        connection.close()
+    worker.close()

@@ -1,0 +1,293 @@
+"""A real worker process, and the gateway's side played by the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from onnx import TensorProto, helper
+from support import models
+from support.processes import WorkerProcess, eventually, shared_mappings
+from support.scripted import ScriptedGateway, model_spec
+
+from iskander.contract.tensors import body_layout
+from iskander.wire.messages import (
+    PROTOCOL_VERSION,
+    Done,
+    Drain,
+    Execute,
+    Failed,
+    Leaving,
+    Load,
+    Loaded,
+    LoadFailed,
+    Ready,
+)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[ScriptedGateway]:
+    gateway = ScriptedGateway(tmp_path)
+    yield gateway
+    gateway.close()
+
+
+@pytest.fixture
+def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
+    """Attached and ready, on core 0."""
+    worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
+    try:
+        hello = gateway.accept()
+        assert (hello.protocol, hello.group, hello.index) == (PROTOCOL_VERSION, 0, None)
+        gateway.welcome()
+        assert gateway.receive() == Ready(1)
+        yield worker
+    finally:
+        worker.end()
+
+
+def write_input(gateway: ScriptedGateway, offset: int, values: np.ndarray) -> None:
+    raw = values.tobytes()
+    gateway.input.view[offset : offset + len(raw)] = raw
+
+
+def read_output(gateway: ScriptedGateway, offset: int, dtype: str, count: int) -> list[object]:
+    return np.frombuffer(gateway.output.view, dtype, count, offset).tolist()
+
+
+def test_it_loads_computes_and_drains(gateway: ScriptedGateway, worker: WorkerProcess) -> None:
+    """Two models; the same address again and another, results where they were asked for."""
+    gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
+    loaded = gateway.receive()
+    assert isinstance(loaded, Loaded)
+    assert (loaded.incarnation, loaded.model, loaded.threads) == (1, 0, 1)
+    assert loaded.providers == ("CPUExecutionProvider",)
+    for batch_id, (rows, at, to) in enumerate([(3, 0, 0), (3, 0, 0), (2, 64, 128)], start=1):
+        write_input(gateway, at, np.arange(batch_id, batch_id + rows))
+        gateway.send(Execute(batch_id, 0, rows, at, to))
+        done = gateway.receive()
+        assert isinstance(done, Done) and (done.incarnation, done.batch_id) == (1, batch_id)
+        wanted = [3 * value + 1 for value in range(batch_id, batch_id + rows)]
+        assert read_output(gateway, to, "int64", rows) == wanted
+    gateway.send(Drain())
+    assert worker.process.wait(20) == 0
+
+
+def test_it_is_pinned_and_holds_only_what_a_worker_needs(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
+    assert isinstance(gateway.receive(), Loaded)
+    process = psutil.Process(worker.pid)
+    assert process.cpu_affinity() == [0]
+    for thread in process.threads():
+        assert os.sched_getaffinity(thread.id) == {0}
+    assert process.name() == "isk-worker-0"
+    assert any("iskander-worker" in part for part in process.cmdline())
+    maps = Path(f"/proc/{worker.pid}/maps").read_text()
+    for library in ("libarrow", "cygrpc", "prometheus"):
+        assert library not in maps, library
+    assert len(shared_mappings(worker.pid)) == 3
+    input_lines = [line for line in maps.splitlines() if "memfd:iskander-input" in line]
+    assert all(line.split()[1].startswith("r--") for line in input_lines)
+
+
+def test_it_beats_while_idle_and_while_it_works(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    first = gateway.last_beat()
+    eventually(lambda: gateway.last_beat().at_ns > first.at_ns, what="another beat")
+    gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
+    assert isinstance(gateway.receive(), Loaded)
+    write_input(gateway, 0, np.array([3000]))
+    gateway.send(Execute(77, 0, 1, 0, 0))
+    eventually(lambda: gateway.last_beat().batch_id == 77, what="the beat of batch 77")
+    assert isinstance(gateway.receive(), Done)
+    eventually(lambda: gateway.last_beat().batch_id == 0, what="the beat of no batch")
+
+
+def test_a_batch_that_the_model_refuses_fails_and_the_next_one_runs(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """An index beyond a table: named, without the runtime's source paths."""
+    folder = models.save(
+        gateway.folder / "gather",
+        [helper.make_node("Gather", ["table", "x"], ["y"])],
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows"])],
+        [helper.make_tensor("table", TensorProto.FLOAT, [3], [0.5, 1.5, 2.5])],
+    )
+    gateway.send(Load(model_spec(folder)))
+    assert isinstance(gateway.receive(), Loaded)
+    write_input(gateway, 0, np.array([99]))
+    gateway.send(Execute(1, 0, 1, 0, 0))
+    failed = gateway.receive()
+    assert isinstance(failed, Failed) and failed.code == "execution_failed"
+    assert "idx=99" in failed.message and "/onnxruntime" not in failed.message
+    write_input(gateway, 0, np.array([2]))
+    gateway.send(Execute(2, 0, 1, 0, 0))
+    assert isinstance(gateway.receive(), Done)
+    assert read_output(gateway, 0, "float32", 1) == [2.5]
+
+
+def test_outputs_whose_shape_only_the_run_knows(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """An unnamed leading axis is copied into place; a wrong number of rows is the model's fault."""
+    folder = models.save(
+        gateway.folder / "unique",
+        [
+            helper.make_node("Identity", ["x"], ["same"]),
+            helper.make_node("Unique", ["x"], ["y"], sorted=1),
+            helper.make_node("Neg", ["x"], ["minus"]),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["rows"])],
+        [
+            helper.make_tensor_value_info("same", TensorProto.INT64, ["rows"]),
+            helper.make_tensor_value_info("y", TensorProto.INT64, [None]),
+            helper.make_tensor_value_info("minus", TensorProto.INT64, ["rows"]),
+        ],
+    )
+    gateway.send(Load(model_spec(folder)))
+    loaded = gateway.receive()
+    assert isinstance(loaded, Loaded)
+    assert [spec.is_bound for spec in loaded.contract.outputs] == [True, False, True]
+    write_input(gateway, 0, np.array([3, 1, 2]))
+    gateway.send(Execute(1, 0, 3, 0, 256))
+    assert isinstance(gateway.receive(), Done)
+    for column, wanted in enumerate([[3, 1, 2], [1, 2, 3], [-3, -1, -2]]):
+        assert read_output(gateway, 256 + 64 * column, "int64", 3) == wanted
+    write_input(gateway, 0, np.array([5, 5, 5]))
+    gateway.send(Execute(2, 0, 3, 0, 256))
+    failed = gateway.receive()
+    assert isinstance(failed, Failed) and "has the shape [1]" in failed.message
+
+
+def test_booleans_are_bits_outside_and_bytes_inside(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    folder = models.save(
+        gateway.folder / "not",
+        [helper.make_node("Not", ["x"], ["y"])],
+        [helper.make_tensor_value_info("x", TensorProto.BOOL, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.BOOL, ["rows"])],
+    )
+    gateway.send(Load(model_spec(folder)))
+    loaded = gateway.receive()
+    assert isinstance(loaded, Loaded)
+    assert body_layout(loaded.contract.inputs, 11)[1] == 64
+    values = np.arange(11) % 3 == 0
+    write_input(gateway, 0, np.packbits(values, bitorder="little"))
+    gateway.send(Execute(1, 0, 11, 0, 0))
+    assert isinstance(gateway.receive(), Done)
+    bits = np.frombuffer(gateway.output.view, np.uint8, 2, 0)
+    assert np.unpackbits(bits, count=11, bitorder="little").tolist() == (~values).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: folder, "no model file"),
+        (lambda folder: models.identity(folder, TensorProto.STRING, ["rows"]), "tensor(string)"),
+        (lambda folder: models.identity(folder, TensorProto.FLOAT, ["rows", "k"]), "first axis"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_by_name(
+    gateway: ScriptedGateway, worker: WorkerProcess, make: object, words: str
+) -> None:
+    assert callable(make)
+    folder = make(gateway.folder / "bad")
+    gateway.send(Load(model_spec(folder)))
+    failed = gateway.receive()
+    assert isinstance(failed, LoadFailed) and failed.code == "manifest"
+    assert words in failed.message
+    gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
+    assert isinstance(gateway.receive(), Loaded)
+
+
+def test_it_keeps_its_models_for_the_next_gateway(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    spec = model_spec(models.row_ids(gateway.folder / "ids"))
+    gateway.send(Load(spec))
+    assert isinstance(gateway.receive(), Loaded)
+    (gateway.folder / "ids" / "model.onnx").unlink()
+    gateway.hang_up()
+    hello = gateway.accept()
+    assert (hello.index, hello.cpus) == (0, (0,))
+    gateway.welcome()
+    assert gateway.receive() == Ready(2)
+    gateway.send(Load(spec))
+    loaded = gateway.receive()
+    assert isinstance(loaded, Loaded) and loaded.incarnation == 2
+    write_input(gateway, 0, np.array([4]))
+    gateway.send(Execute(9, 0, 1, 0, 0))
+    assert isinstance(gateway.receive(), Done)
+    assert read_output(gateway, 0, "int64", 1) == [13]
+    assert len(shared_mappings(worker.pid)) == 3
+
+
+def test_it_makes_room_when_the_next_gateway_plans_other_cores(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    gateway.hang_up()
+    gateway.accept()
+    gateway.welcome(cpus=(1,))
+    assert worker.process.wait(20) == 0
+
+
+def test_sigterm_asks_for_leave_and_finishes_first(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
+    assert isinstance(gateway.receive(), Loaded)
+    write_input(gateway, 0, np.array([2000]))
+    gateway.send(Execute(1, 0, 1, 0, 0))
+    eventually(lambda: gateway.last_beat().batch_id == 1, what="a running batch")
+    worker.process.send_signal(signal.SIGTERM)
+    assert isinstance(gateway.receive(), Done)
+    assert gateway.receive() == Leaving(1)
+    gateway.send(Drain())
+    assert worker.process.wait(20) == 0
+
+
+def test_a_refused_worker_ends_and_says_why(gateway: ScriptedGateway) -> None:
+    worker = WorkerProcess(gateway.socket_path, gateway.folder)
+    try:
+        gateway.accept()
+        gateway.refuse("no place is free")
+        assert worker.process.wait(20) == 76
+        assert "no place is free" in worker.log.read_text()
+    finally:
+        worker.end()
+
+
+def test_an_unsealed_segment_is_not_mapped(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    """A gateway that could take the memory away under a reader is not worked for."""
+    worker = WorkerProcess(gateway.socket_path, gateway.folder)
+    unsealed = os.memfd_create("iskander-unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, len(gateway.input))
+    sealed, gateway.input.fd = gateway.input.fd, unsealed
+    try:
+        gateway.accept()
+        gateway.welcome()
+        assert worker.process.wait(20) == 71
+        assert "unsealed" in worker.log.read_text()
+    finally:
+        gateway.input.fd = sealed
+        os.close(unsealed)
+        worker.end()
+
+
+def test_without_a_gateway_it_gives_up(tmp_path: Path) -> None:
+    worker = WorkerProcess(tmp_path / "nobody.sock", tmp_path, "--wait-s", "0.2")
+    try:
+        assert worker.process.wait(20) == 69
+        assert "no gateway listened" in worker.log.read_text()
+    finally:
+        worker.end()

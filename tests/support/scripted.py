@@ -1,0 +1,175 @@
+"""The other side, played by the test: a gateway for a real worker, a worker for a real gateway."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from iskander import __version__
+from iskander.memory.beat import BEAT_BYTES, Beat, read_beat
+from iskander.memory.segment import Segment
+from iskander.wire import attach
+from iskander.wire.channel import Receiver, Sender, open_context
+from iskander.wire.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    ModelSpec,
+    Refused,
+    Welcome,
+    decode_to_gateway,
+    decode_to_worker,
+    encode,
+)
+
+ARENA_BYTES = 1 << 20
+
+
+def model_spec(path: Path, key: int = 0, **changes: Any) -> ModelSpec:
+    values: dict[str, Any] = {
+        "key": key,
+        "name": path.name,
+        "version": "1",
+        "backend": "onnx",
+        "path": str(path / "model.onnx"),
+        "execution_providers": ("cpu",),
+        "threads_intra": 1,
+        "threads_inter": 0,
+        "optimization_level": "level3",
+        "is_parallel": False,
+        "has_memory_pattern": True,
+        "rows_max": 1000,
+        "fingerprint": str(path),
+    }
+    return ModelSpec(**(values | changes))
+
+
+class ScriptedGateway:
+    """Listens for one worker after another and says what the test wants said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket_path = folder / "attach.sock"
+        self.listener = attach.listen(str(self.socket_path))
+        self.listener.setblocking(True)
+        self.listener.settimeout(20)
+        self.context = open_context()
+        self.results = Receiver(self.context, str(folder / "results.ipc"))
+        self.input = Segment.create("iskander-input", ARENA_BYTES, is_read_only=True)
+        self.output = Segment.create("iskander-output", ARENA_BYTES)
+        self.beat = Segment.create("iskander-beat", BEAT_BYTES)
+        self.incarnation = 0
+        self.connection: socket.socket | None = None
+        self.sender: Sender | None = None
+
+    def accept(self) -> Hello:
+        self.connection, _ = self.listener.accept()
+        self.connection.settimeout(20)
+        return attach.read_hello(self.connection.recv(1 << 16))
+
+    def welcome(self, **changes: Any) -> None:
+        assert self.connection is not None
+        self.incarnation += 1
+        values: dict[str, Any] = {
+            "incarnation": self.incarnation,
+            "index": 0,
+            "group": 0,
+            "cpus": (0,),
+            "node": None,
+            "work_address": f"ipc://{self.folder}/work-{self.incarnation}.ipc",
+            "results_address": self.results.address,
+            "input_bytes": ARENA_BYTES,
+            "output_bytes": ARENA_BYTES,
+            "beat_bytes": BEAT_BYTES,
+            "reattach_s": 20.0,
+        }
+        welcome = Welcome(**(values | changes))
+        fds = (self.input.fd, self.output.fd, self.beat.fd)
+        attach.send_answer(self.connection, welcome, fds)
+        self.sender = Sender(self.context, welcome.work_address)
+
+    def refuse(self, message: str) -> None:
+        assert self.connection is not None
+        attach.send_answer(self.connection, Refused("protocol", message))
+
+    def send(self, message: Any) -> None:
+        assert self.sender is not None
+        self.sender.send(encode(message))
+
+    def receive(self, within_s: float = 20.0) -> Any:
+        """The next message of the worker."""
+        deadline = time.monotonic() + within_s
+        while True:
+            for frame in self.results.receive_waiting():
+                return decode_to_gateway(frame)
+            assert time.monotonic() < deadline, "the worker said nothing"
+            time.sleep(0.002)
+
+    def last_beat(self) -> Beat:
+        return read_beat(self.beat.view)
+
+    def hang_up(self) -> None:
+        """End the connection as a gateway's death would."""
+        assert self.connection is not None and self.sender is not None
+        self.connection.close()
+        self.sender.close()
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        if self.sender is not None:
+            self.sender.close()
+        self.listener.close()
+        self.results.close()
+        self.context.destroy(0)
+        for segment in (self.input, self.output, self.beat):
+            segment.close()
+
+
+class ScriptedWorker:
+    """Attaches to a real gateway and answers as the test wants."""
+
+    def __init__(self, socket_path: Path, **changes: Any) -> None:
+        self.connection = attach.connect(str(socket_path), 20.0)
+        values: dict[str, Any] = {
+            "protocol": PROTOCOL_VERSION,
+            "version": __version__,
+            "group": None,
+            "index": None,
+            "cpus": (),
+        }
+        attach.send_hello(self.connection, Hello(**(values | changes)))
+        answer, self.descriptors = attach.receive_answer(self.connection)
+        self.answer = answer
+        self.context = open_context()
+        if isinstance(answer, Welcome):
+            self.receiver = Receiver(self.context, answer.work_address.removeprefix("ipc://"))
+            self.sender = Sender(self.context, answer.results_address)
+
+    @property
+    def incarnation(self) -> int:
+        assert isinstance(self.answer, Welcome)
+        return self.answer.incarnation
+
+    def send(self, message: Any) -> None:
+        self.sender.send(encode(message))
+
+    def receive(self, within_s: float = 20.0) -> Any:
+        deadline = time.monotonic() + within_s
+        while True:
+            for frame in self.receiver.receive_waiting():
+                return decode_to_worker(frame)
+            assert time.monotonic() < deadline, "the gateway said nothing"
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        if isinstance(self.answer, Welcome):
+            self.sender.close(linger_ms=100)
+            self.receiver.close()
+        self.connection.close()
+        for fd in self.descriptors:
+            os.close(fd)
+        self.descriptors = []
+        self.context.destroy()

@@ -1,0 +1,127 @@
+"""The ONNX project's own operator cases, through a real server, against the runtime in process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pytest
+from onnx import numpy_helper
+from support.models import in_process
+from support.processes import Gateway, running
+
+from iskander.contract.dtypes import DTYPES
+from iskander.contract.tensors import compile_contract
+from iskander.errors import IskanderError
+
+CASES_LEAST = 600
+"""Far fewer would mean that the filter below, or the package's cases, had changed."""
+RANDOM = ("bernoulli", "dropout", "random", "multinomial", "seed")
+KNOWN = {np.dtype(dtype.numpy) for dtype in DTYPES}
+
+
+def cases() -> list[tuple[str, Any, list[np.ndarray]]]:
+    """Name, model and inputs of each case whose tensors all have one leading axis in common."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from onnx.backend.test.case.node import collect_testcases
+
+        collected = collect_testcases(None)
+    found = []
+    for case in collected:
+        if not case.data_sets or any(word in case.name for word in RANDOM):
+            continue
+        inputs, outputs = case.data_sets[0]
+        named = [tensor.name for tensor in case.model.graph.input]
+        arrays = [as_array(value) for value in (*inputs, *outputs)]
+        if len(inputs) != len(named) or not inputs or any(a is None for a in arrays):
+            continue
+        if any(a.dtype not in KNOWN or a.ndim == 0 or 0 in a.shape for a in arrays):
+            continue
+        if len({a.shape[0] for a in arrays}) == 1:
+            found.append((case.name, case.model, arrays[: len(inputs)]))
+    return found
+
+
+def as_array(value: Any) -> np.ndarray | None:
+    if isinstance(value, onnx.TensorProto):
+        value = numpy_helper.to_array(value)
+    return value if isinstance(value, np.ndarray) else None
+
+
+def as_column(array: np.ndarray) -> pa.Array:
+    column = pa.array(np.ascontiguousarray(array).reshape(-1))
+    for size in reversed(array.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
+
+
+def as_tensor(column: pa.Array, shape: tuple[int, ...]) -> np.ndarray:
+    while pa.types.is_fixed_size_list(column.type):
+        column = column.flatten()
+    values: np.ndarray = column.to_numpy(zero_copy_only=False)
+    return values.reshape(shape)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The cases that this runtime and this server's contract take, on disk."""
+    from iskander_worker.session import read_graph
+
+    folder = tmp_path_factory.mktemp("cases")
+    found: dict[str, Any] = {"folder": folder}
+    for name, model, inputs in cases():
+        path = folder / name
+        path.mkdir()
+        onnx.save(model, path / "model.onnx")
+        feeds = {
+            tensor.name: array for tensor, array in zip(model.graph.input, inputs, strict=True)
+        }
+        try:
+            compile_contract(None, read_graph(path))
+            wanted = in_process(path, feeds)
+        except (IskanderError, RuntimeError, ValueError, NotImplementedError):
+            continue
+        except Exception as error:
+            if type(error).__module__.startswith("onnxruntime"):
+                continue
+            raise
+        found[name] = (path, feeds, wanted, [tensor.name for tensor in model.graph.output])
+    return found
+
+
+@pytest.fixture(scope="module")
+def gateway(prepared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    served = [
+        {"name": name, "path": str(case[0]), "intra_threads": 1}
+        for name, case in prepared.items()
+        if not isinstance(case, Path)
+    ]
+    workers = {"groups": ["0"], "reattach_s": 5.0}
+    with running(tmp_path_factory.mktemp("nodes"), served, workers=workers) as ready:
+        yield ready
+
+
+def test_operator_cases_equal_the_runtime_bit_for_bit(
+    gateway: Gateway, prepared: dict[str, Any]
+) -> None:
+    """Every case: the columns that come back are the very bytes that the runtime computes."""
+    ran, wrong = 0, []
+    with gateway.client() as client:
+        for name, case in prepared.items():
+            if isinstance(case, Path):
+                continue
+            _, feeds, wanted, outputs = case
+            batch = pa.record_batch({key: as_column(array) for key, array in feeds.items()})
+            (scored,) = client.stream(name, [batch])
+            for output, array in zip(outputs, wanted, strict=True):
+                if as_tensor(scored[output], array.shape).tobytes() != array.tobytes():
+                    wrong.append(f"{name}: {output}")
+            ran += 1
+    assert wrong == []
+    print(f"{ran} operator cases ran")
+    assert ran >= CASES_LEAST, ran
