@@ -126,9 +126,8 @@ def show(ratings: pa.Table, predictions: pa.Table) -> None:
     print(f"{'user':>5}  {'film':<44} {'rated':>5}  {'predicted':>9}")
     for row in range(0, len(ratings), len(ratings) // SHOWN_ROWS):
         rated, scored = ratings.slice(row, 1).to_pylist()[0], predictions["score"][row].as_py()
-        print(
-            f"{rated['user_id']:>5}  {rated['title'][:44]:<44} {rated['rating']:>5.1f}  {scored:>9.2f}"
-        )
+        user, title, rating = rated["user_id"], rated["title"][:44], rated["rating"]
+        print(f"{user:>5}  {title:<44} {rating:>5.1f}  {scored:>9.2f}")
 
 
 if __name__ == "__main__":

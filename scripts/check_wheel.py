@@ -1,0 +1,76 @@
+"""Build the wheel, look into it, install it in a fresh environment and run the system tests on it.
+
+The tests run from a copy of `tests/` and of what they read, in an empty folder, so that nothing of
+the checkout can be imported by accident.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+READ_BY_TESTS = ("tests", "configs", "scripts", "pyproject.toml")
+
+
+def main() -> None:
+    """Run all of it; exit 1 at the first thing that is not as it should be."""
+    with tempfile.TemporaryDirectory(prefix="iskander-wheel-") as name:
+        folder = Path(name)
+        wheel = build(folder)
+        require_contents(wheel)
+        python = install(wheel, folder / "venv")
+        checkout = folder / "checkout"
+        for part in READ_BY_TESTS:
+            source = ROOT / part
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            (checkout / part).parent.mkdir(parents=True, exist_ok=True)
+            copy(source, checkout / part)
+        shared = ROOT.parent / "shared"
+        if shared.exists():
+            (folder / "shared").symlink_to(shared)
+        where = "import iskander, iskander_worker; print(iskander.__file__)"
+        found = subprocess.run(
+            [python, "-c", where], cwd=checkout, capture_output=True, text=True, check=True
+        ).stdout
+        if str(folder / "venv") not in found:
+            sys.exit(f"the tests would not run on the wheel: {found}")
+        pytest = [python.parent / "pytest", "-q", "tests/system", "-p", "no:cacheprovider"]
+        sys.exit(subprocess.run(pytest, cwd=checkout, check=False).returncode)
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel by the standard front end."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--wheel-dir", folder, ROOT], check=True)
+    (wheel,) = folder.glob("iskander-*.whl")
+    return wheel
+
+
+def require_contents(wheel: Path) -> None:
+    """Only the two packages, the shared files and the metadata."""
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    version = wheel.name.split("-")[1]
+    wanted = {"iskander", "iskander_worker"}
+    wanted |= {f"iskander-{version}.{part}" for part in ("data", "dist-info")}
+    if tops != wanted:
+        sys.exit(f"the wheel has {sorted(tops)}, wanted {sorted(wanted)}")
+    print(f"{wheel.name}: {len(names)} files")
+
+
+def install(wheel: Path, venv: Path) -> Path:
+    """Install the wheel with what its tests need; the environment's Python."""
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    python = venv / "bin" / "python"
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*command, f"{wheel}[test]"], check=True)
+    return python
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Write the pages and files that are made from declarations; `--check` says which are stale.
+
+docs/reference/configuration.md   from iskander/config.py
+docs/reference/errors.md          from iskander/errors.py
+docs/reference/messages.md        from iskander/wire/messages.py
+docs/reference/lifecycle.md       from iskander/gateway/lifecycle.py
+configs/iskander.toml             every setting at its default
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from iskander import errors
+from iskander.config import render_reference, render_value, settings
+from iskander.gateway import lifecycle
+from iskander.wire import messages
+
+ROOT = Path(__file__).resolve().parent.parent
+MADE_BY = "<!-- Made by scripts/gen_reference.py; change the declaration instead. -->"
+
+
+def pages() -> dict[str, str]:
+    """Text of each file, by its path from the repository's root."""
+    return {
+        "docs/reference/configuration.md": configuration(),
+        "docs/reference/errors.md": error_table(),
+        "docs/reference/messages.md": message_table(),
+        "docs/reference/lifecycle.md": lifecycle_table(),
+        "configs/iskander.toml": render_reference(),
+    }
+
+
+def configuration() -> str:
+    """Every setting."""
+    rows = [
+        f"| `{s.path}` | {_cell(s.type)} | "
+        f"{'' if s.default is None else f'`{render_value(s.default)}`'} | {_cell(s.sentence)} |"
+        for s in settings()
+    ]
+    head = [
+        "# Configuration",
+        "",
+        MADE_BY,
+        "",
+        "Precedence: default < file < environment (`ISKANDER_SECTION__KEY`) < `--set`.",
+        "`models` is a list: one `[[models]]` table for each model version.",
+        "",
+        "| setting | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def error_table() -> str:
+    """Every named error."""
+    kinds = sorted(errors.IskanderError._by_code.values(), key=lambda kind: kind.code)
+    rows = [
+        f"| `{kind.code}` | {kind.fault.value} | {'yes' if kind.retryable else 'no'} | "
+        f"{kind.status} | {kind.flight_status or kind.status} | {_first_line(kind)} |"
+        for kind in kinds
+    ]
+    head = [
+        "# Errors",
+        "",
+        MADE_BY,
+        "",
+        "Trailers of a failed call: `iskander-code`, `iskander-fault`, `iskander-retryable`,",
+        "`iskander-retry-after-ms` where a time is known, and `grpc-status-details-bin` with all",
+        "of it as JSON, which pyarrow gives its users as `extra_info`.",
+        "",
+        "| code | whose fault | retry | gRPC | Flight | when |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def message_table() -> str:
+    """Every control message."""
+    lines = ["# Control messages", "", MADE_BY, "", inspect.getdoc(messages) or "", ""]
+    lines[4] = "```text\n" + lines[4] + "\n```"
+    for kind in vars(messages).values():
+        if not inspect.isclass(kind) or not issubclass(kind, msgspec.Struct):
+            continue
+        if kind.__module__ != messages.__name__:
+            continue
+        sentence, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+        meanings = dict(re.findall(r"^ {4}(\w+): (.*)$", attributes, re.MULTILINE))
+        lines += [f"## {kind.__name__}", "", sentence, ""]
+        for field in msgspec.structs.fields(kind):
+            line = f"- `{field.name}`: `{_type_name(field.type)}`"
+            lines.append(f"{line}. {meanings[field.name]}" if field.name in meanings else line)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def lifecycle_table() -> str:
+    """The table of a worker's life."""
+    rows = [
+        f"| {state} | {event} | {after} | {', '.join(actions) or 'nothing'} |"
+        for (state, event), (after, actions) in lifecycle.TABLE.items()
+    ]
+    head = [
+        "# Life of a worker",
+        "",
+        MADE_BY,
+        "",
+        "An event without a line for a state changes nothing there.",
+        "",
+        "| state | event | becomes | and then |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def _first_line(kind: type) -> str:
+    return (inspect.getdoc(kind) or "").split("\n", 1)[0]
+
+
+def _type_name(kind: object) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("iskander.", "")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """Write, or compare."""
+    parser = argparse.ArgumentParser(description="Write the generated pages.")
+    parser.add_argument("--check", action="store_true", help="only compare with what is there")
+    is_check = parser.parse_args().check
+    stale = []
+    for name, text in pages().items():
+        path = ROOT / name
+        if path.exists() and path.read_text() == text:
+            continue
+        stale.append(name)
+        if not is_check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    if is_check and stale:
+        sys.exit(f"stale, run `make docs`: {', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The commands and units that people run: help, check, manifest, models, config, quickstart."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support import models
+from support.processes import BIN, running
+
+ROOT = models.ROOT
+
+
+def run(*command: object, code: int = 0) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", ["iskander", "iskander-gateway", "iskander-worker"])
+def test_help_fits_a_screen(command: str) -> None:
+    text = run(BIN / command, "--help")
+    assert len(text.splitlines()) <= 24
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert re.fullmatch(rf"{command} \d+\.\d+\.\d+\n", run(BIN / command, "--version"))
+
+
+def test_check_prints_the_plan() -> None:
+    text = run(BIN / "iskander", "check", ROOT / "configs" / "quickstart.toml")
+    assert "movielens-two-tower/1" in text and "CPUExecutionProvider" in text
+    assert "user_id int64, item_id int64" in text and "shared memory 320 MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("limits.rows=0", "limits.rows = 0: Expected `int` >= 1"),
+        ("limits.lines=1", "limits: Object contains unknown field `lines`"),
+        ("workers.count=1000", "puts 1000 workers on the"),
+        ('workers.groups=["9999"]', "may not use the cores [9999]"),
+        ("arena.output_bytes=4096", "raise the arena"),
+        ("arena.input_bytes=4096", "never find room"),
+    ],
+)
+def test_check_and_start_refuse_the_same(change: str, words: str) -> None:
+    """Path, value and rule, with the same words and without a traceback."""
+    file = ROOT / "configs" / "quickstart.toml"
+    text = run(BIN / "iskander", "check", file, "--set", change, code=1)
+    assert words in text and "Traceback" not in text
+    text = run(
+        BIN / "iskander-gateway", "--config", file, "--set", change,
+        "--set", "server.address=127.0.0.1:0", code=78,
+    )  # fmt: skip
+    assert words in text and "Traceback" not in text
+
+
+def test_manifest_is_derived_and_read_back(tmp_path: Path) -> None:
+    ids = models.row_ids(tmp_path / "ids")
+    text = run(BIN / "iskander", "manifest", ids / "model.onnx")
+    (ids / "manifest.toml").write_text(text)
+    assert run(BIN / "iskander", "manifest", ids) == text
+    assert 'column = "x"' in text and 'type = "int64"' in text
+    assert "no model file" in run(BIN / "iskander", "manifest", tmp_path / "none", code=1)
+
+
+def test_config_show_names_the_origin_of_each_value() -> None:
+    text = run(
+        BIN / "iskander", "config", "show", ROOT / "configs" / "quickstart.toml",
+        "--set", "limits.streams=7",
+    )  # fmt: skip
+    lines = {line.split()[0]: line.split() for line in text.splitlines()}
+    assert lines["limits.streams"] == ["limits.streams", "7", "--set"]
+    assert lines["server.address"][-1] == "file"
+    assert lines["limits.rows"][-1] == "default"
+
+
+def test_config_reference_is_a_configuration(tmp_path: Path) -> None:
+    text = run(BIN / "iskander", "config", "reference")
+    file = tmp_path / "all.toml"
+    path = models.TWO_TOWER
+    file.write_text(f'{text}\n[[models]]\nname = "m"\npath = "{path}"\nintra_threads = 1\n')
+    run(BIN / "iskander", "check", file)
+
+
+def test_models_of_a_running_server(tmp_path: Path) -> None:
+    served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids")), "intra_threads": 1}]
+    with running(tmp_path, served) as gateway:
+        text = run(BIN / "iskander", "models", "--address", gateway.address)
+        names = {psutil.Process(pid).name() for pid in gateway.worker_pids()}
+        assert psutil.Process(gateway.pid).name() == "isk-gateway"
+        assert names == {"isk-worker-0"}
+    assert text.splitlines()[1].split() == ["ids", "1", "yes", "x", "int64", "y", "int64"]
+
+
+def test_quickstart_works_and_leaves_nothing() -> None:
+    """The script behind `make quickstart`, as a newcomer runs it."""
+    before = {process.pid for process in psutil.process_iter()}
+    text = run(sys.executable, ROOT / "scripts" / "quickstart.py")
+    assert "predicted" in text and "1,861 rows in 15 batches" in text
+    assert text.endswith("stopped: exit code 0, nothing left behind\n")
+    ours = [
+        process.pid
+        for process in psutil.process_iter(["name"])
+        if process.pid not in before and process.info["name"].startswith("isk-")
+    ]
+    assert ours == []
+
+
+def test_systemd_units_are_understood(tmp_path: Path) -> None:
+    """`systemd-analyze verify` returns 0 for unknown keys too, so what counts is its silence."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    for name in ("iskander-gateway.service", "iskander-worker@.service"):
+        unit = (ROOT / "configs" / "systemd" / name).read_text()
+        (tmp_path / name.replace("@.", "@0.")).write_text(unit.replace("/usr/local/bin", str(BIN)))
+    units = sorted(tmp_path.iterdir())
+    assert run("systemd-analyze", "verify", *units) == ""
+    (tmp_path / "iskander-gateway.service").write_text("[Service]\nTypo=yes\nExecStart=/bin/true\n")
+    assert "Typo" in run("systemd-analyze", "verify", tmp_path / "iskander-gateway.service")

@@ -1,0 +1,111 @@
+"""Who may import whom, and which library comes in by which door: read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# What each part may import of ours. A folder stands for everything in it.
+LAYERS = {
+    "iskander/__init__.py": (),
+    "iskander/errors.py": (),
+    "iskander/clock.py": (),
+    "iskander/contract/": ("errors", "contract"),
+    "iskander/config.py": ("errors",),
+    "iskander/memory/": ("errors", "memory"),
+    "iskander/wire/": ("errors", "contract", "wire"),
+    "iskander/client.py": ("errors",),
+    "iskander/gateway/": (
+        "", "errors", "clock", "config", "contract", "memory", "wire", "gateway", "_generated",
+    ),
+    "iskander/cli.py": (
+        "", "errors", "config", "contract", "client", "gateway", "iskander_worker",
+    ),
+    "workers/iskander_worker/": (
+        "", "errors", "clock", "contract", "memory", "wire", "iskander_worker",
+    ),
+}  # fmt: skip
+
+# Where each library may be imported; what to use elsewhere.
+DOORS = {
+    "zmq": (("iskander/wire/channel.py",), "iskander.wire.channel"),
+    "pyarrow.flight": (("iskander/client.py",), "iskander.client"),
+    "grpc": (("iskander/gateway/frontends/",), "the frontends"),
+    "google.protobuf": (("iskander/gateway/frontends/",), "the frontends"),
+    "onnxruntime": (("workers/iskander_worker/session.py",), "iskander_worker.session"),
+    "pyarrow": (("iskander/gateway/", "iskander/client.py"), "nothing: a worker has no Arrow"),
+    "mmap": (("iskander/memory/segment.py",), "iskander.memory.segment"),
+    "time": (("iskander/clock.py",), "iskander.clock"),
+    "subprocess": (
+        ("iskander/gateway/supervisor.py", "iskander/gateway/workers.py"),
+        "the supervisor",
+    ),
+    "multiprocessing": ((), "a worker of its own command"),
+    "pickle": ((), "msgspec"),
+}
+
+PURE = (
+    "iskander/contract/tensors.py",
+    "iskander/contract/dtypes.py",
+    "iskander/memory/arena.py",
+    "iskander/gateway/lifecycle.py",
+    "iskander/gateway/frontends/flight_data.py",
+)
+IMPURE = {"socket", "threading", "asyncio", "os", "subprocess", "iskander.clock"}
+
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("iskander", "workers")
+    for path in (ROOT / folder).rglob("*.py")
+    if "_generated" not in path.parts
+)
+
+
+def imports(name: str) -> set[str]:
+    """Every module that a file imports, late imports too; `from a import b` counts as a.b too."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part_of(module: str) -> str | None:
+    """Our part that a module belongs to; None for a library."""
+    first, _, rest = module.partition(".")
+    if first == "iskander_worker":
+        return first
+    return rest.partition(".")[0] if first == "iskander" else None
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_layers(name: str) -> None:
+    """A file imports only what its layer may."""
+    allowed = next(parts for prefix, parts in LAYERS.items() if name.startswith(prefix))
+    known = {"errors", "clock", "contract", "config", "memory", "wire", "gateway", "client", "cli",
+             "_generated", "iskander_worker"}  # fmt: skip
+    used = {part for module in imports(name) if (part := part_of(module)) is not None}
+    assert {part for part in used if part in known} <= set(allowed), name
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_one_library_one_door(library: str) -> None:
+    """A library is imported at its door and nowhere else."""
+    doors, instead = DOORS[library]
+    for name in SOURCES:
+        uses = any(m == library or m.startswith(f"{library}.") for m in imports(name))
+        if uses and not any(name.startswith(door) for door in doors):
+            raise AssertionError(f"{name} imports {library}; use {instead}")
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_what_decides_does_nothing_else(name: str) -> None:
+    """Pure modules import no socket, thread, process or clock."""
+    assert not imports(name) & IMPURE

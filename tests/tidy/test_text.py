@@ -1,0 +1,80 @@
+"""What is written keeps to its own rules: sizes, steps, generated pages, versions, words."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import iskander
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LINES_MAX = 420
+FUNCTION_LINES_MAX = 75
+SOURCES = [
+    path
+    for folder in ("iskander", "workers", "scripts", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "_generated" not in path.parts
+]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_functions_are_of_a_size_to_read(path: Path) -> None:
+    text = path.read_text()
+    if path.is_relative_to(ROOT / "iskander") or path.is_relative_to(ROOT / "workers"):
+        assert len(text.splitlines()) <= LINES_MAX
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < FUNCTION_LINES_MAX, node.name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_journey_of_a_request_is_the_one_in_the_source() -> None:
+    """Each `# Step N` is in the function that docs/request.md names for it, in order."""
+    found: dict[int, list[str]] = {}
+    for path in SOURCES:
+        for number in re.findall(r"# Step (\d+)$", path.read_text(), re.MULTILINE):
+            found.setdefault(int(number), []).append(path.name)
+    page = (ROOT / "docs" / "request.md").read_text()
+    told = {
+        int(number): re.findall(r"`([\w/]+\.py)`", line)
+        for number, line in re.findall(r"^(\d+)\. (.*)$", page, re.MULTILINE)
+    }
+    assert sorted(found) == sorted(told) == list(range(1, len(told) + 1))
+    for number, files in found.items():
+        assert files == [Path(told[number][0]).name], f"step {number}"
+
+
+def test_generated_pages_are_fresh() -> None:
+    check = [sys.executable, str(ROOT / "scripts" / "gen_reference.py"), "--check"]
+    assert subprocess.run(check, capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    entries = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entries[0] == iskander.__version__
+
+
+def test_markdown_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_commands_are_real() -> None:
+    """Every `make` target and command that the README shows is there."""
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", readme))
+    assert {"quickstart", "test"} <= named <= targets
