@@ -118,14 +118,15 @@ def run_benchmark(
                     _say(f"round {index + 1} of {effort.rounds}: {case.name}: {name}")
                     measured = measure(case.load, systems[name], effort)
                     rounds.setdefault((case.name, name), []).append(measured)
+    described = [_describe_case(case, rounds) for case in cases]
     results = {
         "title": title,
         "machine": describe_machine(),
         "versions": describe_versions(),
         "effort": asdict(effort),
-        "cases": [_describe_case(case, rounds) for case in cases],
+        "cases": described,
+        "targets": [_judge(target, described) for target in targets],
     }
-    results["targets"] = [_judge(target, results["cases"]) for target in targets]
     print(render_results(results))
     return results
 

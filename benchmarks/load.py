@@ -34,9 +34,8 @@ from pyarrow import flight
 from workloads import Workload
 
 NS_PER_S = 1_000_000_000
-US_PER_S = 1_000_000
-GRACE_S = 5.0
-"""After the end, how long an answer is waited for before it counts as dropped."""
+GRACE_S = 10.0
+"""After the end, how long answers are waited for; then the stream is cancelled, an error."""
 
 _PR_SET_TIMERSLACK = 29
 
@@ -125,14 +124,13 @@ def run_client(load: Load, driver: Connection) -> None:
 class _Stream:
     """One DoExchange stream over a connection of its own."""
 
-    def __init__(self, load: Load, index: int) -> None:
+    def __init__(self, load: Load, index: int, batches: list[pa.RecordBatch]) -> None:
         # Without a pool of its own, gRPC would put all streams of this process on one connection.
         self._client = flight.FlightClient(
             f"grpc://{load.address}", generic_options=[("grpc.use_local_subchannel_pool", 1)]
         )
         self._load = load
         self._index = index
-        batches = load.workload.batches(load.rows)
         self._batches = itertools.islice(itertools.cycle(batches), index % len(batches), None)
         descriptor = flight.FlightDescriptor.for_path(load.workload.model)
         self._writer, self._reader = self._client.do_exchange(descriptor)
@@ -143,14 +141,16 @@ class _Stream:
 
     def run(self, span: Span) -> Tally:
         """Send and receive until the span has ended."""
-        if self._load.arrivals_per_s:
-            tally = self._open_loop(span)
-        elif self._load.window == 1:
-            tally = self._lock_step(span)
-        else:
-            tally = self._windowed(span)
-        self._client.close()
-        return tally
+        left_s = (span.end_ns - time.monotonic_ns()) / NS_PER_S
+        limit = threading.Timer(left_s + GRACE_S, self._reader.cancel)
+        limit.start()
+        try:
+            if self._load.arrivals_per_s:
+                return self._open_loop(span)
+            return self._lock_step(span) if self._load.window == 1 else self._windowed(span)
+        finally:
+            limit.cancel()
+            self._client.close()
 
     def _lock_step(self, span: Span) -> Tally:
         latencies_ns: list[int] = []
@@ -167,33 +167,32 @@ class _Stream:
                 if answered_ns >= begin_ns:
                     latencies_ns.append(answered_ns - sent_ns)
             self._end()
-        except FAILURES as error:
+        except (*FAILURES, StopIteration) as error:
             return Tally(np.array(latencies_ns, np.int64), errors=1, words=_words(error))
         return Tally(np.array(latencies_ns, np.int64))
 
     def _windowed(self, span: Span) -> Tally:
-        credits = threading.Semaphore(self._load.window)
+        room = threading.Semaphore(self._load.window)
         sent_ns: deque[int] = deque()
 
         def write() -> None:
             for batch in self._batches:
-                credits.acquire()
+                room.acquire()
                 if time.monotonic_ns() >= span.end_ns:
                     break
                 sent_ns.append(time.monotonic_ns())
                 self._writer.write_batch(batch)
-            self._writer.done_writing()
 
         latencies_ns: list[int] = []
 
         def read() -> None:
             since_ns = sent_ns.popleft()
             now_ns = time.monotonic_ns()
-            credits.release()
+            room.release()
             if span.begin_ns <= now_ns < span.end_ns:
                 latencies_ns.append(now_ns - since_ns)
 
-        words = self._run_both(write, read, lambda: credits.release(1 << 20))
+        words = self._run_both(write, read, lambda: room.release(1 << 20))
         return Tally(np.array(latencies_ns, np.int64), errors=bool(words), words=words)
 
     def _open_loop(self, span: Span) -> Tally:
@@ -220,7 +219,6 @@ class _Stream:
                 if intended_ns >= span.begin_ns:
                     late_ns.append(time.monotonic_ns() - intended_ns)
                 self._writer.write_batch(next(self._batches))
-            self._writer.done_writing()
 
         def read() -> None:
             intended_ns = due_ns.popleft()
@@ -242,10 +240,13 @@ class _Stream:
     ) -> str:
         """Write in a thread while reading in this one; the words of an error, or none."""
         failures: list[str] = []
+        has_written = threading.Event()
 
         def write_all() -> None:
             try:
                 write()
+                has_written.set()
+                self._writer.done_writing()
             except FAILURES as error:
                 failures.append(_words(error))
                 self._reader.cancel()
@@ -257,7 +258,8 @@ class _Stream:
                 self._reader.read_chunk()
                 read()
         except StopIteration:
-            pass
+            if not has_written.is_set():
+                failures.append("the server ended the stream")
         except FAILURES as error:
             failures.append(_words(error))
         release()
@@ -274,7 +276,8 @@ class _Stream:
 
 
 def _streams(load: Load) -> list[Callable[[Span], Tally]]:
-    return [_Stream(load, index).run for index in range(load.streams)]
+    batches = load.workload.batches(load.rows)
+    return [_Stream(load, index, batches).run for index in range(load.streams)]
 
 
 def _sessions(load: Load) -> list[Callable[[Span], Tally]]:

@@ -40,9 +40,9 @@ METHOD = """## Method
   Open loop: batches are sent at fixed times, evenly over the streams; a latency counts from the
   time when the batch should have been sent. `sent late` is the client's share of it, `dropped` are
   batches without an answer.
-- Every figure is the median of {rounds} rounds of {seconds:g} s; {warm_up_seconds:g} s of warm-up
-  before each is not counted. In a round the systems take turns, and the one to begin changes. A
-  ratio is taken within each round, and the median of those is held against its target.
+- Every figure is the median of {rounds} rounds of {seconds:g} s, each after {warm_up_seconds:g} s
+  of warm-up that is not counted. In a round the systems take turns, and the one to begin changes.
+  A ratio is taken within each round, and the median of those is held against its target.
 - CPU is user and system time of the processes, from the kernel's accounting: of the echo server or
   the gateway, of the workers, of the client. It has steps of 10 ms, so it says nothing in a run
   with `--quick`.

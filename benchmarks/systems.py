@@ -131,7 +131,7 @@ def _read_notice(process: subprocess.Popen[bytes], notices: socket.socket) -> st
     ended = os.pidfd_open(process.pid)
     try:
         with notices:
-            while notices in select.select([notices, ended], [], [], START_S)[0]:
+            while notices.fileno() in select.select([notices.fileno(), ended], [], [], START_S)[0]:
                 lines = notices.recv(4096).decode().splitlines()
                 fields = dict(line.partition("=")[::2] for line in lines)
                 if fields.get("READY") == "1":

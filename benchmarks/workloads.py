@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime as ort
 import pyarrow as pa
 
@@ -65,17 +67,17 @@ class Workload:
 
         return run
 
-    def scores(self, batch: pa.RecordBatch) -> np.ndarray:
+    def scores(self, batch: pa.RecordBatch) -> npt.NDArray[Any]:
         """What the model says of a batch, without any server."""
         inputs = {name: to_tensor(batch.column(name)) for name in batch.schema.names}
-        return self.open_session().run(["score"], inputs)[0]
+        return np.asarray(self.open_session().run(["score"], inputs)[0])
 
 
-def to_tensor(column: pa.Array) -> np.ndarray:
+def to_tensor(column: pa.Array) -> npt.NDArray[Any]:
     """A column as the tensor that the model takes."""
     if pa.types.is_fixed_size_list(column.type):
-        return column.flatten().to_numpy().reshape(len(column), column.type.list_size)
-    return column.to_numpy()
+        return np.asarray(column.flatten()).reshape(len(column), column.type.list_size)
+    return np.asarray(column)
 
 
 def _two_tower_columns(generator: np.random.Generator, rows: int) -> dict[str, pa.Array]:

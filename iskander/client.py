@@ -105,7 +105,12 @@ class Client:
             return
         path = [model] if version is None else [model, version]
         options = flight.FlightCallOptions(timeout=timeout_s)
-        writer, reader = self._flight.do_exchange(flight.FlightDescriptor.for_path(*path), options)
+        descriptor = flight.FlightDescriptor.for_path(*path)
+        try:
+            writer, reader = self._flight.do_exchange(descriptor, options)
+        except _FLIGHT_ERRORS as error:
+            # Refused before the descriptor was written.
+            raise self._details.latest().named(error) from error
         detail = self._details.latest()
         feeder = _Feeder(writer, first, feed)
         feeder.start()

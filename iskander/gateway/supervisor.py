@@ -26,12 +26,12 @@ from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes import Lane
 from iskander.gateway.lifecycle import Action, Event, State, backoff_s, step
+from iskander.gateway.reception import Reception
 from iskander.gateway.workers import Place, Worker
 from iskander.memory.beat import BEAT_BYTES
 from iskander.wire import attach
 from iskander.wire.channel import Receiver, Sender, open_context
 from iskander.wire.messages import (
-    FRAME_BYTES_MAX,
     Done,
     Drain,
     Failed,
@@ -40,11 +40,9 @@ from iskander.wire.messages import (
     Loaded,
     LoadFailed,
     Ready,
-    Refused,
     Welcome,
     decode_to_gateway,
     encode,
-    require_protocol,
 )
 
 log = logging.getLogger("iskander.supervisor")
@@ -55,7 +53,6 @@ ADOPTION_S = 2.0
 """How long a worker of an earlier gateway is waited for before another is started beside it."""
 WATCH_INTERVAL_S = 0.5
 STOP_S = 5.0
-HELLO_S = 1.0
 BOOT_STARTS_MAX = 3
 
 
@@ -94,11 +91,10 @@ class Supervisor:
         self._incarnation = 0
         self._context = open_context()
         self._results = Receiver(self._context, str(folder / "results.ipc"))
-        self._listener = attach.listen(str(folder / "attach.sock"))
+        self._reception = Reception(folder / "attach.sock", self._take_on)
         self._loop = asyncio.get_running_loop()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._watch_timer: asyncio.TimerHandle | None = None
-        self._greetings: set[asyncio.Task[None]] = set()
         self._boot_error: IskanderError | None = None
         self._changed = asyncio.Event()
         self._actions = {
@@ -119,7 +115,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Listen for workers, and start those of the plan that do not live already."""
-        self._loop.add_reader(self._listener, self._on_connect)
+        self._reception.open()
         self._loop.add_reader(self._results.fd, self.receive)
         self._watch()
         if not self._config.workers.spawn:
@@ -169,8 +165,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Let every worker go, and wait for the last; those that stay are killed."""
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
+        self._reception.close()
         for worker in self.workers:
             self._happened(worker, Event.STOP)
         deadline_ns = now_ns() + int(STOP_S * NS_PER_S)
@@ -197,8 +192,7 @@ class Supervisor:
             worker.detach()
         self._loop.remove_reader(self._results.fd)
         self._results.close()
-        self._listener.close()
-        (self._folder / "attach.sock").unlink(missing_ok=True)
+        self._reception.close()
         self._context.destroy(0)
 
     def kill_all(self) -> None:
@@ -219,31 +213,9 @@ class Supervisor:
         self._changed.set()
         self._on_change()
 
-    def _on_connect(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            greeting = self._loop.create_task(self._greet(connection))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
-
-    async def _greet(self, connection: socket.socket) -> None:
-        try:
-            async with asyncio.timeout(HELLO_S):
-                frame = await self._loop.sock_recv(connection, FRAME_BYTES_MAX)
-            self._take_on(connection, attach.read_hello(frame))
-        except (IskanderError, OSError) as error:
-            log.warning("a worker was not taken on: %s", error)
-            with contextlib.suppress(OSError):
-                attach.send_answer(connection, Refused("protocol", str(error)))
-            connection.close()
-
-    def _take_on(self, connection: socket.socket, hello: Hello) -> None:
-        peer = attach.peer_of(connection)
-        if peer.uid not in (os.getuid(), 0):
-            raise ProtocolError(f"user {peer.uid} may not attach a worker to this gateway")
-        require_protocol(hello.protocol)
-        worker = self._vacancy(peer.pid, hello.group, hello.index)
+    def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
+        """Give a worker that came in its place, its memory and its models."""
+        worker = self._vacancy(pid, hello.group, hello.index)
         if worker is None:
             raise ProtocolError(
                 f"no place is free in core group {hello.group}"
@@ -252,7 +224,7 @@ class Supervisor:
             )
         self._incarnation += 1
         place = worker.place
-        worker.attach(self._incarnation, peer.pid, self._config.arena.output_bytes)
+        worker.attach(self._incarnation, pid, self._config.arena.output_bytes)
         self._by_incarnation[self._incarnation] = worker
         assert worker.output is not None and worker.beat is not None
         work_address = f"ipc://{self._folder}/work-{self._incarnation}.ipc"

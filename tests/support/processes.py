@@ -108,7 +108,14 @@ class Gateway:
             return client.stats()
 
     def worker_pids(self) -> list[int]:
-        return [worker["pid"] for worker in self.stats()["workers"]]
+        """Of the attached workers; a place without one has the pid 0, which means all to kill()."""
+        return [worker["pid"] for worker in self.stats()["workers"] if worker["pid"]]
+
+    def kill_worker(self, index: int = 0) -> int:
+        """SIGKILL the worker in a place; its pid."""
+        pid: int = eventually(lambda: self.stats()["workers"][index]["pid"], what="a worker")
+        os.kill(pid, signal.SIGKILL)
+        return pid
 
     def wait_ready(self) -> None:
         eventually(lambda: self.stats()["ready"], what="readiness")

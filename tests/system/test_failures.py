@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -58,7 +57,6 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 
 def test_a_killed_worker_fails_its_batches_at_once_and_is_replaced(gateway: Gateway) -> None:
     """What it ran fails with a retryable error; the lane is not ready until the next one is."""
-    (pid,) = gateway.worker_pids()
     failed_at: list[float] = []
     errors: list[Exception] = []
 
@@ -74,7 +72,7 @@ def test_a_killed_worker_fails_its_batches_at_once_and_is_replaced(gateway: Gate
     thread.start()
     eventually(lambda: gateway.stats()["workers"][0]["in_flight"] == 1, what="a running batch")
     killed_at = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
+    pid = gateway.kill_worker()
     with raw.RawClient(gateway.address) as client:
         down, up = [b"\x08\x02"], [b"\x08\x01"]
         eventually(lambda: client.call(CHECK, [b""])["frames"] == down, what="NOT_SERVING")
@@ -97,8 +95,7 @@ def test_a_stream_to_a_lane_without_workers_is_refused(gateway: Gateway) -> None
     writer.begin(BATCH.schema)
     writer.write_batch(BATCH)
     assert reader.read_chunk().data["y"].to_pylist() == [4, 7]
-    (pid,) = gateway.worker_pids()
-    os.kill(pid, signal.SIGKILL)
+    gateway.kill_worker()
     eventually(lambda: not gateway.stats()["ready"], what="not ready")
     with pytest.raises(flight.FlightUnavailableError, match="no ready worker"):
         for _ in range(1000):
@@ -140,15 +137,14 @@ def test_one_of_two_workers_dies_and_the_other_goes_on(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for turn in range(4):
-            before = gateway.stats()["workers"][turn % 2]
-            os.kill(before["pid"], signal.SIGKILL)
-            eventually(
-                lambda old=before: (
-                    gateway.stats()["workers"][old["index"]]["state"] == "ready"
-                    and gateway.stats()["workers"][old["index"]]["pid"] != old["pid"]
-                ),
-                what="a replacement",
-            )
+            index = turn % 2
+            killed = gateway.kill_worker(index)
+
+            def is_replaced(index: int = index, killed: int = killed) -> bool:
+                worker = gateway.stats()["workers"][index]
+                return worker["state"] == "ready" and worker["pid"] != killed
+
+            eventually(is_replaced, what="a replacement")
         is_over.set()
         for thread in threads:
             thread.join()

@@ -352,7 +352,7 @@ def test_two_workers_eight_streams_and_a_mix_of_sizes(tmp_path: Path) -> None:
     ids = models.row_ids(tmp_path / "ids")
     served = [
         {"name": "ids", "path": str(ids), "intra_threads": 1},
-        {"name": "two-tower", "path": str(models.TWO_TOWER), "intra_threads": 1},
+        {"name": "slow", "path": str(models.slow(tmp_path / "slow", 100)), "intra_threads": 1},
     ]
     failures: list[str] = []
     with running(tmp_path, served, workers={"groups": ["0", "1"], "reattach_s": 5.0}) as gateway:
@@ -368,7 +368,13 @@ def test_two_workers_eight_streams_and_a_mix_of_sizes(tmp_path: Path) -> None:
                     if scored["y"].to_numpy().tolist() != (3 * values + 1).tolist():
                         failures.append(f"stream {number}")
 
+        def occupy() -> None:
+            """Keep one worker busy for a while, so that the other one has work too."""
+            with gateway.client() as client:
+                client.score("slow", pa.record_batch({"x": [300]}))
+
         threads = [threading.Thread(target=stream, args=(n,)) for n in range(8)]
+        threads.insert(0, threading.Thread(target=occupy))
         for thread in threads:
             thread.start()
         for thread in threads:

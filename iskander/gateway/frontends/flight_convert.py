@@ -1,0 +1,177 @@
+"""The slow way for what is more than a plain batch: read, and where need be written, by pyarrow.
+
+Compressed bodies, dictionaries, and columns passed through that are lists, structs, maps, unions,
+views or run-end encoded. What comes in is rewritten as a plain batch and goes on like any other;
+what goes out is written by pyarrow where a passed-through column asks for it.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import pyarrow as pa
+
+from iskander.config import LimitsConfig
+from iskander.contract.tensors import Contract, body_layout
+from iskander.errors import LimitExceeded, MalformedInput
+from iskander.gateway import ipc
+from iskander.gateway.arrow_types import is_string, leaf_of, to_arrow
+from iskander.gateway.frontends.flight_data import data_frame
+from iskander.gateway.frontends.flight_plan import Plan, values_of
+
+_I64 = struct.Struct("<q")
+
+
+class Converter:
+    """One stream's slow way: the dictionaries that it has sent, and those that it was sent."""
+
+    def __init__(self, plan: Plan, limits: LimitsConfig) -> None:
+        self._plan = plan
+        self._limits = limits
+        self._dictionaries: dict[int, list[bytes]] = {}
+        self._dictionaries_bytes = 0
+        self._sent: dict[int, bytes] = {}
+
+    def keep_dictionary(self, header: memoryview, message: ipc.Message, body: memoryview) -> None:
+        """Keep a dictionary for the batches after it; a new one takes the place of the old.
+
+        Raises:
+            LimitExceeded: The stream's dictionaries have too many bytes in all.
+        """
+        dictionary, is_delta, batch = ipc.read_dictionary(header, message)
+        if batch.is_compressed:
+            self._require_expanded(batch, body)
+        if not is_delta:
+            dropped = self._dictionaries.pop(dictionary, [])
+            self._dictionaries_bytes -= sum(map(len, dropped))
+        kept = ipc.encapsulate(bytes(header), body[: message.body_bytes])
+        self._dictionaries_bytes += len(kept)
+        if self._dictionaries_bytes > self._limits.bytes:
+            raise LimitExceeded(
+                f"a stream's dictionaries may have {self._limits.bytes} bytes in all"
+            )
+        self._dictionaries.setdefault(dictionary, []).append(kept)
+
+    def plain(
+        self, header: memoryview, batch: ipc.Batch, body: memoryview
+    ) -> tuple[ipc.Batch, memoryview, list[pa.Array]]:
+        """A batch rewritten as a plain one.
+
+        Returns:
+            Its header's numbers, its body, and the passed-through columns where the response
+            cannot be plain.
+
+        Raises:
+            MalformedInput: It cannot be read.
+            LimitExceeded: It is larger than allowed when it is expanded.
+        """
+        plan = self._plan
+        if batch.is_compressed:
+            self._require_expanded(batch, body)
+        dictionaries = [part for kept in self._dictionaries.values() for part in kept]
+        whole = b"".join((plan.schema_message, *dictionaries, ipc.encapsulate(header, body)))
+        try:
+            read = pa.ipc.open_stream(pa.py_buffer(whole)).read_next_batch()
+            read.validate(full=True)
+            self._require_decoded(read)
+            columns = []
+            for field in plan.plain_schema:
+                column = read.column(field.name)
+                is_encoded = pa.types.is_dictionary(column.type)
+                columns.append(column.dictionary_decode() if is_encoded else column)
+            plain = pa.RecordBatch.from_arrays(columns, schema=plan.plain_schema).serialize()
+        except (pa.ArrowException, OSError, StopIteration) as error:
+            text = str(error).split("\n", 1)[0]
+            raise MalformedInput(f"the record batch cannot be read: {text}") from None
+        kept = []
+        if not plan.is_response_plain:
+            kept = [read.column(field.name) for field in plan.passed]
+        plain_header = ipc.header_of(plain)
+        message = ipc.read_message(plain_header)
+        plain_body = memoryview(plain).cast("B")[len(plain) - message.body_bytes :]
+        return ipc.read_batch(plain_header, message), plain_body, kept
+
+    def frames(
+        self, rows: int, kept: list[pa.Array], output: bytes, app_metadata: bytes
+    ) -> list[bytes]:
+        """The messages of one response; to be called in the stream's order.
+
+        Dictionaries go before the batch that needs them, and only where they changed.
+        """
+        results = _results(self._plan.contract, rows, output)
+        batch = pa.RecordBatch.from_arrays([*kept, *results], schema=self._plan.response_schema)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        frames = []
+        reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
+        reader.read_next_message()  # The schema, which the stream began with.
+        for message in reader:
+            header, body = bytes(message.metadata), memoryview(message.body).cast("B")
+            read = ipc.read_message(header)
+            if read.kind == ipc.DICTIONARY_BATCH:
+                dictionary = ipc.read_dictionary(header, read)[0]
+                frame = data_frame(header, b"", [body], len(body))
+                if self._sent.get(dictionary) != frame:
+                    self._sent[dictionary] = frame
+                    frames.append(frame)
+            else:
+                frames.append(data_frame(header, app_metadata, [body], len(body)))
+        return frames
+
+    def _require_expanded(self, batch: ipc.Batch, body: memoryview) -> None:
+        """Refuse a bomb by what its buffers say they will expand to, before any is expanded."""
+        total = 0
+        for index in range(0, len(batch.buffers), 2):
+            start, length = batch.buffers[index], batch.buffers[index + 1]
+            if length == 0:
+                continue
+            if start < 0 or length < 8 or start + length > len(body):
+                raise MalformedInput("a compressed buffer is not inside the body")
+            total += max(_I64.unpack_from(body, start)[0], length - 8)
+        require_bytes(total, self._limits)
+
+    def _require_decoded(self, batch: pa.RecordBatch) -> None:
+        decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in self._plan.contract.inputs)
+        require_bytes(decoded, self._limits)
+        strings = sum(
+            column.nbytes for column in batch.columns if is_string(values_of(column.type))
+        )
+        if strings > self._limits.string_bytes:
+            raise LimitExceeded(
+                f"a batch's strings may have {self._limits.string_bytes} bytes, got {strings}"
+            )
+
+
+def require_bytes(count: int, limits: LimitsConfig) -> None:
+    """Refuse a batch of too many bytes.
+
+    Raises:
+        LimitExceeded: Says how many may be.
+    """
+    if count > limits.bytes:
+        raise LimitExceeded(
+            f"a batch may have {limits.bytes} bytes, got {count}", wanted=limits.bytes
+        )
+
+
+def _results(contract: Contract, rows: int, output: bytes) -> list[pa.Array]:
+    """The results as arrays, over a body as `body_layout` says."""
+    offsets, _ = body_layout(contract.outputs, rows)
+    body, arrays = pa.py_buffer(output), []
+    for spec, offset in zip(contract.outputs, offsets, strict=True):
+        arrow = to_arrow(spec.type)
+        values = body.slice(offset, spec.buffer_bytes(rows))
+        array = pa.Array.from_buffers(leaf_of(arrow), rows * spec.elements, [None, values])
+        arrays.append(_nest(array, arrow))
+    return arrays
+
+
+def _nest(values: pa.Array, arrow: pa.DataType) -> pa.Array:
+    if isinstance(arrow, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(arrow, _nest(values, arrow.storage_type))
+    if not pa.types.is_fixed_size_list(arrow):
+        return values
+    return pa.FixedSizeListArray.from_arrays(_nest(values, arrow.value_type), type=arrow)

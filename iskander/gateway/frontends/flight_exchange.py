@@ -1,0 +1,216 @@
+"""One DoExchange stream: batches in, results out, in order.
+
+Its reader and its writer are two tasks, so that batches are read while results are written: a
+bounded window of batches is in flight, results go out in the order in which the batches came, and
+a client that stops reading stops only its own reader.
+
+Runs on: gateway loop. Source: Arrow Flight RPC protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from iskander.config import LimitsConfig
+from iskander.errors import Draining, IskanderError, MalformedInput
+from iskander.gateway.dispatch import Dispatcher
+from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
+from iskander.gateway.frontends.flight_data import read_flight_data, schema_frame
+from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.intake import Intake
+from iskander.gateway.lanes import Lane, Request
+
+log = logging.getLogger("iskander.flight")
+
+
+class _Pending(Request):
+    """A batch of a stream, from admission until its response is written.
+
+    Attributes:
+        taken: The results, copied out of shared memory; None until they are there.
+        error: Why there will be none.
+        raw_bytes: Of the message that it came in, counted in the window.
+    """
+
+    __slots__ = ("arrived", "error", "raw_bytes", "taken")
+
+    def __init__(self, lane: Lane, caller: Exchange, arrived: Arrived, raw_bytes: int) -> None:
+        tensors = [arrived.body[start:stop] for start, stop in arrived.tensors]
+        super().__init__(lane, caller, arrived.rows, tensors)
+        self.arrived = arrived
+        self.taken: Any = None
+        self.error: IskanderError | None = None
+        self.raw_bytes = raw_bytes
+
+
+class Exchange:
+    """One DoExchange stream.
+
+    Args:
+        context: The call.
+        intake: The way into shared memory.
+        dispatcher: The way to the workers.
+        limits: Of the server.
+        find: The lane that a descriptor's bytes mean.
+        plan: The plan for a lane and a schema's header.
+    """
+
+    def __init__(
+        self,
+        context: grpc.aio.ServicerContext,
+        *,
+        intake: Intake,
+        dispatcher: Dispatcher,
+        limits: LimitsConfig,
+        find: Callable[[bytes], Lane],
+        plan: Callable[[Lane, bytes], Plan],
+    ) -> None:
+        self._context = context
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self._limits = limits
+        self._find = find
+        self._plan = plan
+        self._codec: StreamCodec | None = None
+        self._greeting: bytes | None = None
+        self._window: deque[_Pending] = deque()
+        self._window_bytes = 0
+        self._is_ended = False
+        self._end_error: IskanderError | None = None
+        self._to_write = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve the stream until its end.
+
+        Raises:
+            IskanderError: What ended it, after all results before that were written.
+        """
+        self._reader = asyncio.create_task(self._read())
+        try:
+            await self._write()
+        finally:
+            self._reader.cancel()
+            for pending in self._window:
+                if pending.taken is None and pending.error is None:
+                    self._dispatcher.withdraw(pending)
+
+    def drain(self) -> None:
+        """Read no more; what was accepted is still answered, then the stream ends."""
+        if self._reader is not None and not self._is_ended:
+            self._reader.cancel()
+            self._end(
+                Draining("the server is stopping; send the rest to another", retry_after_ms=0)
+            )
+
+    def deliver(self, request: Request, output: memoryview) -> None:
+        """Take the results of one batch out of their lease."""
+        # Step 9
+        assert isinstance(request, _Pending) and self._codec is not None
+        try:
+            request.taken = self._codec.take(request.arrived, output)
+        except IskanderError as error:
+            request.error = error
+        self._to_write.set()
+
+    def fail(self, request: Request, error: IskanderError) -> None:
+        """Take the failure of one batch; it ends the stream when its turn comes."""
+        assert isinstance(request, _Pending)
+        request.error = error
+        self._to_write.set()
+
+    async def _read(self) -> None:
+        try:
+            lane = await self._open()
+            assert self._codec is not None
+            while True:
+                raw = await self._context.read()
+                if raw is grpc.aio.EOF:
+                    return self._end(None)
+                # Step 1
+                data = read_flight_data(raw)
+                if not data.header:
+                    raise MalformedInput("a message of the stream has no record batch")
+                arrived = self._codec.decode(data.header, data.body, data.app_metadata)
+                if arrived is not None:
+                    await self._accept(_Pending(lane, self, arrived, len(raw)))
+        except IskanderError as error:
+            self._end(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("a stream's reader failed")
+            self._end(IskanderError("the server failed to read the stream"))
+
+    async def _open(self) -> Lane:
+        """Read up to the schema: which model, and what a batch of this stream means to it."""
+        lane: Lane | None = None
+        while True:
+            raw = await self._context.read()
+            if raw is grpc.aio.EOF:
+                raise MalformedInput("the stream ended before its schema")
+            data = read_flight_data(raw)
+            if data.descriptor is not None and lane is None:
+                lane = self._find(bytes(data.descriptor))
+            if lane is None:
+                raise MalformedInput("the stream's first message has no descriptor")
+            if data.header:
+                break
+        lane.require_open()
+        plan = self._plan(lane, bytes(data.header))
+        self._codec = StreamCodec(plan, self._limits, lane.model.rows_max)
+        self._greeting = schema_frame(plan.response_header)
+        self._to_write.set()
+        return lane
+
+    async def _accept(self, pending: _Pending) -> None:
+        while self._window and (
+            len(self._window) >= self._limits.window_batches
+            or self._window_bytes + pending.raw_bytes > self._limits.window_bytes
+        ):
+            self._has_room.clear()
+            await self._has_room.wait()
+        if pending.rows == 0:
+            assert self._codec is not None
+            pending.taken = self._codec.take(pending.arrived, memoryview(b""))
+            self._to_write.set()
+        else:
+            await self._intake.admit(pending.lane, pending)
+        self._window.append(pending)
+        self._window_bytes += pending.raw_bytes
+        if pending.rows:
+            self._dispatcher.submit(pending)
+
+    async def _write(self) -> None:
+        window, write = self._window, self._context.write
+        while True:
+            if self._greeting is not None:
+                greeting, self._greeting = self._greeting, None
+                await write(greeting)
+            while window and (window[0].taken is not None or window[0].error is not None):
+                pending = window.popleft()
+                self._window_bytes -= pending.raw_bytes
+                self._has_room.set()
+                if pending.error is not None:
+                    raise pending.error
+                assert self._codec is not None
+                for frame in self._codec.frames(pending.taken):
+                    await write(frame)
+            if self._is_ended and not window:
+                if self._end_error is not None:
+                    raise self._end_error
+                return
+            self._to_write.clear()
+            await self._to_write.wait()
+
+    def _end(self, error: IskanderError | None) -> None:
+        self._is_ended = True
+        self._end_error = error
+        self._to_write.set()

@@ -1,0 +1,208 @@
+"""What a stream's schema means for a contract: which nodes and buffers are which tensor.
+
+Made once for a schema, and shared by all streams that begin with it.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from iskander.config import LimitsConfig
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import ContractError, LimitExceeded, MalformedInput
+from iskander.gateway import ipc
+from iskander.gateway.arrow_types import (
+    as_tensor,
+    depth,
+    extent,
+    is_string,
+    leaf_of,
+    levels,
+    output_schema,
+)
+
+
+class Column(NamedTuple):
+    """Where one column of a plain batch is in the header's arrays.
+
+    Attributes:
+        levels: Length of each of its arrays for one row.
+        bits: Of one value; 0 for strings, whose offsets have to be read.
+        spec: The tensor that it is; None where it is only passed through.
+    """
+
+    name: str
+    type: pa.DataType
+    first_node: int
+    first_buffer: int
+    levels: tuple[int, ...]
+    bits: int
+    spec: TensorSpec | None
+
+    @property
+    def values_buffer(self) -> int:
+        """Index of the buffer with the innermost values: after one validity buffer a level."""
+        return self.first_buffer + len(self.levels)
+
+
+class Plan:
+    """What a schema means for a contract; the same for every stream with that schema.
+
+    Args:
+        header: The schema's message header, as it came.
+        contract: Of the model version.
+        limits: Of the server.
+
+    Raises:
+        MalformedInput: The header is no schema that can be read.
+        LimitExceeded: Too many columns, or too deep.
+        ContractError: A column is missing, extra, of another type, or there twice.
+    """
+
+    def __init__(self, header: bytes, contract: Contract, limits: LimitsConfig) -> None:
+        self.contract = contract
+        self.schema = _read_schema(header)
+        self.schema_message = ipc.encapsulate(header)
+        _require_limits(self.schema, limits)
+        chosen = _match(self.schema, contract)
+        self.passed = _passed_columns(self.schema, contract)
+        is_old = ipc.read_message(header).version != ipc.METADATA_V5
+        # Passed-through columns of any type: where one is unusual, all are kept as arrays.
+        self.is_response_plain = all(extent(field.type) for field in self.passed)
+        self.is_converted = is_old or any(extent(field.type) is None for field in self.schema)
+        plain = self.schema
+        if self.is_converted:
+            passed = self.passed if self.is_response_plain else []
+            plain = _plain_schema(self.schema, chosen, passed)
+        self.plain_schema = plain
+        columns = {column.name: column for column in _lay_out(plain, chosen)}
+        self.inputs = [columns[spec.column] for spec in contract.inputs]
+        self.forwarded = (
+            [columns[field.name] for field in self.passed] if self.is_response_plain else []
+        )
+        self.nodes_count = sum(len(column.levels) for column in columns.values())
+        self.buffers_count = sum(
+            len(column.levels) + (1 if column.bits else 2) for column in columns.values()
+        )
+        self.response_schema = pa.schema([*self.passed, *output_schema(contract)])
+        self.response_header = ipc.header_of(self.response_schema.serialize())
+        self.template = ipc.BatchTemplate(self.response_schema) if self.is_response_plain else None
+        # Rendered headers by rows, for responses that nothing but the rows decides.
+        self.headers: dict[int, bytes] = {}
+
+
+def _read_schema(header: bytes) -> pa.Schema:
+    message = ipc.read_message(header)
+    if message.kind != ipc.SCHEMA:
+        raise MalformedInput("the stream has to begin with a schema")
+    if ipc.is_big_endian(header, message):
+        raise MalformedInput("big-endian streams are not supported; send little-endian buffers")
+    try:
+        schema = pa.ipc.read_schema(pa.py_buffer(ipc.encapsulate(header)))
+        twice = {name for name in schema.names if len(schema.get_all_field_indices(name)) > 1}
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        text = str(error).split("\n", 1)[0]
+        raise MalformedInput(f"the schema cannot be read: {text}") from None
+    if twice:
+        raise ContractError(f"columns {_quoted(twice)} are there twice")
+    return schema.remove_metadata()
+
+
+def _require_limits(schema: pa.Schema, limits: LimitsConfig) -> None:
+    if len(schema) > limits.columns:
+        raise LimitExceeded(f"a batch may have {limits.columns} columns, got {len(schema)}")
+    for field in schema:
+        if depth(field.type) > limits.nesting:
+            raise LimitExceeded(
+                f"column `{field.name}` is nested deeper than {limits.nesting} levels",
+                column=field.name,
+            )
+
+
+def _match(schema: pa.Schema, contract: Contract) -> dict[str, TensorSpec]:
+    """The spec of each input column, or what does not fit, column by column."""
+    problems = []
+    chosen = {}
+    for spec in contract.inputs:
+        index = schema.get_field_index(spec.column)
+        if index < 0:
+            problems.append(f"column `{spec.column}` is missing: wanted {spec.type}")
+            continue
+        got = as_tensor(values_of(schema.field(index).type))
+        wanted = spec.type
+        if got is None or (got.dtype_name, got.shape) != (wanted.dtype_name, wanted.shape):
+            problems.append(
+                f"column `{spec.column}`: wanted {wanted}, got {schema.field(index).type}"
+            )
+        chosen[spec.column] = spec
+    passed = contract.passthrough
+    if passed != "all":
+        allowed = {*chosen, *(passed if isinstance(passed, tuple) else ())}
+        extra = [name for name in schema.names if name not in allowed]
+        if extra:
+            problems.append(
+                f"columns {_quoted(extra)} are neither inputs of the model nor passed through"
+            )
+    if problems:
+        raise ContractError("; ".join(problems))
+    return chosen
+
+
+def _passed_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
+    inputs = {spec.column for spec in contract.inputs}
+    if contract.passthrough == "all":
+        passed = [field for field in schema if field.name not in inputs]
+    else:
+        passed = [field for field in schema if field.name in contract.passthrough]
+    produced = {spec.column for spec in contract.outputs}
+    both = [field.name for field in passed if field.name in produced]
+    if both:
+        raise ContractError(f"columns {_quoted(both)} would be passed through and are also results")
+    return passed
+
+
+def _plain_schema(
+    schema: pa.Schema, chosen: dict[str, TensorSpec], passed: list[pa.Field]
+) -> pa.Schema:
+    names = {*chosen, *(field.name for field in passed)}
+    return pa.schema(
+        [
+            field.with_type(values_of(field.type)) if field.name in chosen else field
+            for field in schema
+            if field.name in names
+        ]
+    )
+
+
+def _lay_out(schema: pa.Schema, chosen: dict[str, TensorSpec]) -> list[Column]:
+    columns, node, buffer = [], 0, 0
+    for field in schema:
+        size = extent(field.type)
+        assert size is not None, "a plain schema has only columns with an extent"
+        bits = 0 if is_string(leaf_of(field.type)) else leaf_of(field.type).bit_width
+        columns.append(
+            Column(
+                field.name,
+                field.type,
+                node,
+                buffer,
+                levels(field.type),
+                bits,
+                chosen.get(field.name),
+            )
+        )
+        node, buffer = node + size.nodes, buffer + size.buffers
+    return columns
+
+
+def values_of(arrow: pa.DataType) -> pa.DataType:
+    """The type of a dictionary's values; any other type as it is."""
+    return arrow.value_type if pa.types.is_dictionary(arrow) else arrow
+
+
+def _quoted(names: list[str] | set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))

@@ -1,0 +1,216 @@
+"""The control protocol, byte by byte: golden frames, and the version that they belong to.
+
+A gateway and a worker of two releases meet when one is upgraded before the other. They compare
+versions, so bytes may only change together with `PROTOCOL_VERSION`. To do that: raise it, then run
+`python tests/spec/test_messages.py`, which writes the vectors anew.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.errors import ProtocolError
+from iskander.wire import messages
+from iskander.wire.messages import (
+    FRAME_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Done,
+    Drain,
+    Execute,
+    Failed,
+    Hello,
+    Leaving,
+    Load,
+    Loaded,
+    LoadFailed,
+    ModelSpec,
+    Ready,
+    Refused,
+    Welcome,
+    decode_hello,
+    decode_to_gateway,
+    decode_to_worker,
+    decode_welcome,
+    encode,
+    require_protocol,
+)
+
+VECTORS = Path(__file__).parent / "vectors" / "messages.json"
+
+MODEL = ModelSpec(
+    key=3,
+    name="ranker",
+    version="7",
+    backend="onnx",
+    path="/models/ranker/7/model.onnx",
+    execution_providers=("cuda", "cpu"),
+    threads_intra=4,
+    threads_inter=2,
+    optimization_level="level3",
+    is_parallel=True,
+    has_memory_pattern=False,
+    rows_max=65536,
+    fingerprint="/models/ranker/7/model.onnx 1 2 3",
+)
+CONTRACT = Contract(
+    inputs=(
+        TensorSpec("user", "input_0", ColumnType("int64"), (1,)),
+        TensorSpec("image", "input_1", ColumnType("uint8", (2, 3), is_tensor=True), (2, 3)),
+    ),
+    outputs=(TensorSpec("score", "output_0", ColumnType("float32", (4,)), (4,), is_bound=False),),
+    passthrough=("user", "id"),
+    rows_fixed=8,
+)
+SAMPLES: dict[str, Any] = {
+    "Hello": Hello(protocol=1, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
+    "Hello of a newborn": Hello(protocol=1, version="0.1.0", group=None, index=None, cpus=()),
+    "Welcome": Welcome(
+        incarnation=9,
+        index=5,
+        group=2,
+        cpus=(4, 5),
+        node=1,
+        work_address="ipc:///run/iskander/work-9.ipc",
+        results_address="ipc:///run/iskander/results.ipc",
+        input_bytes=1 << 28,
+        output_bytes=1 << 26,
+        beat_bytes=4096,
+        reattach_s=30.0,
+    ),
+    "Welcome without a node": Welcome(1, 0, 0, (0,), None, "ipc://w", "ipc://r", 1, 2, 3, 0.0),
+    "Refused": Refused(code="protocol", message="every place of the plan has its worker"),
+    "Load": Load(model=MODEL),
+    "Execute": Execute(batch_id=77, model=3, rows=128, input_offset=4416, output_offset=8192),
+    "Execute of large numbers": Execute(2**63 - 1, 2**31, 2**31, 2**40, 2**40),
+    "Drain": Drain(),
+    "Ready": Ready(incarnation=9),
+    "Loaded": Loaded(
+        incarnation=9,
+        model=3,
+        contract=CONTRACT,
+        providers=("CUDAExecutionProvider", "CPUExecutionProvider"),
+        threads=4,
+        load_ms=812.5,
+    ),
+    "Loaded with defaults": Loaded(1, 0, Contract((), (), "all"), (), 1, 0.0),
+    "LoadFailed": LoadFailed(incarnation=9, model=3, code="manifest", message="no such tensor"),
+    "Done": Done(incarnation=9, batch_id=77, run_ns=156_000),
+    "Failed": Failed(incarnation=9, batch_id=77, code="execution_failed", message="refused"),
+    "Leaving": Leaving(incarnation=9),
+}
+DIRECTIONS: list[tuple[Any, Any]] = [
+    (messages.ToGatewayAtBirth, decode_hello),
+    (messages.ToWorkerAtBirth, decode_welcome),
+    (messages.ToWorker, decode_to_worker),
+    (messages.ToGateway, decode_to_gateway),
+]
+
+
+def members(union: Any) -> set[type]:
+    return set(typing.get_args(union)) or {union}
+
+
+def decoder_of(message: Any) -> Any:
+    (decode,) = (decode for union, decode in DIRECTIONS if type(message) in members(union))
+    return decode
+
+
+def read_vectors() -> dict[str, Any]:
+    return json.loads(VECTORS.read_text("utf-8"))
+
+
+def test_every_message_has_a_golden_frame() -> None:
+    """A new message needs a sample here, and with it a line in the vectors."""
+    known = set().union(*(members(union) for union, _ in DIRECTIONS))
+
+    assert {type(message) for message in SAMPLES.values()} == known
+    assert set(read_vectors()["messages"]) == set(SAMPLES), "run this file to write the vectors"
+
+
+def test_the_vectors_are_of_this_version() -> None:
+    assert read_vectors()["protocol_version"] == PROTOCOL_VERSION, (
+        "PROTOCOL_VERSION was raised: run `python tests/spec/test_messages.py` to write the "
+        "vectors of the new version"
+    )
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_bytes_are_those_of_the_version(name: str) -> None:
+    vectors = read_vectors()
+
+    frame = encode(SAMPLES[name]).hex()
+
+    if vectors["protocol_version"] == PROTOCOL_VERSION:
+        assert frame == vectors["messages"][name], (
+            f"the bytes of `{name}` changed and PROTOCOL_VERSION is still {PROTOCOL_VERSION}: a "
+            "gateway and a worker of two releases would misunderstand each other; raise it"
+        )
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_golden_frame_is_read_as_the_message_that_it_was(name: str) -> None:
+    frame = bytes.fromhex(read_vectors()["messages"][name])
+
+    message = decoder_of(SAMPLES[name])(frame)
+
+    assert message == SAMPLES[name]
+    assert type(message) is type(SAMPLES[name])
+    assert len(frame) < FRAME_BYTES_MAX
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_message_of_another_direction_is_refused(name: str) -> None:
+    frame = encode(SAMPLES[name])
+
+    for _, decode in DIRECTIONS:
+        if decode is not decoder_of(SAMPLES[name]):
+            with pytest.raises(msgspec.ValidationError):
+                decode(frame)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
+    frame = encode(SAMPLES[name])
+
+    for length in range(len(frame)):
+        with pytest.raises(ValueError):
+            decoder_of(SAMPLES[name])(frame[:length])
+
+
+def test_tags_are_used_once() -> None:
+    """Also across directions, so that a frame says what it is wherever it is found."""
+    kinds = [kind for union, _ in DIRECTIONS for kind in members(union)]
+    tags = [msgspec.inspect.type_info(kind).tag for kind in kinds]  # type: ignore[union-attr]
+
+    assert len(set(tags)) == len(kinds)
+
+
+def test_only_the_same_version_is_talked_to() -> None:
+    require_protocol(PROTOCOL_VERSION)
+
+    for theirs in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
+        with pytest.raises(ProtocolError, match=f"speaks version {theirs} "):
+            require_protocol(theirs)
+
+
+def write_vectors() -> None:
+    """Write the golden frames of this version; refuses to change those of a version that was."""
+    frames = {name: encode(message).hex() for name, message in SAMPLES.items()}
+    if VECTORS.exists():
+        old = read_vectors()
+        changed = [name for name, frame in old["messages"].items() if frames.get(name) != frame]
+        if changed and old["protocol_version"] == PROTOCOL_VERSION:
+            raise SystemExit(f"raise PROTOCOL_VERSION first: the bytes changed of {changed}")
+    vectors = {"protocol_version": PROTOCOL_VERSION, "messages": frames}
+    VECTORS.write_text(json.dumps(vectors, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    write_vectors()
