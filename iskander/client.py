@@ -10,6 +10,7 @@ Runs on: the caller's threads; never in the gateway.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from pyarrow import flight
 from iskander.errors import IskanderError
 
 CALL_TIMEOUT_S = 10.0
+FEEDER_STOP_S = 1.0
 
 _FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
@@ -112,18 +114,20 @@ class Client:
             # Refused before the descriptor was written.
             raise self._details.latest().named(error) from error
         detail = self._details.latest()
-        feeder = _Feeder(writer, first, feed)
+        feeder = _Feeder(writer, reader, first, feed)
         feeder.start()
         try:
             for chunk in reader:
                 yield chunk.data
+                if feeder.is_last_result():
+                    writer.done_writing()
         except _FLIGHT_ERRORS as error:
-            _finish(feeder, writer)
-            raise feeder.error or detail.named(error) from error
+            if not feeder.has_ended_call:
+                feeder.finish()
+                raise feeder.error or detail.named(error) from error
         finally:
-            # Ends the call where the caller stopped early; the feeder's next write then fails.
-            reader.cancel()
-            _finish(feeder, writer)
+            reader.cancel()  # Ends the call where the caller stopped early.
+            feeder.finish()
         if feeder.error is not None:
             raise feeder.error
 
@@ -178,40 +182,62 @@ class _Details(flight.ClientMiddlewareFactory):  # type: ignore[misc]
 
 
 class _Feeder(threading.Thread):
-    """Writes a stream's batches while its results are read."""
+    """Writes a stream's batches while its results are read.
+
+    It never says that writing is done: where a call fails, the reading thread closes the writing
+    side too, and gRPC ends the process of whoever closes it twice. The reading thread says so
+    after the last result. Where the results were there before the feed had ended, there is nobody
+    to say it, and the call is cancelled, which costs nothing any more.
+    """
 
     def __init__(
         self,
         writer: Any,  # noqa: ANN401
+        reader: Any,  # noqa: ANN401
         first: pa.RecordBatch,
         rest: Iterator[pa.RecordBatch],
     ) -> None:
         super().__init__(name="iskander-feeder", daemon=True)
         self._writer = writer
-        self._first = first
-        self._rest = rest
+        self._reader = reader
+        self._feed = itertools.chain([first], rest)
+        self._schema = first.schema
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._received = 0
+        self._is_exhausted = False
         self.error: Exception | None = None
+        self.has_ended_call = False
 
     def run(self) -> None:
         try:
-            self._writer.begin(self._first.schema)
-            self._writer.write_batch(self._first)
-            for batch in self._rest:
+            self._writer.begin(self._schema)
+            for batch in self._feed:
+                self._sent += 1
                 self._writer.write_batch(batch)
-            self._writer.done_writing()
         except _FLIGHT_ERRORS:
             return  # The call has ended; the reader is told why.
         except Exception as error:
             self.error = error
-            self._end()
+        with self._lock:
+            self._is_exhausted = True
+            self.has_ended_call = self.error is not None or self._received == self._sent
+        if self.has_ended_call:
+            self._reader.cancel()
 
-    def _end(self) -> None:
-        with contextlib.suppress(*_FLIGHT_ERRORS):
-            self._writer.done_writing()
+    def is_last_result(self) -> bool:
+        """Count a result; whether it was the last one that will come."""
+        with self._lock:
+            self._received += 1
+            return self._is_exhausted and self._received == self._sent
 
+    def finish(self) -> None:
+        """Wait for the thread, and take the call's error once more.
 
-def _finish(feeder: _Feeder, writer: Any) -> None:  # noqa: ANN401
-    feeder.join()
-    # Raises the call's error once more; where nobody asks, Arrow prints it to stderr.
-    with contextlib.suppress(*_FLIGHT_ERRORS):
-        writer.close()
+        Where nobody asks for it, Arrow prints it to stderr. A feed that blocks keeps its thread
+        until it yields; that thread's next write fails and ends it.
+        """
+        self.join(FEEDER_STOP_S)
+        if not self.is_alive():
+            with contextlib.suppress(*_FLIGHT_ERRORS):
+                self._writer.close()

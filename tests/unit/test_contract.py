@@ -38,6 +38,7 @@ from iskander.contract.tensors import (
     require_room,
 )
 from iskander.errors import ManifestError
+from iskander.memory.arena import GRAIN_BYTES, Arena
 
 Shape = tuple[int | str | None, ...]
 
@@ -134,7 +135,7 @@ def test_a_type_that_is_none_is_refused_as_it_was_spelled(text: str) -> None:
         parse_column_type(text)
 
 
-SHAPES = st.lists(st.integers(1, 2**31 - 1), max_size=RANK_MAX).map(tuple)
+SHAPES = st.lists(st.integers(1, 10_000), max_size=RANK_MAX).map(tuple)
 COLUMN_TYPES = st.builds(
     ColumnType, st.sampled_from([dtype.arrow for dtype in DTYPES]), SHAPES
 ) | st.builds(
@@ -664,12 +665,17 @@ def test_bytes_of_a_values_buffer(column_type: ColumnType, rows: int, length_byt
 
 
 @pytest.mark.parametrize(
-    ("rows_fixed", "rows_max", "output_bytes"), [(None, 32, 128), (None, 33, 192), (48, 1, 192)]
+    ("rows_fixed", "rows_max", "output_bytes"),
+    [
+        (None, GRAIN_BYTES // 4, GRAIN_BYTES),
+        (None, GRAIN_BYTES // 2, 2 * GRAIN_BYTES),
+        (GRAIN_BYTES // 4, 1, GRAIN_BYTES),
+    ],
 )
 def test_a_model_needs_room_for_its_largest_batch(
     rows_fixed: int | None, rows_max: int, output_bytes: int
 ) -> None:
-    """A row makes four bytes, on a 64-byte boundary; both sides of the limit."""
+    """A row makes four bytes, and the batch fills whole grains; both sides of the limit."""
     shape = ("N",) if rows_fixed is None else (rows_fixed,)
     found = graph(inputs=[tensor("x", *shape)], outputs=[tensor("y", *shape)])
     contract = compile_contract(None, found)
@@ -679,3 +685,18 @@ def test_a_model_needs_room_for_its_largest_batch(
         require_room(contract, rows_max, output_bytes - 1)
 
     assert f"arena.output_bytes is {output_bytes - 1}" in caught.value.message
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4 * GRAIN_BYTES), st.integers(1, 4 * GRAIN_BYTES))
+def test_what_is_said_to_have_room_can_be_leased(rows: int, output_bytes: int) -> None:
+    """The rule for a model that is loaded and the arena that its batches go to must agree."""
+    outputs = (TensorSpec("y", "y", ColumnType("int8"), ()),)
+    try:
+        require_room(Contract((), outputs), rows, output_bytes)
+    except ManifestError:
+        return
+
+    lease = Arena(output_bytes).lease(body_layout(outputs, rows)[1])
+
+    assert lease is not None

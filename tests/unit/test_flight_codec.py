@@ -31,8 +31,9 @@ from iskander.contract.tensors import (
 )
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
-from iskander.gateway.frontends.flight_codec import Arrived, Plan, StreamCodec
+from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import read_flight_data
+from iskander.gateway.frontends.flight_plan import Plan
 
 LIMITS = LimitsConfig()
 ROWS = 5
@@ -959,6 +960,70 @@ def test_an_index_beyond_its_dictionary_is_refused() -> None:
     stream = Stream(contract_of(), schema[0])
 
     decode_error(stream, [dictionary, batch], MalformedInput)
+
+
+# Buffers that overlap: one body, said to be every column's.
+
+SHARED_ROWS = 1000
+SHARED = {f"c{index}": x_of(SHARED_ROWS) for index in range(50)}
+
+
+def overlapping(batch: pa.RecordBatch, length: int) -> tuple[bytes, bytes]:
+    """A header whose buffers of eight bytes a row, or all, are the whole of a short body."""
+    header = ipc.header_of(batch.serialize())
+    read = ipc.read_batch(header, ipc.read_message(header))
+    buffers = list(read.buffers)
+    for at in range(0, len(buffers), 2):
+        if length > 8 * SHARED_ROWS or buffers[at + 1] == 8 * SHARED_ROWS:
+            buffers[at : at + 2] = 0, length
+        else:
+            buffers[at : at + 2] = 0, 0
+    rendered = ipc.BatchTemplate(batch.schema).render(
+        SHARED_ROWS, list(read.nodes), buffers, length
+    )
+    return bytes(rendered), bytes(length)
+
+
+@pytest.mark.parametrize("length", [8 * SHARED_ROWS, 64 * SHARED_ROWS], ids=["values", "more"])
+@pytest.mark.parametrize("name", ["plain", "empty binary"])
+def test_one_body_for_many_columns_makes_no_larger_response(name: str, length: int) -> None:
+    """Or a message of one size would be answered by one of fifty times that, and so on."""
+    other = {} if name == "plain" else {"b": pa.array([b""] * SHARED_ROWS, pa.binary(0))}
+    batch = batch_of(x=x_of(SHARED_ROWS), **other, **SHARED)
+    stream = Stream(contract_of(), header_of(batch.schema), bytes=length)
+    frames: list[bytes] = []
+
+    with contextlib.suppress(LimitExceeded, MalformedInput):
+        frames = stream.answer([overlapping(batch, length)])
+
+    padding = 2 * ALIGNMENT * batch.num_columns
+    answered = sum(len(read_flight_data(frame).body) for frame in frames)
+    assert answered <= length + len(output_of(SHARED_ROWS)) + padding
+
+
+def test_one_body_for_many_inputs_is_no_larger_batch() -> None:
+    """The copy in the arena would have each of them, and might never fit."""
+    contract = contract_of(*(spec(name, "int64") for name in SHARED))
+    batch = batch_of(**SHARED)
+    length = 8 * SHARED_ROWS
+    stream = Stream(contract, header_of(batch.schema), bytes=length)
+    arrived: list[Arrived] = []
+
+    with contextlib.suppress(LimitExceeded, MalformedInput):
+        arrived = stream.decode([overlapping(batch, length)])
+
+    assert sum(stop - start for each in arrived for start, stop in each.tensors) <= length
+
+
+def test_columns_without_overlap_are_as_large_as_their_body() -> None:
+    """The accepted case beside the refused ones: the same columns, each with bytes of its own."""
+    batch = batch_of(x=x_of(SHARED_ROWS), **SHARED)
+    schema, message = messages(batch)
+    stream = Stream(contract_of(), schema[0], bytes=len(message[1]))
+
+    (answer,) = stream.read(stream.answer([message]))
+
+    assert answer.columns[:-2] == batch.columns[1:]
 
 
 # Limits of a batch: both sides of each.
