@@ -67,8 +67,9 @@ def render_page(runs: list[dict[str, Any]]) -> str:
 
     Raises:
         SystemExit: The runs differ in machine, versions or effort, so that one page cannot
-            speak for them.
+            speak for them; commits may differ, and all are named.
     """
+    commits = list(dict.fromkeys(run["versions"].pop("commit") for run in runs))
     first = runs[0]
     for run in runs[1:]:
         differing = [key for key in ("machine", "versions", "effort") if run[key] != first[key]]
@@ -80,12 +81,12 @@ def render_page(runs: list[dict[str, Any]]) -> str:
         f"## Target ratios\n\n{render_targets(targets)}\n",
         *(render_results({**run, "targets": []}) + "\n" for run in runs),
         METHOD.format(**first["effort"]),
-        f"## Machine and versions\n\n{_render_facts(first)}\n",
+        f"## Machine and versions\n\n{_render_facts(first, commits)}\n",
     ]
     return "\n".join(parts)
 
 
-def _render_facts(run: dict[str, Any]) -> str:
+def _render_facts(run: dict[str, Any], commits: list[str]) -> str:
     machine, versions = run["machine"], run["versions"]
     rows = [
         ["CPU", machine["cpu"]],
@@ -93,6 +94,7 @@ def _render_facts(run: dict[str, Any]) -> str:
         ["memory", f"{machine['memory_gib']} GiB"],
         ["system", machine["system"]],
         *([name, text] for name, text in versions.items()),
+        ["commit", ", ".join(commits)],
     ]
     return render_table(["what", "value"], rows)
 

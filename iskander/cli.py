@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from iskander import __version__
-from iskander.config import Config, Loaded, load_config, render_reference, render_value, settings
+from iskander.config import Config, Loaded, load_config, render_value, settings
+from iskander.config_reference import render_reference
 from iskander.errors import IskanderError
 
 EXIT_NO = 1
@@ -85,6 +86,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from iskander.contract.tensors import require_room
     from iskander.gateway.models import model_spec
     from iskander.gateway.placement import plan, read_topology
+    from iskander.memory.arena import usable_bytes
 
     config = _load(arguments).config
     topology = read_topology()
@@ -97,7 +99,7 @@ def _check(arguments: argparse.Namespace) -> int:
     for spec in specs:
         try:
             session = Session(spec, min(len(place.cpus) for place in places))
-            require_room(session.contract, spec.rows_max, config.arena.output_bytes)
+            require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
         columns = ", ".join(f"{tensor.column} {tensor.type}" for tensor in session.contract.inputs)

@@ -38,7 +38,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
         Meta(description="`HOST:PORT`, `unix:PATH`, or a list of them. Port 0 takes a free one."),
     ] = "127.0.0.1:50051"
     unix_mode: Annotated[
-        str, Meta(pattern="^0?[0-7]{3}$", description="Mode of a `unix:` socket, octal.")
+        str, Meta(pattern=r"^0?[0-7]{3}\Z", description="Mode of a `unix:` socket, octal.")
     ] = "0660"
     unix_owner: Annotated[
         str,
@@ -54,7 +54,11 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     ] = ""
     drain_s: Annotated[
         float,
-        Meta(gt=0, description="Seconds that a stopping gateway waits for accepted batches."),
+        Meta(
+            gt=0,
+            le=86_400,
+            description="Seconds that a stopping gateway waits for accepted batches.",
+        ),
     ] = 30.0
 
 
@@ -105,15 +109,22 @@ class WorkersConfig(_Section, frozen=True, kw_only=True):
         bool, Meta(description="Start the workers; false where a service manager does.")
     ] = True
     start_s: Annotated[
-        float, Meta(gt=0, description="Seconds for a worker to attach and load its models.")
+        float,
+        Meta(gt=0, le=86_400, description="Seconds for a worker to attach and load its models."),
     ] = 120.0
     hang_s: Annotated[
         float,
-        Meta(gt=0, description="Seconds without a beat while a batch runs; then it is replaced."),
+        Meta(
+            gt=0,
+            le=86_400,
+            description="Seconds without a beat while a batch runs; then it is replaced.",
+        ),
     ] = 30.0
     reattach_s: Annotated[
         float,
-        Meta(ge=0, description="Seconds that workers outlive their gateway; 0: for ever."),
+        Meta(
+            ge=0, le=86_400, description="Seconds that workers outlive their gateway; 0: for ever."
+        ),
     ] = 30.0
 
 
@@ -143,7 +154,7 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     """One model version to serve."""
 
     name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}$", description="Name to call it.")
+        str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}\Z", description="Name to call it.")
     ]
     path: Annotated[
         str,
@@ -274,25 +285,6 @@ def settings() -> Iterator[Setting]:
             )
 
 
-def render_reference() -> str:
-    """A commented TOML file with every setting at its default."""
-    lines = [
-        "# Every setting of iskander-gateway at its default.",
-        "# Made by: iskander config reference",
-    ]
-    section = ""
-    for setting in settings():
-        name, key = setting.path.split(".")
-        if name != section:
-            section = name
-            heading = "[[models]]" if name == "models" else f"[{name}]"
-            lines += ["", ("# " if name == "models" else "") + heading]
-        lines.append(f"# {setting.sentence} ({setting.type})")
-        is_absent = name == "models" or setting.default is None
-        lines.append(("# " if is_absent else "") + f"{key} = {render_value(setting.default)}")
-    return "\n".join(lines) + "\n"
-
-
 def render_value(value: Any) -> str:  # noqa: ANN401
     """A value as TOML."""
     return "..." if value is None else msgspec.json.encode(value).decode()
@@ -379,9 +371,13 @@ def _leaves(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _explain(text: str, raw: Any) -> str:  # noqa: ANN401
-    """Put the value beside msgspec's rule and path."""
+    """Put the value beside msgspec's rule and path, and the choices where there are some."""
     rule, _, where = text.partition(" - at `$")
     path = where.rstrip("`").removeprefix(".")
+    kind = {setting.path: setting.type for setting in settings()}
+    wanted = kind.get(re.sub(r"\[\d+\]", "", path), "")
+    if rule.startswith("Invalid enum value"):
+        rule = f"wanted {wanted}"
     value = raw
     for step in re.findall(r"[^.\[\]]+", path):
         index = int(step) if step.isdecimal() else step

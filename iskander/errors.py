@@ -14,6 +14,10 @@ MESSAGE_BYTES_MAX = 900
 """gRPC sends the text twice beside the detail and drops the status when headers pass 8 KiB."""
 
 
+FIELD_BYTES_MAX = 150
+_JSON_BYTES_MAX = 6
+
+
 class Fault(StrEnum):
     """Who has to change something for the same request to succeed."""
 
@@ -66,7 +70,7 @@ class IskanderError(Exception):
         }
         if self.retry_after_ms is not None:
             wire["retry_after_ms"] = self.retry_after_ms
-        return wire | {key: _short_field(value) for key, value in self.fields.items()}
+        return wire | {key: _shorten_field(value) for key, value in self.fields.items()}
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> IskanderError:
@@ -77,16 +81,29 @@ class IskanderError(Exception):
         return kind(wire.get("message", ""), retry_after_ms=wire.get("retry_after_ms"), **fields)
 
 
-def shorten(text: str) -> str:
-    """Cut a text to what fits into an error, by bytes of UTF-8."""
-    raw = text.encode("utf-8", "replace")
-    if len(raw) <= MESSAGE_BYTES_MAX:
+def shorten(text: str, bytes_max: int = MESSAGE_BYTES_MAX) -> str:
+    """Cut a text to what fits into an error, by the bytes that it takes as JSON in UTF-8."""
+    text = text.encode("utf-8", "replace").decode()
+    if len(text) * _JSON_BYTES_MAX <= bytes_max:
         return text
-    return raw[: MESSAGE_BYTES_MAX - 3].decode("utf-8", "ignore") + "..."
+    total = fitting = 0
+    for kept, letter in enumerate(text, start=1):
+        total += _json_bytes(letter)
+        if total > bytes_max:
+            return text[:fitting] + "..."
+        if total <= bytes_max - 3:
+            fitting = kept
+    return text
 
 
-def _short_field(value: Any) -> Any:  # noqa: ANN401
-    return value[:200] if isinstance(value, str) else value
+def _json_bytes(letter: str) -> int:
+    if letter < " ":
+        return _JSON_BYTES_MAX
+    return 2 if letter in '"\\' else len(letter.encode())
+
+
+def _shorten_field(value: Any) -> Any:  # noqa: ANN401
+    return shorten(value, FIELD_BYTES_MAX) if isinstance(value, str) else value
 
 
 class ContractError(IskanderError):

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from iskander import errors
-from iskander.config import render_reference, render_value, settings
+from iskander.config import render_value, settings
+from iskander.config_reference import render_reference
 from iskander.gateway import lifecycle
 from iskander.wire import messages
 

@@ -18,6 +18,7 @@ from iskander.contract.dtypes import BY_ARROW, BY_ONNX, Dtype
 from iskander.errors import ManifestError
 
 RANK_MAX = 16
+SIZE_DIGITS_MAX = 9
 ALIGNMENT = 64
 """Bytes. Every buffer in an arena begins on such a boundary (Arrow's recommendation, AVX-512)."""
 
@@ -160,13 +161,13 @@ def parse_column_type(text: str) -> ColumnType:
     """
     sizes: list[int] = []
     inner = text.strip()
-    if match := re.fullmatch(r"fixed_shape_tensor<\s*(\w+)\s*>\s*\[([\d,\s]+)\]", inner):
-        shape = tuple(int(part) for part in match[2].replace(" ", "").strip(",").split(","))
+    if match := re.fullmatch(r"fixed_shape_tensor<\s*(\w+)\s*>\s*\[([^\[\]]*)\]", inner):
+        shape = tuple(_size(part, text) for part in match[2].split(","))
         _require(match[1] in BY_ARROW, f"element type `{match[1]}` of `{text}` is not supported")
         _require(all(shape) and len(shape) <= RANK_MAX, f"`{text}` has an empty or absurd shape")
         return ColumnType(match[1], shape, is_tensor=True)
     while match := re.fullmatch(r"fixed_size_list<(.*)>\s*\[\s*(\d+)\s*\]", inner):
-        sizes.append(int(match[2]))
+        sizes.append(_size(match[2], text))
         inner = match[1].strip()
     _require(
         inner in BY_ARROW,
@@ -176,6 +177,13 @@ def parse_column_type(text: str) -> ColumnType:
     )
     _require(all(sizes) and len(sizes) <= RANK_MAX, f"`{text}` has an empty or absurd shape")
     return ColumnType(inner, tuple(sizes))
+
+
+def _size(part: str, text: str) -> int:
+    part = part.strip()
+    is_size = part.isascii() and part.isdecimal() and len(part) <= SIZE_DIGITS_MAX
+    _require(is_size, f"`{text}` has the size `{part}`, wanted a whole number of elements")
+    return int(part)
 
 
 def derive_manifest(graph: Graph) -> Manifest:

@@ -18,6 +18,7 @@ from iskander.errors import IskanderError, NotReady, WorkerLost
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes import Lane, Request
 from iskander.gateway.workers import Flight, Worker
+from iskander.memory.arena import Lease
 from iskander.wire.messages import Done, Execute, Failed, encode
 
 log = logging.getLogger("iskander.dispatch")
@@ -138,38 +139,31 @@ class Dispatcher:
     def _send_first(self, lane: Lane) -> bool:
         request = lane.queue[0]
         output_bytes = lane.layout(request.rows).output_bytes
-        worker = self._choose(lane)
-        if worker is None:
-            return False
-        output = worker.output_arena.lease(output_bytes)
-        if output is None:
+        worker, output = self._choose(lane, output_bytes)
+        if worker is None or output is None:
             return False
         lane.queue.popleft()
         self._batch_id += 1
         worker.credits -= 1
         worker.in_flight[self._batch_id] = Flight(request, output, output_bytes, now_ns())
-        assert worker.sender is not None
-        worker.sender.send(
-            encode(
-                Execute(
-                    self._batch_id,
-                    lane.model.key,
-                    request.rows,
-                    request.body_offset,
-                    output.offset,
-                )
-            )
+        execute = Execute(
+            self._batch_id, lane.model.key, request.rows, request.body_offset, output.offset
         )
+        assert worker.sender is not None
+        worker.sender.send(encode(execute))
         return True
 
-    def _choose(self, lane: Lane) -> Worker | None:
-        """The worker of the lane with the most credits left, if any has one."""
-        best, most = None, 0
-        for incarnation in lane.ready:
-            worker = self._open[incarnation]
-            if worker.credits > most:
-                best, most = worker, worker.credits
-        return best
+    def _choose(self, lane: Lane, output_bytes: int) -> tuple[Worker | None, Lease | None]:
+        """The worker of the lane with the most credits left and room for the results."""
+        workers = [self._open[incarnation] for incarnation in lane.ready]
+        if len(workers) > 1:
+            workers.sort(key=lambda worker: -worker.credits)
+        for worker in workers:
+            if worker.credits:
+                output = worker.output_arena.lease(output_bytes)
+                if output is not None:
+                    return worker, output
+        return None, None
 
     def _land(self, incarnation: int, batch_id: int) -> tuple[Flight | None, Worker | None]:
         worker = self._open.get(incarnation)

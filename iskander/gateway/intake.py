@@ -37,10 +37,12 @@ class Intake:
         Raises:
             NotReady: The model has no worker.
             Overloaded: The queue is full, or there was no room in time.
+            SegmentError: It would not fit the empty arena.
         """
         # Step 2
         lane.require_open()
         layout = lane.layout(request.rows)
+        self.arena.require_fits(layout.input_bytes)
         lease = None if self._waiting else self.arena.lease(layout.input_bytes)
         if lease is None:
             lease = await self._room(layout.input_bytes)
@@ -83,7 +85,7 @@ class Intake:
         except BaseException as error:
             if room.done() and not room.cancelled():
                 self.arena.give_back(room.result())  # Granted in the turn that gave it up.
-            else:
+            elif entry in self._waiting:
                 self._waiting.remove(entry)
             self._let_in()
             if not isinstance(error, TimeoutError):
@@ -99,8 +101,9 @@ class Intake:
         waiting = self._waiting
         while waiting:
             length_bytes, room = waiting[0]
-            lease = self.arena.lease(length_bytes)
-            if lease is None:
-                return
+            if not room.cancelled():
+                lease = self.arena.lease(length_bytes)
+                if lease is None:
+                    return
+                room.set_result(lease)
             waiting.popleft()
-            room.set_result(lease)

@@ -50,8 +50,8 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
     """
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        low, high = int(first), int(last or first)
+        first, dash, last = part.partition("-")
+        low, high = int(first), int(last if dash else first)
         if not 0 <= low <= high < 1 << 16:
             raise ValueError(text)
         cpus.update(range(low, high + 1))

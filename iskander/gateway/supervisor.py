@@ -28,6 +28,7 @@ from iskander.gateway.lanes import Lane
 from iskander.gateway.lifecycle import Action, Event, State, backoff_s, step
 from iskander.gateway.reception import Reception
 from iskander.gateway.workers import Place, Worker
+from iskander.memory.arena import usable_bytes
 from iskander.memory.beat import BEAT_BYTES
 from iskander.wire import attach
 from iskander.wire.channel import Receiver, Sender, open_context
@@ -86,6 +87,7 @@ class Supervisor:
         self._intake = intake
         self._dispatcher = dispatcher
         self._on_change = on_change
+        self._output_bytes = usable_bytes(config.arena.output_bytes)
         self.workers = [Worker(place) for place in places]
         self._by_incarnation: dict[int, Worker] = {}
         self._incarnation = 0
@@ -290,7 +292,7 @@ class Supervisor:
 
     def _accept_contract(self, lane: Lane, contract: Contract) -> None:
         if lane.contract is None:
-            require_room(contract, lane.model.rows_max, self._config.arena.output_bytes)
+            require_room(contract, lane.model.rows_max, self._output_bytes)
             lane.set_contract(contract)
         elif lane.contract != contract:
             raise ManifestError(

@@ -21,6 +21,11 @@ GRAIN_BYTES = 4096
 """Leases are multiples of this: requests of nearly one size meet at one address."""
 
 
+def usable_bytes(segment_bytes: int) -> int:
+    """What an arena makes of a segment: whole grains."""
+    return segment_bytes // GRAIN_BYTES * GRAIN_BYTES
+
+
 class Lease(NamedTuple):
     """The right to one range until it is given back.
 
@@ -43,7 +48,7 @@ class Arena:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes // GRAIN_BYTES * GRAIN_BYTES
+        self.capacity_bytes = usable_bytes(capacity_bytes)
         self.leased_bytes = 0
         self._generation = 0
         self._live: dict[int, Lease] = {}
@@ -66,11 +71,8 @@ class Arena:
         Raises:
             SegmentError: No empty arena of this capacity could hold it.
         """
+        self.require_fits(length_bytes)
         wanted = max(length_bytes + GRAIN_BYTES - 1, GRAIN_BYTES) // GRAIN_BYTES * GRAIN_BYTES
-        if wanted > self.capacity_bytes:
-            raise SegmentError(
-                f"{length_bytes} bytes can never fit an arena of {self.capacity_bytes}"
-            )
         fits = (i for i, length in enumerate(self._free_lengths) if length >= wanted)
         index = next(fits, None)
         if index is None:
@@ -87,6 +89,17 @@ class Arena:
         self._live[start] = lease
         self.leased_bytes += wanted
         return lease
+
+    def require_fits(self, length_bytes: int) -> None:
+        """Refuse what could wait for ever.
+
+        Raises:
+            SegmentError: No empty arena of this capacity could hold it.
+        """
+        if not length_bytes <= self.capacity_bytes or not self.capacity_bytes:
+            raise SegmentError(
+                f"{length_bytes} bytes can never fit an arena of {self.capacity_bytes}"
+            )
 
     def is_live(self, lease: Lease) -> bool:
         """Whether the lease has not been given back."""

@@ -17,9 +17,9 @@ from iskander.config import (
     Loaded,
     ModelConfig,
     load_config,
-    render_reference,
     settings,
 )
+from iskander.config_reference import render_reference
 from iskander.errors import ConfigError
 
 MODEL = '[[models]]\nname = "m"\npath = "m.onnx"\n'

@@ -38,7 +38,7 @@ from iskander.contract.tensors import (
     require_room,
 )
 from iskander.errors import ManifestError
-from iskander.memory.arena import GRAIN_BYTES, Arena
+from iskander.memory.arena import GRAIN_BYTES, Arena, usable_bytes
 
 Shape = tuple[int | str | None, ...]
 
@@ -693,7 +693,7 @@ def test_what_is_said_to_have_room_can_be_leased(rows: int, output_bytes: int) -
     """The rule for a model that is loaded and the arena that its batches go to must agree."""
     outputs = (TensorSpec("y", "y", ColumnType("int8"), ()),)
     try:
-        require_room(Contract((), outputs), rows, output_bytes)
+        require_room(Contract((), outputs), rows, usable_bytes(output_bytes))
     except ManifestError:
         return
 

@@ -353,6 +353,7 @@ def test_a_loss_fails_exactly_the_batches_of_that_worker(gateway: Gateway) -> No
     assert asked[0][0].lane.counts["failed.worker_lost"] == CREDITS
     assert gateway.dispatcher.counts["late_messages"] == 1
     assert gateway.dispatcher.in_flight == len(other.in_flight) == CREDITS
+    assert lost.in_flight == {}
     assert gateway.lanes[0].ready == {other.incarnation}
     assert len(gateway.lanes[0].queue) == 1
 

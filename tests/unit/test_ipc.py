@@ -298,14 +298,25 @@ def test_every_shorter_header_is_malformed_or_read(header: bytes) -> None:
         assert read == whole
 
 
-def test_a_count_beyond_the_header_is_refused_before_it_is_unpacked() -> None:
-    """Four bytes could otherwise ask for 64 GiB of tuples."""
+def test_a_count_beyond_the_header_is_refused() -> None:
     header = bytearray(header_and_body(batch_of(PLAIN["int64"]))[0])
     at = header.index(struct.pack("<Iqq", 1, ROWS, 0))
     struct.pack_into("<I", header, at, 2**32 - 1)
 
     with pytest.raises(MalformedInput):
         ipc.read_batch(header, ipc.read_message(header))
+
+
+def test_a_table_is_not_read_from_the_end() -> None:
+    """Given a whole vtable behind the header, at the place that Python calls a negative one."""
+    header = bytearray(header_and_body(batch_of(PLAIN["int64"]))[0])
+    (root,) = struct.unpack_from("<I", header)
+    vtable = root - struct.unpack_from("<i", header, root)[0]
+    copied = header[vtable : vtable + struct.unpack_from("<H", header, vtable)[0]]
+    struct.pack_into("<i", header, root, root + len(copied))
+
+    with pytest.raises(MalformedInput):
+        ipc.read_message(header + copied)
 
 
 # Arrow types as tensors.

@@ -28,10 +28,10 @@ from iskander.gateway import ipc
 from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
 from iskander.gateway.frontends.flight_convert import Converter, require_bytes
 from iskander.gateway.frontends.flight_data import data_frame
-from iskander.gateway.frontends.flight_plan import Column, Plan
+from iskander.gateway.frontends.flight_plan import Checked, Column, Plan, Reply
 
-HEADERS_MAX = 64
-"""Rendered headers kept by number of rows; clients send few different numbers."""
+CHECKED_MAX = 64
+"""Headers remembered by a plan; batches of one size have one header, byte for byte."""
 
 
 class Arrived(NamedTuple):
@@ -39,16 +39,14 @@ class Arrived(NamedTuple):
 
     Attributes:
         tensors: Start and end in `body` of each of the contract's inputs.
-        nodes: Of the passed-through columns, as the response repeats them.
-        buffers: Start and end in `body` of each of their buffers.
-        kept: The passed-through columns themselves, where the plan has them as arrays.
+        reply: None where the response is not plain.
+        kept: The passed-through columns, where the response is not plain.
     """
 
     rows: int
     body: memoryview
     tensors: list[tuple[int, int]]
-    nodes: list[int]
-    buffers: list[tuple[int, int]]
+    reply: Reply | None
     kept: list[pa.Array]
     app_metadata: bytes
 
@@ -70,24 +68,35 @@ class StreamCodec:
             LimitExceeded: Rows or bytes.
             ContractError: Nulls in an input, or not the rows that the model takes.
         """
-        message = ipc.read_message(header)
+        raw = bytes(header)
+        checked = self.plan.checked.get(raw)
+        if checked is not None and checked.body_bytes == len(body):
+            return Arrived(checked.rows, body, checked.tensors, checked.reply, [], app_metadata)
+        message = ipc.read_message(raw)
         if not 0 <= message.body_bytes <= len(body):
             raise MalformedInput(
                 f"the header announces a body of {message.body_bytes} bytes and {len(body)} came"
             )
         if message.kind == ipc.DICTIONARY_BATCH:
-            self._converter.keep_dictionary(header, message, body)
+            self._converter.keep_dictionary(raw, message, body)
             return None
         if message.kind != ipc.RECORD_BATCH:
             what = "a second schema" if message.kind == ipc.SCHEMA else f"kind {message.kind}"
             raise MalformedInput(f"wanted a record batch, got {what}")
-        batch = ipc.read_batch(header, message)
+        batch = ipc.read_batch(raw, message)
         self._require_rows(batch.rows)
         require_bytes(len(body), self._limits)
-        kept: list[pa.Array] = []
         if self.plan.is_converted or batch.is_compressed or message.version != ipc.METADATA_V5:
-            batch, body, kept = self._converter.plain(header, batch, body)
-        return self._check(batch, body, kept, app_metadata)
+            batch, body, kept = self._converter.plain(raw, batch, body)
+            return self._check(batch, body, kept, app_metadata)
+        arrived = self._check(batch, body, [], app_metadata)
+        if self.plan.is_decided_by_header:
+            if len(self.plan.checked) >= CHECKED_MAX:
+                self.plan.checked.clear()
+            self.plan.checked[raw] = Checked(
+                arrived.rows, len(body), arrived.tensors, arrived.reply
+            )
+        return arrived
 
     def take(self, arrived: Arrived, output: memoryview) -> bytes | tuple[Arrived, bytes]:
         """Copy the results out of their lease, so that it can be given back.
@@ -96,7 +105,7 @@ class StreamCodec:
             What `frames` wants: the finished frame, for a plain response.
         """
         if self.plan.is_response_plain:
-            return _plain_frame(self.plan, arrived, output)
+            return _plain_frame(arrived, output)
         return arrived, bytes(output)
 
     def frames(self, taken: bytes | tuple[Arrived, bytes]) -> list[bytes]:
@@ -139,16 +148,11 @@ class StreamCodec:
                     column=column.name,
                 )
             tensors.append((start, start + wanted))
-        passed_nodes: list[int] = []
-        passed_buffers: list[tuple[int, int]] = []
-        for column in plan.forwarded:
-            _require_lengths(column, rows, nodes)
-            last = column.first_node + len(column.levels)
-            passed_nodes += nodes[2 * column.first_node : 2 * last]
-            passed_buffers += _forwarded(column, rows, batch, body)
+        _require_apart(sum(stop - start for start, stop in tensors), body)
+        reply = _reply(plan, batch, body) if plan.is_response_plain else None
         if plan.forwarded:
             self._require_strings(plan.forwarded, batch)
-        return Arrived(rows, body, tensors, passed_nodes, passed_buffers, kept, app_metadata)
+        return Arrived(rows, body, tensors, reply, kept, app_metadata)
 
     def _require_rows(self, rows: int) -> None:
         if not 0 <= rows <= self._rows_max:
@@ -168,40 +172,51 @@ class StreamCodec:
             )
 
 
-def _plain_frame(plan: Plan, arrived: Arrived, output: memoryview) -> bytes:
+def _plain_frame(arrived: Arrived, output: memoryview) -> bytes:
     """The response to a plain batch.
 
     Layout:
         The results' body as the worker left it, then the passed-through buffers, each on a
         64-byte boundary.
     """
-    rows = arrived.rows
-    offsets, end = body_layout(plan.contract.outputs, rows)
-    parts: list[bytes | memoryview] = [output[:end]]
-    if not plan.forwarded:
-        header = plan.headers.get(rows)
-        if header is None:
-            header = _render(plan, rows, [], [], offsets, end)
-            if len(plan.headers) >= HEADERS_MAX:
-                plan.headers.clear()
-            plan.headers[rows] = header
-        return data_frame(header, arrived.app_metadata, parts, end)
-    buffers: list[int] = []
-    for start, stop in arrived.buffers:
-        buffers += (end, stop - start)
-        padding = -(stop - start) % ALIGNMENT
-        parts += (arrived.body[start:stop], bytes(padding))
-        end += stop - start + padding
-    header = _render(plan, rows, arrived.nodes, buffers, offsets, end)
-    return data_frame(header, arrived.app_metadata, parts, end)
+    reply, body = arrived.reply, arrived.body
+    assert reply is not None
+    parts: list[bytes | memoryview] = [output[: reply.results_bytes]]
+    for start, stop, padding in reply.ranges:
+        parts += (body[start:stop], padding)
+    return data_frame(reply.header, arrived.app_metadata, parts, reply.body_bytes)
 
 
-def _render(
-    plan: Plan, rows: int, nodes: list[int], buffers: list[int], offsets: list[int], end: int
-) -> bytes:
+def _reply(plan: Plan, batch: ipc.Batch, body: memoryview) -> Reply:
+    """Check the passed-through columns, and render the response's header around them."""
+    rows, nodes = batch.rows, batch.nodes
+    offsets, results_bytes = body_layout(plan.contract.outputs, rows)
+    end = results_bytes
+    reply_nodes: list[int] = []
+    reply_buffers: list[int] = []
+    ranges: list[tuple[int, int, bytes]] = []
+    for column in plan.forwarded:
+        _require_lengths(column, rows, nodes)
+        first, last = column.first_node, column.first_node + len(column.levels)
+        reply_nodes += nodes[2 * first : 2 * last]
+        for start, stop in _forwarded(column, rows, batch, body):
+            padding = bytes(-(stop - start) % ALIGNMENT)
+            ranges.append((start, stop, padding))
+            reply_buffers += (end, stop - start)
+            end += stop - start + len(padding)
+    _require_apart(sum(stop - start for start, stop, _ in ranges), body)
     own_nodes, own_buffers = columns_without_nulls(plan.contract.outputs, rows, offsets)
     assert plan.template is not None
-    return bytes(plan.template.render(rows, nodes + own_nodes, buffers + own_buffers, end))
+    header = plan.template.render(rows, reply_nodes + own_nodes, reply_buffers + own_buffers, end)
+    return Reply(bytes(header), results_bytes, ranges, end)
+
+
+def _require_apart(total: int, body: memoryview) -> None:
+    """Refuse buffers that share bytes: many columns of one small body would be a large batch."""
+    if total > len(body):
+        raise MalformedInput(
+            f"the batch's buffers overlap: they have {total} bytes in a body of {len(body)}"
+        )
 
 
 def _require_lengths(column: Column, rows: int, nodes: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import is_string, leaf_of, to_arrow
 from iskander.gateway.frontends.flight_data import data_frame
-from iskander.gateway.frontends.flight_plan import Plan, values_of
+from iskander.gateway.frontends.flight_plan import Plan
 
 _I64 = struct.Struct("<q")
 
@@ -34,7 +34,7 @@ class Converter:
         self._dictionaries_bytes = 0
         self._sent: dict[int, bytes] = {}
 
-    def keep_dictionary(self, header: memoryview, message: ipc.Message, body: memoryview) -> None:
+    def keep_dictionary(self, header: bytes, message: ipc.Message, body: memoryview) -> None:
         """Keep a dictionary for the batches after it; a new one takes the place of the old.
 
         Raises:
@@ -46,7 +46,7 @@ class Converter:
         if not is_delta:
             dropped = self._dictionaries.pop(dictionary, [])
             self._dictionaries_bytes -= sum(map(len, dropped))
-        kept = ipc.encapsulate(bytes(header), body[: message.body_bytes])
+        kept = ipc.encapsulate(header, body[: message.body_bytes])
         self._dictionaries_bytes += len(kept)
         if self._dictionaries_bytes > self._limits.bytes:
             raise LimitExceeded(
@@ -55,7 +55,7 @@ class Converter:
         self._dictionaries.setdefault(dictionary, []).append(kept)
 
     def plain(
-        self, header: memoryview, batch: ipc.Batch, body: memoryview
+        self, header: bytes, batch: ipc.Batch, body: memoryview
     ) -> tuple[ipc.Batch, memoryview, list[pa.Array]]:
         """A batch rewritten as a plain one.
 
@@ -136,9 +136,10 @@ class Converter:
     def _require_decoded(self, batch: pa.RecordBatch) -> None:
         decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in self._plan.contract.inputs)
         require_bytes(decoded, self._limits)
-        strings = sum(
-            column.nbytes for column in batch.columns if is_string(values_of(column.type))
-        )
+        # Not `nbytes`, which ends the process for some types (pyarrow 26, null and union arrays).
+        buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer)
+        require_bytes(sum(buffer.size for buffer in buffers), self._limits)
+        strings = sum(_string_bytes(column) for column in batch.columns)
         if strings > self._limits.string_bytes:
             raise LimitExceeded(
                 f"a batch's strings may have {self._limits.string_bytes} bytes, got {strings}"
@@ -155,6 +156,30 @@ def require_bytes(count: int, limits: LimitsConfig) -> None:
         raise LimitExceeded(
             f"a batch may have {limits.bytes} bytes, got {count}", wanted=limits.bytes
         )
+
+
+def _string_bytes(array: pa.Array) -> int:
+    """Bytes of text and binary values, at any depth."""
+    kind = array.type
+    if is_string(kind):
+        values = array.buffers()[2]
+        return 0 if values is None else int(values.size)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return sum(buffer.size for buffer in array.buffers()[2:])
+    return sum(_string_bytes(child) for child in _children(array))
+
+
+def _children(array: pa.Array) -> list[pa.Array]:
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return [array.storage]
+    if pa.types.is_dictionary(kind):
+        return [array.dictionary]
+    if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        return [array.field(index) for index in range(kind.num_fields)]
+    if pa.types.is_map(kind):
+        return [array.keys, array.items]
+    return [array.values] if kind.num_fields else []
 
 
 def _results(contract: Contract, rows: int, output: bytes) -> list[pa.Array]:

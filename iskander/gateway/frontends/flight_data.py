@@ -65,6 +65,8 @@ def read_flight_data(raw: bytes) -> FlightData:
                 at += 8 if kind == 1 else 4
             else:
                 raise IndexError
+        if at > end:
+            raise IndexError
     except IndexError:
         raise MalformedInput("the message is not a FlightData message") from None
     return FlightData(descriptor, header, app_metadata, body)

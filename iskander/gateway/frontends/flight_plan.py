@@ -49,6 +49,32 @@ class Column(NamedTuple):
         return self.first_buffer + len(self.levels)
 
 
+class Reply(NamedTuple):
+    """The plain response to a batch, but for the results.
+
+    Attributes:
+        results_bytes: Of the body that the worker leaves, which comes first.
+        ranges: Of each passed-through buffer: start and end in the request's body, and padding.
+    """
+
+    header: bytes
+    results_bytes: int
+    ranges: list[tuple[int, int, bytes]]
+    body_bytes: int
+
+
+class Checked(NamedTuple):
+    """A header that was found true of a body of some length; it is so of any other of that length.
+
+    Only where no check looks into the body, as for strings.
+    """
+
+    rows: int
+    body_bytes: int
+    tensors: list[tuple[int, int]]
+    reply: Reply | None
+
+
 class Plan:
     """What a schema means for a contract; the same for every stream with that schema.
 
@@ -91,8 +117,9 @@ class Plan:
         self.response_schema = pa.schema([*self.passed, *output_schema(contract)])
         self.response_header = ipc.header_of(self.response_schema.serialize())
         self.template = ipc.BatchTemplate(self.response_schema) if self.is_response_plain else None
-        # Rendered headers by rows, for responses that nothing but the rows decides.
-        self.headers: dict[int, bytes] = {}
+        # Whether a header that is true of one body is true of every body of its length.
+        self.is_decided_by_header = all(column.bits for column in self.forwarded)
+        self.checked: dict[bytes, Checked] = {}
 
 
 def _read_schema(header: bytes) -> pa.Schema:
@@ -157,7 +184,8 @@ def _passed_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
     if contract.passthrough == "all":
         passed = [field for field in schema if field.name not in inputs]
     else:
-        passed = [field for field in schema if field.name in contract.passthrough]
+        named = contract.passthrough if isinstance(contract.passthrough, tuple) else ()
+        passed = [field for field in schema if field.name in named]
     produced = {spec.column for spec in contract.outputs}
     both = [field.name for field in passed if field.name in produced]
     if both:
