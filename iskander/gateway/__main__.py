@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -18,6 +20,12 @@ from iskander import __version__
 from iskander.config import Config, load_config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.gateway.logs import set_up_logs
+
+MMAP_THRESHOLD_BYTES = 32 << 20
+"""The most that glibc takes."""
+TRIM_THRESHOLD_BYTES = 512 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Source: malloc.h of glibc, mallopt(3)."""
 
 EXIT_NOT_READY, EXIT_MEMORY, EXIT_CONFIG, EXIT_AT_ONCE = 69, 71, 78, 130
 
@@ -46,6 +54,7 @@ def main() -> None:
     try:
         config = load_config(arguments.config, overrides=tuple(arguments.set)).config
         set_up_logs(config.admin)
+        _keep_large_blocks()
         asyncio.run(_serve(config))
     except (ConfigError, ManifestError) as error:
         _end(error, EXIT_CONFIG)
@@ -53,6 +62,18 @@ def main() -> None:
         _end(error, EXIT_MEMORY)
     except IskanderError as error:
         _end(error, EXIT_NOT_READY)
+
+
+def _keep_large_blocks() -> None:
+    """Let malloc keep the blocks of large messages instead of mapping and faulting each anew.
+
+    With the defaults every message of megabytes is cleared by the kernel page by page: half of
+    the gateway's time at 8,192 rows of 256 bytes. Only glibc has it; elsewhere nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 async def _serve(config: Config) -> None:

@@ -66,11 +66,17 @@ class Dispatcher:
     def pump(self) -> None:
         """Send what can be sent."""
         # Step 5
+        outgoing: dict[Worker, list[Execute]] = {}
+        lanes = self._lanes.values()
         while True:
-            waiting = [lane for lane in self._lanes.values() if lane.queue]
-            waiting.sort(key=lambda lane: lane.queue[0].queued_ns)
-            if not any(self._send_first(lane) for lane in waiting):
-                return
+            waiting = [lane for lane in lanes if lane.queue]
+            if len(waiting) > 1:
+                waiting.sort(key=lambda lane: lane.queue[0].queued_ns)
+            if not any(self._take_first(lane, outgoing) for lane in waiting):
+                break
+        for worker, messages in outgoing.items():
+            assert worker.sender is not None
+            worker.sender.send(encode(messages))
 
     def withdraw(self, request: Request) -> None:
         """The caller has gone: forget its request, at once where no worker has it."""
@@ -136,7 +142,8 @@ class Dispatcher:
                     NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000),
                 )
 
-    def _send_first(self, lane: Lane) -> bool:
+    def _take_first(self, lane: Lane, outgoing: dict[Worker, list[Execute]]) -> bool:
+        """Give the lane's first request to a worker; False where none can have it."""
         request = lane.queue[0]
         output_bytes = lane.layout(request.rows).output_bytes
         worker, output = self._choose(lane, output_bytes)
@@ -149,8 +156,7 @@ class Dispatcher:
         execute = Execute(
             self._batch_id, lane.model.key, request.rows, request.body_offset, output.offset
         )
-        assert worker.sender is not None
-        worker.sender.send(encode(execute))
+        outgoing.setdefault(worker, []).append(execute)
         return True
 
     def _choose(self, lane: Lane, output_bytes: int) -> tuple[Worker | None, Lease | None]:

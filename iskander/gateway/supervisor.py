@@ -154,15 +154,15 @@ class Supervisor:
         """Take everything that workers have said."""
         dispatcher = self._dispatcher
         for frame in self._results.receive_waiting():
-            message = decode_to_gateway(frame)
-            if type(message) is Done:
-                dispatcher.on_done(message)
-            elif type(message) is Failed:
-                dispatcher.on_failed(message)
-            else:
-                worker = self._by_incarnation.get(message.incarnation)
-                if worker is not None and not isinstance(message, Ready):
-                    self._on_news(worker, message)
+            for message in decode_to_gateway(frame):
+                if type(message) is Done:
+                    dispatcher.on_done(message)
+                elif type(message) is Failed:
+                    dispatcher.on_failed(message)
+                elif type(message) is not Ready:
+                    worker = self._by_incarnation.get(message.incarnation)
+                    if worker is not None:
+                        self._on_news(worker, message)
         dispatcher.pump()
 
     async def stop(self) -> None:
@@ -337,8 +337,7 @@ class Supervisor:
     def _load(self, worker: Worker) -> None:
         assert worker.sender is not None
         self._later(worker, self._config.workers.start_s, Event.TIMED_OUT)
-        for lane in self._lanes.values():
-            worker.sender.send(encode(Load(lane.model)))
+        worker.sender.send(encode([Load(lane.model) for lane in self._lanes.values()]))
 
     def _open(self, worker: Worker) -> None:
         self._timers.pop(worker.place.index).cancel()
@@ -348,7 +347,7 @@ class Supervisor:
     @staticmethod
     def _drain(worker: Worker) -> None:
         assert worker.sender is not None
-        worker.sender.send(encode(Drain()))
+        worker.sender.send(encode([Drain()]))
 
     def _detach(self, worker: Worker) -> None:
         self._dispatcher.on_lost(worker)

@@ -6,8 +6,9 @@
                                              gateway -> worker  Drain     -> (exit 0)
                                              worker -> gateway  Leaving   -> Drain
 
-Frames are msgpack arrays that begin with a tag. `PROTOCOL_VERSION` is raised with every change of
-these bytes; both sides compare it before anything else is said.
+A message is a msgpack array that begins with a tag. Over ZMQ a frame is an array of messages: what
+is ready together travels, and wakes the other side, together. `PROTOCOL_VERSION` is raised with
+every change of these bytes; both sides compare it before anything else is said.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ ToGateway = Done | Failed | Ready | Loaded | LoadFailed | Leaving
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(ToGatewayAtBirth).decode
 decode_welcome = msgspec.msgpack.Decoder(ToWorkerAtBirth).decode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_to_gateway = msgspec.msgpack.Decoder(ToGateway).decode
+decode_to_worker = msgspec.msgpack.Decoder(list[ToWorker]).decode
+decode_to_gateway = msgspec.msgpack.Decoder(list[ToGateway]).decode
 
 
 def require_protocol(theirs: int) -> None:

@@ -61,6 +61,7 @@ class ScriptedGateway:
         self.output = Segment.create("iskander-output", ARENA_BYTES)
         self.beat = Segment.create("iskander-beat", BEAT_BYTES)
         self.incarnation = 0
+        self.waiting: list[Any] = []
         self.connection: socket.socket | None = None
         self.sender: Sender | None = None
 
@@ -96,14 +97,16 @@ class ScriptedGateway:
 
     def send(self, message: Any) -> None:
         assert self.sender is not None
-        self.sender.send(encode(message))
+        self.sender.send(encode([message]))
 
     def receive(self, within_s: float = 20.0) -> Any:
         """The next message of the worker."""
         deadline = time.monotonic() + within_s
         while True:
             for frame in self.results.receive_waiting():
-                return decode_to_gateway(frame)
+                self.waiting += decode_to_gateway(frame)
+            if self.waiting:
+                return self.waiting.pop(0)
             assert time.monotonic() < deadline, "the worker said nothing"
             time.sleep(0.002)
 
@@ -143,6 +146,7 @@ class ScriptedWorker:
         attach.send_hello(self.connection, Hello(**(values | changes)))
         answer, self.descriptors = attach.receive_answer(self.connection)
         self.answer = answer
+        self.waiting: list[Any] = []
         self.context = open_context()
         if isinstance(answer, Welcome):
             self.receiver = Receiver(self.context, answer.work_address.removeprefix("ipc://"))
@@ -154,13 +158,15 @@ class ScriptedWorker:
         return self.answer.incarnation
 
     def send(self, message: Any) -> None:
-        self.sender.send(encode(message))
+        self.sender.send(encode([message]))
 
     def receive(self, within_s: float = 20.0) -> Any:
         deadline = time.monotonic() + within_s
         while True:
             for frame in self.receiver.receive_waiting():
-                return decode_to_worker(frame)
+                self.waiting += decode_to_worker(frame)
+            if self.waiting:
+                return self.waiting.pop(0)
             assert time.monotonic() < deadline, "the gateway said nothing"
             time.sleep(0.002)
 

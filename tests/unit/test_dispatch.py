@@ -39,9 +39,9 @@ class Wire:
         self.sent: list[Execute] = []
 
     def send(self, frame: bytes) -> None:
-        message = decode_to_worker(frame)
-        assert isinstance(message, Execute)
-        self.sent.append(message)
+        for message in decode_to_worker(frame):
+            assert isinstance(message, Execute)
+            self.sent.append(message)
 
     def close(self) -> None:
         """Nothing to close."""

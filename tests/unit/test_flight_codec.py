@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from iskander.config import LimitsConfig
+from iskander.config import HEADER_ROOM_BYTES, LimitsConfig
 from iskander.contract.tensors import (
     ALIGNMENT,
     ColumnType,
@@ -357,6 +357,64 @@ def test_fields_keep_their_metadata_and_nullability() -> None:
 
     assert answer.schema.field("id").equals(schema.field("id"), check_metadata=True)
     assert answer.schema.metadata is None
+
+
+# Batches whose header is, byte for byte, one that came before.
+
+
+@pytest.mark.parametrize("name", [*FIXED_WIDTH, *STRINGS])
+def test_batches_of_one_header_have_bodies_of_their_own(name: str) -> None:
+    """Three bodies under one header: every tensor and every answer is of its own batch."""
+    first = batch_of(x=x_of(), column=PASSED[name])
+    (schema, _), (header, body) = messages(first)
+    read = ipc.read_batch(header, ipc.read_message(header))
+    at = read.buffers[2]
+    bodies = [
+        body[:at] + np.arange(n, n + ROWS).tobytes() + body[at + 8 * ROWS :] for n in range(3)
+    ]
+    stream = Stream(contract_of(), schema)
+
+    arrived = stream.decode([(header, each) for each in bodies])
+    answers = stream.read(stream.answer([(header, each) for each in bodies]))
+
+    assert [tensor_of(each, 0, ColumnType("int64"))[0] for each in arrived] == [0, 1, 2]
+    assert [answer.column("column").to_pylist() for answer in answers] == [
+        PASSED[name].to_pylist()
+    ] * 3
+
+
+def test_columns_passed_through_under_one_header_are_those_of_their_batch() -> None:
+    batches = [batch_of(x=x_of(), id=pa.array(range(n, n + ROWS))) for n in range(3)]
+    (schema, _), *rest = messages(*batches)
+    assert len({header for header, _ in rest}) == 1
+    stream = Stream(contract_of(), schema)
+
+    answers = stream.read(stream.answer(rest))
+
+    assert [answer.column("id") for answer in answers] == [batch.column("id") for batch in batches]
+
+
+def test_a_header_that_was_true_of_one_body_is_not_of_a_shorter_one() -> None:
+    (schema, _), (header, body) = messages(batch_of(x=x_of()))
+    stream = Stream(contract_of(), schema)
+    stream.decode([(header, body)])
+
+    for length in (0, 8, len(body) - 1):
+        with pytest.raises(MalformedInput, match=f"and {length} came"):
+            stream.decode([(header, body[:length])])
+
+
+def test_a_header_that_was_true_of_some_text_is_not_of_any() -> None:
+    """Offsets are in the body: of each body they are looked at."""
+    (schema, _), (header, body) = messages(batch_of(x=x_of(), s=STRINGS["string"]))
+    read = ipc.read_batch(header, ipc.read_message(header))
+    offsets = read.buffers[6]
+    hostile = body[:offsets] + struct.pack("<6i", 0, 1 << 30, -1, 7, 7, 7) + body[offsets + 24 :]
+    stream = Stream(contract_of(), schema)
+    stream.decode([(header, body)])
+
+    with pytest.raises(MalformedInput, match="column `s`"):
+        stream.decode([(header, hostile)])
 
 
 # Inputs.
@@ -1055,6 +1113,21 @@ def test_bytes_are_limited() -> None:
 
     error = decode_error(stream, [message], LimitExceeded)
     assert f"{body_bytes - 1} bytes, got {body_bytes}" in error.message
+
+
+def test_headers_are_limited() -> None:
+    """Plans are kept by their schema's header, and batches' headers too; padding makes any length.
+
+    The limit is the room that the configuration leaves in a message beside its body.
+    """
+    (schema, _), (header, body) = messages(batch_of(x=x_of()))
+    fits, exceeds = bytes(HEADER_ROOM_BYTES - 1024), bytes(HEADER_ROOM_BYTES)
+
+    Stream(contract_of(), schema + fits).decode([(header + fits, body)])
+    schema_error(LimitExceeded, contract_of(), schema + exceeds)
+    stream = Stream(contract_of(), schema)
+
+    decode_error(stream, [(header + exceeds, body)], LimitExceeded)
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])

@@ -25,6 +25,7 @@ from iskander.wire.messages import (
     LoadFailed,
     ModelSpec,
     Ready,
+    ToGateway,
     Welcome,
     decode_to_worker,
     encode,
@@ -32,7 +33,11 @@ from iskander.wire.messages import (
 from iskander_worker.executor import Executor
 from iskander_worker.session import Session
 
-BEAT_INTERVAL_MS = 100
+BEAT_INTERVAL_S = 0.1
+HOLD_NS = 100_000
+"""An answer waits for the next one where the batch between them is no larger than one that took
+less than this. Batches of a few microseconds that came together are so answered together, which
+halves the wake-ups; longer ones are answered one by one."""
 DRAIN_LINGER_MS = 1000
 WARM_UP_ROWS = 128
 
@@ -49,6 +54,7 @@ class WorkerLoop:
         self._sessions: dict[str, Session] = {}
         self._context = open_context()
         self._is_leaving = False
+        self._last_run = (-1, 0, 0)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -60,15 +66,17 @@ class WorkerLoop:
         beat = Segment.attach(beat_fd, welcome.beat_bytes, is_writable=True)
         receiver = Receiver(self._context, welcome.work_address.removeprefix("ipc://"))
         sender = Sender(self._context, welcome.results_address)
+        waiter = Waiter(receiver, connection.fileno())
         executor = Executor(inputs, outputs)
         linger_ms = 0
         try:
-            sender.send(encode(Ready(welcome.incarnation)))
-            is_drained = self._turn(connection, welcome, receiver, sender, executor, beat.view)
+            sender.send(encode([Ready(welcome.incarnation)]))
+            is_drained = self._turn(welcome, receiver, sender, executor, waiter, beat.view)
             linger_ms = DRAIN_LINGER_MS if is_drained else 0
             return is_drained
         finally:
             executor.forget()
+            waiter.close()
             sender.close(linger_ms=linger_ms)
             receiver.close()
             for segment in (inputs, outputs, beat):
@@ -76,46 +84,58 @@ class WorkerLoop:
 
     def _turn(
         self,
-        connection: socket.socket,
         welcome: Welcome,
         receiver: Receiver,
         sender: Sender,
         executor: Executor,
+        waiter: Waiter,
         beat: memoryview,
     ) -> bool:
         incarnation = welcome.incarnation
-        waiter = Waiter(receiver, connection.fileno())
         has_said_leaving = False
         while True:
             write_beat(beat, now_ns(), 0)
+            answers: list[ToGateway] = []
             for frame in receiver.receive_waiting():
-                message = decode_to_worker(frame)
-                if isinstance(message, Execute):
-                    write_beat(beat, now_ns(), message.batch_id)
-                    sender.send(self._execute(message, incarnation, executor))
-                    write_beat(beat, now_ns(), 0)
-                elif isinstance(message, Load):
-                    sender.send(self._load(message.model, incarnation, executor))
-                else:
-                    assert isinstance(message, Drain)
-                    return True
+                for message in decode_to_worker(frame):
+                    if type(message) is Execute:
+                        if answers and not self._is_brief(message):
+                            sender.send(encode(answers))
+                            answers = []
+                        write_beat(beat, now_ns(), message.batch_id)
+                        answers.append(self._execute(message, incarnation, executor))
+                    elif isinstance(message, Load):
+                        answers.append(self._load(message.model, incarnation, executor))
+                    else:
+                        assert isinstance(message, Drain)
+                        sender.send(encode(answers))
+                        return True
             if self._is_leaving and not has_said_leaving:
-                sender.send(encode(Leaving(incarnation)))
+                answers.append(Leaving(incarnation))
                 has_said_leaving = True
-            if waiter.wait(BEAT_INTERVAL_MS):
+            if answers:
+                sender.send(encode(answers))
+                continue
+            if waiter.wait(BEAT_INTERVAL_S):
                 return self._is_leaving
 
-    @staticmethod
-    def _execute(message: Execute, incarnation: int, executor: Executor) -> bytes:
+    def _is_brief(self, message: Execute) -> bool:
+        """Whether this batch will not keep the answer of the one before waiting for long."""
+        model, rows, run_ns = self._last_run
+        return message.model == model and message.rows <= rows and run_ns < HOLD_NS
+
+    def _execute(self, message: Execute, incarnation: int, executor: Executor) -> Done | Failed:
         # Step 6
         begun_ns = now_ns()
         try:
             executor.execute(message)
         except IskanderError as error:
-            return encode(Failed(incarnation, message.batch_id, error.code, error.message))
-        return encode(Done(incarnation, message.batch_id, now_ns() - begun_ns))
+            return Failed(incarnation, message.batch_id, error.code, error.message)
+        run_ns = now_ns() - begun_ns
+        self._last_run = (message.model, message.rows, run_ns)
+        return Done(incarnation, message.batch_id, run_ns)
 
-    def _load(self, spec: ModelSpec, incarnation: int, executor: Executor) -> bytes:
+    def _load(self, spec: ModelSpec, incarnation: int, executor: Executor) -> Loaded | LoadFailed:
         begun_ns = now_ns()
         session = self._sessions.get(spec.fingerprint)
         try:
@@ -126,18 +146,16 @@ class WorkerLoop:
                     session.warm_up(min(spec.rows_max, WARM_UP_ROWS))
                 self._sessions[spec.fingerprint] = session
         except IskanderError as error:
-            return encode(LoadFailed(incarnation, spec.key, error.code, error.message))
+            return LoadFailed(incarnation, spec.key, error.code, error.message)
         executor.sessions[spec.key] = session
         load_ms = (now_ns() - begun_ns) / NS_PER_MS
-        return encode(
-            Loaded(
-                incarnation,
-                spec.key,
-                session.contract,
-                session.providers,
-                session.threads,
-                round(load_ms, 1),
-            )
+        return Loaded(
+            incarnation,
+            spec.key,
+            session.contract,
+            session.providers,
+            session.threads,
+            round(load_ms, 1),
         )
 
     def _on_signal(self, number: int, frame: object) -> None:

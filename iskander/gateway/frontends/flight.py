@@ -29,6 +29,7 @@ from iskander.gateway.lanes import Lane
 from iskander.gateway.models import Models, describe
 
 SERVICE = "arrow.flight.protocol.FlightService"
+PLAN_HEADER_BYTES_MAX = 65_536
 PLANS_MAX = 256
 """Plans kept by schema: making one takes a fraction of a millisecond."""
 
@@ -89,7 +90,8 @@ class FlightService:
             plan = Plan(header, lane.contract, self.limits)
             if len(self._plans) >= PLANS_MAX:
                 self._plans.clear()
-            self._plans[key] = plan
+            if len(header) <= PLAN_HEADER_BYTES_MAX:
+                self._plans[key] = plan
         return plan
 
     async def do_exchange(self, _: object, context: grpc.aio.ServicerContext) -> None:

@@ -28,8 +28,9 @@ from iskander.gateway import ipc
 from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
 from iskander.gateway.frontends.flight_convert import Converter, require_bytes
 from iskander.gateway.frontends.flight_data import data_frame
-from iskander.gateway.frontends.flight_plan import Checked, Column, Plan, Reply
+from iskander.gateway.frontends.flight_plan import Checked, Column, Plan, Reply, require_header
 
+CHECKED_HEADER_BYTES_MAX = 4096
 CHECKED_MAX = 64
 """Headers remembered by a plan; batches of one size have one header, byte for byte."""
 
@@ -68,6 +69,7 @@ class StreamCodec:
             LimitExceeded: Rows or bytes.
             ContractError: Nulls in an input, or not the rows that the model takes.
         """
+        require_header(header)
         raw = bytes(header)
         checked = self.plan.checked.get(raw)
         if checked is not None and checked.body_bytes == len(body):
@@ -90,7 +92,7 @@ class StreamCodec:
             batch, body, kept = self._converter.plain(raw, batch, body)
             return self._check(batch, body, kept, app_metadata)
         arrived = self._check(batch, body, [], app_metadata)
-        if self.plan.is_decided_by_header:
+        if self.plan.is_decided_by_header and len(raw) <= CHECKED_HEADER_BYTES_MAX:
             if len(self.plan.checked) >= CHECKED_MAX:
                 self.plan.checked.clear()
             self.plan.checked[raw] = Checked(

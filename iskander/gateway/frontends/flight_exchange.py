@@ -49,6 +49,30 @@ class _Pending(Request):
         self.raw_bytes = raw_bytes
 
 
+class _Wakeup:
+    """Lets one task wait until another says `set`, which is remembered; a light asyncio.Event."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_set = False
+
+
 class Exchange:
     """One DoExchange stream.
 
@@ -83,8 +107,8 @@ class Exchange:
         self._window_bytes = 0
         self._is_ended = False
         self._end_error: IskanderError | None = None
-        self._to_write = asyncio.Event()
-        self._has_room = asyncio.Event()
+        self._to_write = _Wakeup()
+        self._has_room = _Wakeup()
         self._reader: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -175,7 +199,6 @@ class Exchange:
             len(self._window) >= self._limits.window_batches
             or self._window_bytes + pending.raw_bytes > self._limits.window_bytes
         ):
-            self._has_room.clear()
             await self._has_room.wait()
         if pending.rows == 0:
             assert self._codec is not None
@@ -207,7 +230,6 @@ class Exchange:
                 if self._end_error is not None:
                     raise self._end_error
                 return
-            self._to_write.clear()
             await self._to_write.wait()
 
     def _end(self, error: IskanderError | None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from iskander.config import LimitsConfig
+from iskander.config import HEADER_ROOM_BYTES, LimitsConfig
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
@@ -90,6 +90,7 @@ class Plan:
     """
 
     def __init__(self, header: bytes, contract: Contract, limits: LimitsConfig) -> None:
+        require_header(header)
         self.contract = contract
         self.schema = _read_schema(header)
         self.schema_message = ipc.encapsulate(header)
@@ -120,6 +121,18 @@ class Plan:
         # Whether a header that is true of one body is true of every body of its length.
         self.is_decided_by_header = all(column.bits for column in self.forwarded)
         self.checked: dict[bytes, Checked] = {}
+
+
+def require_header(header: bytes | memoryview) -> None:
+    """Refuse a header that is longer than any that describes a batch within the limits.
+
+    Raises:
+        LimitExceeded: Says how long it may be.
+    """
+    if len(header) > HEADER_ROOM_BYTES:
+        raise LimitExceeded(
+            f"a message's header may have {HEADER_ROOM_BYTES} bytes, got {len(header)}"
+        )
 
 
 def _read_schema(header: bytes) -> pa.Schema:
