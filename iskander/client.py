@@ -120,8 +120,10 @@ class Client:
             for chunk in reader:
                 yield chunk.data
                 if feeder.is_last_result():
+                    feeder.has_ended_call = True
                     writer.done_writing()
         except _FLIGHT_ERRORS as error:
+            # After the last result it does not matter how the call ends.
             if not feeder.has_ended_call:
                 feeder.finish()
                 raise feeder.error or detail.named(error) from error
