@@ -24,7 +24,7 @@ test-fast: setup
 	$(BIN)/pytest tests/unit tests/spec tests/tidy
 
 lint: setup
-	$(BIN)/pip install -q ruff mypy
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,lint]'
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	$(BIN)/python scripts/gen_reference.py --check
 
@@ -32,8 +32,10 @@ fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python benchmarks/flight_latency.py
-	$(BIN)/python benchmarks/batch_throughput.py
+	mkdir -p build
+	$(BIN)/python benchmarks/flight_latency.py --json build/flight_latency.json
+	$(BIN)/python benchmarks/batch_throughput.py --json build/batch_throughput.json
+	$(BIN)/python benchmarks/report.py build/flight_latency.json build/batch_throughput.json
 
 docs: setup
 	$(BIN)/python scripts/gen_reference.py
@@ -41,7 +43,7 @@ docs: setup
 wheel: setup
 	$(BIN)/python scripts/check_wheel.py
 
-ci: wheel test
+ci: wheel lint test
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,9 +44,11 @@ def main() -> None:
 
 
 def build(folder: Path) -> Path:
-    """Build the wheel by the standard front end."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    subprocess.run([*command, "--wheel-dir", folder, ROOT], check=True)
+    """Build the wheel by a standard front end."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder]
+    if shutil.which("uv"):
+        command = ["uv", "build", "--quiet", "--wheel", "--out-dir", folder]
+    subprocess.run([*command, ROOT], check=True)
     (wheel,) = folder.glob("iskander-*.whl")
     return wheel
 
@@ -65,9 +67,13 @@ def require_contents(wheel: Path) -> None:
 
 def install(wheel: Path, venv: Path) -> Path:
     """Install the wheel with what its tests need; the environment's Python."""
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     python = venv / "bin" / "python"
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if shutil.which("uv"):
+        subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, venv], check=True)
+        command = ["uv", "pip", "install", "--quiet", "--python", python]
+    else:
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*command, f"{wheel}[test]"], check=True)
     return python
 

@@ -15,8 +15,19 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind_by_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a module's own servers leave."""
+    yield from _compare(request)
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compare children, threads, shared mappings and /dev/shm before and after a module."""
+    """What one test leaves."""
+    yield from _compare(request)
+
+
+def _compare(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare children, threads, shared mappings and /dev/shm before and after."""
     if request.path.parent.name not in ("process", "system"):
         yield
         return

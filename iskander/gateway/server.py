@@ -202,9 +202,11 @@ def runtime_directory(config: Config) -> Path:
         folder = base / f"iskander-{os.getuid()}" / address
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ours = [folder] if named else [folder, folder.parent]
+        owners = {path.stat().st_uid for path in ours}
     except OSError as error:
         raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
-    if folder.stat().st_uid != os.getuid():
+    if owners != {os.getuid()}:
         raise ConfigError(f"server.runtime_directory {folder} belongs to another user")
     if len(os.fsencode(folder)) + len("/work-1234567890.ipc") > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(f"server.runtime_directory {folder}: too long for socket paths")

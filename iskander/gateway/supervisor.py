@@ -244,8 +244,13 @@ class Supervisor:
             reattach_s=self._config.workers.reattach_s,
         )
         descriptors = (self._intake.segment.fd, worker.output.fd, worker.beat.fd)
+        try:
+            attach.send_answer(connection, welcome, descriptors)
+        except OSError:
+            del self._by_incarnation[self._incarnation]
+            worker.detach()
+            raise
         worker.connection = connection
-        attach.send_answer(connection, welcome, descriptors)
         worker.sender = Sender(self._context, work_address)
         self._loop.add_reader(connection, self._on_end, worker)
         self._happened(worker, Event.ATTACHED)
