@@ -45,8 +45,10 @@ def _footprint() -> dict[str, list[str]]:
     ]
     orphans = [
         f"{process.pid} {process.info['name']}"
-        for process in psutil.process_iter(["name", "ppid"])
-        if process.info["name"].startswith("isk-") and process.info["ppid"] == 1
+        for process in psutil.process_iter(["name", "ppid", "status"])
+        if process.info["name"].startswith("isk-")
+        and process.info["ppid"] == 1
+        and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
     return {
         "children": children,

@@ -79,6 +79,9 @@ def _keep_large_blocks() -> None:
 async def _serve(config: Config) -> None:
     # Before NumPy is imported, which starts a thread a core for work that is not done here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Before gRPC is: the thread that hands its events to this loop reads the sockets too, instead
+    # of one more in between. 3.3 instead of 3.9 of a bare echo's CPU at 128 rows (grpcio 1.85).
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     from iskander.gateway.server import Server
 
     Path("/proc/self/comm").write_text("isk-gateway")

@@ -73,11 +73,11 @@ class Arena:
         """
         self.require_fits(length_bytes)
         wanted = max(length_bytes + GRAIN_BYTES - 1, GRAIN_BYTES) // GRAIN_BYTES * GRAIN_BYTES
-        fits = (i for i, length in enumerate(self._free_lengths) if length >= wanted)
-        index = next(fits, None)
-        if index is None:
+        for index, free in enumerate(self._free_lengths):  # noqa: B007 - it is used below
+            if free >= wanted:
+                break
+        else:
             return None
-        free = self._free_lengths[index]
         start = self._free_starts[index]
         if free == wanted:
             del self._free_starts[index], self._free_lengths[index]

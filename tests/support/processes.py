@@ -155,9 +155,11 @@ class Gateway:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for process in processes_of(self.runtime):
+        left = processes_of(self.runtime)
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(left, timeout=STOP_WITHIN_S)
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""

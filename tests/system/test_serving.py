@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto
 from pyarrow import flight
 from support import models, raw
-from support.processes import Gateway, running
+from support.processes import Gateway, eventually, running
 
 from iskander.client import Client
 
@@ -371,11 +371,16 @@ def test_two_workers_eight_streams_and_a_mix_of_sizes(tmp_path: Path) -> None:
         def occupy() -> None:
             """Keep one worker busy for a while, so that the other one has work too."""
             with gateway.client() as client:
-                client.score("slow", pa.record_batch({"x": [300]}))
+                client.score("slow", pa.record_batch({"x": [2000]}))
 
         threads = [threading.Thread(target=stream, args=(n,)) for n in range(8)]
         threads.insert(0, threading.Thread(target=occupy))
-        for thread in threads:
+        threads[0].start()
+        eventually(
+            lambda: any(worker["in_flight"] for worker in gateway.stats()["workers"]),
+            what="a busy worker",
+        )
+        for thread in threads[1:]:
             thread.start()
         for thread in threads:
             thread.join()

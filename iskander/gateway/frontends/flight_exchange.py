@@ -52,9 +52,10 @@ class _Pending(Request):
 class _Wakeup:
     """Lets one task wait until another says `set`, which is remembered; a light asyncio.Event."""
 
-    __slots__ = ("_is_set", "_waiter")
+    __slots__ = ("_is_set", "_loop", "_waiter")
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -68,7 +69,7 @@ class _Wakeup:
 
     async def wait(self) -> None:
         if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         self._is_set = False
 
