@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+GONE_WITHIN_S = 5.0
 # Before any test imports onnxruntime: it uploads usage data unless told not to.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
@@ -33,7 +35,10 @@ def _compare(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     before = _footprint()
     yield
-    after = _footprint()
+    # A killed process takes a moment to be gone.
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (after := _footprint()) != before and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert after == before, f"left behind: {after} where {before} was"
 
 
