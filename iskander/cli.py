@@ -84,11 +84,13 @@ def _check(arguments: argparse.Namespace) -> int:
     from iskander_worker.placement import set_library_environment
 
     from iskander.contract.tensors import require_room
+    from iskander.gateway.addresses import require_addresses
     from iskander.gateway.models import model_spec
     from iskander.gateway.placement import plan, read_topology
     from iskander.memory.arena import usable_bytes
 
     config = _load(arguments).config
+    require_addresses(config)
     topology = read_topology()
     places = plan(config, topology)
     specs = [model_spec(key, model) for key, model in enumerate(config.models)]

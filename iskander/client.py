@@ -79,6 +79,7 @@ class Client:
             IskanderError: As the server named it.
         """
         batches = [data] if isinstance(data, pa.RecordBatch) else data.to_batches()
+        batches = batches or [pa.RecordBatch.from_pylist([], data.schema)]
         return pa.Table.from_batches(list(self.stream(model, batches, version=version)))
 
     def stream(

@@ -1,8 +1,9 @@
 """Every failure with a name: whose fault, whether to retry, its status on each front door.
 
-Two kinds of failure are never mixed. An `AssertionError` says that this program is wrong: the
-process ends and is started again. An `IskanderError` says that the world is as it is: it is
-handled, counted and told to the caller. Pure; any process may import it.
+Two kinds of failure are never mixed. An `AssertionError` says that this program is wrong: a worker
+ends and is started again, in the gateway the call that met it ends, and the log says where. An
+`IskanderError` says that the world is as it is: it is handled, counted and told to the caller.
+Pure; any process may import it.
 """
 
 from __future__ import annotations

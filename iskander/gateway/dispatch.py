@@ -100,9 +100,7 @@ class Dispatcher:
             lane.counts["abandoned"] += 1
         else:
             lane.counts["completed"] += 1
-            assert worker.output is not None
-            start = flight.output.offset
-            request.caller.deliver(request, worker.output.view[start : start + flight.output_bytes])
+            self._deliver(request, worker, flight)
         worker.output_arena.give_back(flight.output)
 
     def on_failed(self, failed: Failed) -> None:
@@ -180,6 +178,17 @@ class Dispatcher:
             return None, None
         worker.credits += 1
         return flight, worker
+
+    @staticmethod
+    def _deliver(request: Request, worker: Worker, flight: Flight) -> None:
+        assert worker.output is not None
+        start = flight.output.offset
+        try:
+            request.caller.deliver(request, worker.output.view[start : start + flight.output_bytes])
+        except Exception:
+            # One caller's results must not keep those of the others in the same wake-up.
+            log.exception("results of batch for %s could not be delivered", request.lane.title)
+            request.caller.fail(request, IskanderError("the server failed to take the results"))
 
     @staticmethod
     def _fail(request: Request, error: IskanderError) -> None:

@@ -47,9 +47,11 @@ class Intake:
         if lease is None:
             lease = await self._room(layout.input_bytes)
         try:
+            lane.require_open()  # Again: the wait may have been long.
             self._write(request, layout, lease)
         except BaseException:
             self.arena.give_back(lease)
+            self._let_in()
             raise
         lane.put(request)
 

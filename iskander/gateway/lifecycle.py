@@ -73,10 +73,12 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.READY, Event.STOP): (State.STOPPING, (Action.CLOSE, Action.DRAIN)),
     (State.LEAVING, Event.LOST): (State.ABSENT, _LOST),
     (State.LEAVING, Event.HUNG): (State.LEAVING, (Action.KILL,)),
+    (State.LEAVING, Event.TIMED_OUT): (State.LEAVING, (Action.KILL,)),
     (State.LEAVING, Event.STOP): (State.STOPPING, ()),
     (State.STOPPING, Event.LOST): (State.STOPPED, (Action.DETACH,)),
     (State.STOPPING, Event.HUNG): (State.STOPPING, (Action.KILL,)),
     (State.STOPPING, Event.TIMED_OUT): (State.STOPPING, (Action.KILL,)),
+    (State.STOPPED, Event.TIMED_OUT): (State.STOPPED, (Action.KILL,)),
 }
 """An event with no line for a state changes nothing there: it was overtaken by another."""
 

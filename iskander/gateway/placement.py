@@ -121,12 +121,13 @@ def _node_of(cpus: tuple[int, ...], topology: Topology) -> int | None:
 
 def _require_threads(config: Config, places: list[Place]) -> None:
     for index, model in enumerate(config.models):
-        threads = max(model.intra_threads, 1)
         keys = f"intra_threads = {model.intra_threads}"
         if model.parallel_execution:
-            threads += max(model.inter_threads, 1) - 1
             keys += f" and inter_threads = {model.inter_threads}"
         for place in places:
+            threads = model.intra_threads or len(place.cpus)
+            if model.parallel_execution:
+                threads += max(model.inter_threads, 1) - 1
             if threads > len(place.cpus):
                 raise ConfigError(
                     f"models[{index}] (`{model.name}`): {keys} make {threads} compute threads, and "

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from iskander.errors import IskanderError, ProtocolError
+from iskander.errors import IskanderError
 from iskander.wire import attach
 from iskander.wire.messages import FRAME_BYTES_MAX, Hello, Refused, require_protocol
 
@@ -73,12 +72,10 @@ class Reception:
         try:
             async with asyncio.timeout(HELLO_S):
                 frame = await self._loop.sock_recv(connection, FRAME_BYTES_MAX)
-            peer = attach.peer_of(connection)
-            if peer.uid not in (os.getuid(), 0):
-                raise ProtocolError(f"user {peer.uid} may not attach a worker to this gateway")
+            attach.require_peer(connection)
             hello = attach.read_hello(frame)
             require_protocol(hello.protocol)
-            self._take_on(connection, peer.pid, hello)
+            self._take_on(connection, attach.peer_of(connection).pid, hello)
         except (IskanderError, OSError) as error:
             log.warning("a worker was not taken on: %s", error or "it said nothing")
             with contextlib.suppress(OSError):

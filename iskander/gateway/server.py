@@ -17,6 +17,7 @@ from iskander import __version__
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.errors import ConfigError
+from iskander.gateway.addresses import require_addresses
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.grpc_server import GrpcServer
@@ -49,6 +50,7 @@ class Server:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        require_addresses(config)
         places = plan(config, read_topology())
         self._folder = runtime_directory(config)
         self._lock = LockFile(self._folder / "gateway.lock")
@@ -208,6 +210,6 @@ def runtime_directory(config: Config) -> Path:
         raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
     if owners != {os.getuid()}:
         raise ConfigError(f"server.runtime_directory {folder} belongs to another user")
-    if len(os.fsencode(folder)) + len("/work-1234567890.ipc") > SOCKET_PATH_BYTES_MAX:
+    if len(os.fsencode(folder)) + len("/results-1234567890123456789.ipc") > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(f"server.runtime_directory {folder}: too long for socket paths")
     return folder

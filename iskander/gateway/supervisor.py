@@ -90,9 +90,13 @@ class Supervisor:
         self._output_bytes = usable_bytes(config.arena.output_bytes)
         self.workers = [Worker(place) for place in places]
         self._by_incarnation: dict[int, Worker] = {}
-        self._incarnation = 0
+        # From the clock, so that no two gateways, one after the other, give the same numbers: what
+        # a worker says to one that is gone must mean nothing to the next.
+        self._incarnation = now_ns()
+        for stale in folder.glob("*.ipc"):
+            stale.unlink()
         self._context = open_context()
-        self._results = Receiver(self._context, str(folder / "results.ipc"))
+        self._results = Receiver(self._context, str(folder / f"results-{self._incarnation}.ipc"))
         self._reception = Reception(folder / "attach.sock", self._take_on)
         self._loop = asyncio.get_running_loop()
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -154,7 +158,12 @@ class Supervisor:
         """Take everything that workers have said."""
         dispatcher = self._dispatcher
         for frame in self._results.receive_waiting():
-            for message in decode_to_gateway(frame):
+            try:
+                messages = decode_to_gateway(frame)
+            except ValueError as error:
+                log.error("a worker's frame was not understood: %s", error)
+                continue
+            for message in messages:
                 if type(message) is Done:
                     dispatcher.on_done(message)
                 elif type(message) is Failed:
@@ -226,7 +235,11 @@ class Supervisor:
             )
         self._incarnation += 1
         place = worker.place
-        worker.attach(self._incarnation, pid, self._config.arena.output_bytes)
+        try:
+            worker.attach(self._incarnation, pid, self._config.arena.output_bytes)
+        except (IskanderError, OSError):
+            worker.detach()
+            raise
         self._by_incarnation[self._incarnation] = worker
         assert worker.output is not None and worker.beat is not None
         work_address = f"ipc://{self._folder}/work-{self._incarnation}.ipc"
@@ -306,7 +319,7 @@ class Supervisor:
 
     def _on_load_failed(self, worker: Worker, lane: Lane, error: IskanderError) -> None:
         log.error("worker %d cannot serve %s: %s", worker.place.index, lane.title, error.message)
-        if worker.ready_ns == 0:
+        if not worker.has_been_ready:
             self._boot_error = ManifestError(f"model `{lane.title}`: {error.message}")
         self._happened(worker, Event.LOAD_FAILED)
 
@@ -318,16 +331,22 @@ class Supervisor:
         environment = dict(os.environ, PYTHONFAULTHANDLER="1")
         environment.pop("NOTIFY_SOCKET", None)
         # A session of its own: a Ctrl-C at the terminal is for the gateway, which drains.
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
-        )
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+            )
+            pidfd = os.pidfd_open(child.pid)
+        except OSError as error:
+            log.error("worker %d cannot be started: %s", worker.place.index, error)
+            self._happened(worker, Event.EXITED)
+            return
         worker.child = child
-        pidfd = os.pidfd_open(child.pid)
         self._loop.add_reader(pidfd, self._on_exit, worker, child, pidfd)
         self._later(worker, self._config.workers.start_s, Event.TIMED_OUT)
 
     def _spawn_later(self, worker: Worker) -> None:
-        was_steady = worker.ready_ns and now_ns() - worker.ready_ns > STEADY_NS
+        was_steady = worker.opened_ns and now_ns() - worker.opened_ns > STEADY_NS
+        worker.opened_ns = 0
         worker.failures = 0 if was_steady else worker.failures + 1
         self._later(worker, backoff_s(worker.failures), Event.SPAWN_DUE)
 
@@ -346,12 +365,13 @@ class Supervisor:
 
     def _open(self, worker: Worker) -> None:
         self._timers.pop(worker.place.index).cancel()
-        worker.ready_ns = now_ns()
+        worker.has_been_ready = True
+        worker.opened_ns = now_ns()
         self._dispatcher.open(worker)
 
-    @staticmethod
-    def _drain(worker: Worker) -> None:
+    def _drain(self, worker: Worker) -> None:
         assert worker.sender is not None
+        self._later(worker, self._config.server.drain_s, Event.TIMED_OUT)
         worker.sender.send(encode([Drain()]))
 
     def _detach(self, worker: Worker) -> None:
@@ -369,10 +389,12 @@ class Supervisor:
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
         code = child.wait()
+        if worker.child is not child:
+            return
         worker.child = None
         if code:
             log.warning("worker process %d ended with %d", child.pid, code)
-        if worker.ready_ns == 0 and worker.starts >= BOOT_STARTS_MAX:
+        if not worker.has_been_ready and worker.starts >= BOOT_STARTS_MAX:
             self._boot_error = NotReady(
                 f"worker {worker.place.index} ended {worker.starts} times before it was ready, "
                 f"the last time with {code}"

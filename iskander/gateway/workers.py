@@ -69,7 +69,8 @@ class Worker:
         self.batches = 0
         self.starts = 0
         self.failures = 0
-        self.ready_ns = 0
+        self.has_been_ready = False
+        self.opened_ns = 0
         self.story: deque[tuple[int, Event, State]] = deque(maxlen=STORY_LENGTH)
         self.child: subprocess.Popen[bytes] | None = None
         self.connection: socket.socket | None = None

@@ -79,7 +79,10 @@ class Segment:
             SegmentError: The system has not that much memory, or refuses the policy.
         """
         length_bytes = -(-length_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise SegmentError(f"a segment was refused: {error.strerror}") from None
         try:
             os.ftruncate(fd, length_bytes)
             segment = cls(fd, length_bytes, is_writable=True)

@@ -75,6 +75,17 @@ def peer_of(connection: socket.socket) -> Peer:
     return Peer(*struct.unpack("3i", raw))
 
 
+def require_peer(connection: socket.socket) -> None:
+    """Refuse a peer of another user than this process's or root.
+
+    Raises:
+        ProtocolError: Says whose it is.
+    """
+    uid = peer_of(connection).uid
+    if uid not in (os.getuid(), 0):
+        raise ProtocolError(f"the process at the other end belongs to user {uid}")
+
+
 def send_hello(connection: socket.socket, hello: Hello) -> None:
     """Ask to be taken on. Runs on: worker main."""
     connection.sendall(encode(hello))

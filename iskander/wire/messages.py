@@ -8,7 +8,7 @@
 
 A message is a msgpack array that begins with a tag. Over ZMQ a frame is an array of messages: what
 is ready together travels, and wakes the other side, together. `PROTOCOL_VERSION` is raised with
-every change of these bytes; both sides compare it before anything else is said.
+every change of these bytes; a worker says it first, and a gateway of another one refuses it.
 """
 
 from __future__ import annotations

@@ -313,6 +313,37 @@ def test_a_decompression_bomb_is_refused_before_it_expands(client: raw.RawClient
     assert "1048576 bytes, got 48" in answer["details"]
 
 
+def test_dictionaries_that_expand_are_counted_over_the_stream(client: raw.RawClient) -> None:
+    """Six dictionaries of 200 kB of zeros, each small on the wire: more than the limit in all."""
+    columns = {
+        f"d{n}": pa.DictionaryArray.from_arrays(
+            pa.array([0], pa.int8()), pa.array([b"\0" * 200_000])
+        )
+        for n in range(6)
+    }
+    batch = pa.record_batch({"x": [1]} | columns)
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    frames = [
+        raw.field(2, bytes(message.metadata)) + raw.field(1000, bytes(message.body))
+        for message in pa.ipc.MessageReader.open_stream(sink.getvalue())
+    ]
+    assert sum(map(len, frames)) < 20_000
+    answer = client.exchange([raw.descriptor("ids") + frames[0], *frames[1:]])
+    assert answer["code"] == "INVALID_ARGUMENT"
+    assert "dictionaries may have 1048576 bytes in all" in answer["details"]
+
+
+def test_calls_that_are_not_offered_say_so(client: raw.RawClient) -> None:
+    put = "/arrow.flight.protocol.FlightService/DoPut"
+    answer = client.call(put, [HEAD[0] + HEAD[1]])
+    assert answer["code"] == "UNIMPLEMENTED" and "DoExchange" in answer["details"]
+    answer = client.call("/arrow.flight.protocol.FlightService/Handshake", [b"\x08\x01"])
+    assert (answer["code"], answer["frames"]) == ("OK", [b"\x08\x01"])
+
+
 def test_results_before_a_bad_batch_are_still_delivered(client: raw.RawClient) -> None:
     good = raw.batch_data(pa.record_batch({"x": [1, 2]}))
     bad = raw.batch_data(pa.record_batch({"x": [1, None]}))

@@ -47,6 +47,9 @@ def test_check_prints_the_plan() -> None:
         ('workers.groups=["9999"]', "may not use the cores [9999]"),
         ("arena.output_bytes=4096", "raise the arena"),
         ("arena.input_bytes=4096", "never find room"),
+        ("server.address=nonsense", "wanted HOST:PORT"),
+        ("server.address=unix:/nonexistent/x.sock", "in a folder that is there"),
+        ("server.unix_owner=nobodyxx", "no such user or group"),
     ],
 )
 def test_check_and_start_refuse_the_same(change: str, words: str) -> None:
@@ -55,8 +58,8 @@ def test_check_and_start_refuse_the_same(change: str, words: str) -> None:
     text = run(BIN / "iskander", "check", file, "--set", change, code=1)
     assert words in text and "Traceback" not in text
     text = run(
-        BIN / "iskander-gateway", "--config", file, "--set", change,
-        "--set", "server.address=127.0.0.1:0", code=78,
+        BIN / "iskander-gateway", "--config", file, "--set", "server.address=127.0.0.1:0",
+        "--set", change, code=78,
     )  # fmt: skip
     assert words in text and "Traceback" not in text
 

@@ -259,6 +259,57 @@ def test_a_killed_gateway_leaves_nothing_and_the_next_one_takes_its_workers(
         first.end()
 
 
+def test_what_a_worker_owes_a_dead_gateway_means_nothing_to_the_next(tmp_path: Path) -> None:
+    """One of two workers is busy when the gateway is killed; its late answer reaches nobody.
+
+    The next gateway takes both, and its first batches are answered with their own rows.
+    """
+    first = Gateway(tmp_path, served(tmp_path), workers=dict(TWO)).start()
+    try:
+        pids = set(first.worker_pids())
+        with first.client() as client:
+            results = client.stream("slow", [pa.record_batch({"x": [4000]})])
+
+            def read() -> None:
+                with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
+                    next(results)
+
+            thread = threading.Thread(target=read)
+            thread.start()
+            eventually(
+                lambda: any(w["in_flight"] for w in first.stats()["workers"]), what="a busy worker"
+            )
+            first.signal(signal.SIGKILL)
+            first.wait()
+            thread.join()
+        server = {"address": first.address, "runtime_directory": str(first.runtime)}
+        second = Gateway(tmp_path, served(tmp_path), workers=dict(TWO), server=server)
+        second.start()
+        try:
+            assert all(score_is_right(second) for _ in range(20))
+            eventually(lambda: set(second.worker_pids()) == pids, what="both workers")
+            assert all(score_is_right(second) for _ in range(20))
+            assert second.stats()["late_messages"] == 0
+            assert second.stop() == 0
+        finally:
+            second.end()
+    finally:
+        first.end()
+
+
+def test_a_worker_without_a_gateway_leaves_when_it_is_asked(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
+    try:
+        (pid,) = gateway.worker_pids()
+        gateway.signal(signal.SIGKILL)
+        gateway.wait()
+        process = psutil.Process(pid)
+        process.terminate()
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the worker's end")
+    finally:
+        gateway.end()
+
+
 def test_workers_of_a_gateway_that_never_comes_back_end(tmp_path: Path) -> None:
     workers = dict(ONE, reattach_s=0.5)
     gateway = Gateway(tmp_path, served(tmp_path), workers=workers).start()

@@ -260,7 +260,7 @@ def test_a_plan_that_cannot_be_is_refused(
         ),
         (
             {"intra_threads": 2, "inter_threads": 1, "parallel_execution": True},
-            {"intra_threads": 0, "inter_threads": 3, "parallel_execution": True},
+            {"intra_threads": 0, "inter_threads": 2, "parallel_execution": True},
         ),
     ],
 )

@@ -15,12 +15,16 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from iskander import __version__, clock
 from iskander.errors import NotReady, ProtocolError, SegmentError
 from iskander.wire import attach
 from iskander.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from iskander_worker.placement import place, set_library_environment
+
+if TYPE_CHECKING:
+    from iskander_worker.loop import WorkerLoop
 
 EXIT_DRAINED, EXIT_NO_GATEWAY, EXIT_BUG, EXIT_MEMORY, EXIT_REFUSED = 0, 69, 70, 71, 76
 CONNECT_PAUSE_S = 0.05
@@ -74,12 +78,15 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
     set_library_environment()
     index: int | None = None
     cpus: tuple[int, ...] = ()
-    loop = None
+    loop: WorkerLoop | None = None
     lock: attach.LockFile | None = None
     while True:
-        connection = _connect(path, wait_s)
-        attach.send_hello(connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus))
+        connection = _connect(path, wait_s, loop)
+        if connection is None:
+            return EXIT_DRAINED
         try:
+            attach.require_peer(connection)
+            attach.send_hello(connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus))
             answer, descriptors = attach.receive_answer(connection)
         except (ProtocolError, OSError):
             # A gateway that stops just now hangs up; the next one will answer.
@@ -93,7 +100,7 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
             _name_process(f"isk-worker-{answer.index}")
             from iskander_worker.loop import WorkerLoop
 
-            loop = WorkerLoop(cores=len(cpus))
+            loop = WorkerLoop()
         elif cpus != answer.cpus:
             _say("the new gateway plans other cores for this worker; it makes room for a fresh one")
             return EXIT_DRAINED
@@ -112,15 +119,17 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
         _say("the gateway is gone; keeping the models and waiting for the next one")
 
 
-def _connect(path: str, wait_s: float) -> socket.socket:
+def _connect(path: str, wait_s: float, loop: WorkerLoop | None) -> socket.socket | None:
+    """Wait for a gateway; None where this worker was asked to stop meanwhile."""
     deadline_ns = clock.now_ns() + int(wait_s * clock.NS_PER_S)
-    while True:
+    while loop is None or not loop.is_leaving:
         try:
             return attach.connect(path, ANSWER_TIMEOUT_S)
         except OSError as error:
             if wait_s and clock.now_ns() > deadline_ns:
                 raise NotReady(f"no gateway listened for {wait_s:g} s: {error.strerror}") from None
         clock.pause_s(CONNECT_PAUSE_S)
+    return None
 
 
 def _name_process(name: str) -> None:

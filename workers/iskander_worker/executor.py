@@ -6,13 +6,14 @@ Runs on: worker main.
 from __future__ import annotations
 
 from iskander.contract.tensors import body_layout
-from iskander.errors import ExecutionFailed
 from iskander.memory.segment import Segment
 from iskander.wire.messages import Execute
 from iskander_worker.session import Binding, Session
 
 BINDINGS_MAX = 512
-"""Making a binding costs some 60 us more than using one; each keeps a few kilobytes."""
+BINDING_BYTES_MAX = 65_536
+"""Making a binding costs some 60 us more than using one. Each keeps a few kilobytes, and memory of
+its own where it unpacks booleans or holds outputs of unknown shape: large ones are made anew."""
 
 
 class Executor:
@@ -41,8 +42,9 @@ class Executor:
         if binding is None:
             binding = self._bind(message)
             if len(self._bindings) >= BINDINGS_MAX:
-                del self._bindings[next(iter(self._bindings))]
-        if self.sessions[message.model].is_binding_reusable:
+                self._bindings.pop(next(iter(self._bindings)))
+        is_reusable = self.sessions[message.model].is_binding_reusable
+        if is_reusable and binding.own_bytes <= BINDING_BYTES_MAX:
             self._bindings[key] = binding  # Last in the dict's order: the least recent is first.
         binding.run()
 
@@ -58,11 +60,8 @@ class Executor:
         assert 0 <= message.output_offset <= len(self._output) - output_bytes, (
             "output beyond the arena"
         )
-        try:
-            return session.bind(
-                message.rows,
-                self._input.address + message.input_offset,
-                self._output.address + message.output_offset,
-            )
-        except RuntimeError as error:
-            raise ExecutionFailed(f"the batch's buffers cannot be bound: {error}") from None
+        return session.bind(
+            message.rows,
+            self._input.address + message.input_offset,
+            self._output.address + message.output_offset,
+        )

@@ -45,15 +45,15 @@ WARM_UP_ROWS = 128
 class WorkerLoop:
     """Serves one gateway after another, and keeps the models between them.
 
-    Args:
-        cores: Cores that this process is pinned to, or 0 for those that it was started on.
+    Attributes:
+        is_leaving: This worker was asked to stop.
     """
 
-    def __init__(self, cores: int) -> None:
-        self._cores = cores or len(os.sched_getaffinity(0))
+    def __init__(self) -> None:
+        self._cores = len(os.sched_getaffinity(0))
         self._sessions: dict[str, Session] = {}
         self._context = open_context()
-        self._is_leaving = False
+        self.is_leaving = False
         self._last_run = (-1, 0, 0)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -76,6 +76,9 @@ class WorkerLoop:
             return is_drained
         finally:
             executor.forget()
+            # What this gateway did not ask for, the next one will hardly want.
+            used = set(executor.sessions.values())
+            self._sessions = {key: kept for key, kept in self._sessions.items() if kept in used}
             waiter.close()
             sender.close(linger_ms=linger_ms)
             receiver.close()
@@ -110,14 +113,14 @@ class WorkerLoop:
                         assert isinstance(message, Drain)
                         sender.send(encode(answers))
                         return True
-            if self._is_leaving and not has_said_leaving:
+            if self.is_leaving and not has_said_leaving:
                 answers.append(Leaving(incarnation))
                 has_said_leaving = True
             if answers:
                 sender.send(encode(answers))
                 continue
             if waiter.wait(BEAT_INTERVAL_S):
-                return self._is_leaving
+                return self.is_leaving
 
     def _is_brief(self, message: Execute) -> bool:
         """Whether this batch will not keep the answer of the one before waiting for long."""
@@ -159,4 +162,4 @@ class WorkerLoop:
         )
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._is_leaving = True
+        self.is_leaving = True

@@ -82,8 +82,14 @@ class Session:
 
         Layout:
             As `body_layout` says, from the two addresses; the caller keeps the mappings alive.
+
+        Raises:
+            ExecutionFailed: The runtime refuses them.
         """
-        return Binding(self._session, self.contract, rows, input_address, output_address)
+        try:
+            return Binding(self._session, self.contract, rows, input_address, output_address)
+        except Exception as error:
+            raise ExecutionFailed(f"its buffers cannot be bound: {_plain(error)}") from None
 
     def warm_up(self, rows: int) -> None:
         """Compute a batch of ones, so that the first caller does not pay for first times.
@@ -121,7 +127,7 @@ class Binding:
         output_address: Where the results' body is to begin.
     """
 
-    __slots__ = ("_io", "_packed", "_rows", "_session", "_unbound", "_unpacked")
+    __slots__ = ("_io", "_packed", "_rows", "_session", "_unbound", "_unpacked", "own_bytes")
 
     def __init__(
         self,
@@ -137,12 +143,14 @@ class Binding:
         self._unpacked: list[tuple[np.ndarray, np.ndarray]] = []
         self._packed: list[tuple[np.ndarray, np.ndarray]] = []
         self._unbound: list[tuple[int, TensorSpec, np.ndarray]] = []
+        self.own_bytes = 0
         offsets, _ = body_layout(contract.inputs, rows)
         for spec, offset in zip(contract.inputs, offsets, strict=True):
             address, shape = input_address + offset, (rows, *spec.shape)
             if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
                 self._unpacked.append((_memory(address, spec.buffer_bytes(rows)), tensor))
+                self.own_bytes += tensor.nbytes
                 address = tensor.ctypes.data
             io.bind_input(spec.tensor, "cpu", 0, _element(spec), shape, address)
         offsets, _ = body_layout(contract.outputs, rows)
@@ -152,10 +160,12 @@ class Binding:
             if not spec.is_bound:
                 io.bind_output(spec.tensor, "cpu")
                 self._unbound.append((position, spec, target))
+                self.own_bytes += rows * spec.elements * _element(spec).itemsize
                 continue
             if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
                 self._packed.append((tensor, target))
+                self.own_bytes += tensor.nbytes
                 address = tensor.ctypes.data
             io.bind_output(spec.tensor, "cpu", 0, _element(spec), shape, address)
 

@@ -5,6 +5,7 @@ Runs on: gateway loop. Source: Arrow Flight RPC protocol.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from iskander.errors import (
 )
 from iskander.gateway.arrow_types import input_schema, output_schema
 from iskander.gateway.dispatch import Dispatcher
-from iskander.gateway.frontends.flight_exchange import Exchange
+from iskander.gateway.frontends.flight_exchange import OPEN_S, Exchange
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes import Lane
@@ -173,7 +174,8 @@ class FlightService:
     def _act(self, name: str, body: bytes) -> list[bytes]:
         encode = msgspec.json.encode
         if name == "health":
-            return [encode(self.models.readiness())]
+            readiness = self.models.readiness()
+            return [encode(readiness | {"ready": readiness["ready"] and not self.is_draining})]
         if name == "models":
             return [encode([describe(lane) for lane in self.models])]
         if name == "stats":
@@ -200,7 +202,8 @@ class _ContractQuery(msgspec.Struct):
 
 
 async def _first(context: grpc.aio.ServicerContext) -> bytes:
-    raw = await context.read()
+    async with asyncio.timeout(OPEN_S):
+        raw = await context.read()
     return b"" if raw is grpc.aio.EOF else raw
 
 

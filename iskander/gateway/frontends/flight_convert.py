@@ -21,6 +21,9 @@ from iskander.gateway.arrow_types import is_string, leaf_of, to_arrow
 from iskander.gateway.frontends.flight_data import data_frame
 from iskander.gateway.frontends.flight_plan import Plan
 
+DICTIONARY_PARTS_MAX = 256
+"""A dictionary and the deltas to it; every batch after them reads them all."""
+
 _I64 = struct.Struct("<q")
 
 
@@ -30,8 +33,8 @@ class Converter:
     def __init__(self, plan: Plan, limits: LimitsConfig) -> None:
         self._plan = plan
         self._limits = limits
-        self._dictionaries: dict[int, list[bytes]] = {}
-        self._dictionaries_bytes = 0
+        # Each message that makes a dictionary up, and its bytes when it is expanded.
+        self._dictionaries: dict[int, list[tuple[bytes, int]]] = {}
         self._sent: dict[int, bytes] = {}
 
     def keep_dictionary(self, header: bytes, message: ipc.Message, body: memoryview) -> None:
@@ -41,18 +44,20 @@ class Converter:
             LimitExceeded: The stream's dictionaries have too many bytes in all.
         """
         dictionary, is_delta, batch = ipc.read_dictionary(header, message)
-        if batch.is_compressed:
-            self._require_expanded(batch, body)
-        if not is_delta:
-            dropped = self._dictionaries.pop(dictionary, [])
-            self._dictionaries_bytes -= sum(map(len, dropped))
         kept = ipc.encapsulate(header, body[: message.body_bytes])
-        self._dictionaries_bytes += len(kept)
-        if self._dictionaries_bytes > self._limits.bytes:
+        expanded = len(kept)
+        if batch.is_compressed:
+            expanded += self._require_expanded(batch, body)
+        if not is_delta:
+            self._dictionaries.pop(dictionary, None)
+        parts = self._dictionaries.setdefault(dictionary, [])
+        parts.append((kept, expanded))
+        total = sum(size for parts in self._dictionaries.values() for _, size in parts)
+        if total > self._limits.bytes or len(parts) > DICTIONARY_PARTS_MAX:
             raise LimitExceeded(
-                f"a stream's dictionaries may have {self._limits.bytes} bytes in all"
+                f"a stream's dictionaries may have {self._limits.bytes} bytes in all, and each "
+                f"{DICTIONARY_PARTS_MAX} parts; got {total} bytes and {len(parts)} parts"
             )
-        self._dictionaries.setdefault(dictionary, []).append(kept)
 
     def plain(
         self, header: bytes, batch: ipc.Batch, body: memoryview
@@ -70,7 +75,7 @@ class Converter:
         plan = self._plan
         if batch.is_compressed:
             self._require_expanded(batch, body)
-        dictionaries = [part for kept in self._dictionaries.values() for part in kept]
+        dictionaries = [part for parts in self._dictionaries.values() for part, _ in parts]
         whole = b"".join((plan.schema_message, *dictionaries, ipc.encapsulate(header, body)))
         try:
             read = pa.ipc.open_stream(pa.py_buffer(whole)).read_next_batch()
@@ -121,7 +126,7 @@ class Converter:
                 frames.append(data_frame(header, app_metadata, [body], len(body)))
         return frames
 
-    def _require_expanded(self, batch: ipc.Batch, body: memoryview) -> None:
+    def _require_expanded(self, batch: ipc.Batch, body: memoryview) -> int:
         """Refuse a bomb by what its buffers say they will expand to, before any is expanded."""
         total = 0
         for index in range(0, len(batch.buffers), 2):
@@ -132,6 +137,7 @@ class Converter:
                 raise MalformedInput("a compressed buffer is not inside the body")
             total += max(_I64.unpack_from(body, start)[0], length - 8)
         require_bytes(total, self._limits)
+        return total
 
     def _require_decoded(self, batch: pa.RecordBatch) -> None:
         decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in self._plan.contract.inputs)

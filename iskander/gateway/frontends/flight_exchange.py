@@ -28,6 +28,9 @@ from iskander.gateway.lanes import Lane, Request
 
 log = logging.getLogger("iskander.flight")
 
+OPEN_S = 30.0
+"""A stream that has not said what it is by then gives its place to another."""
+
 
 class _Pending(Request):
     """A batch of a stream, from admission until its response is written.
@@ -35,10 +38,10 @@ class _Pending(Request):
     Attributes:
         taken: The results, copied out of shared memory; None until they are there.
         error: Why there will be none.
-        raw_bytes: Of the message that it came in, counted in the window.
+        held_bytes: What it keeps of private memory at most: its body, expanded, and its results.
     """
 
-    __slots__ = ("arrived", "error", "raw_bytes", "taken")
+    __slots__ = ("arrived", "error", "held_bytes", "taken")
 
     def __init__(self, lane: Lane, caller: Exchange, arrived: Arrived, raw_bytes: int) -> None:
         tensors = [arrived.body[start:stop] for start, stop in arrived.tensors]
@@ -46,7 +49,8 @@ class _Pending(Request):
         self.arrived = arrived
         self.taken: Any = None
         self.error: IskanderError | None = None
-        self.raw_bytes = raw_bytes
+        output_bytes = lane.layout(arrived.rows).output_bytes if arrived.rows else 0
+        self.held_bytes = max(raw_bytes, len(arrived.body)) + output_bytes
 
 
 class _Wakeup:
@@ -153,7 +157,11 @@ class Exchange:
 
     async def _read(self) -> None:
         try:
-            lane = await self._open()
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    lane = await self._open()
+            except TimeoutError:
+                raise MalformedInput(f"no schema came within {OPEN_S:g} s") from None
             assert self._codec is not None
             while True:
                 raw = await self._context.read()
@@ -198,7 +206,7 @@ class Exchange:
     async def _accept(self, pending: _Pending) -> None:
         while self._window and (
             len(self._window) >= self._limits.window_batches
-            or self._window_bytes + pending.raw_bytes > self._limits.window_bytes
+            or self._window_bytes + pending.held_bytes > self._limits.window_bytes
         ):
             await self._has_room.wait()
         if pending.rows == 0:
@@ -208,7 +216,7 @@ class Exchange:
         else:
             await self._intake.admit(pending.lane, pending)
         self._window.append(pending)
-        self._window_bytes += pending.raw_bytes
+        self._window_bytes += pending.held_bytes
         if pending.rows:
             self._dispatcher.submit(pending)
 
@@ -220,7 +228,7 @@ class Exchange:
                 await write(greeting)
             while window and (window[0].taken is not None or window[0].error is not None):
                 pending = window.popleft()
-                self._window_bytes -= pending.raw_bytes
+                self._window_bytes -= pending.held_bytes
                 self._has_room.set()
                 if pending.error is not None:
                     raise pending.error

@@ -8,11 +8,8 @@ Runs on: gateway loop. Source: gRPC core's channel arguments; HTTP/2 status mapp
 
 from __future__ import annotations
 
-import contextlib
-import grp
 import logging
 import os
-import pwd
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,11 @@ import msgspec
 
 from iskander.config import ServerConfig
 from iskander.errors import ConfigError, IskanderError
+from iskander.gateway.addresses import owner_of, unix_path
 from iskander.gateway.frontends import flight, health
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.health import HealthService
 from iskander.wire.attach import LockFile
-from iskander.wire.channel import SOCKET_PATH_BYTES_MAX
 
 log = logging.getLogger("iskander.grpc")
 
@@ -83,8 +80,9 @@ class GrpcServer:
         bound = [self._add(address) for address in addresses]
         await self._server.start()
         for address in addresses:
-            if address.startswith("unix:"):
-                _own(Path(address.removeprefix("unix:")), config)
+            path = unix_path(address)
+            if path is not None:
+                _own(path, config)
         return bound
 
     async def stop(self, grace_s: float) -> None:
@@ -94,13 +92,15 @@ class GrpcServer:
             lock.release()
 
     def _add(self, address: str) -> str:
-        if address.startswith("unix:"):
-            path = Path(address.removeprefix("unix:"))
-            if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-                raise ConfigError(f"server.address {address}: a socket path has at most 107 bytes")
+        path = unix_path(address)
+        if path is not None:
             # gRPC takes a path from whoever listens there, without a word.
             lock = LockFile(path.with_name(path.name + ".lock"))
-            if not lock.take():
+            try:
+                is_free = lock.take()
+            except OSError as error:
+                raise ConfigError(f"server.address {address}: {error.strerror}") from None
+            if not is_free:
                 raise ConfigError(f"server.address {address}: another process listens there")
             self._locks.append(lock)
         try:
@@ -112,7 +112,7 @@ class GrpcServer:
                 f"server.address {address}: cannot listen there; it is in use, or no address of "
                 "this machine"
             )
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        return address if path is not None else f"{address.rpartition(':')[0]}:{port}"
 
 
 async def abort(context: grpc.aio.ServicerContext, error: IskanderError) -> None:
@@ -179,12 +179,11 @@ def _health(service: HealthService) -> dict[str, grpc.RpcMethodHandler]:
 
 
 def _own(path: Path, config: ServerConfig) -> None:
-    user, _, group = config.unix_owner.partition(":")
-    with contextlib.suppress(KeyError):
-        uid = pwd.getpwnam(user).pw_uid if user else -1
-        gid = grp.getgrnam(group).gr_gid if group else -1
-        if user or group:
-            os.chown(path, uid, gid)
+    try:
+        os.chown(path, *owner_of(config))
         os.chmod(path, int(config.unix_mode, 8))
-        return
-    raise ConfigError(f"server.unix_owner = {config.unix_owner}: there is no such user or group")
+    except OSError as error:
+        raise ConfigError(
+            f"server.unix_owner = {config.unix_owner}: the socket cannot be given to them: "
+            f"{error.strerror}"
+        ) from None

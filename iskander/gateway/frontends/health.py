@@ -64,11 +64,13 @@ class HealthService:
             raise Overloaded(f"{self._watchers_max} watchers are there, the limit")
         self._watchers += 1
         try:
-            while not (self._is_stopped and last is not None):
+            while True:
                 changed, status = self._changed, self._status(name)
                 if status != last:
                     await context.write(_response(status))
                     last = status
+                elif self._is_stopped:
+                    return
                 else:
                     await changed.wait()
         finally:

@@ -1,0 +1,64 @@
+"""Where the gateway listens: addresses and owners found right before anything is started.
+
+`iskander check` and the gateway ask the same.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+from pathlib import Path
+
+from iskander.config import Config, ServerConfig
+from iskander.errors import ConfigError
+from iskander.wire.channel import SOCKET_PATH_BYTES_MAX
+
+_HOST_PORT = re.compile(r"(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(\d{1,5})\Z")
+PORT_MAX = 65_535
+
+
+def require_addresses(config: Config) -> None:
+    """Refuse an address that nobody could listen on, and an owner that is not there.
+
+    Raises:
+        ConfigError: Which address, and what is wrong with it.
+    """
+    owner_of(config.server)
+    for address in config.addresses:
+        where = f"server.address {address}"
+        path = unix_path(address)
+        if path is not None:
+            if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+                raise ConfigError(
+                    f"{where}: a socket path has at most {SOCKET_PATH_BYTES_MAX} bytes"
+                )
+            if not path.is_absolute() or not path.parent.is_dir():
+                raise ConfigError(f"{where}: wanted an absolute path in a folder that is there")
+            continue
+        match = _HOST_PORT.match(address)
+        if match is None or int(match[1]) > PORT_MAX:
+            raise ConfigError(f"{where}: wanted HOST:PORT, [IPV6]:PORT or unix:PATH")
+
+
+def unix_path(address: str) -> Path | None:
+    """The path of a `unix:` address; None for any other."""
+    return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+
+
+def owner_of(config: ServerConfig) -> tuple[int, int]:
+    """User and group that own a `unix:` socket; -1 for whoever makes it.
+
+    Raises:
+        ConfigError: There is no such user or group.
+    """
+    user, _, group = config.unix_owner.partition(":")
+    try:
+        uid = pwd.getpwnam(user).pw_uid if user else -1
+        gid = grp.getgrnam(group).gr_gid if group else -1
+    except KeyError:
+        raise ConfigError(
+            f"server.unix_owner = {config.unix_owner}: there is no such user or group"
+        ) from None
+    return uid, gid
