@@ -11,5 +11,4 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 now_ns = time.monotonic_ns
-cpu_ns = time.process_time_ns
 pause_s = time.sleep

@@ -30,7 +30,7 @@ class Fault(StrEnum):
 
 
 class IskanderError(Exception):
-    """A named failure.
+    """A named failure; by itself, one of the server's own that has no other name.
 
     Class attributes: `code` is stable and part of the interface; `retryable` says whether the very
     same request may succeed later; `status` is the gRPC status, and `flight_status` the one used

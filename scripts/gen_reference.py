@@ -61,7 +61,8 @@ def configuration() -> str:
 
 def error_table() -> str:
     """Every named error."""
-    kinds = sorted(errors.IskanderError._by_code.values(), key=lambda kind: kind.code)
+    kinds = [errors.IskanderError, *errors.IskanderError._by_code.values()]
+    kinds.sort(key=lambda kind: kind.code)
     rows = [
         f"| `{kind.code}` | {kind.fault.value} | {'yes' if kind.retryable else 'no'} | "
         f"{kind.status} | {kind.flight_status or kind.status} | {_first_line(kind)} |"
@@ -86,10 +87,10 @@ def message_table() -> str:
     """Every control message."""
     lines = ["# Control messages", "", MADE_BY, "", inspect.getdoc(messages) or "", ""]
     lines[4] = "```text\n" + lines[4] + "\n```"
-    for kind in vars(messages).values():
+    for name, kind in vars(messages).items():
         if not inspect.isclass(kind) or not issubclass(kind, msgspec.Struct):
             continue
-        if kind.__module__ != messages.__name__:
+        if kind.__module__ != messages.__name__ or kind.__name__ != name:
             continue
         sentence, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
         meanings = dict(re.findall(r"^ {4}(\w+): (.*)$", attributes, re.MULTILINE))

@@ -14,7 +14,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,8 +49,8 @@ log = logging.getLogger("iskander.supervisor")
 
 STEADY_NS = 10 * NS_PER_S
 """A worker that was ready for so long has not failed in a row."""
-ADOPTION_S = 2.0
-"""How long a worker of an earlier gateway is waited for before another is started beside it."""
+ADOPTION_TURN_S = 0.1
+"""How often a worker of an earlier gateway, perhaps busy, is looked for again."""
 WATCH_INTERVAL_S = 0.5
 STOP_S = 5.0
 BOOT_STARTS_MAX = 3
@@ -126,14 +125,9 @@ class Supervisor:
         self._watch()
         if not self._config.workers.spawn:
             return
+        deadline_ns = now_ns() + int(self._config.workers.start_s * NS_PER_S / 2)
         for worker in self.workers:
-            lock = attach.LockFile(self._folder / f"worker-{worker.place.index}.lock")
-            if lock.take():
-                lock.release()
-                self._happened(worker, Event.SPAWN_DUE)
-            else:
-                log.info("worker %d lives; waiting for it to attach", worker.place.index)
-                self._later(worker, ADOPTION_S, Event.SPAWN_DUE)
+            self._adopt_or_spawn(worker, deadline_ns)
 
     async def until_ready(self) -> None:
         """Wait until every model has a warmed worker.
@@ -324,25 +318,27 @@ class Supervisor:
         self._happened(worker, Event.LOAD_FAILED)
 
     def _spawn(self, worker: Worker) -> None:
-        worker.starts += 1
-        command = [sys.executable, "-m", "iskander_worker"]
-        command += ["--attach", str(self._folder / "attach.sock")]
-        command += ["--group", str(worker.place.group)]
-        environment = dict(os.environ, PYTHONFAULTHANDLER="1")
-        environment.pop("NOTIFY_SOCKET", None)
-        # A session of its own: a Ctrl-C at the terminal is for the gateway, which drains.
         try:
-            child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
-            )
-            pidfd = os.pidfd_open(child.pid)
+            child, pidfd = worker.spawn(self._folder / "attach.sock")
         except OSError as error:
             log.error("worker %d cannot be started: %s", worker.place.index, error)
             self._happened(worker, Event.EXITED)
             return
-        worker.child = child
         self._loop.add_reader(pidfd, self._on_exit, worker, child, pidfd)
         self._later(worker, self._config.workers.start_s, Event.TIMED_OUT)
+
+    def _adopt_or_spawn(self, worker: Worker, deadline_ns: int) -> None:
+        """Wait while a worker of an earlier gateway lives in this place; else start one."""
+        if worker.state is not State.ABSENT:
+            return
+        lock = attach.LockFile(self._folder / f"worker-{worker.place.index}.lock")
+        if not lock.take() and now_ns() < deadline_ns:
+            self._timers[worker.place.index] = self._loop.call_later(
+                ADOPTION_TURN_S, self._adopt_or_spawn, worker, deadline_ns
+            )
+            return
+        lock.release()
+        self._happened(worker, Event.SPAWN_DUE)
 
     def _spawn_later(self, worker: Worker) -> None:
         was_steady = worker.opened_ns and now_ns() - worker.opened_ns > STEADY_NS

@@ -10,7 +10,9 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections import deque
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -85,6 +87,23 @@ class Worker:
             f"<Worker {self.place.index} {self.state} incarnation {self.incarnation} "
             f"pid {self.pid}, {len(self.in_flight)} in flight>"
         )
+
+    def spawn(self, attach_socket: Path) -> tuple[subprocess.Popen[bytes], int]:
+        """Start a process for this place; the caller owns the pidfd.
+
+        Raises:
+            OSError: The system refused it.
+        """
+        self.starts += 1
+        command = [sys.executable, "-m", "iskander_worker"]
+        command += ["--attach", str(attach_socket), "--group", str(self.place.group)]
+        environment = dict(os.environ, PYTHONFAULTHANDLER="1")
+        environment.pop("NOTIFY_SOCKET", None)
+        # A session of its own: a Ctrl-C at the terminal is for the gateway, which drains.
+        self.child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+        )
+        return self.child, os.pidfd_open(self.child.pid)
 
     def attach(self, incarnation: int, pid: int, output_bytes: int) -> None:
         """Take on a process: memory of its own, made on its node."""

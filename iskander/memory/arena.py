@@ -32,7 +32,7 @@ class Lease(NamedTuple):
     Attributes:
         offset: Where the range begins, in bytes from the segment's start.
         length_bytes: Its length, a multiple of the grain.
-        generation: Never used twice; what an old message names is recognised by it.
+        generation: Never used twice; a lease that is given back twice is recognised by it.
     """
 
     offset: int
