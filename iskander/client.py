@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.errors import IskanderError
+from iskander.errors import IskanderError, ProtocolError
 
 CALL_TIMEOUT_S = 10.0
 FEEDER_STOP_S = 1.0
@@ -133,6 +133,8 @@ class Client:
             feeder.finish()
         if feeder.error is not None:
             raise feeder.error
+        if not feeder.has_ended_call:
+            raise ProtocolError("the stream ended before every batch had its result")
 
     def _action(self, name: str) -> Any:  # noqa: ANN401
         results = self._flight.do_action(flight.Action(name, b""), self._options)

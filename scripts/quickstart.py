@@ -64,7 +64,11 @@ def main() -> None:
             client.close()
         finally:
             gateway.send_signal(signal.SIGTERM)
-            code = gateway.wait(STOP_WITHIN_S)
+            try:
+                code = gateway.wait(STOP_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                gateway.kill()
+                code = gateway.wait()
         left = [process.pid for process in workers if process.is_running()]
         left += [path.name for path in Path(folder).iterdir() if path.is_socket()]
         if code or left:

@@ -14,6 +14,20 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TWO_TOWER = ROOT / "configs" / "models" / "movielens-two-tower" / "1"
 WIDE = ROOT / "configs" / "models" / "wide-tabular" / "1"
 
+MANIFEST_ALL = """
+format = 1
+passthrough = "all"
+[[inputs]]
+column = "x"
+type = "int64"
+tensor = "x"
+[[outputs]]
+tensor = "y"
+column = "y"
+type = "int64"
+"""
+"""Of `row_ids`, with every other column passed through."""
+
 
 def save(
     folder: Path, nodes: list[Any], inputs: list[Any], outputs: list[Any], initializers: Any = ()

@@ -28,25 +28,13 @@ from iskander.gateway import ipc
 
 LIMITS = {"rows": 100_000, "columns": 8, "streams": 4, "string_bytes": 1000, "nesting": 3}
 LIMITS |= {"bytes": 1 << 20, "message_bytes": 3 << 20, "window_bytes": 4 << 20}
-ANY_MANIFEST = """
-format = 1
-passthrough = "all"
-[[inputs]]
-column = "x"
-type = "int64"
-tensor = "x"
-[[outputs]]
-tensor = "y"
-column = "y"
-type = "int64"
-"""
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("bad")
     ids = models.row_ids(folder / "ids")
-    (ids / "manifest.toml").write_text(ANY_MANIFEST)
+    (ids / "manifest.toml").write_text(models.MANIFEST_ALL)
     slow = models.slow(folder / "slow", turns=100)
     served = [
         {"name": "ids", "path": str(ids), "intra_threads": 1, "max_batch_rows": 50_000},

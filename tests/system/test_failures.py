@@ -208,6 +208,28 @@ def test_new_streams_are_refused_while_draining(tmp_path: Path) -> None:
         assert gateway.wait() == 0
 
 
+def test_a_health_watch_hears_of_the_drain_before_it_ends(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
+        watch = "/grpc.health.v1.Health/Watch"
+        with raw.RawClient(gateway.address) as client:
+            heard: list[dict[str, object]] = []
+
+            def listen() -> None:
+                heard.append(client.call(watch, [b""], deadline_s=30))
+
+            thread = threading.Thread(target=listen)
+            thread.start()
+            with gateway.client() as other:
+                results = other.stream("slow", [pa.record_batch({"x": [3000]})])
+                drainer = threading.Timer(0.5, gateway.signal, (signal.SIGTERM,))
+                drainer.start()
+                assert [batch.num_rows for batch in results] == [1]
+                drainer.join()
+            thread.join()
+        assert heard[0]["frames"] == [b"\x08\x01", b"\x08\x02"]
+        assert gateway.wait() == 0
+
+
 def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
     try:

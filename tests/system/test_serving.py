@@ -34,19 +34,6 @@ ELEMENTS = {
     "float64": TensorProto.DOUBLE,
 }
 
-MANIFEST_ALL = """
-format = 1
-passthrough = "all"
-[[inputs]]
-column = "x"
-type = "int64"
-tensor = "x"
-[[outputs]]
-tensor = "y"
-column = "y"
-type = "int64"
-"""
-
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
@@ -63,7 +50,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     path = models.row_ids(folder / "ids")
     served.append({"name": "ids", "path": str(path), "intra_threads": 1})
     path = models.row_ids(folder / "ids-all")
-    (path / "manifest.toml").write_text(MANIFEST_ALL)
+    (path / "manifest.toml").write_text(models.MANIFEST_ALL)
     served.append({"name": "ids-all", "path": str(path), "intra_threads": 1})
     served.append({"name": "ids", "version": 10, "path": str(path), "intra_threads": 1})
     with running(

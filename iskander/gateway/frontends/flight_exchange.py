@@ -143,10 +143,7 @@ class Exchange:
         """Take the results of one batch out of their lease."""
         # Step 9
         assert isinstance(request, _Pending) and self._codec is not None
-        try:
-            request.taken = self._codec.take(request.arrived, output)
-        except IskanderError as error:
-            request.error = error
+        request.taken = self._codec.take(request.arrived, output)
         self._to_write.set()
 
     def fail(self, request: Request, error: IskanderError) -> None:
@@ -176,8 +173,6 @@ class Exchange:
                     await self._accept(_Pending(lane, self, arrived, len(raw)))
         except IskanderError as error:
             self._end(error)
-        except asyncio.CancelledError:
-            raise
         except Exception:
             log.exception("a stream's reader failed")
             self._end(IskanderError("the server failed to read the stream"))
