@@ -67,8 +67,8 @@ def main() -> None:
 def _keep_large_blocks() -> None:
     """Let malloc keep the blocks of large messages instead of mapping and faulting each anew.
 
-    With the defaults every message of megabytes is cleared by the kernel page by page: half of
-    the gateway's time at 8,192 rows of 256 bytes. Only glibc has it; elsewhere nothing happens.
+    With the defaults every message of megabytes is mapped, cleared by the kernel page by page and
+    unmapped again. Only glibc has `mallopt`; elsewhere nothing happens.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
