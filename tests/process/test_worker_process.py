@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -289,5 +290,23 @@ def test_without_a_gateway_it_gives_up(tmp_path: Path) -> None:
     try:
         assert worker.process.wait(20) == 69
         assert "no gateway listened" in worker.log.read_text()
+    finally:
+        worker.end()
+
+
+def test_a_gateway_that_always_hangs_up_is_not_waited_for_longer(gateway: ScriptedGateway) -> None:
+    worker = WorkerProcess(gateway.socket_path, gateway.folder, "--wait-s", "0.3")
+    gateway.listener.settimeout(0.05)
+
+    def has_ended() -> bool:
+        with contextlib.suppress(TimeoutError):
+            connection, _ = gateway.listener.accept()
+            connection.close()
+        return worker.process.poll() is not None
+
+    try:
+        eventually(has_ended, what="the worker's end")
+        assert worker.process.returncode == 69
+        assert "no gateway took this worker on" in worker.log.read_text()
     finally:
         worker.end()

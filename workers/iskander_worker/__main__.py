@@ -80,8 +80,9 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
     cpus: tuple[int, ...] = ()
     loop: WorkerLoop | None = None
     lock: attach.LockFile | None = None
+    deadline_ns = _deadline_ns(wait_s)
     while True:
-        connection = _connect(path, wait_s, loop)
+        connection = _connect(path, deadline_ns, loop)
         if connection is None:
             return EXIT_DRAINED
         try:
@@ -91,6 +92,7 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
         except (ProtocolError, OSError):
             # A gateway that stops just now hangs up; the next one will answer.
             connection.close()
+            _require_time(deadline_ns, "took this worker on")
             clock.pause_s(CONNECT_PAUSE_S)
             continue
         if not isinstance(answer, Welcome):
@@ -110,26 +112,34 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
                 lock.release()
             lock = attach.LockFile(Path(path).parent / f"worker-{answer.index}.lock")
             lock.take()
-        index, group, wait_s = answer.index, answer.group, answer.reattach_s
+        index, group = answer.index, answer.group
         if loop.serve(connection, answer, descriptors):
             # Left to the end of the process, so that its end-of-file means just that.
             connection.detach()
             return EXIT_DRAINED
         connection.close()
+        deadline_ns = _deadline_ns(answer.reattach_s)
         _say("the gateway is gone; keeping the models and waiting for the next one")
 
 
-def _connect(path: str, wait_s: float, loop: WorkerLoop | None) -> socket.socket | None:
+def _connect(path: str, deadline_ns: int | None, loop: WorkerLoop | None) -> socket.socket | None:
     """Wait for a gateway; None where this worker was asked to stop meanwhile."""
-    deadline_ns = clock.now_ns() + int(wait_s * clock.NS_PER_S)
     while loop is None or not loop.is_leaving:
         try:
             return attach.connect(path, ANSWER_TIMEOUT_S)
-        except OSError as error:
-            if wait_s and clock.now_ns() > deadline_ns:
-                raise NotReady(f"no gateway listened for {wait_s:g} s: {error.strerror}") from None
+        except OSError:
+            _require_time(deadline_ns, "listened")
         clock.pause_s(CONNECT_PAUSE_S)
     return None
+
+
+def _deadline_ns(wait_s: float) -> int | None:
+    return clock.now_ns() + int(wait_s * clock.NS_PER_S) if wait_s else None
+
+
+def _require_time(deadline_ns: int | None, what: str) -> None:
+    if deadline_ns is not None and clock.now_ns() > deadline_ns:
+        raise NotReady(f"no gateway {what} within the time to wait")
 
 
 def _name_process(name: str) -> None:
