@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import psutil
 import pytest
 
 GONE_WITHIN_S = 5.0
+RUN_MARK, RUN = "TESTS_RUN", uuid.uuid4().hex
+os.environ[RUN_MARK] = RUN
 # Before any test imports onnxruntime: it uploads usage data unless told not to.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
@@ -48,12 +51,11 @@ def _footprint() -> dict[str, list[str]]:
     children = [
         f"{process.pid} {process.name()}" for process in psutil.Process().children(recursive=True)
     ]
+    # Those of this run only: every process of it inherits the mark.
     orphans = [
         f"{process.pid} {process.info['name']}"
-        for process in psutil.process_iter(["name", "ppid", "status"])
-        if process.info["name"].startswith("isk-")
-        and process.info["ppid"] == 1
-        and process.info["status"] != psutil.STATUS_ZOMBIE
+        for process in psutil.process_iter(["name", "ppid", "environ"])
+        if process.info["ppid"] == 1 and (process.info["environ"] or {}).get(RUN_MARK) == RUN
     ]
     return {
         "children": children,

@@ -127,6 +127,9 @@ class ScriptedGateway:
         self.listener.close()
         self.results.close()
         self.context.destroy(0)
+        for path in self.folder.iterdir():
+            if path.is_socket():  # Also of a worker that the test killed.
+                path.unlink()
         for segment in (self.input, self.output, self.beat):
             segment.close()
 
