@@ -32,7 +32,10 @@ fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 bench: setup
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'
 	mkdir -p build
+	$(BIN)/python benchmarks/scheduling.py --json build/scheduling.json --plots build
+	$(BIN)/python benchmarks/overload.py --json build/overload.json
 	$(BIN)/python benchmarks/flight_latency.py --json build/flight_latency.json
 	$(BIN)/python benchmarks/batch_throughput.py --json build/batch_throughput.json
 	$(BIN)/python benchmarks/report.py build/flight_latency.json build/batch_throughput.json

@@ -1,3 +1,3 @@
 """Iskander: Arrow record batches in, predictions out, over Arrow Flight."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

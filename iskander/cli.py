@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from iskander import __version__
-from iskander.config import Config, Loaded, load_config, render_value, settings
-from iskander.config_reference import render_reference
+from iskander.config import Config
+from iskander.config_file import Loaded, load_config
+from iskander.config_reference import render_reference, render_value, settings
 from iskander.errors import IskanderError
+from iskander.tables import Row, render_stats, render_table
 
 EXIT_NO = 1
 
@@ -58,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
     models.set_defaults(run=_models)
 
+    stats = commands.add_parser("stats", help="show what a running server counts")
+    stats.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    stats.add_argument("--json", action="store_true", help="all of it, as one JSON object")
+    stats.set_defaults(run=_stats)
+
     config = commands.add_parser("config", help="show a configuration, or every setting")
     kinds = config.add_subparsers(required=True, metavar="KIND")
     show = kinds.add_parser("show", help="every value of a file and where it comes from")
@@ -85,14 +92,17 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from iskander.contract.tensors import require_room
     from iskander.gateway.addresses import require_addresses
+    from iskander.gateway.lanes.policies import make_policy
     from iskander.gateway.models import model_spec
-    from iskander.gateway.placement import plan, read_topology
+    from iskander.gateway.supervision.placement import plan, read_topology
     from iskander.memory.arena import usable_bytes
 
     config = _load(arguments).config
     require_addresses(config)
     topology = read_topology()
     places = plan(config, topology)
+    for model in config.models:
+        make_policy(model.lane)
     specs = [model_spec(key, model) for key, model in enumerate(config.models)]
     set_library_environment()
     from iskander_worker.session import Session
@@ -166,6 +176,18 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
     return model["name"], model["version"], ready, columns("inputs"), columns("outputs")
 
 
+def _stats(arguments: argparse.Namespace) -> int:
+    import json
+
+    from iskander.client import Client
+
+    with Client(arguments.address) as client:
+        stats = client.stats()
+    for line in [json.dumps(stats, indent=1)] if arguments.json else render_stats(stats):
+        _print(line)
+    return 0
+
+
 def _config_show(arguments: argparse.Namespace) -> int:
     config, origins = _load(arguments)
     rows = []
@@ -186,12 +208,9 @@ def _config_reference(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    table = [head, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    for row in table:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        _print("  ".join(cells).rstrip())
+def _print_table(head: Row, rows: Sequence[Row]) -> None:
+    for line in render_table(head, rows):
+        _print(line)
 
 
 def _print(line: str) -> None:

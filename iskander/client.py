@@ -13,17 +13,20 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.errors import IskanderError, ProtocolError
+from iskander.errors import IskanderError, NotReady, ProtocolError
 
 CALL_TIMEOUT_S = 10.0
 FEEDER_STOP_S = 1.0
+
+Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
+"""A batch, or a batch and its terms, such as `{"deadline_ms": 20, "priority": 0}`."""
 
 _FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
@@ -39,6 +42,7 @@ class Client:
     def __init__(self, address: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         is_unix = address.startswith("unix:")
         scheme = f"grpc+unix://{address.removeprefix('unix:')}" if is_unix else f"grpc://{address}"
+        self._address = address
         self._details = _Details()
         self._flight = flight.FlightClient(scheme, middleware=[self._details])
         self._options = flight.FlightCallOptions(timeout=timeout_s)
@@ -59,7 +63,11 @@ class Client:
         self._flight.close()
 
     def health(self) -> dict[str, Any]:
-        """Whether every model is ready: `{"ready": bool, "models": {...}}`."""
+        """Whether every model is ready: `{"ready": bool, "models": {...}}`.
+
+        Raises:
+            NotReady: Nobody answers at the address.
+        """
         return dict(self._action("health"))
 
     def models(self) -> list[dict[str, Any]]:
@@ -85,9 +93,10 @@ class Client:
     def stream(
         self,
         model: str,
-        batches: Iterable[pa.RecordBatch],
+        batches: Iterable[Item],
         *,
         version: str | None = None,
+        terms: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Score batches as they come; results in the same order, one for each.
@@ -95,19 +104,48 @@ class Client:
         Args:
             model: Name of the model.
             batches: All of one schema; drawn from in a thread of its own, ahead of the results by
-                what the server lets in.
+                what the server lets in. A batch may come with terms of its own.
             version: Of the model; the highest without.
+            terms: Of every batch: `client`, `priority`, `urgency`, `deadline_ms`, `ttl_ms`,
+                `steps_remaining`, `newest_wins`.
             timeout_s: For the whole stream.
 
         Raises:
             IskanderError: As the server named it.
         """
-        feed = iter(batches)
+        headers = _headers(terms or {})
+        return self._exchange(model, batches, version, headers, timeout_s)
+
+    def outcomes(
+        self,
+        model: str,
+        batches: Iterable[Item],
+        *,
+        version: str | None = None,
+        terms: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[pa.RecordBatch | IskanderError]:
+        """As `stream`, for those who go on after an error: it comes in its batch's place.
+
+        For overload, deadlines and bad batches; what breaks the stream itself is still raised.
+        """
+        headers = _headers({**(terms or {}), "errors": "in-band"})
+        return self._exchange(model, batches, version, headers, timeout_s)
+
+    def _exchange(
+        self,
+        model: str,
+        batches: Iterable[Item],
+        version: str | None,
+        headers: list[tuple[bytes, bytes]],
+        timeout_s: float | None,
+    ) -> Iterator[Any]:
+        feed = map(_with_metadata, batches)
         first = next(feed, None)
         if first is None:
             return
         path = [model] if version is None else [model, version]
-        options = flight.FlightCallOptions(timeout=timeout_s)
+        options = flight.FlightCallOptions(timeout=timeout_s, headers=headers)
         descriptor = flight.FlightDescriptor.for_path(*path)
         try:
             writer, reader = self._flight.do_exchange(descriptor, options)
@@ -119,7 +157,7 @@ class Client:
         feeder.start()
         try:
             for chunk in reader:
-                yield chunk.data
+                yield _outcome(chunk)
                 if feeder.is_last_result():
                     feeder.has_ended_call = True
                     writer.done_writing()
@@ -137,12 +175,15 @@ class Client:
             raise ProtocolError("the stream ended before every batch had its result")
 
     def _action(self, name: str) -> Any:  # noqa: ANN401
-        results = self._flight.do_action(flight.Action(name, b""), self._options)
-        detail = self._details.latest()
         try:
+            results = self._flight.do_action(flight.Action(name, b""), self._options)
             bodies = [result.body.to_pybytes() for result in results]
         except _FLIGHT_ERRORS as error:
-            raise detail.named(error) from error
+            named = self._details.latest().named(error)
+            if isinstance(named, IskanderError):
+                raise named from error
+            text = str(error).split("\n", 1)[0]
+            raise NotReady(f"no gateway answers at {self._address}: {text}") from error
         return json.loads(bodies[0])
 
 
@@ -199,14 +240,14 @@ class _Feeder(threading.Thread):
         self,
         writer: Any,  # noqa: ANN401
         reader: Any,  # noqa: ANN401
-        first: pa.RecordBatch,
-        rest: Iterator[pa.RecordBatch],
+        first: tuple[pa.RecordBatch, bytes],
+        rest: Iterator[tuple[pa.RecordBatch, bytes]],
     ) -> None:
         super().__init__(name="iskander-feeder", daemon=True)
         self._writer = writer
         self._reader = reader
         self._feed = itertools.chain([first], rest)
-        self._schema = first.schema
+        self._schema = first[0].schema
         self._lock = threading.Lock()
         self._sent = 0
         self._received = 0
@@ -217,9 +258,12 @@ class _Feeder(threading.Thread):
     def run(self) -> None:
         try:
             self._writer.begin(self._schema)
-            for batch in self._feed:
+            for batch, metadata in self._feed:
                 self._sent += 1
-                self._writer.write_batch(batch)
+                if metadata:
+                    self._writer.write_with_metadata(batch, metadata)
+                else:
+                    self._writer.write_batch(batch)
         except _FLIGHT_ERRORS:
             return  # The call has ended; the reader is told why.
         except Exception as error:
@@ -246,3 +290,32 @@ class _Feeder(threading.Thread):
         if not self.is_alive():
             with contextlib.suppress(*_FLIGHT_ERRORS):
                 self._writer.close()
+
+
+def _headers(terms: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    """Terms of a whole call, as the server reads them from its headers."""
+    return [
+        (f"iskander-{name.replace('_', '-')}".encode(), _text(value).encode())
+        for name, value in terms.items()
+    ]
+
+
+def _text(value: Any) -> str:  # noqa: ANN401
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def _with_metadata(item: Item) -> tuple[pa.RecordBatch, bytes]:
+    if isinstance(item, tuple):
+        batch, terms = item
+        return batch, json.dumps({"iskander": dict(terms)}).encode()
+    return item, b""
+
+
+def _outcome(chunk: Any) -> pa.RecordBatch | IskanderError:  # noqa: ANN401
+    """A result, or the error that came in its place."""
+    if chunk.data.num_rows == 0 and chunk.app_metadata is not None:
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return IskanderError.from_wire(
+                json.loads(bytes(chunk.app_metadata))["iskander"]["error"]
+            )
+    return chunk.data

@@ -1,4 +1,4 @@
-"""The only source of time: a monotonic clock in nanoseconds.
+"""The only source of time: a monotonic clock in nanoseconds; the wall's only for others' stamps.
 
 Code that decides takes `now_ns` as an argument, so that tests pass their own.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 
+NS_PER_US = 1000
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 now_ns = time.monotonic_ns
+wall_ns = time.time_ns
 pause_s = time.sleep

@@ -1,23 +1,16 @@
 """Every setting, declared once: type, bounds, unit, default and a sentence.
 
-Precedence: default < file < environment (`ISKANDER_LIMITS__ROWS=100`) < `--set limits.rows=100`.
 The reference page, the commented default file, `iskander config show` and all error texts come
-from the declarations below. Nothing here touches a model or a core.
+from the declarations below. `config_file` reads them from a file. Nothing here touches a model or
+a core.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import tomllib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-from iskander.errors import ConfigError
 
 MIB = 1 << 20
 HEADER_ROOM_BYTES = MIB
@@ -47,7 +40,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     runtime_directory: Annotated[
         str,
         Meta(
-            description="Folder for the attach socket, ZMQ sockets and locks; workers are started "
+            description="Folder for the attach socket and locks; workers are started "
             "with its `attach.sock`. Empty: $RUNTIME_DIRECTORY, else a folder per address below "
             "$XDG_RUNTIME_DIR or /tmp."
         ),
@@ -60,10 +53,19 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
             description="Seconds that a stopping gateway waits for accepted batches.",
         ),
     ] = 30.0
+    lame_duck_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds that a stopping gateway says that it is not ready and still takes "
+            "batches, so that balancers look elsewhere first.",
+        ),
+    ] = 0.0
 
 
 class LimitsConfig(_Section, frozen=True, kw_only=True):
-    """What one batch, stream or lane may take. Beyond a limit a request is refused by name."""
+    """What one batch or stream may take. Beyond a limit a request is refused by name."""
 
     rows: Annotated[int, Positive, Meta(description="Rows of a batch.")] = 1_048_576
     bytes: Annotated[int, Positive, Meta(description="Bytes of a batch, decompressed.")] = 64 * MIB
@@ -84,12 +86,89 @@ class LimitsConfig(_Section, frozen=True, kw_only=True):
     window_bytes: Annotated[
         int, Positive, Meta(description="Bytes of one stream in flight; then reading pauses.")
     ] = 64 * MIB
-    queue_requests: Annotated[
-        int, Positive, Meta(description="Requests of one lane that wait for a worker.")
-    ] = 4096
     arena_wait_ms: Annotated[
         int, Meta(ge=0, description="Milliseconds to wait for room in a full arena.")
     ] = 5000
+
+
+class LaneConfig(_Section, frozen=True, kw_only=True):
+    """How requests for one model version wait and are put together; `[models.lane]` overrides."""
+
+    policy: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Whose turn it is: deadline_aware, model_deadline, tiered_deadline, "
+            "batch_optimized, priority_tiered, round_robin, fifo, or one that is installed.",
+        ),
+    ] = "deadline_aware"
+    linger_us: Annotated[
+        int,
+        Meta(ge=0, le=10_000_000, description="Microseconds to wait for a fuller batch."),
+    ] = 0
+    preferred_batch_rows: Annotated[
+        tuple[Annotated[int, Positive], ...],
+        Meta(description="Rows that the model runs best with; a batch is closed at one of them."),
+    ] = ()
+    pad_to: Annotated[
+        tuple[Annotated[int, Positive], ...],
+        Meta(
+            description="The only numbers of rows that the model is run with; a batch is filled up "
+            "to the next one. A model with a fixed batch axis has its own."
+        ),
+    ] = ()
+    queue_requests: Annotated[int, Positive, Meta(description="Requests that wait.")] = 4096
+    queue_rows: Annotated[int, Positive, Meta(description="Rows that wait.")] = 4_194_304
+    queue_bytes: Annotated[int, Positive, Meta(description="Bytes of the inputs that wait.")] = (
+        192 * MIB
+    )
+    client_requests: Annotated[
+        int, Positive, Meta(description="Requests of one client, waiting or running.")
+    ] = 1024
+    overflow: Annotated[
+        Literal["reject", "drop_oldest", "drop_lowest_priority"],
+        Meta(description="Who gives way when the queue is full: the newcomer, or one that waits."),
+    ] = "reject"
+    ttl_ms: Annotated[
+        float,
+        Meta(ge=0, le=86_400_000, description="Milliseconds that a request may wait; 0: for ever."),
+    ] = 30_000.0
+    deadline_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400_000,
+            description="Latency budget in milliseconds of a request that names none; 0: none.",
+        ),
+    ] = 0.0
+    patience_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400_000,
+            description="By when a request without a deadline wants to run, for its rank only; and "
+            "what one level of priority counts for.",
+        ),
+    ] = 100.0
+    staleness_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400_000,
+            description="Age in milliseconds of an observation that is not worth a run any more, "
+            "by its client's `timestamp_ns`; 0: any age.",
+        ),
+    ] = 0.0
+    newest_wins: Annotated[
+        bool, Meta(description="A client's newer request replaces its older one that still waits.")
+    ] = False
+    refuse_late: Annotated[
+        bool,
+        Meta(description="Refuse at once what the learned cost says cannot meet its deadline."),
+    ] = True
+    weight: Annotated[
+        float, Meta(ge=0.01, le=1000, description="Share of the workers against other models.")
+    ] = 1.0
 
 
 class WorkersConfig(_Section, frozen=True, kw_only=True):
@@ -120,6 +199,23 @@ class WorkersConfig(_Section, frozen=True, kw_only=True):
             description="Seconds without a beat while a batch runs; then it is replaced.",
         ),
     ] = 30.0
+    quorum: Annotated[
+        int, Meta(ge=1, le=1024, description="Workers that a model needs to be called ready.")
+    ] = 1
+    recycle_batches: Annotated[
+        int, Meta(ge=0, description="Batches after which a worker is replaced in order; 0: never.")
+    ] = 0
+    recycle_rss_bytes: Annotated[
+        int, Meta(ge=0, description="Resident bytes above which it is, arenas included; 0: never.")
+    ] = 0
+    crash_loop: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="Deaths in a row, none after 10 s of service, that are called a loop.",
+        ),
+    ] = 5
     reattach_s: Annotated[
         float,
         Meta(
@@ -142,6 +238,13 @@ class ArenaConfig(_Section, frozen=True, kw_only=True):
 class AdminConfig(_Section, frozen=True, kw_only=True):
     """What the operator sees."""
 
+    address: Annotated[
+        str,
+        Meta(
+            description="`HOST:PORT` of `/livez`, `/readyz` and `/metrics` over HTTP. Port 0 takes "
+            "a free one; empty: none."
+        ),
+    ] = "127.0.0.1:50052"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")
     ] = "info"
@@ -189,7 +292,12 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     memory_pattern: Annotated[
         bool, Meta(description="Plan memory from the first run's shapes.")
     ] = True
-    max_batch_rows: Annotated[int, Positive, Meta(description="Rows of a batch.")] = 65_536
+    max_batch_rows: Annotated[
+        int, Positive, Meta(description="Rows of a batch; a request with more is split.")
+    ] = 65_536
+    lane: Annotated[
+        LaneConfig, Meta(description="A `[models.lane]` table: settings of `[lanes]`, overridden.")
+    ] = LaneConfig()
 
 
 class Config(_Section, frozen=True, kw_only=True):
@@ -197,6 +305,7 @@ class Config(_Section, frozen=True, kw_only=True):
 
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
+    lanes: LaneConfig = LaneConfig()
     workers: WorkersConfig = WorkersConfig()
     arena: ArenaConfig = ArenaConfig()
     admin: AdminConfig = AdminConfig()
@@ -209,195 +318,3 @@ class Config(_Section, frozen=True, kw_only=True):
         """The addresses as a tuple, however they were written."""
         address = self.server.address
         return (address,) if isinstance(address, str) else address
-
-
-class Setting(NamedTuple):
-    """One line of the reference: `path` is `section.key`."""
-
-    path: str
-    type: str
-    default: Any
-    sentence: str
-
-
-class Loaded(NamedTuple):
-    """A checked configuration.
-
-    Attributes:
-        config: The values.
-        origins: For each `section.key` that is not a default: `file`, `environment` or `--set`.
-    """
-
-    config: Config
-    origins: dict[str, str]
-
-
-def load_config(
-    file: Path, *, overrides: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
-) -> Loaded:
-    """Read, override, type-check and cross-check a configuration.
-
-    Model paths come back absolute, and versions as text.
-
-    Raises:
-        ConfigError: The path in the file, the value and the rule that it breaks.
-    """
-    try:
-        raw = tomllib.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file.name} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file.name} is not TOML: {error}") from None
-    origins = {path: "file" for path, _ in _leaves(raw)}
-    environment = os.environ if environment is None else environment
-    for name, text in sorted(environment.items()):
-        if name.startswith("ISKANDER_") and "__" in name:
-            section, key = name.removeprefix("ISKANDER_").lower().split("__", 1)
-            _override(raw, origins, f"{section}.{key}", text, "environment")
-    for override in overrides:
-        path, separator, text = override.partition("=")
-        if not separator:
-            raise ConfigError(f"--set {override}: wanted section.key=value")
-        _override(raw, origins, path.strip(), text.strip(), "--set")
-    try:
-        config = msgspec.convert(raw, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), raw)) from None
-    folder = file.resolve().parent
-    models = tuple(_complete(model, folder) for model in config.models)
-    config = msgspec.structs.replace(config, models=models)
-    _require_relations(config)
-    return Loaded(config, origins)
-
-
-def settings() -> Iterator[Setting]:
-    """Every setting in the order of the declarations; `[[models]]` last."""
-    for section in msgspec.structs.fields(Config):
-        kind = ModelConfig if section.name == "models" else section.type
-        hints = get_type_hints(kind, include_extras=True)
-        for field in msgspec.structs.fields(kind):
-            hint = hints[field.name]
-            metas = [meta for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
-            sentence = " ".join(meta.description for meta in metas if meta.description)
-            default = None if field.default is msgspec.NODEFAULT else field.default
-            yield Setting(
-                f"{section.name}.{field.name}", _type_text(get_args(hint)[0]), default, sentence
-            )
-
-
-def render_value(value: Any) -> str:  # noqa: ANN401
-    """A value as TOML."""
-    return "..." if value is None else msgspec.json.encode(value).decode()
-
-
-def _require_relations(config: Config) -> None:
-    limits, arena = config.limits, config.arena
-    relations = (
-        (
-            limits.bytes + HEADER_ROOM_BYTES <= limits.message_bytes,
-            f"limits.message_bytes = {limits.message_bytes} is less than limits.bytes + 1 MiB: "
-            "the largest batch would not fit a message with its header",
-        ),
-        (
-            limits.bytes + HEADER_ROOM_BYTES <= arena.input_bytes,
-            f"arena.input_bytes = {arena.input_bytes} is less than limits.bytes + 1 MiB: "
-            "the largest batch would never find room",
-        ),
-        (
-            limits.bytes <= limits.window_bytes,
-            f"limits.window_bytes = {limits.window_bytes} is less than limits.bytes: "
-            "the largest batch would never be read",
-        ),
-        (
-            limits.string_bytes <= limits.bytes,
-            f"limits.string_bytes = {limits.string_bytes} is more than limits.bytes",
-        ),
-        (bool(config.addresses), "server.address is an empty list: nobody could connect"),
-    )
-    for is_met, rule in relations:
-        if not is_met:
-            raise ConfigError(rule)
-    for index, model in enumerate(config.models):
-        where = f"models[{index}]"
-        if len(set(model.execution_providers)) < len(model.execution_providers):
-            raise ConfigError(f"{where}.execution_providers names a provider twice")
-        if model.inter_threads > 1 and not model.parallel_execution:
-            raise ConfigError(
-                f"{where}.inter_threads = {model.inter_threads} has no effect without "
-                "parallel_execution = true"
-            )
-        if model.max_batch_rows > limits.rows:
-            raise ConfigError(
-                f"{where}.max_batch_rows = {model.max_batch_rows} is more than "
-                f"limits.rows = {limits.rows}"
-            )
-        same = [
-            other
-            for other in config.models[:index]
-            if (other.name, other.version) == (model.name, model.version)
-        ]
-        if same:
-            raise ConfigError(f"{where}: `{model.name}` version {model.version} is there twice")
-
-
-def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
-    path = (folder / model.path).absolute()
-    version = model.version
-    if version is None:
-        named = path.name if path.is_dir() else path.parent.name
-        version = named if named.isdecimal() else "1"
-    return msgspec.structs.replace(model, path=str(path), version=str(version))
-
-
-def _override(
-    raw: dict[str, Any], origins: dict[str, str], path: str, text: str, origin: str
-) -> None:
-    section, dot, key = path.partition(".")
-    if not dot or section == "models" or not isinstance(raw.setdefault(section, {}), dict):
-        raise ConfigError(f"{origin} {path}: only section.key of a [section] can be set")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    raw[section][key] = value
-    origins[path] = origin
-
-
-def _leaves(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for section, values in raw.items():
-        if isinstance(values, dict):
-            for key, value in values.items():
-                yield f"{section}.{key}", value
-
-
-def _explain(text: str, raw: Any) -> str:  # noqa: ANN401
-    """Put the value beside msgspec's rule and path, and the choices where there are some."""
-    rule, _, where = text.partition(" - at `$")
-    path = where.rstrip("`").removeprefix(".")
-    kind = {setting.path: setting.type for setting in settings()}
-    wanted = kind.get(re.sub(r"\[\d+\]", "", path), "")
-    if rule.startswith("Invalid enum value"):
-        rule = f"wanted {wanted}"
-    value = raw
-    for step in re.findall(r"[^.\[\]]+", path):
-        index = int(step) if step.isdecimal() else step
-        try:
-            value = value[index]
-        except (KeyError, IndexError, TypeError):
-            return f"{path or 'the file'}: {rule}"
-    if not path or isinstance(value, dict | list):
-        return f"{path or 'the file'}: {rule}"
-    return f"{path} = {render_value(value)}: {rule}"
-
-
-def _type_text(hint: Any) -> str:  # noqa: ANN401
-    if get_origin(hint) is Literal:
-        return " | ".join(msgspec.json.encode(value).decode() for value in get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"list of {_type_text(get_args(hint)[0])}"
-    parts = [part for part in get_args(hint) if part is not type(None)]
-    if parts:
-        return " or ".join(_type_text(part) for part in parts)
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}.get(
-        hint, str(hint)
-    )

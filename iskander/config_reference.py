@@ -1,8 +1,44 @@
-"""The configuration that says everything: each setting at its default, with its sentence."""
+"""The declarations of `config` as lines for people: the reference, the commented default file."""
 
 from __future__ import annotations
 
-from iskander.config import render_value, settings
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from iskander.config import Config, ModelConfig
+
+
+class Setting(NamedTuple):
+    """One line of the reference: `path` is `section.key`."""
+
+    path: str
+    type: str
+    default: Any
+    sentence: str
+
+
+def settings() -> Iterator[Setting]:
+    """Every setting in the order of the declarations; `[[models]]` last."""
+    for section in msgspec.structs.fields(Config):
+        kind = ModelConfig if section.name == "models" else section.type
+        hints = get_type_hints(kind, include_extras=True)
+        for field in msgspec.structs.fields(kind):
+            hint = hints[field.name]
+            metas = [meta for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
+            sentence = " ".join(meta.description for meta in metas if meta.description)
+            default = None if field.default is msgspec.NODEFAULT else field.default
+            default = {} if isinstance(default, msgspec.Struct) else default
+            yield Setting(
+                f"{section.name}.{field.name}", _type_text(get_args(hint)[0]), default, sentence
+            )
+
+
+def render_value(value: Any) -> str:  # noqa: ANN401
+    """A value as TOML."""
+    return "..." if value is None else msgspec.json.encode(value).decode()
 
 
 def render_reference() -> str:
@@ -22,3 +58,20 @@ def render_reference() -> str:
         is_absent = name == "models" or setting.default is None
         lines.append(("# " if is_absent else "") + f"{key} = {render_value(setting.default)}")
     return "\n".join(lines) + "\n"
+
+
+def _type_text(hint: Any) -> str:  # noqa: ANN401
+    if get_origin(hint) is Annotated:
+        return _type_text(get_args(hint)[0])
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return "table"
+    if get_origin(hint) is Literal:
+        return " | ".join(msgspec.json.encode(value).decode() for value in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"list of {_type_text(get_args(hint)[0])}"
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    if parts:
+        return " or ".join(_type_text(part) for part in parts)
+    return {str: "text", int: "integer", float: "number", bool: "true or false"}.get(
+        hint, str(hint)
+    )

@@ -148,13 +148,87 @@ class Unsupported(IskanderError):
 
 
 class Overloaded(IskanderError):
-    """A bound of the server is reached: queue, arena or streams."""
+    """As many streams or watchers are open as there may be."""
 
     code = "overloaded"
     fault = Fault.NOBODY
     retryable = True
     status = "RESOURCE_EXHAUSTED"
     flight_status = "UNAVAILABLE"
+
+
+class QueueFull(IskanderError):
+    """The model's queue is at its limit of requests, rows or bytes."""
+
+    code = "queue_full"
+    fault = Fault.NOBODY
+    retryable = True
+    status = "RESOURCE_EXHAUSTED"
+    flight_status = "UNAVAILABLE"
+
+
+class ClientOverShare(IskanderError):
+    """The client has as many requests outstanding as one may."""
+
+    code = "client_over_share"
+    fault = Fault.CLIENT
+    retryable = True
+    status = "RESOURCE_EXHAUSTED"
+    flight_status = "UNAVAILABLE"
+
+
+class ArenaFull(IskanderError):
+    """There was no room in shared memory within the time to wait."""
+
+    code = "arena_full"
+    fault = Fault.NOBODY
+    retryable = True
+    status = "RESOURCE_EXHAUSTED"
+    flight_status = "UNAVAILABLE"
+
+
+class DroppedFromQueue(IskanderError):
+    """The queue was full and its policy gave this request's place to another."""
+
+    code = "dropped"
+    fault = Fault.NOBODY
+    retryable = True
+    status = "RESOURCE_EXHAUSTED"
+    flight_status = "UNAVAILABLE"
+
+
+class Superseded(IskanderError):
+    """A newer request of the same client took this one's place before it ran."""
+
+    code = "superseded"
+    fault = Fault.CLIENT
+    status = "ABORTED"
+
+
+class DeadlineUnreachable(IskanderError):
+    """By what the model is known to cost, the request could not be done in time; it never ran."""
+
+    code = "deadline_unreachable"
+    fault = Fault.NOBODY
+    retryable = True
+    status = "RESOURCE_EXHAUSTED"
+    flight_status = "UNAVAILABLE"
+
+
+class DeadlineExceeded(IskanderError):
+    """The deadline, or the time that a request may wait or be old, passed before it ran."""
+
+    code = "deadline_exceeded"
+    fault = Fault.NOBODY
+    status = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(IskanderError):
+    """The caller left."""
+
+    code = "cancelled"
+    fault = Fault.CLIENT
+    status = "CANCELLED"
 
 
 class NotReady(IskanderError):
@@ -175,13 +249,12 @@ class Draining(IskanderError):
     status = "UNAVAILABLE"
 
 
-class WorkerLost(IskanderError):
-    """The worker process died with the batch; inference is pure, so a retry is safe."""
+class PoisonedRequest(IskanderError):
+    """Two workers died while they ran this request; it is not given to a third."""
 
-    code = "worker_lost"
-    fault = Fault.SERVER
-    retryable = True
-    status = "UNAVAILABLE"
+    code = "poisoned"
+    fault = Fault.MODEL
+    status = "INTERNAL"
 
 
 class ExecutionFailed(IskanderError):

@@ -3,7 +3,8 @@
 docs/reference/configuration.md   from iskander/config.py
 docs/reference/errors.md          from iskander/errors.py
 docs/reference/messages.md        from iskander/wire/messages.py
-docs/reference/lifecycle.md       from iskander/gateway/lifecycle.py
+docs/reference/lifecycle.md       from iskander/gateway/supervision/lifecycle.py
+docs/reference/metrics.md         from iskander/gateway/telemetry/metrics.py
 configs/iskander.toml             every setting at its default
 """
 
@@ -18,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from iskander import errors
-from iskander.config import render_value, settings
-from iskander.config_reference import render_reference
-from iskander.gateway import lifecycle
+from iskander.config_reference import render_reference, render_value, settings
+from iskander.gateway.supervision import lifecycle
+from iskander.gateway.telemetry import metrics
 from iskander.wire import messages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,7 @@ def pages() -> dict[str, str]:
         "docs/reference/errors.md": error_table(),
         "docs/reference/messages.md": message_table(),
         "docs/reference/lifecycle.md": lifecycle_table(),
+        "docs/reference/metrics.md": metrics_table(),
         "configs/iskander.toml": render_reference(),
     }
 
@@ -103,22 +105,57 @@ def message_table() -> str:
 
 
 def lifecycle_table() -> str:
-    """The table of a worker's life."""
+    """The tables of a worker's life."""
+    lifecycle.validate()
     rows = [
         f"| {state} | {event} | {after} | {', '.join(actions) or 'nothing'} |"
         for (state, event), (after, actions) in lifecycle.TABLE.items()
+    ]
+    ignored = [
+        f"- {state}: {', '.join(e for e in lifecycle.Event if (state, e) in lifecycle.IGNORED)}"
+        for state in lifecycle.State
     ]
     head = [
         "# Life of a worker",
         "",
         MADE_BY,
         "",
-        "An event without a line for a state changes nothing there.",
+        "From every state there is a way back to ready or, after a stop, to stopped. Every pair of",
+        "state and event is either in the table or in the list below it.",
         "",
         "| state | event | becomes | and then |",
         "|---|---|---|---|",
     ]
-    return "\n".join([*head, *rows]) + "\n"
+    tail = [
+        "",
+        "What is ignored, because it was overtaken by another event or has no meaning there:",
+        "",
+    ]
+    return "\n".join([*head, *rows, *tail, *ignored]) + "\n"
+
+
+def metrics_table() -> str:
+    """Every metric of the page `/metrics`."""
+    lines = [
+        "# Metrics",
+        "",
+        MADE_BY,
+        "",
+        "Read from `/metrics` at `admin.address`, as Prometheus text or OpenMetrics. Counters and",
+        "histograms are since the start of the gateway. The Flight action `metrics` answers from",
+        "the last points of each measure instead.",
+    ]
+    for scope, scope_labels, declared in metrics.SCOPES:
+        names = ", ".join(f"`{label}`" for label in scope_labels)
+        lines += ["", f"## Of {'the' if not names else 'each'} {scope}", ""]
+        lines += [f"Labels of all: {names}.", ""] if names else []
+        lines += ["| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            f"| `{metric.name}` | {metric.kind} | {metric.unit} | "
+            f"{', '.join(f'`{label}`' for label in metric.labels)} | {_cell(metric.sentence)} |"
+            for metric in declared
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _first_line(kind: type) -> str:

@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 from iskander import __version__
-from iskander.config import Config, load_config
+from iskander.config import Config
+from iskander.config_file import load_config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.gateway.logs import set_up_logs
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from iskander.config import Config, ServerConfig
 from iskander.errors import ConfigError
-from iskander.wire.channel import SOCKET_PATH_BYTES_MAX
+from iskander.wire.attach import SOCKET_PATH_BYTES_MAX
 
 _HOST_PORT = re.compile(r"(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(\d{1,5})\Z")
 PORT_MAX = 65_535
@@ -37,9 +37,19 @@ def require_addresses(config: Config) -> None:
             if not path.is_absolute() or not path.parent.is_dir():
                 raise ConfigError(f"{where}: wanted an absolute path in a folder that is there")
             continue
-        match = _HOST_PORT.match(address)
-        if match is None or int(match[1]) > PORT_MAX:
+        if not is_host_port(address):
             raise ConfigError(f"{where}: wanted HOST:PORT, [IPV6]:PORT or unix:PATH")
+    admin = config.admin.address
+    if admin and not is_host_port(admin):
+        raise ConfigError(f"admin.address {admin}: wanted HOST:PORT or [IPV6]:PORT")
+    if admin in config.addresses and not admin.endswith(":0"):
+        raise ConfigError(f"admin.address {admin} is a server.address too: HTTP needs its own port")
+
+
+def is_host_port(address: str) -> bool:
+    """Whether an address is `HOST:PORT` with a port that there is."""
+    match = _HOST_PORT.match(address)
+    return match is not None and int(match[1]) <= PORT_MAX
 
 
 def unix_path(address: str) -> Path | None:

@@ -1,25 +1,31 @@
-"""Requests to workers, and results back: the in-flight tables, completion, failure, loss.
+"""Batches to workers, and results back: who runs what next, completion, failure, loss.
 
-A worker with a credit gets the request that has waited longest among the lanes that it serves.
-Every answer names the incarnation and the batch that it is about; one that names none in flight
-is late, and is counted and dropped.
+A worker with a credit gets the next batch of the lane that has had the least of the workers' time
+for its weight. Every answer names the batch that it is about; one that names none in flight is
+late, and is counted and dropped.
 
 Runs on: gateway loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from iskander.clock import now_ns
-from iskander.errors import IskanderError, NotReady, WorkerLost
+from iskander.clock import NS_PER_S, now_ns
+from iskander.contract.rows import Rows
+from iskander.errors import IskanderError, NotReady
 from iskander.gateway.intake import Intake
-from iskander.gateway.lanes import Lane, Request
-from iskander.gateway.workers import Flight, Worker
+from iskander.gateway.lanes.admission import MISSED, doomed_error, expired_error
+from iskander.gateway.lanes.batcher import Formed
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import NEVER_NS, Request
+from iskander.gateway.recovery import after_failure, after_loss
+from iskander.gateway.supervision.workers import Flight, Part, Worker
 from iskander.memory.arena import Lease
-from iskander.wire.messages import Done, Execute, Failed, encode
+from iskander.wire.messages import Done, Execute, Failed, Slice, encode
 
 log = logging.getLogger("iskander.dispatch")
 
@@ -37,6 +43,10 @@ class Dispatcher:
         self._lanes = lanes
         self._open: dict[int, Worker] = {}
         self._batch_id = 0
+        self._is_pump_due = False
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = NEVER_NS
         self.counts: Counter[str] = Counter()
 
     @property
@@ -48,150 +58,329 @@ class Dispatcher:
         """Let a worker have batches of the models that it has loaded."""
         self._open[worker.incarnation] = worker
         for key in worker.models:
-            self._lanes[key].ready.add(worker.incarnation)
+            self._lanes[key].workers[worker.incarnation] = worker
         self.pump()
 
     def close(self, worker: Worker) -> None:
         """Send a worker nothing more; what it has it may finish."""
         for lane in self._lanes.values():
-            lane.ready.discard(worker.incarnation)
+            lane.workers.pop(worker.incarnation, None)
         if not worker.in_flight:
             self._open.pop(worker.incarnation, None)
 
     def submit(self, request: Request) -> None:
-        """Take on a request that is in its lane's queue."""
-        request.queued_ns = now_ns()
-        self.pump()
+        """Queue a request that is in the arena; what can be sent goes when this turn is over.
+
+        Not at once: what other streams bring in the same turn of the loop goes with it, in one
+        batch and one wake-up of the worker.
+        """
+        lane = request.lane
+        if not len(lane.queue):
+            # Idle time is not saved up: a lane that had nothing to run starts level with the rest.
+            theirs = (worker.virtual_ns for worker in lane.workers.values())
+            lane.virtual_ns = max(lane.virtual_ns, min(theirs, default=0.0))
+        for victim, error in lane.put(request, now_ns()):
+            self._refuse(victim, error)
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Send what can be sent."""
+        """Send what can be sent, refuse what has expired, and come back when that changes."""
         # Step 5
+        self._is_pump_due = False
+        now = now_ns()
+        wake_ns = NEVER_NS
         outgoing: dict[Worker, list[Execute]] = {}
-        lanes = self._lanes.values()
-        while True:
-            waiting = [lane for lane in lanes if lane.queue]
-            if len(waiting) > 1:
-                waiting.sort(key=lambda lane: lane.queue[0].queued_ns)
-            if not any(self._take_first(lane, outgoing) for lane in waiting):
-                break
+        waiting = [lane for lane in self._lanes.values() if len(lane.queue)]
+        for lane in waiting:
+            if lane.queue.next_expiry_ns <= now:
+                for request in lane.queue.expired(now):
+                    lane.queue.remove(request)
+                    self._refuse(request, expired_error(request, now))
+        kept: set[Worker] = set()
+        while waiting:
+            lane = min(waiting, key=_virtual_ns) if len(waiting) > 1 else waiting[0]
+            again_ns = self._send_next(lane, now, kept, outgoing) if len(lane.queue) else NEVER_NS
+            if again_ns:
+                wake_ns = min(wake_ns, again_ns, lane.queue.next_expiry_ns)
+                waiting.remove(lane)
         for worker, messages in outgoing.items():
-            assert worker.sender is not None
-            worker.sender.send(encode(messages))
+            self._send(worker, messages)
+        self._wake_at(wake_ns, now)
 
     def withdraw(self, request: Request) -> None:
         """The caller has gone: forget its request, at once where no worker has it."""
-        request.is_abandoned = True
-        if request.lease is not None and request.lane.drop(request):
-            request.lane.counts["withdrawn"] += 1
-            self._intake.give_back(request)
+        if request.is_over or not request.number:
+            return
+        lane = request.lane
+        lane.counts["withdrawn"] += 1
+        if request.is_waiting:
+            lane.queue.remove(request)
+        self._end(request)
+        if request.running:
+            self._abort_unwanted(lane)
 
-    def on_done(self, done: Done) -> None:
+    def on_done(self, worker: Worker, done: Done) -> None:
         """A worker has computed a batch."""
         # Step 8
-        flight, worker = self._land(done.incarnation, done.batch_id)
-        if flight is None or worker is None:
+        flight = self._land(worker, done.batch_id)
+        if flight is None:
             return
-        request = flight.request
-        lane = request.lane
-        lane.run_ns += done.run_ns
+        lane, now = flight.lane, now_ns()
         worker.batches += 1
-        self._intake.give_back(request)
-        if request.is_abandoned:
-            lane.counts["abandoned"] += 1
-        else:
-            lane.counts["completed"] += 1
-            self._deliver(request, worker, flight)
+        lane.on_ran(worker, flight.run_rows, done.run_ns, now)
+        lane.virtual_ns += (done.run_ns - flight.expected_ns) / lane.config.weight
+        assert worker.output is not None
+        for request, first, rows, output_offset in flight.parts:
+            request.running -= 1
+            if request.is_over:
+                self._release(request)
+                continue
+            end = output_offset + lane.layout(rows).output_bytes
+            output = worker.output.view[output_offset:end]
+            if rows < request.rows:
+                whole = _collect(request, first, rows, output)
+                if whole is None:
+                    continue
+                output = whole
+            self._complete(request, output, now)
         worker.output_arena.give_back(flight.output)
 
-    def on_failed(self, failed: Failed) -> None:
+    def on_failed(self, worker: Worker, failed: Failed) -> None:
         """A worker could not compute a batch."""
-        flight, worker = self._land(failed.incarnation, failed.batch_id)
-        if flight is None or worker is None:
+        flight = self._land(worker, failed.batch_id)
+        if flight is None:
             return
         worker.output_arena.give_back(flight.output)
-        self._intake.give_back(flight.request)
         error = IskanderError.from_wire({"code": failed.code, "message": failed.message})
-        self._fail(flight.request, error)
+        is_shared = len({part.request for part in flight.parts}) > 1
+        for request in _unlanded(flight):
+            self._settle(request, after_failure(request, error, is_shared=is_shared))
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker's process is gone, and what it ran with it."""
+        """A worker's process is gone, and what it ran with it; that runs again elsewhere."""
         self._open.pop(worker.incarnation, None)
-        flights = list(worker.in_flight.values())
+        running_id = worker.last_beat().batch_id
+        flights = dict(worker.in_flight)
         worker.in_flight.clear()
-        for flight in flights:
-            self._intake.give_back(flight.request)
-            self._fail(
-                flight.request,
-                WorkerLost(
-                    f"the worker died while it had this batch for model "
-                    f"`{flight.request.lane.title}`; nothing was computed",
-                    retry_after_ms=100,
-                ),
-            )
+        for batch_id, flight in flights.items():
+            for request in _unlanded(flight):
+                error = after_loss(request, was_running=batch_id == running_id)
+                if error is not None and not request.is_over:
+                    log.error("%r of client `%s`: %s", request, request.terms.client, error)
+                self._settle(request, error)
+        self.pump()
 
     def refuse_queued(self, lanes: Iterable[Lane]) -> None:
         """Answer everything that waits in lanes that no worker will come back to."""
         for lane in lanes:
-            while lane.queue:
-                request = lane.queue.popleft()
-                self._intake.give_back(request)
-                self._fail(
-                    request,
-                    NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000),
-                )
+            for request in list(lane.queue):
+                lane.queue.remove(request)
+                error = NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000)
+                self._refuse(request, error)
 
-    def _take_first(self, lane: Lane, outgoing: dict[Worker, list[Execute]]) -> bool:
-        """Give the lane's first request to a worker; False where none can have it."""
-        request = lane.queue[0]
-        output_bytes = lane.layout(request.rows).output_bytes
-        worker, output = self._choose(lane, output_bytes)
-        if worker is None or output is None:
-            return False
-        lane.queue.popleft()
-        self._batch_id += 1
-        worker.credits -= 1
-        worker.in_flight[self._batch_id] = Flight(request, output, output_bytes, now_ns())
-        execute = Execute(
-            self._batch_id, lane.model.key, request.rows, request.body_offset, output.offset
-        )
-        outgoing.setdefault(worker, []).append(execute)
-        return True
+    def close_timer(self) -> None:
+        """Forget what was to be done later."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _choose(self, lane: Lane, output_bytes: int) -> tuple[Worker | None, Lease | None]:
-        """The worker of the lane with the most credits left and room for the results."""
-        workers = [self._open[incarnation] for incarnation in lane.ready]
-        if len(workers) > 1:
-            workers.sort(key=lambda worker: -worker.credits)
-        for worker in workers:
-            if worker.credits:
-                output = worker.output_arena.lease(output_bytes)
-                if output is not None:
-                    return worker, output
-        return None, None
+    def _send_next(
+        self, lane: Lane, now: int, kept: set[Worker], outgoing: dict[Worker, list[Execute]]
+    ) -> int:
+        """Give a worker the lane's next batch.
 
-    def _land(self, incarnation: int, batch_id: int) -> tuple[Flight | None, Worker | None]:
-        worker = self._open.get(incarnation)
-        flight = worker.in_flight.pop(batch_id, None) if worker is not None else None
-        if worker is None or flight is None:
-            self.counts["late_messages"] += 1
-            log.warning("a late message about batch %d was dropped", batch_id)
-            return None, None
-        worker.credits += 1
-        return flight, worker
+        Args:
+            lane: With requests that wait.
+            now: The time.
+            kept: Workers whose next batch is held for a lane before this one; added to.
+            outgoing: What is to be sent; added to.
+
+        Returns:
+            0 where one was given, else when to look again.
+        """
+        for worker in _by_readiness(lane, kept):
+            formed = lane.form(worker, now)
+            if formed.doomed:
+                for request in formed.doomed:
+                    lane.queue.remove(request)
+                    self._refuse(request, doomed_error(request, now))
+                return 0 if len(lane.queue) else NEVER_NS
+            if formed.hold_ns > now:
+                if formed.is_kept:
+                    kept.add(worker)
+                return formed.hold_ns
+            sizes = [lane.layout(rows).output_bytes for _, rows in formed.picks]
+            output = self._room(worker, formed, sizes)
+            if output is not None:
+                execute = self._board(lane, worker, formed, (sizes, output), now)
+                outgoing.setdefault(worker, []).append(execute)
+                return 0
+        return NEVER_NS
 
     @staticmethod
-    def _deliver(request: Request, worker: Worker, flight: Flight) -> None:
-        assert worker.output is not None
-        start = flight.output.offset
+    def _room(worker: Worker, formed: Formed, sizes: list[int]) -> Lease | None:
+        """A lease for all results; the batch gives up requests that could never fit together."""
+        while len(sizes) > 1 and sum(sizes) > worker.output_arena.capacity_bytes:
+            sizes.pop()
+            formed.picks.pop()
+        return worker.output_arena.lease(sum(sizes))
+
+    def _board(
+        self,
+        lane: Lane,
+        worker: Worker,
+        formed: Formed,
+        room: tuple[list[int], Lease],
+        now: int,
+    ) -> Execute:
+        """Take a batch out of the queue and enter it as in flight."""
+        sizes, output = room
+        self._batch_id += 1
+        parts: list[Part] = []
+        slices: list[Slice] = []
+        waits_ns: list[int] = []
+        rows, offset = 0, output.offset
+        for (request, wanted), size in zip(formed.picks, sizes, strict=True):
+            first, count = lane.take(request, wanted)
+            request.running += 1
+            request.sent_ns = now
+            waits_ns.append(now - request.arrived_ns)
+            parts.append(Part(request, first, count, offset))
+            slices.append(Slice(request.body_offset, request.rows, first, count, offset))
+            rows += count
+            offset += size
+        run_rows = lane.rules.run_rows(rows)
+        expected_ns = lane.cost_of(worker).predict_ns(run_rows)
+        worker.credits -= 1
+        worker.busy_until_ns = max(worker.busy_until_ns, now) + expected_ns
+        worker.in_flight[self._batch_id] = Flight(lane, parts, output, run_rows, now, expected_ns)
+        worker.virtual_ns = max(worker.virtual_ns, lane.virtual_ns)
+        lane.virtual_ns += expected_ns / lane.config.weight
+        lane.counts[formed.reason] += 1
+        lane.on_sent(rows, waits_ns, now)
+        return Execute(self._batch_id, lane.model.key, run_rows, tuple(slices))
+
+    @staticmethod
+    def _send(worker: Worker, messages: list[Execute]) -> None:
+        """Send a worker its batches; one that takes none is ended, and they run elsewhere."""
+        assert worker.channel is not None
         try:
-            request.caller.deliver(request, worker.output.view[start : start + flight.output_bytes])
+            worker.channel.send(encode(messages))
+        except OSError:
+            log.exception("worker %d takes no messages: it is ended", worker.place.index)
+            worker.kill()
+
+    def _land(self, worker: Worker, batch_id: int) -> Flight | None:
+        flight = worker.in_flight.pop(batch_id, None)
+        if flight is None:
+            self.counts["late_messages"] += 1
+            return None
+        worker.credits += 1
+        left_ns = sum(other.expected_ns for other in worker.in_flight.values())
+        worker.busy_until_ns = now_ns() + left_ns
+        return flight
+
+    def _complete(self, request: Request, output: memoryview, now: int) -> None:
+        lane = request.lane
+        lane.on_completed(request, now)
+        try:
+            request.caller.deliver(request, output)
         except Exception:
             # One caller's results must not keep those of the others in the same wake-up.
-            log.exception("results of batch for %s could not be delivered", request.lane.title)
+            log.exception("results of batch for %s could not be delivered", lane.title)
             request.caller.fail(request, IskanderError("the server failed to take the results"))
+        self._end(request)
 
-    @staticmethod
-    def _fail(request: Request, error: IskanderError) -> None:
-        request.lane.counts[f"failed.{error.code}"] += 1
-        if not request.is_abandoned:
-            request.caller.fail(request, error)
+    def _settle(self, request: Request, error: IskanderError | None) -> None:
+        """A request's rows came back without results: fail it, or let it wait again."""
+        if request.is_over:
+            self._release(request)
+        elif error is None:
+            request.lane.counts["retried"] += 1
+            request.lane.put_back(request, now_ns())
+        else:
+            if request.is_waiting:
+                request.lane.queue.remove(request)
+            self._refuse(request, error, "failed")
+
+    def _refuse(self, request: Request, error: IskanderError, how: str = "refused") -> None:
+        """Answer a request that is not in the queue any more with an error."""
+        request.lane.counts[f"{how}.{error.code}"] += 1
+        if error.code in MISSED:
+            request.lane.count_missed(request)
+            if error.retry_after_ms is None:
+                error.retry_after_ms = request.lane.retry_after_ms(now_ns())
+        caller = request.caller
+        self._end(request)
+        caller.fail(request, error)
+
+    def _end(self, request: Request) -> None:
+        """A request is answered or forsaken; its memory goes when no worker reads it."""
+        request.is_over = True
+        request.results = None
+        request.todo = []
+        request.lane.retire(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        if not request.running and request.lease is not None:
+            self._intake.give_back(request)
+
+    def _abort_unwanted(self, lane: Lane) -> None:
+        """Give up batches of which every request is over."""
+        for worker in self._open.values():
+            for batch_id, flight in worker.in_flight.items():
+                if flight.lane is lane and all(part.request.is_over for part in flight.parts):
+                    worker.abort(batch_id)
+
+    def _wake_at(self, moment_ns: int, now: int) -> None:
+        """Look again at a moment; one that was set for earlier stays, and finds nothing to do."""
+        if moment_ns >= self._timer_ns:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_ns = moment_ns
+        if moment_ns < NEVER_NS:
+            delay_s = max(moment_ns - now, 0) / NS_PER_S
+            self._timer = self._loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_ns = None, NEVER_NS
+        self.pump()
+
+
+def _virtual_ns(lane: Lane) -> float:
+    return lane.virtual_ns
+
+
+def _by_readiness(lane: Lane, kept: set[Worker]) -> list[Worker]:
+    """The workers of a lane that have a credit, the one that will be free first before others."""
+    workers = [w for w in lane.workers.values() if w.credits and w not in kept]
+    if len(workers) > 1:
+        workers.sort(key=lambda worker: (-worker.credits, worker.busy_until_ns))
+    return workers
+
+
+def _unlanded(flight: Flight) -> list[Request]:
+    """Undo the parts of a batch that has no results; every request of it once."""
+    for request, first, rows, _ in flight.parts:
+        request.running -= 1
+        if request.is_over:
+            continue
+        if request.is_waiting:
+            request.lane.queue.remove(request)
+        request.todo.append((first, rows))
+    return list(dict.fromkeys(part.request for part in flight.parts))
+
+
+def _collect(request: Request, first: int, rows: int, output: memoryview) -> memoryview | None:
+    """Add a piece's results to those of its request; all of them once they are complete."""
+    layouts = request.lane.layouts
+    if request.results is None:
+        request.results = bytearray(request.lane.layout(request.rows).output_bytes)
+    results = memoryview(request.results)
+    layouts.outputs.copy(rows, Rows(output, rows, 0), Rows(results, request.rows, first))
+    return None if request.todo or request.running else results

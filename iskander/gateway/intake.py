@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from iskander.errors import Overloaded
-from iskander.gateway.lanes import Lane, Layout, Request
+from iskander.clock import NS_PER_S, now_ns
+from iskander.errors import ArenaFull, IskanderError
+from iskander.gateway.lanes.admission import MISSED, expired_error
+from iskander.gateway.lanes.layout import Layout
+from iskander.gateway.lanes.request import Request
 from iskander.memory.arena import Arena, Lease
 from iskander.memory.segment import Segment
 
@@ -28,32 +31,36 @@ class Intake:
         self._wait_ms = wait_ms
         self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()
 
-    async def admit(self, lane: Lane, request: Request) -> None:
-        """Write a request into the arena and queue it, or refuse it now.
+    async def admit(self, request: Request) -> None:
+        """Write a request into the arena, or refuse it now; then it can be submitted at once.
 
         Waits for room where the arena is full: the stream is not read on meanwhile, and so its
         client feels it.
 
         Raises:
-            NotReady: The model has no worker.
-            Overloaded: The queue is full, or there was no room in time.
+            IskanderError: As `Lane.require_open`.
+            ArenaFull: There was no room in time.
             SegmentError: It would not fit the empty arena.
         """
         # Step 2
-        lane.require_open()
+        lane = request.lane
         layout = lane.layout(request.rows)
+        request.input_bytes = layout.input_bytes
+        lane.hear(request)
+        lane.require_open(request, now_ns())
         self.arena.require_fits(layout.input_bytes)
         lease = None if self._waiting else self.arena.lease(layout.input_bytes)
+        has_waited = lease is None
         if lease is None:
-            lease = await self._room(layout.input_bytes)
+            lease = await self._room(request)
         try:
-            lane.require_open()  # Again: the wait may have been long.
+            if has_waited:
+                lane.require_open(request, now_ns())
             self._write(request, layout, lease)
         except BaseException:
             self.arena.give_back(lease)
             self._let_in()
             raise
-        lane.put(request)
 
     def give_back(self, request: Request) -> None:
         """Return a request's lease, once no worker holds it, and let the next one in."""
@@ -77,12 +84,13 @@ class Intake:
         request.body_offset = body
         request.tensors = []
 
-    async def _room(self, length_bytes: int) -> Lease:
+    async def _room(self, request: Request) -> Lease:
         room: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        entry = (length_bytes, room)
+        entry = (request.input_bytes, room)
         self._waiting.append(entry)
+        left_s = (request.expires_ns - now_ns()) / NS_PER_S
         try:
-            async with asyncio.timeout(self._wait_ms / 1000):
+            async with asyncio.timeout(max(min(self._wait_ms / 1000, left_s), 0)):
                 return await room
         except BaseException as error:
             if room.done() and not room.cancelled():
@@ -92,11 +100,20 @@ class Intake:
             self._let_in()
             if not isinstance(error, TimeoutError):
                 raise
-            raise Overloaded(
-                f"the input arena was full for {self._wait_ms} ms: "
-                f"{self.arena.leased_bytes} of {self.arena.capacity_bytes} bytes are leased",
-                retry_after_ms=self._wait_ms,
-            ) from None
+            refusal = self._refusal(request, now_ns())
+            request.lane.counts[f"refused.{refusal.code}"] += 1
+            if refusal.code in MISSED:
+                request.lane.count_missed(request)
+            raise refusal from None
+
+    def _refusal(self, request: Request, now: int) -> IskanderError:
+        if now >= request.expires_ns:
+            return expired_error(request, now)
+        return ArenaFull(
+            f"the input arena was full for {self._wait_ms} ms: "
+            f"{self.arena.leased_bytes} of {self.arena.capacity_bytes} bytes are leased",
+            retry_after_ms=request.lane.retry_after_ms(now),
+        )
 
     def _let_in(self) -> None:
         """Grant room in the order of asking; one that is too large yet holds the others back."""

@@ -15,8 +15,13 @@ import msgspec
 from iskander.config import Config, ModelConfig
 from iskander.contract.manifest import model_file
 from iskander.errors import ConfigError, ModelNotFound, NotReady
-from iskander.gateway.lanes import Lane
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.supervision.readiness import reason_of
+from iskander.gateway.supervision.workers import Worker
+from iskander.gateway.telemetry.recent import Recent
 from iskander.wire.messages import ModelSpec
+
+STOPPING = "the server is stopping"
 
 
 class Models:
@@ -24,21 +29,37 @@ class Models:
 
     Attributes:
         by_key: By the number that control messages use.
+        workers: Every place of the plan; set by the supervisor.
+        is_stopping: Nothing is called ready any more.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, recent: Recent) -> None:
         self.by_key = {
-            key: Lane(model_spec(key, model), config.limits.queue_requests)
+            key: Lane(model_spec(key, model), model.lane, config.workers.quorum, recent)
             for key, model in enumerate(config.models)
         }
+
+        self.workers: list[Worker] = []
+        self.is_stopping = False
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self.by_key.values())
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model has a warmed worker."""
-        return all(lane.is_ready for lane in self)
+        """Whether every model has the workers that it needs, and they are to be used."""
+        return not self.is_stopping and all(self.is_lane_ready(lane) for lane in self)
+
+    def is_lane_ready(self, lane: Lane) -> bool:
+        """Whether one model version has the workers that it needs."""
+        return not reason_of(lane, self.workers)
+
+    def reasons(self) -> list[str]:
+        """Why not everything is ready, a sentence each; empty where it is."""
+        if self.is_stopping:
+            return [STOPPING]
+        reasons = [(lane.title, reason_of(lane, self.workers)) for lane in self]
+        return [f"model `{title}`: {reason}" for title, reason in reasons if reason]
 
     def find(self, name: str, version: str | None) -> Lane:
         """The lane of a model; without a version, of its highest one.
@@ -77,17 +98,18 @@ class Models:
         return lane
 
     def readiness(self) -> dict[str, Any]:
-        """Whether all is ready, and each model version; for `health`."""
-        models: dict[str, dict[str, bool]] = {}
+        """Whether all is ready, and each model version, and why not; for `health`."""
+        models: dict[str, dict[str, Any]] = {}
         for lane in self:
-            models.setdefault(lane.model.name, {})[lane.model.version] = lane.is_ready
-        return {
-            "ready": self.is_ready,
-            "models": {
-                name: {"ready": all(versions.values()), "versions": versions}
-                for name, versions in models.items()
-            },
-        }
+            reason = reason_of(lane, self.workers)
+            model = models.setdefault(lane.model.name, {"ready": True, "versions": {}})
+            model["versions"][lane.model.version] = not reason
+            if reason:
+                model["ready"] = False
+                # The versions of a model wait for the same workers; the first one tells enough.
+                model.setdefault("reason", reason)
+        stopping = {"reason": STOPPING} if self.is_stopping else {}
+        return {"ready": self.is_ready, **stopping, "models": models}
 
 
 def describe(lane: Lane) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import gc
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from iskander import __version__
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.errors import ConfigError
@@ -24,15 +24,24 @@ from iskander.gateway.frontends.grpc_server import GrpcServer
 from iskander.gateway.frontends.health import HealthService
 from iskander.gateway.intake import Intake
 from iskander.gateway.models import Models
-from iskander.gateway.placement import plan, read_topology
-from iskander.gateway.supervisor import Supervisor
+from iskander.gateway.supervision.placement import plan, read_topology
+from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.systemd import notify
-from iskander.wire.attach import LockFile
-from iskander.wire.channel import SOCKET_PATH_BYTES_MAX
+from iskander.gateway.telemetry.observed import Observed
+from iskander.gateway.telemetry.recent import Recent
+from iskander.gateway.telemetry.stats import collect
+from iskander.wire.attach import SOCKET_PATH_BYTES_MAX, LockFile
+
+if TYPE_CHECKING:
+    from iskander.gateway.telemetry.admin import AdminServer
 
 log = logging.getLogger("iskander.server")
 
 DRAIN_TURN_S = 0.01
+PROGRESS_NS = NS_PER_S
+"""How often the log says how far a drain is."""
+TOLD_NS = NS_PER_S // 20
+"""Nobody opened a stream for so long: those who would have know that this server stops."""
 GRACE_S = 1.0
 GC_THRESHOLD = 20_000
 """Requests make a dozen containers each and leave no cycles; the default would look every 50."""
@@ -60,7 +69,9 @@ class Server:
             )
         self._started_ns = now_ns()
         self._is_stopping = False
-        self._models = Models(config)
+        self._is_started = False
+        self._recent = Recent()
+        self._models = Models(config, self._recent)
         self._intake = Intake(config.arena.input_bytes, config.limits.arena_wait_ms)
         self._dispatcher = Dispatcher(self._intake, self._models.by_key)
         self._health = HealthService(self._models, config.limits.streams)
@@ -70,17 +81,27 @@ class Server:
             dispatcher=self._dispatcher,
             limits=config.limits,
             stats=self.stats,
+            recent=self._recent,
         )
         self._grpc = GrpcServer(self._flight, self._health, config.limits.message_bytes)
         self._supervisor = Supervisor(
             config,
             places,
             folder=self._folder,
-            lanes=self._models.by_key,
+            models=self._models,
             intake=self._intake,
             dispatcher=self._dispatcher,
             on_change=self._health.publish,
         )
+        self._observed = Observed(
+            started_ns=self._started_ns,
+            models=self._models,
+            input_arena=self._intake.arena,
+            streams=self._flight.exchanges,
+            counts=self._dispatcher.counts,
+        )
+        self._admin: AdminServer | None = None
+        self._admin_address = ""
         self.addresses: list[str] = []
 
     async def start(self) -> None:
@@ -93,11 +114,17 @@ class Server:
             IskanderError: An address, a model or a worker failed; says which.
         """
         config = self._config
+        if config.admin.address:
+            from iskander.gateway.telemetry.admin import AdminServer  # A tenth of a second.
+
+            self._admin = AdminServer(config.admin.address, self._observed)
+            self._admin_address = await self._admin.start()
         self.addresses = await self._grpc.start(config.server, config.addresses)
         self._supervisor.start()
         where = ", ".join(self.addresses)
         if config.workers.spawn:
             await self._supervisor.until_ready()
+        self._is_started = True
         # What lives now lives on: collections need not walk it again.
         gc.collect()
         gc.freeze()
@@ -106,85 +133,72 @@ class Server:
         notify(READY="1", STATUS=f"serving on {where}", X_ISKANDER_ADDRESS=self.addresses[0])
 
     async def drain(self) -> None:
-        """Stop in order: not ready, take no more, finish what was accepted, let the workers go."""
-        self._is_stopping = True
+        """Stop in order: not ready, take no more, finish what was accepted, let the workers go.
+
+        Between the first two, for `server.lame_duck_s`, batches are still taken, so that those who
+        choose among servers have seen that this one is not ready.
+        """
+        self._is_stopping = self._models.is_stopping = True
         notify(STOPPING="1", STATUS="draining")
         self._health.stop()
+        self._supervisor.settle()
+        if self._is_started and self._config.server.lame_duck_s:
+            log.info("not ready; batches are taken for %g s", self._config.server.lame_duck_s)
+            await self._wait_while(lambda: True, self._config.server.lame_duck_s)
         self._flight.drain()
-        deadline_ns = now_ns() + int(self._config.server.drain_s * NS_PER_S)
         log.info("draining %d streams", len(self._flight.exchanges))
-        while self._flight.exchanges or self._dispatcher.in_flight:
-            if now_ns() > deadline_ns:
-                log.warning(
-                    "%d streams and %d batches were not finished in time",
-                    len(self._flight.exchanges),
-                    self._dispatcher.in_flight,
-                )
-                break
-            await asyncio.sleep(DRAIN_TURN_S)
+        if not await self._wait_while(self._has_work, self._config.server.drain_s):
+            log.warning("not finished in time: %s", self._work())
+        # A call that arrives while gRPC stops is cancelled without a word.
+        await self._wait_while(lambda: now_ns() - self._flight.told_ns < TOLD_NS, GRACE_S)
         await self._grpc.stop(GRACE_S)
         await self._supervisor.stop()
-        self._release()
+        await self._release()
         log.info("stopped")
 
     async def abandon(self) -> None:
         """End the workers and release what a failed start had taken."""
         await self._grpc.stop(0)
         await self._supervisor.stop()
-        self._release()
+        await self._release()
 
     def kill_workers(self) -> None:
         """For an exit that waits for nothing."""
         self._supervisor.kill_all()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of lanes, workers and memory."""
-        now = now_ns()
-        arena = self._intake.arena
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "uptime_s": round((now - self._started_ns) / NS_PER_S, 3),
-            "ready": self._models.is_ready and not self._is_stopping,
-            "streams": len(self._flight.exchanges),
-            "late_messages": self._dispatcher.counts["late_messages"],
-            "input_arena": {
-                "capacity_bytes": arena.capacity_bytes,
-                "leased_bytes": arena.leased_bytes,
-                "leases": len(arena),
-            },
-            "lanes": {
-                lane.title: {
-                    "ready": lane.is_ready,
-                    "workers": len(lane.ready),
-                    "queued": len(lane.queue),
-                    "run_ms": round(lane.run_ns / NS_PER_MS, 3),
-                    **lane.counts,
-                }
-                for lane in self._models
-            },
-            "workers": [
-                {
-                    "index": worker.place.index,
-                    "group": worker.place.group,
-                    "cpus": worker.place.cpus,
-                    "state": worker.state.value,
-                    "incarnation": worker.incarnation,
-                    "pid": worker.pid,
-                    "batches": worker.batches,
-                    "in_flight": len(worker.in_flight),
-                    "starts": worker.starts,
-                    "output_leased_bytes": worker.output_arena.leased_bytes,
-                    "story": [
-                        f"{(now - at_ns) // NS_PER_MS} ms ago: {event}, {state}"
-                        for at_ns, event, state in worker.story
-                    ],
-                }
-                for worker in self._supervisor.workers
-            ],
-        }
+        """What lanes, workers and memory have come to."""
+        return collect(self._observed) | {"admin_address": self._admin_address}
 
-    def _release(self) -> None:
+    async def _wait_while(self, condition: Callable[[], bool], wait_s: float) -> bool:
+        """Wait for a condition to end, with news every second; False where it took too long."""
+        begun_ns = told_ns = now_ns()
+        while condition():
+            now = now_ns()
+            if now - begun_ns > wait_s * NS_PER_S:
+                return False
+            if now - told_ns >= PROGRESS_NS:
+                told_ns = now
+                log.info("draining: %s", self._work())
+            await asyncio.sleep(DRAIN_TURN_S)
+        return True
+
+    def _has_work(self) -> bool:
+        return bool(self._flight.exchanges or self._dispatcher.in_flight or self._queued())
+
+    def _queued(self) -> int:
+        return sum(len(lane.queue) for lane in self._models)
+
+    def _work(self) -> str:
+        return (
+            f"{len(self._flight.exchanges)} streams, {self._queued()} requests in queues, "
+            f"{self._dispatcher.in_flight} batches in flight"
+        )
+
+    async def _release(self) -> None:
+        if self._admin is not None:
+            await self._admin.stop()
+        self._dispatcher.close_timer()
         self._intake.close()
         self._lock.release()
 
@@ -210,6 +224,6 @@ def runtime_directory(config: Config) -> Path:
         raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
     if owners != {os.getuid()}:
         raise ConfigError(f"server.runtime_directory {folder} belongs to another user")
-    if len(os.fsencode(folder)) + len("/results-1234567890123456789.ipc") > SOCKET_PATH_BYTES_MAX:
+    if len(os.fsencode(folder)) + len("/attach.sock") > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(f"server.runtime_directory {folder}: too long for socket paths")
     return folder

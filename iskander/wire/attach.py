@@ -1,11 +1,10 @@
-"""Birth and death: the unix socket on which a worker is taken on, and whose end is a death notice.
+"""Birth: the unix socket on which a worker is taken on.
 
 A worker connects and says `Hello`; the gateway checks who it is by the kernel's word (not by the
-worker's) and answers `Welcome` with three descriptors, or `Refused`. Nothing more is said; the
-socket stays open, and its end-of-file tells either side that the other is gone, at once.
+worker's) and answers `Welcome` with descriptors, or `Refused`. From there on the same socket is the
+channel for work (`channel`).
 
-SOCK_SEQPACKET keeps messages whole. Imports neither zmq nor NumPy: a worker runs this before it
-is placed on its cores.
+Does not import NumPy: a worker runs this before it is placed on its cores.
 
 Source: unix(7) (SO_PEERCRED, SCM_RIGHTS), flock(2).
 """
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from iskander.errors import ProtocolError
+from iskander.wire.channel import FRAME_BYTES_MAX
 from iskander.wire.messages import (
-    FRAME_BYTES_MAX,
     Hello,
     Refused,
     Welcome,
@@ -30,8 +29,11 @@ from iskander.wire.messages import (
     encode,
 )
 
-DESCRIPTORS = 3
-"""Input arena, output arena, beat segment."""
+DESCRIPTORS = 4
+"""Input arena, output arena, beat segment, and the pipe that names batches to give up."""
+
+SOCKET_PATH_BYTES_MAX = 107
+"""Linux keeps a unix socket's path in 108 bytes with the final zero."""
 
 
 class Peer(NamedTuple):
@@ -140,7 +142,9 @@ class LockFile:
         self._fd: int | None = None
 
     def take(self) -> bool:
-        """Take the lock; False where another process holds it."""
+        """Take the lock, if it is not held already; False where another process holds it."""
+        if self._fd is not None:
+            return True
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,101 +1,93 @@
-"""ZMQ sockets for work and results: single frames, PUSH to a worker, PULL at the gateway.
+"""The one socket between a gateway and a worker: whole frames both ways, and an end that is news.
 
-    gateway PUSH --connect--> worker PULL (bind)      Execute, Load, Drain
-    worker  PUSH --connect--> gateway PULL (bind)     Ready, Loaded, Done, Failed
+    worker  --- Hello -->  gateway          birth (`attach`)
+    worker  <-- Welcome + descriptors ---   gateway
+    worker  <-- Execute, Load, Drain ---    gateway          work
+    worker  --- Loaded, Done, Failed -->    gateway
+    worker  ---- end of file ---- gateway                    death of either
 
-Both senders connect, so that a message waits in the sender until the peer listens and none is
-dropped. High-water marks are off: they are not backpressure (a mark of 5 let 398 messages
-through); credits bound what is under way. Nothing else imports zmq for control.
+A SOCK_SEQPACKET unix socket keeps frames whole and in order, has no name once it is connected, and
+tells of the other side's end after the last frame that it sent. Nothing is queued in this process:
+what is under way is bounded by credits, and is far less than the kernel's buffer.
 
-Source: zmq_socket(7), zmq_setsockopt(3), zmq_ipc(7).
+Source: unix(7), socket(7) (SO_RCVTIMEO).
 """
 
 from __future__ import annotations
 
-import os
-import select
+import contextlib
+import socket
+import struct
 from collections.abc import Iterator
 
-import zmq
+FRAME_BYTES_MAX = 1 << 18
+"""Frames are far smaller; the largest tells of a contract with a thousand columns. Both buffers
+are asked to hold one, which the system's usual ceiling (net.core.wmem_max) allows."""
 
-_READABLE = int(zmq.POLLIN)
-
-SOCKET_PATH_BYTES_MAX = 107
-"""Linux keeps a unix socket's path in 108 bytes with the final zero."""
-
-
-def open_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """One context a process: one I/O thread."""
-    return zmq.Context(io_threads=1)
+_NO_WAIT = int(socket.MSG_DONTWAIT)
 
 
-class Receiver:
-    """The listening end. Owns: its socket file, removed by `close`."""
+class Channel:
+    """One end of the socket, after birth. Owns: the socket.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str) -> None:
-        self._path = path
-        self.address = f"ipc://{path}"
-        self._socket = context.socket(zmq.PULL)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.bind(self.address)
+    Args:
+        connection: Connected, of type SOCK_SEQPACKET.
+        wait_s: How long `receive` waits for a first frame; None: not at all, and `send` never
+            waits either.
 
-    @property
-    def fd(self) -> int:
-        """Becomes readable when something may have come; then read until nothing is left."""
-        return int(self._socket.get(zmq.FD))
-
-    def receive_waiting(self) -> Iterator[bytes]:
-        """Every frame that has come, without waiting."""
-        socket, no_wait = self._socket, int(zmq.NOBLOCK)
-        # Asked before each read, and in plain integers: an exception at the end of every wake-up,
-        # or an enum for every answer, costs more than the read itself.
-        while int(socket.get(zmq.EVENTS)) & _READABLE:
-            yield socket.recv(no_wait)
-
-    def close(self) -> None:
-        """Close at once, dropping what was not read."""
-        self._socket.close(0)
-        if os.path.exists(self._path):
-            os.unlink(self._path)
-
-
-class Sender:
-    """The connecting end."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.connect(address)
-        self._send = self._socket.send
-
-    def send(self, frame: bytes) -> None:
-        """Queue a frame; never waits."""
-        self._send(frame, zmq.NOBLOCK)
-
-    def close(self, *, linger_ms: int = 0) -> None:
-        """Close, waiting in the background up to `linger_ms` for what is still queued."""
-        self._socket.close(linger_ms)
-
-
-class Waiter:
-    """Waits for a receiver or a descriptor, whichever speaks first. Runs on: worker main.
-
-    Over the descriptors themselves, which is a third of the cost of ZMQ's poller. ZMQ's becomes
-    readable once for a number of frames: read all that wait before waiting again.
+    Attributes:
+        has_ended: The other side is gone, and everything it sent has been received.
     """
 
-    def __init__(self, receiver: Receiver, fd: int) -> None:
-        self._fd = fd
-        self._epoll = select.epoll()
-        self._epoll.register(receiver.fd, select.EPOLLIN)
-        self._epoll.register(fd, select.EPOLLIN)
+    def __init__(self, connection: socket.socket, wait_s: float | None = None) -> None:
+        self._socket = connection
+        self._first_flags = _NO_WAIT
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, FRAME_BYTES_MAX)
+        connection.setblocking(wait_s is not None)
+        if wait_s is not None:
+            # The kernel's own timeout: one call waits and reads, where a poll would be another.
+            timeval = struct.pack("@ll", int(wait_s), int(wait_s % 1 * 1_000_000))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            self._first_flags = 0
+        self._buffer = memoryview(bytearray(FRAME_BYTES_MAX))
+        self._receive_into = connection.recv_into
+        self._send = connection.send
+        self.has_ended = False
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait; True where the descriptor has something to say (for a gateway: its end)."""
-        return any(source == self._fd for source, _ in self._epoll.poll(timeout_s))
+    def fileno(self) -> int:
+        """Becomes readable when a frame, or the end, has come."""
+        return self._socket.fileno()
+
+    def receive(self) -> Iterator[memoryview]:
+        """Every frame that has come, each valid until the next one is asked for."""
+        flags = self._first_flags
+        while not self.has_ended:
+            try:
+                length = self._receive_into(self._buffer, 0, flags)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                # It ended with frames unread. Said once; what it sent before is still there.
+                continue
+            if not length:
+                self.has_ended = True
+                return
+            yield self._buffer[:length]
+            flags = _NO_WAIT
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame; to one who is gone, nothing happens: `receive` tells.
+
+        Raises:
+            OSError: The frame is too long for the socket.
+        """
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._send(frame)
 
     def close(self) -> None:
-        """Close the descriptor that waits."""
-        self._epoll.close()
+        """Close; the other side is told."""
+        self._socket.close()
+
+    def leave_open(self) -> None:
+        """Leave the socket to the end of the process, so that its end-of-file means just that."""
+        self._socket.detach()

@@ -1,14 +1,15 @@
 """Every control message between gateway and worker: direction, answer, fields with units.
 
-    unix socket (birth and death)            ZMQ (work)
+    birth                                    work
     worker -> gateway  Hello                 gateway -> worker  Load      -> Loaded | LoadFailed
     gateway -> worker  Welcome | Refused     gateway -> worker  Execute   -> Done | Failed
                                              gateway -> worker  Drain     -> (exit 0)
                                              worker -> gateway  Leaving   -> Drain
 
-A message is a msgpack array that begins with a tag. Over ZMQ a frame is an array of messages: what
-is ready together travels, and wakes the other side, together. `PROTOCOL_VERSION` is raised with
-every change of these bytes; a worker says it first, and a gateway of another one refuses it.
+A message is a msgpack array that begins with a tag. At birth a frame is a message; at work it is an
+array of messages: what is ready together travels, and wakes the other side, together.
+`PROTOCOL_VERSION` is raised with every change of these bytes; a worker says it first, and a gateway
+of another one refuses it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
-FRAME_BYTES_MAX = 1 << 20
+PROTOCOL_VERSION = 2
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -63,13 +63,11 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The gateway takes the worker on; carries the input, output and beat descriptors.
+    """The gateway takes the worker on; carries descriptors (`attach.DESCRIPTORS`).
 
     Attributes:
-        incarnation: Number of this life; every answer carries it.
+        incarnation: Number of this life of the worker, never used twice.
         node: NUMA node of the cores, where there are several.
-        work_address: ZMQ address that the worker listens on.
-        results_address: ZMQ address that the gateway listens on.
         reattach_s: How long to wait for another gateway when this one is gone; 0 for ever.
     """
 
@@ -78,8 +76,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     group: int
     cpus: tuple[int, ...]
     node: int | None
-    work_address: str
-    results_address: str
     input_bytes: int
     output_bytes: int
     beat_bytes: int
@@ -99,38 +95,47 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     model: ModelSpec
 
 
+class Slice(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive rows of one request, and where their results go.
+
+    Attributes:
+        input_offset: Where the request's input body begins in the input arena, in bytes.
+        request_rows: Rows of the whole request, which decide how that body lies.
+        first: The first of its rows that is meant.
+        rows: How many, at least 1.
+        output_offset: Where the body of these rows' results begins in the worker's output arena.
+    """
+
+    input_offset: int
+    request_rows: int
+    first: int
+    rows: int
+    output_offset: int
+
+
 class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     """Run one batch; answer `Done` or `Failed`.
 
     Attributes:
-        batch_id: Never used twice by a gateway.
+        batch_id: Never used twice by a gateway; at least 1.
         model: The model's key.
-        rows: Rows of the batch, at least 1.
-        input_offset: Where the input body begins in the input arena, in bytes.
-        output_offset: Where the output body begins in the worker's output arena, in bytes.
+        rows: Rows that the model is run with: those of the slices, and what fills it up to them.
+        slices: Of one or more requests, in the batch's order.
     """
 
     batch_id: int
     model: int
     rows: int
-    input_offset: int
-    output_offset: int
+    slices: tuple[Slice, ...]
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     """Finish what came before this message, then exit with 0."""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The worker listens for work; the first thing it says over ZMQ."""
-
-    incarnation: int
-
-
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     """The model is loaded and has computed its warm-up batches."""
 
-    incarnation: int
     model: int
     contract: Contract
     providers: tuple[str, ...]
@@ -141,7 +146,6 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
     """The model cannot be served by this worker."""
 
-    incarnation: int
     model: int
     code: str
     message: str
@@ -154,7 +158,6 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
         run_ns: Time from the message to the answer.
     """
 
-    incarnation: int
     batch_id: int
     run_ns: int
 
@@ -162,7 +165,6 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The batch was not computed; `code` is that of an `IskanderError`."""
 
-    incarnation: int
     batch_id: int
     code: str
     message: str
@@ -171,13 +173,11 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
     """The worker was asked to stop: send it nothing but `Drain`."""
 
-    incarnation: int
-
 
 ToGatewayAtBirth = Hello
 ToWorkerAtBirth = Welcome | Refused
 ToWorker = Execute | Load | Drain
-ToGateway = Done | Failed | Ready | Loaded | LoadFailed | Leaving
+ToGateway = Done | Failed | Loaded | LoadFailed | Leaving
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(ToGatewayAtBirth).decode

@@ -15,7 +15,7 @@ from support.processes import Gateway, eventually, running
 from support.scripted import ScriptedWorker
 
 from iskander.contract.tensors import Contract, Graph, GraphTensor, compile_contract
-from iskander.errors import ExecutionFailed, IskanderError, WorkerLost
+from iskander.errors import ExecutionFailed, IskanderError
 from iskander.memory.segment import Segment
 from iskander.wire.messages import (
     PROTOCOL_VERSION,
@@ -26,7 +26,6 @@ from iskander.wire.messages import (
     Leaving,
     Load,
     Loaded,
-    Ready,
     Refused,
     Welcome,
 )
@@ -50,10 +49,9 @@ def contract() -> Contract:
 def attached(gateway: Gateway) -> ScriptedWorker:
     """A worker that has loaded the model and is open for work."""
     worker = ScriptedWorker(gateway.attach_socket)
-    worker.send(Ready(worker.incarnation))
     load = worker.receive()
     assert isinstance(load, Load) and load.model.name == MODEL
-    worker.send(Loaded(worker.incarnation, load.model.key, contract(), ("CPU",), 1, 1.0))
+    worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0))
     assert isinstance(worker.answer, Welcome)
     index = worker.answer.index
     eventually(lambda: gateway.stats()["workers"][index]["state"] == "ready", what="ready")
@@ -88,10 +86,10 @@ def compute(worker: ScriptedWorker, execute: Execute) -> None:
     outputs = Segment.attach(
         os.dup(worker.descriptors[1]), worker.answer.output_bytes, is_writable=True
     )
-    values = np.frombuffer(inputs.view, np.int64, execute.rows, execute.input_offset)
-    result = (3 * values + 1).tobytes()
-    del values
-    outputs.view[execute.output_offset : execute.output_offset + len(result)] = result
+    for each in execute.slices:
+        at = each.input_offset + 8 * each.first
+        result = (3 * np.frombuffer(inputs.view, np.int64, each.rows, at) + 1).tobytes()
+        outputs.view[each.output_offset : each.output_offset + len(result)] = result
     inputs.close()
     outputs.close()
 
@@ -102,18 +100,20 @@ def test_the_arena_holds_an_arrow_message_that_any_reader_reads(gateway: Gateway
     call = Call(gateway, [5, 6, 7])
     execute = worker.receive()
     assert isinstance(execute, Execute) and execute.rows == 3
-    assert execute.input_offset % 64 == 0 and execute.output_offset % 64 == 0
+    (whole,) = execute.slices
+    assert (whole.request_rows, whole.first, whole.rows) == (3, 0, 3)
+    assert whole.input_offset % 64 == 0 and whole.output_offset % 64 == 0
     assert isinstance(worker.answer, Welcome)
     segment = Segment.attach(
         os.dup(worker.descriptors[0]), worker.answer.input_bytes, is_writable=False
     )
-    start = bytes(segment.view[: execute.input_offset]).rfind(b"\xff\xff\xff\xff")
+    start = bytes(segment.view[: whole.input_offset]).rfind(b"\xff\xff\xff\xff")
     schema = pa.schema([("x", pa.int64())])
     batch = pa.ipc.read_record_batch(pa.py_buffer(bytes(segment.view[start:])), schema)
     assert batch["x"].to_pylist() == [5, 6, 7]
     segment.close()
     compute(worker, execute)
-    worker.send(Done(worker.incarnation, execute.batch_id, 1))
+    worker.send(Done(execute.batch_id, 1))
     call.join()
     assert call.result == [16, 19, 22]
     worker.close()
@@ -128,40 +128,45 @@ def test_a_worker_cannot_write_the_input_arena(gateway: Gateway) -> None:
 
 
 def test_credits_bound_what_a_worker_is_sent(gateway: Gateway) -> None:
+    """Two batches; what comes meanwhile waits, and goes together with the next credit."""
     worker = attached(gateway)
-    calls = [Call(gateway, [n]) for n in range(4)]
-    eventually(lambda: gateway.stats()["lanes"]["ids/1"]["queued"] == 2, what="two queued")
-    sent = [worker.receive(), worker.receive()]
+    calls = []
+    sent = []
+    for n in range(2):
+        calls.append(Call(gateway, [n]))
+        sent.append(worker.receive())
+    calls += [Call(gateway, [n]) for n in (2, 3, 4)]
+    eventually(lambda: gateway.stats()["lanes"]["ids/1"]["queued"] == 3, what="three queued")
     with pytest.raises(AssertionError, match="said nothing"):
         worker.receive(within_s=0.3)
-    answered = 0
-    while answered < 4:
-        execute = sent.pop(0) if sent else worker.receive()
+    compute(worker, sent[0])
+    worker.send(Done(sent[0].batch_id, 1))
+    together = worker.receive()
+    assert together.rows == len(together.slices) == 3
+    for execute in (together, sent[1]):
         compute(worker, execute)
-        worker.send(Done(worker.incarnation, execute.batch_id, 1))
-        answered += 1
+        worker.send(Done(execute.batch_id, 1))
     for n, call in enumerate(calls):
         call.join()
         assert call.result == [3 * n + 1]
     worker.close()
 
 
-def test_late_and_foreign_messages_are_dropped(gateway: Gateway) -> None:
-    """Answers about unknown batches, other incarnations and twice: counted, and nobody hurt."""
+def test_late_messages_are_dropped(gateway: Gateway) -> None:
+    """Answers about unknown batches, and twice: counted, and nobody hurt."""
     worker = attached(gateway)
     call = Call(gateway, [1])
     execute = worker.receive()
-    worker.send(Done(worker.incarnation, execute.batch_id + 100, 1))
-    worker.send(Done(worker.incarnation + 7, execute.batch_id, 1))
-    worker.send(Failed(worker.incarnation + 7, execute.batch_id, "execution_failed", "no"))
-    eventually(lambda: gateway.stats()["late_messages"] == 3, what="three dropped")
+    worker.send(Done(execute.batch_id + 100, 1))
+    worker.send(Failed(execute.batch_id + 7, "execution_failed", "no"))
+    eventually(lambda: gateway.stats()["late_messages"] == 2, what="two dropped")
     assert call.is_alive()
     compute(worker, execute)
-    worker.send(Done(worker.incarnation, execute.batch_id, 1))
-    worker.send(Done(worker.incarnation, execute.batch_id, 1))
+    worker.send(Done(execute.batch_id, 1))
+    worker.send(Done(execute.batch_id, 1))
     call.join()
     assert call.result == [4]
-    eventually(lambda: gateway.stats()["late_messages"] == 4, what="four dropped")
+    eventually(lambda: gateway.stats()["late_messages"] == 3, what="three dropped")
     gateway.wait_idle()
     worker.close()
 
@@ -170,7 +175,7 @@ def test_a_failed_batch_is_told_by_name(gateway: Gateway) -> None:
     worker = attached(gateway)
     call = Call(gateway, [1])
     execute = worker.receive()
-    worker.send(Failed(worker.incarnation, execute.batch_id, "execution_failed", "index beyond"))
+    worker.send(Failed(execute.batch_id, "execution_failed", "index beyond"))
     call.join()
     assert isinstance(call.error, ExecutionFailed) and call.error.fault == "model"
     assert call.error.message == "index beyond"
@@ -178,22 +183,39 @@ def test_a_failed_batch_is_told_by_name(gateway: Gateway) -> None:
 
 
 def test_end_of_file_is_the_news_of_a_death(gateway: Gateway) -> None:
-    """The connection's end fails what the worker had; another one may take its place."""
+    """The connection's end sends what the worker had to the next one."""
     worker = attached(gateway)
     call = Call(gateway, [1])
     assert isinstance(worker.receive(), Execute)
     worker.close()
-    call.join()
-    assert isinstance(call.error, WorkerLost)
-    gateway.wait_idle()
+    eventually(lambda: not gateway.stats()["ready"], what="not ready")
     again = attached(gateway)
     assert again.incarnation > 1
+    execute = again.receive()
+    compute(again, execute)
+    again.send(Done(execute.batch_id, 1))
+    call.join()
+    assert call.result == [4]
+    gateway.wait_idle()
     again.close()
+
+
+def test_what_a_worker_said_before_it_died_counts(gateway: Gateway) -> None:
+    """Its answer and its end come together: the caller has its result, and nothing runs again."""
+    worker = attached(gateway)
+    call = Call(gateway, [1])
+    execute = worker.receive()
+    compute(worker, execute)
+    worker.send(Done(execute.batch_id, 1))
+    worker.close()
+    call.join()
+    assert call.result == [4]
+    assert "retried" not in gateway.wait_idle()["lanes"]["ids/1"]
 
 
 def test_a_leaving_worker_gets_nothing_but_drain(gateway: Gateway) -> None:
     worker = attached(gateway)
-    worker.send(Leaving(worker.incarnation))
+    worker.send(Leaving())
     assert isinstance(worker.receive(), Drain)
     eventually(lambda: not gateway.stats()["ready"], what="not ready")
     worker.close()
@@ -202,7 +224,10 @@ def test_a_leaving_worker_gets_nothing_but_drain(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": PROTOCOL_VERSION + 1}, "version 2 of the control protocol"),
+        (
+            {"protocol": PROTOCOL_VERSION + 1},
+            f"version {PROTOCOL_VERSION + 1} of the control protocol",
+        ),
         ({"group": 5}, "no place is free in core group 5"),
     ],
 )

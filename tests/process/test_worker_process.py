@@ -27,7 +27,7 @@ from iskander.wire.messages import (
     Load,
     Loaded,
     LoadFailed,
-    Ready,
+    Slice,
 )
 
 
@@ -46,7 +46,6 @@ def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
         hello = gateway.accept()
         assert (hello.protocol, hello.group, hello.index) == (PROTOCOL_VERSION, 0, None)
         gateway.welcome()
-        assert gateway.receive() == Ready(1)
         yield worker
     finally:
         worker.end()
@@ -55,6 +54,11 @@ def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
 def write_input(gateway: ScriptedGateway, offset: int, values: np.ndarray) -> None:
     raw = values.tobytes()
     gateway.input.view[offset : offset + len(raw)] = raw
+
+
+def whole(batch_id: int, model: int, rows: int, source: int, target: int) -> Execute:
+    """A batch of one request."""
+    return Execute(batch_id, model, rows, (Slice(source, rows, 0, rows, target),))
 
 
 def read_output(gateway: ScriptedGateway, offset: int, dtype: str, count: int) -> list[object]:
@@ -66,13 +70,13 @@ def test_it_loads_computes_and_drains(gateway: ScriptedGateway, worker: WorkerPr
     gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
     loaded = gateway.receive()
     assert isinstance(loaded, Loaded)
-    assert (loaded.incarnation, loaded.model, loaded.threads) == (1, 0, 1)
+    assert (loaded.model, loaded.threads) == (0, 1)
     assert loaded.providers == ("CPUExecutionProvider",)
     for batch_id, (rows, at, to) in enumerate([(3, 0, 0), (3, 0, 0), (2, 64, 128)], start=1):
         write_input(gateway, at, np.arange(batch_id, batch_id + rows))
-        gateway.send(Execute(batch_id, 0, rows, at, to))
+        gateway.send(whole(batch_id, 0, rows, at, to))
         done = gateway.receive()
-        assert isinstance(done, Done) and (done.incarnation, done.batch_id) == (1, batch_id)
+        assert isinstance(done, Done) and done.batch_id == batch_id
         wanted = [3 * value + 1 for value in range(batch_id, batch_id + rows)]
         assert read_output(gateway, to, "int64", rows) == wanted
     gateway.send(Drain())
@@ -106,7 +110,7 @@ def test_it_beats_while_idle_and_while_it_works(
     gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([3000]))
-    gateway.send(Execute(77, 0, 1, 0, 0))
+    gateway.send(whole(77, 0, 1, 0, 0))
     eventually(lambda: gateway.last_beat().batch_id == 77, what="the beat of batch 77")
     assert isinstance(gateway.receive(), Done)
     eventually(lambda: gateway.last_beat().batch_id == 0, what="the beat of no batch")
@@ -126,14 +130,67 @@ def test_a_batch_that_the_model_refuses_fails_and_the_next_one_runs(
     gateway.send(Load(model_spec(folder)))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([99]))
-    gateway.send(Execute(1, 0, 1, 0, 0))
+    gateway.send(whole(1, 0, 1, 0, 0))
     failed = gateway.receive()
     assert isinstance(failed, Failed) and failed.code == "execution_failed"
     assert "idx=99" in failed.message and "/onnxruntime" not in failed.message
     write_input(gateway, 0, np.array([2]))
-    gateway.send(Execute(2, 0, 1, 0, 0))
+    gateway.send(whole(2, 0, 1, 0, 0))
     assert isinstance(gateway.receive(), Done)
     assert read_output(gateway, 0, "float32", 1) == [2.5]
+
+
+def test_requests_are_put_together_and_each_gets_its_own_rows(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """Three requests, one of them in part, filled up to eight rows; results apart."""
+    gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
+    assert isinstance(gateway.receive(), Loaded)
+    for offset, values in ((0, [1, 2]), (64, [10, 11, 12, 13]), (128, [100])):
+        write_input(gateway, offset, np.array(values))
+    slices = (Slice(0, 2, 0, 2, 512), Slice(64, 4, 1, 2, 640), Slice(128, 1, 0, 1, 768))
+    gateway.send(Execute(1, 0, 8, slices))
+    assert isinstance(gateway.receive(), Done)
+    for offset, values in ((512, [1, 2]), (640, [11, 12]), (768, [100])):
+        wanted = [3 * value + 1 for value in values]
+        assert read_output(gateway, offset, "int64", len(values)) == wanted
+    gateway.send(Execute(2, 0, 40, (Slice(64, 4, 3, 1, 0),)))
+    assert isinstance(gateway.receive(), Done)
+    assert read_output(gateway, 0, "int64", 1) == [40], "a larger batch takes larger memory"
+
+
+def test_a_run_that_nobody_waits_for_is_given_up(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """Between two nodes, and the worker computes the next batch with the same bindings."""
+    gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
+    assert isinstance(gateway.receive(), Loaded)
+    write_input(gateway, 0, np.array([1_000_000]))
+    gateway.send(whole(5, 0, 1, 0, 0))
+    eventually(lambda: gateway.last_beat().batch_id == 5, what="a running batch")
+    gateway.abort(4)
+    gateway.abort(5)
+    failed = gateway.receive()
+    assert isinstance(failed, Failed) and (failed.batch_id, failed.code) == (5, "cancelled")
+    write_input(gateway, 0, np.array([1]))
+    gateway.send(whole(6, 0, 1, 0, 0))
+    assert isinstance(gateway.receive(), Done)
+
+
+def test_a_batch_that_is_given_up_before_its_turn_does_not_run(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
+    assert isinstance(gateway.receive(), Loaded)
+    write_input(gateway, 0, np.array([2000]))
+    write_input(gateway, 64, np.array([1_000_000]))
+    gateway.send(whole(5, 0, 1, 0, 0))
+    gateway.send(whole(6, 0, 1, 64, 64))
+    eventually(lambda: gateway.last_beat().batch_id == 5, what="a running batch")
+    gateway.abort(6)
+    assert isinstance(gateway.receive(), Done)
+    failed = gateway.receive()
+    assert isinstance(failed, Failed) and (failed.batch_id, failed.code) == (6, "cancelled")
 
 
 def test_outputs_whose_shape_only_the_run_knows(
@@ -159,12 +216,12 @@ def test_outputs_whose_shape_only_the_run_knows(
     assert isinstance(loaded, Loaded)
     assert [spec.is_bound for spec in loaded.contract.outputs] == [True, False, True]
     write_input(gateway, 0, np.array([3, 1, 2]))
-    gateway.send(Execute(1, 0, 3, 0, 256))
+    gateway.send(whole(1, 0, 3, 0, 256))
     assert isinstance(gateway.receive(), Done)
     for column, wanted in enumerate([[3, 1, 2], [1, 2, 3], [-3, -1, -2]]):
         assert read_output(gateway, 256 + 64 * column, "int64", 3) == wanted
     write_input(gateway, 0, np.array([5, 5, 5]))
-    gateway.send(Execute(2, 0, 3, 0, 256))
+    gateway.send(whole(2, 0, 3, 0, 256))
     failed = gateway.receive()
     assert isinstance(failed, Failed) and "has the shape [1]" in failed.message
 
@@ -184,7 +241,7 @@ def test_booleans_are_bits_outside_and_bytes_inside(
     assert body_layout(loaded.contract.inputs, 11)[1] == 64
     values = np.arange(11) % 3 == 0
     write_input(gateway, 0, np.packbits(values, bitorder="little"))
-    gateway.send(Execute(1, 0, 11, 0, 0))
+    gateway.send(whole(1, 0, 11, 0, 0))
     assert isinstance(gateway.receive(), Done)
     bits = np.frombuffer(gateway.output.view, np.uint8, 2, 0)
     assert np.unpackbits(bits, count=11, bitorder="little").tolist() == (~values).tolist()
@@ -222,12 +279,11 @@ def test_it_keeps_its_models_for_the_next_gateway(
     hello = gateway.accept()
     assert (hello.index, hello.cpus) == (0, (0,))
     gateway.welcome()
-    assert gateway.receive() == Ready(2)
     gateway.send(Load(spec))
     loaded = gateway.receive()
-    assert isinstance(loaded, Loaded) and loaded.incarnation == 2
+    assert isinstance(loaded, Loaded)
     write_input(gateway, 0, np.array([4]))
-    gateway.send(Execute(9, 0, 1, 0, 0))
+    gateway.send(whole(9, 0, 1, 0, 0))
     assert isinstance(gateway.receive(), Done)
     assert read_output(gateway, 0, "int64", 1) == [13]
     assert len(shared_mappings(worker.pid)) == 3
@@ -248,11 +304,11 @@ def test_sigterm_asks_for_leave_and_finishes_first(
     gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([2000]))
-    gateway.send(Execute(1, 0, 1, 0, 0))
+    gateway.send(whole(1, 0, 1, 0, 0))
     eventually(lambda: gateway.last_beat().batch_id == 1, what="a running batch")
     worker.process.send_signal(signal.SIGTERM)
     assert isinstance(gateway.receive(), Done)
-    assert gateway.receive() == Leaving(1)
+    assert gateway.receive() == Leaving()
     gateway.send(Drain())
     assert worker.process.wait(20) == 0
 

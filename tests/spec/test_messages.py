@@ -18,8 +18,8 @@ import pytest
 from iskander.contract.tensors import ColumnType, Contract, TensorSpec
 from iskander.errors import ProtocolError
 from iskander.wire import messages
+from iskander.wire.channel import FRAME_BYTES_MAX
 from iskander.wire.messages import (
-    FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
     Done,
     Drain,
@@ -31,8 +31,8 @@ from iskander.wire.messages import (
     Loaded,
     LoadFailed,
     ModelSpec,
-    Ready,
     Refused,
+    Slice,
     Welcome,
     decode_hello,
     decode_to_gateway,
@@ -69,41 +69,48 @@ CONTRACT = Contract(
     rows_fixed=8,
 )
 SAMPLES: dict[str, Any] = {
-    "Hello": Hello(protocol=1, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
-    "Hello of a newborn": Hello(protocol=1, version="0.1.0", group=None, index=None, cpus=()),
+    "Hello": Hello(protocol=2, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
+    "Hello of a newborn": Hello(protocol=2, version="0.1.0", group=None, index=None, cpus=()),
     "Welcome": Welcome(
         incarnation=9,
         index=5,
         group=2,
         cpus=(4, 5),
         node=1,
-        work_address="ipc:///run/iskander/work-9.ipc",
-        results_address="ipc:///run/iskander/results.ipc",
         input_bytes=1 << 28,
         output_bytes=1 << 26,
         beat_bytes=4096,
         reattach_s=30.0,
     ),
-    "Welcome without a node": Welcome(1, 0, 0, (0,), None, "ipc://w", "ipc://r", 1, 2, 3, 0.0),
+    "Welcome without a node": Welcome(1, 0, 0, (0,), None, 1, 2, 3, 0.0),
     "Refused": Refused(code="protocol", message="every place of the plan has its worker"),
     "Load": Load(model=MODEL),
-    "Execute": Execute(batch_id=77, model=3, rows=128, input_offset=4416, output_offset=8192),
-    "Execute of large numbers": Execute(2**63 - 1, 2**31, 2**31, 2**40, 2**40),
+    "Execute": Execute(
+        batch_id=77,
+        model=3,
+        rows=128,
+        slices=(
+            Slice(input_offset=4416, request_rows=100, first=0, rows=100, output_offset=8192),
+            Slice(input_offset=16704, request_rows=640, first=512, rows=20, output_offset=8640),
+        ),
+    ),
+    "Execute of one whole request": Execute(78, 3, 128, (Slice(4416, 128, 0, 128, 8192),)),
+    "Execute of large numbers": Execute(
+        2**63 - 1, 2**31, 2**31, (Slice(2**40, 2**31, 2**30, 2**30, 2**40),)
+    ),
     "Drain": Drain(),
-    "Ready": Ready(incarnation=9),
     "Loaded": Loaded(
-        incarnation=9,
         model=3,
         contract=CONTRACT,
         providers=("CUDAExecutionProvider", "CPUExecutionProvider"),
         threads=4,
         load_ms=812.5,
     ),
-    "Loaded with defaults": Loaded(1, 0, Contract((), (), "all"), (), 1, 0.0),
-    "LoadFailed": LoadFailed(incarnation=9, model=3, code="manifest", message="no such tensor"),
-    "Done": Done(incarnation=9, batch_id=77, run_ns=156_000),
-    "Failed": Failed(incarnation=9, batch_id=77, code="execution_failed", message="refused"),
-    "Leaving": Leaving(incarnation=9),
+    "Loaded with defaults": Loaded(0, Contract((), (), "all"), (), 1, 0.0),
+    "LoadFailed": LoadFailed(model=3, code="manifest", message="no such tensor"),
+    "Done": Done(batch_id=77, run_ns=156_000),
+    "Failed": Failed(batch_id=77, code="execution_failed", message="refused"),
+    "Leaving": Leaving(),
 }
 DIRECTIONS: list[tuple[Any, Any]] = [
     (messages.ToGatewayAtBirth, decode_hello),
@@ -123,9 +130,9 @@ def decoder_of(message: Any) -> Any:
 
 
 def frame_of(message: Any) -> bytes:
-    """A frame as it is sent: over ZMQ an array of messages, here of one; at birth the message."""
-    is_over_zmq = decoder_of(message) in (decode_to_worker, decode_to_gateway)
-    return encode([message] if is_over_zmq else message)
+    """A frame as it is sent: at work an array of messages, here of one; at birth the message."""
+    is_at_work = decoder_of(message) in (decode_to_worker, decode_to_gateway)
+    return encode([message] if is_at_work else message)
 
 
 def read_frame(message: Any, frame: bytes) -> Any:
@@ -200,7 +207,7 @@ def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
 
 def test_messages_that_travel_together_arrive_in_order() -> None:
     to_worker = [SAMPLES["Load"], SAMPLES["Execute"], SAMPLES["Drain"]]
-    to_gateway = [SAMPLES["Ready"], SAMPLES["Done"], SAMPLES["Failed"], SAMPLES["Leaving"]]
+    to_gateway = [SAMPLES["Loaded"], SAMPLES["Done"], SAMPLES["Failed"], SAMPLES["Leaving"]]
 
     assert decode_to_worker(encode(to_worker)) == to_worker
     assert decode_to_gateway(encode(to_gateway)) == to_gateway

@@ -68,8 +68,49 @@ def row_ids(folder: Path) -> Path:
     )
 
 
+def picky(folder: Path, most: int) -> Path:
+    """`y = 3 * x + 1`, and a run with a row of `most` or more fails."""
+    return save(
+        folder,
+        [
+            helper.make_node("Div", ["x", "most"], ["beyond"]),
+            helper.make_node("Gather", ["table", "beyond"], ["nothing"]),
+            helper.make_node("Mul", ["x", "three"], ["m"]),
+            helper.make_node("Add", ["m", "one"], ["n"]),
+            helper.make_node("Add", ["n", "nothing"], ["y"]),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.INT64, ["rows"])],
+        [
+            helper.make_tensor("most", TensorProto.INT64, [], [most]),
+            helper.make_tensor("table", TensorProto.INT64, [1], [0]),
+            helper.make_tensor("three", TensorProto.INT64, [], [3]),
+            helper.make_tensor("one", TensorProto.INT64, [], [1]),
+        ],
+    )
+
+
 def slow(folder: Path, turns: int) -> Path:
     """`y = x` after a loop of `turns` turns for each unit in the first row of `x`."""
+    nodes = [
+        helper.make_node("Gather", ["x", "zero"], ["first"]),
+        helper.make_node("Mul", ["first", "turns"], ["trips"]),
+    ]
+    return _loop(folder, nodes, turns=turns)
+
+
+def looping(folder: Path, turns: int, turns_row: int) -> Path:
+    """`y = x` after a loop of `turns` turns and `turns_row` more for each row."""
+    nodes = [
+        helper.make_node("Size", ["x"], ["rows"]),
+        helper.make_node("Mul", ["rows", "turns_row"], ["more"]),
+        helper.make_node("Add", ["more", "turns"], ["trips"]),
+    ]
+    return _loop(folder, nodes, turns=turns, turns_row=turns_row)
+
+
+def _loop(folder: Path, nodes: list[Any], **numbers: int) -> Path:
+    """`y = x` after as many turns as the nodes make `trips`; a turn multiplies 64 by 64."""
     body = helper.make_graph(
         [
             helper.make_node("Identity", ["condition_in"], ["condition_out"]),
@@ -95,8 +136,7 @@ def slow(folder: Path, turns: int) -> Path:
     return save(
         folder,
         [
-            helper.make_node("Gather", ["x", "zero"], ["first"]),
-            helper.make_node("Mul", ["first", "turns"], ["trips"]),
+            *nodes,
             helper.make_node("Loop", ["trips", "true", "start"], ["end"], body=body),
             helper.make_node("ReduceMin", ["end"], ["least"], keepdims=0),
             helper.make_node("Cast", ["least"], ["least_int"], to=TensorProto.INT64),
@@ -107,9 +147,69 @@ def slow(folder: Path, turns: int) -> Path:
         [helper.make_tensor_value_info("y", TensorProto.INT64, ["rows"])],
         [
             helper.make_tensor("zero", TensorProto.INT64, [], [0]),
-            helper.make_tensor("turns", TensorProto.INT64, [], [turns]),
             helper.make_tensor("true", TensorProto.BOOL, [], [True]),
             helper.make_tensor("start", TensorProto.FLOAT, [64, 64], state.reshape(-1)),
+            *(helper.make_tensor(n, TensorProto.INT64, [], [v]) for n, v in numbers.items()),
+        ],
+    )
+
+
+def priced(folder: Path, batch_turns: int, row_turns: int) -> Path:
+    """`y = 3 * x + 1` at a price: turns for the batch, and turns for each row, whatever it holds.
+
+    A batch's turn multiplies 64 by 64, a row's turn takes about a 64th of that.
+    """
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["condition_in"], ["condition_out"]),
+            helper.make_node("MatMul", ["state", "same"], ["state_out"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("condition_in", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, [None, 64]),
+        ],
+        [
+            helper.make_tensor_value_info("condition_out", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state_out", TensorProto.FLOAT, [None, 64]),
+        ],
+    )
+    # Both loops depend on x, by nothing: otherwise they would be computed once, when it is loaded.
+    nodes = [
+        helper.make_node("Mul", ["x", "zero"], ["zeros"]),
+        helper.make_node("Cast", ["zeros"], ["zeros_float"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMin", ["zeros_float"], ["zero_float"], keepdims=0),
+        helper.make_node("Unsqueeze", ["zeros_float", "last"], ["column"]),
+        helper.make_node("Add", ["same", "zero_float"], ["start_batch"]),
+        helper.make_node("Add", ["column", "ones"], ["start_rows"]),
+        helper.make_node("Loop", ["batch_turns", "true", "start_batch"], ["end_batch"], body=body),
+        helper.make_node("Loop", ["row_turns", "true", "start_rows"], ["end_rows"], body=body),
+        helper.make_node("ReduceMin", ["end_batch"], ["least_batch"], keepdims=0),
+        helper.make_node("ReduceMin", ["end_rows"], ["least_rows"], axes=[1], keepdims=0),
+        helper.make_node("Add", ["least_rows", "least_batch"], ["least"]),
+        helper.make_node("Cast", ["least"], ["whole"], to=TensorProto.INT64),
+        helper.make_node("Mul", ["whole", "zero"], ["nothing"]),
+        helper.make_node("Mul", ["x", "three"], ["tripled"]),
+        helper.make_node("Add", ["tripled", "one"], ["next"]),
+        helper.make_node("Add", ["next", "nothing"], ["y"]),
+    ]
+    same = np.eye(64, dtype=np.float32)
+    return save(
+        folder,
+        nodes,
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.INT64, ["rows"])],
+        [
+            helper.make_tensor("zero", TensorProto.INT64, [], [0]),
+            helper.make_tensor("one", TensorProto.INT64, [], [1]),
+            helper.make_tensor("three", TensorProto.INT64, [], [3]),
+            helper.make_tensor("last", TensorProto.INT64, [1], [1]),
+            helper.make_tensor("batch_turns", TensorProto.INT64, [], [batch_turns]),
+            helper.make_tensor("row_turns", TensorProto.INT64, [], [row_turns]),
+            helper.make_tensor("true", TensorProto.BOOL, [], [True]),
+            helper.make_tensor("same", TensorProto.FLOAT, [64, 64], same.reshape(-1)),
+            helper.make_tensor("ones", TensorProto.FLOAT, [64], [1.0] * 64),
         ],
     )
 

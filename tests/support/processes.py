@@ -52,6 +52,8 @@ def render_config(**sections: Any) -> str:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
     return json.dumps(value)
 
 
@@ -63,6 +65,7 @@ class Gateway:
         self.runtime = folder / "run"
         sections.setdefault("server", {}).setdefault("address", "127.0.0.1:0")
         sections["server"].setdefault("runtime_directory", str(self.runtime))
+        sections.setdefault("admin", {}).setdefault("address", "127.0.0.1:0")
         sections.setdefault("arena", {}).setdefault("input_bytes", 24 * MIB)
         sections["arena"].setdefault("output_bytes", 16 * MIB)
         limits = sections.setdefault("limits", {})

@@ -12,7 +12,7 @@ from iskander import __version__
 from iskander.memory.beat import BEAT_BYTES, Beat, read_beat
 from iskander.memory.segment import Segment
 from iskander.wire import attach
-from iskander.wire.channel import Receiver, Sender, open_context
+from iskander.wire.channel import Channel
 from iskander.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -55,17 +55,18 @@ class ScriptedGateway:
         self.listener = attach.listen(str(self.socket_path))
         self.listener.setblocking(True)
         self.listener.settimeout(20)
-        self.context = open_context()
-        self.results = Receiver(self.context, str(folder / "results.ipc"))
         self.input = Segment.create("iskander-input", ARENA_BYTES, is_read_only=True)
         self.output = Segment.create("iskander-output", ARENA_BYTES)
         self.beat = Segment.create("iskander-beat", BEAT_BYTES)
         self.incarnation = 0
         self.waiting: list[Any] = []
         self.connection: socket.socket | None = None
-        self.sender: Sender | None = None
+        self.channel: Channel | None = None
+        self.abort_fd = -1
 
     def accept(self) -> Hello:
+        if self.connection is not None:
+            self.connection.close()
         self.connection, _ = self.listener.accept()
         self.connection.settimeout(20)
         return attach.read_hello(self.connection.recv(1 << 16))
@@ -79,31 +80,32 @@ class ScriptedGateway:
             "group": 0,
             "cpus": (0,),
             "node": None,
-            "work_address": f"ipc://{self.folder}/work-{self.incarnation}.ipc",
-            "results_address": self.results.address,
             "input_bytes": ARENA_BYTES,
             "output_bytes": ARENA_BYTES,
             "beat_bytes": BEAT_BYTES,
             "reattach_s": 20.0,
         }
         welcome = Welcome(**(values | changes))
-        fds = (self.input.fd, self.output.fd, self.beat.fd)
+        read_end, self.abort_fd = os.pipe2(os.O_CLOEXEC)
+        fds = (self.input.fd, self.output.fd, self.beat.fd, read_end)
         attach.send_answer(self.connection, welcome, fds)
-        self.sender = Sender(self.context, welcome.work_address)
+        os.close(read_end)
+        self.channel = Channel(self.connection)
 
     def refuse(self, message: str) -> None:
         assert self.connection is not None
         attach.send_answer(self.connection, Refused("protocol", message))
 
     def send(self, message: Any) -> None:
-        assert self.sender is not None
-        self.sender.send(encode([message]))
+        assert self.channel is not None
+        self.channel.send(encode([message]))
 
     def receive(self, within_s: float = 20.0) -> Any:
         """The next message of the worker."""
+        assert self.channel is not None
         deadline = time.monotonic() + within_s
         while True:
-            for frame in self.results.receive_waiting():
+            for frame in self.channel.receive():
                 self.waiting += decode_to_gateway(frame)
             if self.waiting:
                 return self.waiting.pop(0)
@@ -115,18 +117,20 @@ class ScriptedGateway:
 
     def hang_up(self) -> None:
         """End the connection as a gateway's death would."""
-        assert self.connection is not None and self.sender is not None
-        self.connection.close()
-        self.sender.close()
+        assert self.channel is not None
+        self.channel.close()
+        os.close(self.abort_fd)
+        self.channel = None
+
+    def abort(self, batch_id: int) -> None:
+        os.write(self.abort_fd, batch_id.to_bytes(8, "little"))
 
     def close(self) -> None:
+        if self.channel is not None:
+            self.hang_up()
         if self.connection is not None:
             self.connection.close()
-        if self.sender is not None:
-            self.sender.close()
         self.listener.close()
-        self.results.close()
-        self.context.destroy(0)
         for path in self.folder.iterdir():
             if path.is_socket():  # Also of a worker that the test killed.
                 path.unlink()
@@ -150,10 +154,7 @@ class ScriptedWorker:
         answer, self.descriptors = attach.receive_answer(self.connection)
         self.answer = answer
         self.waiting: list[Any] = []
-        self.context = open_context()
-        if isinstance(answer, Welcome):
-            self.receiver = Receiver(self.context, answer.work_address.removeprefix("ipc://"))
-            self.sender = Sender(self.context, answer.results_address)
+        self.channel = Channel(self.connection)
 
     @property
     def incarnation(self) -> int:
@@ -161,12 +162,12 @@ class ScriptedWorker:
         return self.answer.incarnation
 
     def send(self, message: Any) -> None:
-        self.sender.send(encode([message]))
+        self.channel.send(encode([message]))
 
     def receive(self, within_s: float = 20.0) -> Any:
         deadline = time.monotonic() + within_s
         while True:
-            for frame in self.receiver.receive_waiting():
+            for frame in self.channel.receive():
                 self.waiting += decode_to_worker(frame)
             if self.waiting:
                 return self.waiting.pop(0)
@@ -174,11 +175,7 @@ class ScriptedWorker:
             time.sleep(0.002)
 
     def close(self) -> None:
-        if isinstance(self.answer, Welcome):
-            self.sender.close(linger_ms=100)
-            self.receiver.close()
-        self.connection.close()
+        self.channel.close()
         for fd in self.descriptors:
             os.close(fd)
         self.descriptors = []
-        self.context.destroy()

@@ -97,7 +97,7 @@ def column(kind: str) -> pa.Array:
         ({f"c{n}": [1] for n in range(9)}, LimitExceeded, "8 columns, got 9"),
         ({"x": [1], "s": ["a" * 1001]}, LimitExceeded, "strings may have 1000 bytes, got 1001"),
         ({"x": [1], "n": [[[["deep"]]]]}, LimitExceeded, "`n` is nested deeper than 3"),
-        ({"x": np.arange(50_001)}, LimitExceeded, "50000 rows, got 50001"),
+        ({"x": np.arange(100_001)}, LimitExceeded, "100000 rows, got 100001"),
         ({"x": np.arange(9), "b": [b"x" * 200_000] * 9}, LimitExceeded, "1048576 bytes, got"),
     ],
 )

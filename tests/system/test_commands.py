@@ -127,3 +127,25 @@ def test_systemd_units_are_understood(tmp_path: Path) -> None:
     assert run("systemd-analyze", "verify", *units) == ""
     (tmp_path / "iskander-gateway.service").write_text("[Service]\nTypo=yes\nExecStart=/bin/true\n")
     assert "Typo" in run("systemd-analyze", "verify", tmp_path / "iskander-gateway.service")
+
+
+@pytest.mark.parametrize("command", ["models", "stats"])
+def test_a_gateway_that_is_not_there_is_told_in_a_line(command: str) -> None:
+    said = run(BIN / "iskander", command, "--address", "127.0.0.1:1", code=1)
+    assert said.startswith("iskander: no gateway answers at 127.0.0.1:1")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("lanes.policy=nonsense", "there are deadline_aware"),
+        ("workers.quorum=9", "can never be met"),
+        ("admin.address=here", "wanted HOST:PORT"),
+        ("lanes.pad_to=[1000000]", "is more than max_batch_rows"),
+    ],
+)
+def test_check_refuses_what_a_start_would(setting: str, words: str) -> None:
+    file = ROOT / "configs" / "quickstart.toml"
+    assert words in run(BIN / "iskander", "check", file, "--set", setting, code=1)
+    assert words in run(BIN / "iskander-gateway", "--config", file, "--set", setting, code=78)

@@ -301,7 +301,13 @@ def test_discovery_and_actions(gateway: Gateway) -> None:
     assert json.loads(info.app_metadata)["inputs"][0]["column"] == "user_id"
     schema = client.get_schema(flight.FlightDescriptor.for_path("wide", "1")).schema
     assert schema == pa.schema([("score", pa.float32())])
-    assert {a.type for a in client.list_actions()} == {"health", "models", "contract", "stats"}
+    assert {a.type for a in client.list_actions()} == {
+        "health",
+        "models",
+        "contract",
+        "stats",
+        "metrics",
+    }
     (health,) = client.do_action(flight.Action("health", b""))
     assert json.loads(health.body.to_pybytes())["models"]["wide"]["ready"] is True
     contract, takes, gives = client.do_action(flight.Action("contract", b'{"model": "wide"}'))

@@ -17,15 +17,18 @@ LAYERS = {
     "iskander/contract/": ("errors", "contract"),
     "iskander/config.py": ("errors",),
     "iskander/config_reference.py": ("config",),
+    "iskander/config_file.py": ("errors", "config", "config_reference"),
     "iskander/memory/": ("errors", "memory"),
     "iskander/wire/": ("errors", "contract", "wire"),
     "iskander/client.py": ("errors",),
+    "iskander/tables.py": (),
     "iskander/gateway/": (
-        "", "errors", "clock", "config", "contract", "memory", "wire", "gateway", "_generated",
+        "", "errors", "clock", "config", "config_file", "contract", "memory", "wire", "gateway",
+        "_generated",
     ),
     "iskander/cli.py": (
-        "", "errors", "config", "config_reference", "contract", "memory", "client", "gateway",
-        "iskander_worker",
+        "", "errors", "config", "config_file", "config_reference", "contract", "memory", "client",
+        "gateway", "tables", "iskander_worker",
     ),
     "workers/iskander_worker/": (
         "", "errors", "clock", "contract", "memory", "wire", "iskander_worker",
@@ -36,7 +39,12 @@ PARTS = {Path(prefix).stem for prefix in LAYERS} | {"_generated"}
 
 # Where each library may be imported; what to use elsewhere.
 DOORS = {
-    "zmq": (("iskander/wire/channel.py",), "iskander.wire.channel"),
+    "prometheus_client": (
+        ("iskander/gateway/telemetry/metrics.py",),
+        "iskander.gateway.telemetry.metrics",
+    ),
+    "starlette": (("iskander/gateway/telemetry/admin.py",), "iskander.gateway.telemetry.admin"),
+    "uvicorn": (("iskander/gateway/telemetry/admin.py",), "iskander.gateway.telemetry.admin"),
     "pyarrow.flight": (("iskander/client.py",), "iskander.client"),
     "grpc": (("iskander/gateway/frontends/",), "the frontends"),
     "google.protobuf": (("iskander/gateway/frontends/",), "the frontends"),
@@ -44,10 +52,7 @@ DOORS = {
     "pyarrow": (("iskander/gateway/", "iskander/client.py"), "nothing: a worker has no Arrow"),
     "mmap": (("iskander/memory/segment.py",), "iskander.memory.segment"),
     "time": (("iskander/clock.py",), "iskander.clock"),
-    "subprocess": (
-        ("iskander/gateway/supervisor.py", "iskander/gateway/workers.py"),
-        "the supervisor",
-    ),
+    "subprocess": (("iskander/gateway/supervision/workers.py",), "the supervisor"),
     "multiprocessing": ((), "a worker of its own command"),
     "pickle": ((), "msgspec"),
 }
@@ -56,10 +61,23 @@ PURE = (
     "iskander/contract/tensors.py",
     "iskander/contract/dtypes.py",
     "iskander/memory/arena.py",
-    "iskander/gateway/lifecycle.py",
+    "iskander/contract/rows.py",
+    "iskander/gateway/lanes/admission.py",
+    "iskander/gateway/lanes/batcher.py",
+    "iskander/gateway/lanes/cadence.py",
+    "iskander/gateway/lanes/cost.py",
+    "iskander/gateway/lanes/lane.py",
+    "iskander/gateway/lanes/policies.py",
+    "iskander/gateway/lanes/request.py",
+    "iskander/gateway/lanes/waiting.py",
+    "iskander/gateway/recovery.py",
+    "iskander/gateway/supervision/lifecycle.py",
+    "iskander/gateway/telemetry/histogram.py",
+    "iskander/tables.py",
     "iskander/gateway/frontends/flight_data.py",
 )
-IMPURE = {"socket", "threading", "asyncio", "os", "subprocess", "iskander.clock"}
+IMPURE = {"socket", "threading", "asyncio", "os", "subprocess", "time"}
+IMPURE |= {f"iskander.clock.{name}" for name in ("now_ns", "wall_ns", "pause_s")}
 
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()

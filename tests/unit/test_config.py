@@ -11,15 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from iskander.config import (
-    MIB,
-    Config,
-    Loaded,
-    ModelConfig,
-    load_config,
-    settings,
-)
-from iskander.config_reference import render_reference
+from iskander.config import MIB, Config, ModelConfig
+from iskander.config_file import Loaded, load_config
+from iskander.config_reference import render_reference, settings
 from iskander.errors import ConfigError
 
 MODEL = '[[models]]\nname = "m"\npath = "m.onnx"\n'
@@ -424,7 +418,7 @@ def test_the_reference_names_every_setting_once() -> None:
 @pytest.mark.parametrize("setting", [pytest.param(s, id=s.path) for s in settings()])
 def test_every_setting_has_a_sentence_and_a_type(setting: Any) -> None:
     assert re.fullmatch(r"[A-Z`].*\.", setting.sentence)
-    assert re.fullmatch(r'[a-z0-9 "|]+', setting.type)
+    assert re.fullmatch(r'[a-z0-9_ "|]+', setting.type)
     assert setting.default is not None or setting.path.startswith("models.")
 
 

@@ -107,12 +107,10 @@ class Stream:
         limits: Beyond the defaults, by name.
     """
 
-    def __init__(
-        self, contract: Contract, schema_header: bytes, *, rows_max: int = 1 << 20, **limits: int
-    ) -> None:
+    def __init__(self, contract: Contract, schema_header: bytes, **limits: int) -> None:
         settings_ = msgspec.structs.replace(LIMITS, **limits)
         self.plan = Plan(schema_header, contract, settings_)
-        self.codec = StreamCodec(self.plan, settings_, rows_max)
+        self.codec = StreamCodec(self.plan, settings_)
 
     def decode(self, messages: Iterable[tuple[bytes, bytes]]) -> list[Arrived]:
         decoded = (self.codec.decode(memoryview(h), unaligned(b), HEAD) for h, b in messages)
@@ -563,7 +561,7 @@ def test_streams_of_one_plan_do_not_share_their_dictionaries() -> None:
     (header, _), *rest = messages(batch_of(x=x_of(2), d=column))
     first = Stream(contract_of(), header)
     second = Stream(contract_of(), header)
-    second.codec = StreamCodec(first.plan, LIMITS, 100)
+    second.codec = StreamCodec(first.plan, LIMITS)
 
     first.answer(rest)
     (answer,) = second.read(second.answer(rest))
@@ -825,22 +823,13 @@ def test_nulls_in_an_input_are_refused(
     assert error.fields == {"column": "column"}
 
 
-@pytest.mark.parametrize("rows", [0, 4])
-def test_a_model_with_fixed_rows_takes_them_or_none(rows: int) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 8])
+def test_a_model_with_fixed_rows_is_asked_with_any(rows: int) -> None:
+    """Its lane splits them, and fills them up."""
     schema, *rest = messages(batch_of(x=x_of(rows)))
     stream = Stream(contract_of(rows_fixed=4), schema[0])
 
     assert stream.decode(rest)[0].rows == rows
-
-
-@pytest.mark.parametrize("rows", [1, 3, 5, 8])
-def test_a_model_with_fixed_rows_takes_no_others(rows: int) -> None:
-    schema, *rest = messages(batch_of(x=x_of(rows)))
-    stream = Stream(contract_of(rows_fixed=4), schema[0])
-
-    assert (
-        f"exactly 4 rows a batch, got {rows}" in decode_error(stream, rest, ContractError).message
-    )
 
 
 FORGED = batch_of(x=x_of(), s=STRINGS["string"], n=FIXED_WIDTH["int32 with nulls"])
@@ -1088,14 +1077,11 @@ def test_columns_without_overlap_are_as_large_as_their_body() -> None:
 
 
 @pytest.mark.parametrize("compression", CODECS)
-@pytest.mark.parametrize("limits", [{"rows": ROWS}, {"rows_max": ROWS}])
-def test_rows_are_limited_by_server_and_model(
-    limits: dict[str, int], compression: str | None
-) -> None:
+def test_rows_are_limited(compression: str | None) -> None:
     schema, fits, exceeds = messages(
         batch_of(x=x_of(ROWS)), batch_of(x=x_of(ROWS + 1)), compression=compression
     )
-    stream = Stream(contract_of(), schema[0], **limits)
+    stream = Stream(contract_of(), schema[0], rows=ROWS)
 
     stream.decode([fits])
     error = decode_error(stream, [exceeds], LimitExceeded)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from iskander.config import Config, ModelConfig, WorkersConfig
 from iskander.errors import ConfigError
-from iskander.gateway.placement import Topology, parse_cpu_list, plan, read_topology
-from iskander.gateway.workers import Place
+from iskander.gateway.supervision.placement import Topology, parse_cpu_list, plan, read_topology
+from iskander.gateway.supervision.workers import Place
 
 
 def config(

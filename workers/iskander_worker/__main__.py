@@ -1,7 +1,7 @@
 """`iskander-worker`: attach to a gateway, take a place on the cores, load models, run batches.
 
 The order matters and is the reason for the late imports: who this worker is comes over the
-attach socket first, then the process is pinned, and only then are NumPy, ZMQ and ONNX Runtime
+attach socket first, then the process is pinned, and only then are NumPy and ONNX Runtime
 imported, so that every thread and page of theirs is born on the right cores.
 
 Exit codes: 0 drained; 2 wrong usage; 69 no gateway; 70 a bug; 71 the system refused memory;
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -58,6 +59,8 @@ def main() -> None:
     )
     parser.add_argument("--version", action="version", version=f"iskander-worker {__version__}")
     arguments = parser.parse_args()
+    # Until the loop has handlers of its own there is nothing to finish.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_DRAINED))
     try:
         sys.exit(_work(arguments.attach, arguments.group, arguments.wait_s))
     except SegmentError as error:
@@ -111,13 +114,11 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
             if lock is not None:
                 lock.release()
             lock = attach.LockFile(Path(path).parent / f"worker-{answer.index}.lock")
-            lock.take()
         index, group = answer.index, answer.group
-        if loop.serve(connection, answer, descriptors):
-            # Left to the end of the process, so that its end-of-file means just that.
-            connection.detach()
+        assert lock is not None
+        # The worker that it replaces may hold the lock for a moment more: tried at every turn.
+        if loop.serve(connection, answer, descriptors, on_turn=lock.take):
             return EXIT_DRAINED
-        connection.close()
         deadline_ns = _deadline_ns(answer.reattach_s)
         _say("the gateway is gone; keeping the models and waiting for the next one")
 

@@ -1,14 +1,21 @@
-"""One batch: a binding over the leased buffers, made once per address and rows, and run.
+"""One batch: run straight on the leased buffers where it is one whole request, else put together.
+
+    one request, whole      inputs and results bound where they lie: no copy
+    anything else           rows gathered into memory of this worker, run there, results scattered
+
+A binding is made once for its addresses and rows, and kept.
 
 Runs on: worker main.
 """
 
 from __future__ import annotations
 
-from iskander.contract.tensors import body_layout
+import numpy as np
+
+from iskander.contract.rows import RowCopier, Rows
 from iskander.memory.segment import Segment
-from iskander.wire.messages import Execute
-from iskander_worker.session import Binding, Session
+from iskander.wire.messages import Execute, Slice
+from iskander_worker.session import Binding, RunOptions, Session
 
 BINDINGS_MAX = 512
 BINDING_BYTES_MAX = 65_536
@@ -28,40 +35,102 @@ class Executor:
         self._input = input_segment
         self._output = output_segment
         self._bindings: dict[tuple[int, int, int, int], Binding] = {}
+        self._stages: dict[int, _Stage] = {}
         self.sessions: dict[int, Session] = {}
 
-    def execute(self, message: Execute) -> None:
-        """Run one batch; its results lie at `message.output_offset` when this returns.
+    def execute(self, message: Execute, options: RunOptions) -> None:
+        """Run one batch; the results of every slice lie where it says when this returns.
+
+        Args:
+            message: What to run.
+            options: Of this run alone; another thread may set `terminate` on them.
 
         Raises:
             ExecutionFailed: The model did not compute it.
         """
         # Step 7
-        key = (message.model, message.rows, message.input_offset, message.output_offset)
-        binding = self._bindings.pop(key, None)
-        if binding is None:
-            binding = self._bind(message)
-            if len(self._bindings) >= BINDINGS_MAX:
-                self._bindings.pop(next(iter(self._bindings)))
-        is_reusable = self.sessions[message.model].is_binding_reusable
-        if is_reusable and binding.own_bytes <= BINDING_BYTES_MAX:
-            self._bindings[key] = binding  # Last in the dict's order: the least recent is first.
-        binding.run()
+        first = message.slices[0]
+        if first.rows == first.request_rows == message.rows:
+            source = self._input.address + first.input_offset
+            target = self._output.address + first.output_offset
+            self._binding(message, source, target).run(options)
+            return
+        self._require_inside(message)
+        stage = self._stages.get(message.model)
+        if stage is None or stage.rows < message.rows:
+            stage = self._make_stage(message.model, message.rows)
+        stage.gather(self._input.view, message.slices, message.rows)
+        self._binding(message, stage.input_address, stage.output_address).run(options)
+        stage.scatter(self._output.view, message.slices, message.rows)
 
     def forget(self) -> None:
         """Drop every binding: the arenas are about to be unmapped."""
         self._bindings.clear()
+        self._stages.clear()
 
-    def _bind(self, message: Execute) -> Binding:
+    def _binding(self, message: Execute, input_address: int, output_address: int) -> Binding:
+        key = (message.model, message.rows, input_address, output_address)
         session = self.sessions[message.model]
-        _, input_bytes = body_layout(session.contract.inputs, message.rows)
-        _, output_bytes = body_layout(session.contract.outputs, message.rows)
-        assert 0 <= message.input_offset <= len(self._input) - input_bytes, "input beyond the arena"
-        assert 0 <= message.output_offset <= len(self._output) - output_bytes, (
-            "output beyond the arena"
-        )
-        return session.bind(
-            message.rows,
-            self._input.address + message.input_offset,
-            self._output.address + message.output_offset,
-        )
+        binding = self._bindings.pop(key, None)
+        if binding is None:
+            self._require_inside(message)
+            binding = session.bind(message.rows, input_address, output_address)
+            if len(self._bindings) >= BINDINGS_MAX:
+                self._bindings.pop(next(iter(self._bindings)))
+        if session.is_binding_reusable and binding.own_bytes <= BINDING_BYTES_MAX:
+            self._bindings[key] = binding  # Last in the dict's order: the least recent is first.
+        return binding
+
+    def _make_stage(self, model: int, rows: int) -> _Stage:
+        """Memory for batches of up to that many rows, doubled so that it is made a few times."""
+        self._bindings = {key: kept for key, kept in self._bindings.items() if key[0] != model}
+        stage = self._stages[model] = _Stage(self.sessions[model], 1 << (rows - 1).bit_length())
+        return stage
+
+    def _require_inside(self, message: Execute) -> None:
+        session = self.sessions[message.model]
+        for each in message.slices:
+            _, input_bytes = session.inputs.layout(each.request_rows)
+            _, output_bytes = session.outputs.layout(each.rows)
+            assert 0 <= each.input_offset <= len(self._input) - input_bytes, "beyond the arena"
+            assert 0 <= each.output_offset <= len(self._output) - output_bytes, "beyond the arena"
+            assert 0 <= each.first <= each.request_rows - each.rows, "beyond the request"
+
+
+class _Stage:
+    """Memory in which a batch is put together, and its results wait to be handed out.
+
+    Args:
+        session: Of the model.
+        rows: The most that a batch may have.
+    """
+
+    def __init__(self, session: Session, rows: int) -> None:
+        self.rows = rows
+        self._inputs: RowCopier = session.inputs
+        self._outputs: RowCopier = session.outputs
+        inputs = np.zeros(session.inputs.layout(rows)[1] + 64, np.uint8)
+        outputs = np.zeros(session.outputs.layout(rows)[1] + 64, np.uint8)
+        self._input_view, self._output_view = inputs.data, outputs.data
+        self.input_address = inputs.ctypes.data
+        self.output_address = outputs.ctypes.data
+
+    def gather(self, source: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
+        """Copy the slices' rows one after the other, and fill up to `rows` with the last one.
+
+        With a row that is there: zeros could be refused by the model, or divide by zero.
+        """
+        at = 0
+        for each in slices:
+            request = Rows(source[each.input_offset :], each.request_rows, each.first)
+            self._inputs.copy(each.rows, request, Rows(self._input_view, rows, at))
+            at += each.rows
+        self._inputs.repeat_last(self._input_view, at, rows)
+
+    def scatter(self, target: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
+        """Copy to every slice its own results."""
+        at = 0
+        for each in slices:
+            results = Rows(target[each.output_offset :], each.rows, 0)
+            self._outputs.copy(each.rows, Rows(self._output_view, rows, at), results)
+            at += each.rows

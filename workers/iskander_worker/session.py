@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from iskander.contract.manifest import model_file, read_manifest
+from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import (
     Contract,
     Graph,
@@ -38,6 +39,12 @@ OPTIMIZATION_LEVELS = {
     "level2": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "level3": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
+
+
+class RunOptions(ort.RunOptions):  # type: ignore[misc]
+    """Of one run; setting `terminate` from another thread gives it up."""
+
+
 _LOG_ERRORS_ONLY = 3
 _SOURCE_PATH = re.compile(r"/\S*\.(?:cc|cpp|cu|h|so|onnx|py)\S*")
 
@@ -71,6 +78,8 @@ class Session:
         self._session = _open(model_file(Path(spec.path)), options, spec.execution_providers)
         self.providers = tuple(self._session.get_providers())
         self.contract = compile_contract(read_manifest(Path(spec.path)), _graph_of(self._session))
+        self.inputs = RowCopier(self.contract.inputs)
+        self.outputs = RowCopier(self.contract.outputs)
         # A binding on an accelerator copies its inputs when it is made, so it cannot be kept.
         self.is_binding_reusable = self.providers[0] == PROVIDERS["cpu"]
 
@@ -108,7 +117,7 @@ class Session:
             else:
                 raw.view(spec.type.dtype.numpy)[:] = 1
         try:
-            self.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run()
+            self.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(RunOptions())
         except ExecutionFailed:
             return
 
@@ -169,8 +178,11 @@ class Binding:
                 address = tensor.ctypes.data
             io.bind_output(spec.tensor, "cpu", 0, _element(spec), shape, address)
 
-    def run(self) -> None:
+    def run(self, options: RunOptions) -> None:
         """Compute the batch.
+
+        Args:
+            options: Of this run; it is given up, between nodes, when `terminate` is set on them.
 
         Raises:
             ExecutionFailed: The runtime refused, or an output has not the shape of the contract.
@@ -182,7 +194,7 @@ class Binding:
             # Again each time: the runtime keeps the last run's output bound, with its shape.
             self._io.bind_output(spec.tensor, "cpu")
         try:
-            self._session.run_with_iobinding(self._io)
+            self._session.run_with_iobinding(self._io, options)
         except Exception as error:
             raise ExecutionFailed(_plain(error)) from None
         for tensor, bits in self._packed:

@@ -14,6 +14,7 @@ import msgspec
 from google.protobuf.message import DecodeError, Message
 
 from iskander._generated import flight_pb2
+from iskander.clock import now_ns
 from iskander.config import LimitsConfig
 from iskander.errors import (
     Draining,
@@ -26,8 +27,9 @@ from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_exchange import OPEN_S, Exchange
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.intake import Intake
-from iskander.gateway.lanes import Lane
+from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models, describe
+from iskander.gateway.telemetry.recent import Recent
 
 SERVICE = "arrow.flight.protocol.FlightService"
 PLAN_HEADER_BYTES_MAX = 65_536
@@ -39,7 +41,9 @@ ACTIONS = {
     "models": "What is served; one JSON array.",
     "contract": 'Body {"model": NAME, "version": VERSION?}. The contract as JSON, then the schemas '
     "of its inputs and results as Arrow IPC messages.",
-    "stats": "Counters of lanes, workers and memory; one JSON object.",
+    "stats": "What lanes, workers and memory have come to; one JSON object.",
+    "metrics": 'Body {"name"?, "labels"?, "window_s"?}. The last points of each measure: count, '
+    "mean, least, greatest, percentiles and the latest; one JSON object.",
 }
 
 
@@ -52,6 +56,7 @@ class FlightService:
         dispatcher: The way to the workers.
         limits: Of the server.
         stats: Answers the `stats` action.
+        recent: Answers the `metrics` action.
     """
 
     def __init__(
@@ -62,19 +67,23 @@ class FlightService:
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         stats: Callable[[], dict[str, Any]],
+        recent: Recent,
     ) -> None:
         self.models = models
         self._intake = intake
         self._dispatcher = dispatcher
         self.limits = limits
         self._stats = stats
+        self._recent = recent
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self.exchanges: set[Exchange] = set()
         self.is_draining = False
+        self.told_ns = 0
 
     def drain(self) -> None:
-        """Take no more batches."""
+        """Take no more batches; `told_ns` is when a client was last told so."""
         self.is_draining = True
+        self.told_ns = now_ns()
         for exchange in list(self.exchanges):
             exchange.drain()
 
@@ -98,6 +107,7 @@ class FlightService:
     async def do_exchange(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """Batches in, batches out; see `Exchange`."""
         if self.is_draining:
+            self.told_ns = now_ns()
             raise Draining("the server is stopping", retry_after_ms=0)
         if len(self.exchanges) >= self.limits.streams:
             raise Overloaded(
@@ -153,7 +163,11 @@ class FlightService:
     async def do_action(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
         """What the operator asks; bodies and results are JSON, schemas are IPC messages."""
         action = _parse(flight_pb2.Action, raw)
-        for body in self._act(action.type, action.body):
+        if action.type == "metrics":
+            bodies = [msgspec.json.encode(await self._recent.answer(action.body))]
+        else:
+            bodies = self._act(action.type, action.body)
+        for body in bodies:
             await context.write(flight_pb2.Result(body=body).SerializeToString())
 
     async def do_get(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:

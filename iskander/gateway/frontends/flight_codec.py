@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import pyarrow as pa
 
 from iskander.config import LimitsConfig
 from iskander.contract.tensors import ALIGNMENT, body_layout
-from iskander.errors import ContractError, LimitExceeded, MalformedInput
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
 from iskander.gateway.frontends.flight_convert import Converter, require_bytes
@@ -55,10 +56,9 @@ class Arrived(NamedTuple):
 class StreamCodec:
     """One stream's way in and out."""
 
-    def __init__(self, plan: Plan, limits: LimitsConfig, rows_max: int) -> None:
+    def __init__(self, plan: Plan, limits: LimitsConfig) -> None:
         self.plan = plan
         self._limits = limits
-        self._rows_max = min(limits.rows, rows_max)
         self._converter = Converter(plan, limits)
 
     def decode(self, header: memoryview, body: memoryview, app_metadata: bytes) -> Arrived | None:
@@ -67,7 +67,7 @@ class StreamCodec:
         Raises:
             MalformedInput: The message is not what it claims.
             LimitExceeded: Rows or bytes.
-            ContractError: Nulls in an input, or not the rows that the model takes.
+            ContractError: Nulls in an input.
         """
         require_header(header)
         raw = bytes(header)
@@ -117,6 +117,13 @@ class StreamCodec:
         arrived, output = taken
         return self._converter.frames(arrived.rows, arrived.kept, output, arrived.app_metadata)
 
+    def error_frames(self, error: IskanderError) -> list[bytes]:
+        """The messages that take a result's place: no rows, and the error as JSON metadata."""
+        empty = self.plan.response_schema.empty_table().columns
+        kept = [column.combine_chunks() for column in empty[: len(self.plan.passed)]]
+        metadata = msgspec.json.encode({"iskander": {"error": error.to_wire()}})
+        return self._converter.frames(0, kept, b"", metadata)
+
     def _check(
         self, batch: ipc.Batch, body: memoryview, kept: list[pa.Array], app_metadata: bytes
     ) -> Arrived:
@@ -126,9 +133,6 @@ class StreamCodec:
                 f"the record batch has {len(nodes) // 2} arrays in {len(buffers) // 2} buffers and "
                 f"its schema asks for {plan.nodes_count} in {plan.buffers_count}"
             )
-        fixed = plan.contract.rows_fixed
-        if fixed is not None and rows not in (0, fixed):
-            raise ContractError(f"this model takes exactly {fixed} rows a batch, got {rows}")
         length = len(body)
         tensors = []
         for column in plan.inputs:
@@ -157,9 +161,9 @@ class StreamCodec:
         return Arrived(rows, body, tensors, reply, kept, app_metadata)
 
     def _require_rows(self, rows: int) -> None:
-        if not 0 <= rows <= self._rows_max:
+        if not 0 <= rows <= self._limits.rows:
             raise LimitExceeded(
-                f"a batch may have {self._rows_max} rows, got {rows}", wanted=self._rows_max
+                f"a batch may have {self._limits.rows} rows, got {rows}", wanted=self._limits.rows
             )
 
     def _require_strings(self, columns: list[Column], batch: ipc.Batch) -> None:

@@ -17,14 +17,17 @@ from typing import Any
 
 import grpc
 
+from iskander.clock import now_ns
 from iskander.config import LimitsConfig
 from iskander.errors import Draining, IskanderError, MalformedInput
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
-from iskander.gateway.frontends.flight_data import read_flight_data, schema_frame
+from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.frontends.flight_terms import StreamTerms
 from iskander.gateway.intake import Intake
-from iskander.gateway.lanes import Lane, Request
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import Request
 
 log = logging.getLogger("iskander.flight")
 
@@ -43,14 +46,34 @@ class _Pending(Request):
 
     __slots__ = ("arrived", "error", "held_bytes", "taken")
 
-    def __init__(self, lane: Lane, caller: Exchange, arrived: Arrived, raw_bytes: int) -> None:
-        tensors = [arrived.body[start:stop] for start, stop in arrived.tensors]
-        super().__init__(lane, caller, arrived.rows, tensors)
+    def __init__(
+        self, lane: Lane, caller: Exchange, arrived: Arrived, raw_bytes: int, terms: StreamTerms
+    ) -> None:
+        super().__init__(
+            lane,
+            caller,
+            arrived.rows,
+            [arrived.body[start:stop] for start, stop in arrived.tensors],
+            terms=terms.of(arrived.app_metadata),
+            arrived_ns=now_ns(),
+            call_deadline_ns=terms.deadline_ns,
+        )
         self.arrived = arrived
         self.taken: Any = None
         self.error: IskanderError | None = None
         output_bytes = lane.layout(arrived.rows).output_bytes if arrived.rows else 0
         self.held_bytes = max(raw_bytes, len(arrived.body)) + output_bytes
+
+
+class _Refused:
+    """Stands in the window for a batch that was not taken."""
+
+    __slots__ = ("error", "held_bytes", "taken")
+
+    def __init__(self, error: IskanderError) -> None:
+        self.error = error
+        self.taken = None
+        self.held_bytes = 0
 
 
 class _Wakeup:
@@ -106,9 +129,10 @@ class Exchange:
         self._limits = limits
         self._find = find
         self._plan = plan
+        self._terms = StreamTerms(context.invocation_metadata() or (), context.time_remaining())
         self._codec: StreamCodec | None = None
         self._greeting: bytes | None = None
-        self._window: deque[_Pending] = deque()
+        self._window: deque[_Pending | _Refused] = deque()
         self._window_bytes = 0
         self._is_ended = False
         self._end_error: IskanderError | None = None
@@ -128,7 +152,7 @@ class Exchange:
         finally:
             self._reader.cancel()
             for pending in self._window:
-                if pending.taken is None and pending.error is None:
+                if isinstance(pending, _Pending):
                     self._dispatcher.withdraw(pending)
 
     def drain(self) -> None:
@@ -147,7 +171,7 @@ class Exchange:
         self._to_write.set()
 
     def fail(self, request: Request, error: IskanderError) -> None:
-        """Take the failure of one batch; it ends the stream when its turn comes."""
+        """Take the failure of one batch, to be told when its turn comes."""
         assert isinstance(request, _Pending)
         request.error = error
         self._to_write.set()
@@ -159,7 +183,6 @@ class Exchange:
                     lane = await self._open()
             except TimeoutError:
                 raise MalformedInput(f"no schema came within {OPEN_S:g} s") from None
-            assert self._codec is not None
             while True:
                 raw = await self._context.read()
                 if raw is grpc.aio.EOF:
@@ -168,9 +191,7 @@ class Exchange:
                 data = read_flight_data(raw)
                 if not data.header:
                     raise MalformedInput("a message of the stream has no record batch")
-                arrived = self._codec.decode(data.header, data.body, data.app_metadata)
-                if arrived is not None:
-                    await self._accept(_Pending(lane, self, arrived, len(raw)))
+                await self._take(lane, data, len(raw))
         except IskanderError as error:
             self._end(error)
         except Exception:
@@ -191,29 +212,47 @@ class Exchange:
                 raise MalformedInput("the stream's first message has no descriptor")
             if data.header:
                 break
-        lane.require_open()
+        lane.require_worker()
         plan = self._plan(lane, bytes(data.header))
-        self._codec = StreamCodec(plan, self._limits, lane.model.rows_max)
+        self._codec = StreamCodec(plan, self._limits)
         self._greeting = schema_frame(plan.response_header)
         self._to_write.set()
         return lane
 
-    async def _accept(self, pending: _Pending) -> None:
+    async def _take(self, lane: Lane, data: FlightData, raw_bytes: int) -> None:
+        """Take one message of the stream; where errors are in-band, a refusal takes its place."""
+        assert self._codec is not None
+        try:
+            arrived = self._codec.decode(data.header, data.body, data.app_metadata)
+            if arrived is not None:
+                await self._accept(_Pending(lane, self, arrived, raw_bytes, self._terms))
+        except IskanderError as error:
+            if not self._terms.is_in_band:
+                raise
+            await self._room(0)
+            self._window.append(_Refused(error))
+            self._to_write.set()
+
+    async def _room(self, held_bytes: int) -> None:
         while self._window and (
             len(self._window) >= self._limits.window_batches
-            or self._window_bytes + pending.held_bytes > self._limits.window_bytes
+            or self._window_bytes + held_bytes > self._limits.window_bytes
         ):
             await self._has_room.wait()
+
+    async def _accept(self, pending: _Pending) -> None:
+        await self._room(pending.held_bytes)
         if pending.rows == 0:
             assert self._codec is not None
             pending.taken = self._codec.take(pending.arrived, memoryview(b""))
-            self._to_write.set()
         else:
-            await self._intake.admit(pending.lane, pending)
+            await self._intake.admit(pending)
         self._window.append(pending)
         self._window_bytes += pending.held_bytes
         if pending.rows:
             self._dispatcher.submit(pending)
+        else:
+            self._to_write.set()
 
     async def _write(self) -> None:
         window, write = self._window, self._context.write
@@ -225,10 +264,14 @@ class Exchange:
                 pending = window.popleft()
                 self._window_bytes -= pending.held_bytes
                 self._has_room.set()
-                if pending.error is not None:
-                    raise pending.error
                 assert self._codec is not None
-                for frame in self._codec.frames(pending.taken):
+                if pending.error is None:
+                    frames = self._codec.frames(pending.taken)
+                elif self._terms.is_in_band:
+                    frames = self._codec.error_frames(pending.error)
+                else:
+                    raise pending.error
+                for frame in frames:
                     await write(frame)
             if self._is_ended and not window:
                 if self._end_error is not None:

@@ -16,12 +16,16 @@ from pathlib import Path
 
 from iskander.errors import IskanderError
 from iskander.wire import attach
-from iskander.wire.messages import FRAME_BYTES_MAX, Hello, Refused, require_protocol
+from iskander.wire.channel import FRAME_BYTES_MAX
+from iskander.wire.messages import Hello, Refused, require_protocol
 
 log = logging.getLogger("iskander.reception")
 
 HELLO_S = 1.0
 GREETINGS_MAX = 64
+ACCEPT_PAUSE_S = 1.0
+"""After the system refused a connection, such as for want of descriptors: it stays there, and would
+be tried without end."""
 
 
 class Reception:
@@ -39,6 +43,7 @@ class Reception:
         self._loop = asyncio.get_running_loop()
         self._listener: socket.socket | None = attach.listen(str(path))
         self._greetings: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         """Begin to let workers in."""
@@ -49,6 +54,8 @@ class Reception:
         """Let nobody in any more."""
         if self._listener is None:
             return
+        if self._pause is not None:
+            self._pause.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._listener = None
@@ -58,15 +65,22 @@ class Reception:
 
     def _on_connect(self) -> None:
         assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
+        try:
             connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            if len(self._greetings) >= GREETINGS_MAX:
-                connection.close()
-                return
-            greeting = self._loop.create_task(self._greet(connection))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.error("a worker cannot come in: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self.open)
+            return
+        connection.setblocking(False)
+        if len(self._greetings) >= GREETINGS_MAX:
+            connection.close()
+            return
+        greeting = self._loop.create_task(self._greet(connection))
+        self._greetings.add(greeting)
+        greeting.add_done_callback(self._greetings.discard)
 
     async def _greet(self, connection: socket.socket) -> None:
         try:

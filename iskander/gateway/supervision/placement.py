@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from iskander.config import Config
 from iskander.errors import ConfigError
-from iskander.gateway.workers import Place
+from iskander.gateway.supervision.workers import Place
 
 
 class Topology(NamedTuple):
@@ -63,7 +63,8 @@ def plan(config: Config, topology: Topology) -> list[Place]:
 
     Raises:
         ConfigError: Groups name cores that are not there or share some, there are more workers
-            than cores, or a model asks for more compute threads than its worker has cores.
+            than cores or fewer than the quorum, or a model asks for more compute threads than its
+            worker has cores.
     """
     groups = _groups(config, topology)
     count = config.workers.count or len(groups)
@@ -71,6 +72,11 @@ def plan(config: Config, topology: Topology) -> list[Place]:
         raise ConfigError(
             f"workers.count = {count} is less than the {len(groups)} core groups: a group would "
             "have no worker"
+        )
+    if config.workers.quorum > count:
+        raise ConfigError(
+            f"workers.quorum = {config.workers.quorum} can never be met: the plan has {count} "
+            "workers"
         )
     places: list[Place] = []
     for group, cpus in enumerate(groups):

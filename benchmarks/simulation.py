@@ -1,0 +1,366 @@
+"""A gateway and its workers in virtual time: the same decisions as the server's, in no time.
+
+What decides is the server's own code: `Intake`, `Lane` with its queue, policy, batcher, admission,
+cadence and cost, and `Dispatcher`, whole. Simulated are the clock, asyncio's loop (with the steps
+of its timers), the worker processes (a run takes what a cost says, with some noise) and the way to
+them and back. The gateway's own work takes no time. Equal seeds give equal results.
+
+Runs on: the benchmark's only thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from iskander.config import LaneConfig
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.errors import IskanderError
+from iskander.gateway import dispatch, intake
+from iskander.gateway.dispatch import Dispatcher
+from iskander.gateway.intake import Intake
+from iskander.gateway.lanes.batcher import Formed
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
+from iskander.gateway.supervision.workers import Place, Worker
+from iskander.wire.channel import Channel
+from iskander.wire.messages import Done, Execute, ModelSpec, decode_to_worker
+
+TIMER_STEP_NS = NS_PER_MS
+"""epoll waits for whole milliseconds, so that asyncio's timers are late by up to one."""
+TRIP_NS = 75 * NS_PER_US
+"""From one process to the other and through its loop."""
+NOISE = 0.03
+"""Deviation of a run's time, as a share of it."""
+HICCUP, HICCUP_SHARE = 2.0, 0.002
+"""One run in five hundred takes twice as long."""
+ARENA_BYTES = 16 << 20
+CONTRACT = Contract(
+    inputs=(TensorSpec("x", "x", ColumnType("float32"), ()),),
+    outputs=(TensorSpec("y", "y", ColumnType("float32"), ()),),
+)
+
+
+class Arrival(NamedTuple):
+    """One request of a trace.
+
+    Attributes:
+        at_ns: When it reaches the gateway.
+        model: Key of the model.
+    """
+
+    at_ns: int
+    model: int
+    rows: int
+    terms: Terms
+
+
+class Model(NamedTuple):
+    """What a model's batches take.
+
+    Attributes:
+        base_ns: For a batch of any size.
+        row_ns: For each row.
+        lane: How its requests wait.
+    """
+
+    base_ns: int
+    row_ns: int
+    rows_max: int
+    lane: LaneConfig
+
+    def run_ns(self, rows: int) -> int:
+        """Without noise."""
+        return self.base_ns + self.row_ns * rows
+
+
+class Outcome:
+    """What became of one request, told to it as its caller.
+
+    Attributes:
+        ended_ns: When it was answered; 0 where it was not.
+        error: Code of the error; empty where there were results.
+        was_held: A batch with it was kept from an idle worker.
+        answers: How often it was told.
+    """
+
+    __slots__ = (
+        "answers",
+        "arrival",
+        "deadline_ns",
+        "ended_ns",
+        "error",
+        "sent_ns",
+        "was_held",
+        "world",
+    )
+
+    def __init__(self, arrival: Arrival, world: World) -> None:
+        self.arrival = arrival
+        self.world = world
+        self.deadline_ns = NEVER_NS
+        self.ended_ns = self.sent_ns = self.answers = 0
+        self.error = ""
+        self.was_held = False
+
+    @property
+    def is_due(self) -> bool:
+        """It had a deadline."""
+        return self.deadline_ns < NEVER_NS
+
+    @property
+    def is_missed(self) -> bool:
+        """It was due, and refused or late; also where it was never answered."""
+        return self.is_due and not (
+            self.ended_ns and not self.error and self.ended_ns <= self.deadline_ns
+        )
+
+    @property
+    def latency_ns(self) -> int:
+        """From its arrival to its answer."""
+        return self.ended_ns - self.arrival.at_ns
+
+    @property
+    def wait_ns(self) -> int:
+        """From its arrival until a worker got it, or it was refused."""
+        return (self.sent_ns or self.ended_ns) - self.arrival.at_ns
+
+    def deliver(self, request: Request, output: memoryview) -> None:
+        """Results came."""
+        del output
+        self.answers += 1
+        self.ended_ns, self.sent_ns = self.world.loop.now_ns, request.sent_ns
+
+    def fail(self, request: Request, error: IskanderError) -> None:
+        """An error came instead."""
+        del request
+        self.answers += 1
+        self.ended_ns, self.error = self.world.loop.now_ns, error.code
+
+
+class Loop:
+    """What the dispatcher asks of asyncio's loop, in virtual time."""
+
+    def __init__(self) -> None:
+        self.now_ns = NS_PER_S
+        self._numbers = itertools.count()
+        self._ready: list[Callable[[], object]] = []
+        self._events: list[tuple[int, int, Callable[[], object]]] = []
+        self._timers: list[tuple[int, int, Timer]] = []
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """In the next turn."""
+        self._ready.append(callback)
+
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> Timer:
+        """Like asyncio: not before, and up to `TIMER_STEP_NS` later."""
+        timer = Timer(callback)
+        due_ns = self.now_ns + int(delay_s * NS_PER_S)
+        heapq.heappush(self._timers, (due_ns, next(self._numbers), timer))
+        return timer
+
+    def at(self, moment_ns: int, callback: Callable[[], object]) -> None:
+        """Something from outside comes at that moment."""
+        heapq.heappush(self._events, (moment_ns, next(self._numbers), callback))
+
+    def run(self) -> None:
+        """Turn until nothing is left."""
+        while self._ready or self._events or self._timers:
+            if not self._ready:
+                self.now_ns = min(self._events[0][0] if self._events else NEVER_NS, self._wake_ns())
+                if self.now_ns == NEVER_NS:
+                    return
+            due, self._ready = self._ready, []
+            coming: list[Callable[[], object]] = []
+            while self._events and self._events[0][0] <= self.now_ns:
+                coming.append(heapq.heappop(self._events)[2])
+            while self._timers and self._timers[0][0] <= self.now_ns:
+                coming.append(heapq.heappop(self._timers)[2].fire)
+            for callback in itertools.chain(due, coming):
+                callback()
+
+    def _wake_ns(self) -> int:
+        while self._timers and self._timers[0][2].is_cancelled:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return NEVER_NS
+        steps = -(-max(self._timers[0][0] - self.now_ns, 0) // TIMER_STEP_NS)
+        return self.now_ns + steps * TIMER_STEP_NS
+
+
+class Timer:
+    """A call that was asked for."""
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback = callback
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """It is not made."""
+        self.is_cancelled = True
+
+    def fire(self) -> None:
+        """Make it."""
+        if not self.is_cancelled:
+            self._callback()
+
+
+class Process:
+    """A worker's process as the gateway sees it: one batch after another, each for its time."""
+
+    def __init__(self, world: World, seed: int, noise: float) -> None:
+        self.batches: list[tuple[int, int, int]] = []
+        self.busy_ns = 0
+        self.worker = Worker(Place(0, 0, (0,), None))
+        self.worker.attach(1, os.getpid(), ARENA_BYTES)
+        self.worker.channel = cast(Channel, self)
+        self.worker.models = set(world.models)
+        self._world = world
+        self._random = random.Random(seed)
+        self._noise = noise
+        self._free_ns = 0
+
+    def send(self, frame: bytes) -> None:
+        """Take what the gateway sends."""
+        world, loop = self._world, self._world.loop
+        for message in decode_to_worker(frame):
+            assert isinstance(message, Execute)
+            run_ns = world.models[message.model].run_ns(message.rows)
+            if self._noise:
+                run_ns = int(run_ns * max(self._random.gauss(1.0, self._noise), 0.5))
+                if self._random.random() < HICCUP_SHARE:
+                    run_ns = int(run_ns * HICCUP)
+            begin_ns = max(loop.now_ns + TRIP_NS, self._free_ns)
+            self._free_ns = begin_ns + run_ns
+            self.busy_ns += run_ns
+            self.batches.append((begin_ns, message.model, message.rows))
+            done = Done(message.batch_id, run_ns)
+            loop.at(self._free_ns + TRIP_NS, partial(self._answer, done))
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _answer(self, done: Done) -> None:
+        self._world.dispatcher.on_done(self.worker, done)
+        self._world.dispatcher.pump()
+
+
+class WatchedLane(Lane):
+    """A lane that notes which batches were kept from an idle worker."""
+
+    holds = 0
+
+    def form(self, worker: Worker, now_ns: int) -> Formed:
+        """As the lane's."""
+        formed = super().form(worker, now_ns)
+        if formed.hold_ns > now_ns and not worker.in_flight:
+            first = cast(Outcome, formed.picks[0][0].caller)
+            self.holds += not first.was_held
+            for request, _ in formed.picks:
+                cast(Outcome, request.caller).was_held = True
+        return formed
+
+
+class World:
+    """One simulated server and what it was asked.
+
+    Attributes:
+        outcomes: One for each arrival, in order.
+        began_ns: The trace's zero on the simulated clock.
+    """
+
+    def __init__(self, models: Sequence[Model], trace: Sequence[Arrival], *, seed: int) -> None:
+        self.models = dict(enumerate(models))
+        self.loop = Loop()
+        self.lanes: dict[int, WatchedLane] = {}
+        self.began_ns = self.loop.now_ns
+        self.outcomes = [Outcome(arrival, self) for arrival in trace]
+        self._seed = seed
+
+    def run(self, noise: float = NOISE) -> World:
+        """Play the trace to its end."""
+        with _stands_for_asyncio(self.loop):
+            for key, model in self.models.items():
+                self.lanes[key] = _make_lane(key, model)
+            self.intake = Intake(ARENA_BYTES, 0)
+            lanes: dict[int, Lane] = {**self.lanes}
+            self.dispatcher = Dispatcher(self.intake, lanes)
+            self.process = Process(self, self._seed, noise)
+            try:
+                self.dispatcher.open(self.process.worker)
+                for outcome in self.outcomes:
+                    moved = outcome.arrival._replace(at_ns=self.began_ns + outcome.arrival.at_ns)
+                    outcome.arrival = moved
+                    self.loop.at(moved.at_ns, partial(self._arrive, outcome))
+                self.loop.run()
+            finally:
+                self.process.worker.channel = None
+                self.process.worker.detach()
+                self.intake.close()
+        for lane in self.lanes.values():
+            lane.queue.validate()
+            assert not len(lane.queue) and not lane.outstanding, "a request was not answered"
+        return self
+
+    def _arrive(self, outcome: Outcome) -> None:
+        arrival = outcome.arrival
+        request = Request(
+            self.lanes[arrival.model],
+            outcome,
+            arrival.rows,
+            [memoryview(bytes(4 * arrival.rows))],
+            terms=arrival.terms,
+            arrived_ns=self.loop.now_ns,
+        )
+        outcome.deadline_ns = request.deadline_ns
+        admission = self.intake.admit(request)
+        try:
+            admission.send(None)
+        except StopIteration:
+            self.dispatcher.submit(request)
+        except IskanderError as error:
+            outcome.fail(request, error)
+        else:
+            raise AssertionError("the arena is too small for this trace")
+
+
+def unnamed(trace: Sequence[Arrival]) -> list[Arrival]:
+    """The same trace from clients without names, of whom no rhythm is learned."""
+    return [
+        arrival._replace(terms=arrival.terms._replace(is_named=False))
+        if arrival.terms is not NO_TERMS
+        else arrival
+        for arrival in trace
+    ]
+
+
+def _make_lane(key: int, model: Model) -> WatchedLane:
+    spec = ModelSpec(
+        key, f"m{key}", "1", "onnx", "f", ("cpu",), 1, 1, "all", False, True, model.rows_max, ""
+    )
+    lane = WatchedLane(spec, model.lane)
+    lane.set_contract(CONTRACT)
+    return lane
+
+
+@contextmanager
+def _stands_for_asyncio(loop: Loop) -> Iterator[None]:
+    """Let what asks for the running loop, or for the time, have this one's."""
+    outer = asyncio._get_running_loop()
+    with ExitStack() as stack:
+        for module in (dispatch, intake):
+            stack.enter_context(mock.patch.object(module, "now_ns", lambda: loop.now_ns))
+        asyncio._set_running_loop(cast(Any, loop))
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(outer)

@@ -1,0 +1,186 @@
+"""A configuration file, read and checked.
+
+Precedence: default < file < environment (`ISKANDER_LIMITS__ROWS=100`) < `--set limits.rows=100`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from iskander.config import HEADER_ROOM_BYTES, Config, ModelConfig
+from iskander.config_reference import render_value, settings
+from iskander.errors import ConfigError
+
+
+class Loaded(NamedTuple):
+    """A checked configuration.
+
+    Attributes:
+        config: The values.
+        origins: For each `section.key` that is not a default: `file`, `environment` or `--set`.
+    """
+
+    config: Config
+    origins: dict[str, str]
+
+
+def load_config(
+    file: Path, *, overrides: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
+) -> Loaded:
+    """Read, override, type-check and cross-check a configuration.
+
+    Model paths come back absolute, and versions as text.
+
+    Raises:
+        ConfigError: The path in the file, the value and the rule that it breaks.
+    """
+    try:
+        raw = tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file.name} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file.name} is not TOML: {error}") from None
+    origins = {path: "file" for path, _ in _leaves(raw)}
+    environment = os.environ if environment is None else environment
+    for name, text in sorted(environment.items()):
+        if name.startswith("ISKANDER_") and "__" in name:
+            section, key = name.removeprefix("ISKANDER_").lower().split("__", 1)
+            _override(raw, origins, f"{section}.{key}", text, "environment")
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {override}: wanted section.key=value")
+        _override(raw, origins, path.strip(), text.strip(), "--set")
+    _inherit_lanes(raw)
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), raw)) from None
+    folder = file.resolve().parent
+    models = tuple(_complete(model, folder) for model in config.models)
+    config = msgspec.structs.replace(config, models=models)
+    _require_relations(config)
+    return Loaded(config, origins)
+
+
+def _require_relations(config: Config) -> None:
+    limits, arena = config.limits, config.arena
+    relations = (
+        (
+            limits.bytes + HEADER_ROOM_BYTES <= limits.message_bytes,
+            f"limits.message_bytes = {limits.message_bytes} is less than limits.bytes + 1 MiB: "
+            "the largest batch would not fit a message with its header",
+        ),
+        (
+            limits.bytes + HEADER_ROOM_BYTES <= arena.input_bytes,
+            f"arena.input_bytes = {arena.input_bytes} is less than limits.bytes + 1 MiB: "
+            "the largest batch would never find room",
+        ),
+        (
+            limits.bytes <= limits.window_bytes,
+            f"limits.window_bytes = {limits.window_bytes} is less than limits.bytes: "
+            "the largest batch would never be read",
+        ),
+        (
+            limits.string_bytes <= limits.bytes,
+            f"limits.string_bytes = {limits.string_bytes} is more than limits.bytes",
+        ),
+        (bool(config.addresses), "server.address is an empty list: nobody could connect"),
+    )
+    for is_met, rule in relations:
+        if not is_met:
+            raise ConfigError(rule)
+    for index, model in enumerate(config.models):
+        where = f"models[{index}]"
+        if len(set(model.execution_providers)) < len(model.execution_providers):
+            raise ConfigError(f"{where}.execution_providers names a provider twice")
+        if model.inter_threads > 1 and not model.parallel_execution:
+            raise ConfigError(
+                f"{where}.inter_threads = {model.inter_threads} has no effect without "
+                "parallel_execution = true"
+            )
+        above = [rows for rows in model.lane.pad_to if rows > model.max_batch_rows]
+        if above:
+            raise ConfigError(
+                f"{where}.lane.pad_to = {above[0]} is more than "
+                f"max_batch_rows = {model.max_batch_rows}"
+            )
+        if model.max_batch_rows > limits.rows:
+            raise ConfigError(
+                f"{where}.max_batch_rows = {model.max_batch_rows} is more than "
+                f"limits.rows = {limits.rows}"
+            )
+        same = [
+            other
+            for other in config.models[:index]
+            if (other.name, other.version) == (model.name, model.version)
+        ]
+        if same:
+            raise ConfigError(f"{where}: `{model.name}` version {model.version} is there twice")
+
+
+def _inherit_lanes(raw: dict[str, Any]) -> None:
+    """Give every model's lane what `[lanes]` says and it does not."""
+    lanes, models = raw.get("lanes", {}), raw.get("models")
+    if not isinstance(lanes, dict) or not isinstance(models, list):
+        return  # The conversion says what is wrong with them.
+    for model in models:
+        if isinstance(model, dict) and isinstance(model.setdefault("lane", {}), dict):
+            model["lane"] = lanes | model["lane"]
+
+
+def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
+    path = (folder / model.path).absolute()
+    version = model.version
+    if version is None:
+        named = path.name if path.is_dir() else path.parent.name
+        version = named if named.isdecimal() else "1"
+    return msgspec.structs.replace(model, path=str(path), version=str(version))
+
+
+def _override(
+    raw: dict[str, Any], origins: dict[str, str], path: str, text: str, origin: str
+) -> None:
+    section, dot, key = path.partition(".")
+    if not dot or section == "models" or not isinstance(raw.setdefault(section, {}), dict):
+        raise ConfigError(f"{origin} {path}: only section.key of a [section] can be set")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    raw[section][key] = value
+    origins[path] = origin
+
+
+def _leaves(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, values in raw.items():
+        if isinstance(values, dict):
+            for key, value in values.items():
+                yield f"{section}.{key}", value
+
+
+def _explain(text: str, raw: Any) -> str:  # noqa: ANN401
+    """Put the value beside msgspec's rule and path, and the choices where there are some."""
+    rule, _, where = text.partition(" - at `$")
+    path = where.rstrip("`").removeprefix(".")
+    kind = {setting.path: setting.type for setting in settings()}
+    wanted = kind.get(re.sub(r"\[\d+\]", "", path), "")
+    if rule.startswith("Invalid enum value"):
+        rule = f"wanted {wanted}"
+    value = raw
+    for step in re.findall(r"[^.\[\]]+", path):
+        index = int(step) if step.isdecimal() else step
+        try:
+            value = value[index]
+        except (KeyError, IndexError, TypeError):
+            return f"{path or 'the file'}: {rule}"
+    if not path or isinstance(value, dict | list):
+        return f"{path or 'the file'}: {rule}"
+    return f"{path} = {render_value(value)}: {rule}"

@@ -1,0 +1,1 @@
+"""What waits, in which order it runs, and what runs together."""

@@ -1,0 +1,139 @@
+"""Whether a request may join a lane's queue, decided before anything is spent on it.
+
+Every refusal has a code of its own, and says when to come back as far as the learned cost tells.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from iskander.clock import NS_PER_MS
+from iskander.config import LaneConfig
+from iskander.errors import (
+    ClientOverShare,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    QueueFull,
+)
+from iskander.gateway.lanes.batcher import Rules
+from iskander.gateway.lanes.cost import CostModel
+from iskander.gateway.lanes.request import Request
+from iskander.gateway.lanes.waiting import WaitingQueue
+
+MISSED = (DeadlineExceeded.code, DeadlineUnreachable.code)
+"""Codes of requests that are not done in time; each says when a new one may be."""
+RETRY_UNKNOWN_MS = 100
+MARGIN = 1 / 4
+"""Of the expected time, behind others. A queue that is filled right up to its deadlines is thrown
+by any delay: what is due next allows small batches only, and those cost what would have caught up.
+At twice the load that a worker can take, goodput was 0.98 of its peak with the margin and 0.90
+without."""
+
+
+class Backlog(NamedTuple):
+    """What is before a request that comes now.
+
+    Attributes:
+        cost: Of a worker of the lane; without samples where none has run.
+        workers: That take the lane's batches.
+        free_ns: When the first of them is expected to be free.
+    """
+
+    cost: CostModel
+    workers: int
+    free_ns: int
+
+    def drain_ns(self, rules: Rules, rows: int) -> int:
+        """How long the workers take for so many rows in full batches."""
+        if not rows:
+            return 0
+        batches = -(-rows // rules.rows_max)
+        turns = -(-batches // max(self.workers, 1))
+        return turns * self.cost.predict_ns(rules.run_rows(min(rows, rules.rows_max)))
+
+
+class Load(NamedTuple):
+    """What a queue holds, or part of it."""
+
+    requests: int
+    rows: int
+    bytes: int
+
+    def without(self, leaving: Iterable[Request]) -> Load:
+        """What is left when some requests leave."""
+        requests, rows, count = self
+        for request in leaving:
+            requests -= 1
+            rows -= request.waiting_rows
+            count -= request.input_bytes
+        return Load(requests, rows, count)
+
+
+def full_error(load: Load, config: LaneConfig, request: Request, title: str) -> QueueFull | None:
+    """Which limit of the queue a request would break; None: there is a place."""
+    if load.requests >= config.queue_requests:
+        have, limit = f"{load.requests} requests wait", f"{config.queue_requests} requests"
+    elif load.rows + request.rows > config.queue_rows:
+        have, limit = f"{load.rows} rows wait", f"{config.queue_rows} rows"
+    elif load.bytes + request.input_bytes > config.queue_bytes:
+        have, limit = f"{load.bytes} bytes wait", f"{config.queue_bytes} bytes"
+    else:
+        return None
+    return QueueFull(
+        f"{have} for model `{title}`, and its queue takes {limit}", model=title.rpartition("/")[0]
+    )
+
+
+def share_error(outstanding: int, config: LaneConfig, request: Request) -> ClientOverShare | None:
+    """Whether a client has as many requests as it may."""
+    if outstanding < config.client_requests:
+        return None
+    return ClientOverShare(
+        f"client `{request.terms.client[:64]}` has {outstanding} requests outstanding, the limit"
+    )
+
+
+def late_error(
+    queue: WaitingQueue, rules: Rules, request: Request, backlog: Backlog, now_ns: int
+) -> DeadlineUnreachable | None:
+    """Whether a request's deadline will have passed before it could be done."""
+    if not backlog.cost.samples:
+        return None
+    deadline_ns = request.deadline_ns
+    start_ns = max(backlog.free_ns, now_ns)
+    # Were all that waits to go first and it was still in time, there is no need to look closer.
+    margin_ns = int(MARGIN * (deadline_ns - now_ns))
+    if start_ns + backlog.drain_ns(rules, queue.rows + request.rows) + margin_ns <= deadline_ns:
+        return None
+    before = queue.rows_before(request.rank) if len(queue) else 0
+    end_ns = start_ns + backlog.drain_ns(rules, before + request.rows)
+    if before:
+        end_ns += int(MARGIN * (end_ns - now_ns))
+    if end_ns <= deadline_ns:
+        return None
+    return DeadlineUnreachable(
+        f"{request.rows} rows behind {before} others would be done in "
+        f"{(end_ns - now_ns) / NS_PER_MS:.1f} ms and are due in "
+        f"{(deadline_ns - now_ns) / NS_PER_MS:.1f} ms",
+        retry_after_ms=max((end_ns - deadline_ns) // NS_PER_MS, 1),
+    )
+
+
+def expired_error(request: Request, now_ns: int) -> DeadlineExceeded:
+    """The error of a request that left the queue because its time had passed."""
+    waited_ms = (now_ns - request.arrived_ns) / NS_PER_MS
+    what = "deadline" if request.expires_ns == request.deadline_ns else "time to wait"
+    return DeadlineExceeded(f"its {what} passed after {waited_ms:.1f} ms, before it ran")
+
+
+def doomed_error(request: Request, now_ns: int) -> DeadlineUnreachable:
+    """The error of a request whose turn came too late."""
+    waited_ms = (now_ns - request.arrived_ns) / NS_PER_MS
+    left_ms = max(request.deadline_ns - now_ns, 0) / NS_PER_MS
+    return DeadlineUnreachable(
+        f"its turn came after {waited_ms:.1f} ms, and the {left_ms:.1f} ms left are less than the "
+        "next batch takes"
+    )

@@ -1,0 +1,78 @@
+"""What a batch costs: run time as a·rows + b, learned from every run of a model on a worker.
+
+Least squares on relative errors, so that small batches count as much as large ones, over sums that
+forget: after ten runs, what came before counts for a third. A run of many times what was expected
+(a page fault, a neighbour) counts as twice as much, so that one of them changes little and a
+lasting change is learned in a few runs. Of the first runs, which may be cold, the slow ones are
+forgotten when one that does no less is much quicker.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+FORGET = 0.9
+OUTLIER = 2.0
+COLD = 2.0
+LEARNED_SAMPLES = 4
+SPREAD_LEAST = 1e-3
+"""Of the batch sizes: with less there is no telling a slope from a constant."""
+
+
+class CostModel:
+    """Run time of one model on one worker.
+
+    Attributes:
+        row_ns: a, nanoseconds for each row.
+        base_ns: b, nanoseconds for a batch of any size.
+        samples: Runs seen.
+    """
+
+    __slots__ = ("_r", "_rr", "_rt", "_t", "_w", "base_ns", "row_ns", "samples")
+
+    def __init__(self) -> None:
+        self.row_ns = self.base_ns = 0.0
+        self.samples = 0
+        self._w = self._r = self._rr = self._t = self._rt = 0.0
+
+    def __repr__(self) -> str:
+        return f"<CostModel {self.row_ns:.0f} ns x rows + {self.base_ns:.0f} ns>"
+
+    def predict_ns(self, rows: int) -> int:
+        """Expected run time of a batch; 0 before the first run."""
+        return int(self.row_ns * rows + self.base_ns)
+
+    def observe(self, rows: int, run_ns: int) -> None:
+        """Learn from a run."""
+        measured, weight = float(max(run_ns, 1)), 1.0
+        if self.samples < LEARNED_SAMPLES and self._is_cold_beside(rows, measured):
+            self._w = self._r = self._rr = self._t = self._rt = 0.0
+        if self._w:
+            mean_rows = self._r / self._w
+            expected = self.row_ns * rows + self.base_ns
+            measured = min(measured, expected * OUTLIER)
+            # Free of scale, so that what was learned at another level does not outweigh the rest.
+            weight = ((self.row_ns * mean_rows + self.base_ns) / expected) ** 2
+        self.samples += 1
+        self._w = self._w * FORGET + weight
+        self._r = self._r * FORGET + weight * rows
+        self._rr = self._rr * FORGET + weight * rows * rows
+        self._t = self._t * FORGET + weight * measured
+        self._rt = self._rt * FORGET + weight * rows * measured
+        self._fit()
+
+    def _is_cold_beside(self, rows: int, measured: float) -> bool:
+        """Whether the runs so far were slow ones, by a quick one that does no less."""
+        return bool(self._w) and (rows * self._w >= self._r and measured * COLD * self._w < self._t)
+
+    def _fit(self) -> None:
+        mean_rows, mean_ns = self._r / self._w, self._t / self._w
+        spread = self._rr / self._w - mean_rows * mean_rows
+        if spread > SPREAD_LEAST * mean_rows * mean_rows:
+            slope = (self._rt / self._w - mean_rows * mean_ns) / spread
+            # Neither part of a cost is negative, whatever the noise says.
+            self.row_ns = min(max(slope, 0.0), mean_ns / mean_rows)
+        else:
+            # One size only: half of its cost for the rows, half for the batch.
+            self.row_ns = mean_ns / mean_rows / 2
+        self.base_ns = max(mean_ns - self.row_ns * mean_rows, 0.0)

@@ -1,0 +1,397 @@
+"""A lane: one model version's queue, the rules for its batches, and the workers that serve it.
+
+Decisions are made by `policies`, `admission` and `batcher`; here they meet what they are about.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, KeysView
+from typing import TYPE_CHECKING
+
+from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from iskander.config import LaneConfig
+from iskander.contract.tensors import Contract
+from iskander.errors import DroppedFromQueue, IskanderError, NotReady, QueueFull, Superseded
+from iskander.gateway.lanes.admission import (
+    MISSED,
+    RETRY_UNKNOWN_MS,
+    Backlog,
+    Load,
+    expired_error,
+    full_error,
+    late_error,
+    share_error,
+)
+from iskander.gateway.lanes.batcher import Formed, Rules, form
+from iskander.gateway.lanes.cadence import CLIENTS_MAX, Cadence
+from iskander.gateway.lanes.cost import CostModel
+from iskander.gateway.lanes.layout import Layout, Layouts
+from iskander.gateway.lanes.policies import make_policy
+from iskander.gateway.lanes.request import NEVER_NS, Request
+from iskander.gateway.lanes.waiting import WaitingQueue
+from iskander.gateway.telemetry.histogram import LATENCY_BOUNDS_NS, ROWS_BOUNDS, Histogram
+from iskander.gateway.telemetry.recent import Recent
+from iskander.wire.messages import ModelSpec
+
+if TYPE_CHECKING:
+    from iskander.gateway.supervision.workers import Worker
+
+RETRY_NOT_READY_MS = 500
+RETRY_MOST_MS = 60_000
+PROBE_NS = NS_PER_S
+
+
+class Lane:
+    """One model version.
+
+    Args:
+        model: How workers load it.
+        config: How requests wait and are put together.
+        quorum: Workers that it needs to be called ready.
+        recent: Where the last latencies and refusals are kept.
+
+    Attributes:
+        contract: None until the first worker has loaded the model.
+        workers: That have it loaded and take work, by incarnation.
+        ttl_ns: How long a request may wait.
+        has_limits: Requests have deadlines or ages that they do not name.
+        is_awaiting: A worker is being replaced in order, and requests may wait for the next.
+        costs: What batches cost, by worker's index.
+        virtual_ns: Time of workers that it has had, divided by its weight; the least is next.
+        outstanding: Requests of each client that were admitted and are not answered.
+        counts: What came in and went out, by name.
+    """
+
+    def __init__(
+        self, model: ModelSpec, config: LaneConfig, quorum: int = 1, recent: Recent | None = None
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.quorum = quorum
+        self.contract: Contract | None = None
+        self.workers: dict[int, Worker] = {}
+        self.is_awaiting = False
+        self.ttl_ns = int(config.ttl_ms * NS_PER_MS) or NEVER_NS
+        self.has_limits = bool(config.deadline_ms or config.staleness_ms)
+        self.queue = WaitingQueue()
+        self.cadence = Cadence()
+        self.costs: dict[int, CostModel] = {}
+        self.virtual_ns = 0.0
+        self.outstanding: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
+        self.wait_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.run_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.total_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.batch_rows = Histogram(ROWS_BOUNDS)
+        self.rules = Rules(model.rows_max)
+        recent = recent or Recent()
+        self._recent_total = recent.ring("e2e_latency_ms").append
+        self._recent_wait = recent.ring("scheduling_wait_ms").append
+        self._recent_run = recent.ring("inference_latency_ms").append
+        self._recent_rows = recent.ring("batch_size").append
+        self._recent_depth = recent.ring("queue_depth").append
+        self._labels = {"model": model.name, "version": model.version}
+        self._client_labels: dict[str, dict[str, str]] = {}
+        self._policy = make_policy(config)
+        self._layouts: Layouts | None = None
+        self._ran_ns = -PROBE_NS
+        self._newest: dict[str, Request] = {}
+        self._number = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<Lane {self.title} {len(self.queue)} queued, {len(self.workers)} workers, "
+            f"{self.counts['requests']} requests>"
+        )
+
+    @property
+    def title(self) -> str:
+        """Name and version, for people."""
+        return f"{self.model.name}/{self.model.version}"
+
+    @property
+    def ready(self) -> KeysView[int]:
+        """Incarnations of the workers that take its batches."""
+        return self.workers.keys()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether as many warmed workers as it needs take its batches now, and are not crashing."""
+        return sum(not worker.is_looping for worker in self.workers.values()) >= self.quorum
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request would find a worker, now or very soon."""
+        return bool(self.workers) or self.is_awaiting
+
+    @property
+    def layouts(self) -> Layouts:
+        """How rows lie in the arenas; only once there is a contract."""
+        assert self._layouts is not None
+        return self._layouts
+
+    def set_contract(self, contract: Contract) -> None:
+        """Take the contract that the first worker compiled."""
+        self.contract = contract
+        self._layouts = Layouts(contract)
+        self.rules = _rules(self.model, self.config, contract, self._policy.linger_ns)
+
+    def layout(self, rows: int) -> Layout:
+        """How `rows` rows lie in the arenas."""
+        return self.layouts.of(rows)
+
+    def cost_of(self, worker: Worker) -> CostModel:
+        """What a worker's batches cost; where it has run none, what another's do."""
+        cost = self.costs.get(worker.place.index)
+        if cost is None:
+            cost = self.costs[worker.place.index] = CostModel()
+        if not cost.samples:
+            return next((other for other in self.costs.values() if other.samples), cost)
+        return cost
+
+    def backlog(self, now_ns: int) -> Backlog:
+        """What is before a request that comes now."""
+        if not self.workers:
+            return Backlog(CostModel(), 0, now_ns)
+        first = min(self.workers.values(), key=lambda worker: worker.busy_until_ns)
+        return Backlog(self.cost_of(first), len(self.workers), first.busy_until_ns)
+
+    def hear(self, request: Request) -> None:
+        """Learn the rhythm of its client, also where the request will be refused.
+
+        Whose requests are too late by themselves is whom a batch is held for.
+        """
+        if request.terms.is_named:
+            budget_ns = max(request.deadline_ns - request.arrived_ns, 0)
+            budget_ns = budget_ns if request.deadline_ns < NEVER_NS else 0
+            self.cadence.observe(request.terms.client, request.arrived_ns, budget_ns)
+
+    def require_worker(self) -> None:
+        """Refuse what no worker would come to run.
+
+        Raises:
+            NotReady: No worker has the model now.
+        """
+        if not self.is_open or self.contract is None:
+            raise NotReady(
+                f"model `{self.title}` has no ready worker",
+                model=self.model.name,
+                retry_after_ms=RETRY_NOT_READY_MS,
+            )
+
+    def require_open(self, request: Request, now_ns: int) -> None:
+        """Refuse a request that would find no worker, no place, or not enough time.
+
+        Raises:
+            NotReady: No worker has the model now.
+            ClientOverShare: Its client has too many outstanding.
+            DeadlineExceeded: Its time has passed.
+            DeadlineUnreachable: It could not be done in time.
+            QueueFull: There is no place, and nobody in the queue has to give way to it.
+        """
+        # Step 3
+        self.require_worker()
+        error: IskanderError | None = share_error(
+            self.outstanding.get(request.terms.client, 0), self.config, request
+        )
+        if error is None and request.expires_ns <= now_ns:
+            error = expired_error(request, now_ns)
+        if error is None and request.deadline_ns < NEVER_NS and self._may_refuse(now_ns):
+            request.rank = self._policy.rank(request, 0)
+            error = late_error(self.queue, self.rules, request, self.backlog(now_ns), now_ns)
+        if error is None:
+            way = self._make_way(request, self._older(request))
+            error = way if isinstance(way, QueueFull) else None
+        if error is not None:
+            if error.retry_after_ms is None:
+                error.retry_after_ms = self.retry_after_ms(now_ns)
+            if error.code in MISSED:
+                self.count_missed(request)
+            self.counts[f"refused.{error.code}"] += 1
+            raise error
+
+    def count_missed(self, request: Request) -> None:
+        """Count the deadline of a request that is refused, where it has one."""
+        if request.deadline_ns < NEVER_NS:
+            self.counts["deadline.missed"] += 1
+
+    def put(self, request: Request, now_ns: int) -> list[tuple[Request, IskanderError]]:
+        """Queue an admitted request.
+
+        Returns:
+            Those that had to leave the queue for it, and why; they are out of it already.
+        """
+        # Step 4
+        self._number += 1
+        request.number = self._number
+        request.queued_ns = now_ns
+        terms = request.terms
+        self.counts["requests"] += 1
+        self.counts["rows"] += request.rows
+        self.outstanding[terms.client] = self.outstanding.get(terms.client, 0) + 1
+        period_ns = self.cadence.period_ns(terms.client) if terms.is_named else 0
+        request.rank = self._policy.rank(request, period_ns)
+        older = self._older(request)
+        way = self._make_way(request, older)
+        assert not isinstance(way, QueueFull), "it was admitted in this turn of the loop"
+        removed: list[tuple[Request, IskanderError]] = []
+        if older is not None:
+            # In its place, or a client that sends fast would never come to its turn.
+            request.rank = min(request.rank, older.rank)
+            self.queue.remove(older)
+            removed.append((older, Superseded("a newer request of its client took its place")))
+        if terms.is_newest_wins or self.config.newest_wins:
+            self._newest[terms.client] = request
+        for victim in way:
+            self.queue.remove(victim)
+            error = DroppedFromQueue(
+                f"the queue of model `{self.title}` was full and gave its place to another",
+                retry_after_ms=self.retry_after_ms(now_ns),
+            )
+            removed.append((victim, error))
+        self._policy.on_put(request)
+        self.queue.put(request)
+        return removed
+
+    def put_back(self, request: Request, now_ns: int) -> None:
+        """Let a request wait anew whose rows came back from a worker; `todo` is set."""
+        self._number += 1
+        request.number = self._number
+        request.wait_anew(now_ns)
+        self.queue.put(request)
+
+    def form(self, worker: Worker, now_ns: int) -> Formed:
+        """The next batch for a worker."""
+        cost = self.cost_of(worker)
+        free_ns = worker.busy_until_ns if worker.in_flight else 0
+        rules = self.rules
+        if not self._may_refuse(now_ns):
+            rules = rules._replace(may_doom=False)
+        return form(
+            self.queue,
+            rules,
+            cost,
+            now_ns=now_ns,
+            free_ns=free_ns,
+            expected=self.cadence.expected(now_ns) if len(self.cadence) else (),
+        )
+
+    def take(self, request: Request, rows: int) -> tuple[int, int]:
+        """Take rows of a waiting request for a batch: the first of them, and how many."""
+        self._policy.on_taken(request)
+        return self.queue.take(request, rows)
+
+    def on_sent(self, rows: int, waits_ns: list[int], now_ns: int) -> None:
+        """Measure a batch that goes to a worker, and how long each of its requests has waited."""
+        labels = self._labels
+        self.counts["batches"] += 1
+        self.batch_rows.record(rows)
+        self._recent_rows((now_ns, rows, labels))
+        self._recent_depth((now_ns, len(self.queue), labels))
+        for waited_ns in waits_ns:
+            self.wait_ns.record(waited_ns)
+            self._recent_wait((now_ns, waited_ns / NS_PER_MS, labels))
+
+    def on_ran(self, worker: Worker, rows: int, run_ns: int, now_ns: int) -> None:
+        """Measure and learn from a batch that was run."""
+        self._ran_ns = now_ns
+        self.run_ns.record(run_ns)
+        self.costs[worker.place.index].observe(rows, run_ns)
+        self._recent_run((now_ns, run_ns / NS_PER_MS, self._labels))
+
+    def on_completed(self, request: Request, now_ns: int) -> None:
+        """Measure a request that has its results."""
+        counts, terms = self.counts, request.terms
+        counts["completed"] += 1
+        if request.deadline_ns < NEVER_NS:
+            counts["deadline.hit" if now_ns <= request.deadline_ns else "deadline.missed"] += 1
+        labels = self._labels
+        if terms.is_named:
+            labels = self._client_labels.get(terms.client) or self._label(terms.client)
+        total_ns = now_ns - request.arrived_ns
+        self.total_ns.record(total_ns)
+        self._recent_total((now_ns, total_ns / NS_PER_MS, labels))
+
+    def retire(self, request: Request) -> None:
+        """Count a request no longer; once for each that was put."""
+        client = request.terms.client
+        left = self.outstanding[client] - 1
+        if left:
+            self.outstanding[client] = left
+        else:
+            del self.outstanding[client]
+        if self._newest.get(client) is request:
+            del self._newest[client]
+        if not request.sent_ns:
+            self._policy.on_left(request)
+
+    def _label(self, client: str) -> dict[str, str]:
+        if len(self._client_labels) >= CLIENTS_MAX:
+            self._client_labels.clear()
+        labels = self._client_labels[client] = {**self._labels, "client": client}
+        return labels
+
+    def retry_after_ms(self, now_ns: int) -> int:
+        """When the queue will have drained by half, as far as the cost is known."""
+        backlog = self.backlog(now_ns)
+        drain_ns = backlog.drain_ns(self.rules, max(self.queue.rows // 2, 1))
+        return min(max(drain_ns // NS_PER_MS, 1), RETRY_MOST_MS) if drain_ns else RETRY_UNKNOWN_MS
+
+    def _may_refuse(self, now_ns: int) -> bool:
+        """Whether what batches cost is known well enough to refuse by it.
+
+        Where everything is refused nothing is learned any more, so after a while without a run
+        requests are let in again.
+        """
+        return self.config.refuse_late and now_ns - self._ran_ns < PROBE_NS
+
+    def _older(self, request: Request) -> Request | None:
+        """The waiting request whose place a newer one of its client takes."""
+        if not request.terms.is_newest_wins and not self.config.newest_wins:
+            return None
+        older = self._newest.get(request.terms.client)
+        return older if older is not None and older.is_waiting else None
+
+    def _victims(self, request: Request) -> Iterator[Request]:
+        """Who gives way to a request when the queue is full; never one that is worth more."""
+        if self.config.overflow == "drop_oldest":
+            return self.queue.oldest_first()
+        if self.config.overflow == "drop_lowest_priority":
+            return self.queue.least_first(above=request.terms.priority)
+        return iter(())
+
+    def _make_way(self, request: Request, older: Request | None) -> list[Request] | QueueFull:
+        """Who has to leave the queue for a request; an error where even that would not do."""
+        queue = self.queue
+        load = Load(len(queue), queue.rows, queue.bytes)
+        if older is not None:
+            load = load.without([older])
+        error = full_error(load, self.config, request, self.title)
+        if error is None:
+            return []
+        leaving: list[Request] = []
+        for victim in self._victims(request):
+            if victim is not older:
+                leaving.append(victim)
+                load = load.without([victim])
+                if full_error(load, self.config, request, self.title) is None:
+                    return leaving
+        return error
+
+
+def _rules(model: ModelSpec, config: LaneConfig, contract: Contract, linger_ns: int) -> Rules:
+    rows_max = model.rows_max
+    sizes = tuple(sorted(size for size in set(config.pad_to) if size <= rows_max))
+    if contract.rows_fixed is not None:
+        sizes = (contract.rows_fixed,)
+    if sizes:
+        rows_max = sizes[-1]
+    return Rules(
+        rows_max=rows_max,
+        sizes=sizes,
+        preferred=tuple(sorted(size for size in config.preferred_batch_rows if size <= rows_max)),
+        linger_ns=config.linger_us * NS_PER_US or linger_ns,
+    )

@@ -1,0 +1,49 @@
+"""What becomes of a request whose batch came back without results.
+
+A request is run again where that can help: inference is pure. What has failed together with others
+runs alone from then on, so that one caller's bad rows cost nobody else anything and the batch that
+kills workers is found.
+
+Pure, but for what it notes on the request.
+"""
+
+from __future__ import annotations
+
+from iskander.errors import ExecutionFailed, IskanderError, PoisonedRequest
+from iskander.gateway.lanes.request import Request
+
+KILLS_MAX = 2
+LOSSES_MAX = 8
+"""Workers that may die under a request whether or not they ran it; every retry has an end."""
+
+
+def after_failure(
+    request: Request, error: IskanderError, *, is_shared: bool
+) -> IskanderError | None:
+    """The error that a request gets whose batch was not computed; None: it runs again, alone."""
+    if is_shared and isinstance(error, ExecutionFailed):
+        request.is_alone = True
+        return None
+    return error
+
+
+def after_loss(request: Request, *, was_running: bool) -> IskanderError | None:
+    """The error that a request gets whose worker died; None: it runs again.
+
+    Args:
+        request: What killed a worker runs alone the next time, and not a third time.
+        was_running: The worker was running its batch, and not one before it.
+    """
+    request.losses += 1
+    if was_running:
+        request.kills += 1
+        request.is_alone = True
+    if request.kills < KILLS_MAX and request.losses < LOSSES_MAX:
+        return None
+    did = "they ran" if request.kills >= KILLS_MAX else "they had"
+    count = request.kills if request.kills >= KILLS_MAX else request.losses
+    return PoisonedRequest(
+        f"{count} workers died while {did} this request for model `{request.lane.title}`; it is "
+        "not given to another",
+        model=request.lane.model.name,
+    )

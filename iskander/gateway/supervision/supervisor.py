@@ -1,0 +1,348 @@
+"""The worker processes: started, taken on, given their models, watched, replaced, stopped.
+
+What to do is decided in `lifecycle`; here it is done. Reads as: an event comes in, the table says
+what the worker's place becomes and what to do, and those things are done in order. What a worker's
+silence, age or absence means is in `watch`, `recycling` and `vacancy`; how it is started is in
+`starting`, which models it gets in `loading`.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
+from iskander.config import Config
+from iskander.errors import IskanderError, NotReady, ProtocolError
+from iskander.gateway.dispatch import Dispatcher
+from iskander.gateway.intake import Intake
+from iskander.gateway.models import Models
+from iskander.gateway.supervision.lifecycle import Action, Event, State, step, validate
+from iskander.gateway.supervision.loading import Loading
+from iskander.gateway.supervision.reception import Reception
+from iskander.gateway.supervision.recycling import Recycling
+from iskander.gateway.supervision.starting import Starting
+from iskander.gateway.supervision.timers import Timers
+from iskander.gateway.supervision.vacancy import Vacancy
+from iskander.gateway.supervision.watch import Watch
+from iskander.gateway.supervision.workers import Place, Worker
+from iskander.memory.arena import usable_bytes
+from iskander.memory.beat import BEAT_BYTES
+from iskander.wire import attach
+from iskander.wire.channel import Channel
+from iskander.wire.messages import (
+    Done,
+    Drain,
+    Failed,
+    Hello,
+    Leaving,
+    Loaded,
+    LoadFailed,
+    Welcome,
+    decode_to_gateway,
+    encode,
+)
+
+log = logging.getLogger("iskander.supervisor")
+
+STEADY_S = 10.0
+"""A worker that was ready for so long has not failed in a row."""
+ABORT_S = 0.02
+"""A process writes its stack in a few milliseconds, or cannot: one that is stopped never does."""
+STOP_S = 5.0
+
+
+class Supervisor:
+    """Every place of the plan and the process that fills it.
+
+    Args:
+        config: Checked settings.
+        places: The plan.
+        folder: The runtime directory; its lock is held by the caller.
+        models: The lanes; told which workers there are.
+        intake: Owner of the input arena.
+        dispatcher: Told who may have work.
+        on_change: Called when what is ready may have changed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        places: list[Place],
+        *,
+        folder: Path,
+        models: Models,
+        intake: Intake,
+        dispatcher: Dispatcher,
+        on_change: Callable[[], None],
+    ) -> None:
+        validate()
+        self._config = config
+        self._settings = settings = config.workers
+        self._folder = folder
+        self._models = models
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self._on_change = on_change
+        self.workers = models.workers = [Worker(place) for place in places]
+        self._incarnation = 0
+        self._reception = Reception(folder / "attach.sock", self._take_on)
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._timers = Timers()
+        self._starting = starting = Starting(
+            settings, folder, timers=self._timers, happened=self._happened
+        )
+        self._loading = Loading(
+            models.by_key,
+            usable_bytes(config.arena.output_bytes),
+            happened=self._happened,
+            on_refused=self._on_refused,
+        )
+        self._watch = Watch(self.workers, int(settings.hang_s * NS_PER_S), self._on_hung)
+        self._recycling = Recycling(self.workers, settings, self._on_recycle_due)
+        self._vacancy = Vacancy(
+            models.by_key,
+            self.workers,
+            wait_s=settings.start_s,
+            refuse=dispatcher.refuse_queued,
+        )
+        self._actions: dict[Action, Callable[[Worker], None]] = {
+            Action.SPAWN: starting.spawn,
+            Action.SPAWN_LATER: starting.spawn_later,
+            Action.SPAWN_NEXT: starting.spawn_next,
+            Action.LOAD: self._load,
+            Action.OPEN: self._open,
+            Action.AWAIT: self._await,
+            Action.CLOSE: dispatcher.close,
+            Action.DRAIN: self._drain,
+            Action.DETACH: self._detach,
+            Action.COUNT_BOOT: starting.count_boot,
+            Action.COUNT_CRASH: starting.count_crash,
+            Action.FORGIVE: starting.forgive,
+            Action.ABORT: self._abort,
+            Action.KILL: Worker.kill,
+        }
+
+    def start(self) -> None:
+        """Listen for workers, and start those of the plan that do not live already."""
+        self._reception.open()
+        self._watch.start()
+        self._recycling.start()
+        if self._settings.spawn:
+            self._starting.fill(self.workers)
+
+    async def until_ready(self) -> None:
+        """Wait until every model has the workers that it needs.
+
+        Raises:
+            ManifestError: A model cannot be loaded.
+            NotReady: A worker does not start, or it took longer than `workers.start_s`.
+        """
+        try:
+            async with asyncio.timeout(self._settings.start_s):
+                while not self._models.is_ready:
+                    if self._starting.boot_error is not None:
+                        raise self._starting.boot_error
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NotReady(
+                f"the workers were not ready after {self._settings.start_s:g} s: "
+                + "; ".join(self._models.reasons())
+            ) from None
+
+    def settle(self) -> None:
+        """Replace no worker in order any more: the gateway is about to stop."""
+        self._recycling.close()
+
+    async def stop(self) -> None:
+        """Let every worker go, and wait for the last; those that stay are killed."""
+        self._reception.close()
+        self._recycling.close()
+        for worker in self.workers:
+            self._happened(worker, Event.STOP)
+        deadline_ns = now_ns() + int(STOP_S * NS_PER_S)
+        while any(w.state is not State.STOPPED or w.child is not None for w in self.workers):
+            if now_ns() > deadline_ns:
+                for worker in self.workers:
+                    self._happened(worker, Event.TIMED_OUT)
+                deadline_ns = now_ns() + NS_PER_S
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await self._changed.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Release everything at once; what still lives is killed."""
+        for part in (self._timers, self._watch, self._recycling, self._vacancy, self._reception):
+            part.close()
+        for worker in self.workers:
+            worker.kill()
+            if worker.channel is not None:
+                self._loop.remove_reader(worker.channel)
+            worker.detach()
+
+    def kill_all(self) -> None:
+        """End every worker now; for an exit that waits for nothing."""
+        for worker in self.workers:
+            worker.kill()
+
+    def _happened(self, worker: Worker, event: Event) -> None:
+        before = worker.state
+        worker.state, actions = step(before, event)
+        if actions or worker.state is not before:
+            worker.story.append((now_ns(), event, worker.state))
+            log.info(
+                "worker %d: %s, was %s, is %s", worker.place.index, event, before, worker.state
+            )
+        for action in actions:
+            self._actions[action](worker)
+        self._vacancy.look()
+        self._changed.set()
+        self._on_change()
+
+    def _receive(self, worker: Worker, channel: Channel) -> None:
+        """Take everything that a worker has said, its end too."""
+        dispatcher = self._dispatcher
+        for frame in channel.receive():
+            try:
+                messages = decode_to_gateway(frame)
+            except ValueError as error:
+                log.error("worker %d: a frame was not understood: %s", worker.place.index, error)
+                continue
+            for message in messages:
+                if type(message) is Done:
+                    dispatcher.on_done(worker, message)
+                elif type(message) is Failed:
+                    dispatcher.on_failed(worker, message)
+                elif isinstance(message, Leaving):
+                    self._happened(worker, Event.LEFT)
+                else:
+                    assert isinstance(message, Loaded | LoadFailed)
+                    self._loading.on_answer(worker, message)
+        if channel.has_ended:
+            self._loop.remove_reader(channel)
+            self._happened(worker, Event.LOST)
+        elif worker.batches >= worker.recycle_at:
+            self._recycling.look(worker)
+        dispatcher.pump()
+
+    def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
+        """Give a worker that came in its place, its memory and its models."""
+        worker = self._vacancy_for(pid, hello.group, hello.index)
+        if worker is None:
+            raise ProtocolError(
+                f"no place is free in core group {hello.group}"
+                if hello.group is not None
+                else "every place of the plan has its worker"
+            )
+        self._incarnation += 1
+        try:
+            worker.attach(self._incarnation, pid, self._config.arena.output_bytes)
+            self._welcome(worker, connection)
+        except (IskanderError, OSError):
+            worker.detach()
+            raise
+        worker.channel = channel = Channel(connection)
+        self._loop.add_reader(channel, self._receive, worker, channel)
+        self._happened(worker, Event.ATTACHED)
+
+    def _welcome(self, worker: Worker, connection: socket.socket) -> None:
+        assert worker.output is not None and worker.beat is not None
+        welcome = Welcome(
+            incarnation=worker.incarnation,
+            index=worker.place.index,
+            group=worker.place.group,
+            cpus=worker.place.cpus,
+            node=worker.place.node,
+            input_bytes=len(self._intake.segment),
+            output_bytes=len(worker.output),
+            beat_bytes=BEAT_BYTES,
+            reattach_s=self._settings.reattach_s,
+        )
+        segments = (self._intake.segment.fd, worker.output.fd, worker.beat.fd)
+        read_end = worker.open_abort_pipe()
+        try:
+            attach.send_answer(connection, welcome, (*segments, read_end))
+        finally:
+            os.close(read_end)
+
+    def _vacancy_for(self, pid: int, group: int | None, index: int | None) -> Worker | None:
+        """The place for a worker: where it was started for, its old one, else any in its group."""
+        vacant = (State.ABSENT, State.LOOPING, State.STARTING)
+        free = [w for w in self.workers if w.state in vacant]
+        own = [w for w in free if w.child is not None and w.child.pid == pid]
+        old = [w for w in free if w.place.index == index and w.child is None]
+        any_in_group = [w for w in free if group in (None, w.place.group) and w.child is None]
+        return next(iter(own + old + any_in_group), None)
+
+    def _on_refused(self, worker: Worker, error: IskanderError) -> None:
+        if not worker.has_been_ready:
+            self._starting.boot_error = error
+
+    def _on_recycle_due(self, worker: Worker) -> None:
+        self._happened(worker, Event.RECYCLE_DUE)
+
+    def _on_hung(self, worker: Worker, silent_ns: int) -> None:
+        log.error(
+            "worker %d has been silent for %d ms, %s: it is ended",
+            worker.place.index,
+            silent_ns // NS_PER_MS,
+            _doing(worker),
+        )
+        self._happened(worker, Event.HUNG)
+
+    def _later(self, worker: Worker, delay_s: float, event: Event) -> None:
+        self._timers.set(worker, delay_s, self._happened, worker, event)
+
+    def _load(self, worker: Worker) -> None:
+        self._later(worker, self._settings.start_s, Event.TIMED_OUT)
+        self._loading.ask_next(worker)
+
+    def _open(self, worker: Worker) -> None:
+        self._timers.clear(worker)
+        worker.has_been_ready = True
+        worker.is_awaited = False
+        self._recycling.opened(worker)
+        if worker.failures:
+            self._later(worker, STEADY_S, Event.STEADY)
+        self._dispatcher.open(worker)
+
+    def _await(self, worker: Worker) -> None:
+        """Let requests wait where it is known that another process will come."""
+        worker.is_awaited = self._settings.spawn or worker.is_due
+        self._vacancy.look()
+
+    def _drain(self, worker: Worker) -> None:
+        assert worker.channel is not None
+        self._later(worker, self._config.server.drain_s, Event.TIMED_OUT)
+        worker.channel.send(encode([Drain()]))
+
+    def _detach(self, worker: Worker) -> None:
+        if worker.in_flight:
+            log.error("worker %d is gone, %s", worker.place.index, _doing(worker))
+        # While the beat can still be read: it says which batch was running.
+        self._dispatcher.on_lost(worker)
+        worker.detach()
+
+    def _abort(self, worker: Worker) -> None:
+        self._later(worker, ABORT_S, Event.TIMED_OUT)
+        worker.dump()
+
+
+def _doing(worker: Worker) -> str:
+    """What a worker was at, as far as its beat says."""
+    batch_id = worker.last_beat().batch_id
+    if batch_id not in worker.in_flight:
+        return f"with none of the batches begun that it was sent, {len(worker.in_flight)}"
+    lane = worker.in_flight[batch_id].lane
+    return f"with batch {batch_id} of model `{lane.title}`"

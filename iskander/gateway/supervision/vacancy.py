@@ -1,0 +1,69 @@
+"""Lanes without a worker: whether requests may come and wait in them, and for how long.
+
+New ones may wait while a worker is replaced in order. Those that wait already do so after any loss,
+since the next worker may soon be there. Neither longer than a worker may take to come.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.supervision.lifecycle import State
+from iskander.gateway.supervision.workers import Worker
+
+
+class Vacancy:
+    """Keeps the time of every lane that no worker serves.
+
+    Args:
+        lanes: By the key of their model.
+        workers: Every place of the plan.
+        wait_s: How long requests wait for a worker, not counting the time in which the last one
+            finishes what it has.
+        refuse: Called with lanes whose requests have waited for too long.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[int, Lane],
+        workers: Sequence[Worker],
+        *,
+        wait_s: float,
+        refuse: Callable[[Iterable[Lane]], None],
+    ) -> None:
+        self._lanes = lanes
+        self._workers = workers
+        self._wait_s = wait_s
+        self._refuse = refuse
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def look(self) -> None:
+        """Begin or end the time of each lane, as the workers are now."""
+        is_awaiting = any(worker.is_awaited for worker in self._workers)
+        is_leaving = any(worker.state is State.LEAVING for worker in self._workers)
+        for key, lane in self._lanes.items():
+            lane.is_awaiting = is_awaiting
+            if lane.workers or is_leaving:
+                if key in self._timers:
+                    self._timers.pop(key).cancel()
+            elif key not in self._timers:
+                self._timers[key] = asyncio.get_running_loop().call_later(
+                    self._wait_s, self._give_up, key
+                )
+
+    def close(self) -> None:
+        """Keep no time any more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _give_up(self, key: int) -> None:
+        del self._timers[key]
+        for worker in self._workers:
+            worker.is_awaited = False
+        self._lanes[key].is_awaiting = False
+        self._refuse([self._lanes[key]])

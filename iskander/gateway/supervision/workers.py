@@ -1,0 +1,285 @@
+"""What the gateway holds of one worker: its place, its memory, its socket and what it runs.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from iskander.gateway.supervision.lifecycle import Event, State
+from iskander.memory.arena import Arena, Lease
+from iskander.memory.beat import BEAT_BYTES, Beat, read_beat
+from iskander.memory.segment import Segment
+from iskander.wire.channel import Channel
+
+if TYPE_CHECKING:
+    from iskander.gateway.lanes.lane import Lane
+    from iskander.gateway.lanes.request import Request
+
+CREDITS = 2
+"""One batch running and one waiting, so that a worker never idles between two."""
+
+STORY_LENGTH = 32
+NEVER = sys.maxsize
+"""More batches than a process will compute."""
+
+
+Child = subprocess.Popen[bytes]
+
+
+class Part(NamedTuple):
+    """Rows of a request in a batch.
+
+    Attributes:
+        request: Whose rows.
+        first: The first of them in the request.
+        rows: How many.
+        output_offset: Where the body of their results begins in the worker's output arena.
+    """
+
+    request: Request
+    first: int
+    rows: int
+    output_offset: int
+
+
+class Flight(NamedTuple):
+    """A batch that a worker has.
+
+    Attributes:
+        lane: Of its model version.
+        parts: In the order of the batch.
+        output: Room for all results.
+        run_rows: Rows that the model is run with.
+        sent_ns: When it was sent.
+        expected_ns: Its run time by the learned cost; 0 where nothing is learned yet.
+    """
+
+    lane: Lane
+    parts: list[Part]
+    output: Lease
+    run_rows: int
+    sent_ns: int
+    expected_ns: int
+
+
+class End(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        code: As `subprocess` has it: negative for a signal; None where only another process, its
+            parent, is told.
+        was_killed: This gateway ended it.
+    """
+
+    code: int | None
+    was_killed: bool
+
+    def __str__(self) -> str:
+        """For a sentence: `by SIGSEGV`, `with exit code 70`."""
+        if self.code is None:
+            return "in a way that its parent knows"
+        if self.code >= 0:
+            return f"with exit code {self.code}"
+        try:
+            return f"by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"by signal {-self.code}"
+
+    @property
+    def explanation(self) -> str:
+        """What the code does not say; empty where there is nothing to add."""
+        if self.code is None or self.code >= 0:
+            return ""
+        if self.was_killed:
+            return ", which this gateway sent"
+        if self.code == -signal.SIGKILL:
+            return ", which this gateway did not send: an operator, or the system for its memory"
+        return ""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a worker of the plan runs."""
+
+    index: int
+    group: int
+    cpus: tuple[int, ...]
+    node: int | None
+
+
+class Worker:
+    """A place of the plan, and the process that fills it now.
+
+    Attributes:
+        incarnation: Of the attached process; 0 while there is none.
+        credits: How many more batches may be sent to it.
+        child: The process, where this gateway started it and has not seen its end.
+        in_flight: What it has, by batch id, in the order in which it was sent.
+        busy_until_ns: When it is expected to have run all that.
+        virtual_ns: How far the lanes that it serves have come in their shares of it.
+        models: Keys of the models that it has loaded.
+        batches: That its place has computed; `recycle_at` is the number at which the process is
+            replaced in order.
+        starts: Processes that were started for the place.
+        failures: Ends in a row that nobody asked for, with no steady service between them.
+        ends: How its processes ended: crash, hang, boot failure, or replaced in order.
+        is_looping: It fails again and again; counts for no readiness until it has been steady.
+        is_due: It is being replaced in order, because it has computed or grown enough.
+        is_awaited: It is being replaced in order, and requests may wait for the next process.
+        is_hung: It was silent for too long, and is being ended.
+        has_been_ready: Whether the place was filled once; `opened_ns` is when it last was.
+        complaint: Why the last process could not serve a model; empty where it could.
+        was_loaded: Whether the process before had its models.
+        last_end: Of the last process that ended.
+        story: The last events, for the operator.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.state = State.ABSENT
+        self.incarnation = 0
+        self.pid = 0
+        self.credits = 0
+        self.in_flight: dict[int, Flight] = {}
+        self.busy_until_ns = 0
+        self.virtual_ns = 0.0
+        self.models: set[int] = set()
+        self.batches = 0
+        self.starts = 0
+        self.failures = 0
+        self.recycle_at = NEVER
+        self.ends: Counter[str] = Counter()
+        self.is_looping = False
+        self.is_due = False
+        self.is_awaited = False
+        self.is_hung = False
+        self.has_been_ready = False
+        self.opened_ns = 0
+        self.complaint = ""
+        self.was_loaded = False
+        self.last_end: End | None = None
+        self.story: deque[tuple[int, Event, State]] = deque(maxlen=STORY_LENGTH)
+        self.child: Child | None = None
+        self.channel: Channel | None = None
+        self.output: Segment | None = None
+        self.output_arena = Arena(0)
+        self.beat: Segment | None = None
+        self._pidfd: int | None = None
+        self._abort_fd: int | None = None
+        self._was_killed = False
+        self._is_own = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Worker {self.place.index} {self.state} incarnation {self.incarnation} "
+            f"pid {self.pid}, {len(self.in_flight)} in flight>"
+        )
+
+    def spawn(self, attach_socket: Path) -> tuple[Child, int]:
+        """Start a process for this place; the caller owns the pidfd.
+
+        Raises:
+            OSError: The system refused it.
+        """
+        self.starts += 1
+        self._was_killed = False
+        command = [sys.executable, "-m", "iskander_worker"]
+        command += ["--attach", str(attach_socket), "--group", str(self.place.group)]
+        environment = dict(os.environ, PYTHONFAULTHANDLER="1")
+        environment.pop("NOTIFY_SOCKET", None)
+        # A session of its own: a Ctrl-C at the terminal is for the gateway, which drains.
+        self.child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+        )
+        try:
+            return self.child, os.pidfd_open(self.child.pid)
+        except OSError:
+            self.child.kill()
+            self.child.wait()
+            self.child = None
+            raise
+
+    def reap(self, child: Child) -> bool:
+        """Note how a child ended; False where the place has another process already."""
+        self.last_end = End(child.wait(), self._was_killed and child is self.child)
+        if child is not self.child:
+            return False
+        self.child = None
+        return True
+
+    def attach(self, incarnation: int, pid: int, output_bytes: int) -> None:
+        """Take on a process: memory of its own, made on its node."""
+        index = self.place.index
+        self.output = Segment.create(f"iskander-output-{index}", output_bytes, node=self.place.node)
+        self.beat = Segment.create(f"iskander-beat-{index}", BEAT_BYTES)
+        self.output_arena = Arena(output_bytes)
+        self.incarnation = incarnation
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self.models = set()
+        self.is_hung = False
+        self.complaint = ""
+        self.busy_until_ns = 0
+        self.credits = CREDITS
+        # The system tells the end of a process to its parent only.
+        self._is_own = self.child is not None and self.child.pid == pid
+        self._was_killed = self._was_killed and self._is_own
+
+    def open_abort_pipe(self) -> int:
+        """Make the pipe on which batches are given up; the caller owns the end to read from."""
+        read_end, self._abort_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(read_end, True)
+        return read_end
+
+    def abort(self, batch_id: int) -> None:
+        """Ask the worker to give a batch up where it can; it answers as for any other."""
+        if self._abort_fd is not None:
+            # A pipe that is full, or whose reader is gone, loses a favour and no answer.
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._abort_fd, batch_id.to_bytes(8, "little"))
+
+    def detach(self) -> None:
+        """Let go of a process that is gone: its memory, sockets and descriptors."""
+        if self.pid and not self._is_own:
+            self.last_end = End(None, self._was_killed)
+        self.incarnation = self.pid = self.credits = 0
+        self.models = set()
+        self.output_arena = Arena(0)
+        for part in (self.channel, self.output, self.beat):
+            if part is not None:
+                part.close()
+        for fd in (self._pidfd, self._abort_fd):
+            if fd is not None:
+                os.close(fd)
+        self.channel = self.output = self.beat = self._pidfd = self._abort_fd = None
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._signal(signal.SIGKILL)
+
+    def dump(self) -> None:
+        """End the process with a stack in its log, if it can still write one."""
+        self._signal(signal.SIGABRT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal the process, by a descriptor or child that can mean no other."""
+        self._was_killed = True
+        if self.child is not None:
+            self.child.send_signal(number)
+        elif self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def last_beat(self) -> Beat:
+        """The worker's sign of progress."""
+        return read_beat(self.beat.view) if self.beat is not None else Beat(0, 0)

@@ -1,0 +1,1 @@
+"""What is seen from outside: measures, metrics, stats, and the admin port."""

@@ -1,0 +1,57 @@
+"""What is looked at from outside: the live objects that the metrics and the stats are read from.
+
+Nothing is copied or kept here, and nothing in the path of a batch knows that it is looked at.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from iskander.clock import NS_PER_S, now_ns
+from iskander.memory.arena import Arena
+
+if TYPE_CHECKING:
+    from iskander.gateway.models import Models
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """One gateway.
+
+    Attributes:
+        started_ns: When it was.
+        models: Their lanes, the workers, and whether they are ready.
+        input_arena: Of the gateway.
+        streams: Those that are open.
+        counts: What the dispatcher counts.
+    """
+
+    started_ns: int
+    models: Models
+    input_arena: Arena
+    streams: Sized
+    counts: Mapping[str, int]
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it was started."""
+        return (now_ns() - self.started_ns) / NS_PER_S
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process has, shared memory that it has touched included; 0 without one.
+
+    Source: proc(5), `statm`; takes 10 us.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):
+        return 0

@@ -1,0 +1,62 @@
+"""Queues and batches of them, without a lane around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iskander.gateway.lanes.batcher import DOUBT, LEAD_NS, Formed, Rules, form
+from iskander.gateway.lanes.cost import CostModel
+from iskander.gateway.lanes.request import NEVER_NS, Request
+from iskander.gateway.lanes.waiting import WaitingQueue
+from support.lanes import MS, cost_of, lane_of, request_of
+
+LANE = lane_of(ttl_ms=0)
+NOW = 1_000 * MS
+FAR = NOW + 100 * MS
+ROW, BASE = 10_000, 1 * MS
+COST = cost_of(ROW, BASE)
+UNKNOWN = CostModel()
+
+
+def queue_of(*requests: Request | int) -> WaitingQueue:
+    """A queue in this order; a number stands for a request of so many rows."""
+    queue = WaitingQueue()
+    for number, each in enumerate(requests):
+        request = waiting(each) if isinstance(each, int) else each
+        request.number = request.rank = number
+        queue.put(request)
+    return queue
+
+
+def waiting(
+    rows: int = 1, *, due_ns: int = NEVER_NS, shape: int = 0, is_alone: bool = False,
+    queued_ns: int = NOW, **terms: Any,
+) -> Request:  # fmt: skip
+    """A request as it waits; `terms` are those of `Terms`."""
+    request = request_of(LANE, rows, arrived_ns=queued_ns, **terms)
+    request.queued_ns, request.shape, request.is_alone = queued_ns, shape, is_alone
+    request.deadline_ns = request.expires_ns = due_ns
+    return request
+
+
+def formed(queue: WaitingQueue, *, cost: CostModel = UNKNOWN, **given: Any) -> Formed:
+    """The next batch; `given` are rules, and what `form` takes by name."""
+    said: dict[str, Any] = {"now_ns": NOW}
+    for key in ("now_ns", "free_ns", "expected"):
+        if key in given:
+            said[key] = given.pop(key)
+    return form(queue, Rules(**({"rows_max": 64} | given)), cost, **said)
+
+
+def rows_of(batch: Formed) -> list[int]:
+    return [rows for _, rows in batch.picks]
+
+
+def surely_ns(run_ns: int) -> int:
+    """From when a run begins until its results are surely there."""
+    return run_ns + LEAD_NS + int(DOUBT * run_ns)
+
+
+def span_ns(rows: int, cost: CostModel = COST) -> int:
+    """The same, of so many rows."""
+    return surely_ns(cost.predict_ns(rows))

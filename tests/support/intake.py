@@ -1,0 +1,100 @@
+"""Requests that want room in a small input arena, and turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+
+from iskander.clock import now_ns
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.errors import (
+    IskanderError,
+)
+from iskander.gateway.intake import Intake
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import Request, Terms
+from iskander.gateway.supervision.workers import Place, Worker
+from iskander.memory.arena import GRAIN_BYTES
+from support.lanes import lane_of
+
+QUEUE_REQUESTS = 64
+GRAINS = 4
+FOR_EVER_MS = 3_600_000
+"""A wait that no test sees the end of."""
+
+CONTRACT = Contract(
+    inputs=(
+        TensorSpec("id", "id", ColumnType("int64"), ()),
+        TensorSpec("flag", "flag", ColumnType("bool"), ()),
+    ),
+    outputs=(TensorSpec("y", "y", ColumnType("float32"), ()),),
+)
+
+
+class Nobody:
+    """A caller that is never told anything: no worker runs here."""
+
+    def deliver(self, request: Request, output: memoryview) -> None:
+        raise AssertionError("delivered")
+
+    def fail(self, request: Request, error: IskanderError) -> None:
+        raise AssertionError("failed")
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test inside an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        asyncio.run(test(*args, **kwargs))  # type: ignore[arg-type]
+
+    return run
+
+
+async def turn() -> None:
+    """Let everything run that can run now: one turn of the loop."""
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    loop.call_soon(over.set_result, None)
+    await over
+
+
+async def turns() -> None:
+    """As many turns as any chain of wake-ups here needs."""
+    for _ in range(8):
+        await turn()
+
+
+def open_lane() -> Lane:
+    lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=QUEUE_REQUESTS)
+    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    return lane
+
+
+def submit(request: Request) -> None:
+    """What a dispatcher does with a request once it is in the arena."""
+    request.lane.put(request, now_ns())
+
+
+async def admit(intake: Intake, request: Request) -> None:
+    """What a stream does with a batch, up to the queue."""
+    await intake.admit(request)
+    submit(request)
+
+
+def request_of(lane: Lane, grains: int = 1, terms: Terms | None = None) -> Request:
+    """A request that takes so many grains of the arena."""
+    rows = (grains * GRAIN_BYTES - 1024) // 9 // 64 * 64
+    ids, flags = bytes(8 * rows), bytes(rows // 8)
+    request = Request(
+        lane,
+        Nobody(),
+        rows,
+        [memoryview(ids), memoryview(flags)],
+        terms=terms or Terms(),
+        arrived_ns=now_ns(),
+    )
+    taken = -(-lane.layout(rows).input_bytes // GRAIN_BYTES)
+    assert taken == grains
+    return request

@@ -1,0 +1,98 @@
+"""Lanes, requests and callers without a gateway around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from iskander.config import LaneConfig
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.errors import IskanderError
+from iskander.gateway.lanes.cost import CostModel
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import NO_TERMS, Request, Terms
+from iskander.wire.messages import ModelSpec
+
+MS = 1_000_000
+CONTRACT = Contract(
+    inputs=(TensorSpec("x", "x", ColumnType("int64"), ()),),
+    outputs=(TensorSpec("y", "y", ColumnType("int64"), ()),),
+)
+
+
+class Asker:
+    """A caller that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.results: list[bytes] = []
+        self.errors: list[IskanderError] = []
+
+    @property
+    def told(self) -> int:
+        return len(self.results) + len(self.errors)
+
+    @property
+    def codes(self) -> list[str]:
+        return [error.code for error in self.errors]
+
+    def deliver(self, request: Request, output: memoryview) -> None:
+        self.results.append(bytes(output))
+
+    def fail(self, request: Request, error: IskanderError) -> None:
+        self.errors.append(error)
+
+
+def model_of(key: int = 0, rows_max: int = 64) -> ModelSpec:
+    return ModelSpec(
+        key=key,
+        name=f"m{key}",
+        version="1",
+        backend="onnx",
+        path="f",
+        execution_providers=("cpu",),
+        threads_intra=0,
+        threads_inter=0,
+        optimization_level="level3",
+        is_parallel=False,
+        has_memory_pattern=True,
+        rows_max=rows_max,
+        fingerprint="",
+    )
+
+
+def lane_of(
+    key: int = 0, *, rows_max: int = 64, contract: Contract | None = None, **settings: Any
+) -> Lane:
+    """A lane with a contract; `settings` are those of `[lane]`."""
+    lane = Lane(model_of(key, rows_max), LaneConfig(**settings))
+    lane.set_contract(contract or CONTRACT)
+    return lane
+
+
+def request_of(
+    lane: Lane,
+    rows: int = 1,
+    *,
+    caller: Asker | None = None,
+    arrived_ns: int = 0,
+    **terms: Any,
+) -> Request:
+    """A request that is in no arena; `terms` are those of `Terms`."""
+    said = Terms(**terms) if terms else NO_TERMS
+    request = Request(lane, caller or Asker(), rows, [], terms=said, arrived_ns=arrived_ns)
+    request.input_bytes = 8 * rows
+    return request
+
+
+def put(lane: Lane, rows: int = 1, *, now_ns: int = 0, client: str = "", **terms: Any) -> Request:
+    """A request that waits in a lane's queue since `now_ns`."""
+    request = request_of(lane, rows, arrived_ns=now_ns, client=client, **terms)
+    lane.put(request, now_ns)
+    return request
+
+
+def cost_of(row_ns: int, base_ns: int) -> CostModel:
+    """A cost that has been learned."""
+    cost = CostModel()
+    for rows in (1, 16, 1, 16):
+        cost.observe(rows, row_ns * rows + base_ns)
+    return cost

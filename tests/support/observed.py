@@ -1,0 +1,71 @@
+"""A gateway to look at, without its processes: what metrics, stats and pages are read from."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from iskander.clock import now_ns
+from iskander.config import LaneConfig
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.models import Models
+from iskander.gateway.supervision.lifecycle import Event, State
+from iskander.gateway.supervision.workers import Place, Worker
+from iskander.gateway.telemetry.observed import Observed
+from iskander.memory.arena import Arena
+from iskander.wire.messages import ModelSpec
+from support.lanes import model_of
+
+MIB = 1 << 20
+
+
+def make_lane(name: str = "m", version: str = "1", *, is_ready: bool = True, **counts: int) -> Lane:
+    """A lane that has seen nothing but `counts`; `__` in their names stands for a dot."""
+    lane = Lane(make_model(name, version), LaneConfig())
+    lane.counts.update({key.replace("__", "."): count for key, count in counts.items()})
+    if is_ready:
+        worker = make_worker()
+        lane.workers[worker.incarnation] = worker
+    return lane
+
+
+def make_model(name: str, version: str) -> ModelSpec:
+    return msgspec.structs.replace(model_of(rows_max=1024), name=name, version=version)
+
+
+def make_worker(index: int = 0, state: State = State.READY) -> Worker:
+    """A worker that has done nothing; its process is this one."""
+    worker = Worker(Place(index, 0, (index,), None))
+    worker.state = state
+    worker.incarnation = 7 + index
+    worker.pid = os.getpid()
+    worker.starts = 1
+    worker.credits = 2
+    worker.output_arena = Arena(MIB)
+    worker.story.append((now_ns(), Event.ATTACHED, State.LOADING))
+    return worker
+
+
+def observe(
+    lanes: list[Lane],
+    workers: list[Worker] | None = None,
+    *,
+    is_stopping: bool = False,
+    **more: Any,
+) -> Observed:
+    """A gateway with these lanes and workers."""
+    models = Models.__new__(Models)  # Its constructor looks for the files of models.
+    models.by_key = dict(enumerate(lanes))
+    models.workers = [make_worker()] if workers is None else workers
+    models.is_stopping = is_stopping
+    parts: dict[str, Any] = {
+        "started_ns": now_ns(),
+        "models": models,
+        "input_arena": Arena(4 * MIB),
+        "streams": (),
+        "counts": Counter(),
+    }
+    return Observed(**{**parts, **more})

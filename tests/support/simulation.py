@@ -1,0 +1,303 @@
+"""A gateway without processes, on a clock of its own: time passes only as far as something happens.
+
+The dispatcher, the lanes, the intake and the arenas are the real ones. A worker is played here: it
+gathers the rows of a batch out of the input arena, returns them as they are, and says so after
+the time that the test wants a batch to take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import os
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from iskander.contract.rows import RowCopier, Rows
+from iskander.gateway import dispatch, intake
+from iskander.gateway.dispatch import Dispatcher
+from iskander.gateway.intake import Intake
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import NO_TERMS, Request, Terms
+from iskander.gateway.supervision.workers import Place, Worker
+from iskander.memory.beat import write_beat
+from iskander.wire.messages import Done, Execute, Failed, decode_to_worker
+from support.lanes import CONTRACT, Asker, lane_of
+
+MIB = 1 << 20
+NS_PER_S = 1_000_000_000
+START_NS = 1_000 * NS_PER_S
+ROW_NS, BASE_NS = 1_000, 100_000
+
+
+class Handle:
+    """What `call_later` returns."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call: Callable[[], object] | None = call
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class Loop:
+    """As much of an event loop as a dispatcher uses, and a clock that jumps to the next event."""
+
+    def __init__(self) -> None:
+        self.now_ns = START_NS
+        self._numbers = itertools.count()
+        self._events: list[tuple[int, int, Handle]] = []
+
+    def call_soon(self, call: Callable[[], object]) -> Handle:
+        return self.call_at(self.now_ns, call)
+
+    def call_later(self, delay_s: float, call: Callable[[], object]) -> Handle:
+        # As a real loop does: never early, and in whole ticks of its clock.
+        return self.call_at(self.now_ns + int(delay_s * NS_PER_S) + 1000, call)
+
+    def call_at(self, at_ns: int, call: Callable[[], object]) -> Handle:
+        handle = Handle(call)
+        heapq.heappush(self._events, (at_ns, next(self._numbers), handle))
+        return handle
+
+    def step(self, until_ns: int) -> bool:
+        """Make the next thing happen, if it does by then."""
+        if not self._events or self._events[0][0] > until_ns:
+            self.now_ns = max(self.now_ns, until_ns)
+            return False
+        at_ns, _, handle = heapq.heappop(self._events)
+        self.now_ns = max(self.now_ns, at_ns)
+        if handle.call is not None:
+            handle.call()
+        return True
+
+    def run(self, for_ns: int) -> None:
+        """Let everything happen that does in that time."""
+        until_ns = self.now_ns + for_ns
+        while self.step(until_ns):
+            pass
+
+    def turn(self) -> None:
+        """Let everything happen that is due now."""
+        self.run(0)
+
+
+class Wire:
+    """The gateway's end of the socket to a worker; keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self.sent: list[Execute] = []
+        self.on_send: Callable[[], object] = lambda: None
+
+    def send(self, frame: bytes) -> None:
+        self.frames += 1
+        for message in decode_to_worker(frame):
+            assert isinstance(message, Execute)
+            self.sent.append(message)
+        self.on_send()
+
+    def close(self) -> None:
+        """There is no socket."""
+
+
+class PlayedWorker(Worker):
+    """A worker whose process this one plays; does nothing until `play` or `run` is called.
+
+    Attributes:
+        aborted: Batches that it was asked to give up.
+        cost: Nanoseconds for a batch of some rows of a model.
+        judge: What becomes of a batch with these values: None, an error's code, or `die`.
+    """
+
+    def __init__(self, simulation: Simulation, index: int) -> None:
+        super().__init__(Place(index, 0, (0,), None))
+        self.simulation = simulation
+        self.aborted: list[int] = []
+        self.ran: list[Execute] = []
+        self.wire = Wire()
+        self.is_playing = False
+        self.cost: Callable[[Execute], int] = lambda execute: ROW_NS * execute.rows + BASE_NS
+        self.judge: Callable[[np.ndarray[Any, Any]], str | None] = lambda values: None
+        self._running: Execute | None = None
+
+    @property
+    def sent(self) -> list[Execute]:
+        return self.wire.sent
+
+    def abort(self, batch_id: int) -> None:
+        self.aborted.append(batch_id)
+
+    def play(self) -> None:
+        """Run whatever comes, one after the other."""
+        self.is_playing = True
+        self.wire.on_send = self._next
+        self._next()
+
+    def _next(self) -> None:
+        if self._running is None and len(self.ran) < len(self.sent) and self.is_playing:
+            self._running = execute = self.sent[len(self.ran)]
+            self.ran.append(execute)
+            self.begin(execute)
+            run_ns, life = self.cost(execute), self.incarnation
+            due_ns = self.simulation.loop.now_ns + run_ns
+            self.simulation.loop.call_at(due_ns, lambda: self._end(life, run_ns))
+
+    def _end(self, incarnation: int, run_ns: int) -> None:
+        if incarnation != self.incarnation:
+            return
+        execute, self._running = self._running, None
+        assert execute is not None
+        self.run(execute, run_ns)
+        if self.incarnation:
+            self._next()
+        self.simulation.dispatcher.pump()
+
+    def begin(self, execute: Execute) -> None:
+        """Say in the beat that this batch runs now."""
+        assert self.beat is not None
+        write_beat(self.beat.view, self.simulation.loop.now_ns, execute.batch_id)
+
+    def run(self, execute: Execute, run_ns: int | None = None) -> None:
+        """Compute a batch and answer, or do what the judge says."""
+        values = compute(self.simulation, self, execute)
+        verdict = self.judge(values)
+        if verdict == "die":
+            self.begin(execute)
+            self.simulation.lose(self)
+        elif verdict is not None:
+            failed = Failed(execute.batch_id, verdict, "as the test wants it")
+            self.simulation.dispatcher.on_failed(self, failed)
+        else:
+            done = Done(execute.batch_id, self.cost(execute) if run_ns is None else run_ns)
+            self.simulation.dispatcher.on_done(self, done)
+
+
+def compute(simulation: Simulation, worker: Worker, execute: Execute) -> np.ndarray[Any, Any]:
+    """Gather, run the identity, scatter; as `iskander_worker.executor` does. Returns the values."""
+    contract = simulation.dispatcher_lane(execute.model).contract
+    assert contract is not None and worker.output is not None
+    inputs, outputs = RowCopier(contract.inputs), RowCopier(contract.outputs)
+    stage = memoryview(bytearray(inputs.layout(execute.rows)[1]))
+    source, at = simulation.intake.segment.view, 0
+    for each in execute.slices:
+        body = source[each.input_offset :]
+        inputs.copy(
+            each.rows, Rows(body, each.request_rows, each.first), Rows(stage, execute.rows, at)
+        )
+        at += each.rows
+    inputs.repeat_last(stage, at, execute.rows)
+    at = 0
+    for each in execute.slices:
+        target = Rows(worker.output.view[each.output_offset :], each.rows, 0)
+        outputs.copy(each.rows, Rows(stage, execute.rows, at), target)
+        at += each.rows
+    return np.frombuffer(stage, np.int64, at)
+
+
+class Simulation:
+    """Lanes, an input arena, a dispatcher and workers that are played; to be used with `with`."""
+
+    def __init__(self, *lanes: Lane, input_bytes: int = 16 * MIB) -> None:
+        self.loop = Loop()
+        self.lanes = {lane.model.key: lane for lane in lanes or (lane_of(0), lane_of(1))}
+        self.workers: list[PlayedWorker] = []
+        self._incarnation = 0
+        self._patches = ExitStack()
+        self.intake = Intake(input_bytes, 0)
+        with mock.patch.object(asyncio, "get_running_loop", lambda: self.loop):
+            self.dispatcher = Dispatcher(self.intake, self.lanes)
+
+    def __enter__(self) -> Simulation:
+        for module in (dispatch, intake):
+            patch = mock.patch.object(module, "now_ns", lambda: self.loop.now_ns)
+            self._patches.enter_context(patch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+        for worker in self.workers:
+            worker.detach()
+        self.intake.close()
+
+    def dispatcher_lane(self, key: int) -> Lane:
+        return self.lanes[key]
+
+    def start(self, *models: int, output_bytes: int = 4 * MIB) -> PlayedWorker:
+        """A worker that has these models, or all, and takes work."""
+        worker = PlayedWorker(self, len(self.workers))
+        self.workers.append(worker)
+        self.revive(worker, *models, output_bytes=output_bytes)
+        return worker
+
+    def revive(self, worker: PlayedWorker, *models: int, output_bytes: int = 4 * MIB) -> None:
+        """Another process in a worker's place."""
+        self._incarnation += 1
+        worker.attach(self._incarnation, os.getpid(), output_bytes)
+        worker.wire = Wire()
+        worker.channel = worker.wire  # type: ignore[assignment]
+        worker.ran, worker._running = [], None
+        worker.models = set(models or self.lanes)
+        if worker.is_playing:
+            worker.play()
+        self.dispatcher.open(worker)
+
+    def lose(self, worker: PlayedWorker) -> None:
+        """What the supervisor does when a process has ended."""
+        self.dispatcher.close(worker)
+        self.dispatcher.on_lost(worker)
+        worker.detach()
+
+    def ask(
+        self, lane: int = 0, rows: int = 1, *, first: int = 0, **terms: Any
+    ) -> tuple[Request, Asker]:
+        """A request of rows that count on from `first`; it goes out when this turn is over."""
+        asker = Asker()
+        values = np.arange(first, first + rows, dtype=np.int64)
+        tensors = [memoryview(values).cast("B")]
+        request = Request(
+            self.lanes[lane],
+            asker,
+            rows,
+            tensors,
+            terms=Terms(**terms) if terms else NO_TERMS,
+            arrived_ns=self.loop.now_ns,
+        )
+        self.submit(request)
+        return request, asker
+
+    def submit(self, request: Request) -> None:
+        """What a stream does with a batch, where the arena has room for it."""
+        at_once(self.intake.admit(request))
+        self.dispatcher.submit(request)
+
+    def done(self, worker: PlayedWorker, execute: Execute) -> None:
+        """A batch is computed; what can be sent next is sent."""
+        worker.run(execute)
+        self.dispatcher.pump()
+
+    def is_clean(self) -> bool:
+        """Nothing waits, nothing runs and nothing is leased."""
+        arenas = [self.intake.arena, *(worker.output_arena for worker in self.workers)]
+        return (
+            not any(len(lane.queue) or lane.outstanding for lane in self.lanes.values())
+            and not self.dispatcher.in_flight
+            and not any(arena.leased_bytes for arena in arenas)
+        )
+
+
+def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run what is not to wait for anything."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits")
+
+
+__all__ = ["CONTRACT", "Simulation", "at_once"]

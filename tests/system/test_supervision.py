@@ -1,0 +1,194 @@
+"""Workers that hang, die again and again or are replaced in order, as callers and operators see it.
+
+Beside `test_failures`, where they die once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from support import models
+from support.processes import Gateway, eventually, running, suspended
+
+from iskander.errors import PoisonedRequest
+
+ONE = {"groups": ["0"]}
+TWO = {"groups": ["0", "1"]}
+BATCH = pa.record_batch({"x": [1, 2]})
+
+
+def served(folder: Path) -> list[dict[str, object]]:
+    return [
+        {"name": "ids", "path": str(models.row_ids(folder / "ids")), "intra_threads": 1},
+        {"name": "slow", "path": str(models.slow(folder / "slow", 100)), "intra_threads": 1},
+    ]
+
+
+def health(gateway: Gateway) -> dict[str, Any]:
+    with gateway.client() as client:
+        return client.health()
+
+
+def score(gateway: Gateway) -> list[int]:
+    with gateway.client() as client:
+        (result,) = client.stream("ids", [BATCH], timeout_s=20)
+        values: list[int] = result["y"].to_pylist()
+        return values
+
+
+def state_of(gateway: Gateway, index: int = 0) -> str:
+    state: str = gateway.stats()["workers"][index]["state"]
+    return state
+
+
+def kill_again(gateway: Gateway, index: int = 0) -> None:
+    """SIGKILL the worker in a place, once it is ready; returns when that is known."""
+    eventually(lambda: state_of(gateway, index) == "ready", what="a ready worker")
+    pid = gateway.kill_worker(index)
+    eventually(lambda: gateway.stats()["workers"][index]["pid"] != pid, what="its end")
+
+
+def test_a_model_that_does_not_return_leaves_a_stack(tmp_path: Path) -> None:
+    """Its worker is ended with a stack and the batch by name; the batch is not tried for ever."""
+    with running(tmp_path, served(tmp_path), workers=dict(ONE, hang_s=0.5)) as gateway:
+        with gateway.client() as client, pytest.raises(PoisonedRequest):
+            list(client.stream("slow", [pa.record_batch({"x": [10_000_000]})]))
+        gateway.wait_ready()
+        assert score(gateway) == [4, 7]
+        log = gateway.text()
+    assert "ms, with batch 1 of model `slow/1`: it is ended" in log
+    assert "Fatal Python error: Aborted" in log and "in run_with_iobinding" in log
+    assert "ended by SIGABRT, which this gateway sent" in log
+
+
+def test_what_a_stopped_worker_had_is_run_elsewhere(tmp_path: Path) -> None:
+    """A stopped process takes no SIGABRT; it is killed all the same."""
+    with running(tmp_path, served(tmp_path), workers=dict(TWO, hang_s=0.5)) as gateway:
+        for index in (0, 1):
+            eventually(lambda index=index: state_of(gateway, index) == "ready", what="both")
+        first = gateway.worker_pids()[0]
+        with suspended(first):
+            assert [score(gateway) for _ in range(4)] == [[4, 7]] * 4
+        eventually(lambda: len(set(gateway.worker_pids()) - {first}) == 2, what="a new worker")
+        assert "ended by SIGKILL, which this gateway sent" in gateway.text()
+
+
+def test_a_segmentation_fault_is_named(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
+        os.kill(gateway.worker_pids()[0], signal.SIGSEGV)
+        eventually(lambda: "ended by SIGSEGV" in gateway.text(), what="the signal's name")
+        gateway.wait_ready()
+
+
+def test_a_crash_loop_is_told_and_ended_by_good_service(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), workers=dict(ONE, crash_loop=2)) as gateway:
+        kill_again(gateway)
+        kill_again(gateway)
+        assert state_of(gateway) == "crash loop"
+        told = eventually(lambda: health(gateway)["models"]["ids"].get("reason"), what="a reason")
+        assert told == "worker 0 is in a crash loop: 2 deaths in a row, the last by SIGKILL"
+        eventually(lambda: state_of(gateway) == "ready", what="the next start")
+        assert not health(gateway)["ready"], "it has not proved itself"
+        assert score(gateway) == [4, 7], "and yet it serves"
+        eventually(lambda: health(gateway)["ready"], what="a steady worker")
+
+
+def test_a_boot_failure_is_told_as_such(tmp_path: Path) -> None:
+    """The model's file is gone when the worker is started again."""
+    with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
+        (tmp_path / "ids" / "model.onnx").unlink()
+        gateway.kill_worker()
+
+        def is_told() -> bool:
+            return "before it had loaded its models" in str(health(gateway))
+
+        eventually(is_told, what="the reason")
+        assert "the last over model `ids/1`: there is no model file" in str(health(gateway))
+
+
+def test_a_quorum_that_is_missed_is_not_ready_and_serves(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), workers=dict(TWO, quorum=2, hang_s=30)) as gateway:
+        assert [health(gateway)["ready"], score(gateway)] == [True, [4, 7]]
+        with suspended(gateway.worker_pids()[0]):
+            gateway.kill_worker(1)
+            eventually(lambda: not health(gateway)["ready"], what="not ready")
+            assert "1 of 2 workers are ready" in health(gateway)["models"]["ids"]["reason"]
+        assert score(gateway) == [4, 7]
+        gateway.wait_ready()
+
+
+def test_a_quorum_that_can_never_be_met_is_refused(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE, quorum=2))
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() == 78
+        assert "workers.quorum = 2 can never be met" in gateway.text()
+    finally:
+        gateway.end()
+
+
+def test_the_only_worker_is_replaced_in_order_and_nobody_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, served(tmp_path), workers=dict(ONE, recycle_batches=40)) as gateway:
+        outcomes: Counter[str] = Counter()
+
+        def call() -> None:
+            with gateway.client() as client:
+                for _ in range(50):
+                    try:
+                        right = client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
+                        outcomes["right" if right else "WRONG"] += 1
+                    except Exception as error:
+                        outcomes[repr(error)] += 1
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert outcomes == {"right": 200}
+        assert gateway.stats()["workers"][0]["starts"] > 2
+        assert "boot failure" not in gateway.text() and "crash" not in gateway.text()
+
+
+def test_workers_are_replaced_one_at_a_time(tmp_path: Path) -> None:
+    """Two that are due at once: there is always one that serves."""
+    with running(tmp_path, served(tmp_path), workers=dict(TWO, recycle_batches=20)) as gateway:
+        with gateway.client() as client:
+            results = client.stream("ids", [BATCH] * 400)
+            assert [batch["y"].to_pylist() for batch in results] == [[4, 7]] * 400
+        eventually(
+            lambda: all(w["starts"] > 1 for w in gateway.stats()["workers"]), what="two new ones"
+        )
+        gateway.wait_ready()
+        log = gateway.text()
+    is_leaving = False
+    for line in log.splitlines():
+        if "recycle due" in line:
+            assert not is_leaving, "a second one left before the first was replaced"
+            is_leaving = True
+        elif "is ready" in line:
+            is_leaving = False
+
+
+def test_a_lame_duck_takes_batches_and_says_that_it_is_not_ready(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE), server={"lame_duck_s": 3.0})
+    try:
+        gateway.start()
+        with gateway.client() as client:
+            gateway.signal(signal.SIGTERM)
+            eventually(lambda: not client.health()["ready"], what="not ready")
+            assert client.health()["reason"] == "the server is stopping"
+            assert client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
+            results = client.stream("slow", [pa.record_batch({"x": [6000]})] * 2)
+            assert [batch.num_rows for batch in results] == [1, 1]
+        assert gateway.wait() == 0
+        assert "requests in queues" in gateway.text()
+    finally:
+        gateway.end()
