@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from iskander.clock import NS_PER_S, now_ns
+from iskander.clock import NS_PER_MS, now_ns
 from iskander.contract.rows import Rows
 from iskander.errors import IskanderError, NotReady
 from iskander.gateway.intake import Intake
@@ -344,7 +344,8 @@ class Dispatcher:
             self._timer = None
         self._timer_ns = moment_ns
         if moment_ns < NEVER_NS:
-            delay_s = max(moment_ns - now, 0) / NS_PER_S
+            # Whole milliseconds, as the loop's timers are: never before the moment.
+            delay_s = -(-max(moment_ns - now, 0) // NS_PER_MS) / 1000
             self._timer = self._loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:

@@ -31,15 +31,15 @@ class Intake:
         self._wait_ms = wait_ms
         self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()
 
-    async def admit(self, request: Request) -> None:
+    def admit(self, request: Request) -> bool:
         """Write a request into the arena, or refuse it now; then it can be submitted at once.
 
-        Waits for room where the arena is full: the stream is not read on meanwhile, and so its
-        client feels it.
+        Returns:
+            Whether there was room. Where there was none, `admit_later` waits for it: the stream is
+            not read on meanwhile, and so its client feels it.
 
         Raises:
             IskanderError: As `Lane.require_open`.
-            ArenaFull: There was no room in time.
             SegmentError: It would not fit the empty arena.
         """
         # Step 2
@@ -50,17 +50,26 @@ class Intake:
         lane.require_open(request, now_ns())
         self.arena.require_fits(layout.input_bytes)
         lease = None if self._waiting else self.arena.lease(layout.input_bytes)
-        has_waited = lease is None
         if lease is None:
-            lease = await self._room(request)
+            return False
+        self._write(request, layout, lease)
+        return True
+
+    async def admit_later(self, request: Request) -> None:
+        """Wait for room, and write a request into it.
+
+        Raises:
+            IskanderError: As `Lane.require_open`.
+            ArenaFull: There was no room in time.
+        """
+        lease = await self._room(request)
         try:
-            if has_waited:
-                lane.require_open(request, now_ns())
-            self._write(request, layout, lease)
+            request.lane.require_open(request, now_ns())
         except BaseException:
             self.arena.give_back(lease)
             self._let_in()
             raise
+        self._write(request, request.lane.layout(request.rows), lease)
 
     def give_back(self, request: Request) -> None:
         """Return a request's lease, once no worker holds it, and let the next one in."""

@@ -40,8 +40,6 @@ log = logging.getLogger("iskander.server")
 DRAIN_TURN_S = 0.01
 PROGRESS_NS = NS_PER_S
 """How often the log says how far a drain is."""
-TOLD_NS = NS_PER_S // 20
-"""Nobody opened a stream for so long: those who would have know that this server stops."""
 GRACE_S = 1.0
 GC_THRESHOLD = 20_000
 """Requests make a dozen containers each and leave no cycles; the default would look every 50."""
@@ -83,7 +81,12 @@ class Server:
             stats=self.stats,
             recent=self._recent,
         )
-        self._grpc = GrpcServer(self._flight, self._health, config.limits.message_bytes)
+        self._grpc = GrpcServer(
+            self._flight,
+            self._health,
+            message_bytes=config.limits.message_bytes,
+            streams=config.limits.streams,
+        )
         self._supervisor = Supervisor(
             config,
             places,
@@ -149,8 +152,6 @@ class Server:
         log.info("draining %d streams", len(self._flight.exchanges))
         if not await self._wait_while(self._has_work, self._config.server.drain_s):
             log.warning("not finished in time: %s", self._work())
-        # A call that arrives while gRPC stops is cancelled without a word.
-        await self._wait_while(lambda: now_ns() - self._flight.told_ns < TOLD_NS, GRACE_S)
         await self._grpc.stop(GRACE_S)
         await self._supervisor.stop()
         await self._release()

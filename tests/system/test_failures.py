@@ -247,8 +247,18 @@ def test_new_streams_are_refused_while_draining(tmp_path: Path) -> None:
         with health, gateway.client() as client, gateway.client() as late:
             assert health.call(CHECK, [b""])["frames"] == [b"\x08\x01"]
             late.health()
-            results = client.stream("slow", [pa.record_batch({"x": [1000]})] * 3)
+            go_on = threading.Event()
+
+            def batches() -> Iterator[pa.RecordBatch]:
+                yield pa.record_batch({"x": [1]})
+                go_on.wait(10)
+                yield pa.record_batch({"x": [3000]})
+                yield pa.record_batch({"x": [3000]})
+
+            results = client.stream("slow", batches())
             assert next(results).num_rows == 1
+            go_on.set()
+            eventually(lambda: gateway.stats()["input_arena"]["leases"] == 2, what="both taken")
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining" in gateway.text(), what="draining")
             with pytest.raises(Draining):

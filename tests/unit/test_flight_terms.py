@@ -73,17 +73,16 @@ RIGHT: list[tuple[str, Any, str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_terms, "now_ns", lambda: NOW_NS)
     monkeypatch.setattr(flight_terms, "wall_ns", lambda: WALL_NS)
 
 
-def stream(left_s: float | None = None, **headers: Any) -> StreamTerms:
+def stream(deadline_ns: int | None = None, **headers: Any) -> StreamTerms:
     """A stream whose call has these headers, as gRPC gives them: text, under names with dashes."""
     named = [
         (f"iskander-{name.replace('_', '-')}", str(value).lower() if value is True else str(value))
         for name, value in headers.items()
     ]
-    return StreamTerms([("user-agent", "x"), *named, ("x-bin", b"\xff")], left_s)
+    return StreamTerms([("user-agent", "x"), *named, ("x-bin", b"\xff")], deadline_ns)
 
 
 def said(**terms: Any) -> bytes:
@@ -230,7 +229,7 @@ def test_errors_are_of_the_stream_and_of_no_batch() -> None:
 
 
 def test_the_calls_deadline_is_a_moment() -> None:
-    assert stream(left_s=1.5).deadline_ns == NOW_NS + 1_500_000_000
+    assert stream(deadline_ns=NOW_NS).deadline_ns == NOW_NS
     assert stream().deadline_ns == NEVER_NS
 
 

@@ -42,7 +42,15 @@ OPTIMIZATION_LEVELS = {
 
 
 class RunOptions(ort.RunOptions):  # type: ignore[misc]
-    """Of one run; setting `terminate` from another thread gives it up."""
+    """Of one run; setting `terminate` from another thread gives it up.
+
+    The entry is the runtime's own default, said aloud: its Python wrapper asks for it before every
+    run, and where it is not set the answer is an exception, which takes as long as a small model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_run_config_entry("gpu_graph_id", "0")
 
 
 _LOG_ERRORS_ONLY = 3

@@ -9,12 +9,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import msgspec
 from google.protobuf.message import DecodeError, Message
 
 from iskander._generated import flight_pb2
-from iskander.clock import now_ns
 from iskander.config import LimitsConfig
 from iskander.errors import (
     Draining,
@@ -26,6 +24,7 @@ from iskander.gateway.arrow_types import input_schema, output_schema
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_exchange import OPEN_S, Exchange
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.http2.call import Call
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models, describe
@@ -78,12 +77,10 @@ class FlightService:
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self.exchanges: set[Exchange] = set()
         self.is_draining = False
-        self.told_ns = 0
 
     def drain(self) -> None:
-        """Take no more batches; `told_ns` is when a client was last told so."""
+        """Take no more batches."""
         self.is_draining = True
-        self.told_ns = now_ns()
         for exchange in list(self.exchanges):
             exchange.drain()
 
@@ -104,17 +101,16 @@ class FlightService:
                 self._plans[key] = plan
         return plan
 
-    async def do_exchange(self, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def do_exchange(self, call: Call) -> None:
         """Batches in, batches out; see `Exchange`."""
         if self.is_draining:
-            self.told_ns = now_ns()
             raise Draining("the server is stopping", retry_after_ms=0)
         if len(self.exchanges) >= self.limits.streams:
             raise Overloaded(
                 f"{self.limits.streams} streams are open, the limit", retry_after_ms=1000
             )
         exchange = Exchange(
-            context,
+            call,
             intake=self._intake,
             dispatcher=self._dispatcher,
             limits=self.limits,
@@ -127,25 +123,25 @@ class FlightService:
         finally:
             self.exchanges.discard(exchange)
 
-    async def handshake(self, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def handshake(self, call: Call) -> None:
         """Answer an opening handshake; no credentials are asked for."""
-        request = _parse(flight_pb2.HandshakeRequest, await _first(context))
+        request = _parse(flight_pb2.HandshakeRequest, await _first(call))
         answer = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
-        await context.write(answer.SerializeToString())
+        await call.write(answer.SerializeToString())
 
-    async def list_flights(self, _: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def list_flights(self, _: bytes, call: Call) -> None:
         """An entry for each model version that is loaded."""
         for lane in self.models:
             if lane.contract is not None:
-                await context.write(_info(lane).SerializeToString())
+                await call.write(_info(lane).SerializeToString())
 
-    async def get_flight_info(self, raw: bytes, _: grpc.aio.ServicerContext) -> bytes:
+    async def get_flight_info(self, raw: bytes) -> bytes:
         """One model: schema of its results, and its contract as JSON in `app_metadata`."""
         name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
         info: bytes = _info(self.models.find_loaded(name, version)).SerializeToString()
         return info
 
-    async def get_schema(self, raw: bytes, _: grpc.aio.ServicerContext) -> bytes:
+    async def get_schema(self, raw: bytes) -> bytes:
         """Schema of a model's results; passed-through columns come before them."""
         name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
         lane = self.models.find_loaded(name, version)
@@ -154,13 +150,13 @@ class FlightService:
         result: bytes = flight_pb2.SchemaResult(schema=schema).SerializeToString()
         return result
 
-    async def list_actions(self, _: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def list_actions(self, _: bytes, call: Call) -> None:
         """The actions of `do_action`."""
         for name, sentence in ACTIONS.items():
             action = flight_pb2.ActionType(type=name, description=sentence)
-            await context.write(action.SerializeToString())
+            await call.write(action.SerializeToString())
 
-    async def do_action(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def do_action(self, raw: bytes, call: Call) -> None:
         """What the operator asks; bodies and results are JSON, schemas are IPC messages."""
         action = _parse(flight_pb2.Action, raw)
         if action.type == "metrics":
@@ -168,17 +164,17 @@ class FlightService:
         else:
             bodies = self._act(action.type, action.body)
         for body in bodies:
-            await context.write(flight_pb2.Result(body=body).SerializeToString())
+            await call.write(flight_pb2.Result(body=body).SerializeToString())
 
-    async def do_get(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def do_get(self, raw: bytes, _: Call) -> None:
         """Not offered."""
         raise Unsupported("this server keeps no data to get; send batches with DoExchange")
 
-    async def do_put(self, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def do_put(self, _: Call) -> None:
         """Not offered."""
         raise Unsupported("this server stores no data; send batches with DoExchange")
 
-    async def poll_flight_info(self, raw: bytes, _: grpc.aio.ServicerContext) -> bytes:
+    async def poll_flight_info(self, raw: bytes) -> bytes:
         """Not offered."""
         raise Unsupported("nothing here takes long enough to poll for; use GetFlightInfo")
 
@@ -215,10 +211,9 @@ class _ContractQuery(msgspec.Struct):
     version: str | int | None = None
 
 
-async def _first(context: grpc.aio.ServicerContext) -> bytes:
+async def _first(call: Call) -> bytes:
     async with asyncio.timeout(OPEN_S):
-        raw = await context.read()
-    return b"" if raw is grpc.aio.EOF else raw
+        return bytes(await call.read() or b"")
 
 
 def _parse(kind: type[Message], raw: bytes) -> Any:  # noqa: ANN401

@@ -31,7 +31,7 @@ class FlightData(NamedTuple):
     body: memoryview
 
 
-def read_flight_data(raw: bytes) -> FlightData:
+def read_flight_data(raw: bytes | memoryview) -> FlightData:
     """Find the fields of a message; unknown ones are passed over, as protobuf asks.
 
     Raises:
@@ -56,7 +56,7 @@ def read_flight_data(raw: bytes) -> FlightData:
                 elif number == _HEADER:
                     header = view[start:at]
                 elif number == _APP_METADATA:
-                    app_metadata = raw[start:at]
+                    app_metadata = bytes(view[start:at])
                 elif number == _DESCRIPTOR:
                     descriptor = view[start:at]
             elif kind == 0:
@@ -88,7 +88,7 @@ def schema_frame(header: bytes) -> bytes:
     return b"".join((_HEADER_TAG, _to_varint(len(header)), header))
 
 
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
+def _varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = raw[at]

@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-
 from iskander.clock import now_ns
 from iskander.config import LimitsConfig
 from iskander.errors import Draining, IskanderError, MalformedInput
@@ -25,6 +23,8 @@ from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.flight_terms import StreamTerms
+from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.status import RpcError
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request
@@ -76,36 +76,11 @@ class _Refused:
         self.held_bytes = 0
 
 
-class _Wakeup:
-    """Lets one task wait until another says `set`, which is remembered; a light asyncio.Event."""
-
-    __slots__ = ("_is_set", "_loop", "_waiter")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait(self) -> None:
-        if not self._is_set:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        self._is_set = False
-
-
 class Exchange:
     """One DoExchange stream.
 
     Args:
-        context: The call.
+        call: Of a client.
         intake: The way into shared memory.
         dispatcher: The way to the workers.
         limits: Of the server.
@@ -115,7 +90,7 @@ class Exchange:
 
     def __init__(
         self,
-        context: grpc.aio.ServicerContext,
+        call: Call,
         *,
         intake: Intake,
         dispatcher: Dispatcher,
@@ -123,22 +98,23 @@ class Exchange:
         find: Callable[[bytes], Lane],
         plan: Callable[[Lane, bytes], Plan],
     ) -> None:
-        self._context = context
+        self._call = call
         self._intake = intake
         self._dispatcher = dispatcher
         self._limits = limits
         self._find = find
         self._plan = plan
-        self._terms = StreamTerms(context.invocation_metadata() or (), context.time_remaining())
+        self._terms = StreamTerms(call.metadata, call.deadline_ns)
         self._codec: StreamCodec | None = None
-        self._greeting: bytes | None = None
+        self._lane: Lane | None = None
         self._window: deque[_Pending | _Refused] = deque()
         self._window_bytes = 0
+        self._admission: asyncio.Task[None] | None = None
+        self._is_reading = self._is_write_due = False
         self._is_ended = False
-        self._end_error: IskanderError | None = None
-        self._to_write = _Wakeup()
-        self._has_room = _Wakeup()
-        self._reader: asyncio.Task[None] | None = None
+        self._end_error: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
         """Serve the stream until its end.
@@ -146,19 +122,26 @@ class Exchange:
         Raises:
             IskanderError: What ended it, after all results before that were written.
         """
-        self._reader = asyncio.create_task(self._read())
+        opening = self._loop.call_later(OPEN_S, self._require_open)
+        self._call.on_input, self._call.on_room = self._read, self._write
         try:
-            await self._write()
+            self._read()
+            await self._over
         finally:
-            self._reader.cancel()
+            opening.cancel()
+            self._call.on_input = self._call.on_room = None
+            self._is_ended = True
+            if self._admission is not None:
+                self._admission.cancel()
             for pending in self._window:
                 if isinstance(pending, _Pending):
                     self._dispatcher.withdraw(pending)
 
     def drain(self) -> None:
         """Read no more; what was accepted is still answered, then the stream ends."""
-        if self._reader is not None and not self._is_ended:
-            self._reader.cancel()
+        if not self._is_ended:
+            if self._admission is not None:
+                self._admission.cancel()
             self._end(
                 Draining("the server is stopping; send the rest to another", retry_after_ms=0)
             )
@@ -168,118 +151,156 @@ class Exchange:
         # Step 9
         assert isinstance(request, _Pending) and self._codec is not None
         request.taken = self._codec.take(request.arrived, output)
-        self._to_write.set()
+        self._write_soon()
 
     def fail(self, request: Request, error: IskanderError) -> None:
         """Take the failure of one batch, to be told when its turn comes."""
         assert isinstance(request, _Pending)
         request.error = error
-        self._to_write.set()
+        self._write_soon()
 
-    async def _read(self) -> None:
+    @property
+    def _is_full(self) -> bool:
+        return (
+            len(self._window) >= self._limits.window_batches
+            or self._window_bytes >= self._limits.window_bytes
+        )
+
+    def _read(self) -> None:
+        """Take what has come, until something has to be waited for."""
+        if self._is_reading:
+            return
+        self._is_reading = True
+        call = self._call
         try:
-            try:
-                async with asyncio.timeout(OPEN_S):
-                    lane = await self._open()
-            except TimeoutError:
-                raise MalformedInput(f"no schema came within {OPEN_S:g} s") from None
-            while True:
-                raw = await self._context.read()
-                if raw is grpc.aio.EOF:
+            while call.has_input and not (self._is_ended or self._admission or self._is_full):
+                raw = call.receive()
+                if raw is None:
+                    if self._codec is None:
+                        raise MalformedInput("the stream ended before its schema")
                     return self._end(None)
                 # Step 1
                 data = read_flight_data(raw)
-                if not data.header:
+                if self._codec is None:
+                    self._open(data)
+                elif not data.header:
                     raise MalformedInput("a message of the stream has no record batch")
-                await self._take(lane, data, len(raw))
-        except IskanderError as error:
+                else:
+                    self._take(data, len(raw))
+        except (IskanderError, RpcError) as error:
             self._end(error)
         except Exception:
             log.exception("a stream's reader failed")
             self._end(IskanderError("the server failed to read the stream"))
+        finally:
+            self._is_reading = False
 
-    async def _open(self) -> Lane:
+    def _open(self, data: FlightData) -> None:
         """Read up to the schema: which model, and what a batch of this stream means to it."""
-        lane: Lane | None = None
-        while True:
-            raw = await self._context.read()
-            if raw is grpc.aio.EOF:
-                raise MalformedInput("the stream ended before its schema")
-            data = read_flight_data(raw)
-            if data.descriptor is not None and lane is None:
-                lane = self._find(bytes(data.descriptor))
-            if lane is None:
-                raise MalformedInput("the stream's first message has no descriptor")
-            if data.header:
-                break
-        lane.require_worker()
-        plan = self._plan(lane, bytes(data.header))
-        self._codec = StreamCodec(plan, self._limits)
-        self._greeting = schema_frame(plan.response_header)
-        self._to_write.set()
-        return lane
+        if data.descriptor is not None and self._lane is None:
+            self._lane = self._find(bytes(data.descriptor))
+        if self._lane is None:
+            raise MalformedInput("the stream's first message has no descriptor")
+        if data.header:
+            self._lane.require_worker()
+            plan = self._plan(self._lane, bytes(data.header))
+            self._codec = StreamCodec(plan, self._limits)
+            self._call.send(schema_frame(plan.response_header))
 
-    async def _take(self, lane: Lane, data: FlightData, raw_bytes: int) -> None:
-        """Take one message of the stream; where errors are in-band, a refusal takes its place."""
-        assert self._codec is not None
+    def _require_open(self) -> None:
+        if self._codec is None:
+            self._end(MalformedInput(f"no schema came within {OPEN_S:g} s"))
+
+    def _take(self, data: FlightData, raw_bytes: int) -> None:
+        """Take one batch; where errors are in-band, a refusal takes its place."""
+        assert self._codec is not None and self._lane is not None
         try:
             arrived = self._codec.decode(data.header, data.body, data.app_metadata)
-            if arrived is not None:
-                await self._accept(_Pending(lane, self, arrived, raw_bytes, self._terms))
+            if arrived is None:
+                return
+            pending = _Pending(self._lane, self, arrived, raw_bytes, self._terms)
+            if not pending.rows:
+                pending.taken = self._codec.take(arrived, memoryview(b""))
+                self._enter(pending)
+                self._write_soon()
+            elif self._intake.admit(pending):
+                self._enter(pending)
+                self._dispatcher.submit(pending)
+            else:
+                self._admission = self._loop.create_task(self._admit_later(pending))
         except IskanderError as error:
-            if not self._terms.is_in_band:
-                raise
-            await self._room(0)
-            self._window.append(_Refused(error))
-            self._to_write.set()
+            self._refuse(error)
 
-    async def _room(self, held_bytes: int) -> None:
-        while self._window and (
-            len(self._window) >= self._limits.window_batches
-            or self._window_bytes + held_bytes > self._limits.window_bytes
-        ):
-            await self._has_room.wait()
+    async def _admit_later(self, pending: _Pending) -> None:
+        try:
+            await self._intake.admit_later(pending)
+            self._enter(pending)
+            self._dispatcher.submit(pending)
+        except IskanderError as error:
+            try:
+                self._refuse(error)
+            except IskanderError:
+                self._end(error)
+        self._admission = None
+        self._read()
 
-    async def _accept(self, pending: _Pending) -> None:
-        await self._room(pending.held_bytes)
-        if pending.rows == 0:
-            assert self._codec is not None
-            pending.taken = self._codec.take(pending.arrived, memoryview(b""))
-        else:
-            await self._intake.admit(pending)
+    def _enter(self, pending: _Pending) -> None:
         self._window.append(pending)
         self._window_bytes += pending.held_bytes
-        if pending.rows:
-            self._dispatcher.submit(pending)
-        else:
-            self._to_write.set()
 
-    async def _write(self) -> None:
-        window, write = self._window, self._context.write
-        while True:
-            if self._greeting is not None:
-                greeting, self._greeting = self._greeting, None
-                await write(greeting)
-            while window and (window[0].taken is not None or window[0].error is not None):
-                pending = window.popleft()
+    def _refuse(self, error: IskanderError) -> None:
+        """Let an error take its batch's place in the window, or end the stream."""
+        if not self._terms.is_in_band:
+            raise error
+        self._window.append(_Refused(error))
+        self._write_soon()
+
+    def _write_soon(self) -> None:
+        """Write when this turn of the loop is over: workers get their next batches before that."""
+        if not self._is_write_due:
+            self._is_write_due = True
+            self._loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        """Send the results that are there, in order, until the client has to take some first."""
+        # Step 10
+        self._is_write_due = False
+        window, call = self._window, self._call
+        try:
+            while window and not call.is_blocked:
+                pending = window[0]
+                if pending.taken is None and pending.error is None:
+                    break
+                window.popleft()
                 self._window_bytes -= pending.held_bytes
-                self._has_room.set()
                 assert self._codec is not None
                 if pending.error is None:
                     frames = self._codec.frames(pending.taken)
                 elif self._terms.is_in_band:
                     frames = self._codec.error_frames(pending.error)
                 else:
-                    raise pending.error
+                    return self._finish(pending.error)
                 for frame in frames:
-                    await write(frame)
-            if self._is_ended and not window:
-                if self._end_error is not None:
-                    raise self._end_error
-                return
-            await self._to_write.wait()
+                    call.send(frame)
+        except Exception:
+            log.exception("a stream's writer failed")
+            return self._finish(IskanderError("the server failed to write the stream"))
+        if self._is_ended and not window:
+            self._finish(self._end_error)
+        elif call.has_input:
+            self._read()
+        return None
 
-    def _end(self, error: IskanderError | None) -> None:
+    def _end(self, error: Exception | None) -> None:
+        """Take nothing more; when everything before is written, the stream ends."""
         self._is_ended = True
         self._end_error = error
-        self._to_write.set()
+        self._write_soon()
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)

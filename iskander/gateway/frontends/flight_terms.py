@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, wall_ns
+from iskander.clock import NS_PER_MS, wall_ns
 from iskander.errors import MalformedInput
 from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_DEFAULT, PRIORITY_MAX, Terms
 
@@ -80,7 +80,7 @@ class StreamTerms:
 
     Args:
         headers: Of the call, by name.
-        left_s: Until the call's deadline; None where it has none.
+        deadline_ns: Of the call; None where it has none.
 
     Attributes:
         is_in_band: An error of one batch takes the place of its result.
@@ -90,7 +90,7 @@ class StreamTerms:
         MalformedInput: A header of ours is not what it may be.
     """
 
-    def __init__(self, headers: Iterable[tuple[str, Any]], left_s: float | None) -> None:
+    def __init__(self, headers: Iterable[tuple[str, Any]], deadline_ns: int | None) -> None:
         ours = {
             name.removeprefix(HEADER_PREFIX).replace("-", "_"): value
             for name, value in headers
@@ -103,7 +103,7 @@ class StreamTerms:
         if said.timestamp_ns is not None:
             raise MalformedInput(f"`{HEADER_PREFIX}timestamp-ns` is of one batch, not of a call")
         self.is_in_band = said.errors == "in-band"
-        self.deadline_ns = NEVER_NS if left_s is None else now_ns() + int(left_s * NS_PER_S)
+        self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
         self._said = said
         self._client = said.client or f"stream {next(_numbers)}"
         self._default = self._terms(said)

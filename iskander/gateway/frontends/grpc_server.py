@@ -1,71 +1,75 @@
-"""The gRPC server: addresses, limits of the transport, methods, and errors as trailers.
+"""The gRPC port: where it listens, its methods, and errors as status and trailers.
 
 Every method takes and gives bytes: what they mean is the frontends' business, and the batches are
 never copied by a protobuf runtime.
 
-Runs on: gateway loop. Source: gRPC core's channel arguments; HTTP/2 status mapping of gRPC.
+Runs on: gateway loop. Source: gRPC's call kinds; HTTP/2 status mapping of gRPC.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 
 from iskander.config import ServerConfig
-from iskander.errors import ConfigError, IskanderError
+from iskander.errors import ConfigError, IskanderError, LimitExceeded
 from iskander.gateway.addresses import owner_of, unix_path
 from iskander.gateway.frontends import flight, health
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.health import HealthService
+from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.listener import Listener
+from iskander.gateway.http2.status import RpcError, Status
 from iskander.wire.attach import LockFile
 
 log = logging.getLogger("iskander.grpc")
 
-KEEPALIVE_MS = 60_000
-KEEPALIVE_TIMEOUT_MS = 20_000
-CLIENT_PING_LEAST_MS = 10_000
 MESSAGE_SLACK_BYTES = 1 << 20
-"""Beyond our own limit, so that our error and not the transport's is what a client sees."""
+"""What the transport takes beyond our own limit: up to here an error is of one batch, and a stream
+whose client asked for that goes on."""
+CALLS_SLACK = 1000
+"""Calls of one connection beyond the streams that are served, so that those are refused by name."""
+REQUEST_S = 30.0
+"""A call whose only message has not come by then ends."""
 
-Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+Serve = Callable[[Call], Awaitable[None]]
 
 
 class GrpcServer:
-    """The server and the socket files that it owns.
+    """The port and the socket files that it owns.
 
     Args:
         flight_service: Answers the Flight calls.
         health_service: Answers the health calls.
         message_bytes: The largest message taken.
+        streams: Calls served at once.
     """
 
     def __init__(
-        self, flight_service: FlightService, health_service: HealthService, message_bytes: int
+        self,
+        flight_service: FlightService,
+        health_service: HealthService,
+        *,
+        message_bytes: int,
+        streams: int,
     ) -> None:
         self._locks: list[LockFile] = []
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", message_bytes + MESSAGE_SLACK_BYTES),
-                ("grpc.max_send_message_length", -1),
-                # One gateway an address: a second one must fail, not take half of the clients.
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PING_LEAST_MS),
-            ]
-        )
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(flight.SERVICE, _flight(flight_service)),
-                grpc.method_handlers_generic_handler(health.SERVICE, _health(health_service)),
-            )
+        self._paths: list[Path] = []
+        self._methods = {
+            **_flight(flight_service),
+            **_health(health_service),
+        }
+        self._listener = Listener(
+            self._serve,
+            message_bytes=message_bytes + MESSAGE_SLACK_BYTES,
+            calls_max=streams + CALLS_SLACK,
         )
 
     async def start(self, config: ServerConfig, addresses: tuple[str, ...]) -> list[str]:
@@ -77,105 +81,151 @@ class GrpcServer:
         Raises:
             ConfigError: An address is in use, or is none.
         """
-        bound = [self._add(address) for address in addresses]
-        await self._server.start()
+        bound = []
         for address in addresses:
             path = unix_path(address)
-            if path is not None:
-                _own(path, config)
+            try:
+                sockets = await _bind(address) if path is None else [self._bind_path(path, config)]
+            except OSError as error:
+                raise ConfigError(
+                    f"server.address {address}: cannot listen there: {error.strerror}"
+                ) from None
+            for listening in sockets:
+                await self._listener.listen(listening)
+            bound.append(address if path is not None else _with_port(address, sockets[0]))
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening, and end what is still open after `grace_s`."""
-        await self._server.stop(grace_s)
+        await self._listener.stop(grace_s)
+        for path in self._paths:
+            path.unlink(missing_ok=True)
         for lock in self._locks:
             lock.release()
 
-    def _add(self, address: str) -> str:
-        path = unix_path(address)
-        if path is not None:
-            # gRPC takes a path from whoever listens there, without a word.
-            lock = LockFile(path.with_name(path.name + ".lock"))
-            try:
-                is_free = lock.take()
-            except OSError as error:
-                raise ConfigError(f"server.address {address}: {error.strerror}") from None
-            if not is_free:
-                raise ConfigError(f"server.address {address}: another process listens there")
-            self._locks.append(lock)
+    def _bind_path(self, path: Path, config: ServerConfig) -> socket.socket:
+        # Whoever binds a path takes it from the one who listens there, without a word.
+        lock = LockFile(path.with_name(path.name + ".lock"))
+        if not lock.take():
+            raise ConfigError(f"server.address unix:{path}: another process listens there")
+        self._locks.append(lock)
+        path.unlink(missing_ok=True)
+        listening = socket.socket(socket.AF_UNIX)
         try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            port = 0
-        if port == 0:
-            raise ConfigError(
-                f"server.address {address}: cannot listen there; it is in use, or no address of "
-                "this machine"
-            )
-        return address if path is not None else f"{address.rpartition(':')[0]}:{port}"
+            listening.bind(str(path))
+            self._paths.append(path)
+            _own(path, config)
+        except BaseException:
+            listening.close()
+            raise
+        return listening
 
-
-async def abort(context: grpc.aio.ServicerContext, error: IskanderError) -> None:
-    """End a call with an error: status, text, and the detail that programs read.
-
-    pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`.
-    """
-    wire = error.to_wire()
-    trailers = [
-        ("iskander-code", error.code),
-        ("iskander-fault", error.fault.value),
-        ("iskander-retryable", "true" if error.retryable else "false"),
-        ("grpc-status-details-bin", msgspec.json.encode(wire)),
-    ]
-    if error.retry_after_ms is not None:
-        trailers.append(("iskander-retry-after-ms", str(error.retry_after_ms)))
-    status = grpc.StatusCode[error.flight_status or error.status]
-    await context.abort(status, error.message, tuple(trailers))
-
-
-def _guarded(handler: Handler) -> Handler:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: ANN401
+    async def _serve(self, call: Call) -> None:
+        serve = self._methods.get(call.path)
+        if serve is None:
+            raise RpcError(Status.UNIMPLEMENTED, f"there is no method `{call.path[:200]}`")
         try:
-            return await handler(request, context)
+            await serve(call)
         except IskanderError as error:
             if error.fault == "server":
                 log.warning("a call ended with %s: %s", error.code, error.message)
-            await abort(context, error)
-        except grpc.aio.AbortError:
+            raise rpc_error(error) from None
+        except RpcError as error:
+            if error.status is Status.RESOURCE_EXHAUSTED:
+                raise rpc_error(LimitExceeded(error.message)) from None
             raise
         except Exception:
             # The call ends here and the server goes on; the text stays in the log.
             log.exception("a call failed")
-            await abort(context, IskanderError("the server failed; its log says why"))
-
-    return call
+            raise rpc_error(IskanderError("the server failed; its log says why")) from None
 
 
-def _flight(service: FlightService) -> dict[str, grpc.RpcMethodHandler]:
-    unary, server, both = (
-        grpc.unary_unary_rpc_method_handler,
-        grpc.unary_stream_rpc_method_handler,
-        grpc.stream_stream_rpc_method_handler,
+def rpc_error(error: IskanderError) -> RpcError:
+    """How a call ends with an error: status, text, and the detail that programs read.
+
+    pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`.
+    """
+    trailers = [
+        ("iskander-code", error.code),
+        ("iskander-fault", error.fault.value),
+        ("iskander-retryable", "true" if error.retryable else "false"),
+        ("grpc-status-details-bin", msgspec.json.encode(error.to_wire())),
+    ]
+    if error.retry_after_ms is not None:
+        trailers.append(("iskander-retry-after-ms", str(error.retry_after_ms)))
+    return RpcError(Status[error.flight_status or error.status], error.message, tuple(trailers))
+
+
+def _flight(service: FlightService) -> dict[str, Serve]:
+    methods = {
+        "Handshake": service.handshake,
+        "ListFlights": _with_request(service.list_flights),
+        "GetFlightInfo": _unary(service.get_flight_info),
+        "PollFlightInfo": _unary(service.poll_flight_info),
+        "GetSchema": _unary(service.get_schema),
+        "DoGet": _with_request(service.do_get),
+        "DoPut": service.do_put,
+        "DoExchange": service.do_exchange,
+        "DoAction": _with_request(service.do_action),
+        "ListActions": _with_request(service.list_actions),
+    }
+    return {f"/{flight.SERVICE}/{name}": serve for name, serve in methods.items()}
+
+
+def _health(service: HealthService) -> dict[str, Serve]:
+    methods = {"Check": _unary(service.check), "Watch": _with_request(service.watch)}
+    return {f"/{health.SERVICE}/{name}": serve for name, serve in methods.items()}
+
+
+def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:
+    """A method that takes one message, and writes what it answers."""
+
+    async def serve(call: Call) -> None:
+        async with asyncio.timeout(REQUEST_S):
+            request = await call.read()
+        if request is None:
+            raise RpcError(Status.INTERNAL, "the call ended before its message")
+        await handler(bytes(request), call)
+
+    return serve
+
+
+def _unary(handler: Callable[[bytes], Awaitable[bytes]]) -> Serve:
+    """A method that takes one message and gives one."""
+
+    async def answer(request: bytes, call: Call) -> None:
+        await call.write(await handler(request))
+
+    return _with_request(answer)
+
+
+async def _bind(address: str) -> list[socket.socket]:
+    """Sockets for a host and a port, one for each address of the host."""
+    host, _, wanted = address.rpartition(":")
+    host, port = host.strip("[]"), int(wanted)
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    return {
-        "Handshake": both(_guarded(service.handshake)),
-        "ListFlights": server(_guarded(service.list_flights)),
-        "GetFlightInfo": unary(_guarded(service.get_flight_info)),
-        "PollFlightInfo": unary(_guarded(service.poll_flight_info)),
-        "GetSchema": unary(_guarded(service.get_schema)),
-        "DoGet": server(_guarded(service.do_get)),
-        "DoPut": both(_guarded(service.do_put)),
-        "DoExchange": both(_guarded(service.do_exchange)),
-        "DoAction": server(_guarded(service.do_action)),
-        "ListActions": server(_guarded(service.list_actions)),
-    }
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, where in dict.fromkeys(found):
+            listening = socket.socket(family, kind, protocol)
+            sockets.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                # The address of all takes IPv4 too, as servers do; any other is just itself.
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+            listening.bind((where[0], port, *where[2:]))
+            port = listening.getsockname()[1]
+    except BaseException:
+        for listening in sockets:
+            listening.close()
+        raise
+    return sockets
 
 
-def _health(service: HealthService) -> dict[str, grpc.RpcMethodHandler]:
-    return {
-        "Check": grpc.unary_unary_rpc_method_handler(_guarded(service.check)),
-        "Watch": grpc.unary_stream_rpc_method_handler(_guarded(service.watch)),
-    }
+def _with_port(address: str, listening: socket.socket) -> str:
+    return f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
 
 def _own(path: Path, config: ServerConfig) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from iskander._generated import health_pb2
 from iskander.errors import MalformedInput, ModelNotFound, Overloaded
+from iskander.gateway.http2.call import Call
 from iskander.gateway.models import Models
 
 SERVICE = "grpc.health.v1.Health"
@@ -45,7 +45,7 @@ class HealthService:
         self._is_stopped = True
         self.publish()
 
-    async def check(self, raw: bytes, _: grpc.aio.ServicerContext) -> bytes:
+    async def check(self, raw: bytes) -> bytes:
         """The status now.
 
         Raises:
@@ -57,7 +57,7 @@ class HealthService:
             raise ModelNotFound(f"there is no service `{name[:100]}`")
         return _response(status)
 
-    async def watch(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def watch(self, raw: bytes, call: Call) -> None:
         """The status now and whenever it changes."""
         name, last = _service_name(raw), None
         if self._watchers >= self._watchers_max:
@@ -67,7 +67,7 @@ class HealthService:
             while True:
                 changed, status = self._changed, self._status(name)
                 if status != last:
-                    await context.write(_response(status))
+                    await call.write(_response(status))
                     last = status
                 elif self._is_stopped:
                     return

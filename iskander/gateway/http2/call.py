@@ -1,0 +1,359 @@
+"""One gRPC call: messages in, messages out, until its status, its deadline or its client ends it.
+
+What a handler has not read is not asked for again: the stream's window is given back once every
+message that came has been read, so a client feels a slow handler, and a call holds one message and
+one window at most. What a client does not read waits here, one message of a call at a time, and so
+does `write`.
+
+Runs on: gateway loop. Source: gRPC over HTTP/2 (Length-Prefixed-Message, Trailers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from iskander.clock import NS_PER_S, now_ns
+from iskander.gateway.http2 import frames, headers
+from iskander.gateway.http2.frames import Code
+from iskander.gateway.http2.headers import Metadata, RequestHead
+from iskander.gateway.http2.status import RpcError, Status
+
+if TYPE_CHECKING:
+    from iskander.gateway.http2.connection import Connection
+
+WINDOW_BYTES = 4 << 20
+"""What a client may send of one call before it is read."""
+PREFIX_BYTES = 5
+
+Message: TypeAlias = bytes | memoryview
+
+_PREFIX = struct.Struct("!BI")
+_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+
+
+class Call:
+    """One call of one connection.
+
+    Args:
+        connection: Whose stream it is.
+        stream_id: Of the connection.
+        head: What the client said first.
+
+    Attributes:
+        path: `/SERVICE/METHOD`.
+        metadata: What the client sent with it.
+        deadline_ns: On the monotonic clock; None where it has none.
+        on_input: Called when something came, for who does not `read`.
+        on_room: Called when the client may take more, for who does not `write`.
+        send_window: Bytes that the client takes of it.
+        has_all_input: The client has said that it sends no more.
+        task: Its handler's.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_encoding",
+        "_filled",
+        "_has_begun",
+        "_is_compressed",
+        "_is_deaf",
+        "_is_over",
+        "_loop",
+        "_message_bytes_max",
+        "_messages",
+        "_outbox",
+        "_output",
+        "_partial",
+        "_prefix",
+        "_received",
+        "_timer",
+        "deadline_ns",
+        "has_all_input",
+        "metadata",
+        "on_input",
+        "on_room",
+        "path",
+        "send_window",
+        "stream_id",
+        "task",
+    )  # fmt: skip
+
+    def __init__(self, connection: Connection, stream_id: int, head: RequestHead) -> None:
+        self._connection = connection
+        self._output = connection.output
+        self._loop = connection.host.loop
+        self.stream_id = stream_id
+        self.path = head.path
+        self.metadata: Metadata = head.metadata
+        self.send_window = connection.output.call_window
+        self.has_all_input = False
+        self.on_input: Callable[[], None] | None = None
+        self.on_room: Callable[[], None] | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._encoding = head.encoding
+        self._message_bytes_max = connection.host.message_bytes
+        self._messages: deque[Message | RpcError | None] = deque()
+        self._prefix = b""
+        self._partial: memoryview | None = None
+        self._filled = 0
+        self._received = 0
+        self._outbox: deque[memoryview] = deque()
+        self._has_begun = self._is_compressed = self._is_deaf = self._is_over = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.deadline_ns: int | None = None
+        if head.timeout_ns is not None:
+            self.deadline_ns = now_ns() + head.timeout_ns
+            timeout_s = head.timeout_ns / NS_PER_S
+            self._timer = self._loop.call_later(timeout_s, self._expire)
+
+    @property
+    def has_input(self) -> bool:
+        """Whether `receive` has something to give: a message, the end, or what went wrong."""
+        return bool(self._messages)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the client has to take something before more should be sent."""
+        return bool(self._outbox)
+
+    def receive(self) -> Message | None:
+        """The next message, which is there; None at the end of them.
+
+        Raises:
+            RpcError: It is too large, or compressed in an unknown way.
+        """
+        messages = self._messages
+        message = messages[0]
+        if message is None:
+            return None
+        if isinstance(message, RpcError):
+            raise message
+        messages.popleft()
+        if not messages:
+            self._give_back()
+        return message
+
+    def send(self, *parts: Message) -> None:
+        """Send one message, made of these parts, which must not change any more."""
+        output = self._output
+        if not self._has_begun:
+            self._has_begun = True
+            flags = frames.END_HEADERS
+            output.emit(frames.frame(frames.HEADERS, flags, self.stream_id, headers.RESPONSE))
+        size = sum(map(len, parts))
+        prefix = _PREFIX.pack(0, size)
+        size += PREFIX_BYTES
+        if not self._outbox and output.can_send(self, size):
+            output.send(self, size, (prefix, *parts))
+            return
+        self._outbox.append(memoryview(prefix))
+        self._outbox += (memoryview(part) for part in parts if part)
+        output.hold(self)
+
+    async def read(self) -> Message | None:
+        """As `receive`, once there is something."""
+        if not self._messages:
+            there = self._loop.create_future()
+            self.on_input = partial(_wake, there)
+            try:
+                await there
+            finally:
+                self.on_input = None
+        return self.receive()
+
+    async def write(self, *parts: Message) -> None:
+        """As `send`, and wait until the client may take more."""
+        self.send(*parts)
+        if self._outbox:
+            gone = self._loop.create_future()
+            self.on_room = partial(_wake, gone)
+            try:
+                await gone
+            finally:
+                self.on_room = None
+
+    def end(
+        self,
+        status: Status = Status.OK,
+        message: str = "",
+        metadata: tuple[tuple[str, str | bytes], ...] = (),
+    ) -> None:
+        """Send the status; nothing where the call is over already."""
+        if self._is_over:
+            return
+        block = headers.trailers(status, message, metadata)
+        if not self._has_begun:
+            block = headers.RESPONSE + block
+        if self._outbox:
+            # Half of a message is out: no status can follow it.
+            self._output.emit(frames.rst_stream(self.stream_id, Code.CANCEL))
+        else:
+            flags = frames.END_HEADERS | frames.END_STREAM
+            self._output.emit(frames.frame(frames.HEADERS, flags, self.stream_id, block))
+            if not self.has_all_input:
+                self._output.emit(frames.rst_stream(self.stream_id, Code.NO_ERROR))
+        self.close()
+
+    def close(self) -> None:
+        """Forget the call, and end its handler where that has not ended."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._outbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._connection.forget(self)
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+
+    # For the connection.
+
+    def take(self, piece: memoryview) -> None:
+        """Take bytes of DATA frames, cut anywhere.
+
+        Raises:
+            ConnectionBroken: They are more than was asked for.
+        """
+        self._received += len(piece)
+        if self._received > WINDOW_BYTES:
+            raise frames.ConnectionBroken(Code.FLOW_CONTROL_ERROR, "more DATA than the window")
+        if self._partial is None and not self._prefix and len(piece) > PREFIX_BYTES:
+            compressed, length = _PREFIX.unpack_from(piece)
+            if length + PREFIX_BYTES == len(piece) <= self._message_bytes_max and not compressed:
+                # One whole message: most of those that are small.
+                if not self._is_deaf:
+                    self._append(bytes(piece[PREFIX_BYTES:]))
+                return
+        while piece and not self._is_deaf:
+            if self._partial is None:
+                piece = self._begin(piece)
+            else:
+                count = min(len(piece), len(self._partial) - self._filled)
+                self._partial[self._filled : self._filled + count] = piece[:count]
+                self._filled += count
+                piece = piece[count:]
+                if self._filled == len(self._partial):
+                    self._arrive(self._partial)
+        if not self._messages:
+            self._give_back()
+
+    def take_end(self) -> None:
+        """The client has sent everything."""
+        self.has_all_input = True
+        if self._is_deaf:
+            return
+        if self._prefix or self._partial is not None:
+            self._refuse(RpcError(Status.INTERNAL, "the last message is cut short"))
+        else:
+            self._append(None)
+
+    def draw(self, budget: int) -> list[memoryview]:
+        """The next bytes to send, at most `budget` of them."""
+        drawn = []
+        outbox = self._outbox
+        while outbox and budget:
+            part = outbox.popleft()
+            if len(part) > budget:
+                outbox.appendleft(part[budget:])
+                part = part[:budget]
+            drawn.append(part)
+            budget -= len(part)
+        return drawn
+
+    def sent(self) -> None:
+        """All that waited is sent."""
+        if self.on_room is not None:
+            self.on_room()
+
+    def _begin(self, piece: memoryview) -> memoryview:
+        """Read a message's prefix, and the message where it is whole; what is left."""
+        if not self._prefix and len(piece) >= PREFIX_BYTES:
+            compressed, length = _PREFIX.unpack_from(piece)
+            start = PREFIX_BYTES
+        else:
+            start = PREFIX_BYTES - len(self._prefix)
+            self._prefix += piece[:start]
+            if len(self._prefix) < PREFIX_BYTES:
+                return piece[:0]
+            compressed, length = _PREFIX.unpack(self._prefix)
+        self._prefix = b""
+        self._is_compressed = compressed != 0
+        if length > self._message_bytes_max:
+            self._refuse(
+                RpcError(
+                    Status.RESOURCE_EXHAUSTED,
+                    f"a message may have {self._message_bytes_max} bytes, got {length}",
+                )
+            )
+            return piece[:0]
+        if len(piece) >= start + length:
+            self._arrive(bytes(piece[start : start + length]))
+            return piece[start + length :]
+        # Not cleared: pages that nothing was written to cost nothing.
+        self._partial = np.empty(length, np.uint8).data
+        self._filled = 0
+        return piece[start:]
+
+    def _arrive(self, message: Message) -> None:
+        self._partial = None
+        if self._is_compressed:
+            try:
+                message = self._inflated(message)
+            except RpcError as error:
+                return self._refuse(error)
+        self._append(message)
+
+    def _inflated(self, message: Message) -> bytes:
+        bits = _WINDOW_BITS.get(self._encoding)
+        if bits is None:
+            raise RpcError(
+                Status.UNIMPLEMENTED,
+                f"a message is compressed with `{self._encoding}`; {headers.ACCEPTED_ENCODINGS} "
+                "are understood",
+            )
+        inflater = zlib.decompressobj(bits)
+        try:
+            inflated = inflater.decompress(message, self._message_bytes_max)
+        except zlib.error:
+            raise RpcError(Status.INTERNAL, "a compressed message is broken") from None
+        if inflater.unconsumed_tail:
+            raise RpcError(
+                Status.RESOURCE_EXHAUSTED,
+                f"a message may have {self._message_bytes_max} bytes once it is expanded",
+            )
+        if not inflater.eof:
+            raise RpcError(Status.INTERNAL, "a compressed message is cut short")
+        return inflated
+
+    def _refuse(self, error: RpcError) -> None:
+        """Take nothing more, and let the handler know when it has read what came before."""
+        self._is_deaf = True
+        self._append(error)
+
+    def _append(self, message: Message | RpcError | None) -> None:
+        self._messages.append(message)
+        if self.on_input is not None:
+            self.on_input()
+
+    def _give_back(self) -> None:
+        """Let the client send more, once half of the window is used."""
+        if self._received >= WINDOW_BYTES // 2 and not self._is_deaf:
+            self._output.emit(frames.window_update(self.stream_id, self._received))
+            self._received = 0
+
+    def _expire(self) -> None:
+        self.end(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,388 @@
+"""One connection: frames in, frames out, flow control, and what a peer may cost.
+
+A DATA frame's bytes go to its call as they come, cut anywhere; every other frame is taken once it
+is whole. Nothing here waits.
+
+Runs on: gateway loop. Source: RFC 9113.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol, cast
+
+from iskander.clock import NS_PER_S, now_ns
+from iskander.gateway.http2 import frames, headers
+from iskander.gateway.http2.call import WINDOW_BYTES, Call
+from iskander.gateway.http2.frames import Code, ConnectionBroken
+from iskander.gateway.http2.headers import HeaderBlocks
+from iskander.gateway.http2.output import Output
+from iskander.gateway.http2.patience import Patience
+from iskander.gateway.http2.status import RpcError
+
+FRAME_BYTES_MAX = 1 << 20
+"""Of the DATA frames that are taken; a larger message comes in several."""
+CONTROL_BYTES_MAX = 65_536
+"""Of any other frame."""
+SCRATCH_BYTES = 1 << 18
+GREETING_NS = 10 * NS_PER_S
+"""How long a client may take to say what it speaks, and to be gone when it is told to go."""
+IDLE_NS = 60 * NS_PER_S
+PING_NS = 20 * NS_PER_S
+"""A client that was silent for the one is asked whether it is there, and goes without an answer
+within the other."""
+_ALIVE, _LEAVING = b"iskalive", b"iskleave"
+_NOT_HTTP2 = (
+    b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\n"
+    b"content-type: text/plain\r\n\r\nThis port speaks gRPC over HTTP/2.\n"
+)
+
+
+class Host(Protocol):
+    """What the connections of one server share.
+
+    Attributes:
+        loop: Theirs.
+        serve: Answers a call; ends by itself, or with `RpcError`.
+        message_bytes: The largest message taken.
+        calls_max: Open calls of one connection.
+        scratch: Where sockets are read into; a read is taken apart before the next.
+        connections: The open ones.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    serve: Callable[[Call], Awaitable[None]]
+    message_bytes: int
+    calls_max: int
+    scratch: memoryview
+    connections: set[Connection]
+
+
+class Connection(asyncio.BufferedProtocol):
+    """The server's end of a connection."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.calls: dict[int, Call] = {}
+        self.output: Output
+        self._transport: asyncio.Transport
+        self._is_greeted = self._is_leaving = self._is_closing = False
+        self._blocks = HeaderBlocks()
+        self._rest = b""
+        self._data_left = 0
+        self._data_call: Call | None = None
+        self._data_ends = False
+        self._received = 0
+        self._last_id = 0
+        self._heard_ns = now_ns()
+        self._pinged_ns = 0
+        self._patience = Patience(self._heard_ns)
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say first what this server takes."""
+        self._transport = cast(asyncio.Transport, transport)  # By its methods; uvloop's is no kin.
+        self.output = Output(self._transport)
+        self.host.connections.add(self)
+        self.output.emit(
+            frames.settings(
+                {
+                    frames.MAX_CONCURRENT_STREAMS: self.host.calls_max,
+                    frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+                    frames.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
+                    frames.MAX_HEADER_LIST_SIZE: headers.HEADER_LIST_BYTES_MAX,
+                }
+            )
+            # What may be under way is bounded for each call; all of them together are not held up.
+            + frames.window_update(0, frames.WINDOW_MAX - frames.WINDOW_DEFAULT)
+        )
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the calls: nobody is there for their answers."""
+        del error
+        self.host.connections.discard(self)
+        self._end_calls()
+
+    def pause_writing(self) -> None:
+        """The socket is full."""
+        self.output.pause()
+
+    def resume_writing(self) -> None:
+        """The socket takes more."""
+        self.output.resume()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: the same for all connections, since none is kept there."""
+        del sizehint
+        return self.host.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take apart what has come."""
+        self._heard_ns, self._pinged_ns = now_ns(), 0
+        view = self.host.scratch[:nbytes]
+        if self._rest:
+            view, self._rest = memoryview(self._rest + view), b""
+        try:
+            if self._is_greeted or self._greet(view):
+                self._take(view)
+        except ConnectionBroken as error:
+            self._break(error.code, str(error))
+
+    # The calls' and the server's side.
+
+    def forget(self, call: Call) -> None:
+        """A call is over."""
+        self.calls.pop(call.stream_id, None)
+        self.output.drop(call)
+        if self._data_call is call:
+            self._data_call = None
+        if self._is_closing and not self.calls:
+            self._transport.close()
+
+    def leave(self) -> None:
+        """Ask the client to open its next calls elsewhere.
+
+        What it opens before it has heard of that is still taken: the first GOAWAY refuses nothing,
+        and the answer to the ping behind it tells that it was read.
+        """
+        if not self._is_leaving:
+            self._is_leaving = True
+            self.output.emit(frames.goaway(frames.WINDOW_MAX, Code.NO_ERROR))
+            self.output.emit(frames.frame(frames.PING, 0, 0, _LEAVING))
+
+    def abort(self) -> None:
+        """Close now, whatever is unsent."""
+        self._transport.abort()
+
+    def look_after(self, now: int) -> None:
+        """Find out whether the peer is still there; one that never said what it is goes."""
+        silent_ns = now - self._heard_ns
+        if self.output.is_closed or not self._is_greeted:
+            if silent_ns > GREETING_NS:
+                self.abort()
+        elif self._pinged_ns:
+            if now - self._pinged_ns > PING_NS:
+                self.abort()
+        elif silent_ns > IDLE_NS:
+            self._pinged_ns = now
+            self.output.emit(frames.frame(frames.PING, 0, 0, _ALIVE))
+
+    # Frames.
+
+    def _greet(self, view: memoryview) -> bool:
+        """Read the client's preface; whether it is complete."""
+        preface = frames.PREFACE
+        said = bytes(view[: len(preface)])
+        if said == preface:
+            self._is_greeted = True
+            view = view[len(preface) :]
+            self._take(view)
+        elif preface.startswith(said):
+            self._rest = said
+        else:
+            self.output.emit(_NOT_HTTP2)
+            self._part()
+        return False
+
+    def _take(self, view: memoryview) -> None:
+        at, end = 0, len(view)
+        if self._data_left:
+            at = min(self._data_left, end)
+            self._take_data(view[:at])
+        while end - at >= frames.HEAD_BYTES:
+            high, low, kind, flags, stream_id = frames.read_head(view, at)
+            length = high << 16 | low
+            if self._blocks.is_open and kind != frames.CONTINUATION:
+                raise ConnectionBroken(Code.PROTOCOL_ERROR, "a header block is not finished")
+            if length > (CONTROL_BYTES_MAX if kind != frames.DATA else FRAME_BYTES_MAX):
+                raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+            start = at + frames.HEAD_BYTES
+            stop = start + length
+            if kind == frames.DATA and not flags & frames.PADDED:
+                self._begin_data(length, flags, stream_id)
+                at = min(stop, end)
+                self._take_data(view[start:at])
+                continue
+            if stop > end:
+                break
+            at = stop
+            on_frame = _ON_FRAME.get(kind)
+            if on_frame is None:
+                self._patience.spend(self._heard_ns)  # Unknown kinds are passed over.
+            else:
+                on_frame(self, flags, stream_id & frames.WINDOW_MAX, view[start:stop])
+        if at < end:
+            self._rest = bytes(view[at:])
+
+    def _begin_data(self, length: int, flags: int, stream_id: int) -> None:
+        if length > FRAME_BYTES_MAX:
+            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+        if not 0 < stream_id <= self._last_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "DATA of a call that was never opened")
+        self._data_left = length
+        self._data_call = self.calls.get(stream_id)
+        self._data_ends = bool(flags & frames.END_STREAM)
+        self._received += length
+        if self._received > frames.WINDOW_MAX // 2:
+            self.output.emit(frames.window_update(0, self._received))
+            self._received = 0
+        if not length and not self._data_ends:
+            self._patience.spend(self._heard_ns)
+
+    def _take_data(self, piece: memoryview) -> None:
+        self._data_left -= len(piece)
+        call = self._data_call
+        if call is None:
+            return  # It is over; the client does not know yet.
+        if call.has_all_input:
+            raise ConnectionBroken(Code.STREAM_CLOSED, "DATA behind the end of a call's input")
+        call.take(piece)
+        if self._data_ends and not self._data_left:
+            call.take_end()
+
+    def _on_padded_data(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        piece = frames.unpadded(payload, flags & frames.PADDED)
+        self._begin_data(len(piece), flags, stream_id)
+        self._take_data(piece)
+        # Padding counts against the windows, and nobody reads it.
+        self._received += len(payload) - len(piece)
+        if stream_id in self.calls and len(payload) > len(piece):
+            self.output.emit(frames.window_update(stream_id, len(payload) - len(piece)))
+
+    def _on_headers(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        if not stream_id % 2:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a client opened stream {stream_id}")
+        self._blocks.begin(stream_id, flags, payload)
+        if flags & frames.END_HEADERS:
+            self._end_block()
+
+    def _on_continuation(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        self._blocks.go_on(stream_id, payload)
+        if flags & frames.END_HEADERS:
+            self._end_block()
+        else:
+            self._patience.spend(self._heard_ns)
+
+    def _end_block(self) -> None:
+        stream_id, is_last, fields = self._blocks.end()
+        call = self.calls.get(stream_id)
+        if stream_id > self._last_id:
+            self._open(stream_id, fields, is_last=is_last)
+        elif call is not None:
+            if not is_last or call.has_all_input:
+                raise ConnectionBroken(Code.PROTOCOL_ERROR, "a second header block of a call")
+            call.take_end()
+
+    def _open(self, stream_id: int, fields: list[tuple[str, str]], *, is_last: bool) -> None:
+        self._last_id = stream_id
+        if self._is_closing or len(self.calls) >= self.host.calls_max:
+            self._patience.spend(self._heard_ns)
+            return self.output.emit(frames.rst_stream(stream_id, Code.REFUSED_STREAM))
+        try:
+            request = headers.read_request(fields)
+        except RpcError as error:
+            self._patience.spend(self._heard_ns)
+            block = headers.RESPONSE + headers.trailers(error.status, error.message, ())
+            flags = frames.END_HEADERS | frames.END_STREAM
+            self.output.emit(frames.frame(frames.HEADERS, flags, stream_id, block))
+            if not is_last:
+                self.output.emit(frames.rst_stream(stream_id, Code.NO_ERROR))
+            return None
+        call = self.calls[stream_id] = Call(self, stream_id, request)
+        if is_last:
+            call.take_end()
+        call.task = self.host.loop.create_task(_run(self.host, call))
+        return None
+
+    def _on_rst_stream(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        del flags
+        frames.read_number(payload)
+        self._patience.spend(self._heard_ns)
+        if stream_id > self._last_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a reset of a call that was never opened")
+        call = self.calls.get(stream_id)
+        if call is not None:
+            call.close()
+
+    def _on_settings(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        del stream_id
+        if flags & frames.ACK:
+            return
+        self._patience.spend(self._heard_ns)
+        for name, value in frames.read_settings(payload):
+            if name == frames.MAX_FRAME_SIZE:
+                self.output.frame_bytes = value
+            elif name == frames.INITIAL_WINDOW_SIZE:
+                self.output.set_call_window(value, self.calls.values())
+        self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
+
+    def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        del stream_id
+        if len(payload) != 8:
+            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a ping has 8 bytes")
+        if not flags & frames.ACK:
+            self._patience.spend(self._heard_ns)
+            self.output.emit(frames.frame(frames.PING, frames.ACK, 0, bytes(payload)))
+        elif payload == _LEAVING and self._is_leaving and not self._is_closing:
+            self._is_closing = True
+            self.output.emit(frames.goaway(self._last_id, Code.NO_ERROR))
+            if not self.calls:
+                self._transport.close()
+
+    def _on_window_update(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        del flags
+        increment = frames.read_number(payload)
+        call = self.calls.get(stream_id)
+        if not stream_id or call is not None:
+            self.output.widen(call, increment)
+
+    def _on_goaway(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        """The client opens nothing more; what it opened is finished."""
+        del flags, stream_id
+        frames.read_number(payload)
+
+    def _on_priority(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        del flags, stream_id, payload
+        self._patience.spend(self._heard_ns)
+
+    def _on_push_promise(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        del flags, stream_id, payload
+        raise ConnectionBroken(Code.PROTOCOL_ERROR, "a client cannot push")
+
+    def _break(self, code: Code, message: str) -> None:
+        self.output.emit(frames.goaway(self._last_id, code, message))
+        self._part()
+
+    def _part(self) -> None:
+        self._transport.close()
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        self.output.close()
+        for call in list(self.calls.values()):
+            call.close()
+
+
+async def _run(host: Host, call: Call) -> None:
+    try:
+        await host.serve(call)
+    except RpcError as error:
+        call.end(error.status, error.message, error.trailers)
+    finally:
+        call.end()
+
+
+_ON_FRAME: dict[int, Callable[[Connection, int, int, memoryview], None]] = {
+    frames.DATA: Connection._on_padded_data,
+    frames.HEADERS: Connection._on_headers,
+    frames.PRIORITY: Connection._on_priority,
+    frames.RST_STREAM: Connection._on_rst_stream,
+    frames.SETTINGS: Connection._on_settings,
+    frames.PUSH_PROMISE: Connection._on_push_promise,
+    frames.PING: Connection._on_ping,
+    frames.GOAWAY: Connection._on_goaway,
+    frames.WINDOW_UPDATE: Connection._on_window_update,
+    frames.CONTINUATION: Connection._on_continuation,
+}

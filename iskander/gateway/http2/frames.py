@@ -1,0 +1,140 @@
+"""HTTP/2 frames: kinds, flags, errors, and the bytes of those that a server sends.
+
+Pure. Source: RFC 9113, sections 4, 6 and 7.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES = 9
+WINDOW_MAX = (1 << 31) - 1
+WINDOW_DEFAULT = 65_535
+FRAME_BYTES_DEFAULT = 16_384
+FRAME_BYTES_MAX = (1 << 24) - 1
+
+(
+    DATA,
+    HEADERS,
+    PRIORITY,
+    RST_STREAM,
+    SETTINGS,
+    PUSH_PROMISE,
+    PING,
+    GOAWAY,
+    WINDOW_UPDATE,
+    CONTINUATION,
+) = range(10)
+
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+HAS_PRIORITY = 0x20
+
+MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = range(3, 7)
+
+read_head = struct.Struct("!BHBBI").unpack_from
+"""Length's high byte and low bytes, kind, flags, stream."""
+_HEAD = struct.Struct("!BHBBI")
+_SETTING = struct.Struct("!HI")
+
+
+class Code(IntEnum):
+    """Why a stream or a connection ended."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    ENHANCE_YOUR_CALM = 11
+
+
+class ConnectionBroken(Exception):
+    """The peer broke the protocol: the connection ends."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
+    """The nine bytes before a frame's payload."""
+    return _HEAD.pack(length >> 16, length & 0xFFFF, kind, flags, stream_id)
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """A whole frame."""
+    return head(len(payload), kind, flags, stream_id) + payload
+
+
+def settings(values: dict[int, int]) -> bytes:
+    """A SETTINGS frame."""
+    return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*pair) for pair in values.items()))
+
+
+def window_update(stream_id: int, increment: int) -> bytes:
+    """A WINDOW_UPDATE frame."""
+    return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
+
+
+def rst_stream(stream_id: int, code: Code) -> bytes:
+    """A RST_STREAM frame."""
+    return frame(RST_STREAM, 0, stream_id, code.to_bytes(4))
+
+
+def goaway(last_stream_id: int, code: Code, message: str = "") -> bytes:
+    """A GOAWAY frame."""
+    return frame(GOAWAY, 0, 0, last_stream_id.to_bytes(4) + code.to_bytes(4) + message.encode())
+
+
+def read_settings(payload: memoryview) -> list[tuple[int, int]]:
+    """Identifiers and values.
+
+    Raises:
+        ConnectionBroken: The length is wrong, or a value is out of its bounds.
+    """
+    if len(payload) % _SETTING.size:
+        raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "SETTINGS of a broken length")
+    pairs: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
+    for name, value in pairs:
+        if name == INITIAL_WINDOW_SIZE and value > WINDOW_MAX:
+            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"an initial window of {value}")
+        if name == MAX_FRAME_SIZE and not FRAME_BYTES_DEFAULT <= value <= FRAME_BYTES_MAX:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"frames of {value} bytes")
+    return pairs
+
+
+def read_number(payload: memoryview) -> int:
+    """The 31 bits that WINDOW_UPDATE and GOAWAY begin with, and RST_STREAM consists of.
+
+    Raises:
+        ConnectionBroken: There are too few bytes.
+    """
+    if len(payload) < 4:
+        raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a frame too short")
+    return int.from_bytes(payload[:4]) & WINDOW_MAX
+
+
+def unpadded(payload: memoryview, flags: int) -> memoryview:
+    """What is left of DATA or HEADERS without padding and priority.
+
+    Raises:
+        ConnectionBroken: There is more padding than payload.
+    """
+    start, end = 0, len(payload)
+    if flags & PADDED:
+        start = 1
+        end -= payload[0] if payload else 1
+    if flags & HAS_PRIORITY:
+        start += 5
+    if start > end:
+        raise ConnectionBroken(Code.PROTOCOL_ERROR, "more padding than payload")
+    return payload[start:end]

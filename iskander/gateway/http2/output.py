@@ -1,0 +1,137 @@
+"""What goes out on one connection: flow control, and whose turn it is.
+
+What a window or the socket holds back stays with its call, and is drawn from there, a frame of each
+call in turn, when there is room again.
+
+Runs on: gateway loop. Source: RFC 9113, section 5.2 (flow control) and 6.9 (WINDOW_UPDATE).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from iskander.gateway.http2 import frames
+from iskander.gateway.http2.frames import Code, ConnectionBroken
+
+if TYPE_CHECKING:
+    from iskander.gateway.http2.call import Call, Message
+
+WRITE_BUFFER_BYTES = 1 << 20
+"""Beyond this, calls keep what they have to send."""
+JOINED_BYTES_MAX = 65_536
+"""Up to here one copy costs less than handing over the parts of a message one by one."""
+
+
+class Output:
+    """The sending half of a connection.
+
+    Args:
+        transport: Of the connection.
+
+    Attributes:
+        call_window: Bytes that the client takes of a new call.
+        frame_bytes: The largest frame that it takes.
+        is_closed: Nothing goes out any more.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._window = self.call_window = frames.WINDOW_DEFAULT
+        self.frame_bytes = frames.FRAME_BYTES_DEFAULT
+        self._held: dict[Call, None] = {}
+        self._is_paused = False
+        self.is_closed = False
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    def emit(self, raw: bytes) -> None:
+        """Send bytes that no window counts."""
+        if not self.is_closed:
+            self._transport.write(raw)
+
+    def can_send(self, call: Call, size: int) -> bool:
+        """Whether a message goes out whole, at once, in one frame."""
+        return (
+            size <= self._window
+            and size <= call.send_window
+            and size <= self.frame_bytes
+            and not self._is_paused
+        )
+
+    def send(self, call: Call, size: int, parts: Sequence[Message]) -> None:
+        """Send a DATA frame; there is room for it."""
+        self._window -= size
+        call.send_window -= size
+        if self.is_closed:
+            return
+        head = frames.head(size, frames.DATA, 0, call.stream_id)
+        if size <= JOINED_BYTES_MAX:
+            self._transport.write(b"".join((head, *parts)))
+        else:
+            self._transport.writelines((head, *parts))
+
+    def hold(self, call: Call) -> None:
+        """Send what a call has as soon as there is room."""
+        self._held[call] = None
+        self._pour()
+
+    def drop(self, call: Call) -> None:
+        """A call has nothing more to send."""
+        self._held.pop(call, None)
+
+    def pause(self) -> None:
+        """The socket takes nothing for now."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """The socket takes more."""
+        self._is_paused = False
+        self._pour()
+
+    def widen(self, call: Call | None, increment: int) -> None:
+        """The client takes more of a call, or of the connection as a whole.
+
+        Raises:
+            ConnectionBroken: Nothing more, or more than there may be.
+        """
+        window = self._window if call is None else call.send_window
+        if not 0 < increment <= frames.WINDOW_MAX - window:
+            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"a window grew by {increment}")
+        if call is None:
+            self._window += increment
+        else:
+            call.send_window += increment
+            if call.is_blocked:
+                self._held[call] = None
+        if self._held:
+            self._pour()
+
+    def set_call_window(self, window: int, calls: Iterable[Call]) -> None:
+        """The client takes so much of each call, of those that are open too."""
+        for call in calls:
+            call.send_window += window - self.call_window
+            if call.is_blocked:
+                self._held[call] = None
+        self.call_window = window
+        self._pour()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self.is_closed = True
+        self._held.clear()
+
+    def _pour(self) -> None:
+        held = self._held
+        while held and self._window > 0 and not self._is_paused:
+            call = next(iter(held))
+            del held[call]
+            budget = min(self._window, call.send_window, self.frame_bytes)
+            if budget <= 0:
+                continue  # Its own window is used up; more of that brings it back.
+            parts = call.draw(budget)
+            self.send(call, sum(map(len, parts)), parts)
+            if call.is_blocked:
+                held[call] = None
+            else:
+                call.sent()

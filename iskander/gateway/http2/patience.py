@@ -1,0 +1,39 @@
+"""How much work for nothing a client may make: pings, settings, resets, empty frames.
+
+Each costs an answer or a call, and carries nothing. A rate that no client needs is let through, and
+what is beyond it ends the connection.
+
+Pure. Source: RFC 9113, section 10.5 (denial of service).
+"""
+
+from __future__ import annotations
+
+from iskander.clock import NS_PER_S
+from iskander.gateway.http2.frames import Code, ConnectionBroken
+
+AT_ONCE = 1000
+PER_S = 500
+
+
+class Patience:
+    """A bucket that leaks.
+
+    Args:
+        now_ns: The time.
+    """
+
+    def __init__(self, now_ns: int) -> None:
+        self._spent = 0.0
+        self._seen_ns = now_ns
+
+    def spend(self, now_ns: int) -> None:
+        """Count a frame.
+
+        Raises:
+            ConnectionBroken: There were too many.
+        """
+        leaked = (now_ns - self._seen_ns) * PER_S / NS_PER_S
+        self._spent = max(self._spent - leaked, 0.0) + 1
+        self._seen_ns = now_ns
+        if self._spent > AT_ONCE:
+            raise ConnectionBroken(Code.ENHANCE_YOUR_CALM, "too many frames for nothing")
