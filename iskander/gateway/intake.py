@@ -85,12 +85,16 @@ class Intake:
     def _write(self, request: Request, layout: Layout, lease: Lease) -> None:
         view, header = self.segment.view, layout.header
         body = lease.offset + len(header)
-        view[lease.offset : body] = header
-        for tensor, offset in zip(request.tensors, layout.offsets, strict=True):
-            start = body + offset
-            view[start : start + len(tensor)] = tensor
         request.lease = lease
         request.body_offset = body
+        try:
+            view[lease.offset : body] = header
+            for tensor, offset in zip(request.tensors, layout.offsets, strict=True):
+                start = body + offset
+                view[start : start + len(tensor)] = tensor
+        except BaseException:
+            self.give_back(request)
+            raise
         request.tensors = []
 
     async def _room(self, request: Request) -> Lease:

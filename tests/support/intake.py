@@ -79,7 +79,8 @@ def submit(request: Request) -> None:
 
 async def admit(intake: Intake, request: Request) -> None:
     """What a stream does with a batch, up to the queue."""
-    await intake.admit(request)
+    if not intake.admit(request):
+        await intake.admit_later(request)
     submit(request)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -273,7 +273,7 @@ class Simulation:
 
     def submit(self, request: Request) -> None:
         """What a stream does with a batch, where the arena has room for it."""
-        at_once(self.intake.admit(request))
+        assert self.intake.admit(request), "the arena is large enough"
         self.dispatcher.submit(request)
 
     def done(self, worker: PlayedWorker, execute: Execute) -> None:
@@ -291,13 +291,4 @@ class Simulation:
         )
 
 
-def at_once(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run what is not to wait for anything."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("it waits")
-
-
-__all__ = ["CONTRACT", "Simulation", "at_once"]
+__all__ = ["CONTRACT", "Simulation"]

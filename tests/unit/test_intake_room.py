@@ -163,7 +163,7 @@ async def test_nobody_waits_for_room_past_the_moment_when_it_expires(
     late = request_of(room.lane, 1, terms)
 
     with pytest.raises(DeadlineExceeded):
-        await room.intake.admit(late)
+        await admit(room.intake, late)
 
     assert late.lease is None and room.lane.counts["refused.deadline_exceeded"] == 1
     room.intake.give_back(room.holders[0])
