@@ -21,6 +21,7 @@ from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.admission import MISSED, doomed_error, expired_error
 from iskander.gateway.lanes.batcher import Formed
 from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.layout import Layout
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.recovery import after_failure, after_loss
 from iskander.gateway.supervision.workers import Flight, Part, Worker
@@ -75,7 +76,7 @@ class Dispatcher:
         batch and one wake-up of the worker.
         """
         lane = request.lane
-        if not len(lane.queue):
+        if not lane.queue.requests:
             # Idle time is not saved up: a lane that had nothing to run starts level with the rest.
             theirs = (worker.virtual_ns for worker in lane.workers.values())
             lane.virtual_ns = max(lane.virtual_ns, min(theirs, default=0.0))
@@ -92,7 +93,7 @@ class Dispatcher:
         now = now_ns()
         wake_ns = NEVER_NS
         outgoing: dict[Worker, list[Execute]] = {}
-        waiting = [lane for lane in self._lanes.values() if len(lane.queue)]
+        waiting = [lane for lane in self._lanes.values() if lane.queue.requests]
         for lane in waiting:
             if lane.queue.next_expiry_ns <= now:
                 for request in lane.queue.expired(now):
@@ -101,7 +102,7 @@ class Dispatcher:
         kept: set[Worker] = set()
         while waiting:
             lane = min(waiting, key=_virtual_ns) if len(waiting) > 1 else waiting[0]
-            again_ns = self._send_next(lane, now, kept, outgoing) if len(lane.queue) else NEVER_NS
+            again_ns = self._send_next(lane, now, kept, outgoing)
             if again_ns:
                 wake_ns = min(wake_ns, again_ns, lane.queue.next_expiry_ns)
                 waiting.remove(lane)
@@ -137,7 +138,7 @@ class Dispatcher:
             if request.is_over:
                 self._release(request)
                 continue
-            end = output_offset + lane.layout(rows).output_bytes
+            end = output_offset + _layout(request, rows).output_bytes
             output = worker.output.view[output_offset:end]
             if rows < request.rows:
                 whole = _collect(request, first, rows, output)
@@ -192,26 +193,28 @@ class Dispatcher:
         """Give a worker the lane's next batch.
 
         Args:
-            lane: With requests that wait.
+            lane: With requests that wait, or did.
             now: The time.
             kept: Workers whose next batch is held for a lane before this one; added to.
             outgoing: What is to be sent; added to.
 
         Returns:
-            0 where one was given, else when to look again.
+            0 to look again at once, else when.
         """
+        if not lane.queue.requests:
+            return NEVER_NS
         for worker in _by_readiness(lane, kept):
             formed = lane.form(worker, now)
             if formed.doomed:
                 for request in formed.doomed:
                     lane.queue.remove(request)
                     self._refuse(request, doomed_error(request, now))
-                return 0 if len(lane.queue) else NEVER_NS
+                return 0
             if formed.hold_ns > now:
                 if formed.is_kept:
                     kept.add(worker)
                 return formed.hold_ns
-            sizes = [lane.layout(rows).output_bytes for _, rows in formed.picks]
+            sizes = [_layout(request, rows).output_bytes for request, rows in formed.picks]
             output = self._room(worker, formed, sizes)
             if output is not None:
                 execute = self._board(lane, worker, formed, (sizes, output), now)
@@ -353,6 +356,11 @@ class Dispatcher:
         self.pump()
 
 
+def _layout(request: Request, rows: int) -> Layout:
+    """How rows of a request lie in the output arena: all of them, mostly."""
+    return request.layout if rows == request.rows else request.lane.layout(rows)
+
+
 def _virtual_ns(lane: Lane) -> float:
     return lane.virtual_ns
 
@@ -381,7 +389,7 @@ def _collect(request: Request, first: int, rows: int, output: memoryview) -> mem
     """Add a piece's results to those of its request; all of them once they are complete."""
     layouts = request.lane.layouts
     if request.results is None:
-        request.results = bytearray(request.lane.layout(request.rows).output_bytes)
+        request.results = bytearray(request.layout.output_bytes)
     results = memoryview(request.results)
     layouts.outputs.copy(rows, Rows(output, rows, 0), Rows(results, request.rows, first))
     return None if request.todo or request.running else results

@@ -11,7 +11,6 @@ from collections import deque
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import ArenaFull, IskanderError
 from iskander.gateway.lanes.admission import MISSED, expired_error
-from iskander.gateway.lanes.layout import Layout
 from iskander.gateway.lanes.request import Request
 from iskander.memory.arena import Arena, Lease
 from iskander.memory.segment import Segment
@@ -44,15 +43,14 @@ class Intake:
         """
         # Step 2
         lane = request.lane
-        layout = lane.layout(request.rows)
-        request.input_bytes = layout.input_bytes
+        request.input_bytes = input_bytes = request.layout.input_bytes
         lane.hear(request)
         lane.require_open(request, now_ns())
-        self.arena.require_fits(layout.input_bytes)
-        lease = None if self._waiting else self.arena.lease(layout.input_bytes)
+        self.arena.require_fits(input_bytes)
+        lease = None if self._waiting else self.arena.lease(input_bytes)
         if lease is None:
             return False
-        self._write(request, layout, lease)
+        self._write(request, lease)
         return True
 
     async def admit_later(self, request: Request) -> None:
@@ -69,7 +67,7 @@ class Intake:
             self.arena.give_back(lease)
             self._let_in()
             raise
-        self._write(request, request.lane.layout(request.rows), lease)
+        self._write(request, lease)
 
     def give_back(self, request: Request) -> None:
         """Return a request's lease, once no worker holds it, and let the next one in."""
@@ -82,7 +80,8 @@ class Intake:
         """Unmap the arena."""
         self.segment.close()
 
-    def _write(self, request: Request, layout: Layout, lease: Lease) -> None:
+    def _write(self, request: Request, lease: Lease) -> None:
+        layout = request.layout
         view, header = self.segment.view, layout.header
         body = lease.offset + len(header)
         request.lease = lease

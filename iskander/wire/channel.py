@@ -15,7 +15,6 @@ Source: unix(7), socket(7) (SO_RCVTIMEO).
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 from collections.abc import Iterator
@@ -81,8 +80,10 @@ class Channel:
         Raises:
             OSError: The frame is too long for the socket.
         """
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
             self._send(frame)
+        except (BrokenPipeError, ConnectionResetError):
+            return
 
     def close(self) -> None:
         """Close; the other side is told."""

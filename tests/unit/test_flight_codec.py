@@ -121,7 +121,7 @@ class Stream:
         frames = []
         for arrived in self.decode(messages):
             taken = self.codec.take(arrived, memoryview(output_of(arrived.rows)))
-            frames += self.codec.frames(taken)
+            frames += map(b"".join, self.codec.frames(taken))
         return frames
 
     def read(self, frames: Iterable[bytes]) -> list[pa.RecordBatch]:
@@ -1317,7 +1317,7 @@ def test_a_hostile_stream_is_refused_or_answered(
                 assert 0 <= start <= stop <= len(arrived.body)
                 assert stop - start == 8 * arrived.rows
             taken = stream.codec.take(arrived, memoryview(output_of(arrived.rows)))
-            for frame in stream.codec.frames(taken):
+            for frame in map(b"".join, stream.codec.frames(taken)):
                 assert len(read_flight_data(frame).header)
 
 

@@ -28,7 +28,7 @@ from iskander.errors import ContractError, IskanderError, LimitExceeded, Malform
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
 from iskander.gateway.frontends.flight_convert import Converter, require_bytes
-from iskander.gateway.frontends.flight_data import data_frame
+from iskander.gateway.frontends.flight_data import Parts, data_head, read_flight_data
 from iskander.gateway.frontends.flight_plan import Checked, Column, Plan, Reply, require_header
 
 CHECKED_HEADER_BYTES_MAX = 4096
@@ -53,6 +53,13 @@ class Arrived(NamedTuple):
     app_metadata: bytes
 
 
+class Unrendered(NamedTuple):
+    """Results whose messages depend on those before them, as dictionaries do."""
+
+    arrived: Arrived
+    output: bytes
+
+
 class StreamCodec:
     """One stream's way in and out."""
 
@@ -60,6 +67,33 @@ class StreamCodec:
         self.plan = plan
         self._limits = limits
         self._converter = Converter(plan, limits)
+        self._head = b""
+        self._raw_bytes = 0
+        self._like: Arrived | None = None
+
+    def read(self, raw: bytes | memoryview) -> Arrived | None:
+        """Take one message of the stream; None for a dictionary.
+
+        Raises:
+            IskanderError: As `decode`.
+        """
+        like = self._like
+        if like is not None and len(raw) == self._raw_bytes:
+            head_bytes = len(self._head)
+            if raw[:head_bytes] == self._head:
+                # As the one before it but for the body, into which no check looks.
+                return like._replace(body=memoryview(raw)[head_bytes:])
+        data = read_flight_data(raw)
+        if not data.header:
+            raise MalformedInput("a message of the stream has no record batch")
+        self._like = None
+        arrived = self.decode(data.header, data.body, data.app_metadata)
+        if arrived is not None and 0 < data.head_bytes <= CHECKED_HEADER_BYTES_MAX:
+            checked = self.plan.checked.get(bytes(data.header))
+            if checked is not None and checked.tensors is arrived.tensors:
+                self._head, self._raw_bytes = bytes(raw[: data.head_bytes]), len(raw)
+                self._like = arrived._replace(body=memoryview(b""))
+        return arrived
 
     def decode(self, header: memoryview, body: memoryview, app_metadata: bytes) -> Arrived | None:
         """Check one message of the stream; None for a dictionary, which is kept.
@@ -100,24 +134,24 @@ class StreamCodec:
             )
         return arrived
 
-    def take(self, arrived: Arrived, output: memoryview) -> bytes | tuple[Arrived, bytes]:
+    def take(self, arrived: Arrived, output: memoryview) -> Parts | Unrendered:
         """Copy the results out of their lease, so that it can be given back.
 
         Returns:
-            What `frames` wants: the finished frame, for a plain response.
+            What `frames` wants: the finished message, for a plain response.
         """
         if self.plan.is_response_plain:
             return _plain_frame(arrived, output)
-        return arrived, bytes(output)
+        return Unrendered(arrived, bytes(output))
 
-    def frames(self, taken: bytes | tuple[Arrived, bytes]) -> list[bytes]:
+    def frames(self, taken: Parts | Unrendered) -> list[Parts]:
         """The messages of one response; to be called in the stream's order."""
-        if isinstance(taken, bytes):
+        if not isinstance(taken, Unrendered):
             return [taken]
         arrived, output = taken
         return self._converter.frames(arrived.rows, arrived.kept, output, arrived.app_metadata)
 
-    def error_frames(self, error: IskanderError) -> list[bytes]:
+    def error_frames(self, error: IskanderError) -> list[Parts]:
         """The messages that take a result's place: no rows, and the error as JSON metadata."""
         empty = self.plan.response_schema.empty_table().columns
         kept = [column.combine_chunks() for column in empty[: len(self.plan.passed)]]
@@ -178,7 +212,7 @@ class StreamCodec:
             )
 
 
-def _plain_frame(arrived: Arrived, output: memoryview) -> bytes:
+def _plain_frame(arrived: Arrived, output: memoryview) -> Parts:
     """The response to a plain batch.
 
     Layout:
@@ -187,10 +221,15 @@ def _plain_frame(arrived: Arrived, output: memoryview) -> bytes:
     """
     reply, body = arrived.reply, arrived.body
     assert reply is not None
-    parts: list[bytes | memoryview] = [output[: reply.results_bytes]]
+    head, results = reply.head, bytes(output[: reply.results_bytes])
+    if arrived.app_metadata:
+        head = data_head(reply.header, arrived.app_metadata, reply.body_bytes)
+    if not reply.ranges:
+        return head, results
+    passed: list[bytes | memoryview] = []
     for start, stop, padding in reply.ranges:
-        parts += (body[start:stop], padding)
-    return data_frame(reply.header, arrived.app_metadata, parts, reply.body_bytes)
+        passed += (body[start:stop], padding)
+    return head, results, *passed
 
 
 def _reply(plan: Plan, batch: ipc.Batch, body: memoryview) -> Reply:
@@ -214,7 +253,8 @@ def _reply(plan: Plan, batch: ipc.Batch, body: memoryview) -> Reply:
     own_nodes, own_buffers = columns_without_nulls(plan.contract.outputs, rows, offsets)
     assert plan.template is not None
     header = plan.template.render(rows, reply_nodes + own_nodes, reply_buffers + own_buffers, end)
-    return Reply(bytes(header), results_bytes, ranges, end)
+    head = data_head(bytes(header), b"", end)
+    return Reply(bytes(header), head, results_bytes, ranges, end)
 
 
 def _require_apart(total: int, body: memoryview) -> None:

@@ -18,7 +18,7 @@ from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import is_string, leaf_of, to_arrow
-from iskander.gateway.frontends.flight_data import data_frame
+from iskander.gateway.frontends.flight_data import Parts, data_head
 from iskander.gateway.frontends.flight_plan import Plan
 
 DICTIONARY_PARTS_MAX = 256
@@ -100,7 +100,7 @@ class Converter:
 
     def frames(
         self, rows: int, kept: list[pa.Array], output: bytes, app_metadata: bytes
-    ) -> list[bytes]:
+    ) -> list[Parts]:
         """The messages of one response; to be called in the stream's order.
 
         Dictionaries go before the batch that needs them, and only where they changed.
@@ -110,7 +110,7 @@ class Converter:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        frames = []
+        frames: list[Parts] = []
         reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
         reader.read_next_message()  # The schema, which the stream began with.
         for message in reader:
@@ -118,12 +118,12 @@ class Converter:
             read = ipc.read_message(header)
             if read.kind == ipc.DICTIONARY_BATCH:
                 dictionary = ipc.read_dictionary(header, read)[0]
-                frame = data_frame(header, b"", [body], len(body))
+                frame = data_head(header, b"", len(body)) + bytes(body)
                 if self._sent.get(dictionary) != frame:
                     self._sent[dictionary] = frame
-                    frames.append(frame)
+                    frames.append((frame,))
             else:
-                frames.append(data_frame(header, app_metadata, [body], len(body)))
+                frames.append((data_head(header, app_metadata, len(body)), body))
         return frames
 
     def _require_expanded(self, batch: ipc.Batch, body: memoryview) -> int:

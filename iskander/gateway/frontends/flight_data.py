@@ -12,7 +12,7 @@ Pure. Source: Arrow Flight RPC, Flight.proto; protobuf encoding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from iskander.errors import MalformedInput
 
@@ -21,14 +21,22 @@ _HEADER_TAG = bytes([_HEADER << 3 | 2])
 _APP_METADATA_TAG = bytes([_APP_METADATA << 3 | 2])
 _BODY_TAG = b"\xc2\x3e"
 
+Parts: TypeAlias = tuple[bytes | memoryview, ...]
+"""A message in pieces, which follow one another on the wire."""
+
 
 class FlightData(NamedTuple):
-    """One message; its views are into the bytes that came."""
+    """One message; its views are into the bytes that came.
+
+    Attributes:
+        head_bytes: Where the body begins, if it comes last; else 0.
+    """
 
     descriptor: memoryview | None
     header: memoryview
     app_metadata: bytes
     body: memoryview
+    head_bytes: int = 0
 
 
 def read_flight_data(raw: bytes | memoryview) -> FlightData:
@@ -41,24 +49,24 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
     descriptor: memoryview | None = None
     header = body = view[:0]
     app_metadata = b""
-    at, end = 0, len(raw)
+    at, end, start = 0, len(raw), 0
     try:
         while at < end:
             tag, at = _varint(raw, at)
             kind, number = tag & 7, tag >> 3
             if kind == 2:
                 length, at = _varint(raw, at)
-                start, at = at, at + length
+                first, at = at, at + length
                 if at > end:
                     raise IndexError
                 if number == _BODY:
-                    body = view[start:at]
+                    body, start = view[first:at], first
                 elif number == _HEADER:
-                    header = view[start:at]
+                    header = view[first:at]
                 elif number == _APP_METADATA:
-                    app_metadata = bytes(view[start:at])
+                    app_metadata = bytes(view[first:at])
                 elif number == _DESCRIPTOR:
-                    descriptor = view[start:at]
+                    descriptor = view[first:at]
             elif kind == 0:
                 _, at = _varint(raw, at)
             elif kind in (1, 5):
@@ -69,18 +77,16 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
             raise IndexError
     except IndexError:
         raise MalformedInput("the message is not a FlightData message") from None
-    return FlightData(descriptor, header, app_metadata, body)
+    is_last = start > 0 and start + len(body) == end
+    return FlightData(descriptor, header, app_metadata, body, start if is_last else 0)
 
 
-def data_frame(
-    header: bytes, app_metadata: bytes, parts: list[bytes | memoryview], body_bytes: int
-) -> bytes:
-    """A message with this header, and with a body made of these parts in one copy."""
-    pieces: list[bytes | memoryview] = [_HEADER_TAG, _to_varint(len(header)), header]
+def data_head(header: bytes, app_metadata: bytes, body_bytes: int) -> bytes:
+    """All of a message but its body, which follows."""
+    pieces = [_HEADER_TAG, _to_varint(len(header)), header]
     if app_metadata:
         pieces += (_APP_METADATA_TAG, _to_varint(len(app_metadata)), app_metadata)
-    pieces += (_BODY_TAG, _to_varint(body_bytes))
-    return b"".join(pieces + parts)
+    return b"".join((*pieces, _BODY_TAG, _to_varint(body_bytes)))
 
 
 def schema_frame(header: bytes) -> bytes:

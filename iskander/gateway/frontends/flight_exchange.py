@@ -23,7 +23,7 @@ from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.flight_terms import StreamTerms
-from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.status import RpcError
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
@@ -61,8 +61,7 @@ class _Pending(Request):
         self.arrived = arrived
         self.taken: Any = None
         self.error: IskanderError | None = None
-        output_bytes = lane.layout(arrived.rows).output_bytes if arrived.rows else 0
-        self.held_bytes = max(raw_bytes, len(arrived.body)) + output_bytes
+        self.held_bytes = max(raw_bytes, len(arrived.body)) + self.layout.output_bytes
 
 
 class _Refused:
@@ -180,13 +179,10 @@ class Exchange:
                         raise MalformedInput("the stream ended before its schema")
                     return self._end(None)
                 # Step 1
-                data = read_flight_data(raw)
                 if self._codec is None:
-                    self._open(data)
-                elif not data.header:
-                    raise MalformedInput("a message of the stream has no record batch")
+                    self._open(read_flight_data(raw))
                 else:
-                    self._take(data, len(raw))
+                    self._take(raw)
         except (IskanderError, RpcError) as error:
             self._end(error)
         except Exception:
@@ -211,14 +207,14 @@ class Exchange:
         if self._codec is None:
             self._end(MalformedInput(f"no schema came within {OPEN_S:g} s"))
 
-    def _take(self, data: FlightData, raw_bytes: int) -> None:
+    def _take(self, raw: Message) -> None:
         """Take one batch; where errors are in-band, a refusal takes its place."""
         assert self._codec is not None and self._lane is not None
         try:
-            arrived = self._codec.decode(data.header, data.body, data.app_metadata)
+            arrived = self._codec.read(raw)
             if arrived is None:
                 return
-            pending = _Pending(self._lane, self, arrived, raw_bytes, self._terms)
+            pending = _Pending(self._lane, self, arrived, len(raw), self._terms)
             if not pending.rows:
                 pending.taken = self._codec.take(arrived, memoryview(b""))
                 self._enter(pending)
@@ -280,8 +276,8 @@ class Exchange:
                     frames = self._codec.error_frames(pending.error)
                 else:
                     return self._finish(pending.error)
-                for frame in frames:
-                    call.send(frame)
+                for parts in frames:
+                    call.send(*parts)
         except Exception:
             log.exception("a stream's writer failed")
             return self._finish(IskanderError("the server failed to write the stream"))

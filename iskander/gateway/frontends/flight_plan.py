@@ -53,11 +53,13 @@ class Reply(NamedTuple):
     """The plain response to a batch, but for the results.
 
     Attributes:
+        head: All of the message but its body, for a batch without `app_metadata`.
         results_bytes: Of the body that the worker leaves, which comes first.
         ranges: Of each passed-through buffer: start and end in the request's body, and padding.
     """
 
     header: bytes
+    head: bytes
     results_bytes: int
     ranges: list[tuple[int, int, bytes]]
     body_bytes: int

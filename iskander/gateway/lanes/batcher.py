@@ -116,13 +116,15 @@ def form(
         free_ns: When the worker will have run what it has; 0: it has nothing.
         expected: Clients that will ask next, as `Cadence.expected` has them.
     """
-    if len(queue) == 1 and not free_ns and not rules.linger_ns:
-        request = queue.first
-        rows = request.todo[0][1]
-        if request.deadline_ns >= NEVER_NS and rows < rules.rows_max:
-            # Nobody to wait for and nothing to be late for: most batches of a quiet server.
-            return Formed([(request, rows)], rows, Reason.IDLE, 0, False, [])
-    draft = _Draft(rules, cost, max(now_ns, free_ns), _target(queue, rules, cost))
+    target = _target(queue, rules, cost)
+    if not queue.bound and not rules.linger_ns and queue.rows < target:
+        # Nobody to wait for and nothing to be late for: all that waits goes together.
+        picks = [(request, request.todo[0][1]) for request in islice(queue, REQUESTS_MAX)]
+        rows = sum(rows for _, rows in picks)
+        kept_ns = _kept_ns(cost, rules.run_rows(rows), rows, free_ns) if free_ns else 0
+        is_kept = kept_ns > now_ns
+        return Formed(picks, rows, Reason.IDLE, kept_ns if is_kept else 0, is_kept, [])
+    draft = _Draft(rules, cost, max(now_ns, free_ns), target)
     doomed: list[Request] = []
     reason: Reason | None = None
     for request in queue:
@@ -139,7 +141,9 @@ def form(
     hold_ns = kept_ns = 0
     may_wait = reason is None or draft.earliest_ns < NEVER_NS
     if may_wait and draft.picks and not draft.picks[0][0].is_alone:
-        kept_ns = _kept_ns(draft, free_ns)
+        has_deadline = draft.earliest_ns < NEVER_NS
+        run_rows = rules.run_rows(draft.rows)
+        kept_ns = _kept_ns(cost, run_rows, draft.rows, free_ns, has_deadline=has_deadline)
         if reason is None:
             hold_ns = _hold_ns(draft, expected)
             reason = Reason.LINGER if rules.linger_ns else Reason.IDLE
@@ -227,18 +231,19 @@ def _target(queue: WaitingQueue, rules: Rules, cost: CostModel) -> int:
     return min(rules.rows_max, max(int(GROWTH * cost.base_ns / cost.row_ns), 1))
 
 
-def _kept_ns(draft: _Draft, free_ns: int) -> int:
+def _kept_ns(
+    cost: CostModel, run_rows: int, rows: int, free_ns: int, *, has_deadline: bool = False
+) -> int:
     """Until when to keep a batch from a worker that runs another.
 
     Where its rows cost more than the batch itself there is little to gain by growing, and it goes
     now; so it does where nothing is known yet. Where it has a deadline it is kept all the same:
     one that is due sooner may come.
     """
-    cost = draft.cost
-    gains = cost.base_ns >= cost.row_ns * draft.rows or draft.earliest_ns < NEVER_NS
+    gains = cost.base_ns >= cost.row_ns * rows or has_deadline
     if not free_ns or not cost.samples or not gains:
         return 0
-    return free_ns - LEAD_NS - int(LEAD_SHARE * draft.run_ns(draft.rows))
+    return free_ns - LEAD_NS - int(LEAD_SHARE * cost.predict_ns(run_rows))
 
 
 def _hold_ns(draft: _Draft, expected: Iterable[tuple[int, int]]) -> int:

@@ -194,15 +194,14 @@ class Lane:
         """
         # Step 3
         self.require_worker()
-        error: IskanderError | None = share_error(
-            self.outstanding.get(request.terms.client, 0), self.config, request
-        )
+        outstanding = self.outstanding.get(request.terms.client, 0)
+        error: IskanderError | None = share_error(outstanding, self.config, request)
         if error is None and request.expires_ns <= now_ns:
             error = expired_error(request, now_ns)
         if error is None and request.deadline_ns < NEVER_NS and self._may_refuse(now_ns):
             request.rank = self._policy.rank(request, 0)
             error = late_error(self.queue, self.rules, request, self.backlog(now_ns), now_ns)
-        if error is None:
+        if error is None and not self._has_place(request):
             way = self._make_way(request, self._older(request))
             error = way if isinstance(way, QueueFull) else None
         if error is not None:
@@ -235,7 +234,7 @@ class Lane:
         period_ns = self.cadence.period_ns(terms.client) if terms.is_named else 0
         request.rank = self._policy.rank(request, period_ns)
         older = self._older(request)
-        way = self._make_way(request, older)
+        way = [] if self._has_place(request) else self._make_way(request, older)
         assert not isinstance(way, QueueFull), "it was admitted in this turn of the loop"
         removed: list[tuple[Request, IskanderError]] = []
         if older is not None:
@@ -290,7 +289,7 @@ class Lane:
         self.counts["batches"] += 1
         self.batch_rows.record(rows)
         self._recent_rows((now_ns, rows, labels))
-        self._recent_depth((now_ns, len(self.queue), labels))
+        self._recent_depth((now_ns, self.queue.requests, labels))
         for waited_ns in waits_ns:
             self.wait_ns.record(waited_ns)
             self._recent_wait((now_ns, waited_ns / NS_PER_MS, labels))
@@ -347,6 +346,15 @@ class Lane:
         requests are let in again.
         """
         return self.config.refuse_late and now_ns - self._ran_ns < PROBE_NS
+
+    def _has_place(self, request: Request) -> bool:
+        """Whether the queue takes a request as it is; the usual case of `full_error`."""
+        queue, config = self.queue, self.config
+        return (
+            queue.requests < config.queue_requests
+            and queue.rows + request.rows <= config.queue_rows
+            and queue.bytes + request.input_bytes <= config.queue_bytes
+        )
 
     def _older(self, request: Request) -> Request | None:
         """The waiting request whose place a newer one of its client takes."""

@@ -71,6 +71,7 @@ class Request:
         call_deadline_ns: When the call that it came with ends.
 
     Attributes:
+        layout: How its rows lie in the arenas.
         shape: Requests of one batch have the same; it stands for the tensors' trailing shapes.
         deadline_ns: The soonest of the call's, the client's and the model's.
         expires_ns: When it leaves the queue: the deadline, or when it has waited or aged enough.
@@ -103,6 +104,7 @@ class Request:
         "is_waiting",
         "kills",
         "lane",
+        "layout",
         "lease",
         "losses",
         "number",
@@ -134,6 +136,7 @@ class Request:
         self.rows = rows
         self.tensors = tensors
         self.terms = terms
+        self.layout = lane.layout(rows)
         self.shape = 0
         self.arrived_ns = arrived_ns
         self.deadline_ns = call_deadline_ns

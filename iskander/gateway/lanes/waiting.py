@@ -21,14 +21,18 @@ class WaitingQueue:
     """Requests with rows that no worker has.
 
     Attributes:
+        requests: How many wait.
         rows: That wait, over all requests.
         bytes: Of the inputs of the requests that wait.
+        bound: Requests with a deadline, of a shape of their own, or that have to run alone.
         next_expiry_ns: Nothing expires before this moment; then `expired` looks.
     """
 
     def __init__(self) -> None:
+        self.requests = 0
         self.rows = 0
         self.bytes = 0
+        self.bound = 0
         self.next_expiry_ns = NEVER_NS
         self._by_rank: list[tuple[float, int, Request]] = []
         self._levels: dict[int, dict[int, Request]] = {}
@@ -45,11 +49,6 @@ class WaitingQueue:
         """Whose turn it is."""
         return self._by_rank[0][2]
 
-    @property
-    def requests(self) -> int:
-        """How many wait."""
-        return len(self._by_rank)
-
     def put(self, request: Request) -> None:
         """Let a request wait; its rank, number and todo are set."""
         assert not request.is_waiting
@@ -57,8 +56,10 @@ class WaitingQueue:
         insort(self._by_rank, (request.rank, request.number, request))
         self.next_expiry_ns = min(self.next_expiry_ns, request.expires_ns)
         self._levels.setdefault(request.terms.priority, {})[request.number] = request
+        self.requests += 1
         self.rows += request.waiting_rows
         self.bytes += request.input_bytes
+        self.bound += _is_bound(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out; it is there."""
@@ -67,8 +68,10 @@ class WaitingQueue:
         del self._by_rank[index]
         del self._levels[request.terms.priority][request.number]
         request.is_waiting = False
+        self.requests -= 1
         self.rows -= request.waiting_rows
         self.bytes -= request.input_bytes
+        self.bound -= _is_bound(request)
         if not self._by_rank:
             self.next_expiry_ns = NEVER_NS
 
@@ -122,6 +125,12 @@ class WaitingQueue:
         held = [request for level in self._levels.values() for request in level.values()]
         assert sorted(map(id, held)) == sorted(map(id, ranked))
         assert self.next_expiry_ns <= min((r.expires_ns for r in ranked), default=NEVER_NS)
+        assert self.requests == len(ranked)
+        assert self.bound == sum(map(_is_bound, ranked))
         assert self.rows == sum(request.waiting_rows for request in ranked)
         assert self.bytes == sum(request.input_bytes for request in ranked)
         assert all(r.todo and r.is_waiting and not r.is_over for r in ranked)
+
+
+def _is_bound(request: Request) -> bool:
+    return request.deadline_ns < NEVER_NS or request.is_alone or request.shape != 0
