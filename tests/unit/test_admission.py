@@ -265,3 +265,23 @@ def test_each_decision_by_itself() -> None:
     assert "deadline passed after 7.0 ms" in expired_error(request, 7 * MS).message
     assert "after 3.0 ms, and the 2.0 ms left" in doomed_error(request, 3 * MS).message
     assert "the 0.0 ms left" in doomed_error(request, 9 * MS).message
+
+
+@pytest.mark.parametrize(
+    ("settings", "terms", "missed"),
+    [
+        ({}, {"budget_ms": 0.0}, 1),
+        ({"deadline_ms": 1.0}, {"age_ms": 0.0}, 1),
+        ({}, {"ttl_ms": 0.0}, 0),
+        ({"queue_requests": 0}, {"budget_ms": 1000.0}, 0),
+    ],
+)
+def test_a_deadline_that_is_refused_for_time_is_counted_as_missed(
+    settings: dict[str, Any], terms: dict[str, float], missed: int
+) -> None:
+    """And none where there was none, or where only the place was missing."""
+    lane = open_lane(is_learned=True, **settings)
+    with pytest.raises(IskanderError):
+        lane.require_open(request_of(lane, arrived_ns=NOW, **terms), NOW)
+
+    assert lane.counts["deadline.missed"] == missed

@@ -6,6 +6,7 @@ the test's own (`support/simulation.py`).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -348,3 +349,27 @@ def test_a_client_that_is_answered_may_ask_again(gateway: Simulation, worker: Pl
         gateway.dispatcher.withdraw(request)
 
     assert gateway.lanes[0].outstanding == {}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_due_first_goes_first_whichever_worker_is_free(seed: int) -> None:
+    """Full batches, so that each goes by itself; two workers of different speed."""
+    draw = random.Random(seed)
+    with Simulation(lane_of(0, rows_max=8)) as gateway:
+        workers = [gateway.start(), gateway.start()]
+        gateway.loop.run(10 * MS)
+        for _ in range(2 * CREDITS):
+            gateway.ask(0, 8)
+        gateway.loop.turn()
+        asked = [gateway.ask(0, 8, budget_ms=draw.uniform(1000, 2000))[0] for _ in range(40)]
+        gateway.loop.turn()
+        for worker, run_ns in zip(workers, (3 * MS, 7 * MS), strict=True):
+            worker.cost = lambda execute, run_ns=run_ns: run_ns
+            worker.play()
+        gateway.loop.run(1000 * MS)
+
+        places = {request.body_offset: request for request in asked}
+        sent = sorted((e for w in workers for e in w.ran), key=lambda execute: execute.batch_id)
+        order = [places[e.slices[0].input_offset] for e in sent[2 * CREDITS :]]
+        assert order == sorted(asked, key=lambda request: request.deadline_ns)
+        assert all(len(worker.ran) > CREDITS for worker in workers)

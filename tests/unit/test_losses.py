@@ -269,3 +269,34 @@ def test_one_that_is_superseded_while_a_worker_has_some_of_its_rows(
     gateway.loop.run(100 * MS)
     assert [each.rows for e in worker.sent for each in e.slices] == [8, 8, 1]
     assert gateway.is_clean()
+
+
+def test_a_worker_that_takes_no_messages_is_ended_and_its_batches_run_elsewhere(
+    gateway: Simulation, worker: PlayedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frame is too long for the socket, or the socket is full."""
+    ended: list[PlayedWorker] = []
+    monkeypatch.setattr(worker, "kill", lambda: ended.append(worker))
+
+    def refuse(frame: bytes) -> None:
+        raise OSError(90, "Message too long")
+
+    monkeypatch.setattr(worker.wire, "send", refuse)
+    ((request, asker),) = ask(gateway, 3)
+
+    assert ended == [worker] and asker.told == 0 and request.running == 1
+    gateway.lose(worker)
+    gateway.start().play()
+    gateway.loop.run(100 * MS)
+    assert len(asker.results) == 1 and gateway.is_clean()
+
+
+def test_who_has_gone_with_what_a_worker_died_of_is_not_called_poison(
+    gateway: Simulation, worker: PlayedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    ((request, asker),) = ask(gateway, 3)
+    request.kills = 1
+    gateway.dispatcher.withdraw(request)
+    kill(gateway, worker, 0)
+
+    assert asker.told == 0 and not caplog.records and gateway.is_clean()

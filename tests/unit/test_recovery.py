@@ -7,7 +7,7 @@ from support.lanes import lane_of, request_of
 
 from iskander.errors import Cancelled, ContractError, ExecutionFailed, IskanderError
 from iskander.gateway.lanes.request import Request
-from iskander.gateway.recovery import KILLS_MAX, after_failure, after_loss
+from iskander.gateway.recovery import KILLS_MAX, LOSSES_MAX, after_failure, after_loss
 
 
 @pytest.fixture
@@ -61,3 +61,16 @@ def test_a_loss_between_two_kills_changes_nothing(request_: Request) -> None:
     assert after_loss(request_, was_running=False) is None
 
     assert after_loss(request_, was_running=True) is not None
+
+
+def test_what_is_lost_again_and_again_is_given_up_though_nothing_blames_it(
+    request_: Request,
+) -> None:
+    """A worker may die before its beat says what it runs."""
+    for _ in range(LOSSES_MAX - 1):
+        assert after_loss(request_, was_running=False) is None
+
+    error = after_loss(request_, was_running=False)
+
+    assert error is not None and error.code == "poisoned"
+    assert f"{LOSSES_MAX} workers died while they had this request" in error.message
