@@ -39,7 +39,7 @@ from workloads import FOLDER, Workload
 US_PER_S = 1_000_000
 CLIENT_S = 60.0
 """How long a client may take to connect, and to finish once its time is over."""
-PACKAGES = ("iskander", "pyarrow", "onnxruntime-gpu", "grpcio", "numpy", "msgspec")
+PACKAGES = ("iskander", "pyarrow", "onnxruntime-gpu", "uvloop", "numpy", "msgspec")
 
 Measurement = dict[str, float | None]
 

@@ -52,14 +52,32 @@ def served(folder: Path) -> list[dict[str, object]]:
 def footprint(gateway: Gateway) -> dict[str, int]:
     """What the gateway holds, but for its clients' connections."""
     process = psutil.Process(gateway.pid)
-    connections = [c for c in process.net_connections() if c.status != "LISTEN"]
+
+    def descriptors() -> int | None:
+        """None where a connection came or went between looking at the one and the other."""
+        held = process.num_fds()
+        connections = [c for c in process.net_connections() if c.status != "LISTEN"]
+        return held - len(connections) if process.num_fds() == held else None
+
     maps = Path(f"/proc/{gateway.pid}/maps").read_text()
     return {
-        "descriptors": process.num_fds() - len(connections),
+        "descriptors": eventually(descriptors, what="a moment of rest"),
         "threads": process.num_threads(),
         "mappings": maps.count("memfd:iskander"),
         "children": len(process.children()),
     }
+
+
+def assert_no_more_than(before: dict[str, int], gateway: Gateway) -> None:
+    """What the gateway holds comes back to what it held before."""
+
+    def is_as_before() -> bool:
+        return all(count <= before[name] for name, count in footprint(gateway).items())
+
+    try:
+        eventually(is_as_before)
+    except AssertionError:
+        raise AssertionError(f"was {before}, is {footprint(gateway)}") from None
 
 
 def test_whatever_breaks_each_batch_is_answered_once_and_rightly(tmp_path: Path) -> None:
@@ -95,10 +113,7 @@ def _chaos(folder: Path, ledger: Ledger, deeds: list[str]) -> None:
         stats = quiet(gateway)
         assert sum(lane.get("withdrawn", 0) for lane in lanes_of(stats)), "nobody left in time"
         assert all(worker["starts"] > 1 for worker in stats["workers"]) or SECONDS < 10
-        eventually(
-            lambda: all(footprint(gateway)[name] <= before[name] for name in before),
-            what=f"the footprint from before, {before},",
-        )
+        assert_no_more_than(before, gateway)
         _drain_under_load(gateway, ledger)
         log = gateway.text()
     assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4000]

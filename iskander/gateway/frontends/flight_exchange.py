@@ -1,8 +1,9 @@
 """One DoExchange stream: batches in, results out, in order.
 
-Its reader and its writer are two tasks, so that batches are read while results are written: a
-bounded window of batches is in flight, results go out in the order in which the batches came, and
-a client that stops reading stops only its own reader.
+It has no task of its own for a batch. The connection calls `_read` when a message has come, lane
+and dispatcher call `deliver` or `fail`, and `_write` sends what is next, as far as the client takes
+it. A bounded window of batches is in flight; while it is full nothing is read, and so a client that
+stops reading stops only itself.
 
 Runs on: gateway loop. Source: Arrow Flight RPC protocol.
 """
@@ -113,7 +114,7 @@ class Exchange:
         self._is_ended = False
         self._end_error: Exception | None = None
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._over: asyncio.Future[Exception | None] = self._loop.create_future()
 
     async def run(self) -> None:
         """Serve the stream until its end.
@@ -125,7 +126,9 @@ class Exchange:
         self._call.on_input, self._call.on_room = self._read, self._write
         try:
             self._read()
-            await self._over
+            error = await self._over
+            if error is not None:
+                raise error
         finally:
             opening.cancel()
             self._call.on_input = self._call.on_room = None
@@ -135,6 +138,7 @@ class Exchange:
             for pending in self._window:
                 if isinstance(pending, _Pending):
                     self._dispatcher.withdraw(pending)
+            self._window.clear()
 
     def drain(self) -> None:
         """Read no more; what was accepted is still answered, then the stream ends."""
@@ -233,10 +237,10 @@ class Exchange:
             self._enter(pending)
             self._dispatcher.submit(pending)
         except IskanderError as error:
-            try:
-                self._refuse(error)
-            except IskanderError:
-                self._end(error)
+            self._refuse(error)
+        except Exception:
+            log.exception("a batch could not be admitted")
+            self._end(IskanderError("the server failed to take the batch"))
         self._admission = None
         self._read()
 
@@ -246,10 +250,11 @@ class Exchange:
 
     def _refuse(self, error: IskanderError) -> None:
         """Let an error take its batch's place in the window, or end the stream."""
-        if not self._terms.is_in_band:
-            raise error
-        self._window.append(_Refused(error))
-        self._write_soon()
+        if self._terms.is_in_band:
+            self._window.append(_Refused(error))
+            self._write_soon()
+        else:
+            self._end(error)
 
     def _write_soon(self) -> None:
         """Write when this turn of the loop is over: workers get their next batches before that."""
@@ -261,6 +266,8 @@ class Exchange:
         """Send the results that are there, in order, until the client has to take some first."""
         # Step 10
         self._is_write_due = False
+        if self._over.done():
+            return None
         window, call = self._window, self._call
         try:
             while window and not call.is_blocked:
@@ -294,9 +301,5 @@ class Exchange:
         self._write_soon()
 
     def _finish(self, error: Exception | None) -> None:
-        if self._over.done():
-            return
-        if error is None:
-            self._over.set_result(None)
-        else:
-            self._over.set_exception(error)
+        if not self._over.done():
+            self._over.set_result(error)

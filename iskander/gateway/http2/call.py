@@ -143,6 +143,8 @@ class Call:
 
     def send(self, *parts: Message) -> None:
         """Send one message, made of these parts, which must not change any more."""
+        if self._is_over:
+            return
         output = self._output
         if not self._has_begun:
             self._has_begun = True

@@ -1,0 +1,448 @@
+"""grpcio's clients, sync and aio, in a process of their own: each scenario says what they met.
+
+grpcio and pyarrow.flight must not share a process; pyarrow by itself is no harm. Reads one JSON
+line a scenario on standard input, `{"scenario": "...", ...}`, and answers with one JSON line:
+`{"facts": ...}`, or `{"error": traceback}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import numpy as np
+import pyarrow as pa
+from grpc import aio
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from support import raw
+
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+WIDTH = 256
+ALONE = ("grpc.use_local_subchannel_pool", 1)
+"""Otherwise grpcio's channels to one address share a connection."""
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ALONE]
+COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
+PATIENCE_S = 20.0
+
+Facts: TypeAlias = Any
+Options: TypeAlias = list[tuple[str, Any]]
+
+
+class Judge:
+    """The other process, as a test sees it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, scenario: str, **arguments: Any) -> None:
+        """Start a scenario, and go on meanwhile."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"scenario": scenario, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def facts(self) -> Facts:
+        """What the scenario that was begun found."""
+        assert self._process.stdout is not None
+        answer = json.loads(self._process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["facts"]
+
+    def ask(self, scenario: str, **arguments: Any) -> Facts:
+        self.begin(scenario, **arguments)
+        return self.facts()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+        self._process.stdout.close()
+
+
+def ids_batch(start: int, rows: int) -> pa.RecordBatch:
+    return pa.record_batch({"x": np.arange(start, start + rows)})
+
+
+def wide_batch(rows: int) -> pa.RecordBatch:
+    """A KiB for each row."""
+    values = pa.array(np.random.default_rng(rows).normal(size=rows * WIDTH).astype(np.float32))
+    return pa.record_batch({"x": pa.FixedSizeListArray.from_arrays(values, WIDTH)})
+
+
+def opening(model: str, batch: pa.RecordBatch) -> bytes:
+    return raw.descriptor(model) + raw.schema_data(batch.schema)
+
+
+def is_tripled(frame: bytes, schema_frame: bytes, sent: pa.RecordBatch) -> bool:
+    ((got,), _) = raw.read_batches([schema_frame, frame])
+    return bool((got["y"].to_numpy() == 3 * sent["x"].to_numpy() + 1).all())
+
+
+# Scenarios.
+
+
+def unary(address: str) -> Facts:
+    """Check by the sync client and by the aio client."""
+
+    async def by_aio() -> Facts:
+        async with aio.insecure_channel(address, options=[ALONE]) as channel:
+            call = channel.unary_unary(CHECK)(b"", timeout=PATIENCE_S)
+            return [(await call).hex(), (await call.code()).name]
+
+    with grpc.insecure_channel(address, options=[ALONE]) as channel:
+        answer, call = channel.unary_unary(CHECK).with_call(b"", timeout=PATIENCE_S)
+    return {"sync": [answer.hex(), call.code().name], "aio": asyncio.run(by_aio())}
+
+
+def watchers(address: str, count: int, rounds: int) -> Facts:
+    """Watch that often on one connection, and cancel when each has heard; then the same again."""
+
+    async def judge() -> Facts:
+        async with aio.insecure_channel(address, options=[ALONE]) as channel:
+            heard, codes = [], []
+            for _ in range(rounds):
+                calls = [channel.unary_stream(WATCH)(b"") for _ in range(count)]
+                heard += [(await call.read()).hex() for call in calls]
+                for call in calls:
+                    call.cancel()
+                codes += [(await call.code()).name for call in calls]
+            return {"heard": Counter(heard), "codes": Counter(codes)}
+
+    return asyncio.run(judge())
+
+
+def interleaved(address: str, streams: int, batches: int) -> Facts:
+    """Streams of one connection, all open at once; a batch is sent when the one before is back."""
+
+    async def judge() -> Facts:
+        all_open = asyncio.Barrier(streams)
+        async with aio.insecure_channel(address, options=[*UNLIMITED]) as channel:
+
+            async def stream(number: int) -> Facts:
+                call = channel.stream_stream(raw.EXCHANGE)(timeout=PATIENCE_S)
+                await call.write(opening("ids", ids_batch(0, 1)))
+                schema = await call.read()
+                await all_open.wait()
+                right = 0
+                for turn in range(batches):
+                    sent = ids_batch(number << 32 | turn << 16, 1 + 97 * (number + turn) % 3000)
+                    await call.write(raw.batch_data(sent))
+                    right += is_tripled(await call.read(), schema, sent)
+                await call.done_writing()
+                assert await call.read() is aio.EOF
+                return [right, (await call.code()).name]
+
+            return await asyncio.gather(*map(stream, range(streams)))
+
+    return asyncio.run(judge())
+
+
+def large(
+    address: str, rows: int, count: int, options: Options, is_awaiting: bool = False
+) -> Facts:
+    """Batches of a KiB a row there and back; the input ends at once, or when all is back."""
+    sent = wide_batch(rows)
+    is_back = threading.Event()
+
+    def frames() -> Iterator[bytes]:
+        yield opening("same", sent)
+        frame = raw.batch_data(sent)
+        for _ in range(count):
+            yield frame
+        if is_awaiting:
+            is_back.wait(PATIENCE_S)
+
+    received: list[bytes] = []
+    with grpc.insecure_channel(address, options=[*UNLIMITED, *map(tuple, options)]) as channel:
+        call = channel.stream_stream(raw.EXCHANGE)(frames(), timeout=PATIENCE_S)
+        with contextlib.suppress(grpc.RpcError):
+            for frame in call:
+                received.append(frame)
+                if len(received) > count:
+                    is_back.set()
+        is_back.set()
+        results = raw.read_batches(received)[0] if received else []
+        return {
+            "code": call.code().name,
+            "details": call.details(),
+            "right": sum(result["y"].equals(sent["x"]) for result in results),
+        }
+
+
+def compressed(address: str, kind: str) -> Facts:
+    """A unary call and a stream with compressed messages, the large one cut into many frames."""
+    sent = ids_batch(7, 20_000)
+    frames = [opening("ids", sent), raw.batch_data(sent)]
+    with grpc.insecure_channel(
+        address, options=UNLIMITED, compression=COMPRESSIONS[kind]
+    ) as channel:
+        name = raw.field(1, b"ids" + b"\0" * 1000)
+        unknown = _outcome(channel, CHECK, [name])
+        schema, result = channel.stream_stream(raw.EXCHANGE)(iter(frames), timeout=PATIENCE_S)
+    return {"unary": unknown["code"], "is_right": is_tripled(result, schema, sent)}
+
+
+def deadline(address: str, model: str, units: int, timeout_s: float) -> Facts:
+    """A batch that takes far longer than its call may."""
+    sent = ids_batch(units, 1)
+    frames = [opening(model, sent), raw.batch_data(sent)]
+    with grpc.insecure_channel(address, options=[ALONE]) as channel:
+        return _outcome(channel, raw.EXCHANGE, frames, timeout=timeout_s)
+
+
+def cancelled(address: str, count: int) -> Facts:
+    """Streams of one connection, cancelled with a batch in the middle; then one that is not."""
+    sent = ids_batch(3, 5)
+    with grpc.insecure_channel(address, options=[ALONE]) as channel:
+        codes = []
+        for _ in range(count):
+            done = threading.Event()
+            call = channel.stream_stream(raw.EXCHANGE)(_kept_open(sent, done), timeout=PATIENCE_S)
+            next(call)
+            call.cancel()
+            done.set()
+            codes.append(call.code().name)
+        frames = [opening("ids", sent), raw.batch_data(sent)]
+        after = _outcome(channel, raw.EXCHANGE, frames)
+        return {"codes": Counter(codes), "after": after["code"]}
+
+
+def outcome(
+    address: str,
+    method: str,
+    frames: list[str],
+    metadata: list[tuple[str, str]] = [],  # noqa: B006
+) -> Facts:
+    """One call by the sync client; values of `-bin` names come and go as base64."""
+    said = [
+        (name, base64.b64decode(value) if name.endswith("-bin") else value)
+        for name, value in metadata
+    ]
+    with grpc.insecure_channel(address, options=[ALONE]) as channel:
+        messages = [bytes.fromhex(frame) for frame in frames]
+        first = _outcome(channel, method, messages, metadata=said)
+        # Whatever it was, the connection is as good as before.
+        return first | {"next": _outcome(channel, CHECK, [b""])["code"]}
+
+
+def unknown_by_aio(address: str, method: str) -> Facts:
+    async def judge() -> Facts:
+        async with aio.insecure_channel(address, options=[ALONE]) as channel:
+            call = channel.unary_unary(method)(b"", timeout=PATIENCE_S)
+            return (await call.code()).name
+
+    return asyncio.run(judge())
+
+
+def keepalive(address: str, quiet_s: float) -> Facts:
+    """A connection without calls that pings every second: what becomes of it meanwhile.
+
+    Says so when the time is over; then again what its next change is.
+    """
+    options = [
+        ALONE,
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    states: queue.Queue[grpc.ChannelConnectivity] = queue.Queue()
+    with grpc.insecure_channel(address, options=options) as channel:
+        channel.subscribe(states.put, try_to_connect=True)
+        while states.get(timeout=PATIENCE_S) is not grpc.ChannelConnectivity.READY:
+            pass
+        assert _outcome(channel, CHECK, [b""])["code"] == "OK"
+        meanwhile = []
+        with contextlib.suppress(queue.Empty):
+            meanwhile.append(states.get(timeout=quiet_s).name)
+        code = _outcome(channel, CHECK, [b""])["code"]
+        _say({"facts": {"meanwhile": meanwhile, "code": code}})
+        return {"then": states.get(timeout=PATIENCE_S).name}
+
+
+def wait_for_ready(address: str) -> Facts:
+    """A call that is made while nobody listens, and waits."""
+    with grpc.insecure_channel(
+        address, options=[ALONE, ("grpc.max_reconnect_backoff_ms", 200)]
+    ) as channel:
+        impatient = _outcome(channel, CHECK, [b""], wait_for_ready=False)["code"]
+        _say({"facts": {"impatient": impatient}})
+        return _outcome(channel, CHECK, [b""], wait_for_ready=True)
+
+
+def short_connections(address: str, count: int) -> Facts:
+    """Connect, one call, close; every other one leaves a stream open."""
+    codes: Counter[str] = Counter()
+    for number in range(count):
+        with grpc.insecure_channel(address, options=[ALONE]) as channel:
+            if number % 2:
+                watch = channel.unary_stream(WATCH)(b"", timeout=PATIENCE_S)
+                next(watch)
+            codes[_outcome(channel, CHECK, [b""])["code"]] += 1
+    return codes
+
+
+def idle_streams(address: str, count: int, batches: int) -> Facts:
+    """Streams that say nothing, each on its own connection, while one works; then all do."""
+
+    async def judge() -> Facts:
+        async with contextlib.AsyncExitStack() as stack:
+            sent = ids_batch(11, 100)
+            calls = []
+            for _ in range(count):
+                channel = await stack.enter_async_context(
+                    aio.insecure_channel(address, options=[ALONE])
+                )
+                call = channel.stream_stream(raw.EXCHANGE)(timeout=PATIENCE_S)
+                await call.write(opening("ids", sent))
+                calls.append(call)
+            schemas = await asyncio.gather(*(call.read() for call in calls))
+            worked = 0
+            for turn in range(batches):
+                batch = ids_batch(turn, 1000)
+                await calls[0].write(raw.batch_data(batch))
+                worked += is_tripled(await calls[0].read(), schemas[0], batch)
+
+            async def use(call: Any) -> str:
+                await call.write(raw.batch_data(sent))
+                assert is_tripled(await call.read(), schemas[0], sent)
+                await call.done_writing()
+                assert await call.read() is aio.EOF
+                return (await call.code()).name
+
+            codes = await asyncio.gather(*map(use, calls))
+            return {"worked": worked, "codes": Counter(codes)}
+
+    return asyncio.run(judge())
+
+
+def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
+    """Streams and checks opened one after the other on connections that stay, until they go.
+
+    Says so as soon as each has had an answer. Who is told that the server is draining tries again
+    at once, until nobody is there.
+    """
+    outcomes: Counter[str] = Counter()
+    wrong: list[str] = []
+    under_way = threading.Barrier(connections * (streams + 1) + 1)
+    sent = wide_batch(rows)
+    exchange = (raw.EXCHANGE, [opening("same", sent), *[raw.batch_data(sent)] * 3], 4)
+    check = (CHECK, [b""], 1)
+
+    def use(channel: grpc.Channel, method: str, frames: list[bytes], wanted: int) -> None:
+        is_known = False
+        while True:
+            found = _outcome(channel, method, frames)
+            code, name = found["code"], found["trailers"].get("iskander-code", "")
+            outcomes[f"{code} {name}".strip()] += 1
+            if code == "OK" and found["frames"] != wanted:
+                wrong.append(f"OK with {found['frames']} messages")
+            if code not in ("OK", "UNAVAILABLE"):
+                wrong.append(f"{code} {name} {found['details']}")
+            if not is_known:
+                under_way.wait(2 * PATIENCE_S)
+                is_known = True
+            if code != "OK" and (code, name) != ("UNAVAILABLE", "draining"):
+                return
+
+    with contextlib.ExitStack() as stack:
+        threads = []
+        for _ in range(connections):
+            channel = stack.enter_context(grpc.insecure_channel(address, options=UNLIMITED))
+            for call in [exchange] * streams + [check]:
+                threads.append(threading.Thread(target=use, args=(channel, *call)))
+        for thread in threads:
+            thread.start()
+        try:
+            under_way.wait(2 * PATIENCE_S)
+        except threading.BrokenBarrierError:
+            raise AssertionError(f"a call hangs; so far {outcomes} {wrong}") from None
+        _say({"facts": "under way"})
+        for thread in threads:
+            thread.join()
+    return {"outcomes": outcomes, "wrong": wrong}
+
+
+def _outcome(
+    channel: grpc.Channel, method: str, frames: list[bytes], **options: Any
+) -> dict[str, Any]:
+    """One call, whatever becomes of it."""
+    call = channel.stream_stream(method)(iter(frames), **({"timeout": PATIENCE_S} | options))
+    received = 0
+    with contextlib.suppress(grpc.RpcError):
+        for _ in call:
+            received += 1
+    trailers = {
+        name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+        for name, value in call.trailing_metadata() or ()
+    }
+    return {
+        "code": call.code().name,
+        "details": call.details(),
+        "frames": received,
+        "trailers": trailers,
+    }
+
+
+def _kept_open(batch: pa.RecordBatch, done: threading.Event) -> Iterator[bytes]:
+    yield opening("ids", batch)
+    yield raw.batch_data(batch)
+    done.wait(PATIENCE_S)
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+SCENARIOS: dict[str, Callable[..., Facts]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        unary,
+        watchers,
+        interleaved,
+        large,
+        compressed,
+        deadline,
+        cancelled,
+        outcome,
+        unknown_by_aio,
+        keepalive,
+        wait_for_ready,
+        short_connections,
+        idle_streams,
+        hammer,
+    )
+}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        try:
+            _say({"facts": SCENARIOS[wanted.pop("scenario")](**wanted)})
+        except Exception:
+            _say({"error": traceback.format_exc()})
+
+
+if __name__ == "__main__":
+    main()
