@@ -123,6 +123,14 @@ class Gateway:
     def wait_ready(self) -> None:
         eventually(lambda: self.stats()["ready"], what="readiness")
 
+    def wait_full(self) -> None:
+        """Wait for every worker of the plan; a gateway is ready with its quorum."""
+
+        def is_full() -> bool:
+            return all(worker["state"] == "ready" for worker in self.stats()["workers"])
+
+        eventually(is_full, what="all workers")
+
     def wait_idle(self) -> dict[str, Any]:
         """Wait until nothing is leased or in flight; the stats then."""
 
@@ -220,10 +228,15 @@ class Notices:
 
 @contextlib.contextmanager
 def running(folder: Path, models: list[dict[str, Any]], **sections: Any) -> Iterator[Gateway]:
-    """A ready gateway that is drained at the end; its log is shown where the test failed."""
+    """A gateway with all the workers that it starts, drained at the end.
+
+    Where the test failed, its log is shown.
+    """
     gateway = Gateway(folder, models, **sections)
     try:
         gateway.start(is_ready=True)
+        if sections.get("workers", {}).get("spawn", True):
+            gateway.wait_full()
         yield gateway
         code = gateway.stop()
         assert code == 0, f"exit code {code}"

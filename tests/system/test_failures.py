@@ -179,7 +179,7 @@ def test_one_of_two_workers_dies_and_the_other_goes_on(tmp_path: Path) -> None:
                             outcomes.append("right" if right else "WRONG")
                             count += 1
                     except IskanderError as error:
-                        outcomes.append(error.code)
+                        outcomes.append(f"{error.code}: {error.message}")
                     else:
                         outcomes.append("whole" if count == len(sent) else "SHORT")
 

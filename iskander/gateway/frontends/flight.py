@@ -212,8 +212,11 @@ class _ContractQuery(msgspec.Struct):
 
 
 async def _first(call: Call) -> bytes:
-    async with asyncio.timeout(OPEN_S):
-        return bytes(await call.read() or b"")
+    try:
+        async with asyncio.timeout(OPEN_S):
+            return bytes(await call.read() or b"")
+    except TimeoutError:
+        raise MalformedInput(f"no message came within {OPEN_S:g} s") from None
 
 
 def _parse(kind: type[Message], raw: bytes) -> Any:  # noqa: ANN401

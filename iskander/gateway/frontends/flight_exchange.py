@@ -288,7 +288,7 @@ class Exchange:
         except Exception:
             log.exception("a stream's writer failed")
             return self._finish(IskanderError("the server failed to write the stream"))
-        if self._is_ended and not window:
+        if self._is_ended and not window and not call.is_blocked:
             self._finish(self._end_error)
         elif call.has_input:
             self._read()

@@ -181,8 +181,13 @@ def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:
     """A method that takes one message, and writes what it answers."""
 
     async def serve(call: Call) -> None:
-        async with asyncio.timeout(REQUEST_S):
-            request = await call.read()
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                request = await call.read()
+        except TimeoutError:
+            raise RpcError(
+                Status.DEADLINE_EXCEEDED, f"the call's message did not come in {REQUEST_S:g} s"
+            ) from None
         if request is None:
             raise RpcError(Status.INTERNAL, "the call ended before its message")
         await handler(bytes(request), call)

@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class Call:
         "_filled",
         "_has_begun",
         "_is_compressed",
+        "_is_cut",
         "_is_deaf",
         "_is_over",
         "_loop",
@@ -100,12 +101,13 @@ class Call:
         self.task: asyncio.Task[None] | None = None
         self._encoding = head.encoding
         self._message_bytes_max = connection.host.message_bytes
-        self._messages: deque[Message | RpcError | None] = deque()
+        self._messages: deque[Message | _Compressed | RpcError | None] = deque()
         self._prefix = b""
         self._partial: memoryview | None = None
         self._filled = 0
         self._received = 0
         self._outbox: deque[memoryview] = deque()
+        self._is_cut = False
         self._has_begun = self._is_compressed = self._is_deaf = self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
         self.deadline_ns: int | None = None
@@ -137,6 +139,13 @@ class Call:
         if isinstance(message, RpcError):
             raise message
         messages.popleft()
+        if isinstance(message, _Compressed):
+            try:
+                message = self._inflated(message.raw)
+            except RpcError as error:
+                messages.clear()
+                self._refuse(error)
+                raise
         if not messages:
             self._give_back()
         return message
@@ -148,8 +157,7 @@ class Call:
         output = self._output
         if not self._has_begun:
             self._has_begun = True
-            flags = frames.END_HEADERS
-            output.emit(frames.frame(frames.HEADERS, flags, self.stream_id, headers.RESPONSE))
+            output.emit_block(self.stream_id, 0, headers.RESPONSE)
         size = sum(map(len, parts))
         prefix = _PREFIX.pack(0, size)
         size += PREFIX_BYTES
@@ -194,12 +202,11 @@ class Call:
         block = headers.trailers(status, message, metadata)
         if not self._has_begun:
             block = headers.RESPONSE + block
-        if self._outbox:
-            # Half of a message is out: no status can follow it.
+        if self._outbox and (self._is_cut or status is Status.OK):
+            # Half of a message is out, and no status can follow it; or a whole one is missing.
             self._output.emit(frames.rst_stream(self.stream_id, Code.CANCEL))
         else:
-            flags = frames.END_HEADERS | frames.END_STREAM
-            self._output.emit(frames.frame(frames.HEADERS, flags, self.stream_id, block))
+            self._output.emit_block(self.stream_id, frames.END_STREAM, block)
             if not self.has_all_input:
                 self._output.emit(frames.rst_stream(self.stream_id, Code.NO_ERROR))
         self.close()
@@ -269,6 +276,7 @@ class Call:
                 part = part[:budget]
             drawn.append(part)
             budget -= len(part)
+        self._is_cut = bool(outbox)
         return drawn
 
     def sent(self) -> None:
@@ -307,12 +315,7 @@ class Call:
 
     def _arrive(self, message: Message) -> None:
         self._partial = None
-        if self._is_compressed:
-            try:
-                message = self._inflated(message)
-            except RpcError as error:
-                return self._refuse(error)
-        self._append(message)
+        self._append(_Compressed(message) if self._is_compressed else message)
 
     def _inflated(self, message: Message) -> bytes:
         bits = _WINDOW_BITS.get(self._encoding)
@@ -332,8 +335,8 @@ class Call:
                 Status.RESOURCE_EXHAUSTED,
                 f"a message may have {self._message_bytes_max} bytes once it is expanded",
             )
-        if not inflater.eof:
-            raise RpcError(Status.INTERNAL, "a compressed message is cut short")
+        if not inflater.eof or inflater.unused_data:
+            raise RpcError(Status.INTERNAL, "a compressed message does not end where it ends")
         return inflated
 
     def _refuse(self, error: RpcError) -> None:
@@ -341,19 +344,25 @@ class Call:
         self._is_deaf = True
         self._append(error)
 
-    def _append(self, message: Message | RpcError | None) -> None:
+    def _append(self, message: Message | _Compressed | RpcError | None) -> None:
         self._messages.append(message)
         if self.on_input is not None:
             self.on_input()
 
     def _give_back(self) -> None:
         """Let the client send more, once half of the window is used."""
-        if self._received >= WINDOW_BYTES // 2 and not self._is_deaf:
+        if self._received >= WINDOW_BYTES // 2 and not (self._is_deaf or self._is_over):
             self._output.emit(frames.window_update(self.stream_id, self._received))
             self._received = 0
 
     def _expire(self) -> None:
         self.end(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
+
+
+class _Compressed(NamedTuple):
+    """A message that is expanded when it is read: one at a time, however small many are."""
+
+    raw: Message
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -19,13 +19,15 @@ from iskander.gateway.http2.frames import Code, ConnectionBroken
 from iskander.gateway.http2.headers import HeaderBlocks
 from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.patience import Patience
-from iskander.gateway.http2.status import RpcError
+from iskander.gateway.http2.status import RpcError, Status
 
 FRAME_BYTES_MAX = 1 << 20
 """Of the DATA frames that are taken; a larger message comes in several."""
 CONTROL_BYTES_MAX = 65_536
 """Of any other frame."""
 SCRATCH_BYTES = 1 << 18
+FREE_FIELDS = 32
+"""Headers of a call that cost no patience; 2000, by a table two kilobytes, take 10 ms to read."""
 GREETING_NS = 10 * NS_PER_S
 """How long a client may take to say what it speaks, and to be gone when it is told to go."""
 IDLE_NS = 60 * NS_PER_S
@@ -147,7 +149,9 @@ class Connection(asyncio.BufferedProtocol):
         What it opens before it has heard of that is still taken: the first GOAWAY refuses nothing,
         and the answer to the ping behind it tells that it was read.
         """
-        if not self._is_leaving:
+        if not self._is_greeted:
+            self._part()
+        elif not self._is_leaving:
             self._is_leaving = True
             self.output.emit(frames.goaway(frames.WINDOW_MAX, Code.NO_ERROR))
             self.output.emit(frames.frame(frames.PING, 0, 0, _LEAVING))
@@ -193,6 +197,7 @@ class Connection(asyncio.BufferedProtocol):
             self._take_data(view[:at])
         while end - at >= frames.HEAD_BYTES:
             high, low, kind, flags, stream_id = frames.read_head(view, at)
+            stream_id &= frames.WINDOW_MAX
             length = high << 16 | low
             if self._blocks.is_open and kind != frames.CONTINUATION:
                 raise ConnectionBroken(Code.PROTOCOL_ERROR, "a header block is not finished")
@@ -212,13 +217,11 @@ class Connection(asyncio.BufferedProtocol):
             if on_frame is None:
                 self._patience.spend(self._heard_ns)  # Unknown kinds are passed over.
             else:
-                on_frame(self, flags, stream_id & frames.WINDOW_MAX, view[start:stop])
+                on_frame(self, flags, stream_id, view[start:stop])
         if at < end:
             self._rest = bytes(view[at:])
 
     def _begin_data(self, length: int, flags: int, stream_id: int) -> None:
-        if length > FRAME_BYTES_MAX:
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
         if not 0 < stream_id <= self._last_id:
             raise ConnectionBroken(Code.PROTOCOL_ERROR, "DATA of a call that was never opened")
         self._data_left = length
@@ -267,10 +270,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_block(self) -> None:
         stream_id, is_last, fields = self._blocks.end()
+        if len(fields) > FREE_FIELDS:
+            self._patience.spend(self._heard_ns, len(fields) / FREE_FIELDS)
         call = self.calls.get(stream_id)
         if stream_id > self._last_id:
             self._open(stream_id, fields, is_last=is_last)
-        elif call is not None:
+        elif call is None:
+            self._patience.spend(self._heard_ns)  # Its end and these crossed, or it is one of many.
+        else:
             if not is_last or call.has_all_input:
                 raise ConnectionBroken(Code.PROTOCOL_ERROR, "a second header block of a call")
             call.take_end()
@@ -285,8 +292,7 @@ class Connection(asyncio.BufferedProtocol):
         except RpcError as error:
             self._patience.spend(self._heard_ns)
             block = headers.RESPONSE + headers.trailers(error.status, error.message, ())
-            flags = frames.END_HEADERS | frames.END_STREAM
-            self.output.emit(frames.frame(frames.HEADERS, flags, stream_id, block))
+            self.output.emit_block(stream_id, frames.END_STREAM, block)
             if not is_last:
                 self.output.emit(frames.rst_stream(stream_id, Code.NO_ERROR))
             return None
@@ -308,9 +314,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _on_settings(self, flags: int, stream_id: int, payload: memoryview) -> None:
         del stream_id
+        self._patience.spend(self._heard_ns)
         if flags & frames.ACK:
             return
-        self._patience.spend(self._heard_ns)
         for name, value in frames.read_settings(payload):
             if name == frames.MAX_FRAME_SIZE:
                 self.output.frame_bytes = value
@@ -322,8 +328,8 @@ class Connection(asyncio.BufferedProtocol):
         del stream_id
         if len(payload) != 8:
             raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a ping has 8 bytes")
+        self._patience.spend(self._heard_ns)
         if not flags & frames.ACK:
-            self._patience.spend(self._heard_ns)
             self.output.emit(frames.frame(frames.PING, frames.ACK, 0, bytes(payload)))
         elif payload == _LEAVING and self._is_leaving and not self._is_closing:
             self._is_closing = True
@@ -341,6 +347,7 @@ class Connection(asyncio.BufferedProtocol):
     def _on_goaway(self, flags: int, stream_id: int, payload: memoryview) -> None:
         """The client opens nothing more; what it opened is finished."""
         del flags, stream_id
+        self._patience.spend(self._heard_ns)
         frames.read_number(payload)
 
     def _on_priority(self, flags: int, stream_id: int, payload: memoryview) -> None:
@@ -370,7 +377,10 @@ async def _run(host: Host, call: Call) -> None:
         await host.serve(call)
     except RpcError as error:
         call.end(error.status, error.message, error.trailers)
-    finally:
+    except BaseException:
+        call.end(Status.INTERNAL, "the server failed")
+        raise
+    else:
         call.end()
 
 

@@ -80,6 +80,18 @@ def settings(values: dict[int, int]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*pair) for pair in values.items()))
 
 
+def header_block(stream_id: int, flags: int, block: bytes, frame_bytes: int) -> bytes:
+    """A whole header block: HEADERS, and CONTINUATION where it does not fit."""
+    first, rest = block[:frame_bytes], block[frame_bytes:]
+    if not rest:
+        return frame(HEADERS, flags | END_HEADERS, stream_id, first)
+    parts = [frame(HEADERS, flags, stream_id, first)]
+    while rest:
+        piece, rest = rest[:frame_bytes], rest[frame_bytes:]
+        parts.append(frame(CONTINUATION, 0 if rest else END_HEADERS, stream_id, piece))
+    return b"".join(parts)
+
+
 def window_update(stream_id: int, increment: int) -> bytes:
     """A WINDOW_UPDATE frame."""
     return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))

@@ -31,7 +31,7 @@ EXPANDED_BYTES_MAX = BLOCK_BYTES_MAX = 65_536
 """Beyond gRPC's own limit and below this, it is the call that ends and not the connection."""
 ACCEPTED_ENCODINGS = "identity,deflate,gzip"
 
-_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])\Z")
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
 _UNIT_NS = {
     "H": 3600 * NS_PER_S,
     "M": 60 * NS_PER_S,
@@ -99,8 +99,9 @@ class HeaderBlocks:
             ConnectionBroken: It cannot be decompressed, and so none after it can.
         """
         self.is_open = False
+        block, self._block = bytes(self._block), bytearray()
         try:
-            fields = self._decoder.decode(bytes(self._block))
+            fields = self._decoder.decode(block)
         except hpack.HPACKError as error:
             raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
         return self._stream_id, self._is_last, [(str(name), str(value)) for name, value in fields]

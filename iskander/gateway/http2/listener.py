@@ -56,10 +56,10 @@ class Listener:
         """Stop listening, ask all clients to go, and end what is still open after `grace_s`."""
         for server in self._servers:
             server.close()
-        for connection in list(self.connections):
-            connection.leave()
         deadline_ns = now_ns() + int(grace_s * NS_PER_S)
         while self.connections and now_ns() < deadline_ns:
+            for connection in list(self.connections):
+                connection.leave()
             await asyncio.sleep(TURN_S)
         if self.connections:
             log.info("%d connections are cut", len(self.connections))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WRITE_BUFFER_BYTES = 1 << 20
 """Beyond this, calls keep what they have to send."""
+UNREAD_BYTES_MAX = 1 << 20
+"""Of what no window counts, behind a full socket; who leaves more unread is cut off."""
 JOINED_BYTES_MAX = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
 
@@ -42,13 +44,25 @@ class Output:
         self.frame_bytes = frames.FRAME_BYTES_DEFAULT
         self._held: dict[Call, None] = {}
         self._is_paused = False
+        self._unread_bytes = 0
         self.is_closed = False
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     def emit(self, raw: bytes) -> None:
         """Send bytes that no window counts."""
-        if not self.is_closed:
-            self._transport.write(raw)
+        if self.is_closed:
+            return
+        self._transport.write(raw)
+        if self._is_paused:
+            self._unread_bytes += len(raw)
+            if self._unread_bytes > UNREAD_BYTES_MAX:
+                # It asks and does not read; nothing that could be said would reach it.
+                self.is_closed = True
+                self._transport.abort()
+
+    def emit_block(self, stream_id: int, flags: int, block: bytes) -> None:
+        """Send a header block, in as many frames as it takes."""
+        self.emit(frames.header_block(stream_id, flags, block, self.frame_bytes))
 
     def can_send(self, call: Call, size: int) -> bool:
         """Whether a message goes out whole, at once, in one frame."""
@@ -86,6 +100,7 @@ class Output:
 
     def resume(self) -> None:
         """The socket takes more."""
+        self._unread_bytes = 0
         self._is_paused = False
         self._pour()
 
@@ -96,7 +111,9 @@ class Output:
             ConnectionBroken: Nothing more, or more than there may be.
         """
         window = self._window if call is None else call.send_window
-        if not 0 < increment <= frames.WINDOW_MAX - window:
+        if not increment:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a window grew by 0")
+        if increment > frames.WINDOW_MAX - window:
             raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"a window grew by {increment}")
         if call is None:
             self._window += increment
@@ -111,6 +128,8 @@ class Output:
         """The client takes so much of each call, of those that are open too."""
         for call in calls:
             call.send_window += window - self.call_window
+            if call.send_window > frames.WINDOW_MAX:
+                raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, "a setting takes a window too far")
             if call.is_blocked:
                 self._held[call] = None
         self.call_window = window

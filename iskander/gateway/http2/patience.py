@@ -26,14 +26,14 @@ class Patience:
         self._spent = 0.0
         self._seen_ns = now_ns
 
-    def spend(self, now_ns: int) -> None:
-        """Count a frame.
+    def spend(self, now_ns: int, cost: float = 1.0) -> None:
+        """Count a frame, or what costs as much as so many.
 
         Raises:
             ConnectionBroken: There were too many.
         """
         leaked = (now_ns - self._seen_ns) * PER_S / NS_PER_S
-        self._spent = max(self._spent - leaked, 0.0) + 1
+        self._spent = max(self._spent - leaked, 0.0) + cost
         self._seen_ns = now_ns
         if self._spent > AT_ONCE:
             raise ConnectionBroken(Code.ENHANCE_YOUR_CALM, "too many frames for nothing")

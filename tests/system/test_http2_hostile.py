@@ -1,0 +1,341 @@
+"""A real gateway, and clients that speak HTTP/2 badly, slowly, too much, or by the book."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+from collections.abc import Iterator
+
+import h2.config
+import h2.connection
+import h2.events
+import h2.settings
+import numpy as np
+import pyarrow as pa
+import pytest
+from support import http2 as client
+from support import models, raw
+from support.http2 import (
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    PREFACE,
+    Wire,
+    data,
+    frame,
+    message,
+    ping,
+    request_fields,
+    rst_stream,
+    settings,
+    split_messages,
+    window_update,
+)
+from support.processes import Gateway, eventually, running
+
+MIB = 1 << 20
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+SERVING = b"\x08\x01"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("hostile")
+    ids = models.row_ids(folder / "ids")
+    served = [{"name": "ids", "path": str(ids), "intra_threads": 1, "max_batch_rows": 500_000}]
+    with running(folder, served, workers={"groups": ["0"], "reattach_s": 5.0}) as ready:
+        yield ready
+
+
+@pytest.fixture(autouse=True)
+def others_are_served(gateway: Gateway) -> Iterator[Wire]:
+    """A connection that is open the whole time is answered before and after, and nothing leaks."""
+    with Wire(gateway.address) as wire:
+        wire.say(call(1, CHECK, message(b"")))
+        assert wire.answer(1).messages == [SERVING]
+        yield wire
+        wire.say(call(999, CHECK, message(b"")))
+        assert wire.answer(999).messages == [SERVING] and wire.answer(999).status == 0
+        assert not wire.heard(GOAWAY)
+    gateway.wait_idle()
+    assert "Traceback" not in gateway.text()
+
+
+def call(stream_id: int, path: str, body: bytes, *extra: tuple[str, str]) -> bytes:
+    """A whole call."""
+    head = client.headers(stream_id, request_fields(path, extra))
+    return head + data(stream_id, body, END_STREAM)
+
+
+def exchange_of(batch: pa.RecordBatch) -> bytes:
+    """The messages of a DoExchange with one batch."""
+    opening = raw.descriptor("ids") + raw.schema_data(batch.schema)
+    return message(opening) + message(raw.batch_data(batch))
+
+
+def rows_of(messages: list[bytes]) -> list[int]:
+    (batch,) = raw.read_batches(messages)[0]
+    found: list[int] = batch.column("y").to_pylist()
+    return found
+
+
+BATCH = pa.record_batch({"x": np.arange(200_000)})
+BATCH_ROWS = [3 * x + 1 for x in range(200_000)]
+
+
+# By the book.
+
+
+class Judged:
+    """A client of another library, which raises where the server breaks a rule."""
+
+    def __init__(self, address: str, *, window: int = 65_535) -> None:
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), 20)
+        self.h2 = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        self.h2.initiate_connection()
+        self.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window})
+        self.bodies: dict[int, bytearray] = {}
+        self.trailers: dict[int, dict[str, str]] = {}
+        self.over: set[int] = set()
+        self._turn()
+
+    def __enter__(self) -> Judged:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def call(self, stream_id: int, path: str, body: bytes) -> None:
+        self.h2.send_headers(stream_id, request_fields(path))
+        left = memoryview(body)
+        while left:
+            room = self.h2.local_flow_control_window(stream_id)
+            count = min(len(left), room, self.h2.max_outbound_frame_size)
+            if not count:
+                self._turn()
+            self.h2.send_data(stream_id, bytes(left[:count]))
+            left = left[count:]
+        self.h2.end_stream(stream_id)
+
+    def until_over(self, *stream_ids: int) -> None:
+        while not self.over.issuperset(stream_ids):
+            self._turn()
+
+    def _turn(self) -> None:
+        self.socket.sendall(self.h2.data_to_send())
+        fresh = self.socket.recv(1 << 16)
+        assert fresh, "the server hung up"
+        for event in self.h2.receive_data(fresh):
+            match event:
+                case h2.events.DataReceived():
+                    self.bodies.setdefault(event.stream_id, bytearray()).extend(event.data)
+                    length = event.flow_controlled_length
+                    self.h2.acknowledge_received_data(length, event.stream_id)
+                case h2.events.ResponseReceived() | h2.events.TrailersReceived():
+                    self.trailers[event.stream_id] = dict(event.headers)
+                case h2.events.StreamEnded():
+                    self.over.add(event.stream_id)
+                case h2.events.StreamReset():
+                    assert event.error_code == 0 and event.stream_id in self.over, event
+                case h2.events.ConnectionTerminated():
+                    raise AssertionError(event)
+        self.socket.sendall(self.h2.data_to_send())
+
+
+@pytest.mark.parametrize("window", [1000, 65_535, 16 * MIB])
+def test_another_librarys_client_is_content(gateway: Gateway, window: int) -> None:
+    with Judged(gateway.address, window=window) as judged:
+        judged.call(1, "/arrow.flight.protocol.FlightService/DoExchange", exchange_of(BATCH[:9000]))
+        judged.call(3, CHECK, message(b""))
+        judged.call(5, "/no/such", message(b"x"))
+        judged.call(7, CHECK, b"")
+        judged.until_over(1, 3, 5, 7)
+        assert rows_of(split_messages(bytes(judged.bodies[1]))) == BATCH_ROWS[:9000]
+        said = {each: judged.trailers[each]["grpc-status"] for each in (1, 3, 5, 7)}
+        assert said == {1: "0", 3: "0", 5: "12", 7: "13"}
+
+
+def test_a_result_larger_than_the_window_comes_whole_where_the_input_has_ended(
+    gateway: Gateway,
+) -> None:
+    """The last result waits for room when the stream is over."""
+    with Wire(gateway.address) as wire:
+        wire.say(call(1, raw.EXCHANGE, exchange_of(BATCH[:50_000])))
+        taken = 0
+        while not client.answer_in(wire.frames, 1).is_over:
+            assert not wire.heard(client.RST_STREAM)
+            came = sum(len(each.payload) for each in wire.heard(client.DATA))
+            if came > taken:
+                wire.say(window_update(1, came - taken), window_update(0, came - taken))
+                taken = came
+            assert wire.read()
+        answer = wire.answer(1)
+        assert answer.status == 0 and rows_of(answer.messages) == BATCH_ROWS[:50_000]
+
+
+def test_a_compressed_request(gateway: Gateway) -> None:
+    with Wire(gateway.address) as wire:
+        body = message(gzip.compress(exchange_of(BATCH[:100])[5:][:0]), 1)
+        wire.say(call(1, CHECK, body, ("grpc-encoding", "gzip")))
+        assert wire.answer(1).messages == [SERVING]
+
+
+def test_the_longest_timeout(gateway: Gateway) -> None:
+    with Wire(gateway.address) as wire:
+        for stream_id, said in ((1, "99999999H"), (3, "99999999S"), (5, "20S")):
+            body = exchange_of(BATCH[:10])
+            wire.say(call(stream_id, raw.EXCHANGE, body, ("grpc-timeout", said)))
+            assert wire.answer(stream_id).status == 0
+            assert rows_of(wire.answer(stream_id).messages) == BATCH_ROWS[:10]
+
+
+def test_a_deadline_ends_a_stream(gateway: Gateway) -> None:
+    with Wire(gateway.address) as wire:
+        fields = request_fields(raw.EXCHANGE, [("grpc-timeout", "20m")])
+        wire.say(client.headers(1, fields))
+        assert wire.answer(1).status == 4
+    eventually(lambda: gateway.stats()["streams"] == 0, what="the stream's end")
+
+
+# Badly.
+
+
+def test_another_protocol_on_the_port(gateway: Gateway) -> None:
+    with Wire(gateway.address, first=b"GET / HTTP/1.1\r\nhost: x\r\n\r\n") as wire:
+        said = b""
+        while piece := wire.socket.recv(4096):
+            said += piece
+        assert said.endswith(b"This port speaks gRPC over HTTP/2.\n") and b"HTTP/1.1 505" in said
+
+
+def test_a_preface_and_a_call_byte_by_byte(gateway: Gateway) -> None:
+    with Wire(gateway.address, first=b"") as wire:
+        wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in PREFACE + settings() + call(1, CHECK, message(b"")):
+            wire.say(bytes([byte]))
+        assert wire.answer(1).messages == [SERVING]
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (frame(client.PUSH_PROMISE, 1, b"1234"), client.PROTOCOL_ERROR),
+        (client.headers(2), client.PROTOCOL_ERROR),
+        (data(1, b"x"), client.PROTOCOL_ERROR),
+        (frame(client.HEADERS, 1, b"\xff\xff", END_HEADERS), client.COMPRESSION_ERROR),
+        (client.headers(1, flags=0) + ping(), client.PROTOCOL_ERROR),
+        (settings(window=1 << 31), client.FLOW_CONTROL_ERROR),
+        (window_update(0, client.WINDOW_MAX), client.FLOW_CONTROL_ERROR),
+        (b"\xff\xff\xff" + bytes(6), client.FRAME_SIZE_ERROR),
+    ],
+    ids=["push", "even", "data", "hpack", "half", "setting", "window", "huge"],
+)
+def test_a_client_that_breaks_the_rules_is_told_which(
+    gateway: Gateway, said: bytes, code: int
+) -> None:
+    with Wire(gateway.address) as wire:
+        wire.say(said)
+        assert [each.code for each in wire.until_over() if each.kind == GOAWAY] == [code]
+
+
+def test_a_client_that_exceeds_the_window_goes(gateway: Gateway) -> None:
+    with Wire(gateway.address) as wire:
+        # A watcher reads one message and no more.
+        wire.say(client.headers(1, request_fields(WATCH)), data(1, message(b"")))
+        wire.until(lambda: wire.heard(client.DATA))
+        for _ in range(5):
+            wire.say_what_is_taken(data(1, message(bytes(MIB - 5))))
+        frames = wire.until_over()
+        assert {each.code for each in frames if each.kind == GOAWAY} <= {client.FLOW_CONTROL_ERROR}
+
+
+def test_headers_that_are_too_many_end_the_call_only(gateway: Gateway) -> None:
+    with Wire(gateway.address) as wire:
+        wire.say(call(1, CHECK, message(b""), ("k", "v" * 20_000)))
+        assert wire.answer(1).status == 8
+        wire.say(call(3, CHECK, message(b"")))
+        assert wire.answer(3).status == 0
+
+
+# Too much.
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        ping(),
+        settings(),
+        rst_stream(1),
+        data(3),
+        frame(client.PRIORITY, 5, b"12345"),
+    ],
+    ids=["pings", "settings", "resets", "empty data", "priorities"],
+)
+def test_floods_are_cut_off(gateway: Gateway, flood: bytes) -> None:
+    with Wire(gateway.address) as wire:
+        wire.say(call(1, CHECK, message(b"")))
+        wire.answer(1)
+        wire.say(client.headers(3, request_fields(WATCH)))
+        wire.say_what_is_taken(flood * 20_000)
+        frames = wire.until_over()
+        assert wire.is_over
+        # Whether the goodbye is read depends on what was still unread when the socket was closed.
+        assert {each.code for each in frames if each.kind == GOAWAY} <= {client.ENHANCE_YOUR_CALM}
+
+
+def test_rapid_resets_are_cut_off(gateway: Gateway) -> None:
+    with Wire(gateway.address) as wire:
+        opened = (
+            client.headers(each, request_fields(raw.EXCHANGE)) + rst_stream(each)
+            for each in range(1, 20_001, 2)
+        )
+        wire.say_what_is_taken(b"".join(opened))
+        wire.until_over()
+    eventually(lambda: gateway.stats()["streams"] == 0, what="the streams' end")
+
+
+def test_a_reader_of_one_byte_at_a_time_does_not_stop_others(
+    gateway: Gateway, others_are_served: Wire
+) -> None:
+    with Wire(gateway.address, first=PREFACE + settings(window=0)) as wire:
+        wire.say(call(1, CHECK, message(b"")))
+        for stream_id in range(5, 25, 2):
+            wire.say(window_update(1, 1) if stream_id < 19 else ping())
+            others_are_served.say(call(stream_id, CHECK, message(b"")))
+            assert others_are_served.answer(stream_id).status == 0
+        assert wire.answer(1).messages == [SERVING] and wire.answer(1).status == 0
+
+
+# The orderly end.
+
+
+def test_a_stop_lets_clients_have_what_was_answered(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A stop in the midst of a large answer; the client reads on, and says so as it reads."""
+    folder = tmp_path_factory.mktemp("stopped")
+    ids = models.row_ids(folder / "ids")
+    served = [{"name": "ids", "path": str(ids), "intra_threads": 1, "max_batch_rows": 500_000}]
+    with running(folder, served, workers={"groups": ["0"], "reattach_s": 5.0}) as gateway:
+        first = PREFACE + settings(window=client.WINDOW_MAX)
+        with Wire(gateway.address, first) as wire:
+            wire.say(window_update(0, client.WINDOW_MAX - 65_535))
+            wire.say(client.headers(1, request_fields(raw.EXCHANGE)))
+            body = exchange_of(BATCH)
+            for at in range(0, len(body), 16_384):
+                wire.say(data(1, body[at : at + 16_384]))
+            wire.until(lambda: wire.heard(client.DATA))
+            gateway.signal(15)
+            wire.say(data(1, b"", END_STREAM))
+            answered = 0
+            while wire.read():
+                pings = [each for each in wire.heard(client.PING) if not each.flags & client.ACK]
+                for each in pings[answered:]:
+                    wire.say_what_is_taken(ping(each.payload, client.ACK))
+                answered = len(pings)
+                wire.say_what_is_taken(ping())
+            answer = client.answer_in(wire.frames, 1)
+            assert answer.is_over and rows_of(answer.messages) == BATCH_ROWS
+        assert gateway.wait() == 0
