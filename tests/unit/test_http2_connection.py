@@ -114,8 +114,10 @@ def waiting(peer: Peer) -> int:
 
 
 @in_loop
-async def test_the_server_says_first_what_it_takes() -> None:
+async def test_the_server_says_what_it_takes_to_who_has_greeted() -> None:
     peer = Peer(greets=False, calls_max=7)
+    assert peer.heard() == []
+    peer.say(PREFACE)
     found = peer.heard()
 
     assert [each.kind for each in found] == [SETTINGS, WINDOW_UPDATE]

@@ -84,22 +84,10 @@ class Connection(asyncio.BufferedProtocol):
     # The transport's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say first what this server takes."""
+        """Begin."""
         self._transport = cast(asyncio.Transport, transport)  # By its methods; uvloop's is no kin.
         self.output = Output(self._transport)
         self.host.connections.add(self)
-        self.output.emit(
-            frames.settings(
-                {
-                    frames.MAX_CONCURRENT_STREAMS: self.host.calls_max,
-                    frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
-                    frames.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
-                    frames.MAX_HEADER_LIST_SIZE: headers.HEADER_LIST_BYTES_MAX,
-                }
-            )
-            # What may be under way is bounded for each call; all of them together are not held up.
-            + frames.window_update(0, frames.WINDOW_MAX - frames.WINDOW_DEFAULT)
-        )
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the calls: nobody is there for their answers."""
@@ -127,8 +115,10 @@ class Connection(asyncio.BufferedProtocol):
         if self._rest:
             view, self._rest = memoryview(self._rest + view), b""
         try:
-            if self._is_greeted or self._greet(view):
+            if self._is_greeted:
                 self._take(view)
+            elif self._greet(view):
+                self._take(view[len(frames.PREFACE) :])
         except ConnectionBroken as error:
             self._break(error.code, str(error))
 
@@ -176,19 +166,28 @@ class Connection(asyncio.BufferedProtocol):
     # Frames.
 
     def _greet(self, view: memoryview) -> bool:
-        """Read the client's preface; whether it is complete."""
-        preface = frames.PREFACE
-        said = bytes(view[: len(preface)])
-        if said == preface:
-            self._is_greeted = True
-            view = view[len(preface) :]
-            self._take(view)
-        elif preface.startswith(said):
+        """Read the client's preface, and say what this server takes; whether it is complete."""
+        said = bytes(view[: len(frames.PREFACE)])
+        self._is_greeted = said == frames.PREFACE
+        if self._is_greeted:
+            self.output.emit(self._settings())
+        elif frames.PREFACE.startswith(said):
             self._rest = said
         else:
             self.output.emit(_NOT_HTTP2)
             self._part()
-        return False
+        return self._is_greeted
+
+    def _settings(self) -> bytes:
+        taken = {
+            frames.MAX_CONCURRENT_STREAMS: self.host.calls_max,
+            frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+            frames.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
+            frames.MAX_HEADER_LIST_SIZE: headers.HEADER_LIST_BYTES_MAX,
+        }
+        # What is under way is bounded for each call; all of them together are not held up.
+        wide = frames.window_update(0, frames.WINDOW_MAX - frames.WINDOW_DEFAULT)
+        return frames.settings(taken) + wide
 
     def _take(self, view: memoryview) -> None:
         at, end = 0, len(view)
@@ -317,12 +316,14 @@ class Connection(asyncio.BufferedProtocol):
         self._patience.spend(self._heard_ns)
         if flags & frames.ACK:
             return
-        for name, value in frames.read_settings(payload):
+        values = frames.read_settings(payload)
+        # First: what a wider window lets out is more than the client takes until it has read this.
+        self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        for name, value in values:
             if name == frames.MAX_FRAME_SIZE:
                 self.output.frame_bytes = value
             elif name == frames.INITIAL_WINDOW_SIZE:
                 self.output.set_call_window(value, self.calls.values())
-        self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
 
     def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
         del stream_id

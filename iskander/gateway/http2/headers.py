@@ -40,6 +40,7 @@ _UNIT_NS = {
     "u": NS_PER_US,
     "n": 1,
 }
+_IS_GRPC = re.compile(r"application/grpc(?:\Z|[+;])").match
 _UNSAFE = re.compile(rb"[^\x20-\x24\x26-\x7e]")
 
 
@@ -141,7 +142,7 @@ def read_request(headers: Iterable[tuple[str, str]]) -> RequestHead:
             Status.RESOURCE_EXHAUSTED,
             f"the call's headers have {size} bytes; {HEADER_LIST_BYTES_MAX} are taken",
         )
-    if method != "POST" or not content_type.startswith("application/grpc"):
+    if method != "POST" or not _IS_GRPC(content_type):
         raise RpcError(Status.INTERNAL, "not a gRPC call: POST of application/grpc is wanted")
     return RequestHead(path, timeout_ns, encoding, tuple(metadata))
 
