@@ -119,9 +119,14 @@ class LaneConfig(_Section, frozen=True, kw_only=True):
     ] = ()
     queue_requests: Annotated[int, Positive, Meta(description="Requests that wait.")] = 4096
     queue_rows: Annotated[int, Positive, Meta(description="Rows that wait.")] = 4_194_304
-    queue_bytes: Annotated[int, Positive, Meta(description="Bytes of the inputs that wait.")] = (
-        192 * MIB
-    )
+    queue_bytes: Annotated[
+        int,
+        Positive,
+        Meta(
+            description="Bytes of the inputs that wait. Beyond the arena's size streams wait for "
+            "room there; below it they are refused."
+        ),
+    ] = 512 * MIB
     client_requests: Annotated[
         int, Positive, Meta(description="Requests of one client, waiting or running.")
     ] = 1024
