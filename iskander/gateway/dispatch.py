@@ -73,7 +73,8 @@ class Dispatcher:
         """Queue a request that is in the arena; what can be sent goes when this turn is over.
 
         Not at once: what other streams bring in the same turn of the loop goes with it, in one
-        batch and one wake-up of the worker.
+        batch and one wake-up of the worker. Only where batches cost next to nothing by themselves
+        does an idle worker begin with what there is, while the rest is still read.
         """
         lane = request.lane
         if not lane.queue.requests:
@@ -82,7 +83,11 @@ class Dispatcher:
             lane.virtual_ns = max(lane.virtual_ns, min(theirs, default=0.0))
         for victim, error in lane.put(request, now_ns()):
             self._refuse(victim, error)
-        if not self._is_pump_due:
+        if self._is_pump_due:
+            return
+        if lane.has_idle_worker_for_brief_batches:
+            self.pump()
+        else:
             self._is_pump_due = True
             self._loop.call_soon(self.pump)
 

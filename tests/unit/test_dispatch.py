@@ -373,3 +373,22 @@ def test_what_is_due_first_goes_first_whichever_worker_is_free(seed: int) -> Non
         order = [places[e.slices[0].input_offset] for e in sent[2 * CREDITS :]]
         assert order == sorted(asked, key=lambda request: request.deadline_ns)
         assert all(len(worker.ran) > CREDITS for worker in workers)
+
+
+@pytest.mark.parametrize(("base_ns", "first"), [(10_000, 1), (1_000_000, 3)])
+def test_an_idle_worker_begins_at_once_where_batches_are_brief(base_ns: int, first: int) -> None:
+    """The rest of the turn goes together; where a batch is costly, all of it does."""
+    with Simulation(lane_of(0, rows_max=64)) as gateway:
+        worker = gateway.start()
+        for rows in (1, 16, 1, 16):
+            gateway.lanes[0].cost_of(worker)
+            gateway.lanes[0].on_ran(worker, rows, base_ns + 1000 * rows, gateway.loop.now_ns)
+        for _ in range(3):
+            gateway.ask(0, 1)
+        assert [len(e.slices) for e in worker.sent] == ([1] if first == 1 else [])
+        gateway.loop.turn()
+
+        assert len(worker.sent[0].slices) == first
+        worker.play()
+        gateway.loop.run(100 * MS)
+        assert sum(len(e.slices) for e in worker.ran) == 3 and gateway.is_clean()

