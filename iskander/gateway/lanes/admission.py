@@ -26,11 +26,30 @@ from iskander.gateway.lanes.waiting import WaitingQueue
 MISSED = (DeadlineExceeded.code, DeadlineUnreachable.code)
 """Codes of requests that are not done in time; each says when a new one may be."""
 RETRY_UNKNOWN_MS = 100
-MARGIN = 1 / 4
-"""Of the expected time, behind others. A queue that is filled right up to its deadlines is thrown
-by any delay: what is due next allows small batches only, and those cost what would have caught up.
-At twice the load that a worker can take, goodput was 0.98 of its peak with the margin and 0.90
-without."""
+MARGIN_LEAST, MARGIN_GROWTH = 1 / 8, 1 / 2
+MARGIN_MEMORY = 64
+
+
+class Margin:
+    """What is added to the expected time of a request that is behind others, as a share of it.
+
+    A queue that is filled right up to its deadlines is thrown by any delay: what is due next allows
+    small batches only, and those cost what would have caught up. While more comes than can be done
+    it is filled all the time, and a shorter one loses nothing; so the margin grows with the share
+    of requests that were refused as too late.
+
+    Attributes:
+        share: Of the expected time.
+    """
+
+    def __init__(self) -> None:
+        self.share = MARGIN_LEAST
+        self._late = 0.0
+
+    def learn(self, *, is_late: bool) -> None:
+        """A request with a deadline came; the last `MARGIN_MEMORY` count, more or less."""
+        self._late += (is_late - self._late) / MARGIN_MEMORY
+        self.share = MARGIN_LEAST + MARGIN_GROWTH * self._late
 
 
 class Backlog(NamedTuple):
@@ -97,21 +116,36 @@ def share_error(outstanding: int, config: LaneConfig, request: Request) -> Clien
 
 
 def late_error(
-    queue: WaitingQueue, rules: Rules, request: Request, backlog: Backlog, now_ns: int
+    queue: WaitingQueue,
+    rules: Rules,
+    request: Request,
+    backlog: Backlog,
+    *,
+    now_ns: int,
+    margin: float,
 ) -> DeadlineUnreachable | None:
-    """Whether a request's deadline will have passed before it could be done."""
+    """Whether a request's deadline will have passed before it could be done.
+
+    Args:
+        queue: What waits already.
+        rules: Of the lane.
+        request: The newcomer.
+        backlog: What is before it at the workers.
+        now_ns: The time.
+        margin: As `Margin.share`.
+    """
     if not backlog.cost.samples:
         return None
     deadline_ns = request.deadline_ns
     start_ns = max(backlog.free_ns, now_ns)
     # Were all that waits to go first and it was still in time, there is no need to look closer.
-    margin_ns = int(MARGIN * (deadline_ns - now_ns))
+    margin_ns = int(margin * (deadline_ns - now_ns))
     if start_ns + backlog.drain_ns(rules, queue.rows + request.rows) + margin_ns <= deadline_ns:
         return None
     before = queue.rows_before(request.rank) if len(queue) else 0
     end_ns = start_ns + backlog.drain_ns(rules, before + request.rows)
     if before:
-        end_ns += int(MARGIN * (end_ns - now_ns))
+        end_ns += int(margin * (end_ns - now_ns))
     if end_ns <= deadline_ns:
         return None
     return DeadlineUnreachable(

@@ -20,6 +20,7 @@ from iskander.gateway.lanes.admission import (
     RETRY_UNKNOWN_MS,
     Backlog,
     Load,
+    Margin,
     expired_error,
     full_error,
     late_error,
@@ -103,6 +104,7 @@ class Lane:
         self._layouts: Layouts | None = None
         self._ran_ns = -PROBE_NS
         self._newest: dict[str, Request] = {}
+        self._margin = Margin()
         self._number = 0
 
     def __repr__(self) -> str:
@@ -213,7 +215,15 @@ class Lane:
             error = expired_error(request, now_ns)
         if error is None and request.deadline_ns < NEVER_NS and self._may_refuse(now_ns):
             request.rank = self._policy.rank(request, 0)
-            error = late_error(self.queue, self.rules, request, self.backlog(now_ns), now_ns)
+            error = late_error(
+                self.queue,
+                self.rules,
+                request,
+                self.backlog(now_ns),
+                now_ns=now_ns,
+                margin=self._margin.share,
+            )
+            self._margin.learn(is_late=error is not None)
         if error is None and not self._has_place(request):
             way = self._make_way(request, self._older(request))
             error = way if isinstance(way, QueueFull) else None
