@@ -232,11 +232,11 @@ def test_a_batch_is_closed_at_the_largest_preferred_size_that_waits(
 
 
 def test_a_batch_whose_rows_cost_much_more_than_itself_is_full() -> None:
-    """Eight times its base; and with sizes to fill up to there is nothing to save."""
+    """Eight times its base and trip; with sizes to fill up to there is nothing to save."""
     dear = cost_of(100_000, 101_000)
 
-    assert rows_of(formed(queue_of(*[1] * 20), cost=dear)) == [1] * 8
-    assert rows_of(formed(queue_of(*[1] * 20), cost=dear, sizes=(64,))) == [1] * 20
+    assert rows_of(formed(queue_of(*[1] * 40), cost=dear)) == [1] * 20
+    assert rows_of(formed(queue_of(*[1] * 40), cost=dear, sizes=(64,))) == [1] * 40
 
 
 @pytest.mark.parametrize(

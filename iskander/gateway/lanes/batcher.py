@@ -28,7 +28,8 @@ from iskander.gateway.lanes.waiting import WaitingQueue
 REQUESTS_MAX = 1024
 """Of one batch: its message has to fit a frame."""
 GROWTH = 8
-"""A batch whose rows cost eight times what the batch itself does is as good as full."""
+"""A batch whose rows cost eight times what the batch itself does, its way to the worker and back
+included, is as good as full."""
 LEAD_NS = 150 * NS_PER_US
 LEAD_SHARE = 1 / 16
 """A batch goes to a busy worker so long before it is expected to be free: a trip between the
@@ -228,7 +229,7 @@ def _target(queue: WaitingQueue, rules: Rules, cost: CostModel) -> int:
         return max((size for size in rules.preferred if size <= queue.rows), default=rules.rows_max)
     if rules.sizes or cost.samples < LEARNED_SAMPLES or not cost.row_ns:
         return rules.rows_max
-    return min(rules.rows_max, max(int(GROWTH * cost.base_ns / cost.row_ns), 1))
+    return min(rules.rows_max, max(int(GROWTH * (cost.base_ns + LEAD_NS) / cost.row_ns), 1))
 
 
 def _kept_ns(
