@@ -21,6 +21,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from iskander.clock import NS_PER_US
+from iskander.config import LaneConfig
 from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.lanes.waiting import WaitingQueue
@@ -75,6 +76,28 @@ class Rules(NamedTuple):
     def run_rows(self, rows: int) -> int:
         """Rows that the model is run with for a batch of so many."""
         return next((size for size in self.sizes if size >= rows), rows)
+
+
+def make_rules(config: LaneConfig, rows_max: int, rows_fixed: int | None, linger_ns: int) -> Rules:
+    """The rules of a lane.
+
+    Args:
+        config: Its settings.
+        rows_max: The most rows that its model may be run with.
+        rows_fixed: The only number of rows that the model takes; None: any.
+        linger_ns: Of its policy, where the settings name none.
+    """
+    sizes = tuple(sorted(size for size in set(config.pad_to) if size <= rows_max))
+    if rows_fixed is not None:
+        sizes = (rows_fixed,)
+    if sizes:
+        rows_max = sizes[-1]
+    return Rules(
+        rows_max=rows_max,
+        sizes=sizes,
+        preferred=tuple(sorted(size for size in config.preferred_batch_rows if size <= rows_max)),
+        linger_ns=config.linger_us * NS_PER_US or linger_ns,
+    )
 
 
 class Formed(NamedTuple):

@@ -26,7 +26,7 @@ from iskander.gateway.lanes.admission import (
     late_error,
     share_error,
 )
-from iskander.gateway.lanes.batcher import Formed, Rules, form
+from iskander.gateway.lanes.batcher import Formed, Rules, form, make_rules
 from iskander.gateway.lanes.cadence import CLIENTS_MAX, Cadence
 from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
 from iskander.gateway.lanes.layout import Layout, Layouts
@@ -152,7 +152,9 @@ class Lane:
         """Take the contract that the first worker compiled."""
         self.contract = contract
         self._layouts = Layouts(contract)
-        self.rules = _rules(self.model, self.config, contract, self._policy.linger_ns)
+        self.rules = make_rules(
+            self.config, self.model.rows_max, contract.rows_fixed, self._policy.linger_ns
+        )
 
     def layout(self, rows: int) -> Layout:
         """How `rows` rows lie in the arenas."""
@@ -411,18 +413,3 @@ class Lane:
                 if full_error(load, self.config, request, self.title) is None:
                     return leaving
         return error
-
-
-def _rules(model: ModelSpec, config: LaneConfig, contract: Contract, linger_ns: int) -> Rules:
-    rows_max = model.rows_max
-    sizes = tuple(sorted(size for size in set(config.pad_to) if size <= rows_max))
-    if contract.rows_fixed is not None:
-        sizes = (contract.rows_fixed,)
-    if sizes:
-        rows_max = sizes[-1]
-    return Rules(
-        rows_max=rows_max,
-        sizes=sizes,
-        preferred=tuple(sorted(size for size in config.preferred_batch_rows if size <= rows_max)),
-        linger_ns=config.linger_us * NS_PER_US or linger_ns,
-    )
