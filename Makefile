@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup quickstart serve test test-fast lint fmt bench docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast lint fmt bench bench-peers bench-scheduling docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -33,12 +33,24 @@ fmt: setup
 
 bench: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'
+	$(BIN)/python -m benchmarks.flight_latency --out build/small.jsonl
+	$(BIN)/python -m benchmarks.batch_throughput --out build/large.jsonl
+	$(BIN)/python -m benchmarks probe --out build/probe.jsonl
+
+bench-peers: setup
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'
+	$(BIN)/python -m benchmarks install
+	$(BIN)/python -m benchmarks run goals --out build/goals.jsonl
+	$(BIN)/python -m benchmarks run open --out build/open.jsonl
+	$(BIN)/python -m benchmarks ramp --out build/ramp.jsonl
+	$(BIN)/python -m benchmarks probe --out build/probe.jsonl
+	$(BIN)/python -m benchmarks report build/goals.jsonl build/open.jsonl build/ramp.jsonl build/probe.jsonl
+
+bench-scheduling: setup
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'
 	mkdir -p build
-	$(BIN)/python benchmarks/scheduling.py --json build/scheduling.json --plots build
-	$(BIN)/python benchmarks/overload.py --json build/overload.json
-	$(BIN)/python benchmarks/flight_latency.py --json build/flight_latency.json
-	$(BIN)/python benchmarks/batch_throughput.py --json build/batch_throughput.json
-	$(BIN)/python benchmarks/report.py build/flight_latency.json build/batch_throughput.json
+	$(BIN)/python -m benchmarks.scheduling --json build/scheduling.json --plots build
+	$(BIN)/python -m benchmarks.scheduling.overload --json build/overload.json
 
 docs: setup
 	$(BIN)/python scripts/gen_reference.py

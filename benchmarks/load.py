@@ -1,68 +1,55 @@
-"""The load: client processes that keep Flight streams, or a session without any server, busy.
+"""The load on one system: client processes, each with threads and a connection for each.
 
-Runs in processes of its own. The driver (`harness`) says when the measured time begins and ends on
-the machine's monotonic clock; load runs from before its beginning, which is the warm-up, and only
-what falls inside is counted. Three ways to send:
+    closed loop   a client sends its next batch when the last one was answered
+    open loop     batches are due at times that do not look at the answers; whichever connection is
+                  free takes the next one. A latency counts from the moment at which the batch was
+                  due, so a late client or server cannot hide in it.
 
-    lock-step   closed loop, one batch in flight: write, read, again; one thread a stream
-    window      closed loop, a few batches in flight: a thread writes, the stream's own thread reads
-    arrivals    open loop: a thread writes at fixed times whatever is still unanswered; a latency
-                counts from the time when the batch should have been sent, so a late client or
-                server cannot hide in it
-
-Every system is driven by the same code. Reading never waits for writing, except in lock-step,
-where no more than one small batch is under way: otherwise both ends stop on flow control.
+Every system is driven by the same code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
+import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-from pyarrow import flight
-from workloads import Workload
 
-NS_PER_S = 1_000_000_000
-GRACE_S = 10.0
-"""After the end, how long answers are waited for; then the stream is cancelled, an error."""
+from benchmarks.arrivals import NS_PER_S, Pattern, arrivals_ns
+from benchmarks.sessions import Session, Target, opener
+from benchmarks.workloads import BATCHES_COUNT, Workload
+
+GRACE_S = 5.0
+"""After the end, how long answers are waited for; what is missing then is dropped."""
 
 _PR_SET_TIMERSLACK = 29
-
-FAILURES = (flight.FlightError, pa.ArrowException, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one client process does.
+    """What all clients together do.
 
     Attributes:
-        address: `host:port` of a Flight server; empty runs the model in this process.
-        streams: Streams of this process, each a thread.
-        window: Batches of a stream in flight, in a closed loop.
-        arrivals_per_s: Of each stream, for an open loop; 0 is a closed loop.
-        first_stream: Index of this process's first stream among all, to spread the arrivals.
-        streams_total: Of all client processes.
+        clients: Connections.
+        processes: Client processes that they are spread over.
+        arrivals_per_s: Of all clients together, for an open loop; 0 is a closed loop.
     """
 
     workload: Workload
     rows: int
-    address: str = ""
-    streams: int = 1
-    window: int = 1
+    clients: int = 1
+    processes: int = 1
     arrivals_per_s: float = 0.0
-    first_stream: int = 0
-    streams_total: int = 1
+    pattern: Pattern = "poisson"
 
 
 @dataclass(frozen=True)
@@ -84,9 +71,10 @@ class Tally:
 
     Attributes:
         latencies_ns: Of every answer.
-        late_ns: How late each batch of an open loop was sent: the client's share of its latency.
+        late_ns: How late each batch of an open loop was sent: none of the connections was free, or
+            the client itself was not in time.
         drops: Batches of an open loop that were due and had no answer.
-        errors: Streams that failed; each ends with its first error.
+        errors: Calls that failed; each ends its client.
         words: The first words of an error, for people.
     """
 
@@ -108,204 +96,108 @@ def merge(tallies: list[Tally]) -> Tally:
     )
 
 
-def run_client(load: Load, driver: Connection) -> None:
+def run_client(kind: str, port: int, load: Load, number: int, driver: Connection) -> None:
     """Main function of a client process: say when ready, take the span, give back the tally."""
-    _wake_in_time()
-    callers = _sessions(load) if not load.address else _streams(load)
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # Sleeps end when they should.
+    open_session = opener(kind, Target(port, load.workload, load.rows))
+    mine = len(range(number, load.clients, load.processes))
+    clients = [_Client(open_session()) for _ in range(mine)]
     gc.collect()
     gc.freeze()
     driver.send(None)
     span: Span = driver.recv()
-    with ThreadPoolExecutor(load.streams) as pool:
-        tallies = list(pool.map(lambda caller: caller(span), callers))
-    driver.send(merge(tallies))
+    driver.send(_run(clients, load, span, number))
+    # A call that hangs must not keep this process.
+    os._exit(0)
 
 
-class _Stream:
-    """One DoExchange stream over a connection of its own."""
+def _run(clients: list[_Client], load: Load, span: Span, number: int) -> Tally:
+    loop: Callable[[_Client], None]
+    due_count = 0
+    if load.arrivals_per_s:
+        begun_ns = time.monotonic_ns()
+        seconds = (span.end_ns - begun_ns) / NS_PER_S
+        rate = load.arrivals_per_s / load.processes
+        due_ns = begun_ns + arrivals_ns(load.pattern, rate, seconds, number)
+        due_count = int(np.count_nonzero(due_ns >= span.begin_ns))
+        turns = iter(due_ns.tolist())
 
-    def __init__(self, load: Load, index: int, batches: list[pa.RecordBatch]) -> None:
-        # Without a pool of its own, gRPC would put all streams of this process on one connection.
-        self._client = flight.FlightClient(
-            f"grpc://{load.address}", generic_options=[("grpc.use_local_subchannel_pool", 1)]
-        )
-        self._load = load
-        self._index = index
-        self._batches = itertools.islice(itertools.cycle(batches), index % len(batches), None)
-        descriptor = flight.FlightDescriptor.for_path(load.workload.model)
-        self._writer, self._reader = self._client.do_exchange(descriptor)
-        self._writer.begin(batches[0].schema)
-        self._writer.write_batch(next(self._batches))
-        answer = self._reader.read_chunk().data
-        assert answer.num_rows == load.rows, f"{answer.num_rows} rows came back of {load.rows}"
+        def loop(client: _Client) -> None:
+            client.open_loop(turns, span)
+    else:
 
-    def run(self, span: Span) -> Tally:
+        def loop(client: _Client) -> None:
+            client.closed_loop(span)
+
+    threads = [threading.Thread(target=loop, args=(each,), daemon=True) for each in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(span.end_ns - time.monotonic_ns(), 0) / NS_PER_S + GRACE_S)
+    tallies = [client.tally(has_ended=not thread.is_alive())
+               for client, thread in zip(clients, threads, strict=True)]  # fmt: skip
+    total = merge(tallies)
+    if load.arrivals_per_s:
+        total.drops = due_count - len(total.latencies_ns)
+    return total
+
+
+class _Client:
+    """One connection and its thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._latencies_ns: list[int] = []
+        self._late_ns: list[int] = []
+        self._error = ""
+        for index in range(BATCHES_COUNT):
+            session.call(index)
+
+    def closed_loop(self, span: Span) -> None:
         """Send and receive until the span has ended."""
-        left_s = (span.end_ns - time.monotonic_ns()) / NS_PER_S
-        limit = threading.Timer(left_s + GRACE_S, self._reader.cancel)
-        limit.start()
-        try:
-            if self._load.arrivals_per_s:
-                return self._open_loop(span)
-            return self._lock_step(span) if self._load.window == 1 else self._windowed(span)
-        finally:
-            limit.cancel()
-            self._client.close()
-
-    def _lock_step(self, span: Span) -> Tally:
-        latencies_ns: list[int] = []
-        write, read, batches = self._writer.write_batch, self._reader.read_chunk, self._batches
-        begin_ns, end_ns, now_ns = span.begin_ns, span.end_ns, time.monotonic_ns
-        try:
-            while True:
+        call, now_ns, took = self._session.call, time.monotonic_ns, self._latencies_ns.append
+        begin_ns, end_ns = span.begin_ns, span.end_ns
+        with self._watched():
+            for index in itertools.cycle(range(BATCHES_COUNT)):
                 sent_ns = now_ns()
-                write(next(batches))
-                read()
+                call(index)
                 answered_ns = now_ns()
                 if answered_ns >= end_ns:
                     break
                 if answered_ns >= begin_ns:
-                    latencies_ns.append(answered_ns - sent_ns)
-            self._end()
-        except (*FAILURES, StopIteration) as error:
-            return Tally(np.array(latencies_ns, np.int64), errors=1, words=_words(error))
-        return Tally(np.array(latencies_ns, np.int64))
+                    took(answered_ns - sent_ns)
 
-    def _windowed(self, span: Span) -> Tally:
-        room = threading.Semaphore(self._load.window)
-        sent_ns: deque[int] = deque()
-
-        def write() -> None:
-            for batch in self._batches:
-                room.acquire()
-                if time.monotonic_ns() >= span.end_ns:
-                    break
-                sent_ns.append(time.monotonic_ns())
-                self._writer.write_batch(batch)
-
-        latencies_ns: list[int] = []
-
-        def read() -> None:
-            since_ns = sent_ns.popleft()
-            now_ns = time.monotonic_ns()
-            room.release()
-            if span.begin_ns <= now_ns < span.end_ns:
-                latencies_ns.append(now_ns - since_ns)
-
-        words = self._run_both(write, read, lambda: room.release(1 << 20))
-        return Tally(np.array(latencies_ns, np.int64), errors=bool(words), words=words)
-
-    def _open_loop(self, span: Span) -> Tally:
-        load = self._load
-        interval_ns = round(NS_PER_S / load.arrivals_per_s)
-        # Streams take turns, so that the arrivals of all of them together are evenly spaced too.
-        first_ns = span.begin_ns + interval_ns * (load.first_stream + self._index) // (
-            load.streams_total
-        )
-        first_ns -= (first_ns - time.monotonic_ns()) // interval_ns * interval_ns
-        due_ns: deque[int] = deque()
-        late_ns: list[int] = []
-        latencies_ns: list[int] = []
-        has_failed = threading.Event()
-
-        def write() -> None:
-            for intended_ns in range(first_ns, span.end_ns, interval_ns):
-                wait_ns = intended_ns - time.monotonic_ns()
+    def open_loop(self, turns: Iterator[int], span: Span) -> None:
+        """Take the next batch that is due, wait for its time, send and receive."""
+        call, now_ns = self._session.call, time.monotonic_ns
+        last_ns = span.end_ns + int(GRACE_S * NS_PER_S)
+        with self._watched():
+            for index, due_ns in enumerate(turns):
+                wait_ns = due_ns - now_ns()
                 if wait_ns > 0:
                     time.sleep(wait_ns / NS_PER_S)
-                if has_failed.is_set():
-                    return
-                due_ns.append(intended_ns)
-                if intended_ns >= span.begin_ns:
-                    late_ns.append(time.monotonic_ns() - intended_ns)
-                self._writer.write_batch(next(self._batches))
+                sent_ns = now_ns()
+                if sent_ns >= last_ns:
+                    break
+                call(index % BATCHES_COUNT)
+                if due_ns >= span.begin_ns:
+                    self._late_ns.append(sent_ns - due_ns)
+                    self._latencies_ns.append(now_ns() - due_ns)
 
-        def read() -> None:
-            intended_ns = due_ns.popleft()
-            if intended_ns >= span.begin_ns:
-                latencies_ns.append(time.monotonic_ns() - intended_ns)
-
-        words = self._run_both(write, read, has_failed.set)
-        due = sum(at_ns >= span.begin_ns for at_ns in range(first_ns, span.end_ns, interval_ns))
+    def tally(self, *, has_ended: bool) -> Tally:
+        """What came of it."""
+        error = self._error or ("" if has_ended else "no answer in time")
         return Tally(
-            np.array(latencies_ns, np.int64),
-            np.array(late_ns, np.int64),
-            drops=due - len(latencies_ns),
-            errors=bool(words),
-            words=words,
+            np.array(self._latencies_ns, np.int64),
+            np.array(self._late_ns, np.int64),
+            errors=bool(error),
+            words=error,
         )
 
-    def _run_both(
-        self, write: Callable[[], None], read: Callable[[], None], release: Callable[[], None]
-    ) -> str:
-        """Write in a thread while reading in this one; the words of an error, or none."""
-        failures: list[str] = []
-        has_written = threading.Event()
-
-        def write_all() -> None:
-            try:
-                write()
-                has_written.set()
-                self._writer.done_writing()
-            except FAILURES as error:
-                failures.append(_words(error))
-                self._reader.cancel()
-
-        writing = threading.Thread(target=write_all)
-        writing.start()
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
         try:
-            while True:
-                self._reader.read_chunk()
-                read()
-        except StopIteration:
-            if not has_written.is_set():
-                failures.append("the server ended the stream")
-        except FAILURES as error:
-            failures.append(_words(error))
-        release()
-        writing.join()
-        return failures[0] if failures else ""
-
-    def _end(self) -> None:
-        self._writer.done_writing()
-        while True:
-            try:
-                self._reader.read_chunk()
-            except StopIteration:
-                return
-
-
-def _streams(load: Load) -> list[Callable[[Span], Tally]]:
-    batches = load.workload.batches(load.rows)
-    return [_Stream(load, index, batches).run for index in range(load.streams)]
-
-
-def _sessions(load: Load) -> list[Callable[[Span], Tally]]:
-    """One session that all threads share, and a binding for each, used again and again."""
-    session = load.workload.open_session()
-    return [_direct(load.workload.bind(session, load.rows)) for _ in range(load.streams)]
-
-
-def _direct(run: Callable[[], None]) -> Callable[[Span], Tally]:
-    def call(span: Span) -> Tally:
-        latencies_ns: list[int] = []
-        begin_ns, end_ns, now_ns = span.begin_ns, span.end_ns, time.monotonic_ns
-        while True:
-            sent_ns = now_ns()
-            run()
-            answered_ns = now_ns()
-            if answered_ns >= end_ns:
-                return Tally(np.array(latencies_ns, np.int64))
-            if answered_ns >= begin_ns:
-                latencies_ns.append(answered_ns - sent_ns)
-
-    return call
-
-
-def _wake_in_time() -> None:
-    """Let sleeps end when they should: the kernel may stretch each by 50 us by default."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
+            yield
+            self._session.close()
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]

@@ -1,8 +1,14 @@
 """The systems that are measured: each started as its own processes, found ready, and stopped.
 
-direct     no server: the client process runs the model by itself
-echo       `echo_server.py`: Flight without any work
-iskander   `iskander-gateway` by its command line, and the workers that it starts
+    direct        no server: the client process runs the model by itself (the ceiling)
+    echo          a bare pyarrow Flight server that sends every batch back (the floor)
+    iskander      `iskander-gateway` by its command line, and the workers that it starts
+    triton        `tritonserver` of the nvidia-pytriton wheel with its Python backend
+    mosec         its Rust front and one Python worker
+    mlserver      with a custom runtime
+    inferential   its server with the local dispatcher
+
+The last four have environments of their own, which `python -m benchmarks install` makes.
 """
 
 from __future__ import annotations
@@ -14,82 +20,79 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import psutil
-from pyarrow import flight
-from workloads import FOLDER, Workload
 
+from benchmarks.sessions import Target, opener, require_outputs
+from benchmarks.workloads import FOLDER, Workload
+
+SERVERS = FOLDER / "servers"
+PEERS = FOLDER.parent / "build" / "benchmarks" / "peers"
 START_S = 60
 STOP_S = 40
 LOG_TAIL_BYTES = 4000
-SCORE_TOLERANCE = 1e-4
+CHECKED_ROWS = 3
+MESSAGE_BYTES = 1 << 30
+
+REQUIREMENTS = {
+    "triton": ("nvidia-pytriton==0.7.0",),
+    "mosec": ("mosec==0.9.8",),
+    "mlserver": ("mlserver==1.7.1",),
+    "inferential": ("inferential==1.4.0",),
+}
+"""What is installed for each peer, beside ONNX Runtime and NumPy."""
+
+Command = Callable[[Workload, int, Path], list[str]]
 
 
-Starting = tuple[subprocess.Popen[bytes], Callable[[], str]]
-"""A process, and a call that waits for its address; empty where there will be none."""
+class System(NamedTuple):
+    """How a system is started and asked.
+
+    Attributes:
+        session: A kind of `sessions`.
+        command: Makes the command line from workload, port and a folder of its own; None where
+            there is no server.
+        server: The system whose server this one asks in another way, else itself.
+    """
+
+    session: str
+    command: Command | None
+    server: str
 
 
 class Running(NamedTuple):
     """A system that is up.
 
     Attributes:
-        address: `host:port`; empty where the client computes by itself.
-        front: The process that clients talk to.
+        port: Of 127.0.0.1; 0 where the client computes by itself.
+        front: The process that was started.
         workers: The processes behind it.
     """
 
-    address: str
+    port: int
     front: psutil.Process | None
     workers: tuple[psutil.Process, ...]
 
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return f"127.0.0.1:{self.port}"
 
-@contextlib.contextmanager
-def start(name: str, workload: Workload) -> Iterator[Running]:
-    """Start a system by its name, and stop it at the end.
-
-    Raises:
-        RuntimeError: It did not get ready; with the end of its log.
-    """
-    if name == "direct":
-        yield Running("", None, ())
-        return
-    with tempfile.TemporaryDirectory(prefix="isk-bench-") as folder_name:
-        folder = Path(folder_name)
-        with (folder / "log").open("wb") as log:
-            starter = _start_echo if name == "echo" else _start_iskander
-            process, wait_ready = starter(folder, workload, log.fileno())
-            workers: tuple[psutil.Process, ...] = ()
-            try:
-                address = wait_ready()
-                if not address:
-                    tail = (folder / "log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-                    raise RuntimeError(f"{name} did not get ready:\n{tail}")
-                front = psutil.Process(process.pid)
-                workers = tuple(front.children())
-                yield Running(address, front, workers)
-            finally:
-                _stop(process, workers)
+    @property
+    def processes(self) -> dict[str, tuple[psutil.Process, ...]]:
+        """All of them by what they are."""
+        named: dict[str, tuple[psutil.Process, ...]] = {}
+        for process in (*((self.front,) if self.front else ()), *self.workers):
+            named[process.name()] = (*named.get(process.name(), ()), process)
+        return named
 
 
-def require_scores(address: str, workload: Workload, rows: int) -> None:
-    """Ask a server for one batch: a fast wrong answer is no result.
-
-    Raises:
-        RuntimeError: Its scores are not those of the model.
-    """
-    batch = workload.batches(rows)[0]
-    with flight.FlightClient(f"grpc://{address}") as client:
-        writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(workload.model))
-        with writer:
-            writer.begin(batch.schema)
-            writer.write_batch(batch)
-            got = reader.read_chunk().data.column("score").to_numpy()
-    if not np.allclose(got, workload.scores(batch), atol=SCORE_TOLERANCE):
-        raise RuntimeError(f"{workload.model}: the served scores are not the model's")
+class NotInstalledError(Exception):
+    """A peer's environment is not there."""
 
 
 def cpu_s(processes: tuple[psutil.Process, ...]) -> float:
@@ -97,51 +100,113 @@ def cpu_s(processes: tuple[psutil.Process, ...]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def _start_echo(folder: Path, workload: Workload, log_fd: int) -> Starting:
-    del folder, workload
-    command = [sys.executable, str(FOLDER / "echo_server.py")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_fd)
-    output = process.stdout
-    assert output is not None
+@contextlib.contextmanager
+def start(name: str, workload: Workload) -> Iterator[Running]:
+    """Start a system by its name, wait until it answers as the model does, and stop it at the end.
 
-    def wait_ready() -> str:
-        port = output.readline().decode().strip()
-        return f"127.0.0.1:{port}" if port else ""
+    Raises:
+        NotInstalledError: Its environment is not there.
+        RuntimeError: It did not get ready; with the end of its log.
+    """
+    system = SYSTEMS[name]
+    if system.command is None:
+        yield Running(0, None, ())
+        return
+    if system.server in REQUIREMENTS and not (PEERS / system.server).exists():
+        raise NotInstalledError(f"{name}: `python -m benchmarks install {system.server}` first")
+    with tempfile.TemporaryDirectory(prefix="isk-bench-") as folder_name:
+        folder = Path(folder_name)
+        with (folder / "log").open("wb") as log:
+            port = _free_port()
+            environment = _environment(system.server, workload, port)
+            notices = listen(folder / "notify") if name == "iskander" else None
+            process = subprocess.Popen(
+                system.command(workload, port, folder),
+                stdout=log,
+                stderr=log,
+                env=environment | ({"NOTIFY_SOCKET": str(folder / "notify")} if notices else {}),
+                cwd=folder,
+            )
+            workers: tuple[psutil.Process, ...] = ()
+            try:
+                front = psutil.Process(process.pid)
+                failure = wait_ready(process, notices) or _wait_right(
+                    process, system.session, port, workload
+                )
+                if failure:
+                    tail = (folder / "log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+                    raise RuntimeError(f"{name} did not get ready ({failure}):\n{tail}")
+                workers = tuple(front.children(recursive=True))
+                yield Running(port, front, workers)
+            finally:
+                stop(process, workers)
 
-    return process, wait_ready
 
-
-def _start_iskander(folder: Path, workload: Workload, log_fd: int) -> Starting:
+def listen(path: Path) -> socket.socket:
+    """A socket for a service manager's notices."""
     notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    notices.bind(str(folder / "notify"))
-    command = [
-        str(Path(sys.executable).with_name("iskander-gateway")),
-        "--config",
-        str(workload.config),
-        "--set",
-        f"server.runtime_directory={folder}",
-    ]
-    environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify")}
-    process = subprocess.Popen(command, stdout=log_fd, stderr=log_fd, env=environment)
-    return process, lambda: _read_notice(process, notices)
+    notices.bind(str(path))
+    return notices
 
 
-def _read_notice(process: subprocess.Popen[bytes], notices: socket.socket) -> str:
-    """The address in a READY datagram; empty where the process ends first or takes too long."""
+def wait_ready(process: subprocess.Popen[bytes], notices: socket.socket | None) -> str:
+    """Wait for the service manager's READY=1, where the system sends it; otherwise why not."""
+    if notices is None:
+        return ""
     ended = os.pidfd_open(process.pid)
     try:
         with notices:
             while notices.fileno() in select.select([notices.fileno(), ended], [], [], START_S)[0]:
-                lines = notices.recv(4096).decode().splitlines()
-                fields = dict(line.partition("=")[::2] for line in lines)
-                if fields.get("READY") == "1":
-                    return fields["X_ISKANDER_ADDRESS"]
-            return ""
+                if b"READY=1" in notices.recv(4096).splitlines():
+                    return ""
+            return "it did not say that it is ready"
     finally:
         os.close(ended)
 
 
-def _stop(process: subprocess.Popen[bytes], workers: tuple[psutil.Process, ...]) -> None:
+def _wait_right(
+    process: subprocess.Popen[bytes], session: str, port: int, workload: Workload
+) -> str:
+    """Ask again and again until the answers are right; otherwise the last failure."""
+    expected = workload.expected(CHECKED_ROWS)
+    deadline_s = time.monotonic() + START_S
+    failure = ""
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            return f"it ended with {process.returncode}"
+        try:
+            opened = opener(session, Target(port, workload, CHECKED_ROWS))()
+            try:
+                require_outputs(opened, expected)
+                return ""
+            finally:
+                opened.close()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"[:200]
+            time.sleep(0.1)
+    return failure or "it took too long"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(server: str, workload: Workload, port: int) -> dict[str, str]:
+    environment = {**os.environ, "ORT_DISABLE_TELEMETRY": "1"}
+    if server == "mosec":
+        environment |= {
+            "BENCHMARK_MODEL": str(workload.folder / "model.onnx"),
+            "MOSEC_ADDRESS": "127.0.0.1",
+            "MOSEC_PORT": str(port),
+            "MOSEC_MAX_REQUEST_SIZE": str(MESSAGE_BYTES),
+            "MOSEC_LOG_LEVEL": "warning",
+        }
+    return environment
+
+
+def stop(process: subprocess.Popen[bytes], workers: tuple[psutil.Process, ...]) -> None:
     """Ask a process to end, and end it and its workers where they do not."""
     process.terminate()
     try:
@@ -153,3 +218,42 @@ def _stop(process: subprocess.Popen[bytes], workers: tuple[psutil.Process, ...])
         # psutil compares start times, so a number that another process got since is left alone.
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
+
+
+def _echo(workload: Workload, port: int, folder: Path) -> list[str]:
+    return [sys.executable, str(SERVERS / "echo.py"), str(port)]
+
+
+def _iskander(workload: Workload, port: int, folder: Path) -> list[str]:
+    gateway = str(Path(sys.executable).with_name("iskander-gateway"))
+    settings = (f"server.address=127.0.0.1:{port}", f"server.runtime_directory={folder}")
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [gateway, "--config", str(workload.config), *sets]
+
+
+def _peer(name: str) -> Command:
+    def command(workload: Workload, port: int, folder: Path) -> list[str]:
+        python = str(PEERS / name / "bin" / "python")
+        model = str(workload.folder / "model.onnx")
+        scripts = {
+            "triton": ["triton_server.py", str(port), model, workload.model, str(folder)],
+            "mosec": ["mosec_server.py"],
+            "mlserver": ["mlserver_model.py", str(port), model, workload.model, str(folder)],
+            "inferential": ["inferential_server.py", str(port), model, workload.model],
+        }
+        script, *arguments = scripts[name]
+        return [python, str(SERVERS / script), *arguments]
+
+    return command
+
+
+SYSTEMS = {
+    "direct": System("direct", None, "direct"),
+    "echo": System("flight", _echo, "echo"),
+    "iskander": System("flight", _iskander, "iskander"),
+    "triton": System("infer", _peer("triton"), "triton"),
+    "triton-serialized": System("serialized-infer", _peer("triton"), "triton"),
+    "mosec": System("http", _peer("mosec"), "mosec"),
+    "mlserver": System("infer", _peer("mlserver"), "mlserver"),
+    "inferential": System("inferential", _peer("inferential"), "inferential"),
+}

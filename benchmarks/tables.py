@@ -2,45 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
+from benchmarks.results import Results, Verdict
 
 COLUMNS = {
     "p50_us": "p50 µs",
     "p95_us": "p95 µs",
     "p99_us": "p99 µs",
+    "p999_us": "p99.9 µs",
     "requests_per_s": "requests/s",
     "rows_per_s": "rows/s",
-    "front_cpu_us": "server CPU µs/request",
-    "workers_cpu_us": "workers CPU µs/request",
-    "client_cpu_us": "client CPU µs/request",
+    "server_cpu_us": "server CPU µs",
+    "client_cpu_us": "client CPU µs",
     "late_p99_us": "sent late p99 µs",
     "drops": "dropped",
-    "errors": "errors",
+    "errors": "failed",
 }
-"""Every metric with its heading, in the order of the columns."""
+"""Every metric with its heading, in the order of the columns; CPU is of one request."""
+
+METRICS = COLUMNS | {"front_cpu_us": "front CPU µs"}
+"""With those that have no column: what users talk to is not a process of its own everywhere."""
 
 
-def render_results(results: dict[str, Any]) -> str:
-    """Results, as `harness.run_benchmark` writes them: a table for each case, then the ratios."""
-    parts = [f"## {results['title']}", *map(_render_case, results["cases"])]
-    if results["targets"]:
-        parts.append(f"### Target ratios\n\n{render_targets(results['targets'])}")
-    return "\n\n".join(parts)
+def render_case(results: Results, case: str) -> str:
+    """A table of medians, a system a line."""
+    systems = results.systems(case)
+    figures = {
+        system: {key: results.median(case, system, key) for key in COLUMNS} for system in systems
+    }
+    metrics = [key for key in COLUMNS if any(each[key] is not None for each in figures.values())]
+    rows = [[system, *(_figure(figures[system][key]) for key in metrics)] for system in systems]
+    table = render_table(["system", *(COLUMNS[key] for key in metrics)], rows)
+    words = [
+        f"{each['system']}: {each['error_words']}"
+        for system in systems
+        for each in results.of(case, system)
+        if each["error_words"]
+    ]
+    failures = f"\n\nFirst error: {words[0]}" if words else ""
+    return f"### {case}\n\n{table}{failures}"
 
 
-def render_targets(targets: list[dict[str, Any]]) -> str:
+def render_processes(results: Results, case: str) -> str:
+    """CPU microseconds of a request by server process, a system a line."""
+    lines = []
+    for system in results.systems(case):
+        rounds = [each["processes_cpu_us"] for each in results.of(case, system)]
+        names = list(dict.fromkeys(name for each in rounds for name in each))
+        told = []
+        for name in names:
+            values = sorted(each[name] or 0.0 for each in rounds if name in each)
+            told.append(f"{name} {values[len(values) // 2]:,.0f}")
+        if told:
+            lines.append(f"- {system}: {', '.join(told)}")
+    return "\n".join(lines)
+
+
+def render_verdicts(verdicts: list[Verdict]) -> str:
     """What was aimed at, and whether it was met."""
     rows = [
         [
-            f"{target['case']}: {COLUMNS[target['metric']]}",
-            f"{'≥' if target['is_minimum'] else '≤'} {target['bound']:.2f}",
-            _ratio(target["ratio"]),
-            " ".join(_ratio(ratio) for ratio in target["rounds"]),
-            "met" if target["is_met"] else "missed",
+            f"{verdict.goal.case}: {METRICS[verdict.goal.metric]}",
+            verdict.goal.than or "-",
+            f"{'≥' if verdict.goal.sense == 'least' else '≤'} {verdict.goal.bound:.2f}",
+            _ratio(verdict.value),
+            " ".join(_ratio(value) for value in verdict.rounds),
+            verdict.word,
         ]
-        for target in targets
+        for verdict in verdicts
     ]
-    return render_table(["Iskander / echo", "target", "median", "rounds", "verdict"], rows)
+    return render_table(["Iskander's", "against", "goal", "median", "rounds", "verdict"], rows)
 
 
 def render_table(headings: list[str], rows: list[list[str]]) -> str:
@@ -54,18 +84,6 @@ def render_table(headings: list[str], rows: list[list[str]]) -> str:
         return "| " + " | ".join([first, *others]) + " |"
 
     return "\n".join([line(headings), line(rules), *map(line, rows)])
-
-
-def _render_case(case: dict[str, Any]) -> str:
-    medians = {name: system["median"] for name, system in case["systems"].items()}
-    metrics = [key for key in COLUMNS if any(key in median for median in medians.values())]
-    rows = [
-        [name, *(_figure(median.get(key)) for key in metrics)] for name, median in medians.items()
-    ]
-    table = render_table(["system", *(COLUMNS[key] for key in metrics)], rows)
-    words = [word for system in case["systems"].values() for word in system["error_words"]]
-    failures = f"\n\nFirst error: {words[0]}" if words else ""
-    return f"### {case['name']}\n\n{table}{failures}"
 
 
 def _figure(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What is served and sent: a model, its configuration, batches for it, and the model without us."""
+"""What is served and sent: a model, batches for it, and the model without any server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ import pyarrow as pa
 
 FOLDER = Path(__file__).parent
 MODELS = FOLDER.parent / "configs" / "models"
+MADE = FOLDER.parent / "build" / "benchmarks" / "models"
 BATCHES_COUNT = 4
-"""Different batches that a stream sends in turn."""
+"""Different batches that a client sends in turn."""
 SEED = 20260
+VECTOR_SIZE, VECTORS_COUNT = 2048, 1000
+TOLERANCE = 1e-4
+
+Array = npt.NDArray[Any]
+Columns = Callable[[np.random.Generator, int], dict[str, pa.Array]]
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,16 @@ class Workload:
     Attributes:
         model: Its name, as the configuration says it.
         config: The configuration file that serves it.
+        folder: Where `model.onnx` lies.
         columns: Makes one batch's input columns of so many rows.
+        output: The output's name.
     """
 
     model: str
     config: Path
-    columns: Callable[[np.random.Generator, int], dict[str, pa.Array]]
+    folder: Path
+    columns: Columns
+    output: str = "score"
 
     def batches(self, rows: int) -> list[pa.RecordBatch]:
         """The same batches every time."""
@@ -41,40 +51,34 @@ class Workload:
         ]
 
     def open_session(self) -> ort.InferenceSession:
-        """The model as a worker of the configuration opens it: one thread that never spins."""
+        """The model as every server here opens it: one thread that never spins."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        file = MODELS / self.model / "1" / "model.onnx"
+        file = self.folder / "model.onnx"
         return ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
-    def bind(self, session: ort.InferenceSession, rows: int) -> Callable[[], None]:
-        """A call that computes the first batch over buffers that stay bound."""
-        binding = session.io_binding()
-        batch = self.batches(rows)[0]
-        kept = []
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            value = ort.OrtValue.ortvalue_from_numpy(to_tensor(column))
-            binding.bind_ortvalue_input(name, value)
-            kept.append(value)
-        score = ort.OrtValue.ortvalue_from_shape_and_type([rows], np.float32)
-        binding.bind_ortvalue_output("score", score)
-        kept.append(score)
+    def expected(self, rows: int) -> list[Array]:
+        """The model's own outputs for `batches(rows)`."""
+        return [self.expected_of(batch) for batch in self.batches(rows)]
 
-        def run(kept: list[ort.OrtValue] = kept) -> None:
-            session.run_with_iobinding(binding)
+    def expected_of(self, batch: pa.RecordBatch) -> Array:
+        """The model's own output for one batch."""
+        return np.asarray(self.open_session().run([self.output], tensors(batch))[0])
 
-        return run
-
-    def scores(self, batch: pa.RecordBatch) -> npt.NDArray[Any]:
-        """What the model says of a batch, without any server."""
-        inputs = {name: to_tensor(batch.column(name)) for name in batch.schema.names}
-        return np.asarray(self.open_session().run(["score"], inputs)[0])
+    def prepare(self) -> None:
+        """Make the model where it is not kept in the repository."""
+        if self.folder.is_relative_to(MADE) and not (self.folder / "model.onnx").exists():
+            _make_embedding(self.folder)
 
 
-def to_tensor(column: pa.Array) -> npt.NDArray[Any]:
-    """A column as the tensor that the model takes."""
+def tensors(batch: pa.RecordBatch) -> dict[str, Array]:
+    """A batch's columns as the tensors that the model takes."""
+    return {name: _to_tensor(batch.column(name)) for name in batch.schema.names}
+
+
+def _to_tensor(column: pa.Array) -> Array:
     if pa.types.is_fixed_size_list(column.type):
         return np.asarray(column.flatten()).reshape(len(column), column.type.list_size)
     return np.asarray(column)
@@ -92,7 +96,41 @@ def _wide_columns(generator: np.random.Generator, rows: int) -> dict[str, pa.Arr
     return {"features": pa.FixedSizeListArray.from_arrays(values, 64)}
 
 
-TWO_TOWER = Workload(
-    "movielens-two-tower", FOLDER / "configs" / "two_tower.toml", _two_tower_columns
+def _embedding_columns(generator: np.random.Generator, rows: int) -> dict[str, pa.Array]:
+    return {"id": pa.array(generator.integers(0, VECTORS_COUNT, rows))}
+
+
+def _make_embedding(folder: Path) -> None:
+    """A table of vectors and a look-up: next to no compute, 8 KiB of output a row."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    table = np.random.default_rng(SEED).standard_normal((VECTORS_COUNT, VECTOR_SIZE), np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["table", "id"], ["embedding"])],
+        "embedding",
+        [helper.make_tensor_value_info("id", TensorProto.INT64, ["N"])],
+        [helper.make_tensor_value_info("embedding", TensorProto.FLOAT, ["N", VECTOR_SIZE])],
+        [numpy_helper.from_array(table, "table")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, folder / "model.onnx")
+
+
+def _configured(
+    model: str, config: str, folder: Path, columns: Columns, output: str = "score"
+) -> Workload:
+    return Workload(model, FOLDER / "configs" / config, folder, columns, output)
+
+
+TWO_TOWER = _configured(
+    "movielens-two-tower",
+    "two_tower.toml",
+    MODELS / "movielens-two-tower" / "1",
+    _two_tower_columns,
 )
-WIDE = Workload("wide-tabular", FOLDER / "configs" / "wide.toml", _wide_columns)
+WIDE = _configured("wide-tabular", "wide.toml", MODELS / "wide-tabular" / "1", _wide_columns)
+EMBEDDING = _configured(
+    "embedding", "embedding.toml", MADE / "embedding" / "1", _embedding_columns, "embedding"
+)

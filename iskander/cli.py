@@ -12,14 +12,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iskander import __version__
-from iskander.config import Config
+from iskander.config import ArenaConfig
 from iskander.config_file import Loaded, load_config
 from iskander.config_reference import render_reference, render_value, settings
 from iskander.errors import IskanderError
 from iskander.tables import Row, render_stats, render_table
+
+if TYPE_CHECKING:
+    from iskander.gateway.supervision.placement import Plan
 
 EXIT_NO = 1
 
@@ -94,13 +97,13 @@ def _check(arguments: argparse.Namespace) -> int:
     from iskander.gateway.addresses import require_addresses
     from iskander.gateway.lanes.policies import make_policy
     from iskander.gateway.models import model_spec
-    from iskander.gateway.supervision.placement import plan, read_topology
+    from iskander.gateway.supervision.placement import plan
+    from iskander.gateway.supervision.topology import read_topology
     from iskander.memory.arena import usable_bytes
 
     config = _load(arguments).config
+    placed = plan(config, read_topology(os.sched_getaffinity(0)))
     require_addresses(config)
-    topology = read_topology()
-    places = plan(config, topology)
     for model in config.models:
         make_policy(model.lane)
     specs = [model_spec(key, model) for key, model in enumerate(config.models)]
@@ -110,7 +113,7 @@ def _check(arguments: argparse.Namespace) -> int:
     rows = []
     for spec in specs:
         try:
-            session = Session(spec, min(len(place.cpus) for place in places))
+            session = Session(spec, min(place.cores for place in placed.places))
             require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
@@ -122,27 +125,58 @@ def _check(arguments: argparse.Namespace) -> int:
         rows.append(("", "", "", f"-> {results}"))
     _print_table(("model", "runs on", "threads", "columns"), rows)
     _print("")
-    _print_table(
-        ("worker", "group", "cores", "node"),
-        [
-            (
-                str(place.index),
-                str(place.group),
-                ",".join(map(str, place.cpus)),
-                "-" if place.node is None else str(place.node),
-            )
-            for place in places
-        ],
-    )
-    _print(f"\nlistens on {', '.join(config.addresses)}; {_memory(config, len(places))}")
+    for line in _render_plan(placed):
+        _print(line)
+    _print(f"\nlistens on {', '.join(config.addresses)}")
+    for line in _memory(config.arena, len(placed.places)):
+        _print(line)
     return 0
 
 
-def _memory(config: Config, workers: int) -> str:
-    mib = 1 << 20
-    arena = config.arena
-    total = (arena.input_bytes + workers * arena.output_bytes) / mib
-    return f"shared memory {total:.0f} MiB, taken at start"
+def _render_plan(placed: Plan) -> list[str]:
+    """Where each process would run, and what could not be as it was asked for."""
+    from iskander.gateway.supervision.topology import render_cpu_list
+
+    rows = [("gateway", "-", render_cpu_list(placed.gateway) or "any", "-", "-", "-")]
+    rows += [
+        (
+            f"worker {place.index}",
+            str(place.group),
+            render_cpu_list(place.cpus),
+            str(place.cores),
+            "-" if place.node is None else str(place.node),
+            render_cpu_list(place.domains) or "-",
+        )
+        for place in placed.places
+    ]
+    table = render_table(("process", "group", "cpus", "cores", "node", "L3"), rows)
+    return [*table, *(f"note: {note}" for note in placed.notes)]
+
+
+def _memory(arena: ArenaConfig, workers: int) -> list[str]:
+    """The arenas, and whether there is what they ask for; it is had or not when they start."""
+    from iskander.memory.backing import (
+        MIB,
+        huge_pages_free,
+        lock_limit_bytes,
+        pages_huge,
+        transparent_rule,
+    )
+
+    sizes = [arena.input_bytes] + workers * [arena.output_bytes]
+    total = f"{sum(sizes) / MIB:.0f} MiB"
+    lines = [f"shared memory {total}, taken at start"]
+    if arena.huge_pages:
+        lines.append(
+            f"huge pages: {sum(map(pages_huge, sizes))} wanted, {huge_pages_free()} reserved and "
+            f"free now; transparent ones for shared memory: {transparent_rule()}"
+        )
+    limit = lock_limit_bytes()
+    if arena.lock and limit is not None:
+        lines.append(
+            f"locked memory: {total} wanted, {limit / MIB:g} MiB allowed without CAP_IPC_LOCK"
+        )
+    return lines
 
 
 def _manifest(arguments: argparse.Namespace) -> int:

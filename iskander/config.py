@@ -45,6 +45,14 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
             "$XDG_RUNTIME_DIR or /tmp."
         ),
     ] = ""
+    cores: Annotated[
+        str,
+        Meta(
+            description="Cpus of the gateway that no worker gets: `auto` is one physical core of "
+            "the first NUMA node with three or more, else a cpu list such as `0,8`. Empty: it runs "
+            "anywhere."
+        ),
+    ] = ""
     drain_s: Annotated[
         float,
         Meta(
@@ -180,10 +188,11 @@ class WorkersConfig(_Section, frozen=True, kw_only=True):
     """The worker processes."""
 
     groups: Annotated[
-        Literal["auto"] | tuple[str, ...],
+        Literal["auto", "l3"] | tuple[str, ...],
         Meta(
-            description="Core groups: `auto` is one for each NUMA node's cores, or a list of cpu "
-            'lists such as ["0-3", "4-7"].'
+            description="Core groups: `auto` is one for each NUMA node, `l3` one for each set of "
+            "cores that share an L3 cache (of chiplets there are several in a node), or a list of "
+            'cpu lists such as ["0-3", "4-7"].'
         ),
     ] = "auto"
     count: Annotated[
@@ -238,6 +247,20 @@ class ArenaConfig(_Section, frozen=True, kw_only=True):
     output_bytes: Annotated[
         int, Positive, Meta(description="Output arena of each worker, in bytes.")
     ] = 64 * MIB
+    huge_pages: Annotated[
+        bool,
+        Meta(
+            description="Take the arenas from huge pages of 2 MiB where there are enough, reserved "
+            "by `vm.nr_hugepages` or transparent by `shmem_enabled`. The log says what came of it."
+        ),
+    ] = False
+    lock: Annotated[
+        bool,
+        Meta(
+            description="Keep the arenas from being swapped out, as far as the limit of locked "
+            "memory goes. The log says whether it did."
+        ),
+    ] = False
 
 
 class AdminConfig(_Section, frozen=True, kw_only=True):
@@ -282,7 +305,13 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
         Meta(min_length=1, description="In order of preference; each one must be there."),
     ] = ("cpu",)
     intra_threads: Annotated[
-        int, Meta(ge=0, le=1024, description="Threads within an operator; 0: the worker's cores.")
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Threads within an operator; 0: one for each physical core of the worker, "
+            "since two of one core take turns at its arithmetic.",
+        ),
     ] = 0
     inter_threads: Annotated[
         int, Meta(ge=0, le=1024, description="Operators at once, with parallel_execution; 0: 1.")

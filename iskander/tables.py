@@ -53,7 +53,13 @@ def render_stats(stats: Mapping[str, Any]) -> list[str]:
         "",
         *_worker_table(stats["workers"], lanes),
     ]
-    notes = [line for title, lane in lanes.items() for line in _notes(title, lane)]
+    notes = [f"input arena: {notice}" for notice in arena["notices"]]
+    notes += [
+        f"worker {worker['index']}: {notice}"
+        for worker in stats["workers"]
+        for notice in worker["notices"]
+    ]
+    notes += [line for title, lane in lanes.items() for line in _notes(title, lane)]
     return [*lines, "", *notes] if notes else lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import uuid
@@ -17,6 +18,8 @@ RUN_MARK, RUN = "TESTS_RUN", uuid.uuid4().hex
 os.environ[RUN_MARK] = RUN
 # Before any test imports onnxruntime: it uploads usage data unless told not to.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+# For `benchmarks`, which is in no wheel; last, so that an installed `iskander` is the one tested.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
 @pytest.fixture(autouse=True, scope="module")

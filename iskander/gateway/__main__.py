@@ -23,6 +23,9 @@ from iskander.config import Config
 from iskander.config_file import load_config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.gateway.logs import set_up_logs
+from iskander.gateway.supervision.placement import Plan, plan
+from iskander.gateway.supervision.topology import read_topology, render_cpu_list
+from iskander.gateway.supervision.workers import Place
 
 MMAP_THRESHOLD_BYTES = 32 << 20
 """The most that glibc takes."""
@@ -58,8 +61,10 @@ def main() -> None:
         config = load_config(arguments.config, overrides=tuple(arguments.set)).config
         set_up_logs(config.admin)
         _keep_large_blocks()
+        placed = plan(config, read_topology(os.sched_getaffinity(0)))
+        _take_place(placed)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config))
+            runner.run(_serve(config, placed.places))
     except (ConfigError, ManifestError) as error:
         _end(error, EXIT_CONFIG)
     except SegmentError as error:
@@ -80,13 +85,31 @@ def _keep_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
-async def _serve(config: Config) -> None:
+def _take_place(placed: Plan) -> None:
+    """Pin this process, before it has threads or much memory, and say what the plan could not do.
+
+    A worker pins itself anew, so this is no limit for it.
+    """
+    for note in placed.notes:
+        log.warning("placement: %s", note)
+    if not placed.gateway:
+        return
+    cpus = render_cpu_list(placed.gateway)
+    try:
+        os.sched_setaffinity(0, placed.gateway)
+    except OSError as error:
+        log.warning("placement: not pinned to the cpus %s: %s", cpus, error.strerror)
+    else:
+        log.info("runs on the cpus %s, the workers on others", cpus)
+
+
+async def _serve(config: Config, places: list[Place]) -> None:
     # Before NumPy is imported, which starts a thread a core for work that is not done here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from iskander.gateway.server import Server
 
     Path("/proc/self/comm").write_text("isk-gateway")
-    server = Server(config)
+    server = Server(config, places)
     stop = asyncio.Event()
 
     def on_signal() -> None:

@@ -13,6 +13,7 @@ from iskander.errors import ArenaFull, IskanderError
 from iskander.gateway.lanes.admission import MISSED, expired_error
 from iskander.gateway.lanes.request import Request
 from iskander.memory.arena import Arena, Lease
+from iskander.memory.backing import ANY_MEMORY, BackingOptions
 from iskander.memory.segment import Segment
 
 
@@ -22,10 +23,13 @@ class Intake:
     Args:
         capacity_bytes: Of the arena.
         wait_ms: How long a request waits for room before it is refused.
+        options: What memory the arena is to be.
     """
 
-    def __init__(self, capacity_bytes: int, wait_ms: int) -> None:
-        self.segment = Segment.create("iskander-input", capacity_bytes, is_read_only=True)
+    def __init__(
+        self, capacity_bytes: int, wait_ms: int, options: BackingOptions = ANY_MEMORY
+    ) -> None:
+        self.segment = Segment.create("iskander-input", capacity_bytes, options, is_read_only=True)
         self.arena = Arena(capacity_bytes)
         self._wait_ms = wait_ms
         self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()

@@ -8,6 +8,7 @@ import sys
 import msgspec
 
 from iskander.config import AdminConfig
+from iskander.memory.backing import Backing
 
 
 class _JsonFormatter(logging.Formatter):
@@ -36,3 +37,10 @@ def set_up_logs(config: AdminConfig) -> None:
     root.handlers[:] = [handler]
     root.setLevel(config.log_level.upper())
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def log_backing(log: logging.Logger, name: str, backing: Backing) -> None:
+    """Say what memory an arena is, and what was refused."""
+    log.info("%s: %s", name, backing)
+    for complaint in backing.complaints:
+        log.warning("%s: %s", name, complaint)

@@ -23,13 +23,15 @@ from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.grpc_server import GrpcServer
 from iskander.gateway.frontends.health import HealthService
 from iskander.gateway.intake import Intake
+from iskander.gateway.logs import log_backing
 from iskander.gateway.models import Models
-from iskander.gateway.supervision.placement import plan, read_topology
 from iskander.gateway.supervision.supervisor import Supervisor
+from iskander.gateway.supervision.workers import Place
 from iskander.gateway.systemd import notify
 from iskander.gateway.telemetry.observed import Observed
 from iskander.gateway.telemetry.recent import Recent
 from iskander.gateway.telemetry.stats import collect
+from iskander.memory.backing import BackingOptions
 from iskander.wire.attach import SOCKET_PATH_BYTES_MAX, LockFile
 
 if TYPE_CHECKING:
@@ -50,15 +52,16 @@ class Server:
 
     Args:
         config: Checked settings.
+        places: Where the workers run.
 
     Raises:
-        ConfigError: The plan does not fit the machine, or another gateway has the directory.
+        ConfigError: An address is none, or another gateway has the directory.
+        SegmentError: The system has not the memory for the input arena.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, places: list[Place]) -> None:
         self._config = config
         require_addresses(config)
-        places = plan(config, read_topology())
         self._folder = runtime_directory(config)
         self._lock = LockFile(self._folder / "gateway.lock")
         if not self._lock.take():
@@ -70,7 +73,13 @@ class Server:
         self._is_started = False
         self._recent = Recent()
         self._models = Models(config, self._recent)
-        self._intake = Intake(config.arena.input_bytes, config.limits.arena_wait_ms)
+        arena = config.arena
+        self._intake = Intake(
+            arena.input_bytes,
+            config.limits.arena_wait_ms,
+            BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock),
+        )
+        log_backing(log, "input arena", self._intake.segment.backing)
         self._dispatcher = Dispatcher(self._intake, self._models.by_key)
         self._health = HealthService(self._models, config.limits.streams)
         self._flight = FlightService(
@@ -100,6 +109,7 @@ class Server:
             started_ns=self._started_ns,
             models=self._models,
             input_arena=self._intake.arena,
+            input_backing=self._intake.segment.backing,
             streams=self._flight.exchanges,
             counts=self._dispatcher.counts,
         )

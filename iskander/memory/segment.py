@@ -3,27 +3,43 @@
 A segment has no name in any file system. When its last holder ends, however it ends, the kernel
 takes the memory back; nobody who was not handed the descriptor can open it.
 
-    creator   memfd_create -> ftruncate -> mmap RW -> mbind -> populate -> seal
+    creator   memfd_create -> ftruncate -> mmap RW -> mbind -> populate -> lock -> seal
     receiver  check seals and length -> mmap RO or RW -> populate its own page tables
 
 Sealed against shrinking and growing, so that no peer can make the other fault (a read past a
 truncated file ends a process with SIGBUS). An input arena is also sealed against future writes:
 the creator's mapping stays writable and nobody can make another.
 
+Huge pages, a lock and a node are had where the system gives them; `backing` says what was had. The
+creator's lock and policy are the memory's own, so a receiver asks for nothing.
+
 Runs on: gateway (creates) and worker (attaches). Nothing else imports mmap.
 
-Source: memfd_create(2), fcntl(2) file sealing, madvise(2), mbind(2).
+Source: memfd_create(2), fcntl(2) file sealing, madvise(2), mlock(2), shmem_enabled in
+Documentation/admin-guide/mm/transhuge.rst.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
 
 from iskander.errors import SegmentError
+from iskander.memory.backing import (
+    ANY_MEMORY,
+    HUGE_PAGE_BYTES,
+    Backing,
+    BackingOptions,
+    mapped_huge_bytes,
+    mapped_node_bytes,
+    not_huge,
+    not_locked,
+    not_of_node,
+)
+from iskander.memory.policy import prefer_node_for
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
@@ -33,9 +49,7 @@ _F_SEAL_GROW = 0x04
 _F_SEAL_FUTURE_WRITE = 0x10
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
-_MPOL_BIND = 2
-_SYS_MBIND = 237
-"""Of x86-64; other machines run without a memory policy."""
+_RESERVED = os.MFD_HUGETLB | os.MFD_HUGE_2MB
 
 
 class Segment:
@@ -45,9 +59,10 @@ class Segment:
         fd: The memfd, to be handed over; the segment owns it.
         view: The mapped bytes, as an unsigned byte memoryview; read-only where mapped so.
         address: Where the mapping begins in this process.
+        backing: What memory it is, as far as its creator knows.
     """
 
-    __slots__ = ("_mapping", "address", "fd", "view")
+    __slots__ = ("_mapping", "address", "backing", "fd", "view")
 
     def __init__(self, fd: int, length_bytes: int, *, is_writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
@@ -55,6 +70,7 @@ class Segment:
         self._mapping = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED, prot=access)
         self.view = memoryview(self._mapping)
         self.address = _address_of(self.view)
+        self.backing = Backing(length_bytes)
 
     def __repr__(self) -> str:
         access = "ro" if self.view.readonly else "rw"
@@ -65,39 +81,77 @@ class Segment:
 
     @classmethod
     def create(
-        cls, label: str, length_bytes: int, *, node: int | None = None, is_read_only: bool = False
+        cls,
+        label: str,
+        length_bytes: int,
+        options: BackingOptions = ANY_MEMORY,
+        *,
+        is_read_only: bool = False,
     ) -> Segment:
-        """Make a segment, bind it to a NUMA node, populate it and seal it.
+        """Make a segment of the memory that is wanted, or else of what there is, and seal it.
 
         Args:
             label: What `/proc/PID/fd` shows; not a name that anyone can open.
-            length_bytes: Rounded up to whole pages.
-            node: NUMA node to take the pages from; None for the kernel's choice.
+            length_bytes: Rounded up to whole pages, or whole huge pages where those are wanted.
+            options: What memory is wanted.
             is_read_only: No other process can ever map it writable.
 
         Raises:
-            SegmentError: The system has not that much memory, or refuses the policy.
+            SegmentError: The system has not that much memory.
         """
-        length_bytes = -(-length_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        length_bytes = _whole(length_bytes, HUGE_PAGE_BYTES if options.is_huge else mmap.PAGESIZE)
+        refusal = segment = None
+        if options.is_huge:
+            try:
+                segment = cls._make(label, length_bytes, options, _RESERVED)
+            except OSError as error:
+                refusal = error
         try:
-            fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            segment = segment or cls._make(label, length_bytes, options, 0)
         except OSError as error:
-            raise SegmentError(f"a segment was refused: {error.strerror}") from None
-        try:
-            os.ftruncate(fd, length_bytes)
-            segment = cls(fd, length_bytes, is_writable=True)
-            if node is not None:
-                _bind_to_node(segment.address, length_bytes, node)
-            segment._mapping.madvise(_MADV_POPULATE_WRITE)
-        except OSError as error:
-            os.close(fd)
             raise SegmentError(
                 f"a segment of {length_bytes} bytes was refused: {error.strerror}"
             ) from None
+        if refusal is not None:
+            segment._complain_of_small_pages(refusal)
         seals = _F_SEAL_SHRINK | _F_SEAL_GROW
         if is_read_only:
             seals |= _F_SEAL_FUTURE_WRITE
-        fcntl.fcntl(fd, _F_ADD_SEALS, seals | _F_SEAL_SEAL)
+        fcntl.fcntl(segment.fd, _F_ADD_SEALS, seals | _F_SEAL_SEAL)
+        return segment
+
+    @classmethod
+    def _make(cls, label: str, length_bytes: int, options: BackingOptions, flags: int) -> Segment:
+        """Map and populate a new memfd.
+
+        Raises:
+            OSError: There is not that much memory of this kind; nothing is left of it.
+        """
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+        try:
+            os.ftruncate(fd, length_bytes)
+            segment = cls(fd, length_bytes, is_writable=True)
+        except OSError:
+            os.close(fd)
+            raise
+        try:
+            if options.node is not None:
+                segment._prefer(options.node)
+            if options.is_huge and not flags:
+                # Not every kernel knows of huge pages.
+                with contextlib.suppress(OSError):
+                    segment._mapping.madvise(mmap.MADV_HUGEPAGE)
+            # Reserved pages that a node or a cgroup does not have are missed here, not before.
+            segment._mapping.madvise(_MADV_POPULATE_WRITE)
+        except OSError:
+            segment.close()
+            raise
+        if segment.backing.node is not None:
+            segment._complain(not_of_node(segment.backing.node, mapped_node_bytes(segment.address)))
+        if flags:
+            segment.backing = segment.backing._replace(huge_bytes=length_bytes)
+        if options.is_locked:
+            segment._lock(is_reserved=bool(flags))
         return segment
 
     @classmethod
@@ -105,6 +159,12 @@ class Segment:
         """Map a segment that was handed over, and fault in this process's page tables.
 
         The descriptor belongs to the segment from here on.
+
+        Args:
+            fd: The memfd.
+            length_bytes: At most the segment's; rounded up to whole huge pages where it has them,
+                since no part of one can be unmapped.
+            is_writable: Whether to map it so.
 
         Raises:
             SegmentError: It is shorter than was said, or not sealed: its maker could take the
@@ -114,6 +174,9 @@ class Segment:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
             if not seals & _F_SEAL_SHRINK or not seals & _F_SEAL_GROW:
                 raise SegmentError("a segment was handed over unsealed")
+            page_bytes = os.fstatvfs(fd).f_bsize
+            if page_bytes > mmap.PAGESIZE:
+                length_bytes = _whole(length_bytes, page_bytes)
             if os.fstat(fd).st_size < length_bytes:
                 raise SegmentError(
                     f"a segment was handed over with fewer than {length_bytes} bytes"
@@ -134,30 +197,40 @@ class Segment:
         self._mapping.close()
         os.close(self.fd)
 
+    def _prefer(self, node: int) -> None:
+        refusal = prefer_node_for(self.address, len(self), node)
+        self._complain(refusal)
+        if not refusal:
+            self.backing = self.backing._replace(node=node)
+
+    def _complain_of_small_pages(self, refusal: OSError) -> None:
+        """The system may have put huge pages together by itself; then nothing is missing."""
+        huge_bytes = mapped_huge_bytes(self.address)
+        self.backing = self.backing._replace(huge_bytes=huge_bytes)
+        if huge_bytes < len(self):
+            self._complain(not_huge(len(self), huge_bytes, refusal))
+
+    def _lock(self, *, is_reserved: bool) -> None:
+        """Keep the memory from being swapped out; reserved huge pages never are."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        where = (ctypes.c_void_p(self.address), ctypes.c_size_t(len(self)))
+        if is_reserved or not libc.mlock(*where):
+            self.backing = self.backing._replace(is_locked=True)
+        else:
+            self._complain(not_locked(len(self), ctypes.get_errno()))
+
+    def _complain(self, complaint: str) -> None:
+        if complaint:
+            complaints = (*self.backing.complaints, complaint)
+            self.backing = self.backing._replace(complaints=complaints)
+
+
+def _whole(length_bytes: int, page_bytes: int) -> int:
+    return -(-length_bytes // page_bytes) * page_bytes
+
 
 def _address_of(view: memoryview) -> int:
     # NumPy gives the address of read-only memory too, which ctypes does not.
     import numpy as np
 
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
-
-
-def _bind_to_node(address: int, length_bytes: int, node: int) -> None:
-    if os.uname().machine != "x86_64":
-        return
-    words = node // 64 + 1
-    mask = (ctypes.c_ulong * words)()
-    mask[node // 64] = 1 << (node % 64)
-    libc = ctypes.CDLL(None, use_errno=True)
-    refused = libc.syscall(
-        _SYS_MBIND,
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(length_bytes),
-        _MPOL_BIND,
-        mask,
-        ctypes.c_ulong(words * 64 + 1),
-        0,
-    )
-    # A kernel without NUMA, or a sandbox, has no policies to give; the memory is as good there.
-    if refused and ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

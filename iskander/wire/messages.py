@@ -5,6 +5,7 @@
     gateway -> worker  Welcome | Refused     gateway -> worker  Execute   -> Done | Failed
                                              gateway -> worker  Drain     -> (exit 0)
                                              worker -> gateway  Leaving   -> Drain
+                                             worker -> gateway  Notice
 
 A message is a msgpack array that begins with a tag. At birth a frame is a message; at work it is an
 array of messages: what is ready together travels, and wakes the other side, together.
@@ -19,7 +20,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -27,7 +28,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         key: Number by which `Execute` names it; the gateway's own, one per model version.
-        threads_intra: Compute threads within an operator; 0 for all cores of the worker.
+        threads_intra: Compute threads within an operator; 0 for one a physical core of the worker.
         fingerprint: Equal for equal files and options; what is loaded already is kept.
     """
 
@@ -67,7 +68,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
     Attributes:
         incarnation: Number of this life of the worker, never used twice.
-        node: NUMA node of the cores, where there are several.
+        cpus: Those that it is to pin itself to; `cores` is how many physical cores they are of.
+        node: NUMA node whose memory it is to prefer; None for no preference.
         reattach_s: How long to wait for another gateway when this one is gone; 0 for ever.
     """
 
@@ -75,6 +77,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     index: int
     group: int
     cpus: tuple[int, ...]
+    cores: int
     node: int | None
     input_bytes: int
     output_bytes: int
@@ -174,10 +177,16 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
     """The worker was asked to stop: send it nothing but `Drain`."""
 
 
+class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
+    """Something of its place was refused to the worker; it serves all the same, slower."""
+
+    text: str
+
+
 ToGatewayAtBirth = Hello
 ToWorkerAtBirth = Welcome | Refused
 ToWorker = Execute | Load | Drain
-ToGateway = Done | Failed | Loaded | LoadFailed | Leaving
+ToGateway = Done | Failed | Loaded | LoadFailed | Leaving | Notice
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(ToGatewayAtBirth).decode

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -27,6 +28,7 @@ from iskander.wire.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Notice,
     Slice,
 )
 
@@ -100,6 +102,74 @@ def test_it_is_pinned_and_holds_only_what_a_worker_needs(
     assert len(shared_mappings(worker.pid)) == 3
     input_lines = [line for line in maps.splitlines() if "memfd:iskander-input" in line]
     assert all(line.split()[1].startswith("r--") for line in input_lines)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"cpus": (0, 4000)}, ["not pinned to the cpus [4000]: they are not in its cpuset"]),
+        ({"cpus": (4000,)}, ["not pinned to the cpus [4000]: Invalid argument"]),
+        ({"node": 1000}, ["no memory policy for node 1000: set_mempolicy was refused with E"]),
+        (
+            {"cpus": (4001,), "node": 1000},
+            ["not pinned to the cpus [4001]: ", "no memory policy for node 1000: "],
+        ),
+    ],
+)
+def test_what_it_cannot_have_of_its_place_it_says_and_works(
+    gateway: ScriptedGateway, place: dict[str, Any], words: list[str]
+) -> None:
+    """To each gateway that it comes to."""
+    worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
+    try:
+        for _ in range(2):
+            gateway.accept()
+            gateway.welcome(**place)
+            for start in words:
+                notice = gateway.receive()
+                assert isinstance(notice, Notice) and notice.text.startswith(start)
+            gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
+            assert isinstance(gateway.receive(), Loaded)
+            gateway.hang_up()
+    finally:
+        worker.end()
+
+
+def test_it_prefers_the_memory_of_its_node(gateway: ScriptedGateway) -> None:
+    """Read back from the kernel; without a node there is no policy."""
+    maps = Path("/proc/self/numa_maps")
+    if not maps.exists():
+        pytest.skip("a kernel without NUMA")
+    for node, policy in ((0, "prefer:0"), (None, "default")):
+        worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
+        try:
+            gateway.accept()
+            gateway.welcome(node=node)
+            gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
+            assert isinstance(gateway.receive(), Loaded)
+            lines = Path(f"/proc/{worker.pid}/numa_maps").read_text().splitlines()
+            (heap,) = (line for line in lines if " heap" in line)
+            assert heap.split()[1] == policy
+        finally:
+            worker.end()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2)])
+def test_a_model_that_names_no_threads_has_one_a_core(
+    gateway: ScriptedGateway, cores: int, threads: int
+) -> None:
+    """As the plan says, and no more than the cpus that were had."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))[:2]
+    worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
+    try:
+        gateway.accept()
+        gateway.welcome(cpus=cpus, cores=cores)
+        gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"), threads_intra=0)))
+        loaded = gateway.receive()
+        assert isinstance(loaded, Loaded)
+        assert loaded.threads == min(threads, len(cpus))
+    finally:
+        worker.end()
 
 
 def test_it_beats_while_idle_and_while_it_works(

@@ -31,6 +31,7 @@ from iskander.wire.messages import (
     Loaded,
     LoadFailed,
     ModelSpec,
+    Notice,
     Refused,
     Slice,
     Welcome,
@@ -69,20 +70,21 @@ CONTRACT = Contract(
     rows_fixed=8,
 )
 SAMPLES: dict[str, Any] = {
-    "Hello": Hello(protocol=2, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
-    "Hello of a newborn": Hello(protocol=2, version="0.1.0", group=None, index=None, cpus=()),
+    "Hello": Hello(protocol=3, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
+    "Hello of a newborn": Hello(protocol=3, version="0.1.0", group=None, index=None, cpus=()),
     "Welcome": Welcome(
         incarnation=9,
         index=5,
         group=2,
         cpus=(4, 5),
+        cores=1,
         node=1,
         input_bytes=1 << 28,
         output_bytes=1 << 26,
         beat_bytes=4096,
         reattach_s=30.0,
     ),
-    "Welcome without a node": Welcome(1, 0, 0, (0,), None, 1, 2, 3, 0.0),
+    "Welcome without a node": Welcome(1, 0, 0, (0,), 1, None, 1, 2, 3, 0.0),
     "Refused": Refused(code="protocol", message="every place of the plan has its worker"),
     "Load": Load(model=MODEL),
     "Execute": Execute(
@@ -111,6 +113,7 @@ SAMPLES: dict[str, Any] = {
     "Done": Done(batch_id=77, run_ns=156_000),
     "Failed": Failed(batch_id=77, code="execution_failed", message="refused"),
     "Leaving": Leaving(),
+    "Notice": Notice(text="no memory policy for node 1"),
 }
 DIRECTIONS: list[tuple[Any, Any]] = [
     (messages.ToGatewayAtBirth, decode_hello),

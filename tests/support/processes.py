@@ -58,7 +58,13 @@ def _toml(value: Any) -> str:
 
 
 class Gateway:
-    """A gateway and its workers, with small arenas and a runtime directory of its own."""
+    """A gateway and its workers, with small arenas and a runtime directory of its own.
+
+    Attributes:
+        prefix: What its command is given to, such as a sandbox.
+    """
+
+    prefix: tuple[str, ...] = ()
 
     def __init__(self, folder: Path, models: list[dict[str, Any]], **sections: Any) -> None:
         self.folder = folder
@@ -93,7 +99,7 @@ class Gateway:
         notices = Notices()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [str(BIN / "iskander-gateway"), "--config", str(self.config)],
+                [*self.prefix, str(BIN / "iskander-gateway"), "--config", str(self.config)],
                 stdout=log,
                 stderr=log,
                 env=dict(os.environ, NOTIFY_SOCKET=notices.path, **environment),
@@ -227,12 +233,15 @@ class Notices:
 
 
 @contextlib.contextmanager
-def running(folder: Path, models: list[dict[str, Any]], **sections: Any) -> Iterator[Gateway]:
+def running(
+    folder: Path, models: list[dict[str, Any]], *, prefix: tuple[str, ...] = (), **sections: Any
+) -> Iterator[Gateway]:
     """A gateway with all the workers that it starts, drained at the end.
 
     Where the test failed, its log is shown.
     """
     gateway = Gateway(folder, models, **sections)
+    gateway.prefix = prefix
     try:
         gateway.start(is_ready=True)
         if sections.get("workers", {}).get("spawn", True):

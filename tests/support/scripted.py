@@ -79,6 +79,7 @@ class ScriptedGateway:
             "index": 0,
             "group": 0,
             "cpus": (0,),
+            "cores": 1,
             "node": None,
             "input_bytes": ARENA_BYTES,
             "output_bytes": ARENA_BYTES,

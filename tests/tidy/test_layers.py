@@ -74,6 +74,7 @@ PURE = (
     "iskander/gateway/lanes/waiting.py",
     "iskander/gateway/recovery.py",
     "iskander/gateway/supervision/lifecycle.py",
+    "iskander/gateway/supervision/placement.py",
     "iskander/gateway/telemetry/histogram.py",
     "iskander/tables.py",
     "iskander/gateway/frontends/flight_data.py",

@@ -20,6 +20,7 @@ from iskander.gateway.telemetry import metrics
 from iskander.gateway.telemetry.metrics import SCOPES, Collector
 from iskander.gateway.telemetry.observed import Observed
 from iskander.memory.arena import Arena
+from iskander.memory.backing import Backing
 
 DECLARED = [metric for _, _, declared in SCOPES for metric in declared]
 
@@ -197,6 +198,21 @@ def test_what_a_worker_has_and_did() -> None:
     assert samples[key("worker_output_leased_bytes", worker="2")] == 4096
     assert samples[key("worker_output_capacity_bytes", worker="2")] == MIB
     assert samples[key("worker_resident_bytes", worker="2")] > MIB
+
+
+def test_what_memory_the_arenas_are() -> None:
+    """Of both kinds, apart: huge pages and a lock are two things."""
+    worker = make_worker(2)
+    worker.backing = Backing(4 * MIB, is_locked=True)
+    worker.notices.extend(["no huge pages", "not pinned"])
+
+    samples = scrape(observe([], [worker], input_backing=Backing(8 * MIB, huge_bytes=6 * MIB)))
+
+    assert samples[key("input_huge_bytes")] == 6 * MIB
+    assert samples[key("input_locked_bytes")] == 0
+    assert samples[key("worker_output_huge_bytes", worker="2")] == 0
+    assert samples[key("worker_output_locked_bytes", worker="2")] == 4 * MIB
+    assert samples[key("worker_notices", worker="2")] == 2
 
 
 def test_a_place_without_a_process_has_no_memory() -> None:

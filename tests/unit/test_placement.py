@@ -1,253 +1,345 @@
-"""Placement: topologies of machines that are not here, and which worker gets which cores."""
+"""Placement: which worker gets which cpus, what the gateway keeps, and what is said of the rest."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sysfs import MACHINES, make_topology, write_sysfs
 
-from iskander.config import Config, ModelConfig, WorkersConfig
+from iskander.config import Config, ModelConfig, ServerConfig, WorkersConfig
 from iskander.errors import ConfigError
-from iskander.gateway.supervision.placement import Topology, parse_cpu_list, plan, read_topology
+from iskander.gateway.supervision.placement import plan
+from iskander.gateway.supervision.topology import (
+    Topology,
+    parse_cpu_list,
+    read_topology,
+    render_cpu_list,
+)
 from iskander.gateway.supervision.workers import Place
 
 
 def config(
-    groups: str | tuple[str, ...] = "auto", count: int = 0, **model: int | bool | str
+    groups: Any = "auto", count: int = 0, cores: str = "", **model: int | bool | str
 ) -> Config:
     return Config(
+        server=ServerConfig(cores=cores),
         workers=WorkersConfig(groups=groups, count=count),
         models=(ModelConfig(name="m", path="p", **model),),
     )
 
 
-def machine(nodes: int, cores: int) -> Topology:
-    """A machine of equal nodes with their cores in order."""
-    return Topology({node: tuple(range(node * cores, (node + 1) * cores)) for node in range(nodes)})
+def machine(name: str, folder: Path) -> Topology:
+    """A recorded one."""
+    recorded = MACHINES[name]
+    return read_topology(parse_cpu_list(recorded.allowed), write_sysfs(recorded, folder))
 
 
-def sysfs(folder: Path, cpu_lists: dict[str, str]) -> Path:
-    """A tree with the only files of it that are read."""
-    for name, cpu_list in cpu_lists.items():
-        node = folder / "devices/system/node" / name
-        node.mkdir(parents=True)
-        (node / "cpulist").write_text(cpu_list + "\n")
-    return folder
+def rows(places: list[Place]) -> list[tuple[int, str, int, int | None]]:
+    """Group, cpus, physical cores and node of each."""
+    return [(each.group, render_cpu_list(each.cpus), each.cores, each.node) for each in places]
 
 
 @pytest.mark.parametrize(
-    ("text", "cpus"),
+    ("name", "places"),
     [
-        ("", ()),
-        ("0", (0,)),
-        ("0-3", (0, 1, 2, 3)),
-        ("0-3,8", (0, 1, 2, 3, 8)),
-        ("8,0-1", (0, 1, 8)),
-        ("1,1,0-1", (0, 1)),
-        ("5-5", (5,)),
-        ("65535", (65535,)),
-        ("0-1,", (0, 1)),
+        ("1 node", [(0, "0-1", 2, None)]),
+        ("1 node, SMT", [(0, "0-3", 2, None)]),
+        ("1 node, no caches", [(0, "0-1", 2, None)]),
+        ("2 nodes", [(0, "0-7", 8, 0), (1, "8-15", 8, 1)]),
+        ("2 nodes, SMT", [(0, "0-7,16-23", 8, 0), (1, "8-15,24-31", 8, 1)]),
+        (
+            "8 nodes, in a cpuset",
+            [(0, "0-1", 2, 0), (1, "2-3", 2, 1), (2, "5", 1, 2), (3, "6", 1, 3),
+             (4, "12-13", 2, 6), (5, "14-15", 2, 7)],
+        ),
+        (
+            "8 nodes, SMT, chiplets",
+            [(node, f"{6 * node}-{6 * node + 5},{6 * node + 48}-{6 * node + 53}", 6, node)
+             for node in range(8)],
+        ),
     ],
-)
-def test_a_cpu_list_is_read_as_the_kernel_writes_it(text: str, cpus: tuple[int, ...]) -> None:
-    assert parse_cpu_list(text) == cpus
+)  # fmt: skip
+def test_auto_is_a_worker_for_each_node(
+    name: str, places: list[tuple[int, str, int, int | None]], tmp_path: Path
+) -> None:
+    planned = plan(config(), machine(name, tmp_path))
+
+    assert rows(planned.places) == places
+    assert [place.index for place in planned.places] == list(range(len(places)))
+    assert planned.gateway == ()
+    assert planned.notes == ()
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a", "-1", "3-1", "1-2-3", "0x1", "1;2", "65536", "0-99999999999", "1.5", "0-3 8", "2-"],
-)
-def test_what_is_no_cpu_list_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_cpu_list(text)
-
-
-@settings(deadline=None)
-@given(st.sets(st.integers(0, 300)))
-def test_a_cpu_list_read_back_is_the_same_cores(cpus: set[int]) -> None:
-    """Written with every run of cores as one range, as the kernel does."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    text = ",".join(f"{low}-{high}" if high > low else f"{low}" for low, high in runs)
-
-    assert parse_cpu_list(text) == tuple(sorted(cpus))
-
-
-TREES = [
-    pytest.param({"node0": "0-3"}, range(4), {0: (0, 1, 2, 3)}, id="one node"),
-    pytest.param(
-        {"node0": "0-1", "node1": "2-3"}, range(4), {0: (0, 1), 1: (2, 3)}, id="two nodes"
-    ),
-    pytest.param(
-        {"node0": "0,2", "node1": "1,3"}, range(4), {0: (0, 2), 1: (1, 3)}, id="interleaved"
-    ),
-    pytest.param(
-        {f"node{node}": f"{2 * node}-{2 * node + 1}" for node in range(8)},
-        range(16),
-        {node: (2 * node, 2 * node + 1) for node in range(8)},
-        id="eight nodes",
-    ),
-    pytest.param(
-        {"node10": "4-7", "node2": "0-3"},
-        range(8),
-        {2: (0, 1, 2, 3), 10: (4, 5, 6, 7)},
-        id="nodes in the order of their numbers",
-    ),
-    pytest.param(
-        {"node0": "0-3", "node1": ""}, range(4), {0: (0, 1, 2, 3)}, id="a node of memory only"
-    ),
-    pytest.param(
-        {"node0": "0-3", "node1": "4-7"}, {1, 2, 6}, {0: (1, 2), 1: (6,)}, id="a mask over both"
-    ),
-    pytest.param({"node0": "0-3", "node1": "4-7"}, {4, 5}, {1: (4, 5)}, id="a mask over one"),
-    pytest.param({}, {1, 3}, {0: (1, 3)}, id="no nodes"),
-    pytest.param({"node0": "0-1"}, range(4), {0: (0, 1, 2, 3)}, id="nodes without some cores"),
-]
-
-
-@pytest.mark.parametrize(("tree", "allowed", "nodes"), TREES)
-def test_the_topology_is_what_this_process_may_use(
-    tree: dict[str, str],
-    allowed: range | set[int],
-    nodes: dict[int, tuple[int, ...]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed))
-
-    topology = read_topology(sysfs(tmp_path, tree))
-
-    assert topology.nodes == nodes
-    assert list(topology.nodes) == list(nodes)
-    assert topology.cpus == set(allowed)
-
-
-def test_files_beside_the_nodes_are_no_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    root = sysfs(tmp_path, {"node0": "0-1"})
-    (root / "devices/system/node/online").write_text("0\n")
-    (root / "devices/system/node/power").mkdir()
-
-    assert read_topology(root).nodes == {0: (0, 1)}
-
-
-def test_the_machine_that_runs_this_has_a_topology() -> None:
-    """The real tree, which no fake one can stand for."""
-    topology = read_topology()
-
-    assert topology.cpus == os.sched_getaffinity(0)
-    assert sum(map(len, topology.nodes.values())) == len(topology.cpus)
-
-
-@pytest.mark.parametrize(
-    ("topology", "places"),
+    ("name", "places"),
     [
-        (machine(1, 4), [Place(0, 0, (0, 1, 2, 3), None)]),
-        (machine(2, 2), [Place(0, 0, (0, 1), 0), Place(1, 1, (2, 3), 1)]),
-        (machine(8, 1), [Place(node, node, (node,), node) for node in range(8)]),
-        (Topology({2: (5,), 7: (6, 9)}), [Place(0, 0, (5,), 2), Place(1, 1, (6, 9), 7)]),
+        ("1 node", [(0, "0-1", 2, None)]),
+        ("2 nodes, SMT", [(0, "0-7,16-23", 8, 0), (1, "8-15,24-31", 8, 1)]),
+        (
+            "8 nodes, SMT, chiplets",
+            [(third, f"{3 * third}-{3 * third + 2},{3 * third + 48}-{3 * third + 50}", 3,
+              third // 2) for third in range(16)],
+        ),
+        (
+            "a cache across nodes",
+            [(node, f"{4 * node}-{4 * node + 3}", 2, node) for node in range(16)],
+        ),
     ],
-    ids=["one node", "two nodes", "eight nodes", "odd numbers"],
-)
-def test_auto_is_a_worker_for_each_node(topology: Topology, places: list[Place]) -> None:
-    assert plan(config(), topology) == places
+)  # fmt: skip
+def test_l3_is_a_worker_for_each_domain(
+    name: str, places: list[tuple[int, str, int, int | None]], tmp_path: Path
+) -> None:
+    planned = plan(config("l3"), machine(name, tmp_path))
+
+    assert rows(planned.places) == places
+    assert [place.domains for place in planned.places] == [(each,) for each in range(len(places))]
+    assert planned.notes == ()
+
+
+def test_l3_goes_by_node_where_no_cache_is_told_of_and_says_so(tmp_path: Path) -> None:
+    planned = plan(config("l3"), machine("8 nodes, in a cpuset", tmp_path))
+
+    assert [place.node for place in planned.places] == [0, 1, 2, 3, 6, 7]
+    assert [place.domains for place in planned.places] == [()] * 6
+    assert [note for note in planned.notes if "no L3 cache" in note] == list(planned.notes)
+    assert planned.notes
 
 
 @pytest.mark.parametrize(
     ("groups", "topology", "places"),
     [
-        (("0-1", "2-3"), machine(1, 4), [((0, 1), None), ((2, 3), None)]),
-        (("2-3", "0"), machine(2, 2), [((2, 3), 1), ((0,), 0)]),
-        (("0-3",), machine(2, 2), [((0, 1, 2, 3), None)]),
-        (("3,1",), machine(1, 4), [((1, 3), None)]),
+        (("0-1", "2-3"), make_topology(1, 4), [("0-1", None), ("2-3", None)]),
+        (("2-3", "0"), make_topology(2, 2), [("2-3", 1), ("0", 0)]),
+        (("0-3",), make_topology(2, 2), [("0-3", None)]),
+        (("3,1",), make_topology(1, 4), [("1,3", None)]),
     ],
     ids=["halves", "in the order given", "over two nodes", "sorted"],
 )
 def test_groups_can_be_named(
-    groups: tuple[str, ...],
-    topology: Topology,
-    places: list[tuple[tuple[int, ...], int | None]],
+    groups: tuple[str, ...], topology: Topology, places: list[tuple[str, int | None]]
 ) -> None:
-    planned = plan(config(groups), topology)
+    planned = plan(config(groups), topology).places
 
-    assert [(place.cpus, place.node) for place in planned] == places
+    assert [(render_cpu_list(place.cpus), place.node) for place in planned] == places
     assert [place.group for place in planned] == list(range(len(groups)))
 
 
+def test_a_group_over_two_nodes_is_told_of() -> None:
+    (note,) = plan(config(("0", "1-2")), make_topology(2, 2)).notes
+
+    assert note.startswith("group 1 lies on the NUMA nodes 0, 1:")
+
+
 @pytest.mark.parametrize(
-    ("count", "shares"),
+    ("topology", "count", "shares"),
     [
-        (1, [(0, (0, 1, 2, 3, 4))]),
-        (2, [(0, (0, 1)), (0, (2, 3, 4))]),
-        (3, [(0, (0,)), (0, (1, 2)), (0, (3, 4))]),
-        (5, [(0, (cpu,)) for cpu in range(5)]),
+        (make_topology(1, 5), 1, ["0-4"]),
+        (make_topology(1, 5), 2, ["0-1", "2-4"]),
+        (make_topology(1, 5), 3, ["0", "1-2", "3-4"]),
+        (make_topology(1, 5), 5, ["0", "1", "2", "3", "4"]),
+        # Siblings are 0 and 4, 1 and 5, ...: they stay together while there are cores enough.
+        (make_topology(1, 4, threads=2), 2, ["0-1,4-5", "2-3,6-7"]),
+        (make_topology(1, 4, threads=2), 3, ["0,4", "1,5", "2-3,6-7"]),
+        (make_topology(1, 4, threads=2), 4, ["0,4", "1,5", "2,6", "3,7"]),
+        (make_topology(1, 4, threads=2), 5, ["0", "4", "1,5", "2,6", "3,7"]),
+        (make_topology(1, 2, threads=2), 4, ["0", "2", "1", "3"]),
+        # Neighbours by cache, not by number.
+        (make_topology(1, 2, domains=2, threads=2), 2, ["0-1,4-5", "2-3,6-7"]),
     ],
 )
 def test_workers_of_one_group_share_its_cores(
-    count: int, shares: list[tuple[int, tuple[int, ...]]]
+    topology: Topology, count: int, shares: list[str]
 ) -> None:
-    planned = plan(config(count=count), machine(1, 5))
+    planned = plan(config(count=count), topology).places
 
-    assert [(place.group, place.cpus) for place in planned] == shares
+    assert [place.group for place in planned] == [0] * count
+    assert [render_cpu_list(place.cpus) for place in planned] == shares
+
+
+def test_siblings_that_were_parted_are_told_of() -> None:
+    topology = make_topology(1, 4, threads=2)
+
+    assert plan(config(count=4), topology).notes == ()
+    (note,) = plan(config(count=8), topology).notes
+    assert note.startswith("worker 0 and worker 1 share a physical core: its cpus are 0,4, and 3 ")
+    (note,) = plan(config(("0-1", "2-3,4")), topology).notes
+    assert note == "worker 0 and worker 1 share a physical core: its cpus are 0,4"
 
 
 def test_an_odd_worker_goes_to_the_first_groups() -> None:
-    planned = plan(config(count=5), machine(3, 4))
+    planned = plan(config(count=5), make_topology(3, 4)).places
 
     assert [place.group for place in planned] == [0, 0, 1, 1, 2]
     assert [place.index for place in planned] == [0, 1, 2, 3, 4]
     assert [place.node for place in planned] == [0, 0, 1, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("name", "gateway", "first"),
+    [
+        ("2 nodes", "0", "1-7"),
+        ("2 nodes, SMT", "0,16", "1-7,17-23"),
+        ("8 nodes, SMT of four", "0-3", "4-31"),
+        ("1 node, SMT, offline cpus", "0,8", "1,3-4,6-7,9-12,15"),
+    ],
+)
+def test_auto_keeps_one_core_for_the_gateway(
+    name: str, gateway: str, first: str, tmp_path: Path
+) -> None:
+    planned = plan(config(cores="auto"), machine(name, tmp_path))
+
+    assert render_cpu_list(planned.gateway) == gateway
+    assert render_cpu_list(planned.places[0].cpus) == first
+    assert planned.notes == ()
+
+
+def test_auto_takes_the_core_of_a_node_that_can_spare_it() -> None:
+    """The first node has two cores that may be used, the second three."""
+    topology = make_topology(2, 4).only({0, 1, 4, 5, 6})
+
+    planned = plan(config(cores="auto"), topology)
+
+    assert planned.gateway == (4,)
+    assert [place.cpus for place in planned.places] == [(0, 1), (5, 6)]
+
+
+@pytest.mark.parametrize("name", ["1 node", "1 node, SMT", "8 nodes, in a cpuset"])
+def test_auto_takes_no_core_where_there_are_few_and_says_so(name: str, tmp_path: Path) -> None:
+    planned = plan(config(cores="auto"), machine(name, tmp_path))
+
+    assert planned.gateway == ()
+    assert planned.notes == (
+        'the gateway has no core of its own with server.cores = "auto": no NUMA node has 3 '
+        "physical cores or more that may be used",
+    )
+
+
+def test_auto_beside_named_groups_takes_a_core_that_they_leave() -> None:
+    topology = make_topology(1, 4, threads=2)
+
+    assert plan(config(("0-1,4,6",), cores="auto"), topology).gateway == (3, 7)
+    left = plan(config(("0-3",), cores="auto"), topology)
+    assert left.gateway == ()
+    assert "workers.groups leaves no whole core free" in left.notes[0]
+
+
+def test_cores_of_the_gateway_can_be_named() -> None:
+    planned = plan(config(cores="4,0"), make_topology(1, 4, threads=2))
+
+    assert planned.gateway == (0, 4)
+    assert [place.cpus for place in planned.places] == [(1, 2, 3, 5, 6, 7)]
+    assert planned.notes == ()
+
+
+def test_a_core_shared_with_the_gateway_is_told_of() -> None:
+    planned = plan(config(cores="0"), make_topology(1, 4, threads=2))
+
+    assert planned.notes == ("the gateway and worker 0 share a physical core: its cpus are 0,4",)
+
+
+def test_a_worker_prefers_its_node_where_the_gateway_has_the_other() -> None:
+    (place,) = plan(config(cores="0-1"), make_topology(2, 2)).places
+
+    assert (place.cpus, place.node) == ((2, 3), 1)
+
+
 @settings(deadline=None)
-@given(st.data(), st.integers(1, 8), st.integers(1, 16))
-def test_a_plan_uses_every_core_once(data: st.DataObject, nodes: int, cores: int) -> None:
-    """Any machine, any number of workers that it can hold."""
-    count = data.draw(st.integers(nodes, nodes * cores))
-    topology = machine(nodes, cores)
+@given(
+    st.data(),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["auto", "l3"]),
+    st.sampled_from(["", "auto"]),
+)
+def test_every_cpu_is_in_one_place(  # noqa: PLR0917
+    data: st.DataObject,
+    nodes: int,
+    domains: int,
+    cores: int,
+    threads: int,
+    groups: str,
+    gateway: str,
+) -> None:
+    """Any machine, any part of it that may be used, any number of workers that it can hold."""
+    whole = make_topology(nodes, cores, domains=domains, threads=threads)
+    allowed = data.draw(st.sets(st.sampled_from(sorted(whole.numbers)), min_size=1))
+    topology = whole.only(allowed)
+    rest = topology.only(allowed - set(plan(config(groups, cores=gateway), topology).gateway))
+    parts = list((rest.nodes if groups == "auto" else rest.domains).values())
+    most = min(len(cpus) for cpus in parts)
+    count = len(parts) * data.draw(st.integers(1, most))
 
-    planned = plan(config(count=count), topology)
+    planned = plan(config(groups, count, gateway), topology)
 
-    assert len(planned) == count
-    assert sorted(cpu for place in planned for cpu in place.cpus) == sorted(topology.cpus)
-    assert all(place.cpus for place in planned)
-    widths = [len(place.cpus) for place in planned if place.group == 0]
-    assert max(widths) - min(widths) <= 1
+    held = [planned.gateway, *(place.cpus for place in planned.places)]
+    assert sorted(cpu for cpus in held for cpu in cpus) == sorted(allowed)
+    assert len(planned.places) == count
+    assert all(place.cpus for place in planned.places)
+    assert all(len(topology.only(place.cpus).nodes) == 1 for place in planned.places)
+    for group, cpus in enumerate(parts):
+        mine = [place for place in planned.places if place.group == group]
+        assert {cpu for place in mine for cpu in place.cpus} == set(cpus)
+        physical = topology.only(cpus).cores
+        if len(mine) <= len(physical):
+            assert all(any(set(core) <= set(place.cpus) for place in mine) for core in physical), (
+                "siblings apart"
+            )
+            assert sum(place.cores for place in mine) == len(physical)
+            assert max(p.cores for p in mine) - min(p.cores for p in mine) <= 1
+        else:
+            assert all(place.cores == 1 for place in mine), "parts of two cores"
+    assert set(planned.gateway) in [set(), *map(set, topology.cores)]
 
 
 REFUSED = [
-    (("0-4",), 0, machine(1, 4), 'workers.groups[0] = "0-4"', "cores [4]"),
-    (("0", "9,10"), 0, machine(1, 4), 'workers.groups[1] = "9,10"', "cores [9, 10]"),
-    (("0", ""), 0, machine(1, 4), 'workers.groups[1] = ""', "empty list"),
-    (("0-2", "2-3"), 0, machine(1, 4), 'workers.groups[1] = "2-3"', "[2] are in another group"),
-    (("all",), 0, machine(1, 4), 'workers.groups[0] = "all"', "a cpu list such as 0-3,8"),
-    ((), 0, machine(1, 4), "workers.groups", "empty list"),
-    ("auto", 1, machine(2, 2), "workers.count = 1", "2 core groups"),
-    ("auto", 5, machine(1, 4), "workers.count = 5", "5 workers on the 4 cores of group 0"),
-    ("auto", 4, Topology({0: (0,), 1: (1, 2, 3)}), "workers.count = 4", "2 workers on the 1 cores"),
+    (config(("0-4",)), make_topology(1, 4), 'workers.groups[0] = "0-4"', "cpus [4]"),
+    (config(("0-4",)), make_topology(1, 4), "may use 0-3", "may not use"),
+    (config(("0", "9,10")), make_topology(1, 4), 'workers.groups[1] = "9,10"', "cpus [9, 10]"),
+    (config(("0", "")), make_topology(1, 4), 'workers.groups[1] = ""', "an empty list"),
+    (config(("0-2", "2-3")), make_topology(1, 4), 'groups[1] = "2-3"', "[2] are in another group"),
+    (config(("all",)), make_topology(1, 4), 'groups[0] = "all"', "a cpu list such as 0-3,8"),
+    (config(()), make_topology(1, 4), "workers.groups", "is an empty list"),
+    (config(count=1), make_topology(2, 2), "workers.count = 1", "2 core groups"),
+    (config("l3", 3), make_topology(2, 2, domains=2), "workers.count = 3", "4 core groups"),
+    (config(count=5), make_topology(1, 4), "workers.count = 5", "5 workers on the 4 cpus of group"),
+    (
+        config(count=4),
+        make_topology(2, 3).only({0, 3, 4, 5}),
+        "count = 4",
+        "2 workers on the 1 cpu",
+    ),
+    (config(cores="most"), make_topology(1, 4), 'server.cores = "most"', "`auto` or a cpu list"),
+    (config(cores="4"), make_topology(1, 4), 'server.cores = "4"', "may not use the cpus [4]"),
+    (config(cores=","), make_topology(1, 4), 'server.cores = ","', "of an empty list"),
+    (config(cores="0-3"), make_topology(1, 4), 'server.cores = "0-3"', "leaves no cpu"),
+    (config(("1-3",), cores="0-1"), make_topology(1, 4), 'cores = "0-1"', "[1] are in workers.gr"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("groups", "count", "topology", "where", "why"), REFUSED, ids=[row[4] for row in REFUSED]
+    ("config", "topology", "where", "why"), REFUSED, ids=[row[3] for row in REFUSED]
 )
 def test_a_plan_that_cannot_be_is_refused(
-    groups: str | tuple[str, ...], count: int, topology: Topology, where: str, why: str
+    config: Config, topology: Topology, where: str, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(where)) as caught:
-        plan(config(groups, count), topology)
+        plan(config, topology)
 
     assert why in caught.value.message
+
+
+def test_a_quorum_beyond_the_plan_is_refused() -> None:
+    wanted = Config(workers=WorkersConfig(quorum=2), models=(ModelConfig(name="m", path="p"),))
+
+    with pytest.raises(ConfigError, match=r"workers.quorum = 2 can never be met"):
+        plan(wanted, make_topology(1, 4))
 
 
 @pytest.mark.parametrize(
@@ -264,20 +356,31 @@ def test_a_plan_that_cannot_be_is_refused(
         ),
     ],
 )
-def test_more_threads_than_cores_are_refused(
+def test_more_threads_than_cpus_are_refused(
     accepted: dict[str, int], refused: dict[str, int]
 ) -> None:
     """Workers of two cores each; the threads within an operator and those of others add up."""
-    topology = machine(1, 4)
+    topology = make_topology(1, 4)
     plan(config(count=2, **accepted), topology)
 
     with pytest.raises(ConfigError, match=r"models\[0\] \(`m`\)") as caught:
         plan(config(count=2, **refused), topology)
 
-    assert "3 compute threads, and worker 0 has 2 cores" in caught.value.message
+    assert "3 compute threads, and worker 0 has 2 cpus" in caught.value.message
+
+
+def test_siblings_are_no_threads_unless_they_are_asked_for() -> None:
+    """Two cores of two: two compute threads by themselves, with room for two more."""
+    topology = make_topology(1, 2, threads=2)
+
+    (place,) = plan(config(inter_threads=3, parallel_execution=True), topology).places
+    assert (place.cores, len(place.cpus)) == (2, 4)
+    plan(config(intra_threads=4), topology)
+    with pytest.raises(ConfigError, match="5 compute threads, and worker 0 has 4 cpus"):
+        plan(config(inter_threads=4, parallel_execution=True), topology)
 
 
 def test_the_narrowest_worker_counts() -> None:
     """Five cores for two workers: the second has the third core, and the first decides."""
-    with pytest.raises(ConfigError, match="worker 0 has 2 cores"):
-        plan(config(count=2, intra_threads=3), machine(1, 5))
+    with pytest.raises(ConfigError, match="worker 0 has 2 cpus"):
+        plan(config(count=2, intra_threads=3), make_topology(1, 5))

@@ -1,48 +1,30 @@
 """What scheduling gains, on a simulated fleet: fewer missed deadlines at the same load.
 
-The simulation runs the server's own scheduling code in virtual time (benchmarks/simulation.py), so
+The simulation runs the server's own scheduling code in virtual time (benchmarks/scheduling), so
 the counts are the same on every machine.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.scheduling import simulation
+from benchmarks.scheduling.fleet import fleet
 from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.config import LaneConfig
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 ROBOTS, SECONDS, SEED = 14, 4.0, 1
 BASE_NS, ROW_NS, ROWS_MAX = 6 * NS_PER_MS, NS_PER_MS // 5, 16
 WARM_UP_NS = NS_PER_S
 
 
 @pytest.fixture(scope="module")
-def benchmarks() -> Iterator[SimpleNamespace]:
-    """The modules of benchmarks/, which are in no package."""
-    names = ("simulation", "fleet")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
-        yield SimpleNamespace(**modules)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in names:
-            sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
-def worlds(benchmarks: SimpleNamespace) -> dict[str, Any]:
+def worlds() -> dict[str, Any]:
     """The same trace under three schedulings; runs take exactly what they cost."""
-    trace = benchmarks.fleet.fleet(ROBOTS, SECONDS, SEED)
-    unnamed = benchmarks.simulation.unnamed(trace)
+    trace = fleet(ROBOTS, SECONDS, SEED)
+    unnamed = simulation.unnamed(trace)
     cases = {
         "fifo": ("fifo", unnamed),
         "deadline_aware": ("deadline_aware", unnamed),
@@ -50,8 +32,8 @@ def worlds(benchmarks: SimpleNamespace) -> dict[str, Any]:
     }
     made = {}
     for name, (policy, asked) in cases.items():
-        model = benchmarks.simulation.Model(BASE_NS, ROW_NS, ROWS_MAX, LaneConfig(policy=policy))
-        made[name] = benchmarks.simulation.World([model], asked, seed=SEED).run(noise=0.0)
+        model = simulation.Model(BASE_NS, ROW_NS, ROWS_MAX, LaneConfig(policy=policy))
+        made[name] = simulation.World([model], asked, seed=SEED).run(noise=0.0)
     return made
 
 
@@ -86,11 +68,8 @@ def test_every_request_is_answered_once(worlds: dict[str, Any]) -> None:
         assert all(outcome.answers == 1 for outcome in world.outcomes)
 
 
-def test_equal_seeds_give_equal_runs(benchmarks: SimpleNamespace) -> None:
-    model = benchmarks.simulation.Model(BASE_NS, ROW_NS, ROWS_MAX, LaneConfig())
-    runs = [
-        benchmarks.simulation.World([model], benchmarks.fleet.fleet(4, 1.0, SEED), seed=SEED).run()
-        for _ in range(2)
-    ]
+def test_equal_seeds_give_equal_runs() -> None:
+    model = simulation.Model(BASE_NS, ROW_NS, ROWS_MAX, LaneConfig())
+    runs = [simulation.World([model], fleet(4, 1.0, SEED), seed=SEED).run() for _ in range(2)]
     assert runs[0].process.batches == runs[1].process.batches
     assert [o.ended_ns for o in runs[0].outcomes] == [o.ended_ns for o in runs[1].outcomes]

@@ -5,14 +5,28 @@ Creator and receiver are one process here: a duplicated descriptor is mapped aga
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from iskander.errors import SegmentError
+from iskander.memory.backing import (
+    HUGE_PAGE_BYTES,
+    Backing,
+    BackingOptions,
+    huge_pages_free,
+    lock_limit_bytes,
+    mapped_node_bytes,
+    not_huge,
+    not_of_node,
+    pages_huge,
+    transparent_rule,
+)
 from iskander.memory.segment import Segment
 
 SHRINK, GROW, SEAL, FUTURE_WRITE = 0x02, 0x04, 0x01, 0x10
@@ -229,3 +243,169 @@ def test_what_the_system_has_not_got_is_refused_by_name() -> None:
 
 def test_repr_shows_the_state_in_one_line(shared: Segment) -> None:
     assert repr(shared) == f"<Segment fd={shared.fd} {2 * PAGE} bytes rw>"
+
+
+def smaps(segment: Segment) -> dict[str, str]:
+    """What the kernel says of a segment's mapping here."""
+    _, _, after = Path("/proc/self/smaps").read_text().partition(f"\n{segment.address:x}-")
+    rows = (line.partition(":") for line in after.splitlines()[1:])
+    found: dict[str, str] = {}
+    for name, _, value in rows:
+        if name in found:
+            break
+        found[name] = value.strip()
+    return found
+
+
+NO_HUGE_PAGES = pytest.mark.skipif(
+    huge_pages_free() > 0 or transparent_rule() not in ("never", "deny"), reason="there are some"
+)
+RESERVED_PAGES = pytest.mark.skipif(
+    huge_pages_free() < 3, reason="wants `sysctl vm.nr_hugepages=3`"
+)
+TRANSPARENT_PAGES = pytest.mark.skipif(
+    huge_pages_free() > 0 or transparent_rule() not in ("always", "within_size", "advise"),
+    reason="wants `advise` in shmem_enabled, and no reserved pages",
+)
+
+
+def test_a_segment_is_plain_memory_unless_more_is_asked_for(shared: Segment) -> None:
+    assert shared.backing == Backing(2 * PAGE)
+    assert str(shared.backing) == "0.0078125 MiB"
+
+
+@NO_HUGE_PAGES
+def test_without_huge_pages_it_is_small_ones_and_says_why() -> None:
+    segment = Segment.create("test", HUGE_PAGE_BYTES + 1, BackingOptions(is_huge=True))
+
+    assert len(segment) == 2 * HUGE_PAGE_BYTES
+    assert segment.backing.huge_bytes == 0
+    (complaint,) = segment.backing.complaints
+    assert complaint == (
+        "no reserved huge pages, Cannot allocate memory: 2 were needed and 0 are free "
+        f"(vm.nr_hugepages); 0 MiB in transparent ones (shmem_enabled is {transparent_rule()})"
+    )
+    assert str(segment.backing) == "4 MiB"
+    segment.view[-1] = 1
+    segment.close()
+
+
+@RESERVED_PAGES
+def test_reserved_huge_pages_are_taken_sealed_and_given_back() -> None:
+    free = huge_pages_free()
+    options = BackingOptions(is_huge=True, is_locked=True)
+    segment = Segment.create("test", HUGE_PAGE_BYTES + 1, options, is_read_only=True)
+
+    assert segment.backing == Backing(2 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES, is_locked=True)
+    assert str(segment.backing) == "4 MiB, 4 in huge pages, locked"
+    assert smaps(segment)["KernelPageSize"] == "2048 kB"
+    assert huge_pages_free() == free - 2
+    assert fcntl.fcntl(segment.fd, GET_SEALS) == SHRINK | GROW | SEAL | FUTURE_WRITE
+    # Asked for with the bytes that are used: a receiver maps whole pages all the same.
+    other = Segment.attach(os.dup(segment.fd), HUGE_PAGE_BYTES + 1, is_writable=False)
+    assert len(other) == len(segment)
+    segment.view[-1] = 7
+    assert other.view[-1] == 7
+    with pytest.raises(SegmentError, match="cannot be mapped"):
+        Segment.attach(os.dup(segment.fd), len(segment), is_writable=True)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 0)
+    other.close()
+    segment.close()
+    assert huge_pages_free() == free
+
+
+@RESERVED_PAGES
+def test_more_than_is_reserved_is_small_pages_as_a_whole() -> None:
+    free = huge_pages_free()
+    segment = Segment.create("test", (free + 1) * HUGE_PAGE_BYTES, BackingOptions(is_huge=True))
+
+    assert segment.backing.huge_bytes == 0
+    assert f"{free + 1} were needed and {free} are free" in segment.backing.complaints[0]
+    segment.close()
+    assert huge_pages_free() == free
+
+
+@TRANSPARENT_PAGES
+def test_transparent_huge_pages_are_taken_where_none_are_reserved() -> None:
+    segment = Segment.create("test", 2 * HUGE_PAGE_BYTES, BackingOptions(is_huge=True))
+
+    mapped = smaps(segment)["ShmemPmdMapped"]
+    assert mapped == f"{segment.backing.huge_bytes >> 10} kB"
+    assert bool(segment.backing.complaints) is (segment.backing.huge_bytes < len(segment))
+    segment.close()
+
+
+@pytest.mark.skipif((lock_limit_bytes() or 4 * PAGE) < 4 * PAGE, reason="nothing may be locked")
+def test_a_locked_segment_is_locked() -> None:
+    segment = Segment.create("test", 2 * PAGE, BackingOptions(is_locked=True))
+
+    assert segment.backing == Backing(2 * PAGE, is_locked=True)
+    assert segment.backing.locked_bytes == 2 * PAGE
+    assert "lo" in smaps(segment)["VmFlags"].split()
+    segment.close()
+
+
+def test_the_kernel_says_on_which_nodes_a_segment_lies() -> None:
+    segment = Segment.create("test", 3 * PAGE, BackingOptions(node=0))
+    if segment.backing.node is None:
+        segment.close()
+        pytest.skip("no policy here")
+
+    node_bytes = mapped_node_bytes(segment.address)
+
+    assert sum(node_bytes.values()) == 3 * PAGE
+    assert bool(not_of_node(0, node_bytes)) is (set(node_bytes) != {0})
+    assert mapped_node_bytes(segment.address + 1) == {}
+    segment.close()
+
+
+def test_what_a_node_had_not_is_told_by_the_nodes_that_gave_it() -> None:
+    assert not_of_node(1, {1: HUGE_PAGE_BYTES}) == not_of_node(1, {}) == ""
+    assert not_of_node(1, {2: PAGE, 1: PAGE, 0: HUGE_PAGE_BYTES}) == (
+        "node 1 had not enough memory of this kind: 2 MiB of node 0, 0.00390625 MiB of node 2 was "
+        "taken"
+    )
+
+
+def test_a_limit_of_the_cgroup_is_not_called_a_bad_address() -> None:
+    assert "their cgroup allows fewer: 1 were" in not_huge(
+        1, 0, OSError(errno.EFAULT, "Bad address")
+    )
+    assert "huge pages, no: 1 were" in not_huge(1, 0, OSError(errno.ENOMEM, "no"))
+
+
+def test_a_node_that_is_not_there_costs_the_policy_only() -> None:
+    segment = Segment.create("test", 2 * PAGE, BackingOptions(node=1000))
+
+    assert segment.backing.node is None
+    (complaint,) = segment.backing.complaints
+    assert complaint.startswith("no memory policy for node 1000: mbind was refused with E")
+    segment.close()
+
+
+@pytest.mark.parametrize(
+    ("length_bytes", "pages"),
+    [(0, 0), (1, 1), (HUGE_PAGE_BYTES, 1), (HUGE_PAGE_BYTES + 1, 2)],
+)
+def test_huge_pages_are_counted_whole(length_bytes: int, pages: int) -> None:
+    assert pages_huge(length_bytes) == pages
+
+
+def test_reserved_pages_that_are_promised_are_not_free(tmp_path: Path) -> None:
+    pool = tmp_path / "kernel/mm/hugepages/hugepages-2048kB"
+    pool.mkdir(parents=True)
+    (pool / "free_hugepages").write_text("5\n")
+    (pool / "resv_hugepages").write_text("2\n")
+
+    assert huge_pages_free(tmp_path) == 3
+    assert huge_pages_free(tmp_path / "none") == 0
+
+
+def test_the_rule_for_transparent_pages_is_the_one_in_brackets(tmp_path: Path) -> None:
+    rule = tmp_path / "kernel/mm/transparent_hugepage/shmem_enabled"
+    rule.parent.mkdir(parents=True)
+    rule.write_text("always within_size [advise] never deny force\n")
+
+    assert transparent_rule(tmp_path) == "advise"
+    assert transparent_rule(tmp_path / "none") == "not there"

@@ -14,9 +14,11 @@ from iskander.gateway.lanes.cadence import SAMPLES_LEAST
 from iskander.gateway.lanes.cost import CostModel
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.supervision.lifecycle import Event, State
+from iskander.gateway.supervision.workers import Place, Worker
 from iskander.gateway.telemetry import stats
 from iskander.gateway.telemetry.observed import Observed
 from iskander.memory.arena import Arena
+from iskander.memory.backing import Backing
 from iskander.tables import COLUMNS_MAX, render_stats, render_table
 
 NS_PER_MS = 1_000_000
@@ -42,7 +44,42 @@ def test_the_gateway() -> None:
 
     assert (answer["pid"], answer["streams"], answer["late_messages"]) == (os.getpid(), 2, 3)
     assert (answer["ready"], answer["reasons"]) == (True, [])
-    assert answer["input_arena"] == {"capacity_bytes": 2 * MIB, "leased_bytes": 4096, "leases": 1}
+    assert answer["input_arena"] == {
+        "capacity_bytes": 2 * MIB,
+        "leased_bytes": 4096,
+        "leases": 1,
+        "huge_bytes": 0,
+        "locked": False,
+        "notices": [],
+    }
+
+
+def test_what_memory_the_arenas_are_and_what_was_refused() -> None:
+    worker = make_worker(3)
+    worker.backing = Backing(4 * MIB, 2 * MIB, is_locked=True, node=1)
+    worker.notices.extend(["no policy", "not pinned"])
+    backing = Backing(8 * MIB, 6 * MIB, is_locked=True, complaints=("too few",))
+
+    answer = collect(observe([], [worker], input_backing=backing))
+
+    arena, (found,) = answer["input_arena"], answer["workers"]
+    assert (arena["huge_bytes"], arena["locked"], arena["notices"]) == (6 * MIB, True, ["too few"])
+    assert (found["output_huge_bytes"], found["output_locked"]) == (2 * MIB, True)
+    assert (found["output_node"], found["notices"]) == (1, ["no policy", "not pinned"])
+    assert render_stats(answer)[-3:] == [
+        "input arena: too few",
+        "worker 3: no policy",
+        "worker 3: not pinned",
+    ]
+
+
+def test_where_a_worker_runs() -> None:
+    worker = Worker(Place(0, 1, (4, 5, 12, 13), 1, cores=2, domains=(2,)))
+
+    (answer,) = collect(observe([], [worker]))["workers"]
+
+    assert (answer["group"], answer["cpus"], answer["node"]) == (1, [4, 5, 12, 13], 1)
+    assert (answer["cores"], answer["domains"]) == (2, [2])
 
 
 def test_why_it_is_not_ready() -> None:

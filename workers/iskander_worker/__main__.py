@@ -101,11 +101,12 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"the gateway refused this worker: {answer.message}")
         if loop is None:
-            cpus = place(answer.cpus, answer.node)
+            cpus = answer.cpus
+            notices = place(cpus, answer.node)
             _name_process(f"isk-worker-{answer.index}")
             from iskander_worker.loop import WorkerLoop
 
-            loop = WorkerLoop()
+            loop = WorkerLoop(answer.cores, notices)
         elif cpus != answer.cpus:
             _say("the new gateway plans other cores for this worker; it makes room for a fresh one")
             return EXIT_DRAINED

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from iskander.clock import NS_PER_MS, now_ns
 from iskander.errors import Cancelled, IskanderError
@@ -25,6 +25,7 @@ from iskander.wire.messages import (
     Loaded,
     LoadFailed,
     ModelSpec,
+    Notice,
     ToGateway,
     Welcome,
     decode_to_worker,
@@ -45,12 +46,17 @@ WARM_UP_ROWS = 128
 class WorkerLoop:
     """Serves one gateway after another, and keeps the models between them.
 
+    Args:
+        cores: Physical cores of the plan; where fewer cpus could be had, those count.
+        notices: What was refused of the plan, for each gateway to know.
+
     Attributes:
         is_leaving: This worker was asked to stop.
     """
 
-    def __init__(self) -> None:
-        self._cores = len(os.sched_getaffinity(0))
+    def __init__(self, cores: int, notices: Sequence[str]) -> None:
+        self._cores = min(cores, len(os.sched_getaffinity(0)))
+        self._notices = notices
         self._sessions: dict[str, Session] = {}
         self.is_leaving = False
         self._on_turn: Callable[[], object] = bool
@@ -101,6 +107,8 @@ class WorkerLoop:
         self, channel: Channel, executor: Executor, aborter: Aborter, beat: memoryview
     ) -> bool:
         has_said_leaving = False
+        if self._notices:
+            channel.send(encode([Notice(text) for text in self._notices]))
         while not channel.has_ended:
             write_beat(beat, now_ns(), 0)
             self._on_turn()

@@ -2,17 +2,14 @@
 
 Runs on: worker main, before any import that starts threads or touches much memory.
 
-Source: sched_setaffinity(2), set_mempolicy(2).
+Source: sched_setaffinity(2).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 
-_SYS_SET_MEMPOLICY = 238
-_MPOL_PREFERRED = 1
+from iskander.memory.policy import prefer_node
 
 
 def set_library_environment() -> None:
@@ -26,26 +23,25 @@ def set_library_environment() -> None:
         os.environ[name] = "1"
 
 
-def place(cpus: tuple[int, ...], node: int | None) -> tuple[int, ...]:
-    """Pin the process to `cpus`, and prefer memory of `node`.
+def place(cpus: tuple[int, ...], node: int | None) -> list[str]:
+    """Pin the process to `cpus`, and prefer memory of `node`, as far as it may.
 
     Args:
-        cpus: Cores; empty keeps the affinity that the process was started with, which is how a
-            service manager places it.
-        node: NUMA node, or None where there is one only.
+        cpus: Of the plan.
+        node: NUMA node, or None for no preference.
 
     Returns:
-        `cpus` as given: what the gateway has to repeat for this process to stay.
-
-    Raises:
-        OSError: None of the cores may be used by this process.
+        What was refused, and why: a worker that runs elsewhere is slower, and better than none.
     """
-    if cpus:
+    complaints = []
+    try:
         os.sched_setaffinity(0, cpus)
-    if node is not None and platform.machine() == "x86_64":
-        mask = (ctypes.c_ulong * (node // 64 + 1))()
-        mask[node // 64] = 1 << (node % 64)
-        # Preferred, not bound: a full node must not end the process. Refusals (no NUMA in the
-        # kernel, a sandbox) leave the kernel's default, which is local allocation.
-        ctypes.CDLL(None).syscall(_SYS_SET_MEMPOLICY, _MPOL_PREFERRED, mask, len(mask) * 64 + 1)
-    return cpus
+    except OSError as error:
+        complaints.append(f"not pinned to the cpus {sorted(cpus)}: {error.strerror}")
+    else:
+        # The kernel leaves out what lies outside of the process's cpuset.
+        missing = sorted(set(cpus) - os.sched_getaffinity(0))
+        if missing:
+            complaints.append(f"not pinned to the cpus {missing}: they are not in its cpuset")
+    complaint = prefer_node(node) if node is not None else ""
+    return [*complaints, complaint] if complaint else complaints

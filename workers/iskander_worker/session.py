@@ -64,7 +64,8 @@ class Session:
 
     Args:
         spec: Where the model is and how to run it.
-        cores: Cores that this process may use; the compute threads where the spec names none.
+        cores: Physical cores that this process may use; the compute threads where the spec names
+            none, as is the runtime's own default.
 
     Raises:
         ManifestError: The model cannot be served: file, provider, graph or manifest; says which.

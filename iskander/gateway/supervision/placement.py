@@ -1,72 +1,139 @@
-"""Which worker runs where: core groups from the machine's topology, divided among the workers.
+"""Which process runs where: the gateway's cores, and core groups divided among the workers.
 
-`plan` is pure; `read_topology` reads sysfs.
-
-Source: Documentation/admin-guide/cputopology.rst and sysfs-devices-node of the Linux kernel.
+Pure: it decides from a `Topology`, and touches no core.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 from iskander.config import Config
 from iskander.errors import ConfigError
+from iskander.gateway.supervision.topology import Topology, parse_cpu_list, render_cpu_list
 from iskander.gateway.supervision.workers import Place
 
+Item = TypeVar("Item")
 
-class Topology(NamedTuple):
-    """The cores that this process may use, by NUMA node, in the nodes' order."""
-
-    nodes: dict[int, tuple[int, ...]]
-
-    @property
-    def cpus(self) -> set[int]:
-        """All of them."""
-        return {cpu for cpus in self.nodes.values() for cpu in cpus}
+SPARED_FROM_CORES = 3
+"""Physical cores of a node of which `server.cores = "auto"` takes one: with fewer, the models would
+lose half of them or all."""
 
 
-def read_topology(sysfs: Path = Path("/sys")) -> Topology:
-    """The machine as this process may use it; one node where the kernel says nothing of nodes."""
-    allowed = os.sched_getaffinity(0)
-    nodes = {}
-    for folder in (sysfs / "devices/system/node").glob("node[0-9]*"):
-        listed = parse_cpu_list((folder / "cpulist").read_text().strip())
-        usable = tuple(cpu for cpu in listed if cpu in allowed)
-        if usable:
-            nodes[int(folder.name.removeprefix("node"))] = usable
-    known = {cpu for cpus in nodes.values() for cpu in cpus}
-    if known != allowed:
-        nodes = {0: tuple(sorted(allowed))}
-    return Topology(dict(sorted(nodes.items())))
+class Plan(NamedTuple):
+    """Where every process runs.
+
+    Attributes:
+        gateway: Cpus of the gateway; empty where it is not pinned.
+        places: Of the workers, by their index.
+        notes: What was asked for and is not so, and why; and what shares a core that need not.
+    """
+
+    gateway: tuple[int, ...]
+    places: list[Place]
+    notes: tuple[str, ...]
 
 
-def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Read a kernel cpu list such as `0-3,8`.
+def plan(config: Config, topology: Topology) -> Plan:
+    """Set the gateway's cores aside, and divide the core groups among the workers.
 
     Raises:
-        ValueError: It is none.
+        ConfigError: Lists name cpus that are not there or share some, there are more workers than
+            cpus or fewer than the quorum, nothing is left for a worker, or a model asks for more
+            compute threads than its worker has cpus.
     """
-    cpus: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, dash, last = part.partition("-")
-        low, high = int(first), int(last if dash else first)
-        if not 0 <= low <= high < 1 << 16:
-            raise ValueError(text)
-        cpus.update(range(low, high + 1))
-    return tuple(sorted(cpus))
+    named = _named_groups(config, topology)
+    gateway, note = _gateway_cpus(config, topology, named)
+    notes = [note] if note else []
+    if config.workers.groups == "l3" and not topology.has_l3:
+        notes.append(
+            'workers.groups = "l3" goes by NUMA node: the kernel tells of no L3 cache here'
+        )
+    groups = _groups(config, topology.only(topology.numbers - set(gateway)), named)
+    if not groups:
+        raise ConfigError(f'server.cores = "{config.server.cores}" leaves no cpu for a worker')
+    places = _places(config, topology, groups)
+    notes += _across_nodes(groups, topology)
+    notes += _shared_cores(gateway, places, topology)
+    _require_threads(config, places)
+    return Plan(gateway, places, tuple(notes))
 
 
-def plan(config: Config, topology: Topology) -> list[Place]:
-    """Divide the core groups among the workers.
+def _named_groups(config: Config, topology: Topology) -> list[tuple[int, ...]]:
+    """The groups of `workers.groups` where it is a list, else none."""
+    if isinstance(config.workers.groups, str):
+        return []
+    groups: list[tuple[int, ...]] = []
+    for index, text in enumerate(config.workers.groups):
+        where = f'workers.groups[{index}] = "{text}"'
+        cpus = _named_cpus(where, text, topology, "a cpu list")
+        shared = sorted({cpu for group in groups for cpu in group} & set(cpus))
+        if shared:
+            raise ConfigError(f"{where}: the cpus {shared} are in another group too")
+        groups.append(cpus)
+    if not groups:
+        raise ConfigError("workers.groups is an empty list: no worker could run")
+    return groups
 
-    Raises:
-        ConfigError: Groups name cores that are not there or share some, there are more workers
-            than cores or fewer than the quorum, or a model asks for more compute threads than its
-            worker has cores.
-    """
-    groups = _groups(config, topology)
+
+def _gateway_cpus(
+    config: Config, topology: Topology, named: list[tuple[int, ...]]
+) -> tuple[tuple[int, ...], str]:
+    """The gateway's cpus, and why it has none where it was to have some."""
+    text = config.server.cores
+    if not text:
+        return (), ""
+    taken = set(chain.from_iterable(named))
+    if text == "auto":
+        return _spare_core(topology, taken)
+    where = f'server.cores = "{text}"'
+    cpus = _named_cpus(where, text, topology, "`auto` or a cpu list")
+    shared = sorted(taken & set(cpus))
+    if shared:
+        raise ConfigError(f"{where}: the cpus {shared} are in workers.groups too")
+    return cpus, ""
+
+
+def _named_cpus(where: str, text: str, topology: Topology, wanted: str) -> tuple[int, ...]:
+    try:
+        cpus = parse_cpu_list(text)
+    except ValueError:
+        raise ConfigError(f"{where}: wanted {wanted} such as 0-3,8") from None
+    missing = sorted(set(cpus) - topology.numbers)
+    if missing or not cpus:
+        raise ConfigError(
+            f"{where}: this process may not use the cpus {missing or 'of an empty list'}; "
+            f"it may use {render_cpu_list(topology.numbers)}"
+        )
+    return cpus
+
+
+def _spare_core(topology: Topology, taken: set[int]) -> tuple[tuple[int, ...], str]:
+    """One whole core: any that no group names, or the first of the first node that can spare it."""
+    if taken:
+        free = [core for core in topology.cores if not taken.intersection(core)]
+        reason = "workers.groups leaves no whole core free"
+    else:
+        nodes = (topology.only(cpus).cores for cpus in topology.nodes.values())
+        free = next((cores for cores in nodes if len(cores) >= SPARED_FROM_CORES), [])
+        reason = f"no NUMA node has {SPARED_FROM_CORES} physical cores or more that may be used"
+    if free:
+        return free[0], ""
+    return (), f'the gateway has no core of its own with server.cores = "auto": {reason}'
+
+
+def _groups(
+    config: Config, topology: Topology, named: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    if named:
+        return named
+    by = topology.domains if config.workers.groups == "l3" else topology.nodes
+    return list(by.values())
+
+
+def _places(config: Config, topology: Topology, groups: list[tuple[int, ...]]) -> list[Place]:
     count = config.workers.count or len(groups)
     if count < len(groups):
         raise ConfigError(
@@ -83,46 +150,66 @@ def plan(config: Config, topology: Topology) -> list[Place]:
         shares = count // len(groups) + (group < count % len(groups))
         if shares > len(cpus):
             raise ConfigError(
-                f"workers.count = {count} puts {shares} workers on the {len(cpus)} cores of group "
+                f"workers.count = {count} puts {shares} workers on the {len(cpus)} cpus of group "
                 f"{group}: each needs one of its own"
             )
-        node = _node_of(cpus, topology)
-        for share in range(shares):
-            mine = cpus[share * len(cpus) // shares : (share + 1) * len(cpus) // shares]
-            places.append(Place(len(places), group, mine, node))
-    _require_threads(config, places)
+        here = topology.only(cpus)
+        # Several nodes that may be used, or there is nothing to prefer.
+        node = next(iter(here.nodes)) if len(topology.nodes) > 1 and len(here.nodes) == 1 else None
+        for mine in _divide(here, shares):
+            part = here.only(mine)
+            domains = tuple(part.domains) if topology.has_l3 else ()
+            places.append(Place(len(places), group, mine, node, len(part.cores), domains))
     return places
 
 
-def _groups(config: Config, topology: Topology) -> list[tuple[int, ...]]:
-    if config.workers.groups == "auto":
-        return list(topology.nodes.values())
-    groups: list[tuple[int, ...]] = []
-    for index, text in enumerate(config.workers.groups):
-        where = f'workers.groups[{index}] = "{text}"'
-        try:
-            cpus = parse_cpu_list(text)
-        except ValueError:
-            raise ConfigError(f"{where}: wanted a cpu list such as 0-3,8") from None
-        missing = sorted(set(cpus) - topology.cpus)
-        if missing or not cpus:
-            raise ConfigError(
-                f"{where}: this process may not use the cores {missing or 'of an empty list'}; "
-                f"it may use {sorted(topology.cpus)}"
-            )
-        shared = sorted({cpu for group in groups for cpu in group} & set(cpus))
-        if shared:
-            raise ConfigError(f"{where}: the cores {shared} are in another group too")
-        groups.append(cpus)
-    if not groups:
-        raise ConfigError("workers.groups is an empty list: no worker could run")
-    return groups
+def _divide(group: Topology, shares: int) -> list[tuple[int, ...]]:
+    """Whole cores, neighbours together; or, of fewer cores than workers, each worker in one."""
+    cores = group.cores
+    if shares <= len(cores):
+        return [tuple(sorted(chain.from_iterable(run))) for run in _runs(cores, shares)]
+    workers = [1] * len(cores)
+    for _ in range(shares - len(cores)):
+        roomiest = max(range(len(cores)), key=lambda at: len(cores[at]) / workers[at])
+        workers[roomiest] += 1
+    parts = zip(cores, workers, strict=True)
+    return [tuple(run) for core, count in parts for run in _runs(core, count)]
 
 
-def _node_of(cpus: tuple[int, ...], topology: Topology) -> int | None:
-    if len(topology.nodes) < 2:
-        return None
-    return next((node for node, own in topology.nodes.items() if set(cpus) <= set(own)), None)
+def _runs(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
+    """Cut into runs whose lengths differ by one at most."""
+    return [
+        items[run * len(items) // count : (run + 1) * len(items) // count] for run in range(count)
+    ]
+
+
+def _across_nodes(groups: list[tuple[int, ...]], topology: Topology) -> list[str]:
+    return [
+        f"group {group} lies on the NUMA nodes {', '.join(map(str, nodes))}: its workers prefer "
+        "the memory of none"
+        for group, cpus in enumerate(groups)
+        if len(nodes := topology.only(cpus).nodes) > 1
+    ]
+
+
+def _shared_cores(gateway: tuple[int, ...], places: list[Place], topology: Topology) -> list[str]:
+    """A line where siblings went to different processes, which slow each other down."""
+    holder = dict.fromkeys(gateway, "the gateway")
+    for place in places:
+        holder |= dict.fromkeys(place.cpus, f"worker {place.index}")
+    shared: dict[tuple[str, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for core in topology.cores:
+        holders = tuple(dict.fromkeys(holder[cpu] for cpu in core if cpu in holder))
+        if len(holders) > 1:
+            shared[holders].append(core)
+    if not shared:
+        return []
+    (holders, cores), *_ = shared.items()
+    more = f", and {len(shared) - 1} more pairs like it" if len(shared) > 1 else ""
+    return [
+        f"{' and '.join(holders)} share a physical core: its cpus are "
+        f"{render_cpu_list(cores[0])}{more}"
+    ]
 
 
 def _require_threads(config: Config, places: list[Place]) -> None:
@@ -131,11 +218,11 @@ def _require_threads(config: Config, places: list[Place]) -> None:
         if model.parallel_execution:
             keys += f" and inter_threads = {model.inter_threads}"
         for place in places:
-            threads = model.intra_threads or len(place.cpus)
+            threads = model.intra_threads or place.cores
             if model.parallel_execution:
                 threads += max(model.inter_threads, 1) - 1
             if threads > len(place.cpus):
                 raise ConfigError(
                     f"models[{index}] (`{model.name}`): {keys} make {threads} compute threads, and "
-                    f"worker {place.index} has {len(place.cpus)} cores"
+                    f"worker {place.index} has {len(place.cpus)} cpus"
                 )

@@ -23,6 +23,7 @@ from iskander.config import Config
 from iskander.errors import IskanderError, NotReady, ProtocolError
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
+from iskander.gateway.logs import log_backing
 from iskander.gateway.models import Models
 from iskander.gateway.supervision.lifecycle import Action, Event, State, step, validate
 from iskander.gateway.supervision.loading import Loading
@@ -34,6 +35,7 @@ from iskander.gateway.supervision.vacancy import Vacancy
 from iskander.gateway.supervision.watch import Watch
 from iskander.gateway.supervision.workers import Place, Worker
 from iskander.memory.arena import usable_bytes
+from iskander.memory.backing import BackingOptions
 from iskander.memory.beat import BEAT_BYTES
 from iskander.wire import attach
 from iskander.wire.channel import Channel
@@ -45,6 +47,7 @@ from iskander.wire.messages import (
     Leaving,
     Loaded,
     LoadFailed,
+    Notice,
     Welcome,
     decode_to_gateway,
     encode,
@@ -226,6 +229,9 @@ class Supervisor:
                     dispatcher.on_failed(worker, message)
                 elif isinstance(message, Leaving):
                     self._happened(worker, Event.LEFT)
+                elif isinstance(message, Notice):
+                    worker.notices.append(message.text)
+                    log.warning("worker %d: %s", worker.place.index, message.text)
                 else:
                     assert isinstance(message, Loaded | LoadFailed)
                     self._loading.on_answer(worker, message)
@@ -247,7 +253,10 @@ class Supervisor:
             )
         self._incarnation += 1
         try:
-            worker.attach(self._incarnation, pid, self._config.arena.output_bytes)
+            arena = self._config.arena
+            options = BackingOptions(worker.place.node, arena.huge_pages, arena.lock)
+            worker.attach(self._incarnation, pid, arena.output_bytes, options)
+            log_backing(log, f"output arena of worker {worker.place.index}", worker.backing)
             self._welcome(worker, connection)
         except (IskanderError, OSError):
             worker.detach()
@@ -263,6 +272,7 @@ class Supervisor:
             index=worker.place.index,
             group=worker.place.group,
             cpus=worker.place.cpus,
+            cores=worker.place.cores,
             node=worker.place.node,
             input_bytes=len(self._intake.segment),
             output_bytes=len(worker.output),

@@ -18,6 +18,7 @@ import msgspec
 
 from iskander.gateway.supervision.lifecycle import Event, State
 from iskander.memory.arena import Arena, Lease
+from iskander.memory.backing import ANY_MEMORY, NO_MEMORY, BackingOptions
 from iskander.memory.beat import BEAT_BYTES, Beat, read_beat
 from iskander.memory.segment import Segment
 from iskander.wire.channel import Channel
@@ -30,6 +31,7 @@ CREDITS = 2
 """One batch running and one waiting, so that a worker never idles between two."""
 
 STORY_LENGTH = 32
+NOTICES_MAX = 8
 NEVER = sys.maxsize
 """More batches than a process will compute."""
 
@@ -109,12 +111,20 @@ class End(NamedTuple):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a worker of the plan runs."""
+    """Where a worker of the plan runs.
+
+    Attributes:
+        node: Whose memory it prefers; None where there is one node, or its cpus lie on several.
+        cores: Physical cores of `cpus`: the compute threads of a model that names none.
+        domains: L3 domains of `cpus`, where the kernel tells of any.
+    """
 
     index: int
     group: int
     cpus: tuple[int, ...]
     node: int | None
+    cores: int = 1
+    domains: tuple[int, ...] = ()
 
 
 class Worker:
@@ -139,6 +149,8 @@ class Worker:
         is_hung: It was silent for too long, and is being ended.
         has_been_ready: Whether the place was filled once; `opened_ns` is when it last was.
         complaint: Why the last process could not serve a model; empty where it could.
+        backing: What memory its output arena is.
+        notices: What was refused to the process, and to the gateway for it.
         was_loaded: Whether the process before had its models.
         last_end: Of the last process that ended.
         story: The last events, for the operator.
@@ -166,6 +178,8 @@ class Worker:
         self.has_been_ready = False
         self.opened_ns = 0
         self.complaint = ""
+        self.backing = NO_MEMORY
+        self.notices: deque[str] = deque(maxlen=NOTICES_MAX)
         self.was_loaded = False
         self.last_end: End | None = None
         self.story: deque[tuple[int, Event, State]] = deque(maxlen=STORY_LENGTH)
@@ -201,6 +215,9 @@ class Worker:
         self.child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
         )
+        # It will pin itself; until then it is not to take the time of the gateway's cores.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(self.child.pid, self.place.cpus)
         try:
             return self.child, os.pidfd_open(self.child.pid)
         except OSError:
@@ -217,10 +234,18 @@ class Worker:
         self.child = None
         return True
 
-    def attach(self, incarnation: int, pid: int, output_bytes: int) -> None:
-        """Take on a process: memory of its own, made on its node."""
+    def attach(
+        self,
+        incarnation: int,
+        pid: int,
+        output_bytes: int,
+        options: BackingOptions = ANY_MEMORY,
+    ) -> None:
+        """Take on a process: memory of its own, as the options have it."""
         index = self.place.index
-        self.output = Segment.create(f"iskander-output-{index}", output_bytes, node=self.place.node)
+        self.output = Segment.create(f"iskander-output-{index}", output_bytes, options)
+        self.backing = self.output.backing
+        self.notices.extend(f"output arena: {each}" for each in self.backing.complaints)
         self.beat = Segment.create(f"iskander-beat-{index}", BEAT_BYTES)
         self.output_arena = Arena(output_bytes)
         self.incarnation = incarnation
@@ -255,6 +280,8 @@ class Worker:
         self.incarnation = self.pid = self.credits = 0
         self.models = set()
         self.output_arena = Arena(0)
+        self.backing = NO_MEMORY
+        self.notices.clear()
         for part in (self.channel, self.output, self.beat):
             if part is not None:
                 part.close()

@@ -164,6 +164,12 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
            _one(lambda worker: worker.output_arena.capacity_bytes)),
     Metric("iskander_worker_output_leased_bytes", "gauge", "bytes", (), "Leased in its output "
            "arena.", _one(lambda worker: worker.output_arena.leased_bytes)),
+    Metric("iskander_worker_output_huge_bytes", "gauge", "bytes", (), "Of its output arena in huge "
+           "pages.", _one(lambda worker: worker.backing.huge_bytes)),
+    Metric("iskander_worker_output_locked_bytes", "gauge", "bytes", (), "Of its output arena that "
+           "are never swapped out.", _one(lambda worker: worker.backing.locked_bytes)),
+    Metric("iskander_worker_notices", "gauge", "", (), "What was refused to it: cores of the plan, "
+           "memory of its node, huge pages, a lock.", _one(lambda worker: len(worker.notices))),
     Metric("iskander_worker_resident_bytes", "gauge", "bytes", (), "Memory of the process, with "
            "what it has touched of the arenas.",
            _one(lambda worker: resident_bytes(worker.pid) if worker.pid else 0)),
@@ -188,6 +194,10 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
            _one(lambda observed: observed.input_arena.capacity_bytes)),
     Metric("iskander_input_leased_bytes", "gauge", "bytes", (), "Leased in the input arena.",
            _one(lambda observed: observed.input_arena.leased_bytes)),
+    Metric("iskander_input_huge_bytes", "gauge", "bytes", (), "Of the input arena in huge pages.",
+           _one(lambda observed: observed.input_backing.huge_bytes)),
+    Metric("iskander_input_locked_bytes", "gauge", "bytes", (), "Of the input arena that are never "
+           "swapped out.", _one(lambda observed: observed.input_backing.locked_bytes)),
     Metric("iskander_resident_bytes", "gauge", "bytes", (), "Memory of the gateway, with what it "
            "has touched of the arenas.", _one(lambda _: resident_bytes(os.getpid()))),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.memory.arena import Arena
+from iskander.memory.backing import NO_MEMORY, Backing
 
 if TYPE_CHECKING:
     from iskander.gateway.models import Models
@@ -30,6 +31,7 @@ class Observed:
         started_ns: When it was.
         models: Their lanes, the workers, and whether they are ready.
         input_arena: Of the gateway.
+        input_backing: What memory it is.
         streams: Those that are open.
         counts: What the dispatcher counts.
     """
@@ -39,6 +41,7 @@ class Observed:
     input_arena: Arena
     streams: Sized
     counts: Mapping[str, int]
+    input_backing: Backing = NO_MEMORY
 
     @property
     def uptime_s(self) -> float:

@@ -17,6 +17,7 @@ from iskander.clock import NS_PER_MS, NS_PER_US, now_ns
 from iskander.gateway.telemetry.histogram import Histogram
 from iskander.gateway.telemetry.observed import Observed, resident_bytes
 from iskander.memory.arena import Arena
+from iskander.memory.backing import Backing
 
 if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
@@ -39,7 +40,7 @@ def collect(observed: Observed) -> dict[str, Any]:
         "streams": len(observed.streams),
         "late_messages": observed.counts["late_messages"],
         "resident_bytes": resident_bytes(os.getpid()),
-        "input_arena": _arena(observed.input_arena),
+        "input_arena": _arena(observed.input_arena) | _backing(observed.input_backing),
         "lanes": {lane.title: _lane(lane, models.is_lane_ready(lane)) for lane in models},
         "workers": [_worker(worker, now_ns()) for worker in models.workers],
     }
@@ -93,6 +94,9 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "index": worker.place.index,
         "group": worker.place.group,
         "cpus": worker.place.cpus,
+        "cores": worker.place.cores,
+        "domains": worker.place.domains,
+        "node": worker.place.node,
         "state": worker.state.value,
         "incarnation": worker.incarnation,
         "pid": worker.pid,
@@ -104,6 +108,10 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "ends": dict(worker.ends),
         "looping": worker.is_looping,
         "output_leased_bytes": worker.output_arena.leased_bytes,
+        "output_huge_bytes": worker.backing.huge_bytes,
+        "output_locked": worker.backing.is_locked,
+        "output_node": worker.backing.node,
+        "notices": tuple(worker.notices),
         "resident_bytes": resident_bytes(worker.pid) if worker.pid else 0,
         "story": [
             f"{(now - at_ns) // NS_PER_MS} ms ago: {event}, {state}"
@@ -117,6 +125,14 @@ def _arena(arena: Arena) -> dict[str, int]:
         "capacity_bytes": arena.capacity_bytes,
         "leased_bytes": arena.leased_bytes,
         "leases": len(arena),
+    }
+
+
+def _backing(backing: Backing) -> dict[str, Any]:
+    return {
+        "huge_bytes": backing.huge_bytes,
+        "locked": backing.is_locked,
+        "notices": backing.complaints,
     }
 
 

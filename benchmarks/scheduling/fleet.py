@@ -9,8 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
-from simulation import Arrival
-
+from benchmarks.scheduling.simulation import Arrival
 from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.gateway.lanes.request import Terms
 

@@ -1,12 +1,13 @@
 """A bare pyarrow Flight server that sends every batch back: what the ratios are taken against.
 
-It does nothing but receive and send, so it is the cost of Flight itself on the same machine. Prints
-its port on a line once it listens, and ends on SIGTERM.
+It does nothing but receive and send, so it is the cost of Flight itself on the same machine. Its
+argument is the port; it ends on SIGTERM.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 
 from pyarrow import flight
 
@@ -31,8 +32,7 @@ class EchoServer(flight.FlightServerBase):
 def main() -> None:
     """Serve until SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    server = EchoServer("grpc://127.0.0.1:0")
-    print(server.port, flush=True)
+    server = EchoServer(f"grpc://127.0.0.1:{sys.argv[1]}")
     server.serve()
 
 

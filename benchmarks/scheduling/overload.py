@@ -9,7 +9,7 @@ computes; then 0.8, 1, 1.5 and 2 times that load. Medians of the rounds.
 To be met at twice the sustainable load: the 99th percentile of what was accepted at most twice that
 at 0.8 of the load, and 0.95 of the peak answered in time.
 
-    python benchmarks/overload.py --json build/overload.json
+    python -m benchmarks.scheduling.overload --json build/overload.json
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pyarrow as pa
-from harness import describe_machine, describe_versions, make_parser, read_effort, write_results
-from load import NS_PER_S
-from systems import Running, cpu_s, start
-from tables import render_table
-from workloads import FOLDER, Workload
 
+from benchmarks.arrivals import NS_PER_S
+from benchmarks.machine import describe_machine, describe_versions
+from benchmarks.scheduling.effort import make_parser, read_effort, write_results
+from benchmarks.systems import Running, cpu_s, start
+from benchmarks.tables import render_table
+from benchmarks.workloads import FOLDER, Workload
 from iskander.client import Client
 from iskander.errors import IskanderError
 
@@ -248,7 +249,10 @@ def serving() -> Iterator[Running]:
         cpu = max(os.sched_getaffinity(0))
         config = folder / "overload.toml"
         config.write_text(CONFIG.format(cpu=cpu, path=model, rows_max=ROWS_MAX))
-        with start("iskander", Workload("priced", config, lambda _, __: {})) as system:
+        workload = Workload(
+            "priced", config, model, lambda _, rows: {"x": pa.array(np.arange(rows))}, "y"
+        )
+        with start("iskander", workload) as system:
             yield system
 
 

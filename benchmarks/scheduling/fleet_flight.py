@@ -6,7 +6,7 @@ clients saw them, from writing a batch to having its answer, and as `stats` of t
 from a batch's arrival to its results. It needs cores that nothing else uses: a client, the gateway
 and a worker run at once, and a run that takes twice its time misses as much as a bad decision.
 
-    python benchmarks/fleet_flight.py --json build/fleet_flight.json
+    python -m benchmarks.scheduling.fleet_flight --json build/fleet_flight.json
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pyarrow as pa
-from fleet import fleet
-from harness import describe_machine, describe_versions
-from simulation import Arrival
-from systems import start
-from tables import render_table
-from workloads import Workload
 
+from benchmarks.machine import describe_machine, describe_versions
+from benchmarks.scheduling.fleet import fleet
+from benchmarks.scheduling.simulation import Arrival
+from benchmarks.systems import start
+from benchmarks.tables import render_table
+from benchmarks.workloads import FOLDER, Workload
 from iskander.client import Client
 from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.errors import IskanderError
@@ -292,7 +292,7 @@ def _serve(folder: Path, policy: str, base_ms: float, turn_ms: float) -> Workloa
         ),
         "utf-8",
     )
-    return Workload(MODEL, config, lambda generator, rows: {"x": pa.array(np.arange(rows))})
+    return Workload(MODEL, config, model, lambda _, rows: {"x": pa.array(np.arange(rows))}, "y")
 
 
 def _turn_ms(folder: Path) -> float:
@@ -315,7 +315,7 @@ def _turn_ms(folder: Path) -> float:
 
 def _test_models() -> ModuleType:
     """The tests' makers of small models."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.append(str(FOLDER.parent / "tests"))
     from support import models
 
     return models

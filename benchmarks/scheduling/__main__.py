@@ -10,8 +10,8 @@ the same on every machine. Three scenarios, each with the same trace for every p
 A load of 1 is where the worker can just run all rows in full batches. The ablation is the fleet
 with and without names: of clients without a name no rhythm is learned, and no batch is held.
 
-    python benchmarks/scheduling.py --json build/scheduling.json
-    python benchmarks/scheduling.py --plots docs/images --page docs/scheduling.md
+    python -m benchmarks.scheduling --json build/scheduling.json
+    python -m benchmarks.scheduling --plots docs/images --page docs/scheduling.md
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleet import fleet, merged, with_bulk
-from simulation import Arrival, Model, World, unnamed
-from tables import render_table
-
+from benchmarks.scheduling.fleet import fleet, merged, with_bulk
+from benchmarks.scheduling.simulation import Arrival, Model, World, unnamed
+from benchmarks.tables import render_table
 from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.config import LaneConfig
 from iskander.gateway.lanes.policies import POLICIES
@@ -42,7 +41,8 @@ LOAD_OF_ROBOT = 50 * (BASE_MS / ROWS_MAX + ROW_MS) / 1000
 ABLATION = ((10, 6.0), (14, 6.0), (20, 3.0), (20, 4.0), (20, 5.0), (20, 6.0), (20, 8.0))
 """Robots, and milliseconds of a batch; a row takes a thirtieth of that."""
 ABLATION_SEEDS = (1, 2, 3, 4)
-PAGE_BEGIN, PAGE_END = "<!-- figures: benchmarks/scheduling.py -->", "<!-- end of figures -->"
+PAGE_BEGIN = "<!-- figures: python -m benchmarks.scheduling -->"
+PAGE_END = "<!-- end of figures -->"
 
 Figures = dict[str, float]
 
@@ -128,7 +128,7 @@ def main() -> None:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     if arguments.plots is not None:
-        from scheduling_plots import draw  # matplotlib is in the extra `bench` only.
+        from benchmarks.scheduling.plots import draw  # matplotlib is in the extra `bench` only.
 
         draw(results, arguments.plots)
 

@@ -1,0 +1,1 @@
+"""Iskander beside the servers that people would otherwise choose: `python -m benchmarks`."""

@@ -1,0 +1,1 @@
+"""What scheduling gains: fleets in virtual time and over real streams, and overload."""

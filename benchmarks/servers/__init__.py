@@ -1,0 +1,1 @@
+"""Start scripts of the systems beside Iskander; each runs in that system's own environment."""

@@ -1,0 +1,81 @@
+"""Start the `tritonserver` binary of the nvidia-pytriton wheel with a model repository.
+
+The wheel has the server, its Python backend, and a stub for each Python; the stub of the running
+one has to lie beside the backend, and the wheel's libraries and Python's own have to be found.
+
+    python triton_server.py PORT MODEL_FILE NAME FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from onnx_model import OnnxModel
+
+HERE = Path(__file__).parent
+TYPES = {"int64": "TYPE_INT64", "float32": "TYPE_FP32"}
+CONFIG = """name: "{name}"
+backend: "python"
+max_batch_size: {rows_max}
+input [{inputs}]
+output [{output}]
+instance_group [{{ kind: KIND_CPU count: 1 }}]
+parameters {{ key: "file" value: {{ string_value: "{file}" }} }}
+"""
+ROWS_MAX = 1 << 20
+
+
+def main() -> None:
+    """Write the repository and become the server."""
+    port, file, name, folder = sys.argv[1:]
+    site = Path(sysconfig.get_paths()["purelib"])
+    server = site / "pytriton" / "tritonserver"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    backend = server / "backends" / "python"
+    if not (backend / stub.name).exists():
+        shutil.copy(stub, backend)
+    repository = Path(folder) / "repository"
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(_config(name, file), "utf-8")
+    shutil.copy(HERE / "triton_model.py", repository / name / "1" / "model.py")
+    shutil.copy(HERE / "onnx_model.py", repository / name / "1")
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": f"{site / 'nvidia_pytriton.libs'}:{sysconfig.get_config_var('LIBDIR')}",
+        "BENCHMARK_SITE": str(site),
+    }
+    command = [
+        str(server / "bin" / "tritonserver"),
+        f"--model-repository={repository}",
+        f"--backend-directory={server / 'backends'}",
+        "--grpc-address=127.0.0.1",
+        f"--grpc-port={port}",
+        "--allow-http=false",
+        "--allow-metrics=false",
+    ]
+    os.execve(command[0], command, environment)
+
+
+def _config(name: str, file: str) -> str:
+    model = OnnxModel(file)
+    inputs = [_tensor(each, str(dtype), shape) for each, dtype, shape in model.inputs]
+    output = _tensor(model.output, "float32", model.output_shape)
+    return CONFIG.format(
+        name=name, rows_max=ROWS_MAX, inputs=", ".join(inputs), output=output, file=file
+    )
+
+
+def _tensor(name: str, dtype: str, shape: tuple[int, ...]) -> str:
+    # A row of no dimensions is one of one element to Triton, and no dimension again to the model.
+    dims = list(shape) or [1]
+    reshape = "" if shape else " reshape: { shape: [] }"
+    return f'{{ name: "{name}" data_type: {TYPES[dtype]} dims: {dims}{reshape} }}'
+
+
+if __name__ == "__main__":
+    main()

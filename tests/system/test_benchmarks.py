@@ -1,0 +1,62 @@
+"""The benchmarks run: real servers, client processes, a results file, a table, a comparison."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.results import read
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMIT_S = 120
+
+
+def benchmarks(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_systems_are_measured_side_by_side_and_compared(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    done = benchmarks("run", "small", "--quick", "--case", "4 clients|500 arr", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "round 1: two-tower, 128 rows, 4 clients: echo" in done.stderr
+    found = read([out])
+    assert [found.systems(case) for case in found.cases] == [
+        ["direct", "echo", "iskander"],
+        ["echo", "iskander"],
+    ]
+    for each in found.measurements:
+        assert each["requests"] > 0
+        assert not each["errors"], each["error_words"]
+    ours = found.of(found.cases[0], "iskander")[0]
+    assert set(ours["processes_cpu_us"]) == {"isk-gateway", "isk-worker-0"}
+    assert ours["client_processes"] == 4
+    same = benchmarks("compare", out, out)
+    assert same.stdout.strip().endswith("figures are the same within noise.")
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_a_word(tmp_path: Path) -> None:
+    arguments = ("run", "goals", "--quick", "--case", "1 row", "--systems", "echo", "mosec")
+    code = (
+        "import sys; from pathlib import Path; from benchmarks import systems, __main__ as main;"
+        f"systems.PEERS = Path({str(tmp_path)!r}); sys.exit(main.main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--out", str(tmp_path / "run.jsonl")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "skipped: mosec: `python -m benchmarks install mosec` first" in done.stderr
+    assert read([tmp_path / "run.jsonl"]).systems("two-tower, 1 row, 4 clients") == ["echo"]

@@ -1,0 +1,230 @@
+"""What the benchmarks decide: arrivals, verdicts, what changed beyond noise, pages, saturation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import compare, page, probes, ramp
+from benchmarks.arrivals import NS_PER_S, Pattern, arrivals_ns
+from benchmarks.cases import GOALS, SUITES, Goal, with_processes
+from benchmarks.load import Load, Span, Tally, merge
+from benchmarks.results import Results, judge, read, write
+from benchmarks.runner import QUANTILES, _sum_up
+from benchmarks.sessions import require_outputs
+from benchmarks.systems import SYSTEMS
+from benchmarks.workloads import TWO_TOWER
+
+CASE = "two-tower, 128 rows, 4 clients"
+RUN = {
+    "kind": "run",
+    "machine": {"cpu": "some", "cores": 2, "memory_gib": 24, "system": "Linux"},
+    "versions": {"python": "3.11", "commit": "abc"},
+    "effort": {"rounds": 3, "seconds": 5.0, "warm_up_seconds": 1.0},
+}
+
+
+def measurement(system: str, round_: int, **figures: Any) -> dict[str, Any]:
+    base = {
+        "kind": "measurement",
+        "case": CASE,
+        "system": system,
+        "round": round_,
+        **dict.fromkeys(("p50_us", "p95_us", "p99_us", "p999_us"), 100.0),
+        **dict.fromkeys(("requests_per_s", "rows_per_s"), 1000.0),
+        **dict.fromkeys(("server_cpu_us", "front_cpu_us", "client_cpu_us"), 50.0),
+        "late_p99_us": None,
+        "drops": 0,
+        "errors": 0,
+        "error_words": "",
+        "processes_cpu_us": {"isk-gateway": 30.0, "isk-worker-0": 20.0},
+        "quantiles": list(QUANTILES),
+        "latencies_us": [100.0 + 10 * index for index in range(len(QUANTILES))],
+    }
+    return base | figures
+
+
+def results(*measurements: dict[str, Any]) -> Results:
+    return Results(json.loads(json.dumps(RUN)), list(measurements), [])
+
+
+@pytest.mark.parametrize("pattern", ["poisson", "fixed"])
+def test_arrivals_have_their_rate_and_their_order(pattern: Pattern) -> None:
+    due = arrivals_ns(pattern, 1000.0, 20.0, seed=3)
+    assert due.dtype == np.int64
+    assert 0 <= due[0] <= due[-1] < 20 * NS_PER_S
+    assert np.all(np.diff(due) >= 0)
+    assert len(due) == pytest.approx(20_000, rel=0.03)
+    assert np.array_equal(due, arrivals_ns(pattern, 1000.0, 20.0, seed=3))
+    assert not np.array_equal(due, arrivals_ns(pattern, 1000.0, 20.0, seed=4))
+
+
+def test_poisson_gaps_are_exponential_and_fixed_ones_even() -> None:
+    gaps = np.diff(arrivals_ns("poisson", 500.0, 60.0, seed=1)) / NS_PER_S
+    assert np.std(gaps) == pytest.approx(np.mean(gaps), rel=0.05)
+    assert np.mean(gaps > 2 / 500) == pytest.approx(np.exp(-2), rel=0.1)
+    even = np.diff(arrivals_ns("fixed", 500.0, 2.0, seed=1))
+    assert np.ptp(even) <= 1
+
+
+def test_ratios_are_taken_within_a_round_and_their_median_is_judged() -> None:
+    found = results(
+        *(measurement("iskander", n, requests_per_s=value) for n, value in enumerate((10, 40, 90))),
+        *(measurement("mosec", n, requests_per_s=value) for n, value in enumerate((10, 20, 30))),
+    )
+    goal = Goal(case=CASE, metric="requests_per_s", than="mosec", bound=2.0)
+    (verdict,) = judge(found, [goal])
+    assert verdict.rounds == [1.0, 2.0, 3.0]
+    assert (verdict.value, verdict.word) == (2.0, "met")
+    (missed,) = judge(found, [Goal(case=CASE, metric="requests_per_s", than="mosec", bound=2.01)])
+    assert missed.word == "missed"
+    (most,) = judge(
+        found,
+        [Goal(case=CASE, metric="requests_per_s", than="mosec", sense="most", bound=1.9)],
+    )
+    assert most.word == "missed"
+
+
+def test_what_was_not_measured_is_said_so_and_never_met() -> None:
+    found = results(measurement("iskander", 1), measurement("echo", 1, p99_us=None))
+    goals = [
+        Goal(case=CASE, metric="p99_us", than="echo", sense="most", bound=9.0),
+        Goal(case=CASE, metric="requests_per_s", than="triton", bound=0.0),
+        Goal(case="another", metric="requests_per_s", than="echo", bound=0.0),
+    ]
+    assert [verdict.word for verdict in judge(found, goals)] == ["not measured", "not measured"]
+
+
+def test_goals_name_cases_systems_and_figures_that_are_measured() -> None:
+    cases = {case.name: case for case in SUITES["goals"]}
+    for goal in GOALS:
+        assert "iskander" in cases[goal.case].systems
+        assert not goal.than or goal.than in cases[goal.case].systems
+        assert goal.metric in measurement("iskander", 1)
+    for suite in SUITES.values():
+        assert len({case.name for case in suite}) == len(suite)
+        assert all(set(case.systems) <= set(SYSTEMS) for case in suite)
+
+
+def test_a_change_is_told_against_the_yardstick_and_beyond_noise() -> None:
+    before = results(
+        *(measurement("echo", n, requests_per_s=1000.0) for n in range(3)),
+        *(measurement("iskander", n, requests_per_s=300.0) for n in range(3)),
+    )
+    faster_machine = results(
+        *(measurement("echo", n, requests_per_s=2000.0) for n in range(3)),
+        *(measurement("iskander", n, requests_per_s=900.0) for n in range(3)),
+    )
+    changes = {(each.system, each.metric): each for each in compare.compare(before, faster_machine)}
+    ours = changes["iskander", "requests_per_s"]
+    assert (round(ours.factor, 3), ours.word, ours.yardstick) == (1.5, "better", "echo")
+    assert changes["iskander", "p50_us"].word == "same"
+    assert changes["echo", "requests_per_s"].yardstick == ""
+    assert "1.50" in compare.render(list(changes.values()))
+
+
+def test_a_change_within_the_spread_of_the_rounds_is_none() -> None:
+    def noisy(*rates: float) -> Results:
+        return results(
+            *(measurement("echo", n) for n in range(3)),
+            *(measurement("iskander", n, requests_per_s=r) for n, r in enumerate(rates)),
+        )
+
+    changes = compare.compare(noisy(300, 400, 500), noisy(390, 480, 500))
+    assert {change.word for change in changes} == {"same"}
+    worse = compare.compare(noisy(400, 402, 404), noisy(300, 301, 302))
+    assert "worse" in {change.word for change in worse}
+
+
+def test_a_file_is_written_as_the_figures_come_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.jsonl"
+    records = write(path, [RUN, measurement("echo", 1), {"kind": "probe", "name": "start"}])
+    next(records)
+    next(records)
+    assert len(path.read_text().splitlines()) == 2
+    assert len(list(records)) == 1
+    found = read([path])
+    assert (found.cases, found.systems(CASE), len(found.probes)) == ([CASE], ["echo"], 1)
+
+
+def test_files_of_different_machines_do_not_go_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    paths[0].write_text(json.dumps(RUN) + "\n")
+    paths[1].write_text(json.dumps(RUN | {"machine": {"cpu": "other"}}) + "\n")
+    with pytest.raises(ValueError, match="another machine"):
+        read(paths)
+    paths[1].write_text(json.dumps(RUN | {"versions": {"python": "3.11", "commit": "def"}}) + "\n")
+    assert read(paths).run["versions"]["commit"] == "abc, def"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "no json"])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"no record|no run"):
+        read([path])
+
+
+def test_the_page_shows_goals_cases_probes_and_pictures(tmp_path: Path) -> None:
+    found = results(measurement("iskander", 1), measurement("mosec", 1, error_words="it broke"))
+    found.probes += [
+        {"kind": "probe", "name": "start", "seconds": 1.2},
+        {"kind": "probe", "name": "ramp", "system": "iskander", "sustained_per_s": 4000.0},
+    ]
+    page.write_page(found, tmp_path / "README.md", images=None)
+    text = (tmp_path / "README.md").read_text()
+    for words in (CASE, "missed |", "1.20", "4,000", "mosec: it broke", "isk-gateway 30"):
+        assert words in text
+
+
+def test_latency_counts_only_what_is_known() -> None:
+    load = Load(workload=TWO_TOWER, rows=128, clients=4)
+    nothing = _sum_up(Tally(errors=4, words="x"), Span(0, NS_PER_S), load, {"client": 1.0}, 0.0)
+    assert (nothing["requests_per_s"], nothing["p50_us"], nothing["errors"]) == (0.0, None, 4)
+    tallies = [Tally(np.array([1000, 3000])), Tally(np.array([2000]), drops=2)]
+    figures = _sum_up(
+        merge(tallies), Span(0, 2 * NS_PER_S), load, {"client": 3e-6, "gateway": 6e-6}, 6e-6
+    )
+    assert (figures["requests"], figures["requests_per_s"]) == (3, 1.5)
+    assert (figures["p50_us"], figures["latencies_us"][-1], figures["drops"]) == (2.0, 3.0, 2)
+    assert figures["server_cpu_us"] == pytest.approx(2.0)
+    assert figures["client_cpu_us"] == pytest.approx(1.0)
+
+
+def test_a_load_is_sustained_while_answers_come_in_time() -> None:
+    good = {"requests": 990, "drops": 10, "errors": 0, "p99_us": 2000.0}
+    assert ramp.is_sustained(good)
+    for bad in ({"drops": 100}, {"errors": 1}, {"p99_us": 60_000.0}, {"p99_us": None},
+                {"requests": 0, "drops": 0}):  # fmt: skip
+        assert not ramp.is_sustained(good | bad)
+
+
+def test_probes_are_held_against_their_bounds() -> None:
+    found = results()
+    found.probes += [{"name": "start", "seconds": 1.6}]
+    assert "missed" in probes.render(found)
+    assert ramp.render(found) == ""
+
+
+def test_answers_that_are_not_the_models_stop_a_measurement() -> None:
+    class Wrong:
+        def call(self, index: int) -> int:
+            return index
+
+        def output(self, answer: int) -> np.ndarray:
+            return np.array([float(answer)])
+
+        def close(self) -> None: ...
+
+    require_outputs(Wrong(), [np.array([0.0]), np.array([1.0])])
+    with pytest.raises(ValueError, match="batch 1"):
+        require_outputs(Wrong(), [np.array([0.0]), np.array([0.5])])
+
+
+def test_no_more_processes_than_clients() -> None:
+    case = SUITES["small"][0]
+    assert with_processes(case, 4).load.processes == case.load.clients == 1
