@@ -48,11 +48,19 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     cores: Annotated[
         str,
         Meta(
-            description="Cpus of the gateway that no worker gets: `auto` is one physical core of "
-            "the first NUMA node with three or more, else a cpu list such as `0,8`. Empty: it runs "
-            "anywhere."
+            description="Cpus of the gateway that no worker gets: `auto` is one physical core for "
+            "each of its processes, of the first NUMA node that has two more, else a cpu list such "
+            "as `0,8`. Empty: it runs anywhere."
         ),
     ] = ""
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Gateway processes that share the port; the workers serve all of them.",
+        ),
+    ] = 1
     drain_s: Annotated[
         float,
         Meta(

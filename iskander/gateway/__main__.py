@@ -33,6 +33,8 @@ TRIM_THRESHOLD_BYTES = 512 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Source: malloc.h of glibc, mallopt(3)."""
 
+_PR_SET_PDEATHSIG = 1
+
 EXIT_NOT_READY, EXIT_MEMORY, EXIT_CONFIG, EXIT_AT_ONCE = 69, 71, 78, 130
 
 log = logging.getLogger("iskander.gateway")
@@ -55,16 +57,19 @@ def main() -> None:
         metavar="SECTION.KEY=VALUE",
         help="override one setting; may be given again",
     )
+    parser.add_argument("--process", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"iskander-gateway {__version__}")
     arguments = parser.parse_args()
     try:
         config = load_config(arguments.config, overrides=tuple(arguments.set)).config
-        set_up_logs(config.admin)
-        _keep_large_blocks()
+        set_up_logs(config.admin, arguments.process)
         placed = plan(config, read_topology(os.sched_getaffinity(0)))
-        _take_place(placed)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, placed.places))
+            if config.server.processes > 1 and arguments.process is None:
+                sys.exit(runner.run(_look_after(config, arguments)))
+            _keep_large_blocks()
+            _take_place(placed)
+            runner.run(_serve(config, placed.places, arguments.process))
     except (ConfigError, ManifestError) as error:
         _end(error, EXIT_CONFIG)
     except SegmentError as error:
@@ -103,14 +108,31 @@ def _take_place(placed: Plan) -> None:
         log.info("runs on the cpus %s, the workers on others", cpus)
 
 
-async def _serve(config: Config, places: list[Place]) -> None:
+async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
+    """Run the processes of which each is `_serve`; the exit code."""
+    from iskander.gateway.processes import Parent
+
+    command = [sys.executable, "-m", "iskander.gateway", "--config", str(arguments.config)]
+    command += [part for override in arguments.set for part in ("--set", override)]
+    Path("/proc/self/comm").write_text("isk-gateway")
+    parent = Parent(config, command)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, parent.stop)
+    loop.add_signal_handler(signal.SIGHUP, parent.roll)
+    return await parent.serve()
+
+
+async def _serve(config: Config, places: list[Place], process: int | None) -> None:
     # Before NumPy is imported, which starts a thread a core for work that is not done here.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from iskander.gateway.server import Server
 
-    Path("/proc/self/comm").write_text("isk-gateway")
-    server = Server(config, places)
+    name = "isk-gateway" if process is None else f"isk-gateway-{process}"
+    Path("/proc/self/comm").write_text(name)
+    server = Server(config, places, process or 0)
     stop = asyncio.Event()
+    makes_room = False
 
     def on_signal() -> None:
         if stop.is_set():
@@ -118,9 +140,17 @@ async def _serve(config: Config, places: list[Place]) -> None:
             os._exit(EXIT_AT_ONCE)
         stop.set()
 
+    def on_replaced() -> None:
+        nonlocal makes_room
+        makes_room = True
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if process is not None:
+        _end_with_parent()
+        loop.add_signal_handler(signal.SIGHUP, on_replaced)
     starting = asyncio.create_task(server.start())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +160,12 @@ async def _serve(config: Config, places: list[Place]) -> None:
         starting.result()
     starting.cancel()
     await stopping
-    await server.drain()
+    await server.drain(keeps_workers=makes_room)
+
+
+def _end_with_parent() -> None:
+    """Be stopped when the parent is gone, however it went. Source: prctl(2)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(error: IskanderError, code: int) -> None:

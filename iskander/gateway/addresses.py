@@ -30,6 +30,11 @@ def require_addresses(config: Config) -> None:
         where = f"server.address {address}"
         path = unix_path(address)
         if path is not None:
+            if config.server.processes > 1:
+                raise ConfigError(
+                    f"{where}: a unix socket has one listener; with server.processes above 1 "
+                    "every address is HOST:PORT"
+                )
             if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
                 raise ConfigError(
                     f"{where}: a socket path has at most {SOCKET_PATH_BYTES_MAX} bytes"

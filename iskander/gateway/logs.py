@@ -12,8 +12,12 @@ from iskander.memory.backing import Backing
 
 
 class _JsonFormatter(logging.Formatter):
+    def __init__(self, process: int | None) -> None:
+        super().__init__()
+        self._own: dict[str, object] = {} if process is None else {"process": process}
+
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line = self._own | {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -24,15 +28,15 @@ class _JsonFormatter(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
 
-def set_up_logs(config: AdminConfig) -> None:
-    """Send this process's log lines to stderr."""
+def set_up_logs(config: AdminConfig, process: int | None = None) -> None:
+    """Send this process's log lines to stderr, with its number where it is one of several."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
-        handler.setFormatter(_JsonFormatter())
+        handler.setFormatter(_JsonFormatter(process))
     else:
-        handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
-        )
+        number = "" if process is None else f" [{process}]"
+        line = f"%(asctime)s %(levelname).1s{number} %(name)s: %(message)s"
+        handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(config.log_level.upper())

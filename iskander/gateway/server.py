@@ -8,15 +8,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.errors import ConfigError
 from iskander.gateway.addresses import require_addresses
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight import FlightService
@@ -25,6 +21,7 @@ from iskander.gateway.frontends.health import HealthService
 from iskander.gateway.intake import Intake
 from iskander.gateway.logs import log_backing
 from iskander.gateway.models import Models
+from iskander.gateway.runtime import Member, RuntimeDirectory
 from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.supervision.workers import Place
 from iskander.gateway.systemd import notify
@@ -32,7 +29,6 @@ from iskander.gateway.telemetry.observed import Observed
 from iskander.gateway.telemetry.recent import Recent
 from iskander.gateway.telemetry.stats import collect
 from iskander.memory.backing import BackingOptions
-from iskander.wire.attach import SOCKET_PATH_BYTES_MAX, LockFile
 
 if TYPE_CHECKING:
     from iskander.gateway.telemetry.admin import AdminServer
@@ -53,21 +49,19 @@ class Server:
     Args:
         config: Checked settings.
         places: Where the workers run.
+        index: Number of this process, where `server.processes` are several; the workers are those
+            of process 0, and attach to all.
 
     Raises:
         ConfigError: An address is none, or another gateway has the directory.
         SegmentError: The system has not the memory for the input arena.
     """
 
-    def __init__(self, config: Config, places: list[Place]) -> None:
+    def __init__(self, config: Config, places: list[Place], index: int = 0) -> None:
         self._config = config
         require_addresses(config)
-        self._folder = runtime_directory(config)
-        self._lock = LockFile(self._folder / "gateway.lock")
-        if not self._lock.take():
-            raise ConfigError(
-                "server.runtime_directory: another gateway runs there; give this one its own"
-            )
+        self._runtime = RuntimeDirectory(config)
+        self._member = Member.of(self._runtime.path, index, config.server.processes)
         self._started_ns = now_ns()
         self._is_stopping = False
         self._is_started = False
@@ -99,7 +93,8 @@ class Server:
         self._supervisor = Supervisor(
             config,
             places,
-            folder=self._folder,
+            folder=self._runtime.path,
+            member=self._member,
             models=self._models,
             intake=self._intake,
             dispatcher=self._dispatcher,
@@ -121,7 +116,8 @@ class Server:
         """Listen, start the workers, and wait until every model is ready.
 
         Where a service manager starts the workers, listening is all that is waited for: they come
-        after this gateway.
+        after this gateway. One process of several listens when it is ready, since until then the
+        others can be asked.
 
         Raises:
             IskanderError: An address, a model or a worker failed; says which.
@@ -129,27 +125,39 @@ class Server:
         config = self._config
         if config.admin.address:
             from iskander.gateway.telemetry.admin import AdminServer  # A tenth of a second.
+            from iskander.gateway.telemetry.metrics import Collector
 
-            self._admin = AdminServer(config.admin.address, self._observed)
+            self._admin = AdminServer(config.admin.address, Collector(self._observed))
             self._admin_address = await self._admin.start()
-        self.addresses = await self._grpc.start(config.server, config.addresses)
+        if not self._member.siblings:
+            await self._listen()
         self._supervisor.start()
-        where = ", ".join(self.addresses)
         if config.workers.spawn:
             await self._supervisor.until_ready()
+        if self._member.siblings:
+            await self._listen()
+        where = ", ".join(self.addresses)
         self._is_started = True
         # What lives now lives on: collections need not walk it again.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
         log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
-        notify(READY="1", STATUS=f"serving on {where}", X_ISKANDER_ADDRESS=self.addresses[0])
+        notify(
+            READY="1",
+            STATUS=f"serving on {where}",
+            X_ISKANDER_ADDRESS=self.addresses[0],
+            X_ISKANDER_ADMIN=self._admin_address,
+        )
 
-    async def drain(self) -> None:
+    async def drain(self, *, keeps_workers: bool = False) -> None:
         """Stop in order: not ready, take no more, finish what was accepted, let the workers go.
 
         Between the first two, for `server.lame_duck_s`, batches are still taken, so that those who
         choose among servers have seen that this one is not ready.
+
+        Args:
+            keeps_workers: They are for the process that takes this one's place.
         """
         self._is_stopping = self._models.is_stopping = True
         notify(STOPPING="1", STATUS="draining")
@@ -163,7 +171,10 @@ class Server:
         if not await self._wait_while(self._has_work, self._config.server.drain_s):
             log.warning("not finished in time: %s", self._work())
         await self._grpc.stop(GRACE_S)
-        await self._supervisor.stop()
+        if keeps_workers:
+            self._supervisor.let_go()
+        else:
+            await self._supervisor.stop()
         await self._release()
         log.info("stopped")
 
@@ -179,7 +190,15 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """What lanes, workers and memory have come to."""
-        return collect(self._observed) | {"admin_address": self._admin_address}
+        return collect(self._observed) | {
+            "admin_address": self._admin_address,
+            "process": self._member.number,
+        }
+
+    async def _listen(self) -> None:
+        self.addresses = await self._grpc.start(
+            self._config.server, self._config.addresses, is_shared=bool(self._member.siblings)
+        )
 
     async def _wait_while(self, condition: Callable[[], bool], wait_s: float) -> bool:
         """Wait for a condition to end, with news every second; False where it took too long."""
@@ -211,30 +230,4 @@ class Server:
             await self._admin.stop()
         self._dispatcher.close_timer()
         self._intake.close()
-        self._lock.release()
-
-
-def runtime_directory(config: Config) -> Path:
-    """The folder for sockets and locks, made where it is not there, for this user only.
-
-    Raises:
-        ConfigError: It cannot be made, is another user's, or makes socket paths too long.
-    """
-    named = config.server.runtime_directory or os.environ.get("RUNTIME_DIRECTORY", "")
-    if named:
-        folder = Path(named)
-    else:
-        base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-        address = "".join(c if c.isalnum() or c in ".-" else "-" for c in config.addresses[0])
-        folder = base / f"iskander-{os.getuid()}" / address
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ours = [folder] if named else [folder, folder.parent]
-        owners = {path.stat().st_uid for path in ours}
-    except OSError as error:
-        raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
-    if owners != {os.getuid()}:
-        raise ConfigError(f"server.runtime_directory {folder} belongs to another user")
-    if len(os.fsencode(folder)) + len("/attach.sock") > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(f"server.runtime_directory {folder}: too long for socket paths")
-    return folder
+        self._runtime.release()

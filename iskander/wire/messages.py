@@ -20,7 +20,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +71,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
         cpus: Those that it is to pin itself to; `cores` is how many physical cores they are of.
         node: NUMA node whose memory it is to prefer; None for no preference.
         reattach_s: How long to wait for another gateway when this one is gone; 0 for ever.
+        siblings: Attach sockets of the other processes of this gateway, to be served too.
     """
 
     incarnation: int
@@ -83,6 +84,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     output_bytes: int
     beat_bytes: int
     reattach_s: float
+    siblings: tuple[str, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -133,7 +135,16 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
-    """Finish what came before this message, then exit with 0."""
+    """Finish what came before this message, then exit with 0.
+
+    Where several gateway processes share the worker, only the first one's ends it, once the others
+    have let go too; the others' end what they have of it.
+
+    Attributes:
+        is_stopping: The gateway stops, so the others do by themselves.
+    """
+
+    is_stopping: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):

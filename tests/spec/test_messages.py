@@ -70,8 +70,8 @@ CONTRACT = Contract(
     rows_fixed=8,
 )
 SAMPLES: dict[str, Any] = {
-    "Hello": Hello(protocol=3, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
-    "Hello of a newborn": Hello(protocol=3, version="0.1.0", group=None, index=None, cpus=()),
+    "Hello": Hello(protocol=4, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
+    "Hello of a newborn": Hello(protocol=4, version="0.1.0", group=None, index=None, cpus=()),
     "Welcome": Welcome(
         incarnation=9,
         index=5,
@@ -83,6 +83,7 @@ SAMPLES: dict[str, Any] = {
         output_bytes=1 << 26,
         beat_bytes=4096,
         reattach_s=30.0,
+        siblings=("/run/iskander/process-1/attach.sock",),
     ),
     "Welcome without a node": Welcome(1, 0, 0, (0,), 1, None, 1, 2, 3, 0.0),
     "Refused": Refused(code="protocol", message="every place of the plan has its worker"),
@@ -100,7 +101,8 @@ SAMPLES: dict[str, Any] = {
     "Execute of large numbers": Execute(
         2**63 - 1, 2**31, 2**31, (Slice(2**40, 2**31, 2**30, 2**30, 2**40),)
     ),
-    "Drain": Drain(),
+    "Drain": Drain(is_stopping=True),
+    "Drain of a worker that is replaced": Drain(),
     "Loaded": Loaded(
         model=3,
         contract=CONTRACT,

@@ -40,7 +40,7 @@ PARTS = {Path(prefix).stem for prefix in LAYERS} | {"_generated"}
 # Where each library may be imported; what to use elsewhere.
 DOORS = {
     "prometheus_client": (
-        ("iskander/gateway/telemetry/metrics.py",),
+        ("iskander/gateway/telemetry/metrics.py", "iskander/gateway/telemetry/merged.py"),
         "iskander.gateway.telemetry.metrics",
     ),
     "starlette": (("iskander/gateway/telemetry/admin.py",), "iskander.gateway.telemetry.admin"),
@@ -54,7 +54,10 @@ DOORS = {
     "pyarrow": (("iskander/gateway/", "iskander/client.py"), "nothing: a worker has no Arrow"),
     "mmap": (("iskander/memory/segment.py",), "iskander.memory.segment"),
     "time": (("iskander/clock.py",), "iskander.clock"),
-    "subprocess": (("iskander/gateway/supervision/workers.py",), "the supervisor"),
+    "subprocess": (
+        ("iskander/gateway/supervision/workers.py", "iskander/gateway/processes.py"),
+        "the supervisor",
+    ),
     "multiprocessing": ((), "a worker of its own command"),
     "pickle": ((), "msgspec"),
 }

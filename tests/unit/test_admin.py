@@ -18,6 +18,7 @@ from support.observed import make_lane, observe
 from iskander.errors import ConfigError
 from iskander.gateway.telemetry import admin
 from iskander.gateway.telemetry.admin import AdminServer
+from iskander.gateway.telemetry.metrics import Collector
 from iskander.gateway.telemetry.observed import Observed
 
 WITHIN_S = 10.0
@@ -33,7 +34,7 @@ def serve(observed: Observed, talk: Callable[[str], Awaitable[Any]]) -> Any:
     """Start a port, talk to it, stop it; nothing may hang."""
 
     async def run() -> Any:
-        server = AdminServer("127.0.0.1:0", observed)
+        server = AdminServer("127.0.0.1:0", Collector(observed))
         address = await server.start()
         try:
             return await talk(address)
@@ -274,7 +275,7 @@ def test_signals_stay_with_the_gateway() -> None:
 
 def test_a_stopped_port_is_free_and_holds_no_connection() -> None:
     async def run() -> bytes:
-        server = AdminServer("127.0.0.1:0", observe([]))
+        server = AdminServer("127.0.0.1:0", Collector(observe([])))
         address = await server.start()
         reader, writer = await connect(address)
         await server.stop()
@@ -282,7 +283,7 @@ def test_a_stopped_port_is_free_and_holds_no_connection() -> None:
         writer.close()
         with pytest.raises(ConnectionRefusedError):
             await connect(address)
-        again = AdminServer(address, observe([]))
+        again = AdminServer(address, Collector(observe([])))
         assert await again.start() == address
         await again.stop()
         return left
@@ -291,14 +292,14 @@ def test_a_stopped_port_is_free_and_holds_no_connection() -> None:
 
 
 def test_stopping_what_was_not_started_is_nothing() -> None:
-    asyncio.run(AdminServer("127.0.0.1:0", observe([])).stop())
+    asyncio.run(AdminServer("127.0.0.1:0", Collector(observe([]))).stop())
 
 
 def test_a_port_in_use_is_the_operators_mistake() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"admin\.address {address}: Address already in use"):
-            asyncio.run(AdminServer(address, observe([])).start())
+            asyncio.run(AdminServer(address, Collector(observe([]))).start())
 
 
 @pytest.mark.parametrize(
@@ -314,12 +315,12 @@ def test_a_port_in_use_is_the_operators_mistake() -> None:
 )
 def test_an_address_that_nobody_can_have_is_refused_by_name(address: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        asyncio.run(AdminServer(address, observe([])).start())
+        asyncio.run(AdminServer(address, Collector(observe([]))).start())
 
 
 def test_an_ipv6_address_is_written_so_that_it_can_be_used() -> None:
     async def run() -> str:
-        server = AdminServer("[::1]:0", observe([]))
+        server = AdminServer("[::1]:0", Collector(observe([])))
         address = await server.start()
         await server.stop()
         return address

@@ -24,10 +24,14 @@ from iskander.gateway.supervision.workers import Place
 
 
 def config(
-    groups: Any = "auto", count: int = 0, cores: str = "", **model: int | bool | str
+    groups: Any = "auto",
+    count: int = 0,
+    cores: str = "",
+    processes: int = 1,
+    **model: int | bool | str,
 ) -> Config:
     return Config(
-        server=ServerConfig(cores=cores),
+        server=ServerConfig(cores=cores, processes=processes),
         workers=WorkersConfig(groups=groups, count=count),
         models=(ModelConfig(name="m", path="p", **model),),
     )
@@ -206,6 +210,17 @@ def test_auto_takes_the_core_of_a_node_that_can_spare_it() -> None:
 
     assert planned.gateway == (4,)
     assert [place.cpus for place in planned.places] == [(0, 1), (5, 6)]
+
+
+def test_auto_keeps_a_whole_core_for_each_gateway_process() -> None:
+    topology = make_topology(2, 6, threads=2)
+
+    planned = plan(config(cores="auto", processes=3), topology)
+
+    assert len(planned.gateway) == 6
+    assert len(topology.only(planned.gateway).cores) == 3
+    assert not set(planned.gateway) & {cpu for place in planned.places for cpu in place.cpus}
+    assert plan(config(cores="auto", processes=5), topology).gateway == ()
 
 
 @pytest.mark.parametrize("name", ["1 node", "1 node, SMT", "8 nodes, in a cpuset"])

@@ -84,13 +84,17 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
     loop: WorkerLoop | None = None
     lock: attach.LockFile | None = None
     deadline_ns = _deadline_ns(wait_s)
+
+    def greet(connection: socket.socket) -> None:
+        attach.send_hello(connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus))
+
     while True:
         connection = _connect(path, deadline_ns, loop)
         if connection is None:
             return EXIT_DRAINED
         try:
             attach.require_peer(connection)
-            attach.send_hello(connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus))
+            greet(connection)
             answer, descriptors = attach.receive_answer(connection)
         except (ProtocolError, OSError):
             # A gateway that stops just now hangs up; the next one will answer.
@@ -104,9 +108,10 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
             cpus = answer.cpus
             notices = place(cpus, answer.node)
             _name_process(f"isk-worker-{answer.index}")
+            from iskander_worker.gateways import Attachment, Gateways
             from iskander_worker.loop import WorkerLoop
 
-            loop = WorkerLoop(answer.cores, notices)
+            loop = WorkerLoop(answer.cores)
         elif cpus != answer.cpus:
             _say("the new gateway plans other cores for this worker; it makes room for a fresh one")
             return EXIT_DRAINED
@@ -114,11 +119,12 @@ def _work(path: str, group: int | None, wait_s: float) -> int:
             # Held while there is no gateway too: the next one sees by it that this process lives.
             if lock is not None:
                 lock.release()
-            lock = attach.LockFile(Path(path).parent / f"worker-{answer.index}.lock")
+            lock = attach.LockFile(Path(path).resolve().parent / f"worker-{answer.index}.lock")
         index, group = answer.index, answer.group
         assert lock is not None
         # The worker that it replaces may hold the lock for a moment more: tried at every turn.
-        if loop.serve(connection, answer, descriptors, on_turn=lock.take):
+        first = Attachment(path, connection, answer, descriptors)
+        if loop.serve(Gateways(first, greet, notices), on_turn=lock.take):
             return EXIT_DRAINED
         deadline_ns = _deadline_ns(answer.reattach_s)
         _say("the gateway is gone; keeping the models and waiting for the next one")

@@ -27,6 +27,7 @@ from iskander.gateway.frontends.health import HealthService
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.ports import bind, with_port
 from iskander.wire.attach import LockFile
 
 log = logging.getLogger("iskander.grpc")
@@ -72,8 +73,15 @@ class GrpcServer:
             calls_max=streams + CALLS_SLACK,
         )
 
-    async def start(self, config: ServerConfig, addresses: tuple[str, ...]) -> list[str]:
+    async def start(
+        self, config: ServerConfig, addresses: tuple[str, ...], *, is_shared: bool = False
+    ) -> list[str]:
         """Listen.
+
+        Args:
+            config: Of the server.
+            addresses: Where.
+            is_shared: Other processes of this gateway listen there too.
 
         Returns:
             The addresses with the ports that were taken.
@@ -85,14 +93,18 @@ class GrpcServer:
         for address in addresses:
             path = unix_path(address)
             try:
-                sockets = await _bind(address) if path is None else [self._bind_path(path, config)]
+                sockets = (
+                    await bind(address, is_shared=is_shared)
+                    if path is None
+                    else [self._bind_path(path, config)]
+                )
             except OSError as error:
                 raise ConfigError(
                     f"server.address {address}: cannot listen there: {error.strerror}"
                 ) from None
             for listening in sockets:
                 await self._listener.listen(listening)
-            bound.append(address if path is not None else _with_port(address, sockets[0]))
+            bound.append(address if path is not None else with_port(address, sockets[0]))
         return bound
 
     async def stop(self, grace_s: float) -> None:
@@ -202,35 +214,6 @@ def _unary(handler: Callable[[bytes], Awaitable[bytes]]) -> Serve:
         await call.write(await handler(request))
 
     return _with_request(answer)
-
-
-async def _bind(address: str) -> list[socket.socket]:
-    """Sockets for a host and a port, one for each address of the host."""
-    host, _, wanted = address.rpartition(":")
-    host, port = host.strip("[]"), int(wanted)
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    sockets: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, where in dict.fromkeys(found):
-            listening = socket.socket(family, kind, protocol)
-            sockets.append(listening)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                # The address of all takes IPv4 too, as servers do; any other is just itself.
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
-            listening.bind((where[0], port, *where[2:]))
-            port = listening.getsockname()[1]
-    except BaseException:
-        for listening in sockets:
-            listening.close()
-        raise
-    return sockets
-
-
-def _with_port(address: str, listening: socket.socket) -> str:
-    return f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
 
 def _own(path: Path, config: ServerConfig) -> None:

@@ -17,9 +17,9 @@ from iskander.gateway.supervision.workers import Place
 
 Item = TypeVar("Item")
 
-SPARED_FROM_CORES = 3
-"""Physical cores of a node of which `server.cores = "auto"` takes one: with fewer, the models would
-lose half of them or all."""
+LEFT_CORES = 2
+"""Physical cores that `server.cores = "auto"` leaves of the node that it takes its own from: with
+fewer, the models would lose half of them or all."""
 
 
 class Plan(NamedTuple):
@@ -87,7 +87,7 @@ def _gateway_cpus(
         return (), ""
     taken = set(chain.from_iterable(named))
     if text == "auto":
-        return _spare_core(topology, taken)
+        return _spare_cores(topology, taken, config.server.processes)
     where = f'server.cores = "{text}"'
     cpus = _named_cpus(where, text, topology, "`auto` or a cpu list")
     shared = sorted(taken & set(cpus))
@@ -110,17 +110,20 @@ def _named_cpus(where: str, text: str, topology: Topology, wanted: str) -> tuple
     return cpus
 
 
-def _spare_core(topology: Topology, taken: set[int]) -> tuple[tuple[int, ...], str]:
-    """One whole core: any that no group names, or the first of the first node that can spare it."""
+def _spare_cores(
+    topology: Topology, taken: set[int], processes: int
+) -> tuple[tuple[int, ...], str]:
+    """A whole core for each process: what no group names, or of the first node with enough."""
     if taken:
         free = [core for core in topology.cores if not taken.intersection(core)]
         reason = "workers.groups leaves no whole core free"
     else:
+        least = processes + LEFT_CORES
         nodes = (topology.only(cpus).cores for cpus in topology.nodes.values())
-        free = next((cores for cores in nodes if len(cores) >= SPARED_FROM_CORES), [])
-        reason = f"no NUMA node has {SPARED_FROM_CORES} physical cores or more that may be used"
+        free = next((cores for cores in nodes if len(cores) >= least), [])
+        reason = f"no NUMA node has {least} physical cores or more that may be used"
     if free:
-        return free[0], ""
+        return tuple(sorted(chain.from_iterable(free[:processes]))), ""
     return (), f'the gateway has no core of its own with server.cores = "auto": {reason}'
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config import WorkersConfig
 from iskander.errors import IskanderError, NotReady
+from iskander.gateway.runtime import ATTACH_SOCKET
 from iskander.gateway.supervision.lifecycle import BACKOFF_MAX_S, Event, State, backoff_s
 from iskander.gateway.supervision.timers import Timers
 from iskander.gateway.supervision.workers import Child, Worker
@@ -67,7 +68,7 @@ class Starting:
     def spawn(self, worker: Worker) -> None:
         """Start a process now."""
         try:
-            child, pidfd = worker.spawn(self._folder / "attach.sock")
+            child, pidfd = worker.spawn(self._folder / ATTACH_SOCKET)
         except OSError as error:
             log.error("worker %d cannot be started: %s", worker.place.index, error)
             self._happened(worker, Event.EXITED)

@@ -18,6 +18,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.errors import IskanderError, NotReady, ProtocolError
@@ -25,6 +27,7 @@ from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.logs import log_backing
 from iskander.gateway.models import Models
+from iskander.gateway.runtime import ATTACH_SOCKET, Member
 from iskander.gateway.supervision.lifecycle import Action, Event, State, step, validate
 from iskander.gateway.supervision.loading import Loading
 from iskander.gateway.supervision.reception import Reception
@@ -69,6 +72,7 @@ class Supervisor:
         config: Checked settings.
         places: The plan.
         folder: The runtime directory; its lock is held by the caller.
+        member: Which of the gateway's processes this one is; the first starts and ends workers.
         models: The lanes; told which workers there are.
         intake: Owner of the input arena.
         dispatcher: Told who may have work.
@@ -81,6 +85,7 @@ class Supervisor:
         places: list[Place],
         *,
         folder: Path,
+        member: Member,
         models: Models,
         intake: Intake,
         dispatcher: Dispatcher,
@@ -89,19 +94,23 @@ class Supervisor:
         validate()
         self._config = config
         self._settings = settings = config.workers
-        self._folder = folder
+        self._member = member
         self._models = models
         self._intake = intake
         self._dispatcher = dispatcher
         self._on_change = on_change
         self.workers = models.workers = [Worker(place) for place in places]
         self._incarnation = 0
-        self._reception = Reception(folder / "attach.sock", self._take_on)
+        self._is_stopping = False
+        self._reception = Reception(folder / ATTACH_SOCKET, self._take_on)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._timers = Timers()
         self._starting = starting = Starting(
-            settings, folder, timers=self._timers, happened=self._happened
+            settings if member.is_first else msgspec.structs.replace(settings, spawn=False),
+            folder,
+            timers=self._timers,
+            happened=self._happened,
         )
         self._loading = Loading(
             models.by_key,
@@ -131,16 +140,17 @@ class Supervisor:
             Action.COUNT_CRASH: starting.count_crash,
             Action.FORGIVE: starting.forgive,
             Action.ABORT: self._abort,
-            Action.KILL: Worker.kill,
+            Action.KILL: self._kill,
         }
 
     def start(self) -> None:
         """Listen for workers, and start those of the plan that do not live already."""
         self._reception.open()
         self._watch.start()
-        self._recycling.start()
-        if self._settings.spawn:
-            self._starting.fill(self.workers)
+        if self._member.is_first:
+            self._recycling.start()
+            if self._settings.spawn:
+                self._starting.fill(self.workers)
 
     async def until_ready(self) -> None:
         """Wait until every model has the workers that it needs.
@@ -167,12 +177,17 @@ class Supervisor:
         self._recycling.close()
 
     async def stop(self) -> None:
-        """Let every worker go, and wait for the last; those that stay are killed."""
+        """Let every worker go, and wait for the last; those that stay are killed.
+
+        A worker that siblings still want stays until they have finished, too.
+        """
+        self._is_stopping = True
         self._reception.close()
         self._recycling.close()
         for worker in self.workers:
             self._happened(worker, Event.STOP)
-        deadline_ns = now_ns() + int(STOP_S * NS_PER_S)
+        limit_s = STOP_S + (self._config.server.drain_s if self._member.siblings else 0)
+        deadline_ns = now_ns() + int(limit_s * NS_PER_S)
         while any(w.state is not State.STOPPED or w.child is not None for w in self.workers):
             if now_ns() > deadline_ns:
                 for worker in self.workers:
@@ -186,18 +201,23 @@ class Supervisor:
 
     def close(self) -> None:
         """Release everything at once; what still lives is killed."""
+        self.kill_all()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Release everything, and leave the workers to the siblings, and to whoever comes next."""
         for part in (self._timers, self._watch, self._recycling, self._vacancy, self._reception):
             part.close()
         for worker in self.workers:
-            worker.kill()
             if worker.channel is not None:
                 self._loop.remove_reader(worker.channel)
             worker.detach()
 
     def kill_all(self) -> None:
         """End every worker now; for an exit that waits for nothing."""
-        for worker in self.workers:
-            worker.kill()
+        if self._member.is_first:
+            for worker in self.workers:
+                worker.kill()
 
     def _happened(self, worker: Worker, event: Event) -> None:
         before = worker.state
@@ -278,6 +298,7 @@ class Supervisor:
             output_bytes=len(worker.output),
             beat_bytes=BEAT_BYTES,
             reattach_s=self._settings.reattach_s,
+            siblings=self._member.siblings,
         )
         segments = (self._intake.segment.fd, worker.output.fd, worker.beat.fd)
         read_end = worker.open_abort_pipe()
@@ -322,7 +343,8 @@ class Supervisor:
         self._timers.clear(worker)
         worker.has_been_ready = True
         worker.is_awaited = False
-        self._recycling.opened(worker)
+        if self._member.is_first:
+            self._recycling.opened(worker)
         if worker.failures:
             self._later(worker, STEADY_S, Event.STEADY)
         self._dispatcher.open(worker)
@@ -335,7 +357,7 @@ class Supervisor:
     def _drain(self, worker: Worker) -> None:
         assert worker.channel is not None
         self._later(worker, self._config.server.drain_s, Event.TIMED_OUT)
-        worker.channel.send(encode([Drain()]))
+        worker.channel.send(encode([Drain(self._is_stopping)]))
 
     def _detach(self, worker: Worker) -> None:
         if worker.in_flight:
@@ -346,7 +368,16 @@ class Supervisor:
 
     def _abort(self, worker: Worker) -> None:
         self._later(worker, ABORT_S, Event.TIMED_OUT)
-        worker.dump()
+        if self._member.is_first:
+            worker.dump()
+
+    def _kill(self, worker: Worker) -> None:
+        """End the process; one that is a sibling's to end is only let go."""
+        if self._member.is_first:
+            worker.kill()
+        elif worker.channel is not None:
+            self._loop.remove_reader(worker.channel)
+            self._loop.call_soon(self._happened, worker, Event.LOST)
 
 
 def _doing(worker: Worker) -> str:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,9 +25,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from iskander.clock import NS_PER_MS, now_ns
 from iskander.errors import ConfigError
 from iskander.gateway.addresses import PORT_MAX
-from iskander.gateway.telemetry.metrics import OPENMETRICS_TYPE, TEXT_TYPE, Collector
-from iskander.gateway.telemetry.observed import Observed
 
+TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 CONNECTIONS_MAX = 32
 """Beyond them a connection is closed as it comes; probes and one or two scrapers need five."""
 CONNECTION_S = 30.0
@@ -38,17 +39,29 @@ REUSE_NS = 100 * NS_PER_MS
 """A page of this age is given again: someone who asks in a loop costs ten pages a second."""
 
 
+class Source(Protocol):
+    """Who knows what is answered."""
+
+    def reasons(self) -> list[str]:
+        """Why the gateway is not ready; empty where it is."""
+        ...
+
+    async def render(self, *, is_openmetrics: bool) -> bytes:
+        """The page for Prometheus."""
+        ...
+
+
 class AdminServer:
     """Serves `/livez`, `/readyz` and `/metrics`.
 
     Args:
         address: `HOST:PORT`; port 0 takes a free one.
-        observed: What is looked at.
+        source: What is told.
     """
 
-    def __init__(self, address: str, observed: Observed) -> None:
+    def __init__(self, address: str, source: Source) -> None:
         self._address = address
-        self._http = _Http(_http_config(_Pages(observed).app()))
+        self._http = _Http(_http_config(_Pages(source).app()))
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -79,9 +92,8 @@ class AdminServer:
 class _Pages:
     """What is answered."""
 
-    def __init__(self, observed: Observed) -> None:
-        self._models = observed.models
-        self._collector = Collector(observed)
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._lock = asyncio.Lock()
         self._made: dict[str, tuple[int, bytes]] = {}
 
@@ -102,7 +114,7 @@ class _Pages:
         return PlainTextResponse("ok\n")
 
     async def _readyz(self, request: Request) -> Response:
-        reasons = self._models.reasons()
+        reasons = self._source.reasons()
         status = 503 if reasons else 200
         if "application/json" in request.headers.get("accept", ""):
             return JSONResponse({"ready": not reasons, "reasons": reasons}, status)
@@ -114,7 +126,7 @@ class _Pages:
         async with self._lock:
             at_ns, page = self._made.get(kind, (0, b""))
             if not page or now_ns() - at_ns > REUSE_NS:
-                page = await self._collector.render(is_openmetrics=is_openmetrics)
+                page = await self._source.render(is_openmetrics=is_openmetrics)
                 self._made[kind] = now_ns(), page
         return Response(page, headers={"content-type": kind})
 

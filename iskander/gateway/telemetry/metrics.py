@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
     from iskander.gateway.supervision.workers import Worker
 
-TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 SOURCES_A_TURN = {"counter": 16, "gauge": 16, "histogram": 2}
 """What a metric is read from before others have their turn: up to 72 samples of 8 us."""
 
@@ -220,6 +218,10 @@ class Collector:
         """Each metric with its values now."""
         for metric, labels, sources in self._metrics():
             yield _family(metric, labels, sources)
+
+    def reasons(self) -> list[str]:
+        """Why the gateway is not ready; empty where it is."""
+        return self._observed.models.reasons()
 
     async def render(self, *, is_openmetrics: bool) -> bytes:
         """The page for Prometheus, in short turns."""

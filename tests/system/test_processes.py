@@ -1,0 +1,366 @@
+"""Several gateway processes on one port: whose answers, who dies, who is replaced, who speaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+from support import models
+from support.processes import Gateway, WorkerProcess, eventually, processes_of, running
+
+from iskander.client import Client
+from iskander.errors import IskanderError
+
+CONNECTIONS = 200
+"""Enough to be dealt to each of four processes, but for one time in 10**24."""
+
+
+def served(folder: Path) -> list[dict[str, object]]:
+    return [
+        {"name": "ids", "path": str(models.row_ids(folder / "ids")), "intra_threads": 1},
+        {"name": "slow", "path": str(models.slow(folder / "slow", 100)), "intra_threads": 1},
+    ]
+
+
+@contextlib.contextmanager
+def gateways(
+    folder: Path, count: int, *, server: dict[str, Any] | None = None, **sections: Any
+) -> Iterator[Gateway]:
+    workers = {"groups": ["0"], "reattach_s": 10.0} | sections.pop("workers", {})
+    admin = {"address": f"127.0.0.1:{free_port()}"}
+    with running(
+        folder,
+        served(folder),
+        server={"processes": count} | (server or {}),
+        workers=workers,
+        admin=admin,
+        **sections,
+    ) as gateway:
+        gateway.admin = admin["address"]  # type: ignore[attr-defined]
+        yield gateway
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Gateway]:
+    with gateways(tmp_path, 2) as gateway:
+        yield gateway
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def by_process(gateway: Gateway, count: int) -> dict[int, dict[str, Any]]:
+    """What each process says of itself, each asked over connections of its own."""
+    found: dict[int, dict[str, Any]] = {}
+    for _ in range(CONNECTIONS):
+        if len(found) == count:
+            break
+        with contextlib.suppress(flight.FlightUnavailableError, IskanderError):
+            stats = gateway.stats()
+            found[stats["process"]] = stats
+    assert sorted(found) == list(range(count))
+    return found
+
+
+def pid_of(gateway: Gateway, number: int) -> int:
+    """The gateway process of that number."""
+
+    def find() -> int:
+        for process in processes_of(gateway.runtime):
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[-2:] == ["--process", str(number)]:
+                    return process.pid
+        return 0
+
+    pid: int = eventually(find, what=f"process {number}")
+    return pid
+
+
+def worker_pid(gateway: Gateway) -> int:
+    """Of the one worker; all processes have to mean the same."""
+
+    def find() -> int:
+        pids = {stats["workers"][0]["pid"] for stats in by_process(gateway, 2).values()}
+        return pids.pop() if len(pids) == 1 else 0
+
+    pid: int = eventually(find, what="one worker for both")
+    return pid
+
+
+def client_of(gateway: Gateway, number: int) -> Client:
+    """A client whose connection is that process's."""
+    for _ in range(CONNECTIONS):
+        client = gateway.client()
+        if client.stats()["process"] == number:
+            return client
+        client.close()
+    raise AssertionError(f"no connection was dealt to process {number}")
+
+
+def is_right(client: Client, value: int = 5) -> bool:
+    batch = pa.record_batch({"x": [value, value + 1]})
+    return bool(client.score("ids", batch)["y"].to_pylist() == [3 * value + 1, 3 * value + 4])
+
+
+def page(gateway: Gateway, path: str) -> tuple[int, str]:
+    address = gateway.admin  # type: ignore[attr-defined]
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_connections_are_dealt_out_and_every_answer_is_its_askers(
+    tmp_path: Path, count: int
+) -> None:
+    with gateways(tmp_path, count) as gateway:
+        assert len({s["workers"][0]["pid"] for s in by_process(gateway, count).values()}) == 1
+        wrong: list[object] = []
+
+        def ask(seed: int) -> None:
+            with gateway.client() as client:
+                batches = [pa.record_batch({"x": [seed, seed * n]}) for n in range(50)]
+                for n, got in enumerate(client.stream("ids", batches)):
+                    if got["y"].to_pylist() != [3 * seed + 1, 3 * seed * n + 1]:
+                        wrong.append((seed, n, got))
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(1, 17)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        completed = {
+            number: stats["lanes"]["ids/1"]["completed"]
+            for number, stats in by_process(gateway, count).items()
+        }
+        assert sum(completed.values()) == 16 * 50
+        assert sum(n > 0 for n in completed.values()) > 1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_process_costs_only_its_own_clients(pair: Gateway, number: int) -> None:
+    worker, before = worker_pid(pair), pid_of(pair, number)
+    with client_of(pair, 1 - number) as other, client_of(pair, number) as own:
+        assert is_right(other) and is_right(own)
+        os.kill(before, signal.SIGKILL)
+        for _ in range(20):
+            assert is_right(other)
+    eventually(lambda: pid_of(pair, number) != before, what="another process")
+    with client_of_soon(pair, number) as again:
+        assert is_right(again)
+    assert worker_pid(pair) == worker
+    text = page(pair, "/metrics")[1]
+    assert f'iskander_process_starts_total{{process="{number}"}} 2.0' in text
+
+
+def client_of_soon(gateway: Gateway, number: int) -> Client:
+    """As `client_of`, once the process is there again."""
+
+    def find() -> Client | None:
+        try:
+            return client_of(gateway, number)
+        except (AssertionError, flight.FlightUnavailableError, IskanderError):
+            return None
+
+    found: Client = eventually(find, what=f"process {number}")
+    return found
+
+
+def test_a_killed_worker_comes_back_to_all(pair: Gateway) -> None:
+    with client_of(pair, 0) as first, client_of(pair, 1) as second:
+        before = worker_pid(pair)
+        os.kill(before, signal.SIGKILL)
+        # Both know that process 0 starts another one, and wait for it.
+        assert is_right(second) and is_right(first)
+        assert worker_pid(pair) != before
+
+
+def test_a_rolling_restart_loses_nothing_and_keeps_the_worker(pair: Gateway) -> None:
+    worker = worker_pid(pair)
+    before = {pid_of(pair, number) for number in range(2)}
+    stop = threading.Event()
+    answered, failed = [0], []
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                with pair.client() as client:
+                    assert is_right(client)
+                answered[0] += 1
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    pair.signal(signal.SIGHUP)
+    eventually(
+        lambda: "process 0 is replaced" in pair.text(), within_s=60, what="the rolling restart"
+    )
+    stop.set()
+    for thread in threads:
+        thread.join()
+    # A connection may have been on its way to a process that just closed its door: asked again by
+    # any client that retries, and nothing of it was accepted.
+    assert all(isinstance(each, flight.FlightUnavailableError) for each in failed), failed
+    assert answered[0] > 20
+    assert len(failed) <= answered[0] // 10
+    assert not before & {pid_of(pair, number) for number in range(2)}
+    assert worker_pid(pair) == worker
+
+
+def test_a_stop_lets_every_process_finish(tmp_path: Path) -> None:
+    with gateways(tmp_path, 2) as gateway:
+        clients = [client_of(gateway, number) for number in (0, 1)]
+        results: dict[int, object] = {}
+
+        def ask(number: int) -> None:
+            with clients[number] as client:
+                table = client.score("slow", pa.record_batch({"x": [60 + number]}))
+                results[number] = table["y"].to_pylist()
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
+        for thread in threads:
+            thread.start()
+
+        def both_wait() -> bool:
+            found = by_process(gateway, 2).values()
+            return all(
+                stats["lanes"]["slow/1"]["queue"]["requests"]
+                or any(worker["in_flight"] for worker in stats["workers"])
+                for stats in found
+            )
+
+        eventually(both_wait, what="a batch of each process")
+        gateway.signal(signal.SIGTERM)
+        assert gateway.wait() == 0
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == [0, 1]
+        assert not processes_of(gateway.runtime)
+
+
+def test_readiness_and_metrics_speak_for_all(pair: Gateway) -> None:
+    assert page(pair, "/readyz") == (200, "ready\n")
+    assert page(pair, "/livez") == (200, "ok\n")
+    with client_of(pair, 0) as first, client_of(pair, 1) as second:
+        assert is_right(first) and is_right(second) and is_right(second)
+    text = page(pair, "/metrics")[1]
+    for number in (0, 1):
+        assert f'iskander_process_up{{process="{number}"}} 1.0' in text
+    lines = [line for line in text.splitlines() if line.startswith("iskander_requests_total{")]
+    answered = {}
+    for line in lines:
+        if 'model="ids"' in line:
+            number = int(line.partition('process="')[2][0])
+            answered[number] = float(line.split()[-1])
+    assert answered == {0: 1.0, 1: 2.0}, lines
+    os.kill(pid_of(pair, 1), signal.SIGKILL)
+    assert page(pair, "/readyz")[0] == 200
+
+
+def test_a_worker_that_is_replaced_in_order_leaves_both(tmp_path: Path) -> None:
+    with gateways(tmp_path, 2, workers={"recycle_batches": 20}) as gateway:
+        before = worker_pid(gateway)
+        with client_of(gateway, 0) as first, client_of(gateway, 1) as second:
+            for value in range(60):
+                assert is_right(first, value) and is_right(second, value)
+        assert worker_pid(gateway) != before
+        assert all(
+            stats["lanes"]["ids/1"]["completed"] == 60 for stats in by_process(gateway, 2).values()
+        )
+
+
+def test_a_worker_of_a_service_manager_serves_all(tmp_path: Path) -> None:
+    with gateways(tmp_path, 2, workers={"spawn": False}) as gateway:
+        worker = WorkerProcess(gateway.attach_socket, tmp_path)
+        try:
+            assert worker_pid(gateway) == worker.pid
+            with client_of(gateway, 1) as client:
+                eventually(lambda: client.stats()["ready"], what="readiness")
+                assert is_right(client)
+        finally:
+            worker.process.terminate()
+            assert worker.process.wait(20) == 0
+            worker.end()
+
+
+def test_the_processes_end_with_their_parent(tmp_path: Path) -> None:
+    gateway = Gateway(
+        tmp_path, served(tmp_path), server={"processes": 2}, workers={"groups": ["0"]}
+    )
+    gateway.admin = ""  # type: ignore[attr-defined]
+    try:
+        gateway.start()
+        os.kill(gateway.pid, signal.SIGKILL)
+        gateway.wait()
+        eventually(lambda: not processes_of(gateway.runtime), what="the end of all")
+    finally:
+        gateway.end()
+
+
+@pytest.mark.parametrize(
+    ("server", "words", "code"),
+    [
+        ({"address": "unix:/tmp/iskander-shared.sock"}, "a unix socket has one listener", 78),
+        ({"address": "192.0.2.1:50051"}, "cannot listen there", 78),
+        ({"processes": 0}, "processes", 78),
+    ],
+)
+def test_what_processes_cannot_share_is_refused(
+    tmp_path: Path, server: dict[str, Any], words: str, code: int
+) -> None:
+    gateway = Gateway(tmp_path, served(tmp_path), server={"processes": 2} | server)
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() == code
+        assert words in gateway.text()
+    finally:
+        gateway.end()
+
+
+def test_a_port_that_is_taken_is_refused_even_by_one_that_shares_it(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        gateway = Gateway(tmp_path, served(tmp_path), server={"processes": 2, "address": address})
+        try:
+            gateway.start(is_ready=False)
+            assert gateway.wait() == 78
+            assert "cannot listen there" in gateway.text()
+        finally:
+            gateway.end()
+
+
+def test_a_model_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "model.onnx").write_bytes(b"no model")
+    broken = {"name": "broken", "path": str(tmp_path / "broken"), "intra_threads": 1}
+    gateway = Gateway(tmp_path, [broken], server={"processes": 2}, workers={"groups": ["0"]})
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() == 78
+        assert "broken" in gateway.text()
+        assert not processes_of(gateway.runtime)
+    finally:
+        gateway.end()

@@ -1,0 +1,203 @@
+"""The gateway processes that a worker serves: attached to, listened to in turn, let go.
+
+The first one gave this worker its place, and starts and ends it. Where that one has siblings
+(`server.processes`), the worker attaches to each of them too, and comes back to any that was away;
+with one gateway alone, waiting for its next frame is one system call.
+
+Runs on: worker main.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable, Sequence
+
+from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
+from iskander.errors import IskanderError
+from iskander.memory.beat import write_beat
+from iskander.memory.segment import Segment
+from iskander.wire import attach
+from iskander.wire.channel import Channel
+from iskander.wire.messages import Leaving, Notice, Welcome, encode
+from iskander_worker.abort import Aborter
+from iskander_worker.executor import Executor
+
+BEAT_INTERVAL_S = 0.1
+RETRY_NS = 50 * NS_PER_MS
+REFUSED_NS = NS_PER_S
+"""How long one that plans another place for this worker is left alone."""
+ANSWER_NS = 10 * NS_PER_S
+
+
+class Attachment:
+    """One gateway process: its socket, its memory, and what runs there.
+
+    Args:
+        path: Its attach socket.
+        connection: On which it said welcome; owned from here on.
+        welcome: What it said.
+        descriptors: What came with it; owned from here on.
+
+    Attributes:
+        is_told: It knows that this worker wants to leave.
+        last_run: Model, rows and nanoseconds of the last batch.
+    """
+
+    def __init__(
+        self, path: str, connection: socket.socket, welcome: Welcome, descriptors: list[int]
+    ) -> None:
+        input_fd, output_fd, beat_fd, abort_fd = descriptors
+        self.path = path
+        self.welcome = welcome
+        inputs = Segment.attach(input_fd, welcome.input_bytes, is_writable=False)
+        outputs = Segment.attach(output_fd, welcome.output_bytes, is_writable=True)
+        beat = Segment.attach(beat_fd, welcome.beat_bytes, is_writable=True)
+        self._segments = (inputs, outputs, beat)
+        self._beat = beat.view
+        # One socket is waited on by reading it; of several, only what has come is read.
+        self.channel = Channel(connection, None if welcome.siblings else BEAT_INTERVAL_S)
+        self.executor = Executor(inputs, outputs)
+        self.aborter = Aborter(abort_fd)
+        self.is_told = False
+        self.last_run = (-1, 0, 0)
+
+    def beat(self, batch_id: int = 0) -> None:
+        """Show that this worker turns, and at which batch it is."""
+        write_beat(self._beat, now_ns(), batch_id)
+
+    def tell_leaving(self) -> None:
+        """Ask to be sent nothing more, once."""
+        if not self.is_told:
+            self.is_told = True
+            self.channel.send(encode([Leaving()]))
+
+    def close(self, *, is_open_until_exit: bool) -> None:
+        """Unmap, and hang up: now, or with the end of this process, which it then means."""
+        if is_open_until_exit:
+            self.channel.leave_open()
+        else:
+            self.channel.close()
+        self.executor.forget()
+        for segment in self._segments:
+            segment.close()
+
+
+class Gateways:
+    """All that this worker is attached to.
+
+    Args:
+        first: The one that gave it its place.
+        greet: Says hello on a connection to another one.
+        notices: What was refused of the plan, for each gateway to know.
+
+    Attributes:
+        attached: Those that are there.
+        is_moved: One of them wants this worker elsewhere: it makes room for a fresh one.
+    """
+
+    def __init__(
+        self,
+        first: Attachment,
+        greet: Callable[[socket.socket], None],
+        notices: Sequence[str],
+    ) -> None:
+        self._first = first
+        self._greet = greet
+        self._notices = notices
+        self._siblings = first.welcome.siblings
+        self._asked: dict[str, tuple[int, socket.socket]] = {}
+        self._refused_ns: dict[str, int] = {}
+        self._poll = select.poll()
+        self._next_look_ns = 0
+        self.attached: list[Attachment] = []
+        self.is_moved = False
+        self._add(first)
+
+    def next(self) -> list[Attachment]:
+        """Those to be read: all that have something, or after a while those that are there."""
+        if not self._siblings:
+            return self.attached
+        ready = {fd for fd, _ in self._poll.poll(BEAT_INTERVAL_S * 1000)}
+        return [each for each in self.attached if each.channel.fileno() in ready]
+
+    def beat(self) -> None:
+        """Show all of them that this worker turns."""
+        for each in self.attached:
+            each.beat()
+
+    def is_first(self, attachment: Attachment) -> bool:
+        """Whether it is the one that starts and ends this worker."""
+        return attachment.path == self._first.path
+
+    def drop(self, attachment: Attachment, *, is_open_until_exit: bool = False) -> None:
+        """Let one go."""
+        self.attached.remove(attachment)
+        if self._siblings:
+            self._poll.unregister(attachment.channel)
+        attachment.close(is_open_until_exit=is_open_until_exit)
+
+    def look_for_missing(self) -> None:
+        """Attach to those that are not there, without waiting for any of them."""
+        now = now_ns()
+        if not self._siblings or now < self._next_look_ns:
+            return
+        self._next_look_ns = now + RETRY_NS
+        there = {each.path for each in self.attached}
+        for path in (self._first.path, *self._siblings):
+            if path in self._asked:
+                self._hear(path, now)
+            elif path not in there and now >= self._refused_ns.get(path, 0):
+                self._ask(path, now)
+
+    def forget_asked(self) -> None:
+        """Take no more on."""
+        for _, connection in self._asked.values():
+            connection.close()
+        self._asked.clear()
+
+    def _add(self, attachment: Attachment) -> None:
+        self.attached.append(attachment)
+        if self._siblings:
+            self._poll.register(attachment.channel, select.POLLIN)
+        if self._notices:
+            attachment.channel.send(encode([Notice(text) for text in self._notices]))
+
+    def _ask(self, path: str, now: int) -> None:
+        try:
+            connection = attach.connect(path, BEAT_INTERVAL_S)
+        except OSError:
+            return
+        try:
+            attach.require_peer(connection)
+            self._greet(connection)
+        except (IskanderError, OSError):
+            connection.close()
+            return
+        self._asked[path] = (now + ANSWER_NS, connection)
+
+    def _hear(self, path: str, now: int) -> None:
+        """Take the answer of one that was asked, where it has come."""
+        until_ns, connection = self._asked[path]
+        if not select.select([connection], [], [], 0)[0]:
+            if now > until_ns:
+                del self._asked[path]
+                connection.close()
+            return
+        del self._asked[path]
+        self._refused_ns[path] = now + REFUSED_NS
+        with contextlib.suppress(IskanderError, OSError):
+            answer, descriptors = attach.receive_answer(connection)
+            if isinstance(answer, Welcome):
+                attachment = Attachment(path, connection, answer, descriptors)
+                if self._is_at_home(answer):
+                    return self._add(attachment)
+                attachment.close(is_open_until_exit=False)
+                self.is_moved = path == self._first.path
+        return connection.close()
+
+    def _is_at_home(self, welcome: Welcome) -> bool:
+        """Whether a gateway plans the place for this worker that it has."""
+        first = self._first.welcome
+        return (welcome.index, welcome.cpus) == (first.index, first.cpus)
