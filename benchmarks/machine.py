@@ -11,6 +11,9 @@ from typing import Any
 
 import psutil
 
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / "build" / "benchmarks" / "peers"
+COMMIT_FILE = "commit"
 PACKAGES = ("iskander", "pyarrow", "onnxruntime-gpu", "uvloop", "numpy", "msgspec")
 
 
@@ -32,14 +35,22 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Of Python, of what the figures depend on, and the commit."""
+    """Of Python, of what the figures depend on, the commit, and whether it was compiled."""
     versions = {"python": platform.python_version()}
     versions |= {package: installed_version(package) for package in PACKAGES}
+    marker = PEERS / "iskander" / COMMIT_FILE
+    if marker.exists():
+        return versions | {"iskander's build": "compiled", "commit": marker.read_text("utf-8")}
+    return versions | {"iskander's build": "as it is", "commit": describe_commit()}
+
+
+def describe_commit() -> str:
+    """Of the checkout."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    return versions | {"commit": described.stdout.strip() or "unknown"}
+    return described.stdout.strip() or "unknown"

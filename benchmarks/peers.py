@@ -1,12 +1,18 @@
-"""Environments of the other servers: one for each, since what they need does not go together."""
+"""Environments of the servers: one for each, since what they need does not go together.
+
+Iskander itself is installed as it is shipped, compiled, where there is a C compiler; without an
+environment of its own it is run from the checkout as it is.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 
-from benchmarks.machine import installed_version
-from benchmarks.systems import PEERS, REQUIREMENTS
+from benchmarks.machine import COMMIT_FILE, PEERS, ROOT, describe_commit, installed_version
+from benchmarks.systems import REQUIREMENTS
 
 
 def install(names: tuple[str, ...]) -> list[str]:
@@ -20,11 +26,18 @@ def install(names: tuple[str, ...]) -> list[str]:
     for name in names:
         folder = PEERS / name
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", runtime]
+        command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
+        wanted = [str(ROOT)] if name == "iskander" else [runtime, *REQUIREMENTS[name]]
         done = subprocess.run(
-            [*command, *REQUIREMENTS[name]], capture_output=True, text=True, check=False
+            [*command, *wanted],
+            env=os.environ | {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
-            (folder / "pyvenv.cfg").unlink()
+            shutil.rmtree(folder)
             failures.append(f"{name}: {done.stderr.strip().splitlines()[-1]}")
+        elif name == "iskander":
+            (folder / COMMIT_FILE).write_text(describe_commit(), "utf-8")
     return failures

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from benchmarks.load import Load
 from benchmarks.results import Results
 from benchmarks.runner import Effort, measure, say
 from benchmarks.sessions import Flight, Target
-from benchmarks.systems import listen, start, stop, wait_ready
+from benchmarks.systems import gateway_command, listen, start, stop, wait_ready
 from benchmarks.tables import render_table
 from benchmarks.workloads import FOLDER, TWO_TOWER
 
@@ -42,7 +41,7 @@ def probe_start(rounds: int) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="isk-bench-") as name:
             notices = listen(Path(name) / "notify")
             command = [
-                str(Path(sys.executable).with_name("iskander-gateway")),
+                str(gateway_command()),
                 *("--config", str(QUICKSTART), "--set", "server.address=127.0.0.1:0"),
                 *("--set", "admin.address=", "--set", f"server.runtime_directory={name}"),
             ]

@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks.machine import PEERS
 from benchmarks.sessions import Target, opener, require_outputs
 from benchmarks.workloads import FOLDER, Workload
 
 SERVERS = FOLDER / "servers"
-PEERS = FOLDER.parent / "build" / "benchmarks" / "peers"
 START_S = 60
 STOP_S = 40
 LOG_TAIL_BYTES = 4000
@@ -39,12 +39,13 @@ CHECKED_ROWS = 3
 MESSAGE_BYTES = 1 << 30
 
 REQUIREMENTS = {
+    "iskander": (),
     "triton": ("nvidia-pytriton==0.7.0",),
     "mosec": ("mosec==0.9.8",),
     "mlserver": ("mlserver==1.7.1",),
     "inferential": ("inferential==1.4.0",),
 }
-"""What is installed for each peer, beside ONNX Runtime and NumPy."""
+"""What is installed in each environment, beside ONNX Runtime; of Iskander, this checkout."""
 
 Command = Callable[[Workload, int, Path], list[str]]
 
@@ -112,7 +113,8 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
     if system.command is None:
         yield Running(0, None, ())
         return
-    if system.server in REQUIREMENTS and not (PEERS / system.server).exists():
+    is_apart = system.server in REQUIREMENTS and system.server != "iskander"
+    if is_apart and not (PEERS / system.server).exists():
         raise NotInstalledError(f"{name}: `python -m benchmarks install {system.server}` first")
     with tempfile.TemporaryDirectory(prefix="isk-bench-") as folder_name:
         folder = Path(folder_name)
@@ -220,15 +222,20 @@ def stop(process: subprocess.Popen[bytes], workers: tuple[psutil.Process, ...]) 
             worker.kill()
 
 
+def gateway_command() -> Path:
+    """Of the environment that was installed for Iskander, else of this one."""
+    apart = PEERS / "iskander" / "bin" / "iskander-gateway"
+    return apart if apart.exists() else Path(sys.executable).with_name("iskander-gateway")
+
+
 def _echo(workload: Workload, port: int, folder: Path) -> list[str]:
     return [sys.executable, str(SERVERS / "echo.py"), str(port)]
 
 
 def _iskander(workload: Workload, port: int, folder: Path) -> list[str]:
-    gateway = str(Path(sys.executable).with_name("iskander-gateway"))
     settings = (f"server.address=127.0.0.1:{port}", f"server.runtime_directory={folder}")
     sets = [part for setting in settings for part in ("--set", setting)]
-    return [gateway, "--config", str(workload.config), *sets]
+    return [str(gateway_command()), "--config", str(workload.config), *sets]
 
 
 def _peer(name: str) -> Command:

@@ -58,7 +58,11 @@ class Channel:
         return self._socket.fileno()
 
     def receive(self) -> Iterator[memoryview]:
-        """Every frame that has come, each valid until the next one is asked for."""
+        """What has come, each frame valid until the next one is asked for.
+
+        An end that waits gets all of it. One that does not gets a single frame: whoever watches the
+        socket for it is called again while there is more, so it is not asked in vain each time.
+        """
         flags = self._first_flags
         while not self.has_ended:
             try:
@@ -72,6 +76,8 @@ class Channel:
                 self.has_ended = True
                 return
             yield self._buffer[:length]
+            if self._first_flags:
+                return
             flags = _NO_WAIT
 
     def send(self, frame: bytes) -> None:

@@ -17,6 +17,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import NamedTuple
 
 import msgspec

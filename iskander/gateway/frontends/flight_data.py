@@ -12,6 +12,7 @@ Pure. Source: Arrow Flight RPC, Flight.proto; protobuf encoding.
 
 from __future__ import annotations
 
+from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import NamedTuple, TypeAlias
 
 from iskander.errors import MalformedInput
