@@ -34,6 +34,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Source: malloc.h of glibc, mallopt(3)."""
 
 _PR_SET_PDEATHSIG = 1
+PARENT_PID = "ISKANDER_PARENT_PID"
 
 EXIT_NOT_READY, EXIT_MEMORY, EXIT_CONFIG, EXIT_AT_ONCE = 69, 71, 78, 130
 
@@ -60,6 +61,8 @@ def main() -> None:
     parser.add_argument("--process", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"iskander-gateway {__version__}")
     arguments = parser.parse_args()
+    if arguments.process is not None:
+        _end_with_parent()
     try:
         config = load_config(arguments.config, overrides=tuple(arguments.set)).config
         set_up_logs(config.admin, arguments.process)
@@ -115,7 +118,11 @@ async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "iskander.gateway", "--config", str(arguments.config)]
     command += [part for override in arguments.set for part in ("--set", override)]
     Path("/proc/self/comm").write_text("isk-gateway")
-    parent = Parent(config, command)
+
+    def read_again() -> Config:
+        return load_config(arguments.config, overrides=tuple(arguments.set)).config
+
+    parent = Parent(config, command, read_again)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, parent.stop)
@@ -132,25 +139,26 @@ async def _serve(config: Config, places: list[Place], process: int | None) -> No
     Path("/proc/self/comm").write_text(name)
     server = Server(config, places, process or 0)
     stop = asyncio.Event()
-    makes_room = False
+    asked: set[signal.Signals] = set()
 
-    def on_signal() -> None:
-        if stop.is_set():
-            server.kill_workers()
-            os._exit(EXIT_AT_ONCE)
-        stop.set()
+    def end_now() -> None:
+        server.kill_workers()
+        os._exit(EXIT_AT_ONCE)
 
-    def on_replaced() -> None:
-        nonlocal makes_room
-        makes_room = True
+    def on_signal(number: signal.Signals) -> None:
+        # One of several hears it from the parent, from a service manager, and when the parent is
+        # gone: only the parent says "at once", and otherwise.
+        if stop.is_set() and process is None:
+            end_now()
+        asked.add(number)
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     if process is not None:
-        _end_with_parent()
-        loop.add_signal_handler(signal.SIGHUP, on_replaced)
+        loop.add_signal_handler(signal.SIGHUP, on_signal, signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGQUIT, end_now)
     starting = asyncio.create_task(server.start())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -160,12 +168,14 @@ async def _serve(config: Config, places: list[Place], process: int | None) -> No
         starting.result()
     starting.cancel()
     await stopping
-    await server.drain(keeps_workers=makes_room)
+    await server.drain(lambda: asked == {signal.SIGHUP})
 
 
 def _end_with_parent() -> None:
     """Be stopped when the parent is gone, however it went. Source: prctl(2)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(os.environ.get(PARENT_PID, os.getppid())):
+        os._exit(EXIT_AT_ONCE)  # It went before that.
 
 
 def _end(error: IskanderError, code: int) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.errors import ConfigError
+from iskander.errors import ConfigError, IskanderError
 from iskander.gateway.addresses import require_addresses
 from iskander.gateway.ports import bind, with_port
 from iskander.gateway.runtime import ATTACH_SOCKET, RuntimeDirectory, process_directory
@@ -58,10 +58,12 @@ class Process:
 
     Attributes:
         child: The running one.
-        is_ready: It has said so, and is not stopping.
+        is_ready: It has said that it listens, and is not stopping.
+        is_able: Its models are ready now.
         admin_address: Where it answers for itself; empty where it does not.
         starts: How often it was started.
         failures: Ends in a row that nobody asked for.
+        timer: Of its next start.
     """
 
     def __init__(self, index: int, folder: Path) -> None:
@@ -71,6 +73,8 @@ class Process:
         self.admin_address = ""
         self.starts = 0
         self.failures = 0
+        self.is_able = False
+        self.timer: asyncio.TimerHandle | None = None
         self._started_ns = 0
         self._is_asked_to_end = False
         self._folder = folder
@@ -81,7 +85,12 @@ class Process:
         self.notices.bind(str(self._path))
 
     def start(self, command: Sequence[str]) -> int:
-        """Start the process; the caller owns the pidfd that tells of its end."""
+        """Start the process; the caller owns the pidfd that tells of its end.
+
+        Raises:
+            OSError: The system refused it.
+        """
+        assert self.child is None
         self.starts += 1
         self._started_ns = now_ns()
         self._is_asked_to_end = False
@@ -90,17 +99,28 @@ class Process:
         self.child = subprocess.Popen(
             [*command, *own],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "NOTIFY_SOCKET": str(self._path)},
+            env={
+                **os.environ,
+                "NOTIFY_SOCKET": str(self._path),
+                "ISKANDER_PARENT_PID": str(os.getpid()),
+            },
             start_new_session=True,
         )
-        return os.pidfd_open(self.child.pid)
+        try:
+            return os.pidfd_open(self.child.pid)
+        except OSError:
+            self.child.kill()
+            self.child.wait()
+            self.child = None
+            raise
 
     def reap(self) -> tuple[int, bool]:
         """Note how the child ended: its exit code, and whether it was asked to."""
         assert self.child is not None
         code = self.child.wait()
         self.child = None
-        self.is_ready = False
+        self.is_ready = self.is_able = False
+        self.admin_address = ""
         was_steady = now_ns() - self._started_ns > STEADY_NS
         self.failures = 0 if self._is_asked_to_end else 1 if was_steady else self.failures + 1
         return code, self._is_asked_to_end
@@ -114,6 +134,7 @@ class Process:
                 self.admin_address = fields.get("X_ISKANDER_ADMIN", self.admin_address)
                 if "READY" in fields or "STOPPING" in fields:
                     self.is_ready = "READY" in fields
+                self.is_able = fields.get("X_ISKANDER_READY", str(int(self.is_able))) == "1"
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the child, if there is one; every signal that is sent asks it to end."""
@@ -133,15 +154,19 @@ class Parent:
     Args:
         config: Checked settings, with `server.processes` above 1.
         command: What a process is started with; its number is put behind.
+        read_again: Reads the configuration anew.
 
     Raises:
         ConfigError: An address is none or cannot be shared, or another gateway has the directory.
     """
 
-    def __init__(self, config: Config, command: Sequence[str]) -> None:
+    def __init__(
+        self, config: Config, command: Sequence[str], read_again: Callable[[], Config]
+    ) -> None:
         require_addresses(config)
         self._config = config
-        self._command = list(command)
+        self._command = [*command, "--set", f"server.processes={config.server.processes}"]
+        self._read_again = read_again
         self._runtime = RuntimeDirectory(config)
         self.processes = [
             Process(index, process_directory(self._runtime.path, index))
@@ -188,23 +213,41 @@ class Parent:
         """Let all finish what was accepted, and end; asked again, end at once."""
         if self._is_stopping:
             for process in self.processes:
-                process.signal(signal.SIGTERM)
+                process.signal(signal.SIGQUIT)
         self._is_stopping = True
         self._changed.set()
 
     def roll(self) -> None:
         """Replace the processes one by one, each when the one before is ready again."""
-        if self._was_ready and self._rolling is None and not self._is_stopping:
-            self._rolling = self._loop.create_task(self._roll())
+        if not self._was_ready or self._rolling is not None or self._is_stopping:
+            log.warning("asked to replace the processes while they start, stop or are replaced")
+            return
+        try:
+            was, is_now = _fixed(self._config), _fixed(self._read_again())
+            changed = [key for key in was if was[key] != is_now[key]]
+        except IskanderError as error:
+            log.error("the processes stay as they are: %s", error.message)
+            return
+        if changed:
+            log.error("the processes stay: %s changed, which takes a restart", ", ".join(changed))
+            return
+        self._rolling = self._loop.create_task(self._roll())
 
     def reasons(self) -> list[str]:
         """Why this gateway is not ready; empty where it is.
 
-        One process is enough: those that are not ready take no new connections.
+        One process that listens is enough, but all that do have to be able to serve.
         """
         if self._is_stopping:
             return ["the gateway is stopping"]
-        return [] if any(each.is_ready for each in self.processes) else ["no process is ready"]
+        listening = [each for each in self.processes if each.is_ready]
+        if not listening:
+            return ["no process is ready"]
+        return [
+            f"process {each.index} has a model without the workers that it needs"
+            for each in listening
+            if not each.is_able
+        ]
 
     async def _hold_ports(self) -> None:
         """Find the ports, and keep others from them while a process is replaced."""
@@ -231,10 +274,21 @@ class Parent:
             self._admin = AdminServer(self._config.admin.address, MergedPages(self))
             await self._admin.start()
             self._command += ["--set", "admin.address=127.0.0.1:0"]
+        else:
+            self._command += ["--set", "admin.address="]
 
     def _start(self, process: Process) -> None:
-        if not self._is_stopping:
+        if process.timer is not None:
+            process.timer.cancel()
+            process.timer = None
+        if self._is_stopping or process.child is not None:
+            return
+        try:
             ended = process.start(self._command)
+        except OSError as error:
+            log.error("process %d cannot be started: %s", process.index, error.strerror)
+            process.timer = self._loop.call_later(BACKOFF_MOST_S, self._start, process)
+        else:
             self._loop.add_reader(ended, self._on_end, process, ended)
 
     def _on_notice(self, process: Process) -> None:
@@ -255,7 +309,7 @@ class Parent:
             return
         delay_s = min(BACKOFF_FIRST_S * 2 ** (process.failures - 1), BACKOFF_MOST_S)
         log.error("process %d ended with %d; again in %g s", process.index, code, delay_s)
-        self._loop.call_later(delay_s, self._start, process)
+        process.timer = self._loop.call_later(delay_s, self._start, process)
 
     def _say_ready(self) -> None:
         if not self._was_ready and all(process.is_ready for process in self.processes):
@@ -266,16 +320,17 @@ class Parent:
 
     async def _roll(self) -> None:
         log.info("the processes are replaced one by one")
-        # Process 0 last: the workers come back to it with the others there.
-        for process in reversed(self.processes):
-            await self._end(process, signal.SIGHUP)
-            self._start(process)
-            limit_s = self._config.workers.start_s + STOP_SLACK_S
-            if not await _until(lambda each=process: each.is_ready, limit_s):  # type: ignore[misc]
-                log.error("process %d is not ready; the others stay as they are", process.index)
-                break
-            log.info("process %d is replaced", process.index)
-        self._rolling = None
+        try:
+            # Process 0 last: the workers come back to it with the others there.
+            for process in reversed(self.processes):
+                await self._end(process, signal.SIGHUP)
+                self._start(process)
+                if not await _until(partial(_is_ready, process), self._config.workers.start_s):
+                    log.error("process %d is not ready; the others stay", process.index)
+                    break
+                log.info("process %d is replaced", process.index)
+        finally:
+            self._rolling = None
 
     async def _drain(self) -> None:
         self._is_stopping = True
@@ -288,7 +343,8 @@ class Parent:
         """Ask a process to end, and kill it where it does not."""
         server = self._config.server
         process.signal(number)
-        limit_s = server.lame_duck_s + server.drain_s + STOP_SLACK_S
+        # Its streams first, and then the workers, which may have to finish for the siblings.
+        limit_s = server.lame_duck_s + 2 * server.drain_s + STOP_SLACK_S
         is_gone = partial(_has_no_child, process)
         if not await _until(is_gone, limit_s):
             log.error("process %d does not stop: it is killed", process.index)
@@ -299,6 +355,8 @@ class Parent:
         if self._admin is not None:
             await self._admin.stop()
         for process in self.processes:
+            if process.timer is not None:
+                process.timer.cancel()
             self._loop.remove_reader(process.notices)
             process.signal(signal.SIGKILL)
             process.close()
@@ -309,6 +367,23 @@ class Parent:
 
 def _has_no_child(process: Process) -> bool:
     return process.child is None
+
+
+def _is_ready(process: Process) -> bool:
+    return process.is_ready
+
+
+def _fixed(config: Config) -> dict[str, object]:
+    """What the processes have to agree on with each other, with the parent and with the workers."""
+    server, workers = config.server, config.workers
+    return {
+        "server.address": config.addresses,
+        "server.processes": server.processes,
+        "server.cores": server.cores,
+        "workers.groups": workers.groups,
+        "workers.count": workers.count,
+        "admin.address": config.admin.address,
+    }
 
 
 async def _until(is_so: Callable[[], bool], limit_s: float) -> bool:

@@ -98,7 +98,7 @@ class Server:
             models=self._models,
             intake=self._intake,
             dispatcher=self._dispatcher,
-            on_change=self._health.publish,
+            on_change=self._on_change,
         )
         self._observed = Observed(
             started_ns=self._started_ns,
@@ -148,16 +148,18 @@ class Server:
             STATUS=f"serving on {where}",
             X_ISKANDER_ADDRESS=self.addresses[0],
             X_ISKANDER_ADMIN=self._admin_address,
+            X_ISKANDER_READY=str(int(self._models.is_ready)),
         )
 
-    async def drain(self, *, keeps_workers: bool = False) -> None:
+    async def drain(self, keeps_workers: Callable[[], bool] = lambda: False) -> None:
         """Stop in order: not ready, take no more, finish what was accepted, let the workers go.
 
         Between the first two, for `server.lame_duck_s`, batches are still taken, so that those who
         choose among servers have seen that this one is not ready.
 
         Args:
-            keeps_workers: They are for the process that takes this one's place.
+            keeps_workers: Whether they are for the process that takes this one's place; asked when
+                the rest is done.
         """
         self._is_stopping = self._models.is_stopping = True
         notify(STOPPING="1", STATUS="draining")
@@ -166,12 +168,14 @@ class Server:
         if self._is_started and self._config.server.lame_duck_s:
             log.info("not ready; batches are taken for %g s", self._config.server.lame_duck_s)
             await self._wait_while(lambda: True, self._config.server.lame_duck_s)
+        if self._member.siblings:
+            self._grpc.close_door()  # New connections are for the siblings.
         self._flight.drain()
         log.info("draining %d streams", len(self._flight.exchanges))
         if not await self._wait_while(self._has_work, self._config.server.drain_s):
             log.warning("not finished in time: %s", self._work())
         await self._grpc.stop(GRACE_S)
-        if keeps_workers:
+        if keeps_workers():
             self._supervisor.let_go()
         else:
             await self._supervisor.stop()
@@ -181,7 +185,7 @@ class Server:
     async def abandon(self) -> None:
         """End the workers and release what a failed start had taken."""
         await self._grpc.stop(0)
-        await self._supervisor.stop()
+        await self._supervisor.abandon()
         await self._release()
 
     def kill_workers(self) -> None:
@@ -194,6 +198,12 @@ class Server:
             "admin_address": self._admin_address,
             "process": self._member.number,
         }
+
+    def _on_change(self) -> None:
+        """Tell those who watch what is ready; of several processes, the parent too."""
+        self._health.publish()
+        if self._member.siblings and self._is_started and not self._is_stopping:
+            notify(X_ISKANDER_READY=str(int(self._models.is_ready)))
 
     async def _listen(self) -> None:
         self.addresses = await self._grpc.start(

@@ -227,35 +227,87 @@ def test_a_rolling_restart_loses_nothing_and_keeps_the_worker(pair: Gateway) -> 
     assert worker_pid(pair) == worker
 
 
-def test_a_stop_lets_every_process_finish(tmp_path: Path) -> None:
+class Slow(threading.Thread):
+    """A batch of some hundred milliseconds, asked of one process."""
+
+    def __init__(self, gateway: Gateway, number: int) -> None:
+        super().__init__()
+        self._client = client_of(gateway, number)
+        self._batch = pa.record_batch({"x": [60 + number]})
+        self.result: object = None
+        self.start()
+
+    def run(self) -> None:
+        with self._client as client:
+            self.result = client.score("slow", self._batch)["y"].to_pylist()
+
+
+def has_work(gateway: Gateway) -> bool:
+    """Whether every process has a batch that waits or runs."""
+    return all(
+        stats["lanes"]["slow/1"]["queue"]["requests"]
+        or any(worker["in_flight"] for worker in stats["workers"])
+        for stats in by_process(gateway, 2).values()
+    )
+
+
+@pytest.mark.parametrize("how", ["parent", "everybody", "while it is replaced"])
+def test_a_stop_lets_every_process_finish(tmp_path: Path, how: str) -> None:
     with gateways(tmp_path, 2) as gateway:
-        clients = [client_of(gateway, number) for number in (0, 1)]
-        results: dict[int, object] = {}
-
-        def ask(number: int) -> None:
-            with clients[number] as client:
-                table = client.score("slow", pa.record_batch({"x": [60 + number]}))
-                results[number] = table["y"].to_pylist()
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in (0, 1)]
-        for thread in threads:
-            thread.start()
-
-        def both_wait() -> bool:
-            found = by_process(gateway, 2).values()
-            return all(
-                stats["lanes"]["slow/1"]["queue"]["requests"]
-                or any(worker["in_flight"] for worker in stats["workers"])
-                for stats in found
-            )
-
-        eventually(both_wait, what="a batch of each process")
+        asked = [Slow(gateway, number) for number in (0, 1)]
+        eventually(lambda: has_work(gateway), what="a batch of each process")
+        if how == "while it is replaced":
+            gateway.signal(signal.SIGHUP)
+            eventually(lambda: "draining 1 streams" in gateway.text(), what="the first to drain")
+        pids = [pid_of(gateway, number) for number in (0, 1)] if how == "everybody" else []
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
         gateway.signal(signal.SIGTERM)
         assert gateway.wait() == 0
-        for thread in threads:
-            thread.join()
-        assert sorted(results) == [0, 1]
+        for each in asked:
+            each.join()
+            assert each.result is not None
         assert not processes_of(gateway.runtime)
+
+
+def test_a_worker_that_hangs_on_a_siblings_batch_is_replaced(tmp_path: Path) -> None:
+    """Process 0, which has to end it, has nothing there itself."""
+    with gateways(tmp_path, 2, workers={"hang_s": 1.0}) as gateway:
+        before = worker_pid(gateway)
+        with client_of(gateway, 1) as client:
+            os.kill(before, signal.SIGSTOP)
+            assert is_right(client)
+        assert worker_pid(gateway) != before
+
+
+def test_a_process_that_cannot_start_again_takes_nothing_from_the_others(pair: Gateway) -> None:
+    worker = worker_pid(pair)
+    model = pair.folder / "ids" / "model.onnx"
+    whole = model.read_bytes()
+    with client_of(pair, 1) as client:
+        assert is_right(client)
+        model.write_bytes(b"half of a model")
+        os.kill(pid_of(pair, 0), signal.SIGKILL)
+        eventually(lambda: "process 0 ended with 78" in pair.text(), what="its failure")
+        assert is_right(client)
+        model.write_bytes(whole)
+        with client_of_soon(pair, 0) as again:
+            assert is_right(again)
+        assert is_right(client)
+    assert worker_pid(pair) == worker
+
+
+def test_what_takes_a_restart_is_not_replaced_by_halves(pair: Gateway) -> None:
+    before = pid_of(pair, 1)
+    text = pair.config.read_text()
+    pair.config.write_text(text.replace("processes = 2", "processes = 3"))
+    pair.signal(signal.SIGHUP)
+    eventually(lambda: "server.processes changed" in pair.text(), what="the log line")
+    pair.config.write_text("nonsense")
+    pair.signal(signal.SIGHUP)
+    eventually(lambda: "stay as they are" in pair.text(), what="the log line")
+    pair.config.write_text(text)
+    assert pid_of(pair, 1) == before
 
 
 def test_readiness_and_metrics_speak_for_all(pair: Gateway) -> None:
@@ -291,9 +343,11 @@ def test_a_worker_that_is_replaced_in_order_leaves_both(tmp_path: Path) -> None:
 
 def test_a_worker_of_a_service_manager_serves_all(tmp_path: Path) -> None:
     with gateways(tmp_path, 2, workers={"spawn": False}) as gateway:
+        assert page(gateway, "/readyz")[0] == 503
         worker = WorkerProcess(gateway.attach_socket, tmp_path)
         try:
             assert worker_pid(gateway) == worker.pid
+            eventually(lambda: page(gateway, "/readyz")[0] == 200, what="readiness of all")
             with client_of(gateway, 1) as client:
                 eventually(lambda: client.stats()["ready"], what="readiness")
                 assert is_right(client)

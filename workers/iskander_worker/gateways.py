@@ -10,6 +10,7 @@ Runs on: worker main.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 from collections.abc import Callable, Sequence
@@ -48,13 +49,24 @@ class Attachment:
     def __init__(
         self, path: str, connection: socket.socket, welcome: Welcome, descriptors: list[int]
     ) -> None:
-        input_fd, output_fd, beat_fd, abort_fd = descriptors
         self.path = path
         self.welcome = welcome
-        inputs = Segment.attach(input_fd, welcome.input_bytes, is_writable=False)
-        outputs = Segment.attach(output_fd, welcome.output_bytes, is_writable=True)
-        beat = Segment.attach(beat_fd, welcome.beat_bytes, is_writable=True)
-        self._segments = (inputs, outputs, beat)
+        *segment_fds, abort_fd = descriptors
+        lengths = (welcome.input_bytes, welcome.output_bytes, welcome.beat_bytes)
+        self._segments: list[Segment] = []
+        try:
+            for length in lengths:
+                is_writable = bool(self._segments)  # All but the first, which holds the inputs.
+                self._segments.append(
+                    Segment.attach(segment_fds.pop(0), length, is_writable=is_writable)
+                )
+        except BaseException:
+            for segment in self._segments:
+                segment.close()
+            for fd in (*segment_fds, abort_fd):
+                os.close(fd)
+            raise
+        inputs, outputs, beat = self._segments
         self._beat = beat.view
         # One socket is waited on by reading it; of several, only what has come is read.
         self.channel = Channel(connection, None if welcome.siblings else BEAT_INTERVAL_S)
@@ -63,9 +75,9 @@ class Attachment:
         self.is_told = False
         self.last_run = (-1, 0, 0)
 
-    def beat(self, batch_id: int = 0) -> None:
+    def beat(self, at_ns: int, batch_id: int = 0) -> None:
         """Show that this worker turns, and at which batch it is."""
-        write_beat(self._beat, now_ns(), batch_id)
+        write_beat(self._beat, at_ns, batch_id)
 
     def tell_leaving(self) -> None:
         """Ask to be sent nothing more, once."""
@@ -122,10 +134,17 @@ class Gateways:
         ready = {fd for fd, _ in self._poll.poll(BEAT_INTERVAL_S * 1000)}
         return [each for each in self.attached if each.channel.fileno() in ready]
 
-    def beat(self) -> None:
-        """Show all of them that this worker turns."""
+    def beat(self, own: Attachment | None = None, batch_id: int = 0, *, ahead_ns: int = 0) -> None:
+        """Show all of them that this worker turns.
+
+        Args:
+            own: Whose batch is begun now.
+            batch_id: Of that batch.
+            ahead_ns: How long no other sign will come, and none is to be missed.
+        """
+        at_ns = now_ns() + ahead_ns
         for each in self.attached:
-            each.beat()
+            each.beat(at_ns, batch_id if each is own else 0)
 
     def is_first(self, attachment: Attachment) -> bool:
         """Whether it is the one that starts and ends this worker."""
@@ -166,7 +185,7 @@ class Gateways:
 
     def _ask(self, path: str, now: int) -> None:
         try:
-            connection = attach.connect(path, BEAT_INTERVAL_S)
+            connection = attach.connect(path, 0.0)  # It takes this one now, or is asked again.
         except OSError:
             return
         try:
@@ -183,6 +202,7 @@ class Gateways:
         if not select.select([connection], [], [], 0)[0]:
             if now > until_ns:
                 del self._asked[path]
+                self._refused_ns[path] = now + REFUSED_NS
                 connection.close()
             return
         del self._asked[path]
@@ -194,7 +214,7 @@ class Gateways:
                 if self._is_at_home(answer):
                     return self._add(attachment)
                 attachment.close(is_open_until_exit=False)
-                self.is_moved = path == self._first.path
+                self.is_moved |= path == self._first.path
         return connection.close()
 
     def _is_at_home(self, welcome: Welcome) -> bool:

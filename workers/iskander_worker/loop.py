@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from iskander.clock import NS_PER_MS, now_ns
+from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.errors import Cancelled, IskanderError
 from iskander.wire.messages import (
     Done,
@@ -33,6 +33,9 @@ HOLD_NS = 100_000
 less than this. Batches of a few microseconds that came together are so answered together, which
 halves the wake-ups; longer ones are answered one by one."""
 WARM_UP_ROWS = 128
+LOAD_NS = 600 * NS_PER_S
+"""How long a load for one gateway may keep the others without a beat; the one that asked for it has
+a limit of its own."""
 
 
 class WorkerLoop:
@@ -59,13 +62,14 @@ class WorkerLoop:
             gateways: That this worker is attached to.
             on_turn: Called at every turn of the loop; costs next to nothing.
         """
-        is_drained = False
+        is_drained = is_stopping = False
         while gateways.attached:
             gateways.beat()
             on_turn()
             for attachment in gateways.next():
-                drain = self._turn(attachment)
+                drain = self._turn(gateways, attachment)
                 if drain is not None:
+                    is_stopping = is_stopping or drain.is_stopping
                     is_drained = self._on_drain(gateways, attachment, drain) or is_drained
                 elif attachment.channel.has_ended:
                     self._keep_used(gateways)
@@ -76,9 +80,10 @@ class WorkerLoop:
             elif not is_drained:
                 gateways.look_for_missing()
         gateways.forget_asked()
-        return is_drained or self.is_leaving or gateways.is_moved
+        # Where the first one is not there to end this worker, the last to stop does.
+        return is_drained or is_stopping or self.is_leaving or gateways.is_moved
 
-    def _turn(self, attachment: Attachment) -> Drain | None:
+    def _turn(self, gateways: Gateways, attachment: Attachment) -> Drain | None:
         """Take everything that a gateway has said, and answer."""
         channel = attachment.channel
         answers: list[ToGateway] = []
@@ -88,10 +93,12 @@ class WorkerLoop:
                     if answers and not _is_brief(message, attachment):
                         channel.send(encode(answers))
                         answers = []
-                    attachment.beat(message.batch_id)
+                    gateways.beat(attachment, message.batch_id)
                     answers.append(self._execute(message, attachment))
                 elif isinstance(message, Load):
+                    gateways.beat(ahead_ns=LOAD_NS)
                     answers.append(self._load(message.model, attachment.executor))
+                    gateways.beat()
                 else:
                     assert isinstance(message, Drain)
                     channel.send(encode(answers))

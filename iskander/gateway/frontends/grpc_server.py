@@ -107,6 +107,10 @@ class GrpcServer:
             bound.append(address if path is not None else with_port(address, sockets[0]))
         return bound
 
+    def close_door(self) -> None:
+        """Take no more connections; those that are open go on."""
+        self._listener.close_door()
+
     async def stop(self, grace_s: float) -> None:
         """Stop listening, and end what is still open after `grace_s`."""
         await self._listener.stop(grace_s)

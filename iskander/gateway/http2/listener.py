@@ -52,10 +52,14 @@ class Listener:
         if self._caring is None:
             self._care()
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop listening, ask all clients to go, and end what is still open after `grace_s`."""
+    def close_door(self) -> None:
+        """Take no more connections."""
         for server in self._servers:
             server.close()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop listening, ask all clients to go, and end what is still open after `grace_s`."""
+        self.close_door()
         deadline_ns = now_ns() + int(grace_s * NS_PER_S)
         while self.connections and now_ns() < deadline_ns:
             for connection in list(self.connections):

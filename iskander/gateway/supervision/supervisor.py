@@ -99,7 +99,7 @@ class Supervisor:
         self._intake = intake
         self._dispatcher = dispatcher
         self._on_change = on_change
-        self.workers = models.workers = [Worker(place) for place in places]
+        self.workers = models.workers = [Worker(place, is_ours=member.is_first) for place in places]
         self._incarnation = 0
         self._is_stopping = False
         self._reception = Reception(folder / ATTACH_SOCKET, self._take_on)
@@ -118,7 +118,12 @@ class Supervisor:
             happened=self._happened,
             on_refused=self._on_refused,
         )
-        self._watch = Watch(self.workers, int(settings.hang_s * NS_PER_S), self._on_hung)
+        self._watch = Watch(
+            self.workers,
+            int(settings.hang_s * NS_PER_S),
+            self._on_hung,
+            is_shared=bool(member.siblings) and member.is_first,
+        )
         self._recycling = Recycling(self.workers, settings, self._on_recycle_due)
         self._vacancy = Vacancy(
             models.by_key,
@@ -213,11 +218,19 @@ class Supervisor:
                 self._loop.remove_reader(worker.channel)
             worker.detach()
 
+    async def abandon(self) -> None:
+        """End what a failed start has begun; workers that siblings have stay with them."""
+        if not self._member.siblings:
+            return await self.stop()
+        for worker in self.workers:
+            if worker.child is not None:
+                worker.kill()
+        self.let_go()
+
     def kill_all(self) -> None:
         """End every worker now; for an exit that waits for nothing."""
-        if self._member.is_first:
-            for worker in self.workers:
-                worker.kill()
+        for worker in self.workers:
+            worker.kill()
 
     def _happened(self, worker: Worker, event: Event) -> None:
         before = worker.state
@@ -368,12 +381,14 @@ class Supervisor:
 
     def _abort(self, worker: Worker) -> None:
         self._later(worker, ABORT_S, Event.TIMED_OUT)
-        if self._member.is_first:
-            worker.dump()
+        worker.dump()
 
     def _kill(self, worker: Worker) -> None:
-        """End the process; one that is a sibling's to end is only let go."""
-        if self._member.is_first:
+        """End the process; one that siblings have, and that failed here only, is let go."""
+        is_theirs = bool(self._member.siblings) and (
+            not self._member.is_first or (worker.state is State.LOADING and worker.child is None)
+        )
+        if not is_theirs:
             worker.kill()
         elif worker.channel is not None:
             self._loop.remove_reader(worker.channel)

@@ -13,12 +13,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
+from iskander.gateway.supervision.lifecycle import State
 from iskander.gateway.supervision.workers import Worker
 
 LATE_NS = NS_PER_S
 """A look so late says that this process did not run itself, such as in a frozen container; then
 its workers did not either, and are given their time anew."""
 TURN_MIN_NS = NS_PER_MS
+
+
+_SERVING = (State.READY, State.LEAVING)
 
 
 class Watch:
@@ -28,11 +32,19 @@ class Watch:
         workers: Every place of the plan.
         hang_ns: How long a silence may be.
         on_hung: Called once for each process, with the length of its silence.
+        is_shared: The workers have batches of others too, and beat for all: those that serve are
+            looked at whatever this gateway has sent them.
     """
 
     def __init__(
-        self, workers: Sequence[Worker], hang_ns: int, on_hung: Callable[[Worker, int], None]
+        self,
+        workers: Sequence[Worker],
+        hang_ns: int,
+        on_hung: Callable[[Worker, int], None],
+        *,
+        is_shared: bool = False,
     ) -> None:
+        self._is_shared = is_shared
         self._workers = workers
         self._hang_ns = hang_ns
         self._on_hung = on_hung
@@ -54,9 +66,11 @@ class Watch:
         """Tell of every worker that is silent for too long; when to look again."""
         next_ns = at_ns + self._hang_ns
         for worker in self._workers:
-            if worker.is_hung or not worker.in_flight:
+            is_looked_at = worker.in_flight or (self._is_shared and worker.state in _SERVING)
+            if worker.is_hung or not is_looked_at:
                 continue
-            oldest_ns = next(iter(worker.in_flight.values())).sent_ns
+            flights = iter(worker.in_flight.values())
+            oldest_ns = next((flight.sent_ns for flight in flights), 0)
             since_ns = max(worker.last_beat().at_ns, oldest_ns, self._since_ns)
             if at_ns - since_ns >= self._hang_ns:
                 worker.is_hung = True

@@ -130,6 +130,10 @@ class Place(msgspec.Struct, frozen=True):
 class Worker:
     """A place of the plan, and the process that fills it now.
 
+    Args:
+        place: Of the plan.
+        is_ours: The process is this gateway's to end; otherwise signals to it do nothing.
+
     Attributes:
         incarnation: Of the attached process; 0 while there is none.
         credits: How many more batches may be sent to it.
@@ -156,8 +160,9 @@ class Worker:
         story: The last events, for the operator.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, is_ours: bool = True) -> None:
         self.place = place
+        self._is_ours = is_ours
         self.state = State.ABSENT
         self.incarnation = 0
         self.pid = 0
@@ -300,6 +305,8 @@ class Worker:
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal the process, by a descriptor or child that can mean no other."""
+        if not self._is_ours:
+            return
         self._was_killed = True
         if self.child is not None:
             self.child.send_signal(number)

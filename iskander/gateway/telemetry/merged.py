@@ -1,7 +1,8 @@
 """The operator's pages of a gateway of several processes: what they say, put together.
 
-`/metrics` has every process's figures with a label `process`; to be summed, or looked at one by
-one. A process that does not answer in time is left out, and `iskander_process_up` says so.
+`/metrics` has every process's figures with a label `process`. Those of lanes and streams are to be
+summed; those of workers are what each process has seen of the same ones. A process that does not
+answer in time is left out, and `iskander_process_up` says so.
 
 Runs on: the parent's loop.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from prometheus_client import exposition
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 ANSWER_S = 2.0
 PAGE_BYTES_MAX = 64 << 20
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the proxies of the environment, which know nothing of this machine's own ports."""
 
 
 class MergedPages:
@@ -57,7 +62,8 @@ class MergedPages:
             index = str(process.index)
             up.add_metric([index], float(bool(text)))
             starts.add_metric([index], float(process.starts))
-            merged.add(text, index)
+            if text:
+                merged.add(text, index)
         merged.families |= {up.name: up, starts.name: starts}
         generate = openmetrics.generate_latest if is_openmetrics else exposition.generate_latest
         return await asyncio.to_thread(generate, merged)
@@ -90,8 +96,8 @@ def _fetch(address: str) -> str:
     if not address:
         return ""
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=ANSWER_S) as answer:
+        with _OPENER.open(f"http://{address}/metrics", timeout=ANSWER_S) as answer:
             text: str = answer.read(PAGE_BYTES_MAX).decode()
-            return text
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return ""
+    return text
