@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from support import models, sandbox
-from support.processes import BIN, Gateway, running
+from support.processes import BIN, Gateway, eventually, running
 
 CPUS = sorted(os.sched_getaffinity(0))
 SEVERAL = pytest.mark.skipif(len(CPUS) < 2, reason="one cpu")
@@ -43,8 +43,8 @@ def test_the_gateway_and_the_workers_share_no_cpu(tmp_path: Path) -> None:
         assert affinities(worker["pid"]) == {frozenset(CPUS[1:])}
         assert worker["cpus"] == CPUS[1:]
         assert worker["notices"] == []
-        gateway.kill_worker()
-        gateway.wait_full()
+        before = gateway.kill_worker()
+        eventually(lambda: gateway.worker_pids() not in ([], [before]), what="another worker")
         assert affinities(gateway.worker_pids()[0]) == {frozenset(CPUS[1:])}
     assert f"runs on the cpus {CPUS[0]}, the workers on others" in gateway.text()
 
