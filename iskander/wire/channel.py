@@ -58,10 +58,9 @@ class Channel:
         return self._socket.fileno()
 
     def receive(self) -> Iterator[memoryview]:
-        """What has come, each frame valid until the next one is asked for.
+        """Every frame that has come, each valid until the next one is asked for.
 
-        An end that waits gets all of it. One that does not gets a single frame: whoever watches the
-        socket for it is called again while there is more, so it is not asked in vain each time.
+        To be read to its end: libuv tells only once of a socket that was reset.
         """
         flags = self._first_flags
         while not self.has_ended:
@@ -76,8 +75,6 @@ class Channel:
                 self.has_ended = True
                 return
             yield self._buffer[:length]
-            if self._first_flags:
-                return
             flags = _NO_WAIT
 
     def send(self, frame: bytes) -> None:
