@@ -22,7 +22,12 @@ from pyarrow import flight
 
 from benchmarks.workloads import TOLERANCE, Array, Workload, tensors
 
-MESSAGE_BYTES_MAX = (1 << 31) - 1
+GRPC_OPTIONS = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+]
+"""A connection of its own for each session, and no bound on what it carries."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +152,7 @@ class Infer:
 
         self._client = triton.InferenceServerClient(
             f"127.0.0.1:{target.port}",
-            channel_args=[
-                ("grpc.use_local_subchannel_pool", 1),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_receive_message_length", -1),
-            ],
+            channel_args=GRPC_OPTIONS,
         )
         self._model = target.workload.model
         self._output = target.workload.output
@@ -192,11 +193,7 @@ class SerializedInfer:
         self._response = service_pb2.ModelInferResponse
         self._channel = grpc.insecure_channel(
             f"127.0.0.1:{target.port}",
-            options=[
-                ("grpc.use_local_subchannel_pool", 1),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.max_receive_message_length", -1),
-            ],
+            options=GRPC_OPTIONS,
         )
         self._infer = self._channel.unary_unary(
             "/inference.GRPCInferenceService/ModelInfer",
