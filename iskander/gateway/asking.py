@@ -1,0 +1,117 @@
+"""One request, one answer: for protocols whose calls stand alone.
+
+A Flight stream has its own way (`flight_exchange`), with a window of batches and no task for each.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from iskander.clock import now_ns
+from iskander.config import LimitsConfig
+from iskander.errors import Draining, IskanderError, Overloaded
+from iskander.gateway.dispatch import Dispatcher
+from iskander.gateway.intake import Intake
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
+from iskander.gateway.offered import Offered
+
+
+class Desk:
+    """Takes requests and gives results, for every frontend that has no streams of its own.
+
+    Args:
+        intake: The way into shared memory.
+        dispatcher: The way to the workers.
+        limits: Of the server; as many requests may be open as streams.
+    """
+
+    def __init__(self, intake: Intake, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self.limits = limits
+        self.is_draining = False
+        self.open = 0
+
+    def drain(self) -> None:
+        """Take no more; what was accepted is still answered."""
+        self.is_draining = True
+
+    def require_open(self) -> None:
+        """Refuse a request before its bytes are looked at.
+
+        Raises:
+            Draining: The server is stopping.
+            Overloaded: As many as may be are open.
+        """
+        if self.is_draining:
+            raise Draining("the server is stopping; send it to another", retry_after_ms=0)
+        if self.open >= self.limits.streams:
+            raise Overloaded(
+                f"{self.limits.streams} requests are open, the limit", retry_after_ms=1000
+            )
+
+    async def ask(
+        self,
+        lane: Lane,
+        offered: Offered,
+        *,
+        terms: Terms = NO_TERMS,
+        call_deadline_ns: int = NEVER_NS,
+    ) -> bytes:
+        """Have rows computed. Cancelling the task that waits gives the request up.
+
+        Returns:
+            The results' body, in the layout of the contract's outputs.
+
+        Raises:
+            IskanderError: Why there will be none.
+        """
+        self.require_open()
+        if not offered.rows:
+            return b""
+        self.open += 1
+        try:
+            return await self._ask(lane, offered, terms, call_deadline_ns)
+        finally:
+            self.open -= 1
+
+    async def _ask(
+        self, lane: Lane, offered: Offered, terms: Terms, call_deadline_ns: int
+    ) -> bytes:
+        caller = _Caller()
+        request = Request(
+            lane,
+            caller,
+            offered.rows,
+            offered.tensors,
+            terms=terms,
+            arrived_ns=now_ns(),
+            call_deadline_ns=call_deadline_ns,
+        )
+        if not self._intake.admit(request):
+            await self._intake.admit_later(request)
+        try:
+            self._dispatcher.submit(request)
+            return await caller.results
+        finally:
+            self._dispatcher.withdraw(request)
+
+
+class _Caller:
+    """Wakes the task that waits for one request."""
+
+    def __init__(self) -> None:
+        self.results: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def deliver(self, _: Request, output: memoryview) -> None:
+        """Copy the results out of their lease."""
+        if not self.results.done():
+            self.results.set_result(bytes(output))
+
+    def fail(self, _: Request, error: IskanderError) -> None:
+        """Raise the error where the results are waited for."""
+        if not self.results.done():
+            self.results.set_exception(error)

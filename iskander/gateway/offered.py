@@ -1,0 +1,135 @@
+"""Tensors by name, held against a contract: a request's rows going in, results going out.
+
+What clients of tensor protocols send; record batches come by `flight_plan` and `flight_codec`.
+A tensor's elements lie row by row, little-endian, a boolean in a byte of its own.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from iskander.config import LimitsConfig
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
+from iskander.errors import ContractError, LimitExceeded, MalformedInput
+
+
+class Tensor(NamedTuple):
+    """One tensor as it is on the wire.
+
+    Attributes:
+        datatype: As the Open Inference Protocol names it.
+        shape: With the axis of the rows before the others.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class Offered(NamedTuple):
+    """What a request wants computed.
+
+    Attributes:
+        tensors: Bytes of each of the contract's inputs, in its order, as Arrow buffers have them.
+    """
+
+    rows: int
+    tensors: list[memoryview]
+
+
+def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Offered:
+    """Find each of the contract's inputs among the tensors; all of them have the same rows.
+
+    Raises:
+        ContractError: One is missing, not an input, there twice, or of another type or shape.
+        MalformedInput: One has not the bytes that its shape says.
+        LimitExceeded: Rows or bytes.
+    """
+    offered = {tensor.name: tensor for tensor in tensors}
+    if len(offered) < len(tensors) or len(offered) != len(contract.inputs):
+        _require_names(contract, tensors)
+    rows = -1
+    buffers = []
+    for spec in contract.inputs:
+        tensor = offered.get(spec.tensor)
+        if tensor is None:
+            _require_names(contract, tensors)
+            raise AssertionError("a tensor was missing and was not")
+        if rows < 0 and tensor.shape:
+            rows = tensor.shape[0]
+            _require_limits(rows, tensors, limits)
+        if tensor.shape != (rows, *spec.shape) or tensor.datatype != spec.type.dtype.oip:
+            raise _misfit(spec, tensor, rows)
+        wanted = rows * spec.elements * _element_bytes(spec)
+        if len(tensor.data) != wanted:
+            raise MalformedInput(
+                f"input `{spec.tensor}` of the shape {list(tensor.shape)} has {wanted} bytes as "
+                f"{tensor.datatype}, got {len(tensor.data)}",
+                tensor=spec.tensor,
+            )
+        buffers.append(_packed(tensor.data) if _is_bits(spec) else tensor.data)
+    return Offered(rows, buffers)
+
+
+def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor]:
+    """The results in a body, each under the name of its tensor; no copy but of booleans."""
+    view = memoryview(body)
+    given = []
+    for spec, offset in zip(contract.outputs, body_layout(contract.outputs, rows)[0], strict=True):
+        data = view[offset : offset + spec.buffer_bytes(rows)]
+        if _is_bits(spec):
+            data = _unpacked(data, rows * spec.elements)
+        given.append(Tensor(spec.tensor, spec.type.dtype.oip, (rows, *spec.shape), data))
+    return given
+
+
+def _is_bits(spec: TensorSpec) -> bool:
+    return spec.type.dtype.arrow_bits == 1
+
+
+def _element_bytes(spec: TensorSpec) -> int:
+    return max(spec.type.dtype.arrow_bits // 8, 1)
+
+
+def _packed(data: memoryview) -> memoryview:
+    return np.packbits(np.frombuffer(data, np.bool_), bitorder="little").data
+
+
+def _unpacked(data: memoryview, count: int) -> memoryview:
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little").data
+
+
+def _require_names(contract: Contract, tensors: list[Tensor]) -> None:
+    wanted = [spec.tensor for spec in contract.inputs]
+    got = [tensor.name for tensor in tensors]
+    problems = [f"input `{name}` is missing" for name in wanted if name not in got]
+    problems += [f"`{name}` is no input of the model" for name in got if name not in wanted]
+    problems += [f"input `{name}` is there twice" for name in sorted({*got}) if got.count(name) > 1]
+    if problems:
+        raise ContractError("; ".join(problems))
+
+
+def _require_limits(rows: int, tensors: list[Tensor], limits: LimitsConfig) -> None:
+    if not 0 <= rows <= limits.rows:
+        raise LimitExceeded(f"a batch may have {limits.rows} rows, got {rows}", wanted=limits.rows)
+    total = sum(len(tensor.data) for tensor in tensors)
+    if total > limits.bytes:
+        raise LimitExceeded(f"a batch may have {limits.bytes} bytes, got {total}")
+
+
+def _misfit(spec: TensorSpec, tensor: Tensor, rows: int) -> ContractError:
+    wanted = ["rows" if rows < 0 else rows, *spec.shape]
+    return ContractError(
+        f"input `{spec.tensor}`: wanted {spec.type.dtype.oip} {_listed(wanted)}, got "
+        f"{tensor.datatype[:20]} {_listed(list(tensor.shape))}",
+        tensor=spec.tensor,
+    )
+
+
+def _listed(shape: list[int | str] | list[int]) -> str:
+    return "[" + ", ".join(map(str, shape[:20])) + "]"
