@@ -60,7 +60,7 @@ class Desk:
         *,
         terms: Terms = NO_TERMS,
         call_deadline_ns: int = NEVER_NS,
-    ) -> bytes:
+    ) -> bytes | memoryview:
         """Have rows computed. Cancelling the task that waits gives the request up.
 
         Returns:
@@ -80,7 +80,7 @@ class Desk:
 
     async def _ask(
         self, lane: Lane, offered: Offered, terms: Terms, call_deadline_ns: int
-    ) -> bytes:
+    ) -> bytes | memoryview:
         caller = _Caller()
         request = Request(
             lane,
@@ -104,12 +104,14 @@ class _Caller:
     """Wakes the task that waits for one request."""
 
     def __init__(self) -> None:
-        self.results: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.results: asyncio.Future[bytes | memoryview] = (
+            asyncio.get_running_loop().create_future()
+        )
 
-    def deliver(self, _: Request, output: memoryview) -> None:
-        """Copy the results out of their lease."""
+    def deliver(self, _: Request, results: bytes | memoryview) -> None:
+        """Give the results to who waits for them."""
         if not self.results.done():
-            self.results.set_result(bytes(output))
+            self.results.set_result(results)
 
     def fail(self, _: Request, error: IskanderError) -> None:
         """Raise the error where the results are waited for."""

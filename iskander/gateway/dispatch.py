@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 
 from iskander.clock import NS_PER_MS, now_ns
-from iskander.contract.rows import Rows
 from iskander.errors import IskanderError, NotReady
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.admission import MISSED, doomed_error, expired_error
@@ -24,6 +23,7 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.layout import Layout
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.recovery import after_failure, after_loss
+from iskander.gateway.results import taken
 from iskander.gateway.supervision.workers import Flight, Part, Worker
 from iskander.memory.arena import Lease
 from iskander.wire.messages import Done, Execute, Failed, Slice, encode
@@ -43,6 +43,8 @@ class Dispatcher:
         self._intake = intake
         self._lanes = lanes
         self._open: dict[int, Worker] = {}
+        # Of workers whose results are being taken in pieces.
+        self._taking: deque[tuple[Worker, Iterator[None]]] = deque()
         self._batch_id = 0
         self._is_pump_due = False
         self._loop = asyncio.get_running_loop()
@@ -52,8 +54,8 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        """Batches that workers have."""
-        return sum(len(worker.in_flight) for worker in self._open.values())
+        """Batches that workers have, or whose results are being taken."""
+        return sum(len(worker.in_flight) for worker in self._open.values()) + len(self._taking)
 
     def open(self, worker: Worker) -> None:
         """Let a worker have batches of the models that it has loaded."""
@@ -137,21 +139,12 @@ class Dispatcher:
         worker.batches += 1
         lane.on_ran(worker, flight.run_rows, done.run_ns, now)
         lane.virtual_ns += (done.run_ns - flight.expected_ns) / lane.config.weight
-        assert worker.output is not None
-        for request, first, rows, output_offset in flight.parts:
-            request.running -= 1
-            if request.is_over:
-                self._release(request)
-                continue
-            end = output_offset + _layout(request, rows).output_bytes
-            output = worker.output.view[output_offset:end]
-            if rows < request.rows:
-                whole = _collect(request, first, rows, output)
-                if whole is None:
-                    continue
-                output = whole
-            self._complete(request, output, now)
-        worker.output_arena.give_back(flight.output)
+        taking = self._take(worker, flight)
+        if _goes_on(taking):
+            # The results are large: the rest of them is taken in the coming turns.
+            self._taking.append((worker, taking))
+            if len(self._taking) == 1:
+                self._loop.call_soon(self._take_on)
 
     def on_failed(self, worker: Worker, failed: Failed) -> None:
         """A worker could not compute a batch."""
@@ -165,7 +158,13 @@ class Dispatcher:
             self._settle(request, after_failure(request, error, is_shared=is_shared))
 
     def on_lost(self, worker: Worker) -> None:
-        """A worker's process is gone, and what it ran with it; that runs again elsewhere."""
+        """A worker's process is gone, and what it ran with it; that runs again elsewhere.
+
+        What it had finished is taken now: its arena goes.
+        """
+        for owner, taking in self._taking:
+            if owner is worker:
+                deque(taking, maxlen=0)
         self._open.pop(worker.incarnation, None)
         running_id = worker.last_beat().batch_id
         flights = dict(worker.in_flight)
@@ -290,11 +289,36 @@ class Dispatcher:
         worker.busy_until_ns = now_ns() + left_ns
         return flight
 
-    def _complete(self, request: Request, output: memoryview, now: int) -> None:
+    def _take(self, worker: Worker, flight: Flight) -> Iterator[None]:
+        """Take a batch's results out of their lease and hand them out."""
+        # Step 9
+        assert worker.output is not None
+        for part in flight.parts:
+            request, results = part.request, None
+            if not request.is_over:
+                results = yield from taken(part, worker.output.view)
+            request.running -= 1
+            if request.is_over:
+                self._release(request)
+            elif results is not None:
+                self._complete(request, results)
+        worker.output_arena.give_back(flight.output)
+
+    def _take_on(self) -> None:
+        """Take the next piece of somebody's large results."""
+        worker, taking = self._taking.popleft()
+        if _goes_on(taking):
+            self._taking.append((worker, taking))
+        else:
+            self.pump()  # There is room for more results.
+        if self._taking:
+            self._loop.call_soon(self._take_on)
+
+    def _complete(self, request: Request, results: bytes | memoryview) -> None:
         lane = request.lane
-        lane.on_completed(request, now)
+        lane.on_completed(request, now_ns())
         try:
-            request.caller.deliver(request, output)
+            request.caller.deliver(request, results)
         except Exception:
             # One caller's results must not keep those of the others in the same wake-up.
             log.exception("results of batch for %s could not be delivered", lane.title)
@@ -366,6 +390,11 @@ def _layout(request: Request, rows: int) -> Layout:
     return request.layout if rows == request.rows else request.lane.layout(rows)
 
 
+def _goes_on(steps: Iterator[None]) -> bool:
+    """Take a step; whether there are more."""
+    return any(True for _ in steps)
+
+
 def _virtual_ns(lane: Lane) -> float:
     return lane.virtual_ns
 
@@ -388,13 +417,3 @@ def _unlanded(flight: Flight) -> list[Request]:
             request.lane.queue.remove(request)
         request.todo.append((first, rows))
     return list(dict.fromkeys(part.request for part in flight.parts))
-
-
-def _collect(request: Request, first: int, rows: int, output: memoryview) -> memoryview | None:
-    """Add a piece's results to those of its request; all of them once they are complete."""
-    layouts = request.lane.layouts
-    if request.results is None:
-        request.results = bytearray(request.layout.output_bytes)
-    results = memoryview(request.results)
-    layouts.outputs.copy(rows, Rows(output, rows, 0), Rows(results, request.rows, first))
-    return None if request.todo or request.running else results

@@ -1,5 +1,7 @@
 """The way into shared memory: a lease, and the one copy of a request's tensors.
 
+A large request is copied in pieces, so that others are read meanwhile.
+
 Runs on: gateway loop.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import ArenaFull, IskanderError
@@ -14,6 +17,7 @@ from iskander.gateway.lanes.admission import MISSED, expired_error
 from iskander.gateway.lanes.request import Request
 from iskander.memory.arena import Arena, Lease
 from iskander.memory.backing import ANY_MEMORY, BackingOptions
+from iskander.memory.pieces import WHOLE_BYTES, copied
 from iskander.memory.segment import Segment
 
 
@@ -38,8 +42,8 @@ class Intake:
         """Write a request into the arena, or refuse it now; then it can be submitted at once.
 
         Returns:
-            Whether there was room. Where there was none, `admit_later` waits for it: the stream is
-            not read on meanwhile, and so its client feels it.
+            Whether it is there. Where there was no room, or it is large, `admit_later` goes on:
+            the stream is not read on meanwhile, and so its client feels it.
 
         Raises:
             IskanderError: As `Lane.require_open`.
@@ -51,10 +55,17 @@ class Intake:
         lane.hear(request)
         lane.require_open(request, now_ns())
         self.arena.require_fits(input_bytes)
-        lease = None if self._waiting else self.arena.lease(input_bytes)
+        if self._waiting or input_bytes > WHOLE_BYTES:
+            return False
+        lease = self.arena.lease(input_bytes)
         if lease is None:
             return False
-        self._write(request, lease)
+        try:
+            for target, source in self._lent(request, lease):
+                target[:] = source
+        except BaseException:
+            self.give_back(request)
+            raise
         return True
 
     async def admit_later(self, request: Request) -> None:
@@ -67,11 +78,14 @@ class Intake:
         lease = await self._room(request)
         try:
             request.lane.require_open(request, now_ns())
+            for target, source in self._lent(request, lease):
+                for _ in copied(target, source):
+                    await asyncio.sleep(0)
         except BaseException:
+            request.lease = None
             self.arena.give_back(lease)
             self._let_in()
             raise
-        self._write(request, lease)
 
     def give_back(self, request: Request) -> None:
         """Return a request's lease, once no worker holds it, and let the next one in."""
@@ -84,26 +98,23 @@ class Intake:
         """Unmap the arena."""
         self.segment.close()
 
-    def _write(self, request: Request, lease: Lease) -> None:
-        layout = request.layout
-        view, header = self.segment.view, layout.header
+    def _lent(self, request: Request, lease: Lease) -> Iterator[tuple[memoryview, memoryview]]:
+        """Where in a lease each part of a request is to be copied, and the part."""
+        view, header = self.segment.view, request.layout.header
         body = lease.offset + len(header)
         request.lease = lease
         request.body_offset = body
-        try:
-            view[lease.offset : body] = header
-            for tensor, offset in zip(request.tensors, layout.offsets, strict=True):
-                start = body + offset
-                view[start : start + len(tensor)] = tensor
-        except BaseException:
-            self.give_back(request)
-            raise
+        view[lease.offset : body] = header
+        for tensor, offset in zip(request.tensors, request.layout.offsets, strict=True):
+            start = body + offset
+            yield view[start : start + len(tensor)], tensor
         request.tensors = []
 
     async def _room(self, request: Request) -> Lease:
         room: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         entry = (request.input_bytes, room)
         self._waiting.append(entry)
+        self._let_in()
         left_s = (request.expires_ns - now_ns()) / NS_PER_S
         try:
             async with asyncio.timeout(max(min(self._wait_ms / 1000, left_s), 0)):

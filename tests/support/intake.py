@@ -35,7 +35,7 @@ CONTRACT = Contract(
 class Nobody:
     """A caller that is never told anything: no worker runs here."""
 
-    def deliver(self, request: Request, output: memoryview) -> None:
+    def deliver(self, request: Request, results: bytes | memoryview) -> None:
         raise AssertionError("delivered")
 
     def fail(self, request: Request, error: IskanderError) -> None:

@@ -34,8 +34,8 @@ class Asker:
     def codes(self) -> list[str]:
         return [error.code for error in self.errors]
 
-    def deliver(self, request: Request, output: memoryview) -> None:
-        self.results.append(bytes(output))
+    def deliver(self, request: Request, results: bytes | memoryview) -> None:
+        self.results.append(bytes(results))
 
     def fail(self, request: Request, error: IskanderError) -> None:
         self.errors.append(error)

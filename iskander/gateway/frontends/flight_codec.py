@@ -58,7 +58,7 @@ class Unrendered(NamedTuple):
     """Results whose messages depend on those before them, as dictionaries do."""
 
     arrived: Arrived
-    output: bytes
+    results: bytes | memoryview
 
 
 class StreamCodec:
@@ -135,22 +135,18 @@ class StreamCodec:
             )
         return arrived
 
-    def take(self, arrived: Arrived, output: memoryview) -> Parts | Unrendered:
-        """Copy the results out of their lease, so that it can be given back.
-
-        Returns:
-            What `frames` wants: the finished message, for a plain response.
-        """
+    def take(self, arrived: Arrived, results: bytes | memoryview) -> Parts | Unrendered:
+        """What `frames` wants of a batch's results: the finished message, for a plain response."""
         if self.plan.is_response_plain:
-            return _plain_frame(arrived, output)
-        return Unrendered(arrived, bytes(output))
+            return _plain_frame(arrived, results)
+        return Unrendered(arrived, results)
 
     def frames(self, taken: Parts | Unrendered) -> list[Parts]:
         """The messages of one response; to be called in the stream's order."""
         if not isinstance(taken, Unrendered):
             return [taken]
-        arrived, output = taken
-        return self._converter.frames(arrived.rows, arrived.kept, output, arrived.app_metadata)
+        arrived, results = taken
+        return self._converter.frames(arrived.rows, arrived.kept, results, arrived.app_metadata)
 
     def error_frames(self, error: IskanderError) -> list[Parts]:
         """The messages that take a result's place: no rows, and the error as JSON metadata."""
@@ -213,7 +209,7 @@ class StreamCodec:
             )
 
 
-def _plain_frame(arrived: Arrived, output: memoryview) -> Parts:
+def _plain_frame(arrived: Arrived, results: bytes | memoryview) -> Parts:
     """The response to a plain batch.
 
     Layout:
@@ -222,7 +218,8 @@ def _plain_frame(arrived: Arrived, output: memoryview) -> Parts:
     """
     reply, body = arrived.reply, arrived.body
     assert reply is not None
-    head, results = reply.head, bytes(output[: reply.results_bytes])
+    assert len(results) == reply.results_bytes
+    head = reply.head
     if arrived.app_metadata:
         head = data_head(reply.header, arrived.app_metadata, reply.body_bytes)
     if not reply.ranges:

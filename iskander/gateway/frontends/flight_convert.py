@@ -99,14 +99,14 @@ class Converter:
         return ipc.read_batch(plain_header, message), plain_body, kept
 
     def frames(
-        self, rows: int, kept: list[pa.Array], output: bytes, app_metadata: bytes
+        self, rows: int, kept: list[pa.Array], results: bytes | memoryview, app_metadata: bytes
     ) -> list[Parts]:
         """The messages of one response; to be called in the stream's order.
 
         Dictionaries go before the batch that needs them, and only where they changed.
         """
-        results = _results(self._plan.contract, rows, output)
-        batch = pa.RecordBatch.from_arrays([*kept, *results], schema=self._plan.response_schema)
+        columns = _results(self._plan.contract, rows, results)
+        batch = pa.RecordBatch.from_arrays([*kept, *columns], schema=self._plan.response_schema)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -188,10 +188,10 @@ def _children(array: pa.Array) -> list[pa.Array]:
     return [array.values] if kind.num_fields else []
 
 
-def _results(contract: Contract, rows: int, output: bytes) -> list[pa.Array]:
+def _results(contract: Contract, rows: int, results: bytes | memoryview) -> list[pa.Array]:
     """The results as arrays, over a body as `body_layout` says."""
     offsets, _ = body_layout(contract.outputs, rows)
-    body, arrays = pa.py_buffer(output), []
+    body, arrays = pa.py_buffer(results), []
     for spec, offset in zip(contract.outputs, offsets, strict=True):
         arrow = to_arrow(spec.type)
         values = body.slice(offset, spec.buffer_bytes(rows))

@@ -40,7 +40,7 @@ class _Pending(Request):
     """A batch of a stream, from admission until its response is written.
 
     Attributes:
-        taken: The results, copied out of shared memory; None until they are there.
+        taken: What the response is made of; None until the results are there.
         error: Why there will be none.
         held_bytes: What it keeps of private memory at most: its body, expanded, and its results.
     """
@@ -149,11 +149,10 @@ class Exchange:
                 Draining("the server is stopping; send the rest to another", retry_after_ms=0)
             )
 
-    def deliver(self, request: Request, output: memoryview) -> None:
-        """Take the results of one batch out of their lease."""
-        # Step 9
+    def deliver(self, request: Request, results: bytes | memoryview) -> None:
+        """Take the results of one batch, to be sent when its turn comes."""
         assert isinstance(request, _Pending) and self._codec is not None
-        request.taken = self._codec.take(request.arrived, output)
+        request.taken = self._codec.take(request.arrived, results)
         self._write_soon()
 
     def fail(self, request: Request, error: IskanderError) -> None:
@@ -220,7 +219,7 @@ class Exchange:
                 return
             pending = _Pending(self._lane, self, arrived, len(raw), self._terms)
             if not pending.rows:
-                pending.taken = self._codec.take(arrived, memoryview(b""))
+                pending.taken = self._codec.take(arrived, b"")
                 self._enter(pending)
                 self._write_soon()
             elif self._intake.admit(pending):

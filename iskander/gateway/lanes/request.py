@@ -51,8 +51,8 @@ NO_TERMS = Terms()
 class Caller(Protocol):
     """Whoever asked: told exactly once, on the gateway loop."""
 
-    def deliver(self, request: Request, output: memoryview) -> None:
-        """Take the results; `output` is only valid during the call."""
+    def deliver(self, request: Request, results: bytes | memoryview) -> None:
+        """Take the results, which are the caller's own."""
 
     def fail(self, request: Request, error: IskanderError) -> None:
         """Learn that there will be none."""

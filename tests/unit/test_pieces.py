@@ -1,0 +1,168 @@
+"""Large requests and results are copied in pieces, and others have their turn between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.intake import GRAINS, in_loop, open_lane, request_of, turn
+from support.lanes import Asker, lane_of
+from support.simulation import PlayedWorker, Simulation
+
+from iskander.gateway import intake as intake_module
+from iskander.gateway import results
+from iskander.gateway.intake import Intake
+from iskander.memory import pieces
+from iskander.memory.arena import GRAIN_BYTES
+
+PIECE = 64
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large request is one of more than four pieces of 64 bytes."""
+    for module in (pieces, results):
+        monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(results, "WHOLE_BYTES", 4 * PIECE)
+
+
+@pytest.fixture
+def intake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Intake]:
+    monkeypatch.setattr(intake_module, "WHOLE_BYTES", 4 * PIECE)
+    intake = Intake(GRAINS * GRAIN_BYTES, 1000)
+    yield intake
+    intake.close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[Simulation]:
+    with Simulation(lane_of(0, rows_max=64)) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def worker(gateway: Simulation) -> PlayedWorker:
+    return gateway.start()
+
+
+def values_of(asker: Asker) -> list[int]:
+    (result,) = asker.results
+    return np.frombuffer(result, np.int64).tolist()
+
+
+@pytest.mark.parametrize("length", [0, 1, PIECE, PIECE + 1, 10 * PIECE - 1])
+def test_a_copy_is_whole_and_pauses_after_each_piece(length: int) -> None:
+    source = bytes(index % 251 for index in range(length))
+    target = bytearray(length)
+
+    pauses = sum(1 for _ in pieces.copied(memoryview(target), memoryview(source)))
+
+    assert bytes(target) == source
+    assert pauses == -(-length // PIECE)
+
+
+@in_loop
+async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
+    intake: Intake,
+) -> None:
+    request = request_of(open_lane(), 2)
+    request.tensors = [
+        memoryview(bytes(index % 251 for index in range(len(tensor)))) for tensor in request.tensors
+    ]
+    wanted, turns = [bytes(tensor) for tensor in request.tensors], 0
+
+    assert not intake.admit(request)
+    task = asyncio.create_task(intake.admit_later(request))
+    while not task.done():
+        await turn()
+        turns += 1
+
+    assert turns > 10
+    for each, offset in zip(wanted, request.layout.offsets, strict=True):
+        start = request.body_offset + offset
+        assert intake.segment.view[start : start + len(each)] == each
+    intake.give_back(request)
+    assert intake.arena.leased_bytes == 0
+
+
+@in_loop
+async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behind(
+    intake: Intake,
+) -> None:
+    request = request_of(open_lane(), 2)
+    assert not intake.admit(request)
+    task = asyncio.create_task(intake.admit_later(request))
+    for _ in range(4):
+        await turn()
+    assert intake.arena.leased_bytes
+
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert (request.lease, intake.arena.leased_bytes) == (None, 0)
+
+
+def test_large_results_are_taken_in_pieces_and_small_ones_overtake_them(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    large, small = gateway.ask(0, 60, first=0), gateway.ask(0, 5, first=100)
+    gateway.loop.turn()
+    first, second = worker.sent
+
+    gateway.done(worker, first)
+    assert not large[1].told and gateway.dispatcher.in_flight
+    gateway.done(worker, second)
+    assert values_of(small[1])[:5] == list(range(100, 105)) and not large[1].told
+    for _ in range(20):
+        gateway.loop.turn()
+
+    assert values_of(large[1])[:60] == list(range(60))
+    assert not gateway.dispatcher.in_flight and gateway.is_clean()
+
+
+def test_a_request_in_several_batches_is_put_together_in_pieces(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    request, asker = gateway.ask(0, 200, first=0)
+    gateway.loop.turn()
+    while not asker.told:
+        for execute in list(worker.sent):
+            if execute.batch_id in worker.in_flight:
+                gateway.done(worker, execute)
+        gateway.loop.turn()
+
+    assert values_of(asker)[:200] == list(range(200))
+    assert request.is_over and gateway.is_clean()
+
+
+def test_results_that_were_being_taken_are_delivered_when_their_worker_is_lost(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    """They were computed, and their arena goes with the worker."""
+    request, asker = gateway.ask(0, 60, first=0)
+    gateway.loop.turn()
+    gateway.done(worker, worker.sent[0])
+    assert not asker.told
+
+    gateway.dispatcher.on_lost(worker)
+
+    assert values_of(asker)[:60] == list(range(60)) and request.losses == 0
+    gateway.loop.turn()
+    assert not gateway.dispatcher.in_flight
+
+
+def test_a_caller_that_goes_while_its_results_are_taken_is_told_nothing(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    request, asker = gateway.ask(0, 60, first=0)
+    gateway.loop.turn()
+    gateway.done(worker, worker.sent[0])
+
+    gateway.dispatcher.withdraw(request)
+    for _ in range(20):
+        gateway.loop.turn()
+
+    assert not asker.told and gateway.is_clean()
