@@ -25,6 +25,7 @@ from iskander.gateway.runtime import Member, RuntimeDirectory
 from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.supervision.workers import Place
 from iskander.gateway.systemd import notify
+from iskander.gateway.telemetry.lag import LoopLag
 from iskander.gateway.telemetry.observed import Observed
 from iskander.gateway.telemetry.recent import Recent
 from iskander.gateway.telemetry.stats import collect
@@ -100,6 +101,7 @@ class Server:
             dispatcher=self._dispatcher,
             on_change=self._on_change,
         )
+        self._lag = LoopLag()
         self._observed = Observed(
             started_ns=self._started_ns,
             models=self._models,
@@ -107,6 +109,7 @@ class Server:
             input_backing=self._intake.segment.backing,
             streams=self._flight.exchanges,
             counts=self._dispatcher.counts,
+            loop_lag_ns=self._lag.lag_ns,
         )
         self._admin: AdminServer | None = None
         self._admin_address = ""
@@ -142,6 +145,7 @@ class Server:
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
+        self._lag.start()
         log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
         notify(
             READY="1",
@@ -238,6 +242,7 @@ class Server:
     async def _release(self) -> None:
         if self._admin is not None:
             await self._admin.stop()
+        self._lag.stop()
         self._dispatcher.close_timer()
         self._intake.close()
         self._runtime.release()

@@ -14,6 +14,7 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
 from iskander.gateway.supervision.lifecycle import Event, State
 from iskander.gateway.supervision.workers import Place, Worker
+from iskander.gateway.telemetry.histogram import LATENCY_BOUNDS_NS, Histogram
 from iskander.gateway.telemetry.observed import Observed
 from iskander.memory.arena import Arena
 from iskander.wire.messages import ModelSpec
@@ -67,5 +68,6 @@ def observe(
         "input_arena": Arena(4 * MIB),
         "streams": (),
         "counts": Counter(),
+        "loop_lag_ns": Histogram(LATENCY_BOUNDS_NS),
     }
     return Observed(**{**parts, **more})

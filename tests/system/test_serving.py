@@ -232,6 +232,49 @@ def test_compressed_streams(gateway: Gateway, compression: str) -> None:
     client.close()
 
 
+def test_large_batches_between_small_ones(client: Client) -> None:
+    """8 MB of numbers, which are copied in pieces: in order, whole, and the same as they were."""
+    random = np.random.default_rng(5)
+    shape = pa.list_(pa.list_(pa.float64(), 3), 2)
+    batches = []
+    for rows in (3, 180_000, 5, 180_000, 180_000, 1):
+        values = pa.array(random.random(rows * 6))
+        nested = pa.FixedSizeListArray.from_arrays(
+            pa.FixedSizeListArray.from_arrays(values, 3), type=shape
+        )
+        batches.append(pa.record_batch({"x": nested}))
+
+    scored = list(client.stream("cube-float64", batches))
+
+    assert len(scored) == len(batches)
+    for batch, result in zip(batches, scored, strict=True):
+        assert result["y"].equals(batch["x"])
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_large_batches_that_are_read_by_a_thread(gateway: Gateway, compression: str | None) -> None:
+    """7 MB of text, which is looked into, alone or compressed as well."""
+    client = flight.connect(f"grpc://{gateway.address}")
+    options = flight.FlightCallOptions(
+        timeout=60, write_options=pa.ipc.IpcWriteOptions(compression=compression)
+    )
+    writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids-all"), options)
+    random = np.random.default_rng(6)
+    with writer:
+        for rows in (2, 180_000, 3, 180_000):
+            numbers = random.integers(0, 1 << 60, rows)
+            text = pa.array([random.bytes(20).hex() for _ in range(rows)])
+            batch = pa.record_batch({"x": numbers, "id": text})
+            if rows == 2:
+                writer.begin(batch.schema)
+            writer.write_batch(batch)
+            scored = reader.read_chunk().data
+            assert scored["y"].to_numpy().tolist() == (3 * numbers + 1).tolist()
+            assert scored["id"].equals(text)
+        writer.done_writing()
+    client.close()
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_descriptor_alone_or_on_the_schema_message(gateway: Gateway, is_alone: bool) -> None:
     """C++ and Python clients send the descriptor by itself; Go, Java and Rust with the schema."""

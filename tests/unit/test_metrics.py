@@ -198,6 +198,7 @@ def test_what_a_worker_has_and_did() -> None:
     assert samples[key("worker_output_leased_bytes", worker="2")] == 4096
     assert samples[key("worker_output_capacity_bytes", worker="2")] == MIB
     assert samples[key("worker_resident_bytes", worker="2")] > MIB
+    assert samples[key("worker_cpu_seconds_total", worker="2")] > 0
 
 
 def test_what_memory_the_arenas_are() -> None:
@@ -219,7 +220,10 @@ def test_a_place_without_a_process_has_no_memory() -> None:
     worker = make_worker()
     worker.pid = 0
 
-    assert scrape(observe([], [worker]))[key("worker_resident_bytes", worker="0")] == 0
+    samples = scrape(observe([], [worker]))
+
+    assert samples[key("worker_resident_bytes", worker="0")] == 0
+    assert samples[key("worker_cpu_seconds_total", worker="0")] == 0
 
 
 def test_the_gateway_itself() -> None:
@@ -228,6 +232,7 @@ def test_the_gateway_itself() -> None:
     observed = observe(
         [], input_arena=arena, streams={1, 2, 3}, counts=Counter(late_messages=4), started_ns=0
     )
+    observed.loop_lag_ns.record(1)
 
     samples = scrape(observed)
 
@@ -237,6 +242,8 @@ def test_the_gateway_itself() -> None:
     assert samples[key("input_capacity_bytes")] == 2 * MIB
     assert samples[key("input_leased_bytes")] == 8192
     assert samples[key("resident_bytes")] > MIB
+    assert samples[key("cpu_seconds_total")] > 0
+    assert samples[key("loop_lag_seconds_count")] == 1
     assert samples[key("uptime_seconds")] > 0
     assert [dict(labels)["version"] for name, labels in samples if "build" in name] == [__version__]
 
@@ -264,7 +271,7 @@ def test_a_page_made_in_many_turns_is_one_page(
     at_once = page(observed, is_openmetrics=is_openmetrics).splitlines()
 
     def steady(lines: list[str]) -> list[str]:
-        return [line for line in lines if not re.match("iskander_(uptime|.*resident)", line)]
+        return [line for line in lines if not re.match("iskander_(uptime|.*resident|.*cpu)", line)]
 
     assert steady(in_turns) == steady(at_once)
     assert (in_turns[-1] == "# EOF") == is_openmetrics

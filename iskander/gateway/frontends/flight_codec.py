@@ -31,6 +31,7 @@ from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
 from iskander.gateway.frontends.flight_convert import Converter, require_bytes
 from iskander.gateway.frontends.flight_data import Parts, data_head, read_flight_data
 from iskander.gateway.frontends.flight_plan import Checked, Column, Plan, Reply, require_header
+from iskander.memory.pieces import WHOLE_BYTES
 
 CHECKED_HEADER_BYTES_MAX = 4096
 CHECKED_MAX = 64
@@ -71,6 +72,18 @@ class StreamCodec:
         self._head = b""
         self._raw_bytes = 0
         self._like: Arrived | None = None
+
+    def is_quick(self, raw: bytes | memoryview) -> bool:
+        """Whether a message is small, or will be read without a look into its body.
+
+        Others go through pyarrow as a whole; `read` does that without the interpreter's lock.
+
+        Raises:
+            MalformedInput: It is no message of the stream.
+        """
+        if len(raw) <= WHOLE_BYTES:
+            return True
+        return bytes(read_flight_data(raw).header[:CHECKED_HEADER_BYTES_MAX]) in self.plan.checked
 
     def read(self, raw: bytes | memoryview) -> Arrived | None:
         """Take one message of the stream; None for a dictionary.

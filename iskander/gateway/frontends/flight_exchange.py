@@ -212,29 +212,28 @@ class Exchange:
 
     def _take(self, raw: Message) -> None:
         """Take one batch; where errors are in-band, a refusal takes its place."""
-        assert self._codec is not None and self._lane is not None
+        assert self._codec is not None
         try:
-            arrived = self._codec.read(raw)
-            if arrived is None:
+            if not self._codec.is_quick(raw):
+                self._admission = self._loop.create_task(self._take_later(raw))
                 return
-            pending = _Pending(self._lane, self, arrived, len(raw), self._terms)
-            if not pending.rows:
-                pending.taken = self._codec.take(arrived, b"")
-                self._enter(pending)
-                self._write_soon()
-            elif self._intake.admit(pending):
-                self._enter(pending)
-                self._dispatcher.submit(pending)
-            else:
-                self._admission = self._loop.create_task(self._admit_later(pending))
+            pending = self._begin(self._codec.read(raw), len(raw))
+            if pending is not None:
+                self._admission = self._loop.create_task(self._take_later(raw, pending))
         except IskanderError as error:
             self._refuse(error)
 
-    async def _admit_later(self, pending: _Pending) -> None:
+    async def _take_later(self, raw: Message, pending: _Pending | None = None) -> None:
+        """Take a batch that has to be read by a thread, or to wait until it is in the arena."""
+        assert self._codec is not None
         try:
-            await self._intake.admit_later(pending)
-            self._enter(pending)
-            self._dispatcher.submit(pending)
+            if pending is None:
+                arrived = await asyncio.to_thread(self._codec.read, raw)
+                pending = self._begin(arrived, len(raw))
+            if pending is not None:
+                await self._intake.admit_later(pending)
+                self._enter(pending)
+                self._dispatcher.submit(pending)
         except IskanderError as error:
             self._refuse(error)
         except Exception:
@@ -242,6 +241,23 @@ class Exchange:
             self._end(IskanderError("the server failed to take the batch"))
         self._admission = None
         self._read()
+
+    def _begin(self, arrived: Arrived | None, raw_bytes: int) -> _Pending | None:
+        """Take what was read as far as can be at once; the batch that has to wait, if it has."""
+        if arrived is None:
+            return None
+        assert self._codec is not None and self._lane is not None
+        pending = _Pending(self._lane, self, arrived, raw_bytes, self._terms)
+        if not pending.rows:
+            pending.taken = self._codec.take(arrived, b"")
+            self._enter(pending)
+            self._write_soon()
+        elif self._intake.admit(pending):
+            self._enter(pending)
+            self._dispatcher.submit(pending)
+        else:
+            return pending
+        return None
 
     def _enter(self, pending: _Pending) -> None:
         self._window.append(pending)

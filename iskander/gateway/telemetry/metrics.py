@@ -28,7 +28,7 @@ from iskander.clock import NS_PER_S
 from iskander.gateway.lanes.batcher import Reason
 from iskander.gateway.supervision.lifecycle import State
 from iskander.gateway.telemetry.histogram import Histogram
-from iskander.gateway.telemetry.observed import Observed, resident_bytes
+from iskander.gateway.telemetry.observed import Observed, cpu_s, resident_bytes
 
 if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
@@ -168,6 +168,9 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
            "are never swapped out.", _one(lambda worker: worker.backing.locked_bytes)),
     Metric("iskander_worker_notices", "gauge", "", (), "What was refused to it: cores of the plan, "
            "memory of its node, huge pages, a lock.", _one(lambda worker: len(worker.notices))),
+    Metric("iskander_worker_cpu_seconds_total", "counter", "seconds", (), "CPU time of the process "
+           "that fills the place; begins anew with the next.",
+           _one(lambda worker: cpu_s(worker.pid) if worker.pid else 0)),
     Metric("iskander_worker_resident_bytes", "gauge", "bytes", (), "Memory of the process, with "
            "what it has touched of the arenas.",
            _one(lambda worker: resident_bytes(worker.pid) if worker.pid else 0)),
@@ -196,6 +199,11 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
            _one(lambda observed: observed.input_backing.huge_bytes)),
     Metric("iskander_input_locked_bytes", "gauge", "bytes", (), "Of the input arena that are never "
            "swapped out.", _one(lambda observed: observed.input_backing.locked_bytes)),
+    Metric("iskander_loop_lag_seconds", "histogram", "seconds", (), "How late the gateway's loop "
+           "came to what was due, looked at every 50 ms: what a message would have waited for.",
+           _one(lambda observed: observed.loop_lag_ns)),
+    Metric("iskander_cpu_seconds_total", "counter", "seconds", (), "CPU time of the gateway.",
+           _one(lambda _: cpu_s(os.getpid()))),
     Metric("iskander_resident_bytes", "gauge", "bytes", (), "Memory of the gateway, with what it "
            "has touched of the arenas.", _one(lambda _: resident_bytes(os.getpid()))),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.gateway.telemetry.histogram import Histogram
 from iskander.memory.arena import Arena
 from iskander.memory.backing import NO_MEMORY, Backing
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from iskander.gateway.models import Models
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class Observed:
         input_backing: What memory it is.
         streams: Those that are open.
         counts: What the dispatcher counts.
+        loop_lag_ns: How late the loop was, each time that was looked.
     """
 
     started_ns: int
@@ -41,6 +44,7 @@ class Observed:
     input_arena: Arena
     streams: Sized
     counts: Mapping[str, int]
+    loop_lag_ns: Histogram
     input_backing: Backing = NO_MEMORY
 
     @property
@@ -58,3 +62,16 @@ def resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError):
         return 0
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU that a process has used, in steps of 10 ms; 0 without one.
+
+    Source: proc(5), `stat`, fields 14 and 15.
+    """
+    try:
+        # The name, which is in parentheses, may have spaces and parentheses in it.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    except (OSError, IndexError):
+        return 0.0

@@ -40,6 +40,7 @@ def collect(observed: Observed) -> dict[str, Any]:
         "streams": len(observed.streams),
         "late_messages": observed.counts["late_messages"],
         "resident_bytes": resident_bytes(os.getpid()),
+        "loop_lag_ms": _latency(observed.loop_lag_ns),
         "input_arena": _arena(observed.input_arena) | _backing(observed.input_backing),
         "lanes": {lane.title: _lane(lane, models.is_lane_ready(lane)) for lane in models},
         "workers": [_worker(worker, now_ns()) for worker in models.workers],
