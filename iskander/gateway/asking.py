@@ -8,6 +8,8 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 
 from iskander.clock import now_ns
 from iskander.config import LimitsConfig
@@ -26,6 +28,10 @@ class Desk:
         intake: The way into shared memory.
         dispatcher: The way to the workers.
         limits: Of the server; as many requests may be open as streams.
+
+    Attributes:
+        is_draining: Nothing is taken any more.
+        open: Requests that wait for their results.
     """
 
     def __init__(self, intake: Intake, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
@@ -34,10 +40,37 @@ class Desk:
         self.limits = limits
         self.is_draining = False
         self.open = 0
+        self._calls: dict[object, Callable[[], None]] = {}
+
+    @property
+    def calls(self) -> int:
+        """Calls that are held open; the server does not stop before they are answered."""
+        return len(self._calls)
 
     def drain(self) -> None:
         """Take no more; what was accepted is still answered."""
         self.is_draining = True
+        for drain in list(self._calls.values()):
+            drain()
+
+    @contextlib.contextmanager
+    def held(self, drain: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold a call open from its beginning until its answer is written.
+
+        Args:
+            drain: Called when the server stops; a call of many requests takes no more of them.
+
+        Raises:
+            Draining: The server is stopping.
+            Overloaded: As many as may be are open.
+        """
+        self._require_open(self.calls)
+        call = object()
+        self._calls[call] = drain
+        try:
+            yield
+        finally:
+            del self._calls[call]
 
     def require_open(self) -> None:
         """Refuse a request before its bytes are looked at.
@@ -46,12 +79,7 @@ class Desk:
             Draining: The server is stopping.
             Overloaded: As many as may be are open.
         """
-        if self.is_draining:
-            raise Draining("the server is stopping; send it to another", retry_after_ms=0)
-        if self.open >= self.limits.streams:
-            raise Overloaded(
-                f"{self.limits.streams} requests are open, the limit", retry_after_ms=1000
-            )
+        self._require_open(self.open)
 
     async def ask(
         self,
@@ -99,6 +127,14 @@ class Desk:
         finally:
             self._dispatcher.withdraw(request)
 
+    def _require_open(self, count: int) -> None:
+        if self.is_draining:
+            raise Draining("the server is stopping; send it to another", retry_after_ms=0)
+        if count >= self.limits.streams:
+            raise Overloaded(
+                f"{self.limits.streams} requests are open, the limit", retry_after_ms=1000
+            )
+
 
 class _Caller:
     """Wakes the task that waits for one request."""
@@ -117,3 +153,4 @@ class _Caller:
         """Raise the error where the results are waited for."""
         if not self.results.done():
             self.results.set_exception(error)
+            self.results.exception()  # The task that waits may be cancelled in this very turn.

@@ -23,6 +23,7 @@ class Tensor(NamedTuple):
     Attributes:
         datatype: As the Open Inference Protocol names it.
         shape: With the axis of the rows before the others.
+        data: Its elements, in single bytes.
     """
 
     name: str
@@ -47,7 +48,7 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
 
     Raises:
         ContractError: One is missing, not an input, there twice, or of another type or shape.
-        MalformedInput: One has not the bytes that its shape says.
+        MalformedInput: One has not the bytes that its shape says, or a negative number of rows.
         LimitExceeded: Rows or bytes.
     """
     offered = {tensor.name: tensor for tensor in tensors}
@@ -115,7 +116,9 @@ def _require_names(contract: Contract, tensors: list[Tensor]) -> None:
 
 
 def _require_limits(rows: int, tensors: list[Tensor], limits: LimitsConfig) -> None:
-    if not 0 <= rows <= limits.rows:
+    if rows < 0:
+        raise MalformedInput(f"a tensor's first axis is its rows, got {rows}")
+    if rows > limits.rows:
         raise LimitExceeded(f"a batch may have {limits.rows} rows, got {rows}", wanted=limits.rows)
     total = sum(len(tensor.data) for tensor in tensors)
     if total > limits.bytes:

@@ -1,0 +1,230 @@
+"""The desk: each request answered once, given up when its task is, refused by name, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from support.intake import CONTRACT, in_loop, open_lane, turns
+
+from iskander.clock import now_ns
+from iskander.config import LimitsConfig
+from iskander.errors import (
+    DeadlineExceeded,
+    Draining,
+    ExecutionFailed,
+    NotReady,
+    Overloaded,
+)
+from iskander.gateway.asking import Desk
+from iskander.gateway.dispatch import Dispatcher
+from iskander.gateway.intake import Intake
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import Request, Terms
+from iskander.gateway.offered import Offered, Tensor, take
+from iskander.memory.arena import GRAIN_BYTES
+
+LIMITS = LimitsConfig(streams=2)
+ARENA_BYTES = 4 * GRAIN_BYTES
+
+
+class PlayedDispatcher(Dispatcher):
+    """Takes requests, and does with them what the test says."""
+
+    def __init__(self, intake: Intake) -> None:
+        self.intake = intake
+        self.asked: list[Request] = []
+        self.withdrawn: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        request.lane.put(request, now_ns())
+        self.asked.append(request)
+
+    def withdraw(self, request: Request) -> None:
+        self.withdrawn.append(request)
+        if request.lease is not None:
+            self.intake.give_back(request)
+
+    def answer(self, request: Request, output: bytes) -> None:
+        self.intake.give_back(request)
+        request.is_over = True
+        held = bytearray(output)
+        request.caller.deliver(request, memoryview(held))
+        held[:] = bytes(len(held))  # The lease is somebody else's now.
+
+
+class Office:
+    """A desk and what is behind it."""
+
+    def __init__(self) -> None:
+        self.intake = Intake(ARENA_BYTES, 1000)
+        self.dispatcher = PlayedDispatcher(self.intake)
+        self.desk = Desk(self.intake, self.dispatcher, LIMITS)
+        self.lane: Lane = open_lane()
+
+    def ask(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes]:
+        return asyncio.create_task(self.desk.ask(self.lane, offered(rows), **terms))  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def office() -> AsyncIterator[Office]:
+    made = Office()
+    try:
+        yield made
+        await turns()
+        assert made.desk.open == made.desk.calls == 0
+        assert made.intake.arena.leased_bytes == 0
+    finally:
+        made.intake.close()
+
+
+def offered(rows: int) -> Offered:
+    ids = memoryview(np.arange(rows).tobytes())
+    flags = memoryview(bytes(rows))
+    tensors = [Tensor("id", "INT64", (rows,), ids), Tensor("flag", "BOOL", (rows,), flags)]
+    return take(CONTRACT, tensors, LimitsConfig())
+
+
+@in_loop
+async def test_the_answer_is_a_copy_of_what_the_worker_wrote() -> None:
+    async with office() as made:
+        asked = made.ask()
+        await turns()
+        (request,) = made.dispatcher.asked
+        body = bytes(made.intake.segment.view[request.body_offset :][:32])
+        assert np.frombuffer(body, np.int64).tolist() == [0, 1, 2, 3]
+
+        made.dispatcher.answer(request, b"results")
+
+        assert await asked == b"results"
+
+
+@in_loop
+async def test_terms_and_the_calls_deadline_go_with_the_request() -> None:
+    async with office() as made:
+        terms = Terms(client="robot", is_named=True, priority=0, budget_ms=60_000)
+        deadline_ns = now_ns() + 1_000_000_000
+        asked = made.ask(terms=terms, call_deadline_ns=deadline_ns)
+        await turns()
+        (request,) = made.dispatcher.asked
+        assert request.terms is terms and request.deadline_ns == deadline_ns
+        made.dispatcher.answer(request, b"")
+        await asked
+
+
+@in_loop
+async def test_no_rows_are_answered_at_once() -> None:
+    async with office() as made:
+        assert await made.ask(0) == b""
+        assert not made.dispatcher.asked
+
+
+@in_loop
+async def test_a_failure_is_raised_where_the_results_are_waited_for() -> None:
+    async with office() as made:
+        asked = made.ask()
+        await turns()
+        (request,) = made.dispatcher.asked
+        request.caller.fail(request, ExecutionFailed("no"))
+        with pytest.raises(ExecutionFailed):
+            await asked
+
+
+@in_loop
+async def test_a_task_that_is_cancelled_gives_its_request_up() -> None:
+    async with office() as made:
+        asked = made.ask()
+        await turns()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        (request,) = made.dispatcher.asked
+        assert made.dispatcher.withdrawn == [request]
+        # What comes too late meets nobody.
+        request.caller.deliver(request, memoryview(b"late"))
+        request.caller.fail(request, ExecutionFailed("late"))
+
+
+@in_loop
+async def test_a_failure_and_a_cancellation_of_one_turn_are_no_complaint() -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with office() as made:
+        asked = made.ask()
+        await turns()
+        (request,) = made.dispatcher.asked
+        request.caller.fail(request, ExecutionFailed("no"))
+        asked.cancel()
+        with pytest.raises((asyncio.CancelledError, ExecutionFailed)):
+            await asked
+        del asked, request
+        made.dispatcher.asked.clear()
+        made.dispatcher.withdrawn.clear()
+    assert complaints == []
+
+
+@in_loop
+async def test_where_the_arena_is_full_a_request_waits_for_room() -> None:
+    async with office() as made:
+        rows = (3 * GRAIN_BYTES - 1024) // 9 // 64 * 64
+        first, second = made.ask(rows), made.ask(rows)
+        await turns()
+        assert len(made.dispatcher.asked) == 1
+        made.dispatcher.answer(made.dispatcher.asked[0], b"first")
+        await turns()
+        made.dispatcher.answer(made.dispatcher.asked[1], b"second")
+        assert [await first, await second] == [b"first", b"second"]
+
+
+@in_loop
+async def test_what_the_lane_refuses_is_refused() -> None:
+    async with office() as made:
+        with pytest.raises(DeadlineExceeded):
+            await made.ask(call_deadline_ns=1)
+        made.lane.workers.clear()
+        with pytest.raises(NotReady):
+            await made.ask()
+
+
+@in_loop
+async def test_more_requests_than_may_be_open_are_refused() -> None:
+    async with office() as made:
+        asked = [made.ask() for _ in range(3)]
+        await turns()
+        with pytest.raises(Overloaded, match="2 requests"):
+            await asked[2]
+        for request in made.dispatcher.asked:
+            made.dispatcher.answer(request, b"")
+        assert [await each for each in asked[:2]] == [b"", b""]
+
+
+@in_loop
+async def test_more_calls_than_may_be_open_are_refused() -> None:
+    async with office() as made:
+        with made.desk.held(), made.desk.held():
+            with pytest.raises(Overloaded), made.desk.held():
+                raise AssertionError("a third call is held")
+            assert made.desk.calls == 2
+        with made.desk.held():
+            assert made.desk.calls == 1
+
+
+@in_loop
+async def test_a_drain_answers_what_was_accepted_and_takes_no_more() -> None:
+    async with office() as made:
+        told: list[str] = []
+        with made.desk.held(lambda: told.append("drain")):
+            asked = made.ask()
+            await turns()
+            made.desk.drain()
+            assert told == ["drain"]
+            with pytest.raises(Draining):
+                await made.ask()
+            with pytest.raises(Draining), made.desk.held():
+                raise AssertionError("a call is held")
+            assert made.desk.open == 1
+            made.dispatcher.answer(made.dispatcher.asked[0], b"results")
+            assert await asked == b"results"

@@ -1,0 +1,159 @@
+"""Tensors against a contract: what is taken, what is refused and by which name, what is given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iskander.config import LimitsConfig
+from iskander.contract.dtypes import DTYPES, Dtype
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_layout
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
+from iskander.gateway.offered import Tensor, give, take
+
+LIMITS = LimitsConfig(rows=100, bytes=4096)
+FIXED = [dtype for dtype in DTYPES if dtype.arrow_bits and dtype.oip not in ("BF16", "BYTES")]
+
+
+def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(f"column_{name}", name, ColumnType(dtype, shape), shape)
+
+
+CONTRACT = Contract(
+    inputs=(spec("x", "float32", 2), spec("flag", "bool")),
+    outputs=(spec("y", "bool", 3), spec("z", "int16")),
+)
+
+
+def tensor(name: str, datatype: str, values: Any) -> Tensor:
+    return Tensor(name, datatype, values.shape, memoryview(values.tobytes()))
+
+
+def x_of(rows: int) -> Tensor:
+    return tensor("x", "FP32", np.arange(2 * rows, dtype=np.float32).reshape(rows, 2))
+
+
+def flag_of(rows: int) -> Tensor:
+    return tensor("flag", "BOOL", np.arange(rows) % 3 == 0)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 100])
+def test_inputs_are_taken_in_the_contracts_order_and_booleans_packed(rows: int) -> None:
+    x, flag = x_of(rows), flag_of(rows)
+
+    offered = take(CONTRACT, [flag, x], LIMITS)
+
+    assert offered.rows == rows
+    packed = np.packbits(np.arange(rows) % 3 == 0, bitorder="little").tobytes()
+    assert [bytes(each) for each in offered.tensors] == [bytes(x.data), packed]
+
+
+def test_what_is_not_a_boolean_is_not_copied() -> None:
+    x = x_of(4)
+    offered = take(CONTRACT, [x, flag_of(4)], LIMITS)
+    assert offered.tensors[0] is x.data
+
+
+REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
+    "nothing": ([], ContractError, "`x` is missing"),
+    "one missing": ([x_of(2)], ContractError, "`flag` is missing"),
+    "one too many": ([x_of(2), flag_of(2), x_of(2)._replace(name="w")], ContractError, "no input"),
+    "another": ([x_of(2), flag_of(2)._replace(name="flags")], ContractError, "`flag` is missing"),
+    "twice": ([x_of(2), x_of(2)], ContractError, "twice"),
+    "datatype": ([x_of(2)._replace(datatype="INT32"), flag_of(2)], ContractError, "wanted FP32"),
+    "no datatype": (
+        [x_of(2)._replace(datatype="?" * 5000), flag_of(2)],
+        ContractError,
+        "wanted FP32",
+    ),
+    "rank": ([x_of(2)._replace(shape=(4,)), flag_of(2)], ContractError, r"wanted FP32 \[4, 2\]"),
+    "no rank": ([x_of(2)._replace(shape=()), flag_of(2)], ContractError, r"\[rows, 2\], got FP32"),
+    "trailing": ([x_of(2)._replace(shape=(2, 3)), flag_of(2)], ContractError, r"\[2, 3\]"),
+    "negative trailing": ([x_of(2)._replace(shape=(2, -2)), flag_of(2)], ContractError, "-2"),
+    "other rows": ([x_of(2), flag_of(3)], ContractError, r"`flag`: wanted BOOL \[2\]"),
+    "negative rows": ([x_of(2)._replace(shape=(-2, 2)), flag_of(2)], MalformedInput, "rows, got"),
+    "too few bytes": ([x_of(2)._replace(shape=(3, 2)), flag_of(3)], MalformedInput, "24 bytes"),
+    "too many bytes": ([x_of(2)._replace(shape=(1, 2)), flag_of(1)], MalformedInput, "8 bytes"),
+    "boolean bits": (
+        [x_of(9), flag_of(9)._replace(data=memoryview(b"\x00\x01"))],
+        MalformedInput,
+        "9 bytes as BOOL, got 2",
+    ),
+    "rows": ([x_of(101), flag_of(101)], LimitExceeded, "100 rows, got 101"),
+    "absurd rows": ([x_of(1)._replace(shape=(1 << 62, 2)), flag_of(1)], LimitExceeded, "100 rows"),
+    "bytes": (
+        [x_of(2)._replace(data=memoryview(bytes(5000))), flag_of(2)],
+        LimitExceeded,
+        "4096 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_meet_the_contract_is_refused_by_name(name: str) -> None:
+    tensors, kind, says = REFUSED[name]
+    with pytest.raises(kind, match=says):
+        take(CONTRACT, tensors, LIMITS)
+
+
+def test_a_contract_without_a_fixed_trailing_shape_needs_none() -> None:
+    """A scalar for each row has the shape of the rows alone."""
+    with pytest.raises(ContractError, match=r"wanted BOOL \[2\], got BOOL \[2, 1\]"):
+        take(CONTRACT, [x_of(2), flag_of(2)._replace(shape=(2, 1))], LIMITS)
+
+
+@given(
+    dtype=st.sampled_from(FIXED),
+    rows=st.integers(0, 20),
+    shape=st.lists(st.integers(1, 3), max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_given_back_is_what_was_taken(
+    dtype: Dtype, rows: int, shape: list[int], seed: int
+) -> None:
+    """Of every type: the arena's own bytes read as results are the tensor that went in."""
+    one = TensorSpec("t", "t", ColumnType(dtype.arrow, tuple(shape)), tuple(shape))
+    contract = Contract(inputs=(one,), outputs=(one,))
+    count = rows * math.prod(shape)
+    if dtype.arrow_bits == 1:
+        raw = (np.random.default_rng(seed).random(count) < 0.5).tobytes()
+    else:
+        raw = np.random.default_rng(seed).bytes(count * dtype.arrow_bits // 8)
+    sent = Tensor("t", dtype.oip, (rows, *shape), memoryview(raw))
+
+    (data,) = take(contract, [sent], LimitsConfig()).tensors
+    offsets, length = body_layout(contract.outputs, rows)
+    body = bytearray(length)
+    body[offsets[0] : offsets[0] + len(data)] = data
+    (got,) = give(contract, rows, bytes(body))
+
+    assert (got.name, got.datatype, got.shape) == ("t", dtype.oip, (rows, *shape))
+    assert bytes(got.data) == raw
+
+
+def test_results_are_given_in_the_contracts_order_each_from_its_place() -> None:
+    rows = 5
+    (first, second), length = body_layout(CONTRACT.outputs, rows)
+    y = np.random.default_rng(1).random(rows * 3) < 0.5
+    z = np.arange(rows, dtype=np.int16)
+    body = bytearray(length)
+    packed = np.packbits(y, bitorder="little").tobytes()
+    body[first : first + len(packed)] = packed
+    body[second : second + z.nbytes] = z.tobytes()
+
+    given = give(CONTRACT, rows, body)
+
+    assert [(each.name, each.datatype, each.shape) for each in given] == [
+        ("y", "BOOL", (5, 3)),
+        ("z", "INT16", (5,)),
+    ]
+    assert bytes(given[0].data) == y.tobytes() and bytes(given[1].data) == z.tobytes()
+
+
+def test_no_rows_give_empty_tensors() -> None:
+    assert [len(each.data) for each in give(CONTRACT, 0, b"")] == [0, 0]
