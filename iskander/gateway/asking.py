@@ -153,4 +153,3 @@ class _Caller:
         """Raise the error where the results are waited for."""
         if not self.results.done():
             self.results.set_exception(error)
-            self.results.exception()  # The task that waits may be cancelled in this very turn.

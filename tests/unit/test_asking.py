@@ -149,24 +149,6 @@ async def test_a_task_that_is_cancelled_gives_its_request_up() -> None:
 
 
 @in_loop
-async def test_a_failure_and_a_cancellation_of_one_turn_are_no_complaint() -> None:
-    complaints: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    async with office() as made:
-        asked = made.ask()
-        await turns()
-        (request,) = made.dispatcher.asked
-        request.caller.fail(request, ExecutionFailed("no"))
-        asked.cancel()
-        with pytest.raises((asyncio.CancelledError, ExecutionFailed)):
-            await asked
-        del asked, request
-        made.dispatcher.asked.clear()
-        made.dispatcher.withdrawn.clear()
-    assert complaints == []
-
-
-@in_loop
 async def test_where_the_arena_is_full_a_request_waits_for_room() -> None:
     async with office() as made:
         rows = (3 * GRAIN_BYTES - 1024) // 9 // 64 * 64
