@@ -1,6 +1,8 @@
 """Make `iskander/_generated/*_pb2.py` from `scripts/protos/*.proto`; needs grpcio-tools 1.73.
 
-That release writes modules for protobuf 6, which the runtimes 6 and 7 both accept.
+That release writes modules for protobuf 6, which the runtimes 6 and 7 both accept. Their messages
+are registered in a pool of our own: clients of the same protocols bring modules with the very same
+names, and the runtime ends whoever loads both into its default pool.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "scripts" / "protos"
 TARGET = ROOT / "iskander" / "_generated"
+OWN_POOL = {
+    "from google.protobuf import descriptor_pool as _descriptor_pool": (
+        "from iskander._generated import POOL as _POOL"
+    ),
+    "_descriptor_pool.Default()": "_POOL",
+}
 
 
 def generate(target: Path) -> None:
@@ -23,6 +31,12 @@ def generate(target: Path) -> None:
     arguments = ["protoc", f"-I{SOURCES}", f"--python_out={target}", f"--pyi_out={target}", *files]
     if protoc.main(arguments):
         sys.exit("protoc failed")
+    for path in sorted(target.glob("*_pb2.py")):
+        text = path.read_text()
+        for theirs, ours in OWN_POOL.items():
+            assert theirs in text, f"{path.name} has no `{theirs}`"
+            text = text.replace(theirs, ours)
+        path.write_text(text)
 
 
 def main() -> None:

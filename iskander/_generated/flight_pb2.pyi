@@ -116,3 +116,29 @@ class Ticket(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
+class PollInfo(_message.Message):
+    __slots__ = ("info", "flight_descriptor")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    FLIGHT_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    info: FlightInfo
+    flight_descriptor: FlightDescriptor
+    def __init__(self, info: _Optional[_Union[FlightInfo, _Mapping]] = ..., flight_descriptor: _Optional[_Union[FlightDescriptor, _Mapping]] = ...) -> None: ...
+
+class FlightData(_message.Message):
+    __slots__ = ("flight_descriptor", "data_header", "app_metadata", "data_body")
+    FLIGHT_DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    DATA_HEADER_FIELD_NUMBER: _ClassVar[int]
+    APP_METADATA_FIELD_NUMBER: _ClassVar[int]
+    DATA_BODY_FIELD_NUMBER: _ClassVar[int]
+    flight_descriptor: FlightDescriptor
+    data_header: bytes
+    app_metadata: bytes
+    data_body: bytes
+    def __init__(self, flight_descriptor: _Optional[_Union[FlightDescriptor, _Mapping]] = ..., data_header: _Optional[bytes] = ..., app_metadata: _Optional[bytes] = ..., data_body: _Optional[bytes] = ...) -> None: ...
+
+class PutResult(_message.Message):
+    __slots__ = ("app_metadata",)
+    APP_METADATA_FIELD_NUMBER: _ClassVar[int]
+    app_metadata: bytes
+    def __init__(self, app_metadata: _Optional[bytes] = ...) -> None: ...

@@ -32,6 +32,7 @@ class Desk:
     Attributes:
         is_draining: Nothing is taken any more.
         open: Requests that wait for their results.
+        calls: Those that are held open, and what tells each that the server stops.
     """
 
     def __init__(self, intake: Intake, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
@@ -40,17 +41,12 @@ class Desk:
         self.limits = limits
         self.is_draining = False
         self.open = 0
-        self._calls: dict[object, Callable[[], None]] = {}
-
-    @property
-    def calls(self) -> int:
-        """Calls that are held open; the server does not stop before they are answered."""
-        return len(self._calls)
+        self.calls: dict[object, Callable[[], None]] = {}
 
     def drain(self) -> None:
         """Take no more; what was accepted is still answered."""
         self.is_draining = True
-        for drain in list(self._calls.values()):
+        for drain in list(self.calls.values()):
             drain()
 
     @contextlib.contextmanager
@@ -64,13 +60,13 @@ class Desk:
             Draining: The server is stopping.
             Overloaded: As many as may be are open.
         """
-        self._require_open(self.calls)
+        self._require_open(len(self.calls))
         call = object()
-        self._calls[call] = drain
+        self.calls[call] = drain
         try:
             yield
         finally:
-            del self._calls[call]
+            del self.calls[call]
 
     def require_open(self) -> None:
         """Refuse a request before its bytes are looked at.

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.gateway.addresses import require_addresses
+from iskander.gateway.asking import Desk
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.grpc_server import GrpcServer
 from iskander.gateway.frontends.health import HealthService
+from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.intake import Intake
 from iskander.gateway.logs import log_backing
 from iskander.gateway.models import Models
@@ -85,9 +87,11 @@ class Server:
             stats=self.stats,
             recent=self._recent,
         )
+        self._desk = Desk(self._intake, self._dispatcher, config.limits)
         self._grpc = GrpcServer(
             self._flight,
             self._health,
+            OipService(self._models, self._desk),
             message_bytes=config.limits.message_bytes,
             streams=config.limits.streams,
         )
@@ -108,6 +112,7 @@ class Server:
             input_arena=self._intake.arena,
             input_backing=self._intake.segment.backing,
             streams=self._flight.exchanges,
+            calls=self._desk.calls,
             counts=self._dispatcher.counts,
             loop_lag_ns=self._lag.lag_ns,
         )
@@ -175,7 +180,8 @@ class Server:
         if self._member.siblings:
             self._grpc.close_door()  # New connections are for the siblings.
         self._flight.drain()
-        log.info("draining %d streams", len(self._flight.exchanges))
+        self._desk.drain()
+        log.info("draining %s", self._work())
         if not await self._wait_while(self._has_work, self._config.server.drain_s):
             log.warning("not finished in time: %s", self._work())
         await self._grpc.stop(GRACE_S)
@@ -228,14 +234,16 @@ class Server:
         return True
 
     def _has_work(self) -> bool:
-        return bool(self._flight.exchanges or self._dispatcher.in_flight or self._queued())
+        is_asked = self._flight.exchanges or self._desk.calls or self._desk.open
+        return bool(is_asked or self._dispatcher.in_flight or self._queued())
 
     def _queued(self) -> int:
         return sum(len(lane.queue) for lane in self._models)
 
     def _work(self) -> str:
         return (
-            f"{len(self._flight.exchanges)} streams, {self._queued()} requests in queues, "
+            f"{len(self._flight.exchanges)} streams, {len(self._desk.calls)} calls, "
+            f"{self._queued()} requests in queues, "
             f"{self._dispatcher.in_flight} batches in flight"
         )
 

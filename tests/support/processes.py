@@ -142,7 +142,7 @@ class Gateway:
 
         def is_idle() -> dict[str, Any] | None:
             stats = self.stats()
-            busy = stats["input_arena"]["leases"] or stats["streams"]
+            busy = stats["input_arena"]["leases"] or stats["streams"] or stats["calls"]
             busy = busy or any(w["in_flight"] or w["output_leased_bytes"] for w in stats["workers"])
             return None if busy else stats
 

@@ -81,6 +81,11 @@ PURE = (
     "iskander/gateway/telemetry/histogram.py",
     "iskander/tables.py",
     "iskander/gateway/frontends/flight_data.py",
+    "iskander/gateway/frontends/oip_request.py",
+    "iskander/gateway/frontends/oip_tensors.py",
+    "iskander/gateway/frontends/oip_terms.py",
+    "iskander/gateway/frontends/oip_wire.py",
+    "iskander/gateway/offered.py",
 )
 IMPURE = {"socket", "threading", "asyncio", "os", "subprocess", "time"}
 IMPURE |= {f"iskander.clock.{name}" for name in ("now_ns", "wall_ns", "pause_s")}

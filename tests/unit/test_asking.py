@@ -51,9 +51,7 @@ class PlayedDispatcher(Dispatcher):
     def answer(self, request: Request, output: bytes) -> None:
         self.intake.give_back(request)
         request.is_over = True
-        held = bytearray(output)
-        request.caller.deliver(request, memoryview(held))
-        held[:] = bytes(len(held))  # The lease is somebody else's now.
+        request.caller.deliver(request, output)
 
 
 class Office:
@@ -65,7 +63,7 @@ class Office:
         self.desk = Desk(self.intake, self.dispatcher, LIMITS)
         self.lane: Lane = open_lane()
 
-    def ask(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes]:
+    def ask(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes | memoryview]:
         return asyncio.create_task(self.desk.ask(self.lane, offered(rows), **terms))  # type: ignore[arg-type]
 
 
@@ -75,7 +73,7 @@ async def office() -> AsyncIterator[Office]:
     try:
         yield made
         await turns()
-        assert made.desk.open == made.desk.calls == 0
+        assert made.desk.open == len(made.desk.calls) == 0
         assert made.intake.arena.leased_bytes == 0
     finally:
         made.intake.close()
@@ -89,7 +87,7 @@ def offered(rows: int) -> Offered:
 
 
 @in_loop
-async def test_the_answer_is_a_copy_of_what_the_worker_wrote() -> None:
+async def test_the_answer_is_what_the_worker_wrote() -> None:
     async with office() as made:
         asked = made.ask()
         await turns()
@@ -189,9 +187,9 @@ async def test_more_calls_than_may_be_open_are_refused() -> None:
         with made.desk.held(), made.desk.held():
             with pytest.raises(Overloaded), made.desk.held():
                 raise AssertionError("a third call is held")
-            assert made.desk.calls == 2
+            assert len(made.desk.calls) == 2
         with made.desk.held():
-            assert made.desk.calls == 1
+            assert len(made.desk.calls) == 1
 
 
 @in_loop

@@ -106,7 +106,7 @@ class StreamTerms:
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
         self._said = said
         self._client = said.client or f"stream {next(_numbers)}"
-        self._default = self._terms(said)
+        self._default = self.with_said(said)
         self._remembered: dict[bytes, Terms] = {}
 
     def of(self, app_metadata: bytes) -> Terms:
@@ -122,14 +122,17 @@ class StreamTerms:
             said = _read(app_metadata)
             if said is None:
                 return self._default
-            terms = self._terms(said)
+            terms = self.with_said(said)
             if len(self._remembered) >= REMEMBERED_MAX:
                 self._remembered.clear()
             if said.timestamp_ns is None:
                 self._remembered[app_metadata] = terms
         return terms
 
-    def _terms(self, said: SaidTerms) -> Terms:
+    def with_said(self, said: SaidTerms | None) -> Terms:
+        """The terms of a request that says these, or nothing, itself."""
+        if said is None:
+            return self._default
         stream = self._said
         priority = _first(said.priority, stream.priority)
         stamp_ns = said.timestamp_ns

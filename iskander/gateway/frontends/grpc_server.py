@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ import msgspec
 from iskander.config import ServerConfig
 from iskander.errors import ConfigError, IskanderError, LimitExceeded
 from iskander.gateway.addresses import owner_of, unix_path
-from iskander.gateway.frontends import flight, health
+from iskander.gateway.frontends import flight, health, oip_service, reflection
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.health import HealthService
-from iskander.gateway.http2.call import Call
+from iskander.gateway.frontends.oip_service import OipService
+from iskander.gateway.frontends.reflection import ReflectionService
+from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.ports import bind, with_port
@@ -49,6 +52,7 @@ class GrpcServer:
     Args:
         flight_service: Answers the Flight calls.
         health_service: Answers the health calls.
+        oip_service: Answers the Open Inference Protocol's calls.
         message_bytes: The largest message taken.
         streams: Calls served at once.
     """
@@ -57,15 +61,19 @@ class GrpcServer:
         self,
         flight_service: FlightService,
         health_service: HealthService,
+        oip_service: OipService,
         *,
         message_bytes: int,
         streams: int,
     ) -> None:
         self._locks: list[LockFile] = []
         self._paths: list[Path] = []
+        self._flight_methods = _flight(flight_service)
         self._methods = {
-            **_flight(flight_service),
+            **self._flight_methods,
             **_health(health_service),
+            **_oip(oip_service),
+            **_reflection(ReflectionService(streams)),
         }
         self._listener = Listener(
             self._serve,
@@ -145,7 +153,8 @@ class GrpcServer:
         except IskanderError as error:
             if error.fault == "server":
                 log.warning("a call ended with %s: %s", error.code, error.message)
-            raise rpc_error(error) from None
+            is_flight = call.path in self._flight_methods
+            raise rpc_error(error, is_flight=is_flight) from None
         except RpcError as error:
             if error.status is Status.RESOURCE_EXHAUSTED:
                 raise rpc_error(LimitExceeded(error.message)) from None
@@ -156,10 +165,14 @@ class GrpcServer:
             raise rpc_error(IskanderError("the server failed; its log says why")) from None
 
 
-def rpc_error(error: IskanderError) -> RpcError:
+def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
     """How a call ends with an error: status, text, and the detail that programs read.
 
     pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`.
+
+    Args:
+        error: What ended it.
+        is_flight: Pyarrow clients read the status, and there is one that they misread.
     """
     trailers = [
         ("iskander-code", error.code),
@@ -169,7 +182,8 @@ def rpc_error(error: IskanderError) -> RpcError:
     ]
     if error.retry_after_ms is not None:
         trailers.append(("iskander-retry-after-ms", str(error.retry_after_ms)))
-    return RpcError(Status[error.flight_status or error.status], error.message, tuple(trailers))
+    status = error.flight_status if is_flight and error.flight_status else error.status
+    return RpcError(Status[status], error.message, tuple(trailers))
 
 
 def _flight(service: FlightService) -> dict[str, Serve]:
@@ -193,8 +207,22 @@ def _health(service: HealthService) -> dict[str, Serve]:
     return {f"/{health.SERVICE}/{name}": serve for name, serve in methods.items()}
 
 
-def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:
-    """A method that takes one message, and writes what it answers."""
+def _oip(service: OipService) -> dict[str, Serve]:
+    methods = {name: _unary(answer) for name, answer in service.unary().items()}
+    methods["ModelInfer"] = _with_message(service.infer)
+    methods["ModelStreamInfer"] = service.stream_infer
+    return {f"/{oip_service.SERVICE}/{name}": serve for name, serve in methods.items()}
+
+
+def _reflection(service: ReflectionService) -> dict[str, Serve]:
+    return {
+        f"/{name}/ServerReflectionInfo": partial(service.info, module=module)
+        for name, module in reflection.SERVICES.items()
+    }
+
+
+def _with_message(handler: Callable[[Message, Call], Awaitable[Any]]) -> Serve:
+    """A method that takes one message as it came, and writes what it answers."""
 
     async def serve(call: Call) -> None:
         try:
@@ -206,9 +234,14 @@ def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:
             ) from None
         if request is None:
             raise RpcError(Status.INTERNAL, "the call ended before its message")
-        await handler(bytes(request), call)
+        await handler(request, call)
 
     return serve
+
+
+def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:
+    """The same, of messages that a protobuf runtime reads."""
+    return _with_message(lambda message, call: handler(bytes(message), call))
 
 
 def _unary(handler: Callable[[bytes], Awaitable[bytes]]) -> Serve:

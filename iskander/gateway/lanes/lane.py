@@ -68,6 +68,7 @@ class Lane:
         virtual_ns: Time of workers that it has had, divided by its weight; the least is next.
         outstanding: Requests of each client that were admitted and are not answered.
         counts: What came in and went out, by name.
+        ran_ns: When a worker last ran a batch of it.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Lane:
         self._client_labels: dict[str, dict[str, str]] = {}
         self._policy = make_policy(config)
         self._layouts: Layouts | None = None
-        self._ran_ns = -PROBE_NS
+        self.ran_ns = -PROBE_NS
         self._newest: dict[str, Request] = {}
         self._margin = Margin()
         self._number = 0
@@ -321,7 +322,7 @@ class Lane:
 
     def on_ran(self, worker: Worker, rows: int, run_ns: int, now_ns: int) -> None:
         """Measure and learn from a batch that was run."""
-        self._ran_ns = now_ns
+        self.ran_ns = now_ns
         self.run_ns.record(run_ns)
         self.costs[worker.place.index].observe(rows, run_ns)
         self._recent_run((now_ns, run_ns / NS_PER_MS, self._labels))
@@ -370,7 +371,7 @@ class Lane:
         Where everything is refused nothing is learned any more, so after a while without a run
         requests are let in again.
         """
-        return self.config.refuse_late and now_ns - self._ran_ns < PROBE_NS
+        return self.config.refuse_late and now_ns - self.ran_ns < PROBE_NS
 
     def _has_place(self, request: Request) -> bool:
         """Whether the queue takes a request as it is; the usual case of `full_error`."""

@@ -187,8 +187,10 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
                               observed.models.is_lane_ready(lane)) for lane in observed.models]),
     Metric("iskander_uptime_seconds", "gauge", "seconds", (), "Since the gateway was started.",
            _one(lambda observed: observed.uptime_s)),
-    Metric("iskander_streams", "gauge", "streams", (), "Streams that are open.",
+    Metric("iskander_streams", "gauge", "streams", (), "Flight's streams that are open.",
            _one(lambda observed: len(observed.streams))),
+    Metric("iskander_calls", "gauge", "calls", (), "Open calls that compute, of other protocols.",
+           _one(lambda observed: len(observed.calls))),
     Metric("iskander_late_messages_total", "counter", "messages", (), "Answers of workers that "
            "nobody waited for any more.", _one(lambda observed: observed.counts["late_messages"])),
     Metric("iskander_input_capacity_bytes", "gauge", "bytes", (), "The input arena.",

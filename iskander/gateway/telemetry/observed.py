@@ -34,7 +34,8 @@ class Observed:
         models: Their lanes, the workers, and whether they are ready.
         input_arena: Of the gateway.
         input_backing: What memory it is.
-        streams: Those that are open.
+        streams: Those of Flight that are open.
+        calls: Those of other protocols that are.
         counts: What the dispatcher counts.
         loop_lag_ns: How late the loop was, each time that was looked.
     """
@@ -45,6 +46,7 @@ class Observed:
     streams: Sized
     counts: Mapping[str, int]
     loop_lag_ns: Histogram
+    calls: Sized = ()
     input_backing: Backing = NO_MEMORY
 
     @property

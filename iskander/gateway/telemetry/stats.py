@@ -38,6 +38,7 @@ def collect(observed: Observed) -> dict[str, Any]:
         "ready": not reasons,
         "reasons": reasons,
         "streams": len(observed.streams),
+        "calls": len(observed.calls),
         "late_messages": observed.counts["late_messages"],
         "resident_bytes": resident_bytes(os.getpid()),
         "loop_lag_ms": _latency(observed.loop_lag_ns),

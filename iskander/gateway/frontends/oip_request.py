@@ -1,0 +1,117 @@
+"""What an Open Inference Protocol request asks for: the model, the terms, the tensors in and out.
+
+Pure. Source: Open Inference Protocol v2, `ModelInferRequest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from iskander._generated import oip_pb2
+from iskander.errors import ContractError, MalformedInput, Unsupported
+from iskander.gateway.frontends.flight_terms import SaidTerms
+from iskander.gateway.frontends.oip_tensors import raw_of
+from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.offered import Tensor
+
+FINAL_WANTED = "triton_enable_empty_final_response"
+_REGION = "shared_memory_region"
+_CLASSES = "classification"
+
+
+class Asked(NamedTuple):
+    """A request but for its id and its tensors' bytes.
+
+    Attributes:
+        version: None where the highest is meant.
+        said: What it says about its urgency; None where that is nothing.
+        inputs: Name, datatype and shape of each.
+        contents: Bytes of each input that has typed contents, by its place.
+        outputs: Those that it wants, in this order; empty for all.
+        wants_final: In a stream, it wants to be told that a response is the last of its request.
+    """
+
+    model: str
+    version: str | None
+    said: SaidTerms | None
+    inputs: list[tuple[str, str, tuple[int, ...]]]
+    contents: dict[int, memoryview]
+    outputs: tuple[str, ...]
+    wants_final: bool
+
+
+def read_head(head: bytes) -> Asked:
+    """Read a request.
+
+    Args:
+        head: A serialized ModelInferRequest without its raw contents.
+
+    Raises:
+        MalformedInput: It is none, or a parameter or typed contents are not what they may be.
+        ContractError: It wants an output twice.
+        Unsupported: It wants shared memory, classes or a sequence.
+    """
+    try:
+        message = oip_pb2.ModelInferRequest.FromString(head)
+    except DecodeError:
+        raise MalformedInput("the message is not a ModelInferRequest") from None
+    parameters = plain(message.parameters)
+    inputs, contents = [], {}
+    for place, tensor in enumerate(message.inputs):
+        if _REGION in tensor.parameters:
+            raise Unsupported(f"input `{tensor.name[:100]}`: this server reads no shared memory")
+        inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
+        if tensor.HasField("contents"):
+            contents[place] = raw_of(tensor.name, tensor.datatype, tensor.contents)
+    outputs = tuple(output.name for output in message.outputs)
+    for output in message.outputs:
+        if _REGION in output.parameters:
+            raise Unsupported(f"output `{output.name[:100]}`: this server writes no shared memory")
+        if _CLASSES in output.parameters:
+            raise Unsupported(f"output `{output.name[:100]}`: classes are the client's to choose")
+        if outputs.count(output.name) > 1:
+            raise ContractError(f"output `{output.name[:100]}` is wanted twice")
+    return Asked(
+        message.model_name,
+        message.model_version or None,
+        said_in(parameters),
+        inputs,
+        contents,
+        outputs,
+        parameters.get(FINAL_WANTED) is True,
+    )
+
+
+def tensors_of(asked: Asked, raw: list[memoryview]) -> list[Tensor]:
+    """The request's tensors with their bytes, which are all raw or all typed.
+
+    Raises:
+        MalformedInput: They are neither, or not as many as there are inputs.
+    """
+    inputs, contents = asked.inputs, asked.contents
+    if raw and contents:
+        raise MalformedInput("some inputs have typed contents and some are raw; all have one form")
+    if raw:
+        if len(raw) != len(inputs):
+            raise MalformedInput(
+                f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
+            )
+        return [Tensor(*described, data) for described, data in zip(inputs, raw, strict=True)]
+    return [
+        Tensor(*described, contents.get(place, _NOTHING)) for place, described in enumerate(inputs)
+    ]
+
+
+def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as plain values; one without a value is None."""
+    read = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        read[name] = None if choice is None else getattr(parameter, choice)
+    return read
+
+
+_NOTHING = memoryview(b"")

@@ -1,0 +1,184 @@
+"""The Open Inference Protocol's calls, with those of Triton's extensions that mean something here.
+
+Runs on: gateway loop. Source: Open Inference Protocol v2 over gRPC; Triton's extensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from iskander._generated import oip_pb2
+from iskander.errors import MalformedInput, ModelNotFound, Unsupported
+from iskander.gateway.asking import Desk
+from iskander.gateway.frontends import oip_describe as describe
+from iskander.gateway.frontends.flight_terms import StreamTerms
+from iskander.gateway.frontends.oip_infer import Inference
+from iskander.gateway.frontends.oip_stream import InferStream
+from iskander.gateway.frontends.oip_wire import scan
+from iskander.gateway.http2.call import Call, Message
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.models import Models
+from iskander.gateway.supervision.readiness import reason_of
+
+SERVICE = "inference.GRPCInferenceService"
+CONFIGURED = "models come from the server's configuration"
+
+Answer = Callable[[Any], Any]
+
+
+class OipService:
+    """The calls of GRPCInferenceService.
+
+    Args:
+        models: What is served.
+        desk: Has rows computed, and knows whether the server stops.
+    """
+
+    def __init__(self, models: Models, desk: Desk) -> None:
+        self._models = models
+        self._desk = desk
+        self._inference = Inference(models, desk)
+        self._answers: dict[str, Answer] = {
+            "ServerLive": lambda _: oip_pb2.ServerLiveResponse(live=True),
+            "ServerReady": lambda _: oip_pb2.ServerReadyResponse(ready=models.is_ready),
+            "ServerMetadata": lambda _: describe.server_metadata(),
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            "RepositoryModelLoad": self._load,
+            "RepositoryModelUnload": self._unload,
+            "SystemSharedMemoryStatus": _nothing_of("SystemSharedMemoryStatus"),
+            "CudaSharedMemoryStatus": _nothing_of("CudaSharedMemoryStatus"),
+            "SystemSharedMemoryUnregister": _nothing_to_unregister("SystemSharedMemoryUnregister"),
+            "CudaSharedMemoryUnregister": _nothing_to_unregister("CudaSharedMemoryUnregister"),
+            "SystemSharedMemoryRegister": _not_offered("this server reads no shared memory"),
+            "CudaSharedMemoryRegister": _not_offered("this server reads no memory of a GPU"),
+            "TraceSetting": _not_offered("this server writes no traces"),
+            "LogSettings": _not_offered("logging is set when the server is started"),
+        }
+
+    def unary(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+        """The calls that answer at once, by the name of their method."""
+        return {name: _coded(name, answer) for name, answer in self._answers.items()}
+
+    async def infer(self, raw: Message, call: Call) -> None:
+        """Answer one request."""
+        with self._desk.held():
+            terms = StreamTerms(call.metadata, call.deadline_ns)
+            await call.write(*await self._inference.answer(scan(raw), terms))
+
+    async def stream_infer(self, call: Call) -> None:
+        """Requests in, responses out; see `InferStream`."""
+        stream = InferStream(call, self._inference, self._desk.limits)
+        with self._desk.held(stream.drain):
+            await stream.run()
+
+    def _find(self, request: Any) -> Lane:  # noqa: ANN401
+        return self._models.find(request.name, request.version or None)
+
+    def _find_loaded(self, request: Any) -> Lane:  # noqa: ANN401
+        return self._models.find_loaded(request.name, request.version or None)
+
+    def _model_ready(self, request: Any) -> Any:  # noqa: ANN401
+        lane = self._find(request)
+        is_ready = self._models.is_lane_ready(lane) and not self._models.is_stopping
+        return oip_pb2.ModelReadyResponse(ready=is_ready)
+
+    def _model_metadata(self, request: Any) -> Any:  # noqa: ANN401
+        lane = self._find_loaded(request)
+        name = lane.model.name
+        versions = [each.model.version for each in self._models if each.model.name == name]
+        return describe.metadata(lane, versions)
+
+    def _model_config(self, request: Any) -> Any:  # noqa: ANN401
+        return oip_pb2.ModelConfigResponse(config=describe.config(self._find_loaded(request)))
+
+    def _model_statistics(self, request: Any) -> Any:  # noqa: ANN401
+        lanes = list(self._models)
+        if request.name:
+            self._find(request)
+            lanes = [
+                lane
+                for lane in lanes
+                if lane.model.name == request.name and request.version in ("", lane.model.version)
+            ]
+        return oip_pb2.ModelStatisticsResponse(model_stats=map(describe.statistics, lanes))
+
+    def _repository_index(self, request: Any) -> Any:  # noqa: ANN401
+        reasons = [(lane, reason_of(lane, self._models.workers)) for lane in self._models]
+        return oip_pb2.RepositoryIndexResponse(
+            models=[
+                describe.index_entry(lane, reason)
+                for lane, reason in reasons
+                if not (request.ready and reason)
+            ]
+        )
+
+    def _load(self, request: Any) -> Any:  # noqa: ANN401
+        name = self._named(request)
+        if request.parameters:
+            raise Unsupported(f"a load takes no parameters here; {CONFIGURED}")
+        for lane in self._models:
+            if lane.model.name == name:
+                self._models.find_loaded(name, lane.model.version)
+        return oip_pb2.RepositoryModelLoadResponse(model_name=name, is_loaded=True)
+
+    def _unload(self, request: Any) -> Any:  # noqa: ANN401
+        raise Unsupported(f"model `{self._named(request)}` stays loaded; {CONFIGURED}")
+
+    def _named(self, request: Any) -> str:  # noqa: ANN401
+        """The model that a load or unload means, in either of the layouts in use.
+
+        Raises:
+            ModelNotFound: There is none of that name.
+        """
+        name: str = request.model_name or request.repository_name
+        try:
+            self._models.find(name, None)
+        except ModelNotFound as error:
+            raise ModelNotFound(f"{error.message}; {CONFIGURED}", **error.fields) from None
+        return name
+
+
+def _coded(name: str, answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
+    """A call from bytes to bytes."""
+    kind = getattr(oip_pb2, f"{name}Request")
+
+    async def serve(raw: bytes) -> bytes:
+        try:
+            request = kind.FromString(raw)
+        except DecodeError:
+            raise MalformedInput(f"the message is not a {name}Request") from None
+        response: bytes = answer(request).SerializeToString()
+        return response
+
+    return serve
+
+
+def _nothing_of(name: str) -> Answer:
+    kind = getattr(oip_pb2, f"{name}Response")
+    return lambda _: kind()
+
+
+def _nothing_to_unregister(name: str) -> Answer:
+    """Tools forget all regions before they begin; that there are none is what they want."""
+    kind = getattr(oip_pb2, f"{name}Response")
+
+    def answer(request: Any) -> Any:  # noqa: ANN401
+        if request.name:
+            raise Unsupported("there are no regions; this server takes no shared memory")
+        return kind()
+
+    return answer
+
+
+def _not_offered(why: str) -> Answer:
+    def answer(_: Any) -> Any:  # noqa: ANN401
+        raise Unsupported(why)
+
+    return answer

@@ -1,0 +1,170 @@
+"""One ModelStreamInfer call: requests in, responses out in the order of the requests.
+
+A bounded window of requests is in flight, and while it is full nothing is read, so that a client
+which stops reading stops only itself. An error takes the place of its request's response and the
+stream goes on, unless the client asked for statuses.
+
+Runs on: gateway loop. Source: Triton's streaming extension of the Open Inference Protocol v2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from functools import partial
+
+from iskander._generated import oip_pb2
+from iskander.config import LimitsConfig
+from iskander.errors import Draining, IskanderError
+from iskander.gateway.frontends.flight_terms import StreamTerms
+from iskander.gateway.frontends.oip_infer import Inference
+from iskander.gateway.frontends.oip_wire import in_stream, scan
+from iskander.gateway.http2.call import Call, Message
+
+log = logging.getLogger("iskander.oip")
+
+STATUS_WANTED = ("triton_grpc_error", "true")
+"""Metadata of clients that want a stream to end with the status of its first error."""
+
+
+class _Pending:
+    """A request of the stream, until its response is written.
+
+    Attributes:
+        answer: Ends with the response or its error.
+        held_bytes: What it keeps of private memory: its message and its response.
+    """
+
+    __slots__ = ("answer", "held_bytes")
+
+    def __init__(self, answer: asyncio.Task[list[Message]]) -> None:
+        self.answer = answer
+        self.held_bytes = 0
+
+
+class InferStream:
+    """One stream.
+
+    Args:
+        call: Of a client.
+        inference: Answers its requests.
+        limits: Of the server; the window is that of Flight's streams.
+    """
+
+    def __init__(self, call: Call, inference: Inference, limits: LimitsConfig) -> None:
+        self._call = call
+        self._inference = inference
+        self._limits = limits
+        self._terms = StreamTerms(call.metadata, call.deadline_ns)
+        self._ends_on_error = STATUS_WANTED in call.metadata
+        self._window: deque[_Pending] = deque()
+        self._window_bytes = 0
+        self._moved = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Serve the stream until its end.
+
+        Raises:
+            IskanderError: What ended it, after all responses before that were written.
+        """
+        self._reader = asyncio.create_task(self._read_all())
+        self._reader.add_done_callback(lambda _: self._moved.set())
+        try:
+            await self._write_all()
+        finally:
+            tasks = [self._reader, *(pending.answer for pending in self._window)]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def drain(self) -> None:
+        """Read no more; what was accepted is still answered, then the stream ends."""
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _read_all(self) -> None:
+        """Take requests until there are no more, as far as the window has room."""
+        while True:
+            while self._is_full:
+                self._moved.clear()
+                await self._moved.wait()
+            raw = await self._call.read()
+            if raw is None:
+                return
+            pending = _Pending(asyncio.create_task(self._answer(raw)))
+            self._window.append(pending)
+            self._hold(pending, len(raw))
+            pending.answer.add_done_callback(partial(self._on_answer, pending))
+
+    def _on_answer(self, pending: _Pending, answer: asyncio.Task[list[Message]]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._hold(pending, sum(map(len, answer.result())))
+        self._moved.set()
+
+    def _hold(self, pending: _Pending, count: int) -> None:
+        pending.held_bytes += count
+        self._window_bytes += count
+
+    @property
+    def _is_full(self) -> bool:
+        return (
+            len(self._window) >= self._limits.window_batches
+            or self._window_bytes >= self._limits.window_bytes
+        )
+
+    async def _write_all(self) -> None:
+        """Write each response when its turn comes, and end when no more will come."""
+        assert self._reader is not None
+        window = self._window
+        while True:
+            if window and window[0].answer.done():
+                parts = window[0].answer.result()
+                await self._call.write(*parts)
+                self._window_bytes -= window.popleft().held_bytes
+                self._moved.set()
+            elif not window and self._reader.done():
+                if self._reader.cancelled():
+                    raise Draining(
+                        "the server is stopping; send the rest to another", retry_after_ms=0
+                    )
+                return self._reader.result()
+            else:
+                self._moved.clear()
+                await self._moved.wait()
+
+    async def _answer(self, raw: Message) -> list[Message]:
+        """The response to one request, or in its place what went wrong."""
+        request_id = b""
+        try:
+            scanned = scan(raw)
+            request_id = scanned.id
+            return in_stream(await self._inference.answer(scanned, self._terms, is_streamed=True))
+        except IskanderError as error:
+            if self._ends_on_error:
+                raise
+            return [error_response(error, request_id)]
+        except Exception:
+            log.exception("a request of a stream failed")
+            failure = IskanderError("the server failed; its log says why")
+            if self._ends_on_error:
+                raise failure from None
+            return [error_response(failure, request_id)]
+
+
+def error_response(error: IskanderError, request_id: bytes) -> bytes:
+    """An error as a ModelStreamInferResponse: its text, its request's id, and what programs read.
+
+    The parameters have the names of the trailers that a call's status has.
+    """
+    message = oip_pb2.ModelStreamInferResponse(error_message=error.message)
+    response = message.infer_response
+    response.id = request_id.decode()
+    response.parameters["iskander-code"].string_param = error.code
+    response.parameters["iskander-fault"].string_param = error.fault.value
+    response.parameters["iskander-retryable"].bool_param = error.retryable
+    if error.retry_after_ms is not None:
+        response.parameters["iskander-retry-after-ms"].int64_param = error.retry_after_ms
+    raw: bytes = message.SerializeToString()
+    return raw
