@@ -18,32 +18,39 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+PACKAGES = {"iskander": "iskander", "iskander_worker": "workers/iskander_worker"}
 COMPILED = (
-    "contract/rows.py",
-    "gateway/dispatch.py",
-    "gateway/frontends/flight_codec.py",
-    "gateway/frontends/flight_data.py",
-    "gateway/frontends/flight_exchange.py",
-    "gateway/http2/call.py",
-    "gateway/http2/connection.py",
-    "gateway/http2/frames.py",
-    "gateway/http2/output.py",
-    "gateway/http2/patience.py",
-    "gateway/intake.py",
-    "gateway/lanes/admission.py",
-    "gateway/lanes/batcher.py",
-    "gateway/lanes/cadence.py",
-    "gateway/lanes/cost.py",
-    "gateway/lanes/lane.py",
-    "gateway/lanes/layout.py",
-    "gateway/lanes/policies.py",
-    "gateway/lanes/request.py",
-    "gateway/lanes/waiting.py",
-    "gateway/recovery.py",
-    "gateway/telemetry/histogram.py",
-    "gateway/telemetry/recent.py",
-    "memory/arena.py",
-    "wire/channel.py",
+    "iskander/contract/rows.py",
+    "iskander/gateway/dispatch.py",
+    "iskander/gateway/frontends/flight_codec.py",
+    "iskander/gateway/frontends/flight_data.py",
+    "iskander/gateway/frontends/flight_exchange.py",
+    "iskander/gateway/http2/call.py",
+    "iskander/gateway/http2/connection.py",
+    "iskander/gateway/http2/frames.py",
+    "iskander/gateway/http2/output.py",
+    "iskander/gateway/http2/patience.py",
+    "iskander/gateway/intake.py",
+    "iskander/gateway/lanes/admission.py",
+    "iskander/gateway/lanes/batcher.py",
+    "iskander/gateway/lanes/cadence.py",
+    "iskander/gateway/lanes/cost.py",
+    "iskander/gateway/lanes/lane.py",
+    "iskander/gateway/lanes/layout.py",
+    "iskander/gateway/lanes/policies.py",
+    "iskander/gateway/lanes/request.py",
+    "iskander/gateway/lanes/waiting.py",
+    "iskander/gateway/recovery.py",
+    "iskander/gateway/results.py",
+    "iskander/gateway/telemetry/histogram.py",
+    "iskander/gateway/telemetry/recent.py",
+    "iskander/memory/arena.py",
+    "iskander/memory/beat.py",
+    "iskander/memory/pieces.py",
+    "iskander/wire/channel.py",
+    "iskander_worker/executor.py",
+    "iskander_worker/gateways.py",
+    "iskander_worker/loop.py",
 )
 BUILD = """
 import sys
@@ -65,16 +72,17 @@ class CompileHook(BuildHookInterface[Any]):
         if version == "editable":
             return
         self._folder = folder = Path(tempfile.mkdtemp(prefix="iskander-compile-"))
-        shutil.copytree(Path(self.root) / "iskander", folder / "iskander")
-        files = [f"iskander/{name}" for name in COMPILED]
+        for package, source in PACKAGES.items():
+            shutil.copytree(Path(self.root) / source, folder / package)
         environment = os.environ | {"MYPYPATH": ""}
-        command = [sys.executable, "-c", BUILD, *files]
+        command = [sys.executable, "-c", BUILD, *COMPILED]
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RuntimeError(f"mypyc: {done.stdout[-4000:]}{done.stderr[-4000:]}")
-        for path in (*folder.glob("*.so"), *folder.glob("iskander/**/*.so")):
+        inside = [path for package in PACKAGES for path in folder.glob(f"{package}/**/*.so")]
+        for path in (*folder.glob("*.so"), *inside):
             build_data["force_include"][str(path)] = path.relative_to(folder).as_posix()
         build_data["pure_python"] = False
         build_data["infer_tag"] = True

@@ -115,7 +115,7 @@ async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
     """Run the processes of which each is `_serve`; the exit code."""
     from iskander.gateway.processes import Parent
 
-    command = [sys.executable, "-m", "iskander.gateway", "--config", str(arguments.config)]
+    command = [sys.executable, "-P", "-m", "iskander.gateway", "--config", str(arguments.config)]
     command += [part for override in arguments.set for part in ("--set", override)]
     Path("/proc/self/comm").write_text("isk-gateway")
 

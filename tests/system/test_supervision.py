@@ -192,3 +192,20 @@ def test_a_lame_duck_takes_batches_and_says_that_it_is_not_ready(tmp_path: Path)
         assert "requests in queues" in gateway.text()
     finally:
         gateway.end()
+
+
+def test_nothing_is_imported_from_where_the_gateway_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its children would else run what lies there under the name of a module."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("iskander", "iskander_worker", "numpy", "msgspec"):
+        (here / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(here)
+    served = [{"name": "m", "path": str(models.row_ids(tmp_path / "m")), "intra_threads": 1}]
+
+    with running(tmp_path, served, server={"processes": 2}) as gateway, gateway.client() as client:
+        scored = client.score("m", pa.record_batch({"x": [1, 2]}))
+
+    assert scored["y"].to_pylist() == [4, 7]

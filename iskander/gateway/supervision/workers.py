@@ -212,7 +212,7 @@ class Worker:
         """
         self.starts += 1
         self._was_killed = False
-        command = [sys.executable, "-m", "iskander_worker"]
+        command = [sys.executable, "-P", "-m", "iskander_worker"]
         command += ["--attach", str(attach_socket), "--group", str(self.place.group)]
         environment = dict(os.environ, PYTHONFAULTHANDLER="1")
         environment.pop("NOTIFY_SOCKET", None)
