@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.load import Load
-from benchmarks.workloads import EMBEDDING, TWO_TOWER, WIDE, Workload
+from benchmarks.workloads import EMBEDDING, POLICY, TWO_TOWER, WIDE, Workload
 
 CLIENTS = (1, 4, 16)
 OPEN_CLIENTS = 16
@@ -42,12 +42,14 @@ class Goal:
         case: Name of the case.
         metric: Name of the figure.
         than: The other system; empty for the figure itself.
+        of: Iskander, as it is asked.
         bound: The least or the most that is wanted.
     """
 
     case: str
     metric: str
     than: str = ""
+    of: str = "iskander"
     sense: Literal["least", "most"] = "least"
     bound: float
 
@@ -77,6 +79,7 @@ _LABELS = {
     TWO_TOWER.model: "two-tower",
     WIDE.model: "wide",
     EMBEDDING.model: "embedding",
+    POLICY.model: "policy of 20 ms",
 }
 
 
@@ -84,13 +87,14 @@ def _goal_cases() -> list[Case]:
     peers = ("triton", "mosec")
     wide = ("echo", "iskander", "triton", "triton-serialized", "mosec")
     return [
-        closed(TWO_TOWER, 128, 4, (*BARE, *peers)),
+        closed(TWO_TOWER, 128, 4, (*BARE, "iskander-oip", *peers)),
         opened(1000, OPEN_SECONDS, ("echo", "iskander", *peers)),
         closed(TWO_TOWER, 1, 4, ("echo", "iskander", *peers)),
         closed(TWO_TOWER, 1024, 4, (*BARE, *peers)),
         closed(WIDE, 8_192, 4, wide),
         closed(WIDE, 65_536, 4, wide),
         closed(EMBEDDING, 1024, 4, ("echo", "iskander", *peers)),
+        closed(POLICY, 1, 8, ("iskander-inferential", "inferential")),
     ]
 
 
@@ -122,13 +126,14 @@ system; open loops; and long ones."""
 
 _SMALL, _ONE_ROW = "two-tower, 128 rows, 4 clients", "two-tower, 1 row, 4 clients"
 _LARGE, _EMBEDDING = "two-tower, 1,024 rows, 4 clients", "embedding, 1,024 rows, 4 clients"
+_POLICY = "policy of 20 ms, 1 row, 8 clients"
 _OPEN = "two-tower, 128 rows, 1,000 arrivals/s for 30 s"
 _WIDE = tuple(f"wide, {rows} rows, 4 clients" for rows in ("8,192", "65,536"))
 
 
-def _goal(case: str, metric: str, than: str, bound: float) -> Goal:
+def _goal(case: str, metric: str, than: str, bound: float, of: str = "iskander") -> Goal:
     sense: Literal["least", "most"] = "least" if metric.endswith("_per_s") else "most"
-    return Goal(case=case, metric=metric, than=than, sense=sense, bound=bound)
+    return Goal(case=case, metric=metric, than=than, of=of, sense=sense, bound=bound)
 
 
 GOALS = [
@@ -161,6 +166,9 @@ GOALS = [
     ),
     _goal(_EMBEDDING, "rows_per_s", "triton", 2.0),
     _goal(_EMBEDDING, "rows_per_s", "mosec", 2.0),
+    _goal(_SMALL, "requests_per_s", "triton", 1.5, "iskander-oip"),
+    _goal(_SMALL, "p50_us", "triton", 0.7, "iskander-oip"),
+    _goal(_POLICY, "p50_us", "inferential", 0.5, "iskander-inferential"),
 ]
 
 

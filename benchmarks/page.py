@@ -28,7 +28,8 @@ METHOD = """## Method
 
 - `direct` is ONNX Runtime without any server: I/O bindings used again and again, in the client's
   process. `echo` is a bare pyarrow Flight server that sends each batch back. `iskander` is
-  `iskander-gateway` with the configuration under `configs/`: one worker, all else at its default.
+  `iskander-gateway` with the configuration under `configs/`: one worker, all else at its default;
+  `iskander-oip` is the same asked by tritonclient, `iskander-inferential` by Inferential's client.
   `triton` is `tritonserver` of the nvidia-pytriton wheel, its Python backend running the model;
   `triton-serialized` is the same server asked with requests that were serialized once, since
   tritonclient spends most of its time on that. `mosec` has one Python worker and no batching, which
@@ -50,6 +51,7 @@ METHOD = """## Method
   median of those is held against its goal.
 - CPU is user and system time of the processes per request, from the kernel's accounting: of the
   process that clients talk to (front), of all processes of the server, of the clients.
+- The policy model's 20 ms are the same for one observation and for eight that came together.
 - The wide model answers 256 bytes of a row with 4, and the echo server with 256: there a ratio to
   the echo above 1 means a smaller answer. The embedding model answers 8 bytes with 8 kB.
 """

@@ -57,7 +57,7 @@ class Results:
 
     def ratios(self, goal: Goal) -> list[float | None]:
         """A goal's figure in each round in which both systems were measured."""
-        ours = {each["round"]: each[goal.metric] for each in self.of(goal.case, "iskander")}
+        ours = {each["round"]: each[goal.metric] for each in self.of(goal.case, goal.of)}
         if not goal.than:
             return list(ours.values())
         theirs = {each["round"]: each[goal.metric] for each in self.of(goal.case, goal.than)}

@@ -163,12 +163,13 @@ class Infer:
             for batch in target.workload.batches(target.rows)
         ]
         self._make_input = triton.InferInput
+        self._value_shape = (1,)
 
     def call(self, index: int) -> Any:  # noqa: ANN401
         """Serialize, send, wait."""
         inputs = []
         for name, value, datatype in self._batches[index]:
-            shape = [len(value), 1] if value.ndim == 1 else list(value.shape)
+            shape = [len(value), *(self._value_shape if value.ndim == 1 else value.shape[1:])]
             tensor = self._make_input(name, shape, datatype)
             tensor.set_data_from_numpy(value.reshape(shape))
             inputs.append(tensor)
@@ -181,6 +182,14 @@ class Infer:
     def close(self) -> None:
         """Hang up."""
         self._client.close()
+
+
+class RowsInfer(Infer):
+    """The same, with columns of single values as tensors of one axis, as the graph has them."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._value_shape: tuple[int, ...] = ()
 
 
 class SerializedInfer:
@@ -298,6 +307,7 @@ class Inferential:
 SESSIONS: dict[str, Callable[[Target], Session]] = {
     "flight": Flight,
     "infer": Infer,
+    "rows-infer": RowsInfer,
     "serialized-infer": SerializedInfer,
     "http": Http,
     "inferential": Inferential,

@@ -2,7 +2,8 @@
 
     direct        no server: the client process runs the model by itself (the ceiling)
     echo          a bare pyarrow Flight server that sends every batch back (the floor)
-    iskander      `iskander-gateway` by its command line, and the workers that it starts
+    iskander      `iskander-gateway` by its command line, and the workers that it starts; asked by
+                  Flight, with `-oip` by `tritonclient`, with `-inferential` by Inferential's client
     triton        `tritonserver` of the nvidia-pytriton wheel with its Python backend
     mosec         its Rust front and one Python worker
     mlserver      with a custom runtime
@@ -121,7 +122,7 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
         with (folder / "log").open("wb") as log:
             port = _free_port()
             environment = _environment(system.server, workload, port)
-            notices = listen(folder / "notify") if name == "iskander" else None
+            notices = listen(folder / "notify") if system.server == "iskander" else None
             process = subprocess.Popen(
                 system.command(workload, port, folder),
                 stdout=log,
@@ -238,6 +239,16 @@ def _iskander(workload: Workload, port: int, folder: Path) -> list[str]:
     return [str(gateway_command()), "--config", str(workload.config), *sets]
 
 
+def _iskander_inferential(workload: Workload, port: int, folder: Path) -> list[str]:
+    settings = (
+        f"server.address=unix:{folder}/grpc",
+        f"server.runtime_directory={folder}",
+        f"inferential.address=tcp://127.0.0.1:{port}",
+    )
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [str(gateway_command()), "--config", str(workload.config), *sets]
+
+
 def _peer(name: str) -> Command:
     def command(workload: Workload, port: int, folder: Path) -> list[str]:
         python = str(PEERS / name / "bin" / "python")
@@ -258,6 +269,8 @@ SYSTEMS = {
     "direct": System("direct", None, "direct"),
     "echo": System("flight", _echo, "echo"),
     "iskander": System("flight", _iskander, "iskander"),
+    "iskander-oip": System("rows-infer", _iskander, "iskander"),
+    "iskander-inferential": System("inferential", _iskander_inferential, "iskander"),
     "triton": System("infer", _peer("triton"), "triton"),
     "triton-serialized": System("serialized-infer", _peer("triton"), "triton"),
     "mosec": System("http", _peer("mosec"), "mosec"),

@@ -61,7 +61,7 @@ def render_verdicts(verdicts: list[Verdict]) -> str:
     """What was aimed at, and whether it was met."""
     rows = [
         [
-            f"{verdict.goal.case}: {METRICS[verdict.goal.metric]}",
+            f"{verdict.goal.case}: {METRICS[verdict.goal.metric]}{_asked(verdict.goal.of)}",
             verdict.goal.than or "-",
             f"{'≥' if verdict.goal.sense == 'least' else '≤'} {verdict.goal.bound:.2f}",
             _ratio(verdict.value),
@@ -84,6 +84,11 @@ def render_table(headings: list[str], rows: list[list[str]]) -> str:
         return "| " + " | ".join([first, *others]) + " |"
 
     return "\n".join([line(headings), line(rules), *map(line, rows)])
+
+
+def _asked(system: str) -> str:
+    """How Iskander was asked, where not by Flight."""
+    return system.replace("iskander-", ", by ") if system != "iskander" else ""
 
 
 def _figure(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ BATCHES_COUNT = 4
 """Different batches that a client sends in turn."""
 SEED = 20260
 VECTOR_SIZE, VECTORS_COUNT = 2048, 1000
+STATE_SIZE, ACTION_SIZE = 64, 7
+POLICY_S = 0.02
+CALIBRATION_STEPS = 2000
 TOLERANCE = 1e-4
 
 Array = npt.NDArray[Any]
@@ -69,8 +73,9 @@ class Workload:
 
     def prepare(self) -> None:
         """Make the model where it is not kept in the repository."""
-        if self.folder.is_relative_to(MADE) and not (self.folder / "model.onnx").exists():
-            _make_embedding(self.folder)
+        make = {EMBEDDING.folder: _make_embedding, POLICY.folder: _make_policy}.get(self.folder)
+        if make is not None and not (self.folder / "model.onnx").exists():
+            make(self.folder)
 
 
 def tensors(batch: pa.RecordBatch) -> dict[str, Array]:
@@ -100,9 +105,13 @@ def _embedding_columns(generator: np.random.Generator, rows: int) -> dict[str, p
     return {"id": pa.array(generator.integers(0, VECTORS_COUNT, rows))}
 
 
+def _policy_columns(generator: np.random.Generator, rows: int) -> dict[str, pa.Array]:
+    values = pa.array(generator.standard_normal(rows * STATE_SIZE, np.float32))
+    return {"state": pa.FixedSizeListArray.from_arrays(values, STATE_SIZE)}
+
+
 def _make_embedding(folder: Path) -> None:
     """A table of vectors and a look-up: next to no compute, 8 KiB of output a row."""
-    import onnx
     from onnx import TensorProto, helper, numpy_helper
 
     table = np.random.default_rng(SEED).standard_normal((VECTORS_COUNT, VECTOR_SIZE), np.float32)
@@ -113,6 +122,67 @@ def _make_embedding(folder: Path) -> None:
         [helper.make_tensor_value_info("embedding", TensorProto.FLOAT, ["N", VECTOR_SIZE])],
         [numpy_helper.from_array(table, "table")],
     )
+    _save(graph, folder)
+
+
+def _make_policy(folder: Path) -> None:
+    """A recurrent policy: as many steps as take 20 ms here, for one row or some alike."""
+    _save(_policy_graph(CALIBRATION_STEPS), folder)
+    session = POLICY.open_session()
+    (batch, *_) = POLICY.batches(1)
+    times_s = []
+    for _ in range(5):
+        begun_s = time.perf_counter()
+        session.run([POLICY.output], tensors(batch))
+        times_s.append(time.perf_counter() - begun_s)
+    _save(_policy_graph(round(CALIBRATION_STEPS * POLICY_S / min(times_s))), folder)
+
+
+def _policy_graph(steps: int) -> Any:  # noqa: ANN401
+    """`h = tanh(h W)`, again and again, and a projection to the actions."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    def value(name: str, element: int, shape: list[str | int]) -> Any:  # noqa: ANN401
+        return helper.make_tensor_value_info(name, element, shape)
+
+    state: list[str | int] = ["N", STATE_SIZE]
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["keep"], ["keep_on"]),
+            helper.make_node("MatMul", ["h", "step"], ["moved"]),
+            helper.make_node("Tanh", ["moved"], ["h_next"]),
+        ],
+        "step",
+        [
+            value("i", TensorProto.INT64, []),
+            value("keep", TensorProto.BOOL, []),
+            value("h", TensorProto.FLOAT, state),
+        ],
+        [value("keep_on", TensorProto.BOOL, []), value("h_next", TensorProto.FLOAT, state)],
+    )
+    generator = np.random.default_rng(SEED)
+    step = np.linalg.qr(generator.standard_normal((STATE_SIZE, STATE_SIZE)))[0]
+    head = generator.standard_normal((STATE_SIZE, ACTION_SIZE), np.float32)
+    return helper.make_graph(
+        [
+            helper.make_node("Loop", ["steps", "", "state"], ["last"], body=body),
+            helper.make_node("MatMul", ["last", "head"], ["action"]),
+        ],
+        "policy",
+        [value("state", TensorProto.FLOAT, state)],
+        [value("action", TensorProto.FLOAT, ["N", ACTION_SIZE])],
+        [
+            numpy_helper.from_array(np.array(steps), "steps"),
+            numpy_helper.from_array(step.astype(np.float32), "step"),
+            numpy_helper.from_array(head, "head"),
+        ],
+    )
+
+
+def _save(graph: Any, folder: Path) -> None:  # noqa: ANN401
+    import onnx
+    from onnx import helper
+
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(model, folder / "model.onnx")
@@ -134,3 +204,4 @@ WIDE = _configured("wide-tabular", "wide.toml", MODELS / "wide-tabular" / "1", _
 EMBEDDING = _configured(
     "embedding", "embedding.toml", MADE / "embedding" / "1", _embedding_columns, "embedding"
 )
+POLICY = _configured("policy", "policy.toml", MADE / "policy" / "1", _policy_columns, "action")
