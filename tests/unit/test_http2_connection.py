@@ -859,6 +859,45 @@ async def test_a_response_is_headers_messages_and_trailers() -> None:
 
 
 @in_loop
+async def test_an_only_message_and_its_status_go_out_at_once() -> None:
+    async def serve(call: Call) -> None:
+        await call.answer(b"on", b"ly")
+
+    peer = Peer(serve)
+    writes: list[bytes] = []
+    write = peer.connection.output._transport.write
+    peer.connection.output._transport.write = lambda raw: (writes.append(raw), write(raw))  # type: ignore[method-assign]
+    peer.open(flags=END_STREAM)
+    await turns()
+
+    assert [(each.kind, each.flags) for each in peer.heard() if each.stream_id] == [
+        (HEADERS, END_HEADERS),
+        (DATA, 0),
+        (HEADERS, END_HEADERS | END_STREAM),
+    ]
+    assert len(writes) == 1 and not peer.connection.calls
+    assert (peer.answer().messages, peer.answer().status) == ([b"only"], 0)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@in_loop
+async def test_an_only_message_that_there_is_no_room_for_waits(is_open: bool) -> None:
+    async def serve(call: Call) -> None:
+        await call.answer(b"x" * 95)
+
+    peer = Peer(serve)
+    peer.say(client.settings(window=0 if not is_open else WINDOW_DEFAULT))
+    peer.open(flags=0 if is_open else END_STREAM)
+    await turns()
+    assert peer.answer().blocks
+    if not is_open:
+        assert peer.sent_bytes() == 0 and peer.answer().status is None
+        peer.say(window_update(1, 100))
+        await turns()
+    assert (peer.answer().messages, peer.answer().status) == ([b"x" * 95], 0)
+
+
+@in_loop
 async def test_a_call_without_messages_is_trailers_only() -> None:
     peer = Peer(writer())
     peer.open(flags=END_STREAM)

@@ -215,3 +215,29 @@ class TestBlocks:
         blocks.begin(1, END_HEADERS, memoryview(block_of([("k", "v" * 60_000)])))
         blocks.end()
         assert len(blocks._block) == 0
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 5), st.booleans()) | st.sampled_from([0, 64, 200, 4096]),
+            max_size=40,
+        )
+    )
+    def test_blocks_that_come_again_mean_what_the_table_says_by_then(
+        self, steps: list[tuple[int, bool] | int]
+    ) -> None:
+        """Few different fields, with and without a place in a table of changing size."""
+        encoder, blocks, plain = hpack.Encoder(), HeaderBlocks(), hpack.Decoder()
+        for step in steps:
+            if isinstance(step, int):
+                encoder.header_table_size = step
+                continue
+            number, is_sensitive = step
+            fields = [(f"name-{number % 3}", f"value-{number}"), (":method", "POST")]
+            raw = (
+                encoder.encode(fields, huffman=False)
+                if not is_sensitive
+                else encoder.encode([hpack.NeverIndexedHeaderTuple(*each) for each in fields])
+            )
+            blocks.begin(1, END_HEADERS, memoryview(raw))
+            wanted = [(str(name), str(value)) for name, value in plain.decode(raw)]
+            assert blocks.end()[2] == wanted == fields

@@ -225,18 +225,22 @@ def _with_message(handler: Callable[[Message, Call], Awaitable[Any]]) -> Serve:
     """A method that takes one message as it came, and writes what it answers."""
 
     async def serve(call: Call) -> None:
-        try:
-            async with asyncio.timeout(REQUEST_S):
-                request = await call.read()
-        except TimeoutError:
-            raise RpcError(
-                Status.DEADLINE_EXCEEDED, f"the call's message did not come in {REQUEST_S:g} s"
-            ) from None
+        request = call.receive() if call.has_input else await _first(call)
         if request is None:
             raise RpcError(Status.INTERNAL, "the call ended before its message")
         await handler(request, call)
 
     return serve
+
+
+async def _first(call: Call) -> Message | None:
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            return await call.read()
+    except TimeoutError:
+        raise RpcError(
+            Status.DEADLINE_EXCEEDED, f"the call's message did not come in {REQUEST_S:g} s"
+        ) from None
 
 
 def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:
@@ -248,7 +252,7 @@ def _unary(handler: Callable[[bytes], Awaitable[bytes]]) -> Serve:
     """A method that takes one message and gives one."""
 
     async def answer(request: bytes, call: Call) -> None:
-        await call.write(await handler(request))
+        await call.answer(await handler(request))
 
     return _with_request(answer)
 

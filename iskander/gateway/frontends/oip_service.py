@@ -70,7 +70,7 @@ class OipService:
         """Answer one request."""
         with self._desk.held():
             terms = StreamTerms(call.metadata, call.deadline_ns)
-            await call.write(*await self._inference.answer(scan(raw), terms))
+            await call.answer(*await self._inference.answer(scan(raw), terms))
 
     async def stream_infer(self, call: Call) -> None:
         """Requests in, responses out; see `InferStream`."""

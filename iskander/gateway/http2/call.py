@@ -168,6 +168,23 @@ class Call:
         self._outbox += (memoryview(part) for part in parts if part)
         output.hold(self)
 
+    async def answer(self, *parts: Message) -> None:
+        """Write the only message of a response and its status, at once where there is room."""
+        output, size = self._output, PREFIX_BYTES + sum(map(len, parts))
+        if self._is_over or not (self.has_all_input and output.can_send(self, size)):
+            await self.write(*parts)
+            return
+        assert not self._has_begun
+        prefix = _PREFIX.pack(0, size - PREFIX_BYTES)
+        output.send(
+            self,
+            size,
+            (prefix, *parts),
+            before=output.block(self.stream_id, 0, headers.RESPONSE),
+            after=output.block(self.stream_id, frames.END_STREAM, headers.OK),
+        )
+        self.close()
+
     async def read(self) -> Message | None:
         """As `receive`, once there is something."""
         if not self._messages:

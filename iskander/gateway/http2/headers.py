@@ -30,6 +30,9 @@ HEADER_LIST_BYTES_MAX = 16_384
 EXPANDED_BYTES_MAX = BLOCK_BYTES_MAX = 65_536
 """Beyond gRPC's own limit and below this, it is the call that ends and not the connection."""
 ACCEPTED_ENCODINGS = "identity,deflate,gzip"
+REMEMBERED_MAX = 16
+REMEMBERED_BYTES_MAX = 256
+"""Blocks kept with their fields: a client's calls mostly begin with the same bytes."""
 
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
 _UNIT_NS = {
@@ -69,6 +72,7 @@ class HeaderBlocks:
 
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
+        self._known: dict[bytes, list[tuple[str, str]]] = {}
         self._block = bytearray()
         self._stream_id = 0
         self._is_last = False
@@ -101,11 +105,26 @@ class HeaderBlocks:
         """
         self.is_open = False
         block, self._block = bytes(self._block), bytearray()
+        fields = self._known.get(block)
+        if fields is None:
+            fields = self._decode(block)
+        return self._stream_id, self._is_last, fields
+
+    def _decode(self, block: bytes) -> list[tuple[str, str]]:
+        """Read a block; remember it until the table that its meaning depends on changes."""
+        table = self._decoder.header_table.dynamic_entries
+        newest, count = next(iter(table), None), len(table)
         try:
-            fields = self._decoder.decode(block)
+            fields = [(str(name), str(value)) for name, value in self._decoder.decode(block)]
         except hpack.HPACKError as error:
             raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
-        return self._stream_id, self._is_last, [(str(name), str(value)) for name, value in fields]
+        if next(iter(table), None) is not newest or len(table) != count:
+            self._known.clear()
+        elif len(block) <= REMEMBERED_BYTES_MAX:
+            if len(self._known) >= REMEMBERED_MAX:
+                self._known.clear()
+            self._known[block] = fields
+        return fields
 
 
 def read_request(headers: Iterable[tuple[str, str]]) -> RequestHead:
@@ -205,3 +224,5 @@ RESPONSE = b"\x88" + block(
     [("content-type", "application/grpc"), ("grpc-accept-encoding", ACCEPTED_ENCODINGS)]
 )
 """The header block that begins every response; 0x88 is `:status: 200`."""
+OK = trailers(Status.OK, "", ())
+"""The one that ends a response as it should."""

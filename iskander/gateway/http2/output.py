@@ -62,7 +62,11 @@ class Output:
 
     def emit_block(self, stream_id: int, flags: int, block: bytes) -> None:
         """Send a header block, in as many frames as it takes."""
-        self.emit(frames.header_block(stream_id, flags, block, self.frame_bytes))
+        self.emit(self.block(stream_id, flags, block))
+
+    def block(self, stream_id: int, flags: int, block: bytes) -> bytes:
+        """A header block's frames."""
+        return frames.header_block(stream_id, flags, block, self.frame_bytes)
 
     def can_send(self, call: Call, size: int) -> bool:
         """Whether a message goes out whole, at once, in one frame."""
@@ -73,17 +77,25 @@ class Output:
             and not self._is_paused
         )
 
-    def send(self, call: Call, size: int, parts: Sequence[Message]) -> None:
-        """Send a DATA frame; there is room for it."""
+    def send(
+        self,
+        call: Call,
+        size: int,
+        parts: Sequence[Message],
+        *,
+        before: bytes = b"",
+        after: bytes = b"",
+    ) -> None:
+        """Send a DATA frame, for which there is room, with the frames around it."""
         self._window -= size
         call.send_window -= size
         if self.is_closed:
             return
-        head = frames.head(size, frames.DATA, 0, call.stream_id)
+        head = before + frames.head(size, frames.DATA, 0, call.stream_id)
         if size <= JOINED_BYTES_MAX:
-            self._transport.write(b"".join((head, *parts)))
+            self._transport.write(b"".join((head, *parts, after)))
         else:
-            self._transport.writelines((head, *parts))
+            self._transport.writelines((head, *parts, after))
 
     def hold(self, call: Call) -> None:
         """Send what a call has as soon as there is room."""
