@@ -1,8 +1,6 @@
 """grpcio's clients, sync and aio, in a process of their own: each scenario says what they met.
 
-grpcio and pyarrow.flight must not share a process; pyarrow by itself is no harm. Reads one JSON
-line a scenario on standard input, `{"scenario": "...", ...}`, and answers with one JSON line:
-`{"facts": ...}`, or `{"error": traceback}`.
+grpcio and pyarrow.flight must not share a process; pyarrow by itself is no harm.
 """
 
 from __future__ import annotations
@@ -10,14 +8,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import queue
-import subprocess
 import sys
 import threading
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +22,8 @@ import pyarrow as pa
 from grpc import aio
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support import raw
+from support import judging, raw
+from support.judging import PATIENCE_S, Facts
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -36,46 +32,15 @@ ALONE = ("grpc.use_local_subchannel_pool", 1)
 """Otherwise grpcio's channels to one address share a connection."""
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ALONE]
 COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
-PATIENCE_S = 20.0
 
-Facts: TypeAlias = Any
 Options: TypeAlias = list[tuple[str, Any]]
 
 
-class Judge:
+class Judge(judging.Judge):
     """The other process, as a test sees it."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def begin(self, scenario: str, **arguments: Any) -> None:
-        """Start a scenario, and go on meanwhile."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"scenario": scenario, **arguments}) + "\n")
-        self._process.stdin.flush()
-
-    def facts(self) -> Facts:
-        """What the scenario that was begun found."""
-        assert self._process.stdout is not None
-        answer = json.loads(self._process.stdout.readline())
-        assert "error" not in answer, answer["error"]
-        return answer["facts"]
-
-    def ask(self, scenario: str, **arguments: Any) -> Facts:
-        self.begin(scenario, **arguments)
-        return self.facts()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(PATIENCE_S)
-        self._process.stdout.close()
+        super().__init__(__file__)
 
 
 def ids_batch(start: int, rows: int) -> pa.RecordBatch:
@@ -276,7 +241,7 @@ def keepalive(address: str, quiet_s: float) -> Facts:
         with contextlib.suppress(queue.Empty):
             meanwhile.append(states.get(timeout=quiet_s).name)
         code = _outcome(channel, CHECK, [b""])["code"]
-        _say({"facts": {"meanwhile": meanwhile, "code": code}})
+        judging.say({"facts": {"meanwhile": meanwhile, "code": code}})
         return {"then": states.get(timeout=PATIENCE_S).name}
 
 
@@ -286,7 +251,7 @@ def wait_for_ready(address: str) -> Facts:
         address, options=[ALONE, ("grpc.max_reconnect_backoff_ms", 200)]
     ) as channel:
         impatient = _outcome(channel, CHECK, [b""], wait_for_ready=False)["code"]
-        _say({"facts": {"impatient": impatient}})
+        judging.say({"facts": {"impatient": impatient}})
         return _outcome(channel, CHECK, [b""], wait_for_ready=True)
 
 
@@ -379,7 +344,7 @@ def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
             under_way.wait(2 * PATIENCE_S)
         except threading.BrokenBarrierError:
             raise AssertionError(f"a call hangs; so far {outcomes} {wrong}") from None
-        _say({"facts": "under way"})
+        judging.say({"facts": "under way"})
         for thread in threads:
             while thread.is_alive():
                 call = latest[thread]
@@ -426,14 +391,8 @@ def _kept_open(batch: pa.RecordBatch, done: threading.Event) -> Iterator[bytes]:
     done.wait(PATIENCE_S)
 
 
-def _say(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-SCENARIOS: dict[str, Callable[..., Facts]] = {
-    scenario.__name__: scenario
-    for scenario in (
+if __name__ == "__main__":
+    judging.serve(
         unary,
         watchers,
         interleaved,
@@ -449,17 +408,3 @@ SCENARIOS: dict[str, Callable[..., Facts]] = {
         idle_streams,
         hammer,
     )
-}
-
-
-def main() -> None:
-    for line in sys.stdin:
-        wanted = json.loads(line)
-        try:
-            _say({"facts": SCENARIOS[wanted.pop("scenario")](**wanted)})
-        except Exception:
-            _say({"error": traceback.format_exc()})
-
-
-if __name__ == "__main__":
-    main()

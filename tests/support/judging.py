@@ -1,0 +1,74 @@
+"""Clients in a process of their own: each scenario says what they met.
+
+A judge is a script that ends with `serve(...)`. It reads one JSON line a scenario on standard
+input, `{"scenario": "...", ...}`, and answers with one: `{"facts": ...}` or `{"error": traceback}`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Facts: TypeAlias = Any
+PATIENCE_S = 20.0
+
+
+class Judge:
+    """The other process, as a test sees it."""
+
+    def __init__(self, script: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def begin(self, scenario: str, **arguments: Any) -> None:
+        """Start a scenario, and go on meanwhile."""
+        self.tell({"scenario": scenario, **arguments})
+
+    def tell(self, line: Any) -> None:
+        """Give a scenario that is under way what it waits for."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+
+    def facts(self) -> Facts:
+        """What the scenario that was begun found."""
+        assert self._process.stdout is not None
+        answer = json.loads(self._process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["facts"]
+
+    def ask(self, scenario: str, **arguments: Any) -> Facts:
+        self.begin(scenario, **arguments)
+        return self.facts()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+        self._process.stdout.close()
+
+
+def say(answer: dict[str, Any]) -> None:
+    """Write a line for the test; also in the middle of a scenario."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def serve(*scenarios: Callable[..., Facts]) -> None:
+    """Run scenarios by name, until there are no more."""
+    by_name = {scenario.__name__: scenario for scenario in scenarios}
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        try:
+            say({"facts": by_name[wanted.pop("scenario")](**wanted)})
+        except Exception:
+            say({"error": traceback.format_exc()})

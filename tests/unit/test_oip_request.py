@@ -1,0 +1,154 @@
+"""A request's head read: parameters and terms, inputs and outputs, and what is not offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from iskander._generated import oip_pb2
+from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
+from iskander.gateway.frontends.flight_terms import SaidTerms
+from iskander.gateway.frontends.oip_request import plain, read_head, tensors_of
+from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.offered import Tensor
+
+X = {"name": "x", "datatype": "INT64", "shape": [2, 3]}
+FLAG = {"name": "flag", "datatype": "BOOL", "shape": [2]}
+
+
+def head_of(**values: Any) -> bytes:
+    return oip_pb2.ModelInferRequest(
+        **({"model_name": "m", "inputs": [X]} | values)
+    ).SerializeToString()
+
+
+def test_what_a_request_asks_for() -> None:
+    asked = read_head(head_of(model_version="3", inputs=[X, FLAG], outputs=[{"name": "y"}]))
+    assert (asked.model, asked.version, asked.said) == ("m", "3", None)
+    assert asked.inputs == [("x", "INT64", (2, 3)), ("flag", "BOOL", (2,))]
+    assert asked.outputs == ("y",) and not asked.wants_final
+
+
+def test_no_version_is_the_default_one() -> None:
+    assert read_head(head_of()).version is None
+
+
+def test_raw_contents_go_to_the_inputs_in_order() -> None:
+    asked = read_head(head_of(inputs=[X, FLAG]))
+    x, flag = memoryview(bytes(48)), memoryview(bytes(2))
+    assert tensors_of(asked, [x, flag]) == [
+        Tensor("x", "INT64", (2, 3), x),
+        Tensor("flag", "BOOL", (2,), flag),
+    ]
+
+
+def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
+    flag = FLAG | {"contents": {"bool_contents": [True, False]}}
+    asked = read_head(head_of(inputs=[X, flag]))
+    x, taken = tensors_of(asked, [])
+    assert bytes(x.data) == b"" and bytes(taken.data) == b"\x01\x00"
+
+
+@pytest.mark.parametrize("raw", [1, 3])
+def test_raw_contents_that_are_not_one_for_each_input_are_refused(raw: int) -> None:
+    asked = read_head(head_of(inputs=[X, FLAG]))
+    with pytest.raises(MalformedInput, match=f"2 inputs and {raw} raw contents"):
+        tensors_of(asked, [memoryview(b"")] * raw)
+
+
+def test_raw_and_typed_contents_are_not_mixed() -> None:
+    asked = read_head(head_of(inputs=[X, FLAG | {"contents": {"bool_contents": [True]}}]))
+    with pytest.raises(MalformedInput, match="all have one form"):
+        tensors_of(asked, [memoryview(b"")])
+
+
+REGION = {"parameters": {"shared_memory_region": {"string_param": "r"}}}
+REFUSED: dict[str, tuple[dict[str, Any], type[IskanderError]]] = {
+    "shared memory": ({"inputs": [X | REGION]}, Unsupported),
+    "results in shared memory": ({"outputs": [{"name": "y"} | REGION]}, Unsupported),
+    "classes": (
+        {"outputs": [{"name": "y", "parameters": {"classification": {"int64_param": 1}}}]},
+        Unsupported,
+    ),
+    "an output twice": ({"outputs": [{"name": "y"}, {"name": "y"}]}, ContractError),
+    "a sequence": ({"parameters": {"sequence_id": {"int64_param": 7}}}, Unsupported),
+    "a named sequence": ({"parameters": {"sequence_id": {"string_param": "s"}}}, Unsupported),
+    "a sequence's end": ({"parameters": {"sequence_end": {"bool_param": True}}}, Unsupported),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+    values, kind = REFUSED[name]
+    with pytest.raises(kind):
+        read_head(head_of(**values))
+
+
+def test_what_is_no_request_is_malformed() -> None:
+    with pytest.raises(MalformedInput):
+        read_head(b"\x0a\xff")
+
+
+def test_parameters_of_every_kind_are_plain_values() -> None:
+    message = oip_pb2.ModelInferRequest(
+        parameters={
+            "a": {"bool_param": False},
+            "b": {"int64_param": -3},
+            "c": {"string_param": "text"},
+            "d": {"double_param": 0.5},
+            "e": {"uint64_param": 1 << 63},
+            "f": {},
+        }
+    )
+    assert plain(message.parameters) == {
+        "a": False, "b": -3, "c": "text", "d": 0.5, "e": 1 << 63, "f": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({}, None),
+        ({"priority": 0, "timeout": 0}, None),
+        ({"sequence_id": 0, "sequence_start": False}, None),
+        ({"client": "x", "haste": 1, "binary_data_output": True}, None),
+        ({"priority": 1}, SaidTerms(priority=0)),
+        ({"priority": 2}, SaidTerms(priority=1)),
+        ({"priority": 10}, SaidTerms(priority=9)),
+        ({"priority": 1 << 63}, SaidTerms(priority=9)),
+        ({"priority": 5, "iskander_priority": 0}, SaidTerms(priority=0)),
+        ({"timeout": 1500}, SaidTerms(deadline_ms=1.5)),
+        ({"timeout": 2000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=2.0)),
+        ({"timeout": 4000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=3.0)),
+        ({"iskander-deadline-ms": "20"}, SaidTerms(deadline_ms=20.0)),
+        (
+            {"iskander_client": "robot", "iskander_urgency": 1, "iskander_newest_wins": True},
+            SaidTerms(client="robot", urgency=1.0, newest_wins=True),
+        ),
+    ],
+)
+def test_terms_in_parameters(parameters: dict[str, Any], said: SaidTerms | None) -> None:
+    assert said_in(parameters) == said
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"priority": -1},
+        {"priority": "high"},
+        {"priority": True},
+        {"priority": 1.0},
+        {"timeout": -1},
+        {"timeout": "soon"},
+        {"timeout": None},
+        {"timeout": 86_400_000_001},
+        {"iskander_deadline_ms": -1},
+        {"iskander_priority": 10},
+        {"iskander_haste": 1},
+        {"iskander_": 1},
+    ],
+)
+def test_terms_that_are_none_are_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(MalformedInput):
+        said_in(parameters)

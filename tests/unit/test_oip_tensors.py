@@ -1,0 +1,113 @@
+"""Typed contents and raw strings: every datatype, every limit, nothing taken for something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iskander._generated import oip_pb2
+from iskander.contract.dtypes import DTYPES
+from iskander.errors import MalformedInput
+from iskander.gateway.frontends.oip_tensors import FIELDS, raw_of, raw_strings, split_strings
+
+RAW_ONLY = {"FP16", "BF16"}
+CONTENTS = oip_pb2.InferTensorContents
+BEYOND: list[tuple[str, str, int]] = [
+    ("INT8", "int_contents", 128),
+    ("INT8", "int_contents", -129),
+    ("INT16", "int_contents", 1 << 15),
+    ("UINT8", "uint_contents", 256),
+    ("UINT16", "uint_contents", 1 << 16),
+]
+
+
+def test_every_datatype_has_a_field_or_is_raw_only() -> None:
+    assert {dtype.oip for dtype in DTYPES} <= FIELDS.keys() | RAW_ONLY
+
+
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each.oip not in RAW_ONLY | {"BYTES"}])
+def test_typed_contents_are_their_raw_bytes(dtype: Any) -> None:
+    """At both ends of the range."""
+    numpy = np.dtype(dtype.numpy)
+    if numpy.kind in "iu":
+        limits = np.iinfo(numpy)
+        values = [0, 1, limits.min, limits.max]
+    else:
+        values = [True, False] if numpy.kind == "b" else [0.0, -1.5, float("inf"), 1e-300]
+    contents = CONTENTS(**{FIELDS[dtype.oip][0]: values})
+    wanted = np.array(values, numpy)
+    if dtype.oip == "FP32":
+        wanted = np.array(contents.fp32_contents, numpy)
+    assert bytes(raw_of("x", dtype.oip, contents)) == wanted.tobytes()
+
+
+def test_strings_in_typed_contents_are_their_raw_form() -> None:
+    contents = CONTENTS(bytes_contents=[b"ab", b"", b"\x00\xff"])
+    raw = raw_of("x", "BYTES", contents)
+    assert bytes(raw) == b"\x02\x00\x00\x00ab" + bytes(4) + b"\x02\x00\x00\x00\x00\xff"
+
+
+@pytest.mark.parametrize(("datatype", "field", "value"), BEYOND)
+def test_a_value_out_of_range_is_refused(datatype: str, field: str, value: int) -> None:
+    with pytest.raises(MalformedInput, match=f"`x` has a value that is no {datatype}"):
+        raw_of("x", datatype, CONTENTS(**{field: [0, value]}))
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "", "FP128", "int8"])
+def test_a_datatype_without_typed_contents_is_refused(datatype: str) -> None:
+    with pytest.raises(MalformedInput, match="send its raw bytes"):
+        raw_of("x", datatype, CONTENTS(fp32_contents=[1]))
+
+
+@pytest.mark.parametrize("more", [{}, {"fp32_contents": [1]}])
+def test_elements_in_another_field_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(MalformedInput, match="FP32 is in `fp32_contents`, got `fp64_contents`"):
+        raw_of("x", "FP32", CONTENTS(fp64_contents=[1], **more))
+
+
+def test_no_elements_are_no_bytes() -> None:
+    assert bytes(raw_of("x", "INT64", CONTENTS())) == b""
+
+
+@given(st.lists(st.binary(max_size=300), max_size=10))
+def test_strings_come_back_as_they_went(values: list[bytes]) -> None:
+    raw = memoryview(raw_strings(values))
+    assert [bytes(each) for each in split_strings(raw, len(values))] == values
+
+
+def test_strings_are_not_copied() -> None:
+    raw = bytearray(raw_strings([b"one", b"two"]))
+    (first, _) = split_strings(memoryview(raw), 2)
+    raw[4] = ord("O")
+    assert bytes(first) == b"One"
+
+
+@pytest.mark.parametrize(
+    ("raw", "count", "says"),
+    [
+        (b"", 1, "1 strings take more than 0 bytes"),
+        (b"\x01\x00\x00", 1, "take more"),
+        (b"\x01\x00\x00\x00a", 1 << 62, "take more"),
+        (b"\x02\x00\x00\x00a", 1, "string 0 of 1 is cut short"),
+        (b"\xff\xff\xff\xffabcd", 1, "cut short"),
+        (b"\x01\x00\x00\x00ab\x00\x00", 2, "the bytes end after 1"),
+        (b"\x01\x00\x00\x00ab", 1, "1 bytes are left after 1 strings"),
+        (b"\x00\x00\x00\x00", 0, "4 bytes are left after 0 strings"),
+    ],
+)
+def test_bytes_that_are_not_so_many_strings_are_refused(raw: bytes, count: int, says: str) -> None:
+    with pytest.raises(MalformedInput, match=says):
+        split_strings(memoryview(raw), count)
+
+
+@given(st.binary(max_size=60), st.integers(0, 10))
+def test_any_bytes_are_strings_or_malformed(raw: bytes, count: int) -> None:
+    try:
+        strings = split_strings(memoryview(raw), count)
+    except MalformedInput:
+        return
+    assert raw_strings(strings) == raw and len(strings) == count  # type: ignore[arg-type]
