@@ -18,11 +18,16 @@ PATIENCE_S = 20.0
 
 
 class Judge:
-    """The other process, as a test sees it."""
+    """The other process, as a test sees it.
 
-    def __init__(self, script: str) -> None:
+    Args:
+        script: Of the judge.
+        python: What runs it.
+    """
+
+    def __init__(self, script: str, python: str = sys.executable) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     @property

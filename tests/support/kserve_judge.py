@@ -1,0 +1,51 @@
+"""KServe's own gRPC client in a process of its own; only where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from kserve import InferInput, InferRequest
+from kserve.inference_client import InferenceGRPCClient
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from support import judging
+from support.judging import Facts
+
+
+def everything(address: str) -> Facts:
+    """All that the client can ask, with raw and with typed tensors, and what it is refused."""
+    return asyncio.run(asyncio.wait_for(_everything(address), judging.PATIENCE_S))
+
+
+async def _everything(address: str) -> Facts:
+    async with InferenceGRPCClient(address) as client:
+        values = np.arange(5, dtype=np.int64)
+        raw = InferInput("x", [5], "INT64")
+        raw.set_data_from_numpy(values, binary_data=True)
+        typed = InferInput("x", [5], "INT64", values.tolist())
+        return {
+            "live": await client.is_server_live(),
+            "ready": await client.is_server_ready(),
+            "model_ready": await client.is_model_ready("ids"),
+            "raw": await _ask(client, "ids", raw),
+            "typed": await _ask(client, "ids", typed),
+            "unknown": await _ask(client, "nope", raw),
+        }
+
+
+async def _ask(client: InferenceGRPCClient, model: str, tensor: InferInput) -> Any:
+    request = InferRequest(model, [tensor], request_id="7", parameters={"priority": 1})
+    try:
+        response = await client.infer(request)
+    except grpc.RpcError as error:
+        return error.code().name
+    return [response.id, response.outputs[0].as_numpy().tolist()]
+
+
+if __name__ == "__main__":
+    judging.serve(everything)

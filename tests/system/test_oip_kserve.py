@@ -1,0 +1,41 @@
+"""KServe's own gRPC client against the Open Inference Protocol.
+
+It wants an older psutil than this server, and so an environment of its own:
+
+    python -m venv /tmp/kserve && /tmp/kserve/bin/pip install kserve
+    KSERVE_PYTHON=/tmp/kserve/bin/python pytest tests/system/test_oip_kserve.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support import models
+from support.judging import Judge
+from support.processes import running
+
+SCRIPT = str(Path(models.__file__).with_name("kserve_judge.py"))
+PYTHON = os.environ.get("KSERVE_PYTHON", "")
+
+
+@pytest.mark.skipif(not PYTHON, reason="KSERVE_PYTHON names no Python that has KServe's client")
+def test_kserves_client_gets_what_it_asks_for(tmp_path: Path) -> None:
+    path = models.row_ids(tmp_path / "ids")
+    model = {"name": "ids", "path": str(path), "intra_threads": 1}
+    judge = Judge(SCRIPT, PYTHON)
+    try:
+        with running(tmp_path, [model], workers={"groups": ["0"], "reattach_s": 5.0}) as gateway:
+            found = judge.ask("everything", address=gateway.address)
+    finally:
+        judge.close()
+    answer = ["7", [1, 4, 7, 10, 13]]
+    assert found == {
+        "live": True,
+        "ready": True,
+        "model_ready": True,
+        "raw": answer,
+        "typed": answer,
+        "unknown": "NOT_FOUND",
+    }
