@@ -81,6 +81,8 @@ class Intake:
             for target, source in self._lent(request, lease):
                 for _ in copied(target, source):
                     await asyncio.sleep(0)
+            # Others had their turn meanwhile, and may have taken the place.
+            request.lane.require_open(request, now_ns())
         except BaseException:
             request.lease = None
             self.arena.give_back(lease)

@@ -387,7 +387,7 @@ def stream_broken(address: str) -> Facts:
         return [[each.error_message, each.infer_response.id] for each in answers]
 
 
-def stream_large(address: str, requests: int, bytes_each: int) -> Facts:
+def stream_unread(address: str, requests: int, bytes_each: int) -> Facts:
     """More than the window holds before anything is read; whether all of it came, in order."""
     values = np.zeros(bytes_each // 4, np.float32)
 
@@ -402,9 +402,21 @@ def stream_large(address: str, requests: int, bytes_each: int) -> Facts:
     with grpc.insecure_channel(address, options=unlimited) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer(asked(), timeout=PATIENCE_S)
-        first = next(call)
-        ids = [first.infer_response.id, *(each.infer_response.id for each in call)]
-    return ids == [str(number) for number in range(requests)]
+        judging.say({"facts": "under way"})
+        assert json.loads(sys.stdin.readline()) == "read"
+        return [each.infer_response.id for each in call] == [str(each) for each in range(requests)]
+
+
+def side_by_side() -> Facts:
+    """The server's modules and its clients' in one process, under the same names."""
+    from iskander._generated import oip_pb2, reflection_v1alpha_pb2
+
+    return [
+        oip_pb2.ModelInferRequest.DESCRIPTOR.full_name
+        == service_pb2.ModelInferRequest.DESCRIPTOR.full_name,
+        reflection_v1alpha_pb2.ServerReflectionRequest.DESCRIPTOR.full_name
+        == reflection_pb2.ServerReflectionRequest.DESCRIPTOR.full_name,
+    ]
 
 
 def cancelled(address: str) -> Facts:
@@ -524,7 +536,8 @@ if __name__ == "__main__":
         stream_errors,
         stream_status,
         stream_broken,
-        stream_large,
+        stream_unread,
+        side_by_side,
         cancelled,
         in_what_order,
         draining,

@@ -43,6 +43,8 @@ DATATYPES = {
     "FP64": ("float64", TensorProto.DOUBLE),
 }
 LEVELS_MOST = 10
+WINDOW = 8
+"""`limits.window_batches`."""
 
 
 def served(folder: Path) -> list[dict[str, Any]]:
@@ -285,8 +287,31 @@ def test_a_message_that_is_none_does_not_end_a_stream(gateway: Gateway, judge: J
     assert second == ["", "next"]
 
 
-def test_a_stream_of_more_than_its_window_arrives_whole(gateway: Gateway, judge: Judge) -> None:
-    assert judge.ask("stream_large", address=gateway.address, requests=20, bytes_each=4 * MIB)
+def test_a_client_that_does_not_read_is_held_back_and_nobody_else(
+    gateway: Gateway, judge: Judge, filler: Judge
+) -> None:
+    """No more is taken than the window and what the client's transport has read; then all of it."""
+    before = lane(gateway, "same-FP32/1")["requests"]
+
+    def taken() -> int:
+        count: int = lane(gateway, "same-FP32/1")["requests"] - before
+        return count
+
+    unread = {"address": gateway.address, "requests": 40, "bytes_each": 4 * MIB}
+    assert filler.ask("stream_unread", **unread) == "under way"
+    eventually(lambda: taken() >= WINDOW, what="a full window")
+    for _ in range(20):
+        asked = {"x": tensor("INT64", np.arange(3))}
+        found = judge.ask("infer", address=gateway.address, model="ids", tensors=asked)
+        assert found["outputs"] == {"y": tensor("INT64", 3 * np.arange(3) + 1)}
+    assert taken() <= 2 * WINDOW
+    filler.tell("read")
+    assert filler.facts() is True
+    assert taken() == 40
+
+
+def test_the_servers_messages_and_its_clients_share_a_process(judge: Judge) -> None:
+    assert judge.ask("side_by_side") == [True, True]
 
 
 def test_statistics_count_what_was_done(gateway: Gateway, judge: Judge) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.intake import GRAINS, in_loop, open_lane, request_of, turn
+from support.intake import CONTRACT, GRAINS, admit, in_loop, open_lane, request_of, turn
 from support.lanes import Asker, lane_of
 from support.simulation import PlayedWorker, Simulation
 
+from iskander.errors import QueueFull
 from iskander.gateway import intake as intake_module
 from iskander.gateway import results
 from iskander.gateway.intake import Intake
+from iskander.gateway.supervision.workers import Place, Worker
 from iskander.memory import pieces
 from iskander.memory.arena import GRAIN_BYTES
 
@@ -103,6 +105,22 @@ async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behin
         await task
 
     assert (request.lease, intake.arena.leased_bytes) == (None, 0)
+
+
+@in_loop
+async def test_who_finds_the_queue_full_after_the_copy_is_refused(intake: Intake) -> None:
+    """Both found a place before their copies; the first to be copied has it."""
+    lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=1)
+    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    requests = [request_of(lane), request_of(lane)]
+
+    first, second = (asyncio.create_task(admit(intake, request)) for request in requests)
+    await asyncio.wait([first, second])
+
+    assert first.exception() is None and isinstance(second.exception(), QueueFull)
+    assert len(lane.queue) == 1 and requests[1].lease is None
+    intake.give_back(requests[0])
+    assert intake.arena.leased_bytes == 0
 
 
 def test_large_results_are_taken_in_pieces_and_small_ones_overtake_them(
