@@ -389,12 +389,12 @@ def stream_broken(address: str) -> Facts:
 
 def stream_unread(address: str, requests: int, bytes_each: int) -> Facts:
     """More than the window holds before anything is read; whether all of it came, in order."""
-    values = np.zeros(bytes_each // 4, np.float32)
+    values = np.zeros((bytes_each // 256, 64), np.float32)
 
     def asked() -> Any:
         for number in range(requests):
-            request = service_pb2.ModelInferRequest(model_name="same-FP32", id=str(number))
-            request.inputs.add(name="x", datatype="FP32", shape=[len(values)])
+            request = service_pb2.ModelInferRequest(model_name="broad", id=str(number))
+            request.inputs.add(name="x", datatype="FP32", shape=values.shape)
             request.raw_input_contents.append(values.tobytes())
             yield request
 
@@ -404,7 +404,8 @@ def stream_unread(address: str, requests: int, bytes_each: int) -> Facts:
         call = stub.ModelStreamInfer(asked(), timeout=PATIENCE_S)
         judging.say({"facts": "under way"})
         assert json.loads(sys.stdin.readline()) == "read"
-        return [each.infer_response.id for each in call] == [str(each) for each in range(requests)]
+        told = [each.error_message or each.infer_response.id for each in call]
+        return told == [str(number) for number in range(requests)] or told
 
 
 def side_by_side() -> Facts:
