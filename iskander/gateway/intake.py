@@ -78,9 +78,7 @@ class Intake:
         lease = await self._room(request)
         try:
             request.lane.require_open(request, now_ns())
-            for target, source in self._lent(request, lease):
-                for _ in copied(target, source):
-                    await asyncio.sleep(0)
+            await self._write(request, lease)
             # Others had their turn meanwhile, and may have taken the place.
             request.lane.require_open(request, now_ns())
         except BaseException:
@@ -99,6 +97,11 @@ class Intake:
     def close(self) -> None:
         """Unmap the arena."""
         self.segment.close()
+
+    async def _write(self, request: Request, lease: Lease) -> None:
+        for target, source in self._lent(request, lease):
+            for _ in copied(target, source):
+                await asyncio.sleep(0)
 
     def _lent(self, request: Request, lease: Lease) -> Iterator[tuple[memoryview, memoryview]]:
         """Where in a lease each part of a request is to be copied, and the part."""
