@@ -99,6 +99,10 @@ class Desk:
         self.open += 1
         try:
             return await self._ask(lane, offered, terms, call_deadline_ns)
+        except IskanderError as error:
+            # Frames that it went through know it, and would keep the tensors until a collection.
+            error.__traceback__ = None
+            raise
         finally:
             self.open -= 1
 

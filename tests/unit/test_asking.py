@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -167,6 +169,24 @@ async def test_what_the_lane_refuses_is_refused() -> None:
         made.lane.workers.clear()
         with pytest.raises(NotReady):
             await made.ask()
+
+
+@in_loop
+async def test_a_refused_request_keeps_its_tensors_no_longer() -> None:
+    """Without a collection, which comes late where messages are few and large."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with office() as made:
+            ids = np.arange(4)
+            held = weakref.ref(ids)
+            wanted = Offered(4, [memoryview(ids).cast("B"), memoryview(b"\x00")])
+            with contextlib.suppress(DeadlineExceeded):
+                await made.desk.ask(made.lane, wanted, call_deadline_ns=1)
+            del ids, wanted
+            assert held() is None
+    finally:
+        gc.enable()
 
 
 @in_loop

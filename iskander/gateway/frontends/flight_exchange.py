@@ -265,6 +265,8 @@ class Exchange:
 
     def _refuse(self, error: IskanderError) -> None:
         """Let an error take its batch's place in the window, or end the stream."""
+        # Frames that it went through know it, and would keep the batch until a collection.
+        error.__traceback__ = None
         if self._terms.is_in_band:
             self._window.append(_Refused(error))
             self._write_soon()
