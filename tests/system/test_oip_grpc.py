@@ -43,6 +43,7 @@ DATATYPES = {
     "FP64": ("float64", TensorProto.DOUBLE),
 }
 LEVELS_MOST = 10
+UNREAD = {"requests": 40, "bytes_each": 4 * MIB}
 WINDOW_LEAST, WINDOW_MOST = 4, 8
 """Requests of 4 MiB, with their results or without, in `limits.window_bytes`."""
 
@@ -298,8 +299,7 @@ def test_a_client_that_does_not_read_is_held_back_and_nobody_else(
         count: int = lane(gateway, "broad/1")["requests"] - before
         return count
 
-    unread = {"address": gateway.address, "requests": 40, "bytes_each": 4 * MIB}
-    assert filler.ask("stream_unread", **unread) == "under way"
+    assert filler.ask("stream_unread", address=gateway.address, **UNREAD) == "under way"
     eventually(lambda: taken() >= WINDOW_LEAST, what="a full window")
     for _ in range(20):
         asked = {"x": tensor("INT64", np.arange(3))}
@@ -307,8 +307,9 @@ def test_a_client_that_does_not_read_is_held_back_and_nobody_else(
         assert found["outputs"] == {"y": tensor("INT64", 3 * np.arange(3) + 1)}
     assert taken() <= 2 * WINDOW_MOST
     filler.tell("read")
-    assert filler.facts() is True
-    assert taken() == 40
+    found = filler.facts()
+    assert found["told"] == [str(number) for number in range(UNREAD["requests"])]
+    assert found["end"][0] == "OK" and taken() == UNREAD["requests"]
 
 
 def test_the_servers_messages_and_its_clients_share_a_process(judge: Judge) -> None:
@@ -585,5 +586,26 @@ def test_a_server_that_stops_answers_what_it_has_taken(tmp_path: Path, judge: Ju
         found = judge.facts()
         gateway.wait()
     assert found["unary"] == "alone" and found["streamed"] == ["in stream"]
+    status, _, trailers = found["end"]
+    assert (status, trailers["iskander-code"]) == ("UNAVAILABLE", "draining")
+
+
+def test_a_server_that_stops_waits_until_its_answers_are_read(tmp_path: Path, judge: Judge) -> None:
+    """Also those that were computed long ago."""
+    path = models.identity(tmp_path / "broad", TensorProto.FLOAT, ["rows", 64])
+    model = {"name": "broad", "path": str(path), "intra_threads": 1}
+    room = {"arena": ROOM["arena"], "workers": ROOM["workers"]}
+    with running(tmp_path, [model], **room) as gateway:
+        assert judge.ask("stream_unread", address=gateway.address, **UNREAD) == "under way"
+        eventually(lambda: lane(gateway, "broad/1")["requests"] >= WINDOW_LEAST, what="requests")
+        gateway.signal(signal.SIGTERM)
+        waiting = "draining: 0 streams, 1 calls, 0 requests in queues, 0 batches in flight"
+        eventually(lambda: waiting in gateway.text(), what="a drain that waits for its client")
+        judge.tell("read")
+        found = judge.facts()
+        gateway.wait()
+    told = found["told"]
+    assert WINDOW_LEAST <= len(told) <= 2 * WINDOW_MOST
+    assert told == [str(number) for number in range(len(told))]
     status, _, trailers = found["end"]
     assert (status, trailers["iskander-code"]) == ("UNAVAILABLE", "draining")

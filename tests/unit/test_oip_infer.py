@@ -1,0 +1,172 @@
+"""A request from its bytes to those of its response: what the desk is asked, what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.intake import in_loop
+from support.lanes import lane_of
+
+from iskander._generated import oip_pb2
+from iskander.config import LimitsConfig
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_layout
+from iskander.errors import ContractError, IskanderError, ModelNotFound
+from iskander.gateway.asking import Desk
+from iskander.gateway.frontends import oip_infer
+from iskander.gateway.frontends.flight_terms import StreamTerms
+from iskander.gateway.frontends.oip_infer import REMEMBERED_MAX, Inference
+from iskander.gateway.frontends.oip_wire import scan
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import NEVER_NS
+from iskander.gateway.models import Models
+from iskander.gateway.offered import Offered
+
+
+def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(f"column_{name}", name, ColumnType(dtype, shape), shape)
+
+
+CONTRACT = Contract(
+    inputs=(spec("x", "int64"),),
+    outputs=(spec("first", "int64"), spec("second", "float32", 2)),
+)
+FIRST, SECOND = np.arange(3), np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+class PlayedDesk(Desk):
+    """Answers everything with the same results, and keeps how it was asked."""
+
+    def __init__(self) -> None:
+        self.limits = LimitsConfig()
+        self.asked: list[dict[str, Any]] = []
+
+    async def ask(self, lane: Lane, offered: Offered, **terms: Any) -> bytes:
+        self.asked.append({"lane": lane, "offered": offered, **terms})
+        offsets, length = body_layout(CONTRACT.outputs, offered.rows)
+        body = bytearray(length)
+        for offset, values in zip(offsets, (FIRST, SECOND), strict=True):
+            body[offset : offset + values.nbytes] = values.tobytes()
+        return bytes(body)
+
+
+class OneModel(Models):
+    def __init__(self) -> None:
+        self.by_key = {0: lane_of(contract=CONTRACT)}
+
+
+class Played:
+    def __init__(self) -> None:
+        self.desk = PlayedDesk()
+        self.inference = Inference(OneModel(), self.desk)
+
+    async def ask(
+        self, *, deadline_ns: int | None = None, is_streamed: bool = False, **values: Any
+    ) -> oip_pb2.ModelInferResponse:
+        request = oip_pb2.ModelInferRequest(
+            **{
+                "model_name": "m0",
+                "inputs": [{"name": "x", "datatype": "INT64", "shape": [3]}],
+                "raw_input_contents": [FIRST.tobytes()],
+                **values,
+            }
+        )
+        terms = StreamTerms((("iskander-urgency", "0.5"),), deadline_ns)
+        scanned = scan(request.SerializeToString())
+        parts = await self.inference.answer(scanned, terms, is_streamed=is_streamed)
+        return oip_pb2.ModelInferResponse.FromString(b"".join(parts))
+
+
+@in_loop
+async def test_a_response_has_all_outputs_in_the_contracts_order() -> None:
+    response = await Played().ask(id="seven")
+    assert (response.model_name, response.model_version, response.id) == ("m0", "1", "seven")
+    assert [(each.name, each.datatype, list(each.shape)) for each in response.outputs] == [
+        ("first", "INT64", [3]),
+        ("second", "FP32", [3, 2]),
+    ]
+    assert list(response.raw_output_contents) == [FIRST.tobytes(), SECOND.tobytes()]
+
+
+@pytest.mark.parametrize("wanted", [["second"], ["second", "first"], ["first"]])
+@in_loop
+async def test_outputs_that_are_wanted_come_in_the_order_of_the_wish(wanted: list[str]) -> None:
+    """Also when the same was asked without a wish before."""
+    played = Played()
+    await played.ask()
+    response = await played.ask(outputs=[{"name": name} for name in wanted])
+    by_name = {"first": FIRST.tobytes(), "second": SECOND.tobytes()}
+    assert [each.name for each in response.outputs] == wanted
+    assert list(response.raw_output_contents) == [by_name[name] for name in wanted]
+
+
+@in_loop
+async def test_the_desk_is_told_the_terms_and_the_calls_deadline() -> None:
+    played = Played()
+    await played.ask(deadline_ns=77, parameters={"timeout": {"int64_param": 5000}})
+    await played.ask()
+    first, second = played.desk.asked
+    assert (first["call_deadline_ns"], first["terms"].budget_ms) == (77, 5.0)
+    assert (second["call_deadline_ns"], second["terms"].budget_ms) == (NEVER_NS, None)
+    assert first["terms"].urgency == second["terms"].urgency == 0.5
+
+
+@in_loop
+async def test_tensors_reach_the_desk_without_a_copy() -> None:
+    played = Played()
+    message = oip_pb2.ModelInferRequest(
+        model_name="m0",
+        inputs=[{"name": "x", "datatype": "INT64", "shape": [3]}],
+        raw_input_contents=[FIRST.tobytes()],
+    ).SerializeToString()
+    held = bytearray(message)
+    await played.inference.answer(scan(held), StreamTerms((), None))
+    held[-1] = 1
+    (tensor,) = played.desk.asked[0]["offered"].tensors
+    assert tensor[-1] == 1
+
+
+@in_loop
+async def test_a_streams_last_response_says_so_where_that_is_wanted() -> None:
+    played = Played()
+    wish = {"triton_enable_empty_final_response": {"bool_param": True}}
+    streamed = await played.ask(is_streamed=True, parameters=wish)
+    assert streamed.parameters["triton_final_response"].bool_param
+    assert not (await played.ask(is_streamed=True)).parameters
+    assert not (await played.ask(parameters=wish)).parameters
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"model_name": "m1"}, ModelNotFound),
+        ({"model_version": "2"}, ModelNotFound),
+        ({"outputs": [{"name": "third"}]}, ContractError),
+    ],
+)
+@in_loop
+async def test_what_is_not_there_is_refused_before_the_desk(
+    values: dict[str, Any], error: type[IskanderError]
+) -> None:
+    played = Played()
+    with pytest.raises(error):
+        await played.ask(**values)
+    assert not played.desk.asked
+
+
+@in_loop
+async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And neither a large head nor one that is refused is kept."""
+    played = Played()
+    for number in range(REMEMBERED_MAX + 10):
+        await played.ask(parameters={f"p{number}": {"bool_param": True}})
+    remembered = played.inference._asked
+    assert len(remembered) == 10
+    await played.ask(parameters={"p" * 5000: {"bool_param": True}})
+    with pytest.raises(IskanderError):
+        await played.ask(parameters={"priority": {"string_param": "high"}})
+    assert len(remembered) == 10
+
+    monkeypatch.setattr(oip_infer, "read_head", lambda head: pytest.fail("it is read again"))
+    await played.ask(parameters={f"p{REMEMBERED_MAX}": {"bool_param": True}}, id="another")
