@@ -42,8 +42,8 @@ def render_stats(stats: Mapping[str, Any]) -> list[str]:
     arena = stats["input_arena"]
     lines = [
         f"iskander {stats['version']}, pid {stats['pid']}, up {_duration(stats['uptime_s'])}, "
-        f"{_count(stats['streams'])} streams, input arena {arena['leased_bytes'] / MIB:.1f} of "
-        f"{arena['capacity_bytes'] / MIB:.0f} MiB",
+        f"{_count(stats['streams'])} streams, {_count(stats['calls'])} calls, input arena "
+        f"{arena['leased_bytes'] / MIB:.1f} of {arena['capacity_bytes'] / MIB:.0f} MiB",
         *(f"not ready: {reason}" for reason in stats["reasons"]),
         *([] if stats["reasons"] else ["ready"]),
         "",

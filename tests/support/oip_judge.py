@@ -437,6 +437,18 @@ def cancelled(address: str) -> Facts:
         return refusal_of(error)
 
 
+def stream_cancelled(address: str, requests: int) -> Facts:
+    """A stream that its client gives up while its requests wait."""
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        asked = (_request("ids", str(number)) for number in range(requests))
+        call = stub.ModelStreamInfer(asked, timeout=PATIENCE_S)
+        judging.say({"facts": "under way"})
+        assert json.loads(sys.stdin.readline()) == "give up"
+        call.cancel()
+        return call.code().name
+
+
 def in_what_order(address: str, priorities: list[int]) -> Facts:
     """Requests of these priorities while no worker runs; the order in which they are answered.
 
@@ -543,6 +555,7 @@ if __name__ == "__main__":
         stream_unread,
         side_by_side,
         cancelled,
+        stream_cancelled,
         in_what_order,
         draining,
         raw_call,

@@ -360,6 +360,24 @@ def test_a_client_that_leaves_gives_its_request_up(gateway: Gateway, judge: Judg
     assert lane(gateway, "slow/1")["withdrawn"] == 1
 
 
+def test_a_stream_that_is_given_up_leaves_nothing_behind(gateway: Gateway, judge: Judge) -> None:
+    before = lane(gateway, "ids/10")
+    with suspended(gateway.worker_pids()[0]):
+        ask = {"address": gateway.address, "requests": 5}
+        assert judge.ask("stream_cancelled", **ask) == "under way"
+        eventually(
+            lambda: lane(gateway, "ids/10")["requests"] == before["requests"] + 5,
+            what="five requests",
+        )
+        judge.tell("give up")
+        assert judge.facts() == "CANCELLED"
+        eventually(
+            lambda: lane(gateway, "ids/10")["withdrawn"] == before["withdrawn"] + 5,
+            what="five requests given up",
+        )
+    assert gateway.wait_idle()["calls"] == 0
+
+
 def lane(gateway: Gateway, title: str) -> Any:
     return {"requests": 0, "withdrawn": 0} | gateway.stats()["lanes"][title]
 
