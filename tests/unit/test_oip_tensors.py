@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from iskander._generated import oip_pb2
 from iskander.contract.dtypes import DTYPES
 from iskander.errors import MalformedInput
+from iskander.gateway.frontends import oip_tensors
 from iskander.gateway.frontends.oip_tensors import FIELDS, raw_of, raw_strings, split_strings
 
 RAW_ONLY = {"FP16", "BF16"}
@@ -69,8 +70,31 @@ def test_elements_in_another_field_are_refused(more: dict[str, Any]) -> None:
         raw_of("x", "FP32", CONTENTS(fp64_contents=[1], **more))
 
 
-def test_no_elements_are_no_bytes() -> None:
-    assert bytes(raw_of("x", "INT64", CONTENTS())) == b""
+@pytest.mark.parametrize("piece_bytes", [10, 11, 64, 1 << 20])
+@pytest.mark.parametrize("datatype", ["INT32", "INT64", "UINT32", "UINT64"])
+def test_numbers_of_every_length_are_read_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, datatype: str, piece_bytes: int
+) -> None:
+    """Each piece ends with a whole number, however they are cut."""
+    monkeypatch.setattr(oip_tensors, "PIECE_BYTES", piece_bytes)
+    limits = np.iinfo(datatype.lower())
+    powers = [1 << power for power in range(63)]
+    values = [each - 1 for each in powers] + powers + [-each for each in powers]
+    values = [each for each in values if limits.min <= each <= limits.max] + [limits.max]
+    contents = CONTENTS(**{FIELDS[datatype][0]: values})
+    wanted = np.array(values, datatype.lower()).tobytes()
+    assert bytes(raw_of("x", datatype, contents)) == wanted
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
+def test_any_numbers_are_their_raw_bytes(values: list[int]) -> None:
+    raw = raw_of("x", "INT64", CONTENTS(int64_contents=values))
+    assert np.frombuffer(raw, np.int64).tolist() == values
+
+
+@pytest.mark.parametrize("datatype", FIELDS)
+def test_no_elements_are_no_bytes_of_any_datatype(datatype: str) -> None:
+    assert bytes(raw_of("x", datatype, CONTENTS())) == b""
 
 
 @given(st.lists(st.binary(max_size=300), max_size=10))

@@ -56,7 +56,8 @@ class Inference:
         lane = self._models.find_loaded(asked.model, asked.version)
         contract = lane.contract
         assert contract is not None
-        _require_outputs(contract, asked.outputs)
+        if asked.outputs:
+            _require_outputs(contract, asked.outputs)
         offered = take(contract, tensors_of(asked, scanned.raw), self._desk.limits)
         body = await self._desk.ask(
             lane,

@@ -86,17 +86,21 @@ class InferStream:
 
     async def _read_all(self) -> None:
         """Take requests until there are no more, as far as the window has room."""
-        while True:
+        # No name for a message here: it would keep the last one for as long as the next takes.
+        while self._enter(await self._call.read()):
             while self._is_full:
                 self._moved.clear()
                 await self._moved.wait()
-            raw = await self._call.read()
-            if raw is None:
-                return
-            pending = _Pending(asyncio.create_task(self._answer(raw)))
-            self._window.append(pending)
-            self._hold(pending, len(raw))
-            pending.answer.add_done_callback(partial(self._on_answer, pending))
+
+    def _enter(self, raw: Message | None) -> bool:
+        """Begin to answer a message; False at the end of them."""
+        if raw is None:
+            return False
+        pending = _Pending(asyncio.create_task(self._answer(raw)))
+        self._window.append(pending)
+        self._hold(pending, len(raw))
+        pending.answer.add_done_callback(partial(self._on_answer, pending))
+        return True
 
     def _on_answer(self, pending: _Pending, answer: asyncio.Task[list[Message]]) -> None:
         if not answer.cancelled() and answer.exception() is None:
@@ -120,8 +124,7 @@ class InferStream:
         window = self._window
         while True:
             if window and window[0].answer.done():
-                parts = window[0].answer.result()
-                await self._call.write(*parts)
+                await self._call.write(*window[0].answer.result())
                 self._window_bytes -= window.popleft().held_bytes
                 self._moved.set()
             elif not window and self._reader.done():
@@ -141,16 +144,14 @@ class InferStream:
             scanned = scan(raw)
             request_id = scanned.id
             return in_stream(await self._inference.answer(scanned, self._terms, is_streamed=True))
-        except IskanderError as error:
-            if self._ends_on_error:
-                raise
-            return [error_response(error, request_id)]
+        except IskanderError as named:
+            error = named
         except Exception:
             log.exception("a request of a stream failed")
-            failure = IskanderError("the server failed; its log says why")
-            if self._ends_on_error:
-                raise failure from None
-            return [error_response(failure, request_id)]
+            error = IskanderError("the server failed; its log says why")
+        if self._ends_on_error:
+            raise error
+        return [error_response(error, request_id)]
 
 
 def error_response(error: IskanderError, request_id: bytes) -> bytes:

@@ -9,18 +9,19 @@ Pure. Source: Open Inference Protocol v2, `InferTensorContents`; Triton's binary
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from iskander.errors import MalformedInput
 
 STRINGS = "BYTES"
 
 FIELDS: dict[str, tuple[str, str]] = {
-    "BOOL": ("bool_contents", "?"),
+    "BOOL": ("bool_contents", ""),
     "INT8": ("int_contents", "<i1"),
     "INT16": ("int_contents", "<i2"),
     "INT32": ("int_contents", "<i4"),
@@ -29,11 +30,15 @@ FIELDS: dict[str, tuple[str, str]] = {
     "UINT16": ("uint_contents", "<u2"),
     "UINT32": ("uint_contents", "<u4"),
     "UINT64": ("uint64_contents", "<u8"),
-    "FP32": ("fp32_contents", "<f4"),
-    "FP64": ("fp64_contents", "<f8"),
+    "FP32": ("fp32_contents", ""),
+    "FP64": ("fp64_contents", ""),
     STRINGS: ("bytes_contents", ""),
 }
-"""Field of InferTensorContents, and the elements' NumPy type; other datatypes are raw only."""
+"""Field of InferTensorContents, and the NumPy type of elements that are packed as numbers of any
+length; the others are as they are, and other datatypes are raw only."""
+
+PIECE_BYTES = 1 << 20
+"""Numbers that are read together; their room is a multiple of that."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -61,15 +66,59 @@ def raw_of(name: str, datatype: str, contents: Any) -> memoryview:  # noqa: ANN4
         raise MalformedInput(
             f"input `{name[:100]}`: {datatype} is in `{field}`, got `{others[0]}`", tensor=name
         )
-    values = getattr(contents, field)
     if datatype == STRINGS:
-        return memoryview(raw_strings(values))
+        return memoryview(raw_strings(contents.bytes_contents))
+    packed = _packed(contents.SerializeToString())
+    if not dtype:
+        return packed
     try:
-        return memoryview(np.array(values, dtype).tobytes())
+        return memoryview(b"".join(_narrowed(piece, dtype) for piece in _varints(packed)))
     except OverflowError:
         raise MalformedInput(
             f"input `{name[:100]}` has a value that is no {datatype}", tensor=name
         ) from None
+
+
+def _packed(message: bytes) -> memoryview:
+    """The elements of a message whose only field is a packed one: behind its key and its length."""
+    start = 1
+    while start < len(message) and message[start] & 0x80:
+        start += 1
+    return memoryview(message)[start + 1 :]
+
+
+def _varints(packed: memoryview) -> Iterator[NDArray[np.uint64]]:
+    """The whole numbers of a packed field, some at a time.
+
+    5 to 45 ns of CPU each, by their length; as Python numbers 30 to 65, most where they are short
+    and a message holds the most of them.
+    """
+    data = np.frombuffer(packed, np.uint8)
+    begin = 0
+    while begin < len(data):
+        ends = np.flatnonzero(data[begin : begin + PIECE_BYTES] < 0x80) + begin
+        starts = np.concatenate(([begin], ends[:-1] + 1))
+        lengths = ends - starts + 1
+        values = (data[starts] & 0x7F).astype(np.uint64)
+        for place in range(1, int(lengths.max())):
+            longer = np.flatnonzero(lengths > place)
+            more = (data[starts[longer] + place] & 0x7F).astype(np.uint64)
+            values[longer] |= more << np.uint64(7 * place)
+        yield values
+        begin = int(ends[-1]) + 1
+
+
+def _narrowed(values: NDArray[np.uint64], dtype: str) -> bytes:
+    """Numbers as elements of a datatype; those that are negative came as 64 bits.
+
+    Raises:
+        OverflowError: One does not fit.
+    """
+    wide = values.view(np.int64) if dtype[1] == "i" else values
+    narrow = wide.astype(dtype)
+    if not np.array_equal(wide, narrow):
+        raise OverflowError
+    return narrow.tobytes()
 
 
 def raw_strings(values: Iterable[bytes]) -> bytes:
