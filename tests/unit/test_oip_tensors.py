@@ -92,6 +92,16 @@ def test_any_numbers_are_their_raw_bytes(values: list[int]) -> None:
     assert np.frombuffer(raw, np.int64).tolist() == values
 
 
+@pytest.mark.parametrize("unpacked", [False, True])
+@pytest.mark.parametrize("unknown", [b"", b"\xfa\x01\x02\xff\xff", b"\xf8\x01\xff\x01"])
+def test_numbers_are_read_however_they_were_written(unknown: bytes, *, unpacked: bool) -> None:
+    """Each with a key of its own, or with fields beside them that nobody knows."""
+    written = b"\x10\x05\x10\x07" if unpacked else b"\x12\x02\x05\x07"
+    for raw in (unknown + written, written + unknown):
+        contents = CONTENTS.FromString(raw)
+        assert bytes(raw_of("x", "INT8", contents)) == b"\x05\x07"
+
+
 @pytest.mark.parametrize("datatype", FIELDS)
 def test_no_elements_are_no_bytes_of_any_datatype(datatype: str) -> None:
     assert bytes(raw_of("x", datatype, CONTENTS())) == b""

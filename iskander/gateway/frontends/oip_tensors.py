@@ -68,6 +68,7 @@ def raw_of(name: str, datatype: str, contents: Any) -> memoryview:  # noqa: ANN4
         )
     if datatype == STRINGS:
         return memoryview(raw_strings(contents.bytes_contents))
+    contents.DiscardUnknownFields()
     packed = _packed(contents.SerializeToString())
     if not dtype:
         return packed
