@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from iskander.contract.tensors import STRING_BYTES
+
 MIB = 1 << 20
 HEADER_ROOM_BYTES = MIB
 """Room beside a batch's body for its metadata and padding."""
@@ -337,6 +339,15 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     max_batch_rows: Annotated[
         int, Positive, Meta(description="Rows of a batch; a request with more is split.")
     ] = 65_536
+    result_string_bytes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**31 - 1,
+            description="Bytes of the longest string in a result. Room for all of them at this "
+            "length is kept in the output arena while a batch runs; a longer one fails it.",
+        ),
+    ] = STRING_BYTES
     lane: Annotated[
         LaneConfig, Meta(description="A `[models.lane]` table: settings of `[lanes]`, overridden.")
     ] = LaneConfig()

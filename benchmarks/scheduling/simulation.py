@@ -23,7 +23,7 @@ from unittest import mock
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config import LaneConfig
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.contract.tensors import STRING_BYTES, ColumnType, Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.gateway import dispatch, intake
 from iskander.gateway.dispatch import Dispatcher
@@ -341,7 +341,20 @@ def unnamed(trace: Sequence[Arrival]) -> list[Arrival]:
 
 def _make_lane(key: int, model: Model) -> WatchedLane:
     spec = ModelSpec(
-        key, f"m{key}", "1", "onnx", "f", ("cpu",), 1, 1, "all", False, True, model.rows_max, ""
+        key,
+        f"m{key}",
+        "1",
+        "onnx",
+        "f",
+        ("cpu",),
+        1,
+        1,
+        "all",
+        False,
+        True,
+        model.rows_max,
+        STRING_BYTES,
+        "",
     )
     lane = WatchedLane(spec, model.lane)
     lane.set_contract(CONTRACT)

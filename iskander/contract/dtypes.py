@@ -2,6 +2,10 @@
 
 Pure, and free of pyarrow and NumPy, so that a worker can read it before it is placed.
 
+Arrow has no bfloat16 of its own: its column is the extension type `iskander.bfloat16` over uint16.
+ONNX has one type of strings, and they are UTF-8; a column of them is text or bytes, as the manifest
+says.
+
 Source: ONNX `TensorProto.DataType`, Arrow columnar format 1.5, Open Inference Protocol v2.
 """
 
@@ -9,16 +13,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+OFFSET_BYTES = 4
+"""Where a string begins and ends is said by int32 numbers, as in Arrow's `utf8` and `binary`."""
+
 
 class Dtype(NamedTuple):
     """One element type.
 
     Attributes:
         arrow: Name of the Arrow type, as manifests spell it.
-        numpy: Name of the NumPy dtype of one element in a tensor.
+        numpy: Name of the NumPy dtype that one element of a tensor has the memory of.
         onnx: Type string that ONNX Runtime reports for a tensor of it.
         oip: Datatype of the Open Inference Protocol.
-        arrow_bits: Bits of one element in an Arrow buffer; Arrow packs booleans.
+        arrow_bits: Bits of one element in an Arrow buffer; Arrow packs booleans. 0 for strings,
+            whose bytes lie in a buffer beside that of their offsets.
     """
 
     arrow: str
@@ -28,8 +36,10 @@ class Dtype(NamedTuple):
     arrow_bits: int
 
     def buffer_bytes(self, count: int) -> int:
-        """Bytes of an Arrow values buffer with `count` elements."""
-        return (count * self.arrow_bits + 7) // 8
+        """Bytes of an Arrow buffer with `count` values; for strings, with their offsets."""
+        if self.arrow_bits:
+            return (count * self.arrow_bits + 7) // 8
+        return (count + 1) * OFFSET_BYTES
 
 
 DTYPES = (
@@ -45,7 +55,11 @@ DTYPES = (
     Dtype("float16", "float16", "tensor(float16)", "FP16", 16),
     Dtype("float32", "float32", "tensor(float)", "FP32", 32),
     Dtype("float64", "float64", "tensor(double)", "FP64", 64),
+    Dtype("bfloat16", "uint16", "tensor(bfloat16)", "BF16", 16),
+    Dtype("binary", "object", "tensor(string)", "BYTES", 0),
+    Dtype("utf8", "object", "tensor(string)", "BYTES", 0),
 )
 
 BY_ARROW = {dtype.arrow: dtype for dtype in DTYPES}
 BY_ONNX = {dtype.onnx: dtype for dtype in DTYPES}
+"""Of the two that are ONNX's strings, `utf8`."""

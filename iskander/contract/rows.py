@@ -5,17 +5,22 @@
 
 A body holds each column for all its rows, one column after the other (`body_layout`), so the rows
 of one request are a range of every column. Booleans are bits, and their ranges begin anywhere in a
-byte.
+byte. The strings of a column lie behind all columns without a gap (`contract.strings`), so a body
+of them is made at once of all that it is to hold.
 """
 
 from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
+from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
 
+from iskander.contract.dtypes import OFFSET_BYTES
+from iskander.contract.strings import COLUMN_BYTES_MAX, string_lengths, string_ranges
 from iskander.contract.tensors import TensorSpec, body_layout
+from iskander.errors import ExecutionFailed
 
 LAYOUTS_MAX = 256
 
@@ -39,10 +44,15 @@ class RowCopier:
 
     Args:
         specs: Inputs, or outputs.
+
+    Attributes:
+        specs: As given.
+        has_strings: A body of these columns ends where its strings do, and not where `layout` says.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
-        self._specs = specs
+        self.specs = specs
+        self.has_strings = any(spec.is_string for spec in specs)
         self._bits = [spec.elements * spec.type.dtype.arrow_bits for spec in specs]
         self._layouts: dict[int, tuple[list[int], int]] = {}
 
@@ -52,11 +62,11 @@ class RowCopier:
         if layout is None:
             if len(self._layouts) >= LAYOUTS_MAX:
                 self._layouts.clear()
-            layout = self._layouts[rows] = body_layout(self._specs, rows)
+            layout = self._layouts[rows] = body_layout(self.specs, rows)
         return layout
 
     def copy(self, rows: int, source: Rows, target: Rows) -> None:
-        """Copy that many rows of every column."""
+        """Copy that many rows of every column but strings, whose elements have no bits here."""
         source_body, source_rows, first = source
         target_body, target_rows, at = target
         from_offsets, to_offsets = self.layout(source_rows)[0], self.layout(target_rows)[0]
@@ -74,6 +84,70 @@ class RowCopier:
         """Fill a body up: rows from `rows` to `body_rows` become copies of the one before them."""
         for row in range(rows, body_rows):
             self.copy(1, Rows(body, body_rows, rows - 1), Rows(body, body_rows, row))
+
+    def string_ranges(self, body: memoryview, rows: int) -> tuple[list[tuple[int, int]], int]:
+        """`strings.string_ranges` of a body of at least one row, by its own offsets."""
+        layout = self.layout(rows)[0]
+        lengths = string_lengths(self.specs, rows, body, layout)
+        ranges, end = string_ranges(self.specs, rows, lengths, layout)
+        assert end <= len(body), "strings beyond their body"
+        return ranges, end
+
+    def join(self, parts: list[tuple[int, Rows]]) -> Generator[None, None, memoryview]:
+        """A body of rows of other bodies, one after the other, strings and all.
+
+        Pauses after each of them.
+
+        Args:
+            parts: How many rows, at least 1, from where.
+
+        Raises:
+            ExecutionFailed: The strings of a column are more than offsets can say.
+        """
+        rows = sum(count for count, _ in parts)
+        layout = self.layout(rows)[0]
+        texts = [self._texts(count, source) for count, source in parts]
+        lengths = [sum(len(text) for _, text in column) for column in zip(*texts, strict=True)]
+        if max(lengths, default=0) > COLUMN_BYTES_MAX:
+            raise ExecutionFailed(
+                f"the strings of a batch have {max(lengths)} bytes together and may have "
+                f"{COLUMN_BYTES_MAX}: lower max_batch_rows"
+            )
+        ranges, end = string_ranges(self.specs, rows, lengths, layout)
+        body = np.zeros(end, np.uint8).data
+        offsets = [
+            np.frombuffer(body, np.int32, rows * spec.elements + 1, offset)
+            for spec, offset in zip(self.specs, layout, strict=True)
+            if spec.is_string
+        ]
+        begins, at = [start for start, _ in ranges], 0
+        for (count, source), columns in zip(parts, texts, strict=True):
+            self.copy(count, source, Rows(body, rows, at))
+            for column, (ends, text) in enumerate(columns):
+                begin = begins[column]
+                first = at * ((len(offsets[column]) - 1) // rows)
+                shift = begin - ranges[column][0] - int(ends[0])
+                np.add(ends, shift, out=offsets[column][first : first + len(ends)])
+                body[begin : begin + len(text)] = text
+                begins[column] = begin + len(text)
+            at += count
+            yield
+        return body
+
+    def _texts(self, rows: int, source: Rows) -> list[tuple[np.ndarray, memoryview]]:
+        """Of each column of strings: the offsets of some rows, and the bytes of these rows."""
+        body, laid_out, first = source
+        ranges = self.string_ranges(body, laid_out)[0]
+        found: list[tuple[np.ndarray, memoryview]] = []
+        for spec, offset in zip(self.specs, self.layout(laid_out)[0], strict=True):
+            if spec.is_string:
+                begin, end = ranges[len(found)]
+                start = offset + first * spec.elements * OFFSET_BYTES
+                ends = np.frombuffer(body, np.int32, rows * spec.elements + 1, start)
+                low, high = int(ends[0]), int(ends[-1])
+                assert 0 <= low <= high <= end - begin, "strings beyond their column"
+                found.append((ends, body[begin + low : begin + high]))
+        return found
 
 
 def _copy_bits(count: int, source: memoryview, first: int, target: memoryview, at: int) -> None:

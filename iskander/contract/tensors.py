@@ -19,8 +19,13 @@ from iskander.errors import ManifestError
 
 RANK_MAX = 16
 SIZE_DIGITS_MAX = 9
+STRING_BYTES = 256
+"""The most bytes of one string in a result, where a model's settings say nothing else."""
 ALIGNMENT = 64
 """Bytes. Every buffer in an arena begins on such a boundary (Arrow's recommendation, AVX-512)."""
+
+NOT_IN_TENSORS = ("bfloat16", "binary", "utf8")
+"""Arrow's `fixed_shape_tensor` holds numbers that Arrow itself knows."""
 
 Dimension = int | str | None
 Passthrough = Literal["all", "none"] | tuple[str, ...]
@@ -77,6 +82,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         shape: The tensor's shape without the batch axis.
         is_bound: For outputs: the shape is known before the run, so that the runtime can write
             straight to where the result belongs.
+        string_bytes: For outputs that are strings: the most bytes that one of them may have.
     """
 
     column: str
@@ -84,6 +90,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     type: ColumnType
     shape: tuple[int, ...]
     is_bound: bool = True
+    string_bytes: int = 0
+
+    @property
+    def is_string(self) -> bool:
+        """Whether its elements have a length of their own."""
+        return not self.type.dtype.arrow_bits
 
     @property
     def elements(self) -> int:
@@ -91,7 +103,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.shape)
 
     def buffer_bytes(self, rows: int) -> int:
-        """Bytes of the Arrow values buffer for `rows` rows."""
+        """Bytes of the Arrow buffer for `rows` rows: of values, or of the strings' offsets."""
         return self.type.dtype.buffer_bytes(rows * self.elements)
 
 
@@ -141,16 +153,20 @@ def body_layout(specs: tuple[TensorSpec, ...], rows: int) -> tuple[list[int], in
     The one rule that gateway and worker share, so that a message need not say it.
 
     Returns:
-        The offset of each column from the body's start, and the body's length; in bytes.
+        The offset of each column from the body's start, and the body's length; in bytes. The length
+        counts what results may have of strings, and not the strings of inputs.
 
     Layout:
-        Columns in the contract's order, each on a 64-byte boundary.
+        Columns in the contract's order, each on a 64-byte boundary: values, or the offsets of
+        strings. Behind all of them the bytes of the strings, as `strings.string_ranges` says.
     """
-    offsets, end = [], 0
+    offsets, end, room = [], 0, 0
     for spec in specs:
         offsets.append(end)
         end += (spec.buffer_bytes(rows) + ALIGNMENT - 1) & -ALIGNMENT
-    return offsets, end
+        if spec.string_bytes:
+            room += (rows * spec.elements * spec.string_bytes + ALIGNMENT - 1) & -ALIGNMENT
+    return offsets, end + room
 
 
 def parse_column_type(text: str) -> ColumnType:
@@ -163,7 +179,8 @@ def parse_column_type(text: str) -> ColumnType:
     inner = text.strip()
     if match := re.fullmatch(r"fixed_shape_tensor<\s*(\w+)\s*>\s*\[([^\[\]]*)\]", inner):
         shape = tuple(_size(part, text) for part in match[2].split(","))
-        _require(match[1] in BY_ARROW, f"element type `{match[1]}` of `{text}` is not supported")
+        has_tensor = match[1] in BY_ARROW and match[1] not in NOT_IN_TENSORS
+        _require(has_tensor, f"element type `{match[1]}` of `{text}` is not supported")
         _require(all(shape) and len(shape) <= RANK_MAX, f"`{text}` has an empty or absurd shape")
         return ColumnType(match[1], shape, is_tensor=True)
     while match := re.fullmatch(r"fixed_size_list<(.*)>\s*\[\s*(\d+)\s*\]", inner):
@@ -207,11 +224,18 @@ def derive_manifest(graph: Graph) -> Manifest:
     )
 
 
-def compile_contract(manifest: Manifest | None, graph: Graph) -> Contract:
+def compile_contract(
+    manifest: Manifest | None, graph: Graph, string_bytes: int = STRING_BYTES
+) -> Contract:
     """Hold a manifest against a graph.
 
     Outputs of the graph that the manifest leaves out are not computed for the caller; every input
     of the graph must be named.
+
+    Args:
+        manifest: None to derive it from the graph.
+        graph: What the model file declares.
+        string_bytes: The most bytes of one string in a result.
 
     Raises:
         ManifestError: What does not fit, naming the tensor, what was wanted and what was found.
@@ -250,7 +274,16 @@ def compile_contract(manifest: Manifest | None, graph: Graph) -> Contract:
             )
         is_bound = (leading in symbols or leading == rows_fixed) and leading is not None
         is_bound = is_bound and all(isinstance(size, int) for size in trailing)
-        outputs.append(msgspec.structs.replace(spec, is_bound=is_bound))
+        is_bound = is_bound and not spec.is_string
+        room = string_bytes if spec.is_string else 0
+        outputs.append(msgspec.structs.replace(spec, is_bound=is_bound, string_bytes=room))
+    has_strings = any(spec.is_string for spec in (*inputs, *outputs))
+    for spec in outputs:
+        _require(
+            not has_strings or spec.type.dtype_name != "bfloat16",
+            f"output `{spec.tensor}` is a tensor(bfloat16) of a graph with strings; the runtime "
+            "cannot return both",
+        )
     passthrough = manifest.passthrough
     if isinstance(passthrough, tuple):
         _require_distinct("column", list(passthrough), "passthrough")
@@ -270,8 +303,12 @@ def require_room(contract: Contract, rows_max: int, output_bytes: int) -> None:
     _require(
         wanted <= output_bytes,
         f"{rows} rows make {wanted} bytes of results and arena.output_bytes is {output_bytes}: "
-        "lower max_batch_rows or raise the arena",
+        f"lower max_batch_rows{_or_strings(contract)} or raise the arena",
     )
+
+
+def _or_strings(contract: Contract) -> str:
+    return " or result_string_bytes" if any(s.is_string for s in contract.outputs) else ""
 
 
 def _batch_axis(tensors: tuple[GraphTensor, ...]) -> tuple[int | None, set[Dimension]]:
@@ -307,7 +344,7 @@ def _compile_spec(
         f"{', '.join(BY_ONNX)}",
     )
     _require(
-        dtype == column_type.dtype,
+        column_type.dtype.onnx == tensor.element,
         f"{side} `{name}` is a {tensor.element} in the graph and `{type_text}` in the manifest",
     )
     _require(len(tensor.shape) > 0, f"{side} `{name}` is a scalar and has no axis for rows")

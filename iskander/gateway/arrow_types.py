@@ -1,5 +1,9 @@
 """Arrow types seen as tensors: does a column of this type hold that tensor, and how many buffers.
 
+Arrow has no bfloat16. Its column is an extension type over uint16, `iskander.bfloat16`: who does
+not know it sees numbers, and the name in the field's metadata. A uint16 without the name is a
+number everywhere else, and so it is here.
+
 Pure. Runs on: gateway loop, once for each stream's schema.
 
 Source: Arrow columnar format 1.5, "Serialization and Interprocess Communication", the buffer
@@ -8,6 +12,7 @@ layouts of each type; canonical extension `arrow.fixed_shape_tensor`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -15,17 +20,48 @@ import pyarrow as pa
 from iskander.contract.dtypes import DTYPES
 from iskander.contract.tensors import ColumnType, Contract, TensorSpec
 
+
+class BFloat16(pa.ExtensionType):  # type: ignore[misc]
+    """The upper half of a float32, in a uint16."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.uint16(), "iskander.bfloat16")
+
+    def __hash__(self) -> int:
+        return hash(self.extension_name)
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        """It has no parameters."""
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, _: bytes) -> BFloat16:
+        """Read by pyarrow from a schema of anybody's."""
+        if storage != pa.uint16():
+            raise pa.ArrowInvalid(f"iskander.bfloat16 is stored as uint16, not as {storage}")
+        return cls()
+
+
+pa.register_extension_type(BFloat16())
+
 _ARROW_OF = {
-    dtype.arrow: getattr(pa, "bool_" if dtype.arrow == "bool" else dtype.arrow)()
-    for dtype in DTYPES
+    "bool": pa.bool_(),
+    "bfloat16": BFloat16(),
+    **{
+        dtype.arrow: getattr(pa, dtype.arrow)()
+        for dtype in DTYPES
+        if dtype.arrow not in ("bool", "bfloat16")
+    },
 }
-_NAME_OF = {arrow: name for name, arrow in _ARROW_OF.items()}
-_STRINGS = (
-    pa.types.is_string,
-    pa.types.is_binary,
-    pa.types.is_large_string,
-    pa.types.is_large_binary,
-)
+_NAME_OF = {
+    **{arrow: name for name, arrow in _ARROW_OF.items()},
+    pa.large_utf8(): "utf8",
+    pa.string_view(): "utf8",
+    pa.large_binary(): "binary",
+    pa.binary_view(): "binary",
+}
+_STRINGS = (pa.utf8(), pa.binary())
+_LARGE_STRINGS = (pa.large_utf8(), pa.large_binary())
 
 
 class Extent(NamedTuple):
@@ -98,7 +134,7 @@ def extent(arrow: pa.DataType) -> Extent | None:
     if isinstance(arrow, pa.BaseExtensionType):
         return extent(arrow.storage_type)
     if pa.types.is_fixed_size_list(arrow):
-        child = None if is_string(arrow.value_type) else extent(arrow.value_type)
+        child = extent(arrow.value_type)
         return child and Extent(1 + child.nodes, 1 + child.buffers)
     if is_string(arrow):
         return Extent(1, 3)
@@ -117,7 +153,19 @@ def is_fixed_width(arrow: pa.DataType) -> bool:
 
 def is_string(arrow: pa.DataType) -> bool:
     """Whether values of this type have a length of their own, counted in bytes."""
-    return any(is_kind(arrow) for is_kind in _STRINGS)
+    return arrow in _STRINGS or arrow in _LARGE_STRINGS
+
+
+def plain_of(arrow: pa.DataType) -> pa.DataType:
+    """The type in which a column of strings can be copied as it is; any other type as it is.
+
+    Not text but bytes where it has to be made: whether they are UTF-8 is looked at in one place.
+    """
+    if pa.types.is_fixed_size_list(arrow):
+        field = arrow.value_field
+        return pa.list_(field.with_type(plain_of(field.type)), arrow.list_size)
+    is_other = arrow in _NAME_OF and arrow not in _STRINGS and _NAME_OF[arrow] in ("utf8", "binary")
+    return pa.binary() if is_other else arrow
 
 
 def depth(arrow: pa.DataType) -> int:
@@ -143,20 +191,33 @@ def output_schema(contract: Contract) -> pa.Schema:
 
 
 def columns_without_nulls(
-    specs: tuple[TensorSpec, ...], rows: int, offsets: list[int]
+    specs: tuple[TensorSpec, ...],
+    rows: int,
+    offsets: list[int],
+    strings: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[int], list[int]]:
     """Nodes and buffers of a batch header for columns that lie at `offsets` of the body.
+
+    Args:
+        specs: Of the columns.
+        rows: Of the batch.
+        offsets: Of the columns, as `body_layout` says.
+        strings: Start and end of the bytes of each column that is strings.
 
     Returns:
         Length and null count of each array, and offset and length of each buffer; both flat.
     """
     nodes: list[int] = []
     buffers: list[int] = []
+    texts = iter(strings)
     for spec, offset in zip(specs, offsets, strict=True):
         for level in levels(to_arrow(spec.type)):
             nodes += (rows * level, 0)
             buffers += (0, 0)
         buffers += (offset, spec.buffer_bytes(rows))
+        if spec.is_string:
+            start, stop = next(texts)
+            buffers += (start, stop - start)
     return nodes, buffers
 
 

@@ -167,6 +167,7 @@ def model_spec(key: int, model: ModelConfig) -> ModelSpec:
         is_parallel=model.parallel_execution,
         has_memory_pattern=model.memory_pattern,
         rows_max=model.max_batch_rows,
+        string_bytes=model.result_string_bytes,
         fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {manifest_ns} {options}",
     )
 

@@ -8,6 +8,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections.abc import Generator
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -31,10 +32,15 @@ def taken(part: Part, arena: memoryview) -> Taking:
         The request's results; None while rows of it are missing that other batches compute.
     """
     request, first, rows, offset = part
+    outputs = request.lane.layouts.outputs
     if rows < request.rows:
-        return (yield from _collected(request, first, rows, arena[offset:]))
+        collected = _joined if outputs.has_strings else _collected
+        return (yield from collected(request, first, rows, arena[offset:]))
     size = request.layout.output_bytes
     output = arena[offset : offset + size]
+    if outputs.has_strings:
+        size = outputs.string_ranges(output, rows)[1]
+        output = output[:size]
     if size <= WHOLE_BYTES:
         return bytes(output)
     results = np.empty(size, np.uint8).data
@@ -48,6 +54,7 @@ def _collected(request: Request, first: int, rows: int, output: memoryview) -> T
     size = request.layout.output_bytes
     if request.results is None:
         request.results = bytearray(size)
+    assert isinstance(request.results, bytearray)
     results = memoryview(request.results)
     step = max(rows * PIECE_BYTES // max(lane.layout(rows).output_bytes, 1), 1)
     for at in range(0, rows, step):
@@ -56,5 +63,25 @@ def _collected(request: Request, first: int, rows: int, output: memoryview) -> T
         lane.layouts.outputs.copy(count, source, target)
         if at + count < rows:
             yield
-    # This batch has been computed, but is still counted as running.
-    return None if request.todo or request.running > 1 else results
+    return results if _is_complete(request) else None
+
+
+def _joined(request: Request, first: int, rows: int, output: memoryview) -> Taking:
+    """Keep some rows' results, since strings have their places only when all of them are there."""
+    outputs = request.lane.layouts.outputs
+    size = outputs.string_ranges(output, rows)[1]
+    kept = np.empty(size, np.uint8).data
+    yield from copied(kept, output[:size])
+    if request.results is None:
+        request.results = []
+    assert isinstance(request.results, list)
+    request.results.append((first, rows, kept))
+    if not _is_complete(request):
+        return None
+    parts = sorted(request.results, key=itemgetter(0))
+    return (yield from outputs.join([(count, Rows(body, count, 0)) for _, count, body in parts]))
+
+
+def _is_complete(request: Request) -> bool:
+    """Whether these are the last rows; their batch is still counted as running."""
+    return not request.todo and request.running <= 1

@@ -20,7 +20,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -29,6 +29,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         key: Number by which `Execute` names it; the gateway's own, one per model version.
         threads_intra: Compute threads within an operator; 0 for one a physical core of the worker.
+        string_bytes: The most bytes of one string in its results.
         fingerprint: Equal for equal files and options; what is loaded already is kept.
     """
 
@@ -44,6 +45,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     is_parallel: bool
     has_memory_pattern: bool
     rows_max: int
+    string_bytes: int
     fingerprint: str
 
 

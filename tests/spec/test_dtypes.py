@@ -10,9 +10,9 @@ import pytest
 
 from iskander.contract.dtypes import BY_ARROW, BY_ONNX, DTYPES, Dtype
 from iskander.contract.tensors import ColumnType
-from iskander.gateway.arrow_types import as_tensor, to_arrow
+from iskander.gateway.arrow_types import BFloat16, as_tensor, to_arrow
 
-# Open Inference Protocol v2, "Tensor Data Types"; BYTES is the one that is no number.
+# Open Inference Protocol v2, "Tensor Data Types", and BF16, which Triton's clients add to them.
 OIP = {
     "bool": "BOOL",
     "uint8": "UINT8",
@@ -26,46 +26,67 @@ OIP = {
     "float16": "FP16",
     "float32": "FP32",
     "float64": "FP64",
+    "bfloat16": "BF16",
+    "utf8": "BYTES",
+    "binary": "BYTES",
 }
 EACH = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.arrow)
+NUMBERS = [dtype for dtype in DTYPES if dtype.oip not in ("BF16", "BYTES")]
+EACH_NUMBER = pytest.mark.parametrize("dtype", NUMBERS, ids=lambda dtype: dtype.arrow)
 
 
 def arrow_of(dtype: Dtype) -> pa.DataType:
-    return pa.type_for_alias(dtype.arrow)
+    return BFloat16() if dtype.arrow == "bfloat16" else pa.type_for_alias(dtype.arrow)
 
 
 def element_of(dtype: Dtype) -> int:
-    """The number that ONNX gives an element type, by way of NumPy."""
-    return onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype.numpy))
+    """The number that ONNX gives an element type, by way of NumPy where that has one."""
+    others = {"BF16": onnx.TensorProto.BFLOAT16, "BYTES": onnx.TensorProto.STRING}
+    return others.get(dtype.oip) or onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype.numpy))
 
 
 def test_the_table_has_every_type_of_the_protocol_once() -> None:
     assert {dtype.arrow: dtype.oip for dtype in DTYPES} == OIP
-    assert len(BY_ARROW) == len(BY_ONNX) == len({dtype.oip for dtype in DTYPES}) == len(DTYPES)
+    assert len(BY_ARROW) == len(DTYPES)
+    # Text and bytes are the same strings to ONNX and to the protocol.
+    assert len(BY_ONNX) == len({dtype.oip for dtype in DTYPES}) == len(DTYPES) - 1
+    assert BY_ONNX["tensor(string)"].arrow == "utf8"
 
 
-@EACH
+@EACH_NUMBER
 def test_arrow_knows_the_name_and_the_width(dtype: Dtype) -> None:
     assert str(arrow_of(dtype)) in (dtype.arrow, "halffloat", "float", "double")
     assert arrow_of(dtype).bit_width == dtype.arrow_bits
+
+
+@EACH
+def test_arrows_type_is_that_of_the_table(dtype: Dtype) -> None:
     assert to_arrow(ColumnType(dtype.arrow)) == arrow_of(dtype)
     assert as_tensor(arrow_of(dtype)) == ColumnType(dtype.arrow)
 
 
-@EACH
+def test_bfloat16_is_two_bytes_under_a_name_of_its_own() -> None:
+    stored = arrow_of(BY_ARROW["bfloat16"])
+
+    assert (stored.extension_name, stored.storage_type) == ("iskander.bfloat16", pa.uint16())
+    assert stored.storage_type.bit_width == BY_ARROW["bfloat16"].arrow_bits
+    assert np.dtype(BY_ARROW["bfloat16"].numpy) == np.uint16
+
+
+@EACH_NUMBER
 def test_numpy_and_arrow_mean_the_same_element(dtype: Dtype) -> None:
     assert np.dtype(arrow_of(dtype).to_pandas_dtype()) == np.dtype(dtype.numpy)
     assert pa.from_numpy_dtype(np.dtype(dtype.numpy)) == arrow_of(dtype)
 
 
-@EACH
+@EACH_NUMBER
 def test_a_tensors_element_is_as_wide_as_arrows_but_for_booleans(dtype: Dtype) -> None:
     bits = 8 * np.dtype(dtype.numpy).itemsize
 
     assert dtype.arrow_bits == (1 if dtype.arrow == "bool" else bits)
 
 
-@EACH
+@EACH_NUMBER
 def test_onnx_and_numpy_mean_the_same_element(dtype: Dtype) -> None:
     element = element_of(dtype)
 
@@ -93,7 +114,7 @@ def test_onnx_runtime_reports_the_name_of_the_table(dtype: Dtype) -> None:
     ]
 
 
-@EACH
+@EACH_NUMBER
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000])
 def test_a_buffer_is_as_long_as_arrow_makes_it(dtype: Dtype, count: int) -> None:
     """Of pyarrow's buffer, which is padded, the part that holds values."""
@@ -102,7 +123,18 @@ def test_a_buffer_is_as_long_as_arrow_makes_it(dtype: Dtype, count: int) -> None
     assert dtype.buffer_bytes(count) == array.nbytes == -(-count * dtype.arrow_bits // 8)
 
 
-@pytest.mark.parametrize("element", ["STRING", "BFLOAT16", "COMPLEX64", "FLOAT8E4M3FN", "INT4"])
+@pytest.mark.parametrize("count", [1, 7, 1000])
+@pytest.mark.parametrize("name", ["utf8", "binary"])
+def test_offsets_are_as_arrow_has_them(name: str, count: int) -> None:
+    """One more than strings, where pyarrow shows the buffer of a fresh array."""
+    array = pa.array(["é"] * count, pa.type_for_alias(name))
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[: count + 1]
+
+    assert BY_ARROW[name].buffer_bytes(count) == offsets.nbytes
+    assert offsets.tolist() == list(range(0, 2 * count + 1, 2))
+
+
+@pytest.mark.parametrize("element", ["COMPLEX64", "FLOAT8E4M3FN", "INT4"])
 def test_what_a_column_cannot_hold_is_not_in_the_table(element: str) -> None:
     assert element in onnx.TensorProto.DataType.keys()  # noqa: SIM118 - no mapping
     assert f"tensor({element.lower()})" not in BY_ONNX

@@ -58,6 +58,7 @@ MODEL = ModelSpec(
     is_parallel=True,
     has_memory_pattern=False,
     rows_max=65536,
+    string_bytes=256,
     fingerprint="/models/ranker/7/model.onnx 1 2 3",
 )
 CONTRACT = Contract(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from iskander.config import LaneConfig
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.contract.tensors import STRING_BYTES, ColumnType, Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.gateway.lanes.cost import CostModel
 from iskander.gateway.lanes.lane import Lane
@@ -55,6 +55,7 @@ def model_of(key: int = 0, rows_max: int = 64) -> ModelSpec:
         is_parallel=False,
         has_memory_pattern=True,
         rows_max=rows_max,
+        string_bytes=STRING_BYTES,
         fingerprint="",
     )
 

@@ -41,6 +41,7 @@ def model_spec(path: Path, key: int = 0, **changes: Any) -> ModelSpec:
         "is_parallel": False,
         "has_memory_pattern": True,
         "rows_max": 1000,
+        "string_bytes": 256,
         "fingerprint": str(path),
     }
     return ModelSpec(**(values | changes))

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from iskander.contract.dtypes import DTYPES
+from iskander.contract.dtypes import BY_ARROW, DTYPES
 from iskander.contract.manifest import (
     MANIFEST_BYTES_MAX,
     model_file,
@@ -21,7 +21,9 @@ from iskander.contract.manifest import (
 )
 from iskander.contract.tensors import (
     ALIGNMENT,
+    NOT_IN_TENSORS,
     RANK_MAX,
+    STRING_BYTES,
     ColumnType,
     Contract,
     Graph,
@@ -126,6 +128,8 @@ def test_a_type_is_read(text: str, column_type: ColumnType) -> None:
         "fixed_shape_tensor<float32>[2, 0]",
         "fixed_shape_tensor<float32>[-1]",
         "fixed_shape_tensor<string>[2]",
+        "fixed_shape_tensor<utf8>[2]",
+        "fixed_shape_tensor<bfloat16>[2]",
         f"fixed_shape_tensor<int8>[{', '.join('1' * (RANK_MAX + 1))}]",
         "fixed_shape_tensor<float32>[99999999999999999999]",
     ],
@@ -140,7 +144,7 @@ COLUMN_TYPES = st.builds(
     ColumnType, st.sampled_from([dtype.arrow for dtype in DTYPES]), SHAPES
 ) | st.builds(
     ColumnType,
-    st.sampled_from([dtype.arrow for dtype in DTYPES]),
+    st.sampled_from([dtype.arrow for dtype in DTYPES if dtype.arrow not in NOT_IN_TENSORS]),
     SHAPES.filter(bool),
     is_tensor=st.just(True),
 )
@@ -207,9 +211,12 @@ MISFITS = [
     (tensor("x", "N", 0), "fixed_size_list<float32>[1]", "[N, 0]", "[1]"),
     (tensor("x", "N"), "float64", "tensor(float)", "float64"),
     (tensor("x", "N", element="tensor(int64)"), "int32", "tensor(int64)", "int32"),
-    (tensor("x", "N", element="tensor(string)"), "float32", "tensor(string)", "not supported"),
+    (tensor("x", "N", element="tensor(string)"), "float32", "tensor(string)", "float32"),
+    (tensor("x", "N", element="tensor(uint8)"), "binary", "tensor(uint8)", "binary"),
+    (tensor("x", "N", element="tensor(int4)"), "int8", "tensor(int4)", "not supported"),
     (tensor("x", "N", element="seq(tensor(float))"), "float32", "seq(tensor(float))", "supported"),
-    (tensor("x", "N", element="tensor(bfloat16)"), "float16", "tensor(bfloat16)", "supported"),
+    (tensor("x", "N", element="tensor(bfloat16)"), "float16", "tensor(bfloat16)", "float16"),
+    (tensor("x", "N", element="tensor(bfloat16)"), "uint16", "tensor(bfloat16)", "uint16"),
     (tensor("x"), "float32", "scalar", "rows"),
     (tensor("x", 0), "float32", "0 rows", "batch axis"),
 ]
@@ -467,6 +474,9 @@ def test_every_element_type_can_be_derived(dtype: Any) -> None:
 
     (spec,) = compile_contract(None, found).inputs
 
+    if dtype.arrow == "binary":
+        # A graph's strings are text where no manifest says that they are bytes.
+        dtype = BY_ARROW["utf8"]
     assert spec.type == ColumnType(dtype.arrow, (2,))
     assert spec.type.dtype is dtype
 
@@ -479,7 +489,7 @@ def test_every_element_type_can_be_derived(dtype: Any) -> None:
         (tensor("t", "N", None), "has the shape [N, ?]"),
         (tensor("t", "N", 3, 0), "has the shape [N, 3, 0]"),
         (tensor("t"), "is a scalar"),
-        (tensor("t", "N", element="tensor(string)"), "is a tensor(string)"),
+        (tensor("t", "N", element="tensor(int4)"), "is a tensor(int4)"),
     ],
 )
 def test_what_a_graph_alone_does_not_say_is_asked_for(
@@ -522,9 +532,13 @@ def contracts(draw: st.DrawFn) -> tuple[Contract, Graph]:
         shape = column_type.shape
         if not shape and draw(st.booleans()):
             shape = (1,)
-        is_bound = leading is not None or len(specs) < split
-        specs.append(TensorSpec(name, f"tensor {name}", column_type, shape, is_bound))
+        is_input, is_string = len(specs) < split, not column_type.dtype.arrow_bits
+        is_bound = is_input or (leading is not None and not is_string)
+        room = STRING_BYTES if is_string and not is_input else 0
+        specs.append(TensorSpec(name, f"tensor {name}", column_type, shape, is_bound, room))
         found.append(GraphTensor(f"tensor {name}", column_type.dtype.onnx, (leading, *shape)))
+    has_strings = any(spec.is_string for spec in specs)
+    assume(not has_strings or all(s.type.dtype_name != "bfloat16" for s in specs[split:]))
     passthrough = draw(st.sampled_from(["all", "none", ()]) | st.just((names[0],)))
     contract = Contract(
         tuple(specs[:split]), tuple(specs[split:]), passthrough, 4 if leading == 4 else None
@@ -643,8 +657,11 @@ def test_columns_of_a_body_are_aligned_and_do_not_overlap(
     assert len(offsets) == len(specs) and starts[0] == 0
     assert all(start % ALIGNMENT == 0 for start in starts)
     for spec, start, following in zip(specs, starts, starts[1:], strict=False):
-        wanted = spec.buffer_bytes(rows)
-        assert 8 * wanted >= rows * spec.elements * spec.type.dtype.arrow_bits > 8 * wanted - 8
+        wanted, values = spec.buffer_bytes(rows), rows * spec.elements
+        if spec.is_string:
+            assert wanted == 4 * (values + 1)
+        else:
+            assert 8 * wanted >= values * spec.type.dtype.arrow_bits > 8 * wanted - 8
         assert 0 <= following - (start + wanted) < ALIGNMENT
 
 
@@ -658,6 +675,10 @@ def test_columns_of_a_body_are_aligned_and_do_not_overlap(
         (ColumnType("bool", (3,)), 3, 2),
         (ColumnType("int64"), 3, 24),
         (ColumnType("float16", (2, 5)), 3, 60),
+        (ColumnType("bfloat16", (2, 5)), 3, 60),
+        (ColumnType("utf8"), 0, 4),
+        (ColumnType("utf8", (2,)), 3, 28),
+        (ColumnType("binary"), 3, 16),
     ],
 )
 def test_bytes_of_a_values_buffer(column_type: ColumnType, rows: int, length_bytes: int) -> None:
@@ -685,6 +706,30 @@ def test_a_model_needs_room_for_its_largest_batch(
         require_room(contract, rows_max, output_bytes - 1)
 
     assert f"arena.output_bytes is {output_bytes - 1}" in caught.value.message
+
+
+def test_strings_in_results_need_room() -> None:
+    """Offsets, and every string at its longest; both sides of the limit."""
+    words = tensor("y", "N", 2, element="tensor(string)")
+    contract = compile_contract(None, graph(inputs=[tensor("x", "N")], outputs=[words]), 100)
+
+    require_room(contract, 10, 128 + 2048)
+    with pytest.raises(ManifestError, match="lower max_batch_rows or result_string_bytes or raise"):
+        require_room(contract, 10, 128 + 2047)
+
+    (spec,) = contract.outputs
+    assert (spec.is_bound, spec.string_bytes) == (False, 100)
+    assert body_layout(contract.outputs, 10) == ([0], 128 + 2048)
+
+
+def test_bfloat16_cannot_come_out_of_a_graph_with_strings() -> None:
+    half = tensor("y", "N", element="tensor(bfloat16)")
+    words = tensor("x", "N", element="tensor(string)")
+
+    with pytest.raises(ManifestError, match=r"`y` is a tensor.bfloat16. of a graph with strings"):
+        compile_contract(None, graph(inputs=[words], outputs=[half]))
+
+    compile_contract(None, graph(inputs=[tensor("x", "N")], outputs=[half]))
 
 
 @settings(deadline=None)

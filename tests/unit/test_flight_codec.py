@@ -191,6 +191,9 @@ STRINGS = {
     "large string": pa.array(["", "a", None, "ccc", "é"], pa.large_string()),
     "binary": pa.array([b"", b"\xff", None, b"ccc", b""], pa.binary()),
     "large binary": pa.array([b"", b"\xff", None, b"ccc", b""], pa.large_binary()),
+    "list of strings": pa.array(
+        [["a", ""], None, ["é", None]] + [["b"] * 2] * 2, pa.list_(pa.string(), 2)
+    ),
     "strings without nulls": pa.array(["x", "yy", "", "zzz", "w"]),
 }
 OTHER = {
@@ -199,7 +202,7 @@ OTHER = {
     "struct": pa.array([{"a": 1, "b": "x"}, None, {"a": None, "b": None}] + [{"a": 2}] * 2),
     "map": pa.array([[("a", 1)], [], None, [("b", 2)], []], pa.map_(pa.string(), pa.int8())),
     "dictionary": pa.array(["a", "b", "a", None, "b"]).dictionary_encode(),
-    "list of strings": pa.array([["a", "b"]] * ROWS, pa.list_(pa.string(), 2)),
+    "list of string views": pa.array([["a", "b"]] * ROWS, pa.list_(pa.string_view(), 2)),
     "string view": pa.array(["a", None, "c" * 40, "d", ""], pa.string_view()),
     "list view": pa.array([[1], [2, 3], [], None, [4]], pa.list_view(pa.int32())),
     "run ends": pa.RunEndEncodedArray.from_arrays(pa.array([2, 5], pa.int32()), ["a", None]),

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import MalformedInput
 from iskander.gateway import ipc
-from iskander.gateway.arrow_types import Extent, as_tensor, depth, extent, levels, to_arrow
+from iskander.gateway.arrow_types import (
+    BFloat16,
+    Extent,
+    as_tensor,
+    depth,
+    extent,
+    levels,
+    plain_of,
+    to_arrow,
+)
 
 ROWS = 5
 
@@ -42,6 +51,7 @@ PLAIN = {
     "string": strings(pa.string()),
     "large string": strings(pa.large_string()),
     "binary": strings(pa.binary()),
+    "list of strings": pa.array([["a", "b"]] * ROWS, pa.list_(pa.string(), 2)),
     "list": lists(pa.int32(), 3, pa.array(range(3 * ROWS), pa.int32())),
     "list of lists": lists(
         pa.list_(pa.int16(), 2), 4, lists(pa.int16(), 2, pa.array(range(8 * ROWS), pa.int16()))
@@ -60,7 +70,7 @@ OTHER = {
     "map": pa.array([[("a", 1)]] * ROWS, pa.map_(pa.string(), pa.int8())),
     "dictionary": pa.array(["a", "b", "a", None, "b"]).dictionary_encode(),
     "string view": pa.array(["a", "b", "c", "d", "e"], pa.string_view()),
-    "list of strings": pa.array([["a", "b"]] * ROWS, pa.list_(pa.string(), 2)),
+    "list of string views": pa.array([["a", "b"]] * ROWS, pa.list_(pa.string_view(), 2)),
     "run ends": pa.RunEndEncodedArray.from_arrays(pa.array([2, 5], pa.int32()), pa.array([1, 2])),
     "empty binary": pa.array([b""] * ROWS, pa.binary(0)),
 }
@@ -327,6 +337,11 @@ def test_a_table_is_not_read_from_the_end() -> None:
     [
         (pa.float32(), "float32"),
         (pa.bool_(), "bool"),
+        (pa.utf8(), "utf8"),
+        (pa.binary(), "binary"),
+        (pa.list_(pa.utf8(), 3), "fixed_size_list<utf8>[3]"),
+        (BFloat16(), "bfloat16"),
+        (pa.list_(BFloat16(), 3), "fixed_size_list<bfloat16>[3]"),
         (pa.list_(pa.int8(), 3), "fixed_size_list<int8>[3]"),
         (pa.list_(pa.field("other", pa.int8(), False), 3), "fixed_size_list<int8>[3]"),
         (pa.list_(pa.list_(pa.int8(), 3), 2), "fixed_size_list<fixed_size_list<int8>[3]>[2]"),
@@ -349,14 +364,49 @@ def test_a_type_that_holds_a_tensor(arrow: pa.DataType, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arrow", "plain"),
+    [
+        (pa.utf8(), pa.utf8()),
+        (pa.binary(), pa.binary()),
+        (pa.large_utf8(), pa.binary()),
+        (pa.large_binary(), pa.binary()),
+        (pa.string_view(), pa.binary()),
+        (pa.binary_view(), pa.binary()),
+        (pa.list_(pa.large_utf8(), 3), pa.list_(pa.binary(), 3)),
+        (pa.list_(pa.utf8(), 3), pa.list_(pa.utf8(), 3)),
+        (pa.int64(), pa.int64()),
+    ],
+    ids=str,
+)
+def test_a_type_in_which_strings_are_copied(arrow: pa.DataType, plain: pa.DataType) -> None:
+    """All of them are the same tensor, and only the plain ones lie as a body wants them."""
+    assert plain_of(arrow) == plain
+    given, made = as_tensor(arrow), as_tensor(plain)
+    assert given is not None and made is not None
+    assert (given.dtype.onnx, given.shape) == (made.dtype.onnx, made.shape)
+
+
+def test_bfloat16_is_stored_as_uint16_only() -> None:
+    """A schema of anybody's may claim the name for another type."""
+    name = {"ARROW:extension:name": "iskander.bfloat16", "ARROW:extension:metadata": ""}
+    right, wrong = (
+        pa.schema([pa.field("x", arrow, metadata=name)]).serialize()
+        for arrow in (pa.uint16(), pa.float16())
+    )
+
+    assert pa.ipc.read_schema(right).field("x").type == BFloat16()
+    with pytest.raises(pa.ArrowInvalid, match="stored as uint16, not as halffloat"):
+        pa.ipc.read_schema(wrong)
+
+
+@pytest.mark.parametrize(
     "arrow",
     [
-        pa.string(),
         pa.null(),
         pa.date32(),
         pa.decimal128(5, 2),
         pa.list_(pa.float32()),
-        pa.list_(pa.string(), 3),
+        pa.list_(pa.string()),
         pa.binary(4),
         pa.struct([("a", pa.float32())]),
         pa.dictionary(pa.int8(), pa.float32()),

@@ -25,7 +25,7 @@ HANG_NS = 1000
 
 
 def spec() -> ModelSpec:
-    return ModelSpec(0, "m", "1", "onnx", "", (), 0, 0, "level3", False, True, 64, "")
+    return ModelSpec(0, "m", "1", "onnx", "", (), 0, 0, "level3", False, True, 64, 256, "")
 
 
 def lane(quorum: int = 1) -> Lane:

@@ -3,7 +3,8 @@
     one request, whole      inputs and results bound where they lie: no copy
     anything else           rows gathered into memory of this worker, run there, results scattered
 
-A binding is made once for its addresses and rows, and kept.
+A binding is made once for its addresses and rows, and kept; but not where there are strings
+(`feeds`).
 
 Runs on: worker main.
 """
@@ -15,6 +16,7 @@ import numpy as np
 from iskander.contract.rows import RowCopier, Rows
 from iskander.memory.segment import Segment
 from iskander.wire.messages import Execute, Slice
+from iskander_worker.feeds import Feeds, FeedsStage
 from iskander_worker.session import Binding, RunOptions, Session
 
 BINDINGS_MAX = 512
@@ -34,8 +36,8 @@ class Executor:
     def __init__(self, input_segment: Segment, output_segment: Segment) -> None:
         self._input = input_segment
         self._output = output_segment
-        self._bindings: dict[tuple[int, int, int, int], Binding] = {}
-        self._stages: dict[int, _Stage] = {}
+        self._bindings: dict[tuple[int, int, int, int], Binding | Feeds] = {}
+        self._stages: dict[int, _Stage | FeedsStage] = {}
         self.sessions: dict[int, Session] = {}
 
     def execute(self, message: Execute, options: RunOptions) -> None:
@@ -68,7 +70,9 @@ class Executor:
         self._bindings.clear()
         self._stages.clear()
 
-    def _binding(self, message: Execute, input_address: int, output_address: int) -> Binding:
+    def _binding(
+        self, message: Execute, input_address: int, output_address: int
+    ) -> Binding | Feeds:
         key = (message.model, message.rows, input_address, output_address)
         session = self.sessions[message.model]
         binding = self._bindings.pop(key, None)
@@ -81,10 +85,15 @@ class Executor:
             self._bindings[key] = binding  # Last in the dict's order: the least recent is first.
         return binding
 
-    def _make_stage(self, model: int, rows: int) -> _Stage:
+    def _make_stage(self, model: int, rows: int) -> _Stage | FeedsStage:
         """Memory for batches of up to that many rows, doubled so that it is made a few times."""
         self._bindings = {key: kept for key, kept in self._bindings.items() if key[0] != model}
-        stage = self._stages[model] = _Stage(self.sessions[model], 1 << (rows - 1).bit_length())
+        session = self.sessions[model]
+        if session.has_strings:
+            stage: _Stage | FeedsStage = FeedsStage(session)
+        else:
+            stage = _Stage(session, 1 << (rows - 1).bit_length())
+        self._stages[model] = stage
         return stage
 
     def _require_inside(self, message: Execute) -> None:
@@ -95,6 +104,10 @@ class Executor:
             assert 0 <= each.input_offset <= len(self._input) - input_bytes, "beyond the arena"
             assert 0 <= each.output_offset <= len(self._output) - output_bytes, "beyond the arena"
             assert 0 <= each.first <= each.request_rows - each.rows, "beyond the request"
+            if session.inputs.has_strings:
+                session.inputs.string_ranges(
+                    self._input.view[each.input_offset :], each.request_rows
+                )
 
 
 class _Stage:

@@ -1,14 +1,12 @@
 """An ONNX Runtime session: execution provider, threads, contract, I/O binding, warm-up.
 
-The only importer of onnxruntime. Runs on: worker main; `read_graph` also in the operator's tool.
+Runs on: worker main; `read_graph` also in the operator's tool.
 
 Source: ONNX Runtime 1.31 Python API (`SessionOptions`, `IOBinding`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import onnxruntime as ort
 
 from iskander.contract.manifest import model_file, read_manifest
 from iskander.contract.rows import RowCopier
+from iskander.contract.strings import string_ranges
 from iskander.contract.tensors import (
     Contract,
     Graph,
@@ -27,6 +26,8 @@ from iskander.contract.tensors import (
 )
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander.wire.messages import ModelSpec
+from iskander_worker.feeds import BFLOAT16, Feeds
+from iskander_worker.tensors import memory, packed, plain
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -54,7 +55,7 @@ class RunOptions(ort.RunOptions):  # type: ignore[misc]
 
 
 _LOG_ERRORS_ONLY = 3
-_SOURCE_PATH = re.compile(r"/\S*\.(?:cc|cpp|cu|h|so|onnx|py)\S*")
+BFLOAT16_ONE = 0x3F80
 
 ort.set_default_logger_severity(4)
 
@@ -86,13 +87,16 @@ class Session:
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
         self._session = _open(model_file(Path(spec.path)), options, spec.execution_providers)
         self.providers = tuple(self._session.get_providers())
-        self.contract = compile_contract(read_manifest(Path(spec.path)), _graph_of(self._session))
+        self.contract = compile_contract(
+            read_manifest(Path(spec.path)), _graph_of(self._session), spec.string_bytes
+        )
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
+        self.has_strings = self.inputs.has_strings or self.outputs.has_strings
         # A binding on an accelerator copies its inputs when it is made, so it cannot be kept.
-        self.is_binding_reusable = self.providers[0] == PROVIDERS["cpu"]
+        self.is_binding_reusable = self.providers[0] == PROVIDERS["cpu"] and not self.has_strings
 
-    def bind(self, rows: int, input_address: int, output_address: int) -> Binding:
+    def bind(self, rows: int, input_address: int, output_address: int) -> Binding | Feeds:
         """Bind the contract's tensors to a batch's buffers where they lie.
 
         Shape:
@@ -104,10 +108,19 @@ class Session:
         Raises:
             ExecutionFailed: The runtime refuses them.
         """
+        if self.has_strings:
+            return Feeds(
+                self._session,
+                self.inputs,
+                self.outputs,
+                rows=rows,
+                input_address=input_address,
+                output_address=output_address,
+            )
         try:
             return Binding(self._session, self.contract, rows, input_address, output_address)
         except Exception as error:
-            raise ExecutionFailed(f"its buffers cannot be bound: {_plain(error)}") from None
+            raise ExecutionFailed(f"its buffers cannot be bound: {plain(error)}") from None
 
     def warm_up(self, rows: int) -> None:
         """Compute a batch of ones, so that the first caller does not pay for first times.
@@ -115,16 +128,24 @@ class Session:
         Ones, since a zero divisor of integers ends a process. A model may refuse ones (an index
         beyond its table) and still be right for its callers' data, so a refusal is not one.
         """
-        _, input_bytes = body_layout(self.contract.inputs, rows)
+        specs = self.contract.inputs
+        offsets, _ = body_layout(specs, rows)
+        lengths = [rows * spec.elements for spec in specs if spec.is_string]
+        ranges, input_bytes = string_ranges(specs, rows, lengths, offsets)
         _, output_bytes = body_layout(self.contract.outputs, rows)
         inputs, outputs = np.zeros(input_bytes + 64, np.uint8), np.zeros(output_bytes, np.uint8)
-        offsets, _ = body_layout(self.contract.inputs, rows)
-        for spec, offset in zip(self.contract.inputs, offsets, strict=True):
+        for spec, offset in zip(specs, offsets, strict=True):
             raw = inputs[offset : offset + spec.buffer_bytes(rows)]
-            if spec.type.dtype_name == "bool":
+            if spec.is_string:
+                raw.view(np.int32)[:] = np.arange(rows * spec.elements + 1)
+            elif spec.type.dtype_name == "bool":
                 raw[:] = 255
+            elif spec.type.dtype_name == "bfloat16":
+                raw.view(np.uint16)[:] = BFLOAT16_ONE
             else:
                 raw.view(spec.type.dtype.numpy)[:] = 1
+        for start, stop in ranges:
+            inputs[start:stop] = ord("1")
         try:
             self.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(RunOptions())
         except ExecutionFailed:
@@ -167,18 +188,18 @@ class Binding:
             address, shape = input_address + offset, (rows, *spec.shape)
             if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
-                self._unpacked.append((_memory(address, spec.buffer_bytes(rows)), tensor))
+                self._unpacked.append((memory(address, spec.buffer_bytes(rows)), tensor))
                 self.own_bytes += tensor.nbytes
                 address = tensor.ctypes.data
             io.bind_input(spec.tensor, "cpu", 0, _element(spec), shape, address)
         offsets, _ = body_layout(contract.outputs, rows)
         for position, (spec, offset) in enumerate(zip(contract.outputs, offsets, strict=True)):
             address, shape = output_address + offset, (rows, *spec.shape)
-            target = _memory(address, spec.buffer_bytes(rows))
+            target = memory(address, spec.buffer_bytes(rows))
             if not spec.is_bound:
                 io.bind_output(spec.tensor, "cpu")
                 self._unbound.append((position, spec, target))
-                self.own_bytes += rows * spec.elements * _element(spec).itemsize
+                self.own_bytes += rows * spec.elements * np.dtype(spec.type.dtype.numpy).itemsize
                 continue
             if spec.type.dtype_name == "bool":
                 tensor = np.empty(shape, np.bool_)
@@ -205,25 +226,25 @@ class Binding:
         try:
             self._session.run_with_iobinding(self._io, options)
         except Exception as error:
-            raise ExecutionFailed(_plain(error)) from None
+            raise ExecutionFailed(plain(error)) from None
         for tensor, bits in self._packed:
-            bits[:] = _pack(tensor)
+            bits[:] = packed(tensor)
         if self._unbound:
             self._copy_unbound()
 
     def _copy_unbound(self) -> None:
         outputs = self._io.get_outputs()
         for position, spec, target in self._unbound:
-            tensor, wanted = outputs[position].numpy(), (self._rows, *spec.shape)
-            if tensor.shape != wanted:
+            value, wanted = outputs[position], [self._rows, *spec.shape]
+            if value.shape() != wanted:
                 raise ExecutionFailed(
-                    f"output `{spec.tensor}` has the shape {list(tensor.shape)} for this batch, "
-                    f"and the contract says {list(wanted)}"
+                    f"output `{spec.tensor}` has the shape {value.shape()} for this batch, "
+                    f"and the contract says {wanted}"
                 )
             if spec.type.dtype_name == "bool":
-                target[:] = _pack(tensor)
+                target[:] = packed(value.numpy())
             else:
-                target.view(tensor.dtype)[:] = tensor.reshape(-1)
+                target[:] = memory(value.data_ptr(), len(target))
 
 
 def read_graph(path: Path) -> Graph:
@@ -253,7 +274,7 @@ def _open(
     try:
         session = ort.InferenceSession(file, options, providers=wanted, enable_fallback=0)
     except Exception as error:
-        raise ManifestError(f"`{file.name}` cannot be loaded: {_plain(error)}") from None
+        raise ManifestError(f"`{file.name}` cannot be loaded: {plain(error)}") from None
     # Without its libraries or a device, a provider is dropped with no more than a log line.
     dropped = [name for name in wanted if name not in session.get_providers()]
     if dropped:
@@ -271,21 +292,6 @@ def _graph_of(session: ort.InferenceSession) -> Graph:
     return Graph(tensors(session.get_inputs()), tensors(session.get_outputs()))
 
 
-def _element(spec: TensorSpec) -> np.dtype[Any]:
-    return np.dtype(spec.type.dtype.numpy)
-
-
-def _pack(tensor: np.ndarray) -> np.ndarray:
-    return np.packbits(tensor.view(np.uint8).reshape(-1), bitorder="little")
-
-
-def _memory(address: int, length_bytes: int) -> np.ndarray:
-    if not length_bytes:
-        return np.empty(0, np.uint8)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length_bytes).from_address(address))
-
-
-def _plain(error: Exception) -> str:
-    """The runtime's words without its source paths and stack."""
-    text = str(error).split("\n", 1)[0].strip() or type(error).__name__
-    return _SOURCE_PATH.sub("<source>", text)
+def _element(spec: TensorSpec) -> np.dtype[Any] | int:
+    """What the runtime wants to be told of a tensor's elements."""
+    return BFLOAT16 if spec.type.dtype_name == "bfloat16" else np.dtype(spec.type.dtype.numpy)

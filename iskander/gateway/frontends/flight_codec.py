@@ -24,13 +24,23 @@ import msgspec
 import pyarrow as pa
 
 from iskander.config import LimitsConfig
+from iskander.contract.dtypes import OFFSET_BYTES
+from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import ALIGNMENT, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
 from iskander.gateway.frontends.flight_convert import Converter, require_bytes
 from iskander.gateway.frontends.flight_data import Parts, data_head, read_flight_data
-from iskander.gateway.frontends.flight_plan import Checked, Column, Plan, Reply, require_header
+from iskander.gateway.frontends.flight_plan import (
+    Checked,
+    Column,
+    Passed,
+    Plan,
+    Reply,
+    require_header,
+)
+from iskander.gateway.texts import require_strings
 from iskander.memory.pieces import WHOLE_BYTES
 
 CHECKED_HEADER_BYTES_MAX = 4096
@@ -42,15 +52,16 @@ class Arrived(NamedTuple):
     """A checked batch.
 
     Attributes:
-        tensors: Start and end in `body` of each of the contract's inputs.
-        reply: None where the response is not plain.
+        tensors: Start and end in `body` of each of the contract's inputs, then of the bytes of each
+            that is strings.
+        reply: What is known of a plain response: of one with strings, what is passed through.
         kept: The passed-through columns, where the response is not plain.
     """
 
     rows: int
     body: memoryview
     tensors: list[tuple[int, int]]
-    reply: Reply | None
+    reply: Reply | Passed | None
     kept: list[pa.Array]
     app_metadata: bytes
 
@@ -151,6 +162,10 @@ class StreamCodec:
     def take(self, arrived: Arrived, results: bytes | memoryview) -> Parts | Unrendered:
         """What `frames` wants of a batch's results: the finished message, for a plain response."""
         if self.plan.is_response_plain:
+            if isinstance(arrived.reply, Passed):
+                results = results or bytes(body_layout(self.plan.contract.outputs, 0)[1])
+                reply = _reply(self.plan, arrived.rows, arrived.reply, results)
+                arrived = arrived._replace(reply=reply)
             return _plain_frame(arrived, results)
         return Unrendered(arrived, results)
 
@@ -189,7 +204,8 @@ class StreamCodec:
                         column=column.name,
                     )
             assert column.spec is not None
-            wanted = column.spec.buffer_bytes(rows)
+            # Of no strings there need be no offsets.
+            wanted = column.spec.buffer_bytes(rows) if rows else 0
             start, got = buffers[2 * column.values_buffer : 2 * column.values_buffer + 2]
             if start < 0 or got < wanted or start + wanted > length:
                 raise MalformedInput(
@@ -198,10 +214,18 @@ class StreamCodec:
                     column=column.name,
                 )
             tensors.append((start, start + wanted))
+        if plan.has_string_inputs:
+            tensors += [
+                _strings(column, rows, batch, body) for column in plan.inputs if not column.bits
+            ]
         _require_apart(sum(stop - start for start, stop in tensors), body)
-        reply = _reply(plan, batch, body) if plan.is_response_plain else None
-        if plan.forwarded:
-            self._require_strings(plan.forwarded, batch)
+        reply: Reply | Passed | None = None
+        if plan.is_response_plain:
+            reply = passed = _passed(plan, batch, body)
+            if not plan.has_string_results:
+                reply = _reply(plan, rows, passed, b"")
+        if plan.strings:
+            self._require_strings(plan.strings, batch)
         return Arrived(rows, body, tensors, reply, kept, app_metadata)
 
     def _require_rows(self, rows: int) -> None:
@@ -211,11 +235,7 @@ class StreamCodec:
             )
 
     def _require_strings(self, columns: list[Column], batch: ipc.Batch) -> None:
-        total = sum(
-            batch.buffers[2 * (column.first_buffer + 2) + 1]
-            for column in columns
-            if not column.bits
-        )
+        total = sum(batch.buffers[2 * (column.values_buffer + 1) + 1] for column in columns)
         if total > self._limits.string_bytes:
             raise LimitExceeded(
                 f"a batch's strings may have {self._limits.string_bytes} bytes, got {total}"
@@ -230,24 +250,22 @@ def _plain_frame(arrived: Arrived, results: bytes | memoryview) -> Parts:
         64-byte boundary.
     """
     reply, body = arrived.reply, arrived.body
-    assert reply is not None
+    assert isinstance(reply, Reply)
     assert len(results) == reply.results_bytes
     head = reply.head
     if arrived.app_metadata:
         head = data_head(reply.header, arrived.app_metadata, reply.body_bytes)
-    if not reply.ranges:
+    if not reply.passed.ranges:
         return head, results
     passed: list[bytes | memoryview] = []
-    for start, stop, padding in reply.ranges:
+    for start, stop, padding in reply.passed.ranges:
         passed += (body[start:stop], padding)
     return head, results, *passed
 
 
-def _reply(plan: Plan, batch: ipc.Batch, body: memoryview) -> Reply:
-    """Check the passed-through columns, and render the response's header around them."""
-    rows, nodes = batch.rows, batch.nodes
-    offsets, results_bytes = body_layout(plan.contract.outputs, rows)
-    end = results_bytes
+def _passed(plan: Plan, batch: ipc.Batch, body: memoryview) -> Passed:
+    """Check the passed-through columns, and lay them out one after the other."""
+    rows, nodes, end = batch.rows, batch.nodes, 0
     reply_nodes: list[int] = []
     reply_buffers: list[int] = []
     ranges: list[tuple[int, int, bytes]] = []
@@ -261,11 +279,31 @@ def _reply(plan: Plan, batch: ipc.Batch, body: memoryview) -> Reply:
             reply_buffers += (end, stop - start)
             end += stop - start + len(padding)
     _require_apart(sum(stop - start for start, stop, _ in ranges), body)
-    own_nodes, own_buffers = columns_without_nulls(plan.contract.outputs, rows, offsets)
+    return Passed(reply_nodes, reply_buffers, ranges, end)
+
+
+def _reply(plan: Plan, rows: int, passed: Passed, results: bytes | memoryview) -> Reply:
+    """Render the response's header.
+
+    Args:
+        plan: Of the stream.
+        rows: Of the batch.
+        passed: The passed-through columns, which come behind the results.
+        results: Looked at only where there are strings in them.
+    """
+    outputs = plan.contract.outputs
+    offsets, results_bytes = body_layout(outputs, rows)
+    strings: list[tuple[int, int]] = []
+    if plan.has_string_results:
+        lengths = string_lengths(outputs, rows, results, offsets)
+        strings, results_bytes = string_ranges(outputs, rows, lengths, offsets)
+    nodes, buffers = columns_without_nulls(outputs, rows, offsets, strings)
+    behind = list(passed.buffers)
+    behind[::2] = [results_bytes + start for start in passed.buffers[::2]]
+    end = results_bytes + passed.length_bytes
     assert plan.template is not None
-    header = plan.template.render(rows, reply_nodes + own_nodes, reply_buffers + own_buffers, end)
-    head = data_head(bytes(header), b"", end)
-    return Reply(bytes(header), head, results_bytes, ranges, end)
+    header = bytes(plan.template.render(rows, passed.nodes + nodes, behind + buffers, end))
+    return Reply(header, data_head(header, b"", end), results_bytes, passed, end)
 
 
 def _require_apart(total: int, body: memoryview) -> None:
@@ -285,6 +323,24 @@ def _require_lengths(column: Column, rows: int, nodes: tuple[int, ...]) -> None:
                 f"batch's {rows} rows make {rows * level}",
                 column=column.name,
             )
+
+
+def _strings(column: Column, rows: int, batch: ipc.Batch, body: memoryview) -> tuple[int, int]:
+    """Start and end of the bytes of an input's strings, each found to be UTF-8."""
+    at = 2 * column.values_buffer
+    ends, _, start, length = batch.buffers[at : at + 4]
+    if start < 0 or length < 0 or start + length > len(body):
+        raise MalformedInput(
+            f"column `{column.name}` has a buffer of {length} bytes at {start} of a body of "
+            f"{len(body)}",
+            column=column.name,
+        )
+    if not rows:
+        return start, start
+    count = rows * column.levels[-1]
+    offsets = body[ends : ends + (count + 1) * OFFSET_BYTES]
+    require_strings(f"column `{column.name}`", count, offsets, body[start : start + length])
+    return start, start + int.from_bytes(offsets[-OFFSET_BYTES:], "little")
 
 
 def _forwarded(
@@ -310,12 +366,13 @@ def _forwarded(
             )
         ranges.append((start, start + length))
     if not column.bits and rows:
-        buffers = [pa.py_buffer(body[start:stop]) for start, stop in ranges]
-        null_count = batch.nodes[2 * column.first_node + 1]
+        buffers = [pa.py_buffer(body[start:stop]) for start, stop in ranges[-3:]]
+        null_count = batch.nodes[2 * (column.first_node + len(column.levels)) - 1]
         buffers[0] = buffers[0] if null_count else None
         try:
             storage = leaf_of(column.type)
-            pa.Array.from_buffers(storage, rows, buffers, null_count).validate(full=True)
+            count = rows * column.levels[-1]
+            pa.Array.from_buffers(storage, count, buffers, null_count).validate(full=True)
         except pa.ArrowInvalid as error:
             text = str(error).split("\n", 1)[0]
             raise MalformedInput(f"column `{column.name}`: {text}", column=column.name) from None

@@ -12,8 +12,10 @@ from __future__ import annotations
 import struct
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from iskander.config import LimitsConfig
+from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway import ipc
@@ -84,8 +86,9 @@ class Converter:
             columns = []
             for field in plan.plain_schema:
                 column = read.column(field.name)
-                is_encoded = pa.types.is_dictionary(column.type)
-                columns.append(column.dictionary_decode() if is_encoded else column)
+                if pa.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                columns.append(column if column.type == field.type else column.cast(field.type))
             plain = pa.RecordBatch.from_arrays(columns, schema=plan.plain_schema).serialize()
         except (pa.ArrowException, OSError, StopIteration) as error:
             text = str(error).split("\n", 1)[0]
@@ -145,7 +148,11 @@ class Converter:
         # Not `nbytes`, which ends the process for some types (pyarrow 26, null and union arrays).
         buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer)
         require_bytes(sum(buffer.size for buffer in buffers), self._limits)
-        strings = sum(_string_bytes(column) for column in batch.columns)
+        inputs = {spec.column for spec in self._plan.contract.inputs}
+        strings = sum(
+            _decoded_bytes(column) if name in inputs else _string_bytes(column)
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        )
         if strings > self._limits.string_bytes:
             raise LimitExceeded(
                 f"a batch's strings may have {self._limits.string_bytes} bytes, got {strings}"
@@ -162,6 +169,13 @@ def require_bytes(count: int, limits: LimitsConfig) -> None:
         raise LimitExceeded(
             f"a batch may have {limits.bytes} bytes, got {count}", wanted=limits.bytes
         )
+
+
+def _decoded_bytes(array: pa.Array) -> int:
+    """Bytes of text and binary values once a dictionary is looked up for every row."""
+    if not pa.types.is_dictionary(array.type) or not _string_bytes(array.dictionary):
+        return _string_bytes(array)
+    return int(pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0)
 
 
 def _string_bytes(array: pa.Array) -> int:
@@ -190,12 +204,19 @@ def _children(array: pa.Array) -> list[pa.Array]:
 
 def _results(contract: Contract, rows: int, results: bytes | memoryview) -> list[pa.Array]:
     """The results as arrays, over a body as `body_layout` says."""
-    offsets, _ = body_layout(contract.outputs, rows)
+    outputs = contract.outputs
+    offsets, end = body_layout(outputs, rows)
+    results = results if rows else bytes(end)
+    lengths = string_lengths(outputs, rows, results, offsets)
+    strings = iter(string_ranges(outputs, rows, lengths, offsets)[0])
     body, arrays = pa.py_buffer(results), []
-    for spec, offset in zip(contract.outputs, offsets, strict=True):
+    for spec, offset in zip(outputs, offsets, strict=True):
         arrow = to_arrow(spec.type)
-        values = body.slice(offset, spec.buffer_bytes(rows))
-        array = pa.Array.from_buffers(leaf_of(arrow), rows * spec.elements, [None, values])
+        buffers = [None, body.slice(offset, spec.buffer_bytes(rows))]
+        if spec.is_string:
+            start, stop = next(strings)
+            buffers.append(body.slice(start, stop - start))
+        array = pa.Array.from_buffers(leaf_of(arrow), rows * spec.elements, buffers)
         arrays.append(_nest(array, arrow))
     return arrays
 

@@ -23,6 +23,7 @@ from iskander.gateway.arrow_types import (
     leaf_of,
     levels,
     output_schema,
+    plain_of,
 )
 
 
@@ -45,8 +46,27 @@ class Column(NamedTuple):
 
     @property
     def values_buffer(self) -> int:
-        """Index of the buffer with the innermost values: after one validity buffer a level."""
+        """Index of the buffer with the innermost values: after one validity buffer a level.
+
+        For strings it has their offsets, and the next one their bytes.
+        """
         return self.first_buffer + len(self.levels)
+
+
+class Passed(NamedTuple):
+    """The passed-through columns of a plain response.
+
+    Attributes:
+        nodes: Of the header.
+        buffers: Of the header, from where the results end.
+        ranges: Of each buffer: start and end in the request's body, and padding.
+        length_bytes: Of all of them.
+    """
+
+    nodes: list[int]
+    buffers: list[int]
+    ranges: list[tuple[int, int, bytes]]
+    length_bytes: int
 
 
 class Reply(NamedTuple):
@@ -55,13 +75,12 @@ class Reply(NamedTuple):
     Attributes:
         head: All of the message but its body, for a batch without `app_metadata`.
         results_bytes: Of the body that the worker leaves, which comes first.
-        ranges: Of each passed-through buffer: start and end in the request's body, and padding.
     """
 
     header: bytes
     head: bytes
     results_bytes: int
-    ranges: list[tuple[int, int, bytes]]
+    passed: Passed
     body_bytes: int
 
 
@@ -74,7 +93,7 @@ class Checked(NamedTuple):
     rows: int
     body_bytes: int
     tensors: list[tuple[int, int]]
-    reply: Reply | None
+    reply: Reply | Passed | None
 
 
 class Plan:
@@ -102,7 +121,7 @@ class Plan:
         is_old = ipc.read_message(header).version != ipc.METADATA_V5
         # Passed-through columns of any type: where one is unusual, all are kept as arrays.
         self.is_response_plain = all(extent(field.type) for field in self.passed)
-        self.is_converted = is_old or any(extent(field.type) is None for field in self.schema)
+        self.is_converted = is_old or any(_is_unusual(field, chosen) for field in self.schema)
         plain = self.schema
         if self.is_converted:
             passed = self.passed if self.is_response_plain else []
@@ -120,8 +139,12 @@ class Plan:
         self.response_schema = pa.schema([*self.passed, *output_schema(contract)])
         self.response_header = ipc.header_of(self.response_schema.serialize())
         self.template = ipc.BatchTemplate(self.response_schema) if self.is_response_plain else None
+        self.strings = [each for each in (*self.inputs, *self.forwarded) if not each.bits]
         # Whether a header that is true of one body is true of every body of its length.
-        self.is_decided_by_header = all(column.bits for column in self.forwarded)
+        self.is_decided_by_header = not self.strings
+        self.has_string_inputs = any(not column.bits for column in self.inputs)
+        # Whether the response's header can be made before the results are there.
+        self.has_string_results = any(spec.is_string for spec in contract.outputs)
         self.checked: dict[bytes, Checked] = {}
 
 
@@ -176,7 +199,7 @@ def _match(schema: pa.Schema, contract: Contract) -> dict[str, TensorSpec]:
             continue
         got = as_tensor(values_of(schema.field(index).type))
         wanted = spec.type
-        if got is None or (got.dtype_name, got.shape) != (wanted.dtype_name, wanted.shape):
+        if got is None or (got.dtype.onnx, got.shape) != (wanted.dtype.onnx, wanted.shape):
             problems.append(
                 f"column `{spec.column}`: wanted {wanted}, got {schema.field(index).type}"
             )
@@ -214,11 +237,17 @@ def _plain_schema(
     names = {*chosen, *(field.name for field in passed)}
     return pa.schema(
         [
-            field.with_type(values_of(field.type)) if field.name in chosen else field
+            field.with_type(plain_of(values_of(field.type))) if field.name in chosen else field
             for field in schema
             if field.name in names
         ]
     )
+
+
+def _is_unusual(field: pa.Field, chosen: dict[str, TensorSpec]) -> bool:
+    """Whether a column has to be rewritten: its header does not say all, or offsets are wide."""
+    is_wide = field.name in chosen and plain_of(field.type) != field.type
+    return is_wide or extent(field.type) is None
 
 
 def _lay_out(schema: pa.Schema, chosen: dict[str, TensorSpec]) -> list[Column]:

@@ -65,7 +65,8 @@ class Request:
         lane: Of the model version.
         caller: Is told what came of it.
         rows: At least 1.
-        tensors: Bytes of each of the contract's inputs, in its order.
+        tensors: Buffers of the contract's inputs, in its order: values, or the offsets of strings;
+            then the bytes of each input that is strings.
         terms: What the client said.
         arrived_ns: When it came.
         call_deadline_ns: When the call that it came with ends.
@@ -84,7 +85,8 @@ class Request:
         sent_ns: When its last rows were sent to a worker.
         todo: Ranges of rows (first, count) that no worker has.
         running: Batches that have rows of it.
-        results: Of a request that runs in pieces, while they come in.
+        results: Of a request that runs in pieces, while they come in: where they belong, or, with
+            strings, from which row on and how many.
         is_alone: It is not put together with others: a batch with it failed, or killed a worker.
         kills: Workers that died while they ran it.
         losses: Workers that died while they had it.
@@ -136,7 +138,8 @@ class Request:
         self.rows = rows
         self.tensors = tensors
         self.terms = terms
-        self.layout = lane.layout(rows)
+        layouts = lane.layouts
+        self.layout = layouts.around(rows, tensors) if layouts.has_strings else layouts.of(rows)
         self.shape = 0
         self.arrived_ns = arrived_ns
         self.deadline_ns = call_deadline_ns
@@ -149,7 +152,7 @@ class Request:
         self.number = self.queued_ns = self.sent_ns = 0
         self.todo = [(0, rows)]
         self.running = 0
-        self.results: bytearray | None = None
+        self.results: bytearray | list[tuple[int, int, memoryview]] | None = None
         self.is_alone = self.is_waiting = self.is_over = False
         self.kills = self.losses = 0
 

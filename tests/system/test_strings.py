@@ -1,0 +1,407 @@
+"""Strings and bfloat16 through a real server: in, put together, taken apart, and out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from onnx import TensorProto, helper
+from support import models, raw
+from support.processes import Gateway, running
+
+from iskander.client import Client
+from iskander.errors import ContractError, ExecutionFailed, LimitExceeded
+
+STRING_BYTES_MAX = 4096
+RESULT_BYTES = 64
+TEXTS = ["", "a", "žluťoučký", "🦎🌍👩‍🚀", "x\0y", "line\nline", "", "z" * RESULT_BYTES]
+
+BINARY = """
+format = 1
+[[inputs]]
+column = "x"
+type = "binary"
+tensor = "x"
+[[outputs]]
+tensor = "y"
+column = "y"
+type = "binary"
+"""
+PASSING = BINARY.replace("format = 1", 'format = 1\npassthrough = "all"').replace("binary", "utf8")
+
+
+def mixed(folder: Path, rows: Any = "rows") -> Path:
+    """Two strings, a boolean and a number in; the strings the other way round, and both, out."""
+    string, integer, boolean = TensorProto.STRING, TensorProto.INT64, TensorProto.BOOL
+    return models.save(
+        folder,
+        [
+            helper.make_node("Identity", ["b"], ["first"]),
+            helper.make_node("Add", ["n", "one"], ["next"]),
+            helper.make_node("Identity", ["a"], ["second"]),
+            helper.make_node("Not", ["flag"], ["unflag"]),
+        ],
+        [
+            helper.make_tensor_value_info("a", string, [rows]),
+            helper.make_tensor_value_info("flag", boolean, [rows]),
+            helper.make_tensor_value_info("b", string, [rows, 2]),
+            helper.make_tensor_value_info("n", integer, [rows]),
+        ],
+        [
+            helper.make_tensor_value_info("first", string, [rows, 2]),
+            helper.make_tensor_value_info("next", integer, [rows]),
+            helper.make_tensor_value_info("second", string, [rows]),
+            helper.make_tensor_value_info("unflag", boolean, [rows]),
+        ],
+        [helper.make_tensor("one", integer, [], [1])],
+    )
+
+
+def cast(folder: Path, source: int, target: int) -> Path:
+    return models.save(
+        folder,
+        [helper.make_node("Cast", ["x"], ["y"], to=target)],
+        [helper.make_tensor_value_info("x", source, ["rows"])],
+        [helper.make_tensor_value_info("y", target, ["rows"])],
+    )
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("strings")
+    string, bfloat16 = TensorProto.STRING, TensorProto.BFLOAT16
+    binary = models.identity(folder / "binary", string, ["rows", 1])
+    (binary / "manifest.toml").write_text(BINARY)
+    passing = models.identity(folder / "passing", string, ["rows"])
+    (passing / "manifest.toml").write_text(PASSING)
+    together = {"linger_us": 10_000_000, "refuse_late": False}
+    paths: dict[str, tuple[Path, dict[str, Any]]] = {
+        "echo": (models.identity(folder / "echo", string, ["rows"]), {}),
+        "binary": (binary, {}),
+        "passing": (passing, {}),
+        "mixed": (mixed(folder / "mixed"), {"max_batch_rows": 50}),
+        "together": (mixed(folder / "together"), {"max_batch_rows": 12, "lane": together}),
+        "fixed": (mixed(folder / "fixed", 4), {}),
+        "number": (cast(folder / "number", string, TensorProto.INT64), {}),
+        "text": (cast(folder / "text", TensorProto.INT64, string), {}),
+        "half": (models.identity(folder / "half", bfloat16, ["rows", 2]), {"max_batch_rows": 5}),
+        "widened": (cast(folder / "widened", bfloat16, TensorProto.FLOAT), {}),
+    }
+    served = [
+        {"name": name, "path": str(path), "intra_threads": 1, "result_string_bytes": RESULT_BYTES}
+        | {"max_batch_rows": 4096}
+        | more
+        for name, (path, more) in paths.items()
+    ]
+    workers = {"groups": ["0"], "reattach_s": 5.0}
+    limits = {"string_bytes": STRING_BYTES_MAX}
+    with running(folder, served, workers=workers, limits=limits) as ready:
+        yield ready
+        stats = ready.wait_idle()
+        assert stats["workers"][0]["starts"] == 1
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[Client]:
+    with gateway.client() as client:
+        yield client
+
+
+def batch_of(rows: int, first: int = 0) -> pa.RecordBatch:
+    """For `mixed`: every value tells its row, and some are empty."""
+    numbers = range(first, first + rows)
+    pairs = [f"{n}é" if n % 3 else "" for n in numbers for _ in (0, 1)]
+    return pa.record_batch(
+        {
+            "n": pa.array(numbers, pa.int64()),
+            "b": pa.FixedSizeListArray.from_arrays(pa.array(pairs, pa.utf8()), 2),
+            "a": pa.array([f"🦎{n}" * (n % 4) for n in numbers], pa.utf8()),
+            "flag": pa.array([n % 5 == 0 for n in numbers], pa.bool_()),
+        }
+    )
+
+
+def assert_computed(sent: pa.RecordBatch, got: pa.RecordBatch) -> None:
+    got.validate(full=True)
+    assert got.schema.names == ["first", "next", "second", "unflag"]
+    assert got["first"].to_pylist() == sent["b"].to_pylist()
+    assert got["next"].to_pylist() == [n + 1 for n in sent["n"].to_pylist()]
+    assert got["second"].to_pylist() == sent["a"].to_pylist()
+    assert got["unflag"].to_pylist() == [not flag for flag in sent["flag"].to_pylist()]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.utf8(),
+        pa.large_utf8(),
+        pa.string_view(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["echo", "binary"])
+def test_a_column_of_any_kind_of_strings(client: Client, model: str, kind: pa.DataType) -> None:
+    """Whatever it comes as, it goes back as the manifest says."""
+    sent = pa.array(TEXTS).cast(pa.binary()).cast(kind)
+
+    (got,) = client.stream(model, [pa.record_batch({"x": sent})])
+
+    got.validate(full=True)
+    assert got["y"].type == (pa.utf8() if model == "echo" else pa.binary())
+    assert got["y"].cast(pa.binary()).to_pylist() == [text.encode() for text in TEXTS]
+
+
+def test_dictionaries_and_slices(client: Client) -> None:
+    encoded = pa.array(["b", "a", "b", "b"]).dictionary_encode()
+    sliced = pa.array(["no", "yes", "maybe", "no"])[1:3]
+
+    (first,) = client.stream("echo", [pa.record_batch({"x": encoded})])
+    (second,) = client.stream("echo", [pa.record_batch({"x": sliced})])
+
+    assert first["y"].to_pylist() == ["b", "a", "b", "b"]
+    assert second["y"].to_pylist() == ["yes", "maybe"]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 50])
+def test_strings_beside_numbers(client: Client, rows: int) -> None:
+    sent = batch_of(rows)
+
+    (got,) = client.stream("mixed", [sent])
+
+    assert_computed(sent, got)
+
+
+def test_a_request_of_many_rows_is_split(gateway: Gateway, client: Client) -> None:
+    """Pieces of 50 rows, put together again in their order; several streams of them at once."""
+    before = gateway.stats()["lanes"]["mixed/1"].get("batches", 0)
+    sent = [batch_of(rows, first) for rows, first in ((151, 0), (99, 1000), (50, 3), (120, 7))]
+
+    got = list(client.stream("mixed", sent))
+
+    for ours, theirs in zip(sent, got, strict=True):
+        assert_computed(ours, theirs)
+    assert gateway.stats()["lanes"]["mixed/1"]["batches"] - before >= 8
+
+
+def test_requests_of_several_clients_run_together(gateway: Gateway) -> None:
+    before = gateway.stats()["lanes"]["together/1"].get("batches", 0)
+    sent = [batch_of(3, 100 * index) for index in range(4)]
+
+    got = scored(gateway, "together", sent)
+
+    for ours, theirs in zip(sent, got, strict=True):
+        assert_computed(ours, theirs)
+    assert gateway.stats()["lanes"]["together/1"]["batches"] == before + 1
+
+
+def test_one_callers_long_result_costs_the_others_nothing(gateway: Gateway) -> None:
+    """It was in one batch with theirs."""
+    sent = [batch_of(3, 100 * index) for index in range(4)]
+    long = pa.array(["short", "x" * (RESULT_BYTES + 1), ""])
+    sent[2] = sent[2].set_column(sent[2].schema.get_field_index("a"), "a", long)
+
+    got = scored(gateway, "together", sent)
+
+    error = got.pop(2)
+    assert isinstance(error, ExecutionFailed)
+    assert "`second` has a string of 65 bytes, and result_string_bytes" in error.message
+    for ours, theirs in zip([sent[0], sent[1], sent[3]], got, strict=True):
+        assert_computed(ours, theirs)
+
+
+def test_a_fixed_batch_is_filled_up_with_strings(client: Client) -> None:
+    sent = batch_of(3)
+
+    (got,) = client.stream("fixed", [sent])
+
+    assert_computed(sent, got)
+
+
+def test_strings_are_read_and_written_by_the_model(client: Client) -> None:
+    (numbers,) = client.stream("number", [pa.record_batch({"x": ["12", "-7"]})])
+    (texts,) = client.stream("text", [pa.record_batch({"x": [12, -7]})])
+
+    assert numbers["y"].to_pylist() == [12, -7]
+    assert texts["y"].to_pylist() == ["12", "-7"]
+    with pytest.raises(ExecutionFailed):
+        list(client.stream("number", [pa.record_batch({"x": ["no number"]})]))
+
+
+@pytest.mark.parametrize("other", [pa.utf8(), pa.list_(pa.utf8()), pa.list_(pa.utf8(), 2)], ids=str)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_columns_pass_beside_strings(client: Client, other: pa.DataType, rows: int) -> None:
+    """Usual ones and one that pyarrow reads."""
+    values = {pa.utf8(): ["p", None, ""]}.get(other, [["p", "q"], None, ["", "r"]])
+    sent = pa.record_batch(
+        {"k": pa.array(values, other), "x": ["é", "", "zz"], "n": [1.5, 2.5, None]}
+    )[:rows]
+
+    (got,) = client.stream("passing", [sent])
+
+    got.validate(full=True)
+    assert got.schema.names == ["k", "n", "y"]
+    assert got["k"].to_pylist() == values[:rows]
+    assert got["n"].to_pylist() == [1.5, 2.5, None][:rows]
+    assert got["y"].to_pylist() == ["é", "", "zz"][:rows]
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_compressed_strings(gateway: Gateway, compression: str) -> None:
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    batch = pa.record_batch({"x": ["again and " * 6] * 20})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+    messages = list(pa.ipc.MessageReader.open_stream(sink.getvalue()))
+    packed = raw.field(2, bytes(messages[1].metadata)) + raw.field(1000, bytes(messages[1].body))
+
+    with raw.RawClient(gateway.address) as client:
+        answer = client.exchange([raw.descriptor("echo") + raw.schema_data(batch.schema), packed])
+
+    (got,), _ = raw.read_batches(answer["frames"])
+    assert got["y"].to_pylist() == batch["x"].to_pylist()
+
+
+@pytest.mark.parametrize("kind", [pa.utf8(), pa.binary(), pa.large_binary()], ids=str)
+def test_bytes_that_are_no_text_are_the_clients_fault(client: Client, kind: pa.DataType) -> None:
+    good, bad = b"fine", b"\xff\xfe"
+    offsets = np.array([0, 4, 6], np.int64 if kind == pa.large_binary() else np.int32)
+    buffers = [None, pa.py_buffer(offsets.tobytes()), pa.py_buffer(good + bad)]
+    batch = pa.record_batch({"x": pa.Array.from_buffers(kind, 2, buffers)})
+
+    with pytest.raises(ContractError, match=r"column `x`: Invalid UTF8 .* are UTF-8"):
+        list(client.stream("echo", [batch]))
+
+
+def test_nulls_are_refused(client: Client) -> None:
+    with pytest.raises(ContractError, match="1 nulls"):
+        list(client.stream("echo", [pa.record_batch({"x": ["a", None]})]))
+
+
+def test_too_many_bytes_of_strings(client: Client) -> None:
+    """Both sides of the limit; as they come, and when a dictionary is looked up."""
+    just, over = ["y" * 32] * 128, ["y" * 32] * 129
+    texts = pa.array(over).dictionary_encode()
+
+    (got,) = client.stream("echo", [pa.record_batch({"x": just})])
+    assert got["y"].to_pylist() == just
+    for refused in (pa.array(over), pa.array(over, pa.large_utf8()), texts):
+        with pytest.raises(LimitExceeded, match=f"may have {STRING_BYTES_MAX} bytes, got 4128"):
+            list(client.stream("echo", [pa.record_batch({"x": refused})]))
+
+
+def test_another_type_is_not_a_string(client: Client) -> None:
+    with pytest.raises(ContractError, match="column `x`: wanted utf8, got int64"):
+        list(client.stream("echo", [pa.record_batch({"x": [1, 2]})]))
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [(0, 3, 2), (-1, 1, 2), (0, 1, 100), (0, 2**31 - 1, 3), (5, 1, 3), (0, -1, 2)],
+    ids=str,
+)
+def test_offsets_that_are_wrong(gateway: Gateway, offsets: tuple[int, ...]) -> None:
+    """They go backwards, begin before the bytes, or end behind them."""
+    batch = pa.record_batch({"x": ["a", "b"]})
+    _, body = raw.split(batch.serialize().to_pybytes())
+    forged = np.array(offsets, np.int32).tobytes() + body[12:]
+
+    with raw.RawClient(gateway.address) as client:
+        head = raw.descriptor("echo") + raw.schema_data(batch.schema)
+        answer = client.exchange([head, raw.batch_data(batch, body=forged)])
+        good = client.exchange([head, raw.batch_data(batch)])
+
+    assert answer["code"] == "INVALID_ARGUMENT"
+    assert "malformed" in str(answer["trailers"])
+    assert good["code"] == "OK"
+
+
+def test_offsets_that_begin_beyond_zero(gateway: Gateway) -> None:
+    """As other implementations of Arrow send what was cut out of a column."""
+    batch = pa.record_batch({"x": ["abcd", "ef"]})
+    _, body = raw.split(batch.serialize().to_pybytes())
+    cut = np.array([1, 3, 6], np.int32).tobytes() + body[12:]
+
+    with raw.RawClient(gateway.address) as client:
+        head = raw.descriptor("echo") + raw.schema_data(batch.schema)
+        answer = client.exchange([head, raw.batch_data(batch, body=cut)])
+
+    (got,), _ = raw.read_batches(answer["frames"])
+    assert got["y"].to_pylist() == ["bc", "def"]
+
+
+BFLOAT16 = {b"ARROW:extension:name": b"iskander.bfloat16", b"ARROW:extension:metadata": b""}
+
+
+def halves(values: list[float]) -> np.ndarray:
+    """bfloat16 is the upper half of a float32."""
+    return (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def test_bfloat16_is_named_in_the_schema(gateway: Gateway) -> None:
+    """By any Arrow implementation, in a field's metadata; and it comes back so."""
+    values = halves([1.5, -2.0, 0.0, float("inf"), 3.0, 1e30] * 4)
+    named = pa.list_(pa.field("item", pa.uint16(), metadata=BFLOAT16), 2)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values), type=pa.list_(pa.uint16(), 2))
+    batch = pa.record_batch([column], ["x"])
+    schema = pa.schema([pa.field("x", named)])
+
+    with raw.RawClient(gateway.address) as client:
+        head = raw.descriptor("half") + raw.schema_data(schema)
+        answer = client.exchange([head, raw.batch_data(batch)])
+
+    (got,), _ = raw.read_batches(answer["frames"])
+    flat = got["y"].flatten()
+    storage = flat.storage if isinstance(flat, pa.ExtensionArray) else flat
+    assert storage.to_pylist() == values.tolist()
+
+
+def test_bfloat16_is_what_the_model_reads(client: Client) -> None:
+    values = [1.5, -2.0, 0.0, 3.0]
+    field = pa.field("x", pa.uint16(), metadata=BFLOAT16)
+    schema = pa.ipc.read_schema(pa.schema([field]).serialize())
+    column = pa.array(halves(values))
+    if isinstance(schema.field("x").type, pa.ExtensionType):
+        column = pa.ExtensionArray.from_storage(schema.field("x").type, column)
+
+    (got,) = client.stream("widened", [pa.record_batch([column], schema=schema)])
+
+    assert got["y"].to_pylist() == values
+
+
+def test_numbers_are_no_bfloat16(client: Client) -> None:
+    with pytest.raises(ContractError, match="column `x`: wanted bfloat16, got uint16"):
+        list(client.stream("widened", [pa.record_batch({"x": pa.array([1], pa.uint16())})]))
+
+
+def test_discovery_names_the_types(client: Client) -> None:
+    described = {model["name"]: model for model in client.models()}
+
+    assert described["echo"]["outputs"] == [{"column": "y", "type": "utf8", "tensor": "y"}]
+    assert described["binary"]["inputs"][0]["type"] == "binary"
+    assert described["mixed"]["inputs"][2]["type"] == "fixed_size_list<utf8>[2]"
+    assert described["half"]["outputs"][0]["type"] == "fixed_size_list<bfloat16>[2]"
+
+
+def scored(gateway: Gateway, model: str, batches: list[pa.RecordBatch]) -> list[Any]:
+    """Each batch from a client of its own, all at once; what came of each."""
+    outcomes: list[Any] = [None] * len(batches)
+
+    def score(index: int) -> None:
+        with gateway.client() as client:
+            (outcomes[index],) = client.outcomes(model, [batches[index]])
+
+    threads = [threading.Thread(target=score, args=(index,)) for index in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes

@@ -1,0 +1,207 @@
+"""Batches of contracts with strings: the runtime binds no memory to them, so they are made anew.
+
+    Feeds       one batch: arrays in by name, arrays out, written where the results belong
+    FeedsStage  a batch of several requests: put together in memory of its own for one run
+
+Runs on: worker main. Source: ONNX Runtime 1.31 Python API (`InferenceSession.run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnxruntime as ort
+
+from iskander.contract.rows import RowCopier, Rows
+from iskander.contract.strings import (
+    split_strings,
+    string_lengths,
+    string_ranges,
+    strings_to_body,
+)
+from iskander.contract.tensors import TensorSpec
+from iskander.errors import ExecutionFailed
+from iskander.wire.messages import Slice
+from iskander_worker.tensors import memory, packed, plain
+
+if TYPE_CHECKING:
+    from iskander_worker.session import Session
+
+BFLOAT16 = 16
+"""As ONNX numbers it; NumPy has none, so the runtime is told."""
+
+
+class Feeds:
+    """One batch whose inputs and results lie in two bodies.
+
+    Args:
+        runtime: The runtime's session.
+        inputs: Columns of the inputs' body.
+        outputs: Columns of the results' body.
+        rows: Of the batch.
+        input_address: Where the inputs' body begins, checked to be whole.
+        output_address: Where the results' body is to begin.
+    """
+
+    own_bytes = 0
+
+    def __init__(
+        self,
+        runtime: ort.InferenceSession,
+        inputs: RowCopier,
+        outputs: RowCopier,
+        *,
+        rows: int,
+        input_address: int,
+        output_address: int,
+    ) -> None:
+        self._runtime = runtime
+        self._inputs = inputs
+        self._outputs = outputs
+        self._rows = rows
+        self._input_address = input_address
+        self._output_address = output_address
+
+    def run(self, options: ort.RunOptions) -> None:
+        """Compute the batch.
+
+        Args:
+            options: Of this run; it is given up, between nodes, when `terminate` is set on them.
+
+        Raises:
+            ExecutionFailed: The runtime refused, or an output is not as the contract says.
+        """
+        specs = self._outputs.specs
+        feeds = self._feeds()
+        try:
+            tensors = self._runtime.run([spec.tensor for spec in specs], feeds, options)
+        except Exception as error:
+            raise ExecutionFailed(plain(error)) from None
+        offsets, length = self._outputs.layout(self._rows)
+        body = memory(self._output_address, length)
+        columns = []
+        for spec, offset, tensor in zip(specs, offsets, tensors, strict=True):
+            wanted = (self._rows, *spec.shape)
+            if tensor.shape != wanted:
+                raise ExecutionFailed(
+                    f"output `{spec.tensor}` has the shape {list(tensor.shape)} for this batch, "
+                    f"and the contract says {list(wanted)}"
+                )
+            target = body[offset : offset + spec.buffer_bytes(self._rows)]
+            if spec.is_string:
+                column = np.frombuffer(_column(spec, tensor), np.uint8)
+                columns.append(column[len(target) :])
+                target[:] = column[: len(target)]
+            elif spec.type.dtype_name == "bool":
+                target[:] = packed(tensor)
+            else:
+                target.view(tensor.dtype)[:] = tensor.reshape(-1)
+        lengths = [len(column) for column in columns]
+        ranges, _ = string_ranges(specs, self._rows, lengths, offsets)
+        for (start, stop), column in zip(ranges, columns, strict=True):
+            body[start:stop] = column
+
+    def _feeds(self) -> dict[str, Any]:
+        """The inputs by name."""
+        rows = self._rows
+        specs = self._inputs.specs
+        offsets, length = self._inputs.layout(rows)
+        lengths = string_lengths(specs, rows, memory(self._input_address, length).data, offsets)
+        ranges, end = string_ranges(specs, rows, lengths, offsets)
+        body = memory(self._input_address, end)
+        strings = iter(ranges)
+        feeds: dict[str, Any] = {}
+        for spec, offset in zip(specs, offsets, strict=True):
+            raw, shape = body[offset : offset + spec.buffer_bytes(rows)], (rows, *spec.shape)
+            count = rows * spec.elements
+            if spec.is_string:
+                start, stop = next(strings)
+                tensor = _strings(raw.data, body[start:stop].data, count)
+            elif spec.type.dtype_name == "bool":
+                tensor = np.unpackbits(raw, count=count, bitorder="little").view(np.bool_)
+            else:
+                tensor = raw.view(spec.type.dtype.numpy)
+            feeds[spec.tensor] = tensor.reshape(shape)
+            if spec.type.dtype_name == "bfloat16":
+                feeds[spec.tensor] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                    feeds[spec.tensor], BFLOAT16
+                )
+        return feeds
+
+
+class FeedsStage:
+    """Puts a batch together, and hands its results out.
+
+    Attributes:
+        rows: It has room for any number.
+        input_address: Of the batch that was gathered last.
+        output_address: Of its results.
+    """
+
+    rows = 1 << 62
+
+    def __init__(self, session: Session) -> None:
+        self._inputs = session.inputs
+        self._outputs = session.outputs
+        self._input = self._output = np.empty(0, np.uint8)
+
+    @property
+    def input_address(self) -> int:
+        """Where the batch lies."""
+        return self._input.ctypes.data
+
+    @property
+    def output_address(self) -> int:
+        """Where its results belong."""
+        return self._output.ctypes.data
+
+    def gather(self, source: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
+        """Copy the slices' rows one after the other, and fill up to `rows` with the last one."""
+        parts = [
+            (each.rows, Rows(source[each.input_offset :], each.request_rows, each.first))
+            for each in slices
+        ]
+        count, (body, laid_out, first) = parts[-1]
+        last = Rows(body, laid_out, first + count - 1)
+        missing = rows - sum(each.rows for each in slices)
+        self._input = np.asarray(_whole(self._inputs.join(parts + missing * [(1, last)])))
+        self._output = np.zeros(self._outputs.layout(rows)[1], np.uint8)
+
+    def scatter(self, target: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
+        """Copy to every slice its own results."""
+        at = 0
+        for each in slices:
+            part = (each.rows, Rows(self._output.data, rows, at))
+            body = _whole(self._outputs.join([part]))
+            target[each.output_offset : each.output_offset + len(body)] = body
+            at += each.rows
+
+
+def _column(spec: TensorSpec, tensor: np.ndarray) -> bytes:
+    """A tensor of strings as a column of a body, each found to have room."""
+    strings = [text.encode() for text in tensor.reshape(-1)]
+    longest = max(map(len, strings), default=0)
+    if longest > spec.string_bytes:
+        raise ExecutionFailed(
+            f"output `{spec.tensor}` has a string of {longest} bytes, and result_string_bytes of "
+            f"the model is {spec.string_bytes}: raise it"
+        )
+    return strings_to_body(strings)
+
+
+def _strings(offsets: memoryview, joined: memoryview, count: int) -> np.ndarray:
+    tensor = np.empty(count, np.object_)
+    tensor[:] = [text.decode() for text in split_strings(offsets, joined, count)]
+    return tensor
+
+
+def _whole(steps: Generator[None, None, memoryview]) -> memoryview:
+    """Take every step; nobody else has a turn here."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            body: memoryview = end.value
+            return body
