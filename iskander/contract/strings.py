@@ -70,7 +70,7 @@ def string_ranges(
     return ranges, end
 
 
-def strings_to_body(strings: Sequence[bytes]) -> bytes:
+def strings_to_body(strings: Sequence[bytes | memoryview]) -> bytes:
     """A column of strings in one piece: their offsets, and their bytes right behind.
 
     Raises:

@@ -1,20 +1,25 @@
 """Tensors by name, held against a contract: a request's rows going in, results going out.
 
 What clients of tensor protocols send; record batches come by `flight_plan` and `flight_codec`.
-A tensor's elements lie row by row, little-endian, a boolean in a byte of its own.
+A tensor's elements lie row by row, little-endian, a boolean in a byte of its own; strings in one
+piece, as `strings_to_body` makes it.
 
 Runs on: gateway loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from iskander.config import LimitsConfig
+from iskander.contract.dtypes import OFFSET_BYTES
+from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
+from iskander.gateway.texts import require_string_bytes, require_strings
 
 
 class Tensor(NamedTuple):
@@ -36,7 +41,8 @@ class Offered(NamedTuple):
     """What a request wants computed.
 
     Attributes:
-        tensors: Bytes of each of the contract's inputs, in its order, as Arrow buffers have them.
+        tensors: Bytes of each of the contract's inputs, in its order, as Arrow buffers have them;
+            then the bytes of each that is strings, whose first buffer has the offsets.
     """
 
     rows: int
@@ -56,6 +62,7 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
         _require_names(contract, tensors)
     rows = -1
     buffers = []
+    strings: list[memoryview] = []
     for spec in contract.inputs:
         tensor = offered.get(spec.tensor)
         if tensor is None:
@@ -66,6 +73,10 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
             _require_limits(rows, tensors, limits)
         if tensor.shape != (rows, *spec.shape) or tensor.datatype != spec.type.dtype.oip:
             raise _misfit(spec, tensor, rows)
+        if spec.is_string:
+            buffers.append(_offsets(spec, tensor))
+            strings.append(tensor.data[len(buffers[-1]) :])
+            continue
         wanted = rows * spec.elements * _element_bytes(spec)
         if len(tensor.data) != wanted:
             raise MalformedInput(
@@ -74,19 +85,48 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
                 tensor=spec.tensor,
             )
         buffers.append(_packed(tensor.data) if _is_bits(spec) else tensor.data)
-    return Offered(rows, buffers)
+    if strings:
+        require_string_bytes(sum(map(len, strings)), limits)
+    return Offered(rows, buffers + strings)
 
 
 def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor]:
-    """The results in a body, each under the name of its tensor; no copy but of booleans."""
+    """The results in a body, each under its tensor's name; a copy of booleans and strings only."""
     view = memoryview(body)
     given = []
-    for spec, offset in zip(contract.outputs, body_layout(contract.outputs, rows)[0], strict=True):
+    offsets = body_layout(contract.outputs, rows)[0]
+    strings: Iterator[tuple[int, int]] | None = None
+    for spec, offset in zip(contract.outputs, offsets, strict=True):
         data = view[offset : offset + spec.buffer_bytes(rows)]
-        if _is_bits(spec):
+        if spec.is_string and rows:
+            if strings is None:
+                lengths = string_lengths(contract.outputs, rows, view, offsets)
+                strings = iter(string_ranges(contract.outputs, rows, lengths, offsets)[0])
+            start, stop = next(strings)
+            data = memoryview(b"".join((data, view[start:stop])))
+        elif _is_bits(spec):
             data = _unpacked(data, rows * spec.elements)
         given.append(Tensor(spec.tensor, spec.type.dtype.oip, (rows, *spec.shape), data))
     return given
+
+
+def _offsets(spec: TensorSpec, tensor: Tensor) -> memoryview:
+    """The offsets of a tensor of strings, which have been found to be true of its bytes.
+
+    Raises:
+        MalformedInput: It has not the offsets and bytes that its shape says.
+        ContractError: A string is not UTF-8.
+    """
+    data, count = tensor.data, tensor.shape[0] * spec.elements
+    offsets = data[: (count + 1) * OFFSET_BYTES]
+    joined = data[len(offsets) :]
+    if int.from_bytes(offsets[count * OFFSET_BYTES :], "little") != len(joined):
+        raise MalformedInput(
+            f"input `{spec.tensor}` has not the {count} strings of the shape {list(tensor.shape)}",
+            tensor=spec.tensor,
+        )
+    require_strings(f"input `{spec.tensor}`", count, offsets, joined)
+    return offsets
 
 
 def _is_bits(spec: TensorSpec) -> bool:

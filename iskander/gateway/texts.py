@@ -7,7 +7,21 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from iskander.errors import ContractError, MalformedInput
+from iskander.config import LimitsConfig
+from iskander.errors import ContractError, LimitExceeded, MalformedInput
+
+
+def require_string_bytes(count: int, limits: LimitsConfig) -> None:
+    """Refuse a batch of too many bytes of strings, whether they go to the model or pass beside it.
+
+    Raises:
+        LimitExceeded: Says how many may be.
+    """
+    if count > limits.string_bytes:
+        raise LimitExceeded(
+            f"a batch's strings may have {limits.string_bytes} bytes, got {count}",
+            wanted=limits.string_bytes,
+        )
 
 
 def require_strings(

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 from support import models, raw
 from support.processes import Gateway, running
 
+from iskander._generated import oip_pb2
 from iskander.client import Client
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded
 
@@ -336,6 +337,49 @@ def test_offsets_that_begin_beyond_zero(gateway: Gateway) -> None:
 
     (got,), _ = raw.read_batches(answer["frames"])
     assert got["y"].to_pylist() == ["bc", "def"]
+
+
+@pytest.mark.parametrize("form", ["raw", "typed"])
+def test_strings_of_the_open_inference_protocol(gateway: Gateway, form: str) -> None:
+    """On the wire each has its length in four bytes before it."""
+    a, b = ["🦎", "", "x"], ["p", "", "é", "q", "r", "s"]
+    request = oip_pb2.ModelInferRequest(model_name="mixed")
+    tensors = (("b", [3, 2], b), ("a", [3], a))
+    for name, shape, strings in tensors:
+        tensor = request.inputs.add(name=name, shape=shape, datatype="BYTES")
+        if form == "typed":
+            tensor.contents.bytes_contents.extend(text.encode() for text in strings)
+        else:
+            request.raw_input_contents.append(wire_strings(strings))
+    flag = request.inputs.add(name="flag", shape=[3], datatype="BOOL")
+    number = request.inputs.add(name="n", shape=[3], datatype="INT64")
+    if form == "typed":
+        flag.contents.bool_contents.extend([True, False, True])
+        number.contents.int64_contents.extend([5, 6, 7])
+    else:
+        numbers = np.array([5, 6, 7], np.int64).tobytes()
+        request.raw_input_contents.extend([b"\1\0\1", numbers])
+
+    with raw.RawClient(gateway.address) as client:
+        answer = client.call(
+            "/inference.GRPCInferenceService/ModelInfer", [request.SerializeToString()]
+        )
+
+    response = oip_pb2.ModelInferResponse.FromString(answer["frames"][0])
+    assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in response.outputs] == [
+        ("first", "BYTES", [3, 2]),
+        ("next", "INT64", [3]),
+        ("second", "BYTES", [3]),
+        ("unflag", "BOOL", [3]),
+    ]
+    first, following, second, unflag = response.raw_output_contents
+    assert (first, second) == (wire_strings(b), wire_strings(a))
+    assert np.frombuffer(following, np.int64).tolist() == [6, 7, 8]
+    assert unflag == b"\0\1\0"
+
+
+def wire_strings(strings: list[str]) -> bytes:
+    return b"".join(len(text.encode()).to_bytes(4, "little") + text.encode() for text in strings)
 
 
 BFLOAT16 = {b"ARROW:extension:name": b"iskander.bfloat16", b"ARROW:extension:metadata": b""}

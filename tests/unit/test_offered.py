@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from iskander.config import LimitsConfig
 from iskander.contract.dtypes import DTYPES, Dtype
+from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway.offered import Tensor, give, take
@@ -157,3 +158,92 @@ def test_results_are_given_in_the_contracts_order_each_from_its_place() -> None:
 
 def test_no_rows_give_empty_tensors() -> None:
     assert [len(each.data) for each in give(CONTRACT, 0, b"")] == [0, 0]
+
+
+# Strings, in one piece as `strings_to_body` makes it.
+
+WORDS = Contract(
+    inputs=(spec("a", "utf8", 2), spec("n", "int8"), spec("b", "binary")),
+    outputs=(spec("c", "utf8"), spec("flag", "bool"), spec("d", "utf8", 2)),
+)
+
+
+def words(name: str, shape: tuple[int, ...], strings: list[bytes]) -> Tensor:
+    return Tensor(name, "BYTES", shape, memoryview(strings_to_body(strings)))
+
+
+def offered_words(rows: int, **changes: Tensor) -> list[Tensor]:
+    tensors = {
+        "a": words("a", (rows, 2), [b"%d" % index for index in range(2 * rows)]),
+        "n": tensor("n", "INT8", np.arange(rows, dtype=np.int8)),
+        "b": words("b", (rows,), ["é".encode() * index for index in range(rows)]),
+    }
+    return list((tensors | changes).values())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 12])
+def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
+    """The bytes of all of them come behind every input's own buffer."""
+    tensors = offered_words(rows)
+
+    a, n, b, a_bytes, b_bytes = take(WORDS, tensors, LIMITS).tensors
+
+    assert bytes(a) + bytes(a_bytes) == bytes(tensors[0].data)
+    assert bytes(n) == bytes(tensors[1].data)
+    assert bytes(b) + bytes(b_bytes) == bytes(tensors[2].data)
+    assert (len(a), len(b)) == (4 * (2 * rows + 1), 4 * (rows + 1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words_of_it"),
+    [
+        (words("b", (2,), [b"\xff", b""]), ContractError, "input `b`: Invalid UTF8"),
+        (words("b", (2,), [b"x"]), MalformedInput, "`b` has not the 2 strings"),
+        (words("b", (2,), [b"x", b"y", b"z"]), MalformedInput, "`b` has not the 2 strings"),
+        (
+            words("b", (2, 1), [b"x", b"y"]),
+            ContractError,
+            r"wanted BYTES \[2\], got BYTES \[2, 1\]",
+        ),
+        (tensor("b", "UINT8", np.zeros(2, np.uint8)), ContractError, "wanted BYTES"),
+        (Tensor("b", "BYTES", (2,), memoryview(b"")), MalformedInput, "too small"),
+        (
+            Tensor("b", "BYTES", (2,), memoryview(np.array([0, 2, 1], np.int32)).cast("B")),
+            MalformedInput,
+            "`b` has not the 2 strings",
+        ),
+        (words("b", (2,), [b"x" * 500, b"y" * 501]), LimitExceeded, "strings may have 1000 bytes"),
+    ],
+)
+def test_strings_are_refused(changed: Tensor, error: type[IskanderError], words_of_it: str) -> None:
+    limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1000)
+
+    with pytest.raises(error, match=words_of_it):
+        take(WORDS, offered_words(2, b=changed), limits)
+
+
+def test_as_many_bytes_of_strings_as_may_be() -> None:
+    limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1004)
+
+    take(WORDS, offered_words(2, b=words("b", (2,), [b"x" * 500, b"y" * 500])), limits)
+
+
+def test_strings_are_given_in_one_piece_each() -> None:
+    """From a body with a boolean between two of them, and what is behind it is not theirs."""
+    c, d = strings_to_body([b"one", b""]), strings_to_body([b"p", b"qq", b"", "é".encode()])
+    body = b"".join(
+        each + bytes(-len(each) % 64) for each in (c[:12], b"\x02", d[:20], c[12:], d[20:])
+    )
+
+    first, flag, second = give(WORDS, 2, body + b"others")
+
+    assert body_to_strings(first.data, 2) == [b"one", b""]
+    assert bytes(flag.data) == b"\0\1"
+    assert body_to_strings(second.data, 4) == [b"p", b"qq", b"", "é".encode()]
+    assert (second.datatype, second.shape) == ("BYTES", (2, 2))
+
+
+def test_no_rows_are_no_strings() -> None:
+    first, _, second = give(WORDS, 0, b"")
+
+    assert body_to_strings(first.data, 0) == body_to_strings(second.data, 0) == []

@@ -40,7 +40,7 @@ from iskander.gateway.frontends.flight_plan import (
     Reply,
     require_header,
 )
-from iskander.gateway.texts import require_strings
+from iskander.gateway.texts import require_string_bytes, require_strings
 from iskander.memory.pieces import WHOLE_BYTES
 
 CHECKED_HEADER_BYTES_MAX = 4096
@@ -236,10 +236,7 @@ class StreamCodec:
 
     def _require_strings(self, columns: list[Column], batch: ipc.Batch) -> None:
         total = sum(batch.buffers[2 * (column.values_buffer + 1) + 1] for column in columns)
-        if total > self._limits.string_bytes:
-            raise LimitExceeded(
-                f"a batch's strings may have {self._limits.string_bytes} bytes, got {total}"
-            )
+        require_string_bytes(total, self._limits)
 
 
 def _plain_frame(arrived: Arrived, results: bytes | memoryview) -> Parts:

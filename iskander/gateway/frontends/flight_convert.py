@@ -22,6 +22,7 @@ from iskander.gateway import ipc
 from iskander.gateway.arrow_types import is_string, leaf_of, to_arrow
 from iskander.gateway.frontends.flight_data import Parts, data_head
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.texts import require_string_bytes
 
 DICTIONARY_PARTS_MAX = 256
 """A dictionary and the deltas to it; every batch after them reads them all."""
@@ -153,10 +154,7 @@ class Converter:
             _decoded_bytes(column) if name in inputs else _string_bytes(column)
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
         )
-        if strings > self._limits.string_bytes:
-            raise LimitExceeded(
-                f"a batch's strings may have {self._limits.string_bytes} bytes, got {strings}"
-            )
+        require_string_bytes(strings, self._limits)
 
 
 def require_bytes(count: int, limits: LimitsConfig) -> None:

@@ -6,14 +6,16 @@ Pure. Source: Open Inference Protocol v2, `ModelInferRequest`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
+from iskander.contract.strings import strings_to_body
 from iskander.errors import ContractError, MalformedInput, Unsupported
 from iskander.gateway.frontends.flight_terms import SaidTerms
-from iskander.gateway.frontends.oip_tensors import raw_of
+from iskander.gateway.frontends.oip_tensors import STRINGS, raw_of, split_strings
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.offered import Tensor
 
@@ -99,9 +101,9 @@ def tensors_of(asked: Asked, raw: list[memoryview]) -> list[Tensor]:
             raise MalformedInput(
                 f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
             )
-        return [Tensor(*described, data) for described, data in zip(inputs, raw, strict=True)]
+        return [_tensor(*described, data) for described, data in zip(inputs, raw, strict=True)]
     return [
-        Tensor(*described, contents.get(place, _NOTHING)) for place, described in enumerate(inputs)
+        _tensor(*described, contents.get(place, _NOTHING)) for place, described in enumerate(inputs)
     ]
 
 
@@ -112,6 +114,12 @@ def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
         choice = parameter.WhichOneof("parameter_choice")
         read[name] = None if choice is None else getattr(parameter, choice)
     return read
+
+
+def _tensor(name: str, datatype: str, shape: tuple[int, ...], raw: memoryview) -> Tensor:
+    if datatype == STRINGS:
+        raw = memoryview(strings_to_body(split_strings(raw, prod(shape))))
+    return Tensor(name, datatype, shape, raw)
 
 
 _NOTHING = memoryview(b"")
