@@ -83,6 +83,9 @@ class Client:
     ) -> pa.Table:
         """Score one batch, or a table batch by batch.
 
+        Strings come back as `utf8` or `binary`, as the contract says. bfloat16 comes and goes as
+        uint16 in a field with the metadata `ARROW:extension:name` = `iskander.bfloat16`.
+
         Raises:
             IskanderError: As the server named it.
         """

@@ -89,7 +89,9 @@ class LimitsConfig(_Section, frozen=True, kw_only=True):
     bytes: Annotated[int, Positive, Meta(description="Bytes of a batch, decompressed.")] = 64 * MIB
     columns: Annotated[int, Positive, Meta(description="Columns of a batch.")] = 1024
     string_bytes: Annotated[
-        int, Positive, Meta(description="Bytes in the string and binary columns of a batch.")
+        int,
+        Positive,
+        Meta(description="Bytes in a batch's strings: inputs and what passes beside them."),
     ] = 16 * MIB
     nesting: Annotated[
         int, Meta(ge=1, le=64, description="Depth of a column's type; a primitive has 1.")

@@ -71,20 +71,22 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
         if rows < 0 and tensor.shape:
             rows = tensor.shape[0]
             _require_limits(rows, tensors, limits)
-        if tensor.shape != (rows, *spec.shape) or tensor.datatype != spec.type.dtype.oip:
+        dtype = spec.type.dtype
+        bits = dtype.arrow_bits
+        if tensor.shape != (rows, *spec.shape) or tensor.datatype != dtype.oip:
             raise _misfit(spec, tensor, rows)
-        if spec.is_string:
+        if not bits:
             buffers.append(_offsets(spec, tensor))
             strings.append(tensor.data[len(buffers[-1]) :])
             continue
-        wanted = rows * spec.elements * _element_bytes(spec)
+        wanted = rows * spec.elements * max(bits // 8, 1)
         if len(tensor.data) != wanted:
             raise MalformedInput(
                 f"input `{spec.tensor}` of the shape {list(tensor.shape)} has {wanted} bytes as "
                 f"{tensor.datatype}, got {len(tensor.data)}",
                 tensor=spec.tensor,
             )
-        buffers.append(_packed(tensor.data) if _is_bits(spec) else tensor.data)
+        buffers.append(_packed(tensor.data) if bits == 1 else tensor.data)
     if strings:
         require_string_bytes(sum(map(len, strings)), limits)
     return Offered(rows, buffers + strings)
@@ -98,15 +100,16 @@ def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor
     strings: Iterator[tuple[int, int]] | None = None
     for spec, offset in zip(contract.outputs, offsets, strict=True):
         data = view[offset : offset + spec.buffer_bytes(rows)]
-        if spec.is_string and rows:
+        dtype = spec.type.dtype
+        if not dtype.arrow_bits and rows:
             if strings is None:
                 lengths = string_lengths(contract.outputs, rows, view, offsets)
                 strings = iter(string_ranges(contract.outputs, rows, lengths, offsets)[0])
             start, stop = next(strings)
             data = memoryview(b"".join((data, view[start:stop])))
-        elif _is_bits(spec):
+        elif dtype.arrow_bits == 1:
             data = _unpacked(data, rows * spec.elements)
-        given.append(Tensor(spec.tensor, spec.type.dtype.oip, (rows, *spec.shape), data))
+        given.append(Tensor(spec.tensor, dtype.oip, (rows, *spec.shape), data))
     return given
 
 
@@ -127,14 +130,6 @@ def _offsets(spec: TensorSpec, tensor: Tensor) -> memoryview:
         )
     require_strings(f"input `{spec.tensor}`", count, offsets, joined)
     return offsets
-
-
-def _is_bits(spec: TensorSpec) -> bool:
-    return spec.type.dtype.arrow_bits == 1
-
-
-def _element_bytes(spec: TensorSpec) -> int:
-    return max(spec.type.dtype.arrow_bits // 8, 1)
 
 
 def _packed(data: memoryview) -> memoryview:

@@ -162,11 +162,7 @@ class StreamCodec:
     def take(self, arrived: Arrived, results: bytes | memoryview) -> Parts | Unrendered:
         """What `frames` wants of a batch's results: the finished message, for a plain response."""
         if self.plan.is_response_plain:
-            if isinstance(arrived.reply, Passed):
-                results = results or bytes(body_layout(self.plan.contract.outputs, 0)[1])
-                reply = _reply(self.plan, arrived.rows, arrived.reply, results)
-                arrived = arrived._replace(reply=reply)
-            return _plain_frame(arrived, results)
+            return _plain_frame(self.plan, arrived, results)
         return Unrendered(arrived, results)
 
     def frames(self, taken: Parts | Unrendered) -> list[Parts]:
@@ -239,7 +235,7 @@ class StreamCodec:
         require_string_bytes(total, self._limits)
 
 
-def _plain_frame(arrived: Arrived, results: bytes | memoryview) -> Parts:
+def _plain_frame(plan: Plan, arrived: Arrived, results: bytes | memoryview) -> Parts:
     """The response to a plain batch.
 
     Layout:
@@ -247,15 +243,19 @@ def _plain_frame(arrived: Arrived, results: bytes | memoryview) -> Parts:
         64-byte boundary.
     """
     reply, body = arrived.reply, arrived.body
-    assert isinstance(reply, Reply)
+    if not isinstance(reply, Reply):
+        assert reply is not None
+        # Of no rows nothing was computed, and a column of strings has an offset all the same.
+        results = results or bytes(body_layout(plan.contract.outputs, 0)[1])
+        reply = _reply(plan, arrived.rows, reply, results)
     assert len(results) == reply.results_bytes
     head = reply.head
     if arrived.app_metadata:
         head = data_head(reply.header, arrived.app_metadata, reply.body_bytes)
-    if not reply.passed.ranges:
+    if not reply.ranges:
         return head, results
     passed: list[bytes | memoryview] = []
-    for start, stop, padding in reply.passed.ranges:
+    for start, stop, padding in reply.ranges:
         passed += (body[start:stop], padding)
     return head, results, *passed
 
@@ -300,7 +300,7 @@ def _reply(plan: Plan, rows: int, passed: Passed, results: bytes | memoryview) -
     end = results_bytes + passed.length_bytes
     assert plan.template is not None
     header = bytes(plan.template.render(rows, passed.nodes + nodes, behind + buffers, end))
-    return Reply(header, data_head(header, b"", end), results_bytes, passed, end)
+    return Reply(header, data_head(header, b"", end), results_bytes, passed.ranges, end)
 
 
 def _require_apart(total: int, body: memoryview) -> None:

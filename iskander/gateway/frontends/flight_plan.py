@@ -75,12 +75,13 @@ class Reply(NamedTuple):
     Attributes:
         head: All of the message but its body, for a batch without `app_metadata`.
         results_bytes: Of the body that the worker leaves, which comes first.
+        ranges: Of what is passed through.
     """
 
     header: bytes
     head: bytes
     results_bytes: int
-    passed: Passed
+    ranges: list[tuple[int, int, bytes]]
     body_bytes: int
 
 
