@@ -162,13 +162,29 @@ def test_a_column_of_any_kind_of_strings(client: Client, model: str, kind: pa.Da
 
 def test_dictionaries_and_slices(client: Client) -> None:
     encoded = pa.array(["b", "a", "b", "b"]).dictionary_encode()
+    views = pa.DictionaryArray.from_arrays(
+        pa.array([1, 0, 1, 1], pa.int8()), pa.array(["a", "b"], pa.string_view())
+    )
     sliced = pa.array(["no", "yes", "maybe", "no"])[1:3]
 
     (first,) = client.stream("echo", [pa.record_batch({"x": encoded})])
+    (same,) = client.stream("echo", [pa.record_batch({"x": views})])
     (second,) = client.stream("echo", [pa.record_batch({"x": sliced})])
 
-    assert first["y"].to_pylist() == ["b", "a", "b", "b"]
+    assert first["y"].to_pylist() == same["y"].to_pylist() == ["b", "a", "b", "b"]
     assert second["y"].to_pylist() == ["yes", "maybe"]
+
+
+def test_a_dictionary_of_lists_of_strings(client: Client) -> None:
+    sent = batch_of(4)
+    indices = pa.array([3, 3, 0, 1], pa.int8())
+    encoded = pa.DictionaryArray.from_arrays(indices, sent["b"])
+    encoded = sent.set_column(sent.schema.get_field_index("b"), "b", encoded)
+    plain = sent.set_column(sent.schema.get_field_index("b"), "b", sent["b"].take(indices))
+
+    (got,) = client.stream("mixed", [encoded])
+
+    assert_computed(plain, got)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 50])
@@ -299,11 +315,18 @@ def test_nulls_are_refused(client: Client) -> None:
 def test_too_many_bytes_of_strings(client: Client) -> None:
     """Both sides of the limit; as they come, and when a dictionary is looked up."""
     just, over = ["y" * 32] * 128, ["y" * 32] * 129
-    texts = pa.array(over).dictionary_encode()
+    others = [pa.array(over).dictionary_encode(), pa.array(over).cast(pa.large_utf8())]
+    # All of them are the same 32 bytes; of a view's 16, those after its length say where.
+    view = np.array([32, int.from_bytes(b"yyyy", "little"), 0, 0], np.int32).tobytes()
+    views = [None, pa.py_buffer(view * 129), pa.py_buffer(b"y" * 32)]
+    others += [pa.Array.from_buffers(pa.string_view(), 129, views)]
+    views_once = pa.Array.from_buffers(pa.string_view(), 1, views)
+    indices = pa.array([0] * 129, pa.int8())
+    others += [pa.DictionaryArray.from_arrays(indices, views_once)]
 
     (got,) = client.stream("echo", [pa.record_batch({"x": just})])
     assert got["y"].to_pylist() == just
-    for refused in (pa.array(over), pa.array(over, pa.large_utf8()), texts):
+    for refused in (pa.array(over), *others):
         with pytest.raises(LimitExceeded, match=f"may have {STRING_BYTES_MAX} bytes, got 4128"):
             list(client.stream("echo", [pa.record_batch({"x": refused})]))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -87,9 +88,7 @@ class Converter:
             columns = []
             for field in plan.plain_schema:
                 column = read.column(field.name)
-                if pa.types.is_dictionary(column.type):
-                    column = column.dictionary_decode()
-                columns.append(column if column.type == field.type else column.cast(field.type))
+                columns.append(_plain_column(column, field.type))
             plain = pa.RecordBatch.from_arrays(columns, schema=plan.plain_schema).serialize()
         except (pa.ArrowException, OSError, StopIteration) as error:
             text = str(error).split("\n", 1)[0]
@@ -151,7 +150,7 @@ class Converter:
         require_bytes(sum(buffer.size for buffer in buffers), self._limits)
         inputs = {spec.column for spec in self._plan.contract.inputs}
         strings = sum(
-            _decoded_bytes(column) if name in inputs else _string_bytes(column)
+            _written_bytes(column) if name in inputs else _string_bytes(column)
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
         )
         require_string_bytes(strings, self._limits)
@@ -169,11 +168,37 @@ def require_bytes(count: int, limits: LimitsConfig) -> None:
         )
 
 
-def _decoded_bytes(array: pa.Array) -> int:
-    """Bytes of text and binary values once a dictionary is looked up for every row."""
-    if not pa.types.is_dictionary(array.type) or not _string_bytes(array.dictionary):
-        return _string_bytes(array)
-    return int(pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0)
+def _plain_column(column: pa.Array, wanted: pa.DataType) -> pa.Array:
+    """A column with every value written out, as the type that is plain."""
+    if not pa.types.is_dictionary(column.type):
+        return column if column.type == wanted else column.cast(wanted)
+    if column.type.value_type == wanted:
+        return column.dictionary_decode()
+    return column.dictionary.cast(wanted).take(column.indices)
+
+
+def _written_bytes(array: pa.Array) -> int:
+    """Bytes of an input's strings when each is written out; many may be the same few bytes.
+
+    They are where a dictionary is looked up for every row, and where views see the same buffer.
+    """
+    is_encoded = pa.types.is_dictionary(array.type)
+    leaf = entries = array.dictionary if is_encoded else array
+    while pa.types.is_fixed_size_list(leaf.type):
+        leaf = leaf.values
+    is_view = pa.types.is_string_view(leaf.type) or pa.types.is_binary_view(leaf.type)
+    if not len(leaf) or not (is_view or is_string(leaf.type)):
+        return 0
+    if is_view:
+        # A view is 16 bytes, and its length is the first four of them.
+        views = np.frombuffer(leaf.buffers()[1], np.int32)[4 * leaf.offset :: 4][: len(leaf)]
+        lengths = np.where(leaf.is_valid().to_numpy(zero_copy_only=False), views, 0)
+    else:
+        lengths = pc.fill_null(pc.binary_length(leaf), 0).to_numpy()
+    if is_encoded:
+        of_entry = lengths.reshape(len(entries), -1).sum(axis=1, dtype=np.int64)
+        lengths = of_entry[array.indices.drop_null().to_numpy()]
+    return int(lengths.sum(dtype=np.int64))
 
 
 def _string_bytes(array: pa.Array) -> int:
