@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from onnx import TensorProto
 from support import models
 from support.processes import BIN, running
 
@@ -73,6 +74,8 @@ def test_manifest_is_derived_and_read_back(tmp_path: Path) -> None:
     (ids / "manifest.toml").write_text(text)
     assert run(BIN / "iskander", "manifest", ids) == text
     assert 'column = "x"' in text and 'type = "int64"' in text
+    words = models.identity(tmp_path / "words", TensorProto.STRING, ["rows", 2])
+    assert run(BIN / "iskander", "manifest", words).count('"fixed_size_list<utf8>[2]"') == 2
     assert "no model file" in run(BIN / "iskander", "manifest", tmp_path / "none", code=1)
 
 

@@ -316,19 +316,28 @@ def test_too_many_bytes_of_strings(client: Client) -> None:
     """Both sides of the limit; as they come, and when a dictionary is looked up."""
     just, over = ["y" * 32] * 128, ["y" * 32] * 129
     others = [pa.array(over).dictionary_encode(), pa.array(over).cast(pa.large_utf8())]
-    # All of them are the same 32 bytes; of a view's 16, those after its length say where.
-    view = np.array([32, int.from_bytes(b"yyyy", "little"), 0, 0], np.int32).tobytes()
-    views = [None, pa.py_buffer(view * 129), pa.py_buffer(b"y" * 32)]
-    others += [pa.Array.from_buffers(pa.string_view(), 129, views)]
-    views_once = pa.Array.from_buffers(pa.string_view(), 1, views)
-    indices = pa.array([0] * 129, pa.int8())
-    others += [pa.DictionaryArray.from_arrays(indices, views_once)]
 
     (got,) = client.stream("echo", [pa.record_batch({"x": just})])
     assert got["y"].to_pylist() == just
     for refused in (pa.array(over), *others):
         with pytest.raises(LimitExceeded, match=f"may have {STRING_BYTES_MAX} bytes, got 4128"):
             list(client.stream("echo", [pa.record_batch({"x": refused})]))
+
+
+@pytest.mark.parametrize("kind", ["views", "dictionary", "dictionary of views"])
+def test_a_few_bytes_that_would_be_gigabytes(client: Client, kind: str) -> None:
+    """Every row is the same string; refused by what it would be, before it is made."""
+    rows, length = 600_000, 4_000
+    # Of a view's 16 bytes those after its length say what it begins with, and where it is.
+    view = np.array([length, int.from_bytes(b"yyyy", "little"), 0, 0], np.int32).tobytes()
+    buffers = [None, pa.py_buffer(view * rows), pa.py_buffer(b"y" * length)]
+    column = pa.Array.from_buffers(pa.string_view(), rows, buffers)
+    if kind != "views":
+        once = column[:1] if kind == "dictionary of views" else pa.array(["y" * length])
+        column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int8), once)
+
+    with pytest.raises(LimitExceeded, match=f"bytes, got {rows * length}"):
+        list(client.stream("echo", [pa.record_batch({"x": column})]))
 
 
 def test_another_type_is_not_a_string(client: Client) -> None:

@@ -7,16 +7,25 @@ import struct
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.intake import Nobody, admit, in_loop
+from support.lanes import lane_of
 
+from iskander.clock import now_ns
 from iskander.contract import rows as rows_module
 from iskander.contract import strings as strings_module
 from iskander.contract.rows import RowCopier, Rows
 from iskander.contract.strings import body_to_strings, strings_to_body
-from iskander.contract.tensors import ALIGNMENT, ColumnType, TensorSpec
+from iskander.contract.tensors import ALIGNMENT, ColumnType, Contract, TensorSpec
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded, MalformedInput
+from iskander.gateway.arrow_types import input_schema
+from iskander.gateway.intake import Intake
+from iskander.gateway.lanes.layout import Layouts
+from iskander.gateway.lanes.request import Request
+from iskander.gateway.supervision.workers import Place, Worker
 from iskander.gateway.texts import require_strings
 
 KINDS = ["utf8", "binary", "bool", "int64", "int8", "bfloat16"]
@@ -85,6 +94,47 @@ def test_rows_of_several_bodies_make_one(
 
     assert bytes(joined) == body_of(specs, wanted)
     assert joined.nbytes == copier.string_ranges(joined, sum(count for count, _ in parts))[1]
+
+
+@in_loop
+async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
+    """Read by pyarrow as it lies in the arena, and its lease is as long as its strings."""
+    contract = Contract(
+        inputs=(text_spec("a"), TensorSpec("n", "n", ColumnType("int64"), ()), text_spec("b", 2)),
+        outputs=(TensorSpec("y", "y", ColumnType("float32"), ()),),
+    )
+    lane = lane_of(contract=contract)
+    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    intake = Intake(1 << 16, 0)
+    pairs = pa.FixedSizeListArray.from_arrays(pa.array(["", "q", "é", "r", "s", "tt"]), 2)
+    batch = pa.record_batch(
+        [pa.array(["one", "", "🦎"]), pa.array([1, 2, 3]), pairs], schema=input_schema(contract)
+    )
+    (_, a, a_bytes), (_, n), (_, _, b, b_bytes) = (column.buffers() for column in batch.columns)
+    lengths = ((a, 16), (n, 24), (b, 28), (a_bytes, 7), (b_bytes, 8))
+    tensors = [memoryview(buffer).cast("B")[:length] for buffer, length in lengths]
+    request = Request(lane, Nobody(), 3, tensors, arrived_ns=now_ns())
+
+    await admit(intake, request)
+
+    assert request.lease is not None
+    lease = request.lease
+    assert lease.length_bytes >= request.input_bytes == len(request.layout.header) + 5 * 64
+    raw = intake.segment.view[lease.offset : lease.offset + request.input_bytes]
+    assert pa.ipc.read_record_batch(pa.py_buffer(raw), batch.schema).equals(batch)
+    raw.release()
+    intake.close()
+
+
+def test_rows_whose_results_no_offsets_could_say() -> None:
+    """Both sides of the limit: refused when the request is made, and not when it has run."""
+    spec = TensorSpec("y", "y", ColumnType("utf8"), (2,), False, 1 << 20)
+    inputs = (TensorSpec("x", "x", ColumnType("int8"), ()),)
+    layouts = Layouts(Contract(inputs, (spec,)))
+
+    assert layouts.of(1023).output_bytes == 8192 + (1023 << 21)
+    with pytest.raises(LimitExceeded, match="1024 rows may make 2048 strings of 1048576 bytes"):
+        layouts.of(1024)
 
 
 def test_every_part_is_a_step_of_its_own() -> None:
@@ -160,8 +210,8 @@ def test_strings_that_a_model_can_take() -> None:
     require_strings("input `x`", 0, b"", b"")
 
 
-def text_spec() -> TensorSpec:
-    return TensorSpec("x", "x", ColumnType("utf8"), ())
+def text_spec(name: str = "x", *shape: int) -> TensorSpec:
+    return TensorSpec(name, name, ColumnType("utf8", shape), shape)
 
 
 def joined_by(copier: RowCopier, parts: list[tuple[int, Rows]]) -> memoryview:
