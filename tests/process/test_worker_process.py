@@ -317,11 +317,21 @@ def test_booleans_are_bits_outside_and_bytes_inside(
     assert np.unpackbits(bits, count=11, bitorder="little").tolist() == (~values).tolist()
 
 
+def sequence_of(folder: Path) -> Path:
+    """The rows of `x` as a sequence, which no column is."""
+    return models.save(
+        folder,
+        [helper.make_node("SplitToSequence", ["x"], ["y"], keepdims=0)],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows"])],
+        [helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)],
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda folder: folder, "no model file"),
-        (lambda folder: models.identity(folder, TensorProto.STRING, ["rows"]), "tensor(string)"),
+        (sequence_of, "seq(tensor(float))"),
         (lambda folder: models.identity(folder, TensorProto.FLOAT, ["rows", "k"]), "first axis"),
     ],
 )

@@ -17,6 +17,7 @@ from support.processes import Gateway, running
 from iskander._generated import oip_pb2
 from iskander.client import Client
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded
+from iskander.gateway.arrow_types import BFloat16
 
 STRING_BYTES_MAX = 4096
 RESULT_BYTES = 64
@@ -72,6 +73,26 @@ def cast(folder: Path, source: int, target: int) -> Path:
     )
 
 
+def halved(folder: Path) -> Path:
+    """A string and a bfloat16 in; the string, and the number as a float, out."""
+    string, half, single = TensorProto.STRING, TensorProto.BFLOAT16, TensorProto.FLOAT
+    return models.save(
+        folder,
+        [
+            helper.make_node("Identity", ["s"], ["t"]),
+            helper.make_node("Cast", ["x"], ["y"], to=single),
+        ],
+        [
+            helper.make_tensor_value_info("s", string, ["rows"]),
+            helper.make_tensor_value_info("x", half, ["rows"]),
+        ],
+        [
+            helper.make_tensor_value_info("y", single, ["rows"]),
+            helper.make_tensor_value_info("t", string, ["rows"]),
+        ],
+    )
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("strings")
@@ -91,6 +112,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         "number": (cast(folder / "number", string, TensorProto.INT64), {}),
         "text": (cast(folder / "text", TensorProto.INT64, string), {}),
         "half": (models.identity(folder / "half", bfloat16, ["rows", 2]), {"max_batch_rows": 5}),
+        "halved": (halved(folder / "halved"), {"max_batch_rows": 3}),
         "widened": (cast(folder / "widened", bfloat16, TensorProto.FLOAT), {}),
     }
     served = [
@@ -427,7 +449,10 @@ def wire_strings(strings: list[str]) -> bytes:
     return b"".join(len(text.encode()).to_bytes(4, "little") + text.encode() for text in strings)
 
 
-BFLOAT16 = {b"ARROW:extension:name": b"iskander.bfloat16", b"ARROW:extension:metadata": b""}
+BFLOAT16_METADATA = {
+    b"ARROW:extension:name": b"iskander.bfloat16",
+    b"ARROW:extension:metadata": b"",
+}
 
 
 def halves(values: list[float]) -> np.ndarray:
@@ -438,7 +463,7 @@ def halves(values: list[float]) -> np.ndarray:
 def test_bfloat16_is_named_in_the_schema(gateway: Gateway) -> None:
     """By any Arrow implementation, in a field's metadata; and it comes back so."""
     values = halves([1.5, -2.0, 0.0, float("inf"), 3.0, 1e30] * 4)
-    named = pa.list_(pa.field("item", pa.uint16(), metadata=BFLOAT16), 2)
+    named = pa.list_(pa.field("item", pa.uint16(), metadata=BFLOAT16_METADATA), 2)
     column = pa.FixedSizeListArray.from_arrays(pa.array(values), type=pa.list_(pa.uint16(), 2))
     batch = pa.record_batch([column], ["x"])
     schema = pa.schema([pa.field("x", named)])
@@ -455,15 +480,13 @@ def test_bfloat16_is_named_in_the_schema(gateway: Gateway) -> None:
 
 def test_bfloat16_is_what_the_model_reads(client: Client) -> None:
     values = [1.5, -2.0, 0.0, 3.0]
-    field = pa.field("x", pa.uint16(), metadata=BFLOAT16)
-    schema = pa.ipc.read_schema(pa.schema([field]).serialize())
-    column = pa.array(halves(values))
-    if isinstance(schema.field("x").type, pa.ExtensionType):
-        column = pa.ExtensionArray.from_storage(schema.field("x").type, column)
+    column = pa.ExtensionArray.from_storage(BFloat16(), pa.array(halves(values)))
 
-    (got,) = client.stream("widened", [pa.record_batch([column], schema=schema)])
+    (got,) = client.stream("widened", [pa.record_batch({"x": column})])
+    (both,) = client.stream("halved", [pa.record_batch({"x": column, "s": ["a", "", "é", "b"]})])
 
-    assert got["y"].to_pylist() == values
+    assert got["y"].to_pylist() == both["y"].to_pylist() == values
+    assert both["t"].to_pylist() == ["a", "", "é", "b"]
 
 
 def test_numbers_are_no_bfloat16(client: Client) -> None:
