@@ -293,6 +293,33 @@ class AdminConfig(_Section, frozen=True, kw_only=True):
     ] = "text"
 
 
+class InferentialConfig(_Section, frozen=True, kw_only=True):
+    """The protocol of the package `inferential`, over ZeroMQ."""
+
+    address: Annotated[
+        str,
+        Meta(
+            description="`tcp://HOST:PORT`, `tcp://*:PORT` or `ipc://PATH` for its clients. Port 0 "
+            "takes a free one; empty: none."
+        ),
+    ] = ""
+    errors: Annotated[
+        Literal["silent", "metadata"],
+        Meta(
+            description="What an observation that fails is answered with: nothing, as its clients "
+            "expect, or a reply whose metadata has the keys `error` and `error_code`."
+        ),
+    ] = "silent"
+    newest_wins: Annotated[
+        bool,
+        Meta(
+            description="A client's newer observation for a model replaces its older one that "
+            "still waits, where its metadata does not say."
+        ),
+    ] = False
+    connections: Annotated[int, Positive, Meta(description="Clients connected at once.")] = 1024
+
+
 class ModelConfig(_Section, frozen=True, kw_only=True):
     """One model version to serve."""
 
@@ -364,6 +391,7 @@ class Config(_Section, frozen=True, kw_only=True):
     workers: WorkersConfig = WorkersConfig()
     arena: ArenaConfig = ArenaConfig()
     admin: AdminConfig = AdminConfig()
+    inferential: InferentialConfig = InferentialConfig()
     models: Annotated[
         tuple[ModelConfig, ...], Meta(min_length=1, description="The models to serve.")
     ]

@@ -49,6 +49,44 @@ def require_addresses(config: Config) -> None:
         raise ConfigError(f"admin.address {admin}: wanted HOST:PORT or [IPV6]:PORT")
     if admin in config.addresses and not admin.endswith(":0"):
         raise ConfigError(f"admin.address {admin} is a server.address too: HTTP needs its own port")
+    if config.inferential.address:
+        _require_inferential(config)
+
+
+def zmq_address(address: str) -> str | Path | None:
+    """What a ZeroMQ address stands for: `HOST:PORT`, a path, or None where it is neither.
+
+    `*` is every IPv4 address, as there.
+    """
+    transport, _, where = address.partition("://")
+    if transport == "ipc" and where:
+        return Path(where)
+    where = where.replace("*", "0.0.0.0", 1) if where.startswith("*:") else where
+    return where if transport == "tcp" and is_host_port(where) else None
+
+
+def _require_inferential(config: Config) -> None:
+    address = config.inferential.address
+    where = f"inferential.address {address}"
+    target = zmq_address(address)
+    if target is None:
+        raise ConfigError(f"{where}: wanted tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
+    is_several = config.server.processes > 1
+    if isinstance(target, Path):
+        if is_several:
+            raise ConfigError(
+                f"{where}: a unix socket has one listener; with server.processes above 1 it is "
+                "tcp://HOST:PORT"
+            )
+        if len(os.fsencode(target)) > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(f"{where}: a socket path has at most {SOCKET_PATH_BYTES_MAX} bytes")
+        if not target.is_absolute() or not target.parent.is_dir():
+            raise ConfigError(f"{where}: wanted an absolute path in a folder that is there")
+    elif target.endswith(":0"):
+        if is_several:
+            raise ConfigError(f"{where}: server.processes above 1 share a port, which is not 0")
+    elif target in (*config.addresses, config.admin.address):
+        raise ConfigError(f"{where} is another address of this server: ZeroMQ needs its own port")
 
 
 def is_host_port(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""TCP ports: sockets that are bound, for one process or for several that share a port.
+"""Ports and paths: sockets that are bound, for one process or for several that share a port.
 
 Source: socket(7) (SO_REUSEPORT), ipv6(7) (IPV6_V6ONLY).
 """
@@ -6,7 +6,14 @@ Source: socket(7) (SO_REUSEPORT), ipv6(7) (IPV6_V6ONLY).
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+from pathlib import Path
+
+from iskander.config import ServerConfig
+from iskander.errors import ConfigError
+from iskander.gateway.addresses import owner_of
+from iskander.wire.attach import LockFile
 
 
 async def bind(address: str, *, is_shared: bool) -> list[socket.socket]:
@@ -47,3 +54,48 @@ async def bind(address: str, *, is_shared: bool) -> list[socket.socket]:
 def with_port(address: str, bound: socket.socket) -> str:
     """An address with the port that a socket has."""
     return f"{address.rpartition(':')[0]}:{bound.getsockname()[1]}"
+
+
+class BoundPath:
+    """A unix socket that is bound, and the files that it has.
+
+    Args:
+        path: Where; taken from whoever listened there before and is gone.
+        config: Who is to own it.
+
+    Raises:
+        ConfigError: Another process listens there, or it cannot be given to its owner.
+        OSError: It cannot be bound.
+    """
+
+    def __init__(self, path: Path, config: ServerConfig) -> None:
+        # Whoever binds a path takes it from the one who listens there, without a word.
+        self._lock = LockFile(path.with_name(path.name + ".lock"))
+        if not self._lock.take():
+            raise ConfigError(f"{path}: another process listens there")
+        self._path = path
+        path.unlink(missing_ok=True)
+        self.socket = socket.socket(socket.AF_UNIX)
+        try:
+            self.socket.bind(str(path))
+            _own(path, config)
+        except BaseException:
+            self.socket.close()
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Take the files away."""
+        self._path.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def _own(path: Path, config: ServerConfig) -> None:
+    try:
+        os.chown(path, *owner_of(config))
+        os.chmod(path, int(config.unix_mode, 8))
+    except OSError as error:
+        raise ConfigError(
+            f"server.unix_owner = {config.unix_owner}: the socket cannot be given to them: "
+            f"{error.strerror}"
+        ) from None

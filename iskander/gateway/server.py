@@ -19,6 +19,7 @@ from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.grpc_server import GrpcServer
 from iskander.gateway.frontends.health import HealthService
+from iskander.gateway.frontends.inferential import InferentialService
 from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.intake import Intake
 from iskander.gateway.logs import log_backing
@@ -95,6 +96,13 @@ class Server:
             message_bytes=config.limits.message_bytes,
             streams=config.limits.streams,
         )
+        self._inferential = InferentialService(
+            config,
+            self._models,
+            intake=self._intake,
+            dispatcher=self._dispatcher,
+            recent=self._recent,
+        )
         self._supervisor = Supervisor(
             config,
             places,
@@ -115,6 +123,8 @@ class Server:
             calls=self._desk.calls,
             counts=self._dispatcher.counts,
             loop_lag_ns=self._lag.lag_ns,
+            clients=self._inferential.sessions,
+            outcomes=self._inferential.journal.outcomes,
         )
         self._admin: AdminServer | None = None
         self._admin_address = ""
@@ -144,7 +154,7 @@ class Server:
             await self._supervisor.until_ready()
         if self._member.siblings:
             await self._listen()
-        where = ", ".join(self.addresses)
+        where = ", ".join([*self.addresses, *filter(None, [self._inferential.address])])
         self._is_started = True
         # What lives now lives on: collections need not walk it again.
         gc.collect()
@@ -157,6 +167,7 @@ class Server:
             STATUS=f"serving on {where}",
             X_ISKANDER_ADDRESS=self.addresses[0],
             X_ISKANDER_ADMIN=self._admin_address,
+            X_ISKANDER_INFERENTIAL=self._inferential.address,
             X_ISKANDER_READY=str(int(self._models.is_ready)),
         )
 
@@ -179,12 +190,15 @@ class Server:
             await self._wait_while(lambda: True, self._config.server.lame_duck_s)
         if self._member.siblings:
             self._grpc.close_door()  # New connections are for the siblings.
+            self._inferential.close_door()
         self._flight.drain()
         self._desk.drain()
+        self._inferential.drain()
         log.info("draining %s", self._work())
         if not await self._wait_while(self._has_work, self._config.server.drain_s):
             log.warning("not finished in time: %s", self._work())
         await self._grpc.stop(GRACE_S)
+        await self._inferential.stop(GRACE_S)
         if keeps_workers():
             self._supervisor.let_go()
         else:
@@ -195,6 +209,7 @@ class Server:
     async def abandon(self) -> None:
         """End the workers and release what a failed start had taken."""
         await self._grpc.stop(0)
+        await self._inferential.stop(0)
         await self._supervisor.abandon()
         await self._release()
 
@@ -207,6 +222,7 @@ class Server:
         return collect(self._observed) | {
             "admin_address": self._admin_address,
             "process": self._member.number,
+            "inferential": self._inferential.stats(),
         }
 
     def _on_change(self) -> None:
@@ -219,6 +235,7 @@ class Server:
         self.addresses = await self._grpc.start(
             self._config.server, self._config.addresses, is_shared=bool(self._member.siblings)
         )
+        await self._inferential.start()
 
     async def _wait_while(self, condition: Callable[[], bool], wait_s: float) -> bool:
         """Wait for a condition to end, with news every second; False where it took too long."""
@@ -235,6 +252,7 @@ class Server:
 
     def _has_work(self) -> bool:
         is_asked = self._flight.exchanges or self._desk.calls or self._desk.open
+        is_asked = is_asked or self._inferential.has_work
         return bool(is_asked or self._dispatcher.in_flight or self._queued())
 
     def _queued(self) -> int:

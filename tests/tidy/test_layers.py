@@ -90,6 +90,9 @@ PURE = (
     "iskander/gateway/frontends/oip_terms.py",
     "iskander/gateway/frontends/oip_wire.py",
     "iskander/gateway/offered.py",
+    "iskander/gateway/frontends/inferential_terms.py",
+    "iskander/gateway/frontends/inferential_wire.py",
+    "iskander/gateway/zmtp/frames.py",
 )
 IMPURE = {"socket", "threading", "asyncio", "os", "subprocess", "time"}
 IMPURE |= {f"iskander.clock.{name}" for name in ("now_ns", "wall_ns", "pause_s")}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -21,7 +20,7 @@ import msgspec
 
 from iskander.config import ServerConfig
 from iskander.errors import ConfigError, IskanderError, LimitExceeded
-from iskander.gateway.addresses import owner_of, unix_path
+from iskander.gateway.addresses import unix_path
 from iskander.gateway.frontends import flight, health, oip_service, reflection
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.health import HealthService
@@ -30,8 +29,7 @@ from iskander.gateway.frontends.reflection import ReflectionService
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
-from iskander.gateway.ports import bind, with_port
-from iskander.wire.attach import LockFile
+from iskander.gateway.ports import BoundPath, bind, with_port
 
 log = logging.getLogger("iskander.grpc")
 
@@ -66,8 +64,7 @@ class GrpcServer:
         message_bytes: int,
         streams: int,
     ) -> None:
-        self._locks: list[LockFile] = []
-        self._paths: list[Path] = []
+        self._paths: list[BoundPath] = []
         self._flight_methods = _flight(flight_service)
         self._methods = {
             **self._flight_methods,
@@ -123,26 +120,12 @@ class GrpcServer:
         """Stop listening, and end what is still open after `grace_s`."""
         await self._listener.stop(grace_s)
         for path in self._paths:
-            path.unlink(missing_ok=True)
-        for lock in self._locks:
-            lock.release()
+            path.release()
 
     def _bind_path(self, path: Path, config: ServerConfig) -> socket.socket:
-        # Whoever binds a path takes it from the one who listens there, without a word.
-        lock = LockFile(path.with_name(path.name + ".lock"))
-        if not lock.take():
-            raise ConfigError(f"server.address unix:{path}: another process listens there")
-        self._locks.append(lock)
-        path.unlink(missing_ok=True)
-        listening = socket.socket(socket.AF_UNIX)
-        try:
-            listening.bind(str(path))
-            self._paths.append(path)
-            _own(path, config)
-        except BaseException:
-            listening.close()
-            raise
-        return listening
+        bound = BoundPath(path, config)
+        self._paths.append(bound)
+        return bound.socket
 
     async def _serve(self, call: Call) -> None:
         serve = self._methods.get(call.path)
@@ -255,14 +238,3 @@ def _unary(handler: Callable[[bytes], Awaitable[bytes]]) -> Serve:
         await call.answer(await handler(request))
 
     return _with_request(answer)
-
-
-def _own(path: Path, config: ServerConfig) -> None:
-    try:
-        os.chown(path, *owner_of(config))
-        os.chmod(path, int(config.unix_mode, 8))
-    except OSError as error:
-        raise ConfigError(
-            f"server.unix_owner = {config.unix_owner}: the socket cannot be given to them: "
-            f"{error.strerror}"
-        ) from None

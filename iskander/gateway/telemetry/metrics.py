@@ -41,6 +41,7 @@ ENDS = frozenset(("crash", "hang", "boot_failure", "replaced"))
 BASE_UNITS = ("seconds", "bytes")
 """Units that end a name, as Prometheus wants it."""
 OUTCOMES = ("completed", "withdrawn")
+OBSERVED = ("answered", "late", "unsent")
 
 Source = TypeVar("Source")
 Readings = Iterable[tuple[tuple[str, ...], float | Histogram]]
@@ -193,6 +194,13 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
            _one(lambda observed: len(observed.calls))),
     Metric("iskander_late_messages_total", "counter", "messages", (), "Answers of workers that "
            "nobody waited for any more.", _one(lambda observed: observed.counts["late_messages"])),
+    Metric("iskander_inferential_clients", "gauge", "clients", (), "Clients of Inferential that "
+           "are connected.", _one(lambda observed: len(observed.clients))),
+    Metric("iskander_inferential_observations_total", "counter", "observations", ("outcome",),
+           "Observations by what came of them: answered, late (its deadline had passed), unsent "
+           "(its client had gone), or the code of its error.",
+           lambda observed: [((name,), observed.outcomes.get(name, 0))
+                             for name in sorted({*OBSERVED, *observed.outcomes})]),
     Metric("iskander_input_capacity_bytes", "gauge", "bytes", (), "The input arena.",
            _one(lambda observed: observed.input_arena.capacity_bytes)),
     Metric("iskander_input_leased_bytes", "gauge", "bytes", (), "Leased in the input arena.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,8 @@ class Observed:
         calls: Those of other protocols that are.
         counts: What the dispatcher counts.
         loop_lag_ns: How late the loop was, each time that was looked.
+        clients: Of Inferential, that are connected.
+        outcomes: Of Inferential's observations.
     """
 
     started_ns: int
@@ -47,6 +49,8 @@ class Observed:
     counts: Mapping[str, int]
     loop_lag_ns: Histogram
     calls: Sized = ()
+    clients: Sized = ()
+    outcomes: Mapping[str, int] = field(default_factory=dict)
     input_backing: Backing = NO_MEMORY
 
     @property

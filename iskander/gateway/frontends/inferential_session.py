@@ -1,0 +1,293 @@
+"""One client of Inferential: observations in, replies out, for each model in order.
+
+It has no task of its own for an observation. The connection calls `take`, lane and dispatcher call
+`deliver` or `fail`, and `_write` sends what is next, as far as the client takes it. A bounded
+window of observations is in work; while it is full the client is not read, and so a client that
+floods or does not read costs itself only.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from iskander.clock import NS_PER_MS, now_ns, wall_ns
+from iskander.errors import Draining, IskanderError
+from iskander.gateway.frontends.inferential_terms import read_terms
+from iskander.gateway.frontends.inferential_wire import (
+    Address,
+    Observation,
+    Part,
+    Question,
+    read_observation,
+    read_question,
+    render_error,
+    render_results,
+)
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import NEVER_NS, Request, Terms
+from iskander.gateway.offered import Offered, take
+from iskander.gateway.zmtp.connection import Connection
+
+if TYPE_CHECKING:
+    from iskander.gateway.frontends.inferential import InferentialService
+
+log = logging.getLogger("iskander.inferential")
+
+
+class _Pending(Request):
+    """An observation, from admission until its reply is written.
+
+    Attributes:
+        taken: The results' body; None until it is there.
+        error: Why there will be none.
+        held_bytes: What it keeps of private memory at most: its tensors and its results.
+    """
+
+    __slots__ = ("address", "error", "held_bytes", "is_single", "taken")
+
+    def __init__(
+        self,
+        lane: Lane,
+        caller: Session,
+        offered: Offered,
+        terms: Terms,
+        *,
+        address: Address,
+        is_single: bool,
+    ) -> None:
+        super().__init__(
+            lane, caller, offered.rows, offered.tensors, terms=terms, arrived_ns=now_ns()
+        )
+        self.address = address
+        self.is_single = is_single
+        self.taken: bytes | memoryview | None = None
+        self.error: IskanderError | None = None
+        self.held_bytes = self.layout.input_bytes + self.layout.output_bytes
+
+
+class _Refused:
+    """Stands in the window for an observation that was not taken."""
+
+    __slots__ = ("address", "deadline_ns", "error", "held_bytes", "taken")
+
+    def __init__(self, address: Address, error: IskanderError) -> None:
+        self.address = address
+        self.error = error
+        self.taken = None
+        self.held_bytes = 0
+        self.deadline_ns = NEVER_NS
+
+
+class Session:
+    """One client.
+
+    Args:
+        service: What it is a client of.
+        connection: Of the client.
+        identity: That its socket says; empty where it says none.
+    """
+
+    def __init__(
+        self, service: InferentialService, connection: Connection, identity: bytes
+    ) -> None:
+        self._service = service
+        self._connection = connection
+        self._limits = service.limits
+        self._windows: dict[str, deque[_Pending | _Refused]] = {}
+        self._held = self._held_bytes = 0
+        self._admission: asyncio.Task[None] | None = None
+        self._is_write_due = self._is_lost = False
+        self.name = ""
+        if identity:
+            self._be_called(identity.decode("utf-8", "backslashreplace"))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether observations have to be answered before the next is read."""
+        return (
+            self._admission is not None
+            or self._held >= self._limits.window_batches
+            or self._held_bytes >= self._limits.window_bytes
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something that was taken is not answered."""
+        return bool(self._held or self._admission)
+
+    def take(self, parts: list[Part]) -> None:
+        """Take a message."""
+        service = self._service
+        try:
+            observation = read_observation(parts)
+        except IskanderError as error:
+            # Nobody would know what a reply is for.
+            return service.journal.malformed(error)
+        envelope = observation.envelope
+        if not self.name:
+            self._be_called(envelope.client.id)
+        address = Address(envelope.client.id, envelope.model_id, service.next_response())
+        service.journal.received(self.labels, envelope.timestamp_ns, len(observation.payload))
+        try:
+            self._ask(observation, address)
+        except IskanderError as error:
+            self._refuse(address, error)
+        except Exception:
+            # The observation ends here and the server goes on; the text stays in the log.
+            log.exception("an observation could not be taken")
+            self._refuse(address, IskanderError("the server failed; its log says why"))
+        return None
+
+    def on_room(self) -> None:
+        """The client takes replies again."""
+        self._write()
+
+    def on_lost(self) -> None:
+        """The client is gone: nobody waits for what it asked."""
+        self._is_lost = True
+        if self._admission is not None:
+            self._admission.cancel()
+        for window in self._windows.values():
+            for pending in window:
+                if isinstance(pending, _Pending):
+                    self._service.dispatcher.withdraw(pending)
+                self._service.journal.unsent(self.labels)
+        self._windows.clear()
+        self._held = self._held_bytes = 0
+        self._service.on_left(self)
+
+    def deliver(self, request: Request, results: bytes | memoryview) -> None:
+        """Take the results of one observation, to be sent when its turn comes."""
+        assert isinstance(request, _Pending)
+        request.taken = results
+        self._write_soon()
+
+    def fail(self, request: Request, error: IskanderError) -> None:
+        """Take the failure of one observation, to be told, or not, when its turn comes."""
+        assert isinstance(request, _Pending)
+        request.error = error
+        self._write_soon()
+
+    def _be_called(self, name: str) -> None:
+        self.name = self._service.name_for(self, name)
+        self.labels = {"client": self.name}
+
+    def _ask(self, observation: Observation, address: Address) -> None:
+        service = self._service
+        if service.is_draining:
+            raise Draining("the server is stopping; send it to another", retry_after_ms=0)
+        envelope = observation.envelope
+        terms = read_terms(
+            envelope, self.name, newest_wins=service.config.newest_wins, wall_ns=wall_ns()
+        )
+        name, _, version = address.model.partition("/")
+        lane = service.models.find_loaded(name, version or None)
+        assert lane.contract is not None
+        question: Question = read_question(lane.contract, observation)
+        offered = take(lane.contract, question.tensors, self._limits)
+        pending = _Pending(
+            lane, self, offered, terms, address=address, is_single=question.is_single
+        )
+        if not pending.rows:
+            pending.taken = b""
+            self._enter(pending)
+            self._write_soon()
+        elif service.intake.admit(pending):
+            self._enter(pending)
+            service.dispatcher.submit(pending)
+        else:
+            self._admission = asyncio.get_running_loop().create_task(self._admit_later(pending))
+
+    async def _admit_later(self, pending: _Pending) -> None:
+        try:
+            await self._service.intake.admit_later(pending)
+            self._enter(pending)
+            self._service.dispatcher.submit(pending)
+        except IskanderError as error:
+            self._refuse(pending.address, error)
+        except Exception:
+            log.exception("an observation could not be admitted")
+            self._refuse(pending.address, IskanderError("the server failed; its log says why"))
+        self._admission = None
+        self._connection.resume()
+
+    def _enter(self, pending: _Pending | _Refused) -> None:
+        self._windows.setdefault(pending.address.model, deque()).append(pending)
+        self._held += 1
+        self._held_bytes += pending.held_bytes
+
+    def _refuse(self, address: Address, error: IskanderError) -> None:
+        if self._service.is_silent:
+            self._service.journal.refused(self.labels, address.model, error)
+        else:
+            self._enter(_Refused(address, error))
+            self._write_soon()
+
+    def _write_soon(self) -> None:
+        """Write when this turn of the loop is over: workers get their next batches before that."""
+        if not self._is_write_due and not self._is_lost:
+            self._is_write_due = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        """Send what is there, for each model in order, until the client has to take some first."""
+        self._is_write_due = False
+        for model, window in list(self._windows.items()):
+            while window and not self._connection.is_blocked:
+                pending = window[0]
+                if pending.taken is None and pending.error is None:
+                    break
+                window.popleft()
+                self._held -= 1
+                self._held_bytes -= pending.held_bytes
+                self._answer(pending)
+            if not window:
+                del self._windows[model]
+        if not self._is_lost:
+            self._connection.resume()
+
+    def _answer(self, pending: _Pending | _Refused) -> None:
+        """Send one reply, or none: to a client that has given up it would be the next one's."""
+        journal = self._service.journal
+        error, now = pending.error, now_ns()
+        if error is not None:
+            journal.refused(self.labels, pending.address.model, error)
+        if now > pending.deadline_ns:
+            if error is None:
+                journal.late(self.labels)
+            return
+        if error is not None and self._service.is_silent:
+            return
+        try:
+            reply = (
+                render_error(pending.address, error, wall_ns())
+                if error is not None
+                else self._results(pending, now)
+            )
+        except IskanderError as unsaid:
+            journal.refused(self.labels, pending.address.model, unsaid)
+            if self._service.is_silent:
+                return
+            reply = render_error(pending.address, unsaid, wall_ns())
+        self._connection.send(reply)
+        if error is None:
+            journal.answered()
+
+    @staticmethod
+    def _results(pending: _Pending | _Refused, now: int) -> list[bytes | memoryview]:
+        assert isinstance(pending, _Pending) and pending.taken is not None
+        assert pending.lane.contract is not None
+        return render_results(
+            pending.address,
+            pending.lane.contract,
+            pending.rows,
+            pending.taken,
+            is_single=pending.is_single,
+            latency_ms=(now - pending.sent_ns) / NS_PER_MS if pending.sent_ns else 0.0,
+            wall_ns=wall_ns(),
+        )

@@ -1,0 +1,129 @@
+"""ZMTP 3 as bytes: the greeting, commands and message frames, found and made.
+
+Pure. Source: RFC 37/ZMTP 3.1 (ZeroMQ); a peer of 3.0 differs in nothing that is used here.
+
+Layout:
+    greeting  FF, 8 bytes, 7F | major, minor | mechanism, 20 bytes | is server | 31 bytes
+    frame     flags | length, 1 byte or (LONG) 8, big-endian | body
+    command   a frame with COMMAND; its body is: length of the name, name, data
+    READY     data: for each property: length of the name, name, length of the value (4), value
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MORE, LONG, COMMAND = 1, 2, 4
+GREETING_BYTES = 64
+SIGNATURE_BYTES = 10
+SHORT_BYTES_MAX = 255
+HEAD_BYTES_MAX = 9
+READY, ERROR, PING, PONG = b"READY", b"ERROR", b"PING", b"PONG"
+PING_CONTEXT_BYTES_MAX = 16
+_NULL = b"NULL".ljust(20, b"\0")
+GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _NULL + bytes(32)
+"""Ours: version 3.1, no security."""
+
+
+class BrokenPeer(Exception):
+    """The peer speaks something else, or too much of it; the connection ends."""
+
+
+class Head(NamedTuple):
+    """The beginning of a frame.
+
+    Attributes:
+        length: Of the body, in bytes.
+        end: Where the body begins.
+    """
+
+    flags: int
+    length: int
+    end: int
+
+
+def check_greeting(raw: bytes | memoryview) -> None:
+    """Look at as much of a greeting as has come.
+
+    Raises:
+        BrokenPeer: It is none, or one of another version or with security.
+    """
+    if raw[:1] not in (b"", b"\xff") or (len(raw) >= SIGNATURE_BYTES and not raw[9] & 1):
+        raise BrokenPeer("the peer does not speak ZMTP")
+    if len(raw) > SIGNATURE_BYTES and raw[SIGNATURE_BYTES] < 3:
+        raise BrokenPeer("the peer speaks a ZMTP before 3.0")
+    if len(raw) >= GREETING_BYTES and raw[12:32] != _NULL:
+        raise BrokenPeer("the peer wants security, and there is none here")
+
+
+def read_head(view: memoryview, start: int) -> Head | None:
+    """The frame that begins at `start`; None while its head has not come.
+
+    Raises:
+        BrokenPeer: Flags that there are not.
+    """
+    left = len(view) - start
+    if left < 2:
+        return None
+    flags = view[start]
+    if flags & ~(MORE | LONG | COMMAND) or flags & (MORE | COMMAND) == (MORE | COMMAND):
+        raise BrokenPeer(f"a frame has the flags {flags:#04x}")
+    if not flags & LONG:
+        return Head(flags, view[start + 1], start + 2)
+    if left < HEAD_BYTES_MAX:
+        return None
+    end = start + HEAD_BYTES_MAX
+    return Head(flags, int.from_bytes(view[start + 1 : end], "big"), end)
+
+
+def head(length: int, flags: int) -> bytes:
+    """The beginning of a frame with a body of so many bytes."""
+    if length <= SHORT_BYTES_MAX:
+        return bytes((flags, length))
+    return bytes((flags | LONG,)) + length.to_bytes(8, "big")
+
+
+def command(name: bytes, data: bytes) -> bytes:
+    """A command as a frame."""
+    body = bytes((len(name),)) + name + data
+    return head(len(body), COMMAND) + body
+
+
+def ready(**properties: bytes) -> bytes:
+    """READY with metadata; `_` stands for `-` in a property's name."""
+    data = b""
+    for key, value in properties.items():
+        name = key.replace("_", "-").encode()
+        data += bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
+    return command(READY, data)
+
+
+def read_command(body: bytes | bytearray) -> tuple[bytes, bytes]:
+    """Name and data of a command.
+
+    Raises:
+        BrokenPeer: It is none.
+    """
+    end = 1 + body[0] if body else 0
+    if not 1 < end <= len(body):
+        raise BrokenPeer("a command has no name")
+    return bytes(body[1:end]), bytes(body[end:])
+
+
+def read_properties(data: bytes) -> dict[str, bytes]:
+    """The metadata of READY, names in lower case.
+
+    Raises:
+        BrokenPeer: A length leads beyond the end.
+    """
+    properties, at = {}, 0
+    while at < len(data):
+        name_end = at + 1 + data[at]
+        value_start = name_end + 4
+        value_end = value_start + int.from_bytes(data[name_end:value_start], "big")
+        if value_end > len(data) or value_start > len(data):
+            raise BrokenPeer("READY is cut off")
+        name = data[at + 1 : name_end].decode("ascii", "replace").lower()
+        properties[name] = data[value_start:value_end]
+        at = value_end
+    return properties
