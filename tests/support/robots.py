@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from inferential import Connection
+from inferential import Connection, proto
 from onnx import TensorProto, helper
 
 from support.models import save
@@ -180,3 +180,35 @@ class Peer:
             except ConnectionResetError:
                 return True
         return False
+
+
+def observation(
+    model: str, tensors: dict[str, np.ndarray], client: str = "peer", **fields: Any
+) -> tuple[bytes, bytes]:
+    """Envelope and payload as the client makes them; fields of its tensors by `tensor__FIELD`."""
+    ours = {name: value for name, value in fields.items() if name.startswith("tensor__")}
+    envelope = proto.Observation(client=proto.Client(id=client), model_id=model)
+    payload = b""
+    for key, array in tensors.items():
+        raw = array.tobytes()
+        described = {
+            "key": key,
+            "dtype": proto.dtype_from_numpy(array.dtype),
+            "shape": array.shape,
+            "byte_offset": len(payload),
+            "byte_length": len(raw),
+            "encoding": proto.RAW,
+        }
+        described |= {name.removeprefix("tensor__"): value for name, value in ours.items()}
+        envelope.tensors.add(**described)
+        payload += raw
+    envelope.metadata.update(fields.pop("metadata", {}))
+    for name in fields.keys() - ours.keys():
+        setattr(envelope, name, fields[name])
+    return envelope.SerializeToString(), payload
+
+
+def response(parts: list[bytes]) -> proto.ModelResponse:
+    """A reply's envelope."""
+    assert len(parts) == 3 and not parts[0]
+    return proto.ModelResponse.FromString(parts[1])
