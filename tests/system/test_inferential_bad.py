@@ -185,6 +185,17 @@ def test_a_peer_that_speaks_something_else_is_cut_off(
     assert is_served(address)
 
 
+def test_a_peer_that_asks_whether_anybody_is_there_is_told(address: str) -> None:
+    """PING and PONG, also between the parts of a message."""
+    ping = b"\x04\x0c\x04PING\x00\x0aheart"
+    whole = Peer.message(b"", *observation("ids", {"x": FIVE}))
+    with Peer(address) as peer:
+        peer.socket.sendall(ping + whole[:9] + ping + whole[9:])
+        for _ in range(2):
+            assert peer.read_frame() == (4, b"\x04PONGheart")
+        assert np.frombuffer(peer.read()[2], np.int64)[4] == 13
+
+
 @pytest.mark.parametrize("is_bad", [True, False])
 def test_a_flood_costs_nobody_else_anything(gateway: Gateway, address: str, is_bad: bool) -> None:
     """One client sends without end and reads nothing; others get every answer meanwhile."""

@@ -1,0 +1,369 @@
+"""What Inferential's clients and the server send, byte by byte, whatever language they are in.
+
+`vectors/inferential.json` has each message as it is on the socket, in hexadecimal: ZMTP's frames
+(flags, length, body) one after the other. The greeting, the READY of robot-7 and the first two
+observations were recorded from the package `inferential` 1.4.0 with libzmq 4.3.5; the rest is
+written by RFC 37 and the protocol's fields. To add one, write its bytes there, and what they mean
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inferential import proto
+
+from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_layout
+from iskander.errors import IskanderError, MalformedInput, Overloaded, Unsupported
+from iskander.gateway.frontends.inferential_terms import read_terms
+from iskander.gateway.frontends.inferential_wire import (
+    Address,
+    read_observation,
+    read_question,
+    render_error,
+    render_results,
+)
+from iskander.gateway.lanes.request import Terms
+from iskander.gateway.zmtp import connection as zmtp
+from iskander.gateway.zmtp.connection import Connection, Part
+from iskander.gateway.zmtp.frames import BrokenPeer, read_properties
+
+VECTORS = {
+    name: bytes.fromhex(raw)
+    for name, raw in json.loads(
+        (Path(__file__).parent / "vectors" / "inferential.json").read_text()
+    ).items()
+}
+MOMENT_NS = 1_700_000_000_000_000_000
+ADDRESS = Address("robot-7", "policy", f"{7:032x}")
+CONTRACT = Contract(
+    (
+        TensorSpec("joint_positions", "joints", ColumnType("float32", (3,)), (3,)),
+        TensorSpec("flags", "flags", ColumnType("bool", (2,)), (2,)),
+    ),
+    (
+        TensorSpec("actions", "moves", ColumnType("float32", (3,)), (3,)),
+        TensorSpec("done", "is_done", ColumnType("bool"), ()),
+    ),
+)
+
+
+class Transport:
+    """A socket that keeps what is written; it has read what it is fed."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.reading = True
+        self.is_aborted = False
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
+    def write(self, raw: bytes) -> None:
+        self.written += raw
+
+    def writelines(self, pieces: list[bytes]) -> None:
+        self.written += b"".join(pieces)
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Peer:
+    """A connection, its session, and what came of both.
+
+    Attributes:
+        messages: That the session has taken.
+        room: How many more it takes.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, room: int = 1 << 30) -> None:
+        self.loop = loop
+        self.message_bytes = 1 << 20
+        self.scratch = memoryview(bytearray(4096))
+        self.connections: set[Connection] = set()
+        self.identity: bytes | None = None
+        self.messages: list[list[Part]] = []
+        self.reasons: list[str] = []
+        self.room = room
+        self.transport = Transport()
+        self.connection = Connection(self)
+        self.connection.connection_made(self.transport)  # type: ignore[arg-type]
+        self.on_broken: Callable[[str], None] = self.reasons.append
+
+    def open(self, _: Connection, identity: bytes) -> Peer:
+        self.identity = identity
+        return self
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.messages) >= self.room
+
+    def take(self, parts: list[Part]) -> None:
+        self.messages.append(parts)
+
+    def on_room(self) -> None: ...
+
+    def on_lost(self) -> None: ...
+
+    async def feed(self, raw: bytes, step: int) -> None:
+        """Give the connection what has come, in pieces; a socket that is not read gives none."""
+        at = 0
+        while at < len(raw):
+            while not self.transport.reading and not self.is_full:
+                await asyncio.sleep(0)
+            if not self.transport.reading or self.transport.is_aborted:
+                return
+            buffer = self.connection.get_buffer(-1)
+            piece = raw[at : at + min(step, len(buffer))]
+            buffer[: len(piece)] = piece
+            self.connection.buffer_updated(len(piece))
+            at += len(piece)
+
+
+def run(raw: bytes, step: int = 1 << 20, **peer: Any) -> Peer:
+    async def fed() -> Peer:
+        made = Peer(asyncio.get_running_loop(), **peer)
+        await made.feed(raw, step)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return made
+
+    return asyncio.run(fed())
+
+
+def parts_of(name: str) -> list[Part]:
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+    (parts,) = run(hello + VECTORS[name]).messages
+    return parts
+
+
+@pytest.mark.parametrize("greeting", ["libzmq 4.3", "a peer of ZMTP 3.0"])
+@pytest.mark.parametrize(
+    "ready, identity",
+    [("of robot-7", b"robot-7"), ("with five random bytes", b"k\0\xffEg"), ("without a name", b"")],
+)
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+def test_a_peer_is_greeted_and_understood(
+    greeting: str, ready: str, identity: bytes, step: int
+) -> None:
+    """However its bytes are cut."""
+    sent = [VECTORS[f"greeting of {greeting}"], VECTORS[f"READY {ready}"], VECTORS["observation"]]
+    sent += [VECTORS["PING"], VECTORS["observation without tensors"]]
+    peer = run(b"".join(sent), step)
+    assert peer.identity == identity
+    assert [len(parts) for parts in peer.messages] == [3, 3]
+    assert peer.transport.written == b"".join(
+        VECTORS[name] for name in ("greeting of the server", "READY of the server", "PONG")
+    )
+
+
+def test_observations_mean_what_the_client_meant() -> None:
+    observation = read_observation(parts_of("observation"))
+    assert read_terms(
+        observation.envelope, "robot-7", newest_wins=True, wall_ns=MOMENT_NS + 5_000_000
+    ) == Terms(
+        client="robot-7",
+        is_named=True,
+        priority=1,
+        urgency=0.5,
+        budget_ms=30.0,
+        steps_remaining=3,
+        age_ms=5.0,
+        is_newest_wins=True,
+    )
+    question = read_question(CONTRACT, observation)
+    assert question.is_single
+    assert [(t.name, t.datatype, t.shape, bytes(t.data).hex()) for t in question.tensors] == [
+        ("joints", "FP32", (1, 3), np.arange(3, dtype=np.float32).tobytes().hex()),
+        ("flags", "BOOL", (1, 2), "0100"),
+    ]
+    nothing = read_observation(parts_of("observation without tensors"))
+    assert nothing.envelope.model_id == "ids"
+    assert not read_question(CONTRACT, nothing).tensors
+
+
+@pytest.mark.parametrize("name", ["without a payload", "in long frames"])
+def test_a_payload_that_is_not_there_is_empty(name: str) -> None:
+    """And what is not said is 0, which is the highest priority."""
+    parts = parts_of(f"observation {name}")
+    assert len(parts) == 2
+    observation = read_observation(parts)
+    assert len(observation.payload) == 0
+    terms = read_terms(observation.envelope, "a", newest_wins=False, wall_ns=MOMENT_NS)
+    assert terms == Terms(client="a", is_named=True, priority=0, urgency=1.0)
+
+
+def test_replies_are_what_the_client_reads() -> None:
+    offsets, size = body_layout(CONTRACT.outputs, 1)
+    body = bytearray(size)
+    body[:12] = np.array([1, 2, 3], np.float32).tobytes()
+    body[offsets[1]] = 1  # Arrow packs booleans.
+    reply = render_results(
+        ADDRESS, CONTRACT, 1, body, is_single=True, latency_ms=2.5, wall_ns=MOMENT_NS + 1
+    )
+    assert frames_of(reply) == VECTORS["reply"]
+    read = proto.ModelResponse.FromString(bytes(reply[1]))
+    assert (read.client.id, read.model_id, read.response_id) == tuple(ADDRESS)
+    assert (read.inference_latency_ms, read.timestamp_ns) == (2.5, MOMENT_NS + 1)
+    assert [
+        (t.key, t.dtype, list(t.shape), t.byte_offset, t.byte_length, t.encoding)
+        for t in read.tensors
+    ] == [
+        ("actions", proto.FLOAT32, [3], 0, 12, proto.RAW),
+        ("done", proto.BOOL, [], 12, 1, proto.RAW),
+    ]
+    assert bytes(reply[2]) == bytes(body[:12]) + b"\1"
+
+
+def test_an_error_is_in_the_metadata() -> None:
+    reply = render_error(ADDRESS, Overloaded("busy", retry_after_ms=9), 5)
+    assert [len(part) for part in (reply[0], reply[2])] == [0, 0]
+    read = proto.ModelResponse.FromString(bytes(reply[1]))
+    golden = proto.ModelResponse.FromString(bytes(parts_of("reply with an error")[1]))
+    assert read == golden  # By value: a map's order is not said.
+    assert dict(read.metadata) == {
+        "error": "busy",
+        "error_code": "overloaded",
+        "error_fault": "nobody",
+        "error_retryable": "true",
+        "error_retry_after_ms": "9",
+    }
+
+
+def test_a_type_that_the_protocol_has_not() -> None:
+    contract = Contract((), (TensorSpec("n", "n", ColumnType("uint64"), ()),))
+    with pytest.raises(Unsupported, match="`n` is UINT64"):
+        render_results(
+            ADDRESS, contract, 1, bytes(64), is_single=True, latency_ms=0.0, wall_ns=MOMENT_NS
+        )
+
+
+@pytest.mark.parametrize(
+    "metadata, wanted",
+    [
+        ({"ttl_ms": "12.5"}, {"ttl_ms": 12.5}),
+        ({"newest_wins": "true"}, {"is_newest_wins": True}),
+        ({"newest_wins": "0"}, {}),
+        ({"instruction": "deadline_ms"}, {}),
+    ],
+)
+def test_metadata_that_is_ours(metadata: dict[str, str], wanted: dict[str, Any]) -> None:
+    envelope = proto.Observation(metadata=metadata)
+    terms = read_terms(envelope, "a", newest_wins=False, wall_ns=MOMENT_NS)
+    assert terms == Terms(client="a", is_named=True, priority=0)._replace(**wanted)
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"ttl_ms": "nan"}, {"deadline_ms": ""}, {"newest_wins": "never"}]
+)
+def test_metadata_that_means_nothing(metadata: dict[str, str]) -> None:
+    with pytest.raises(MalformedInput, match="metadata"):
+        read_terms(proto.Observation(metadata=metadata), "a", newest_wins=False, wall_ns=0)
+
+
+@pytest.mark.parametrize(
+    "said, priority, urgency",
+    [(99, 9, 1.0), (9, 9, 0.0), (3, 3, 0.5)],
+)
+def test_terms_beyond_what_there_is(said: int, priority: int, urgency: float) -> None:
+    wild = {1.0: 17.0, 0.0: float("nan"), 0.5: 0.5}[urgency]
+    envelope = proto.Observation(priority=said, urgency=wild, timestamp_ns=MOMENT_NS)
+    terms = read_terms(envelope, "a", newest_wins=False, wall_ns=MOMENT_NS - 1)
+    assert (terms.priority, terms.urgency, terms.age_ms) == (priority, urgency, 0.0)
+
+
+def test_a_session_that_is_full_is_given_no_more() -> None:
+    """What was read already waits, and the socket is not read."""
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+    large = b"\1\0\2" + (100_000).to_bytes(8, "big") + bytes(100_000)
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop(), room=2)
+        await peer.feed(hello + VECTORS["observation"] * 5, 1 << 20)
+        for count in (2, 3, 5):
+            assert len(peer.messages) == count
+            assert not peer.transport.reading
+            peer.room = {2: 3, 3: 5, 5: 1 << 30}[count]
+            peer.connection.resume()
+        assert peer.transport.reading
+        await peer.feed((VECTORS["observation"] + large) * 3, 1 << 20)
+        assert [len(parts) for parts in peer.messages[5:]] == [3, 2] * 3
+
+    asyncio.run(judge())
+
+
+def test_small_messages_leave_others_their_turn() -> None:
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop())
+        await peer.feed(hello + b"\0\0" * 1000, 1 << 20)
+        assert 0 < len(peer.messages) < zmtp.TURN_FRAMES
+        for _ in range(1000 // zmtp.TURN_FRAMES + 1):
+            await asyncio.sleep(0)
+        assert len(peer.messages) == 1000
+
+    asyncio.run(judge())
+
+
+def test_a_peer_that_does_not_say_who_it_is_goes() -> None:
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop())
+        peer.connection.look_after(0)
+        assert not peer.transport.is_aborted
+        peer.connection.look_after(1 << 62)
+        assert peer.transport.is_aborted
+        assert peer.reasons == ["a peer did not say in time who it is"]
+
+    asyncio.run(judge())
+
+
+@pytest.mark.parametrize("name", sorted(VECTORS))
+def test_bytes_that_are_changed_break_nothing_but_their_connection(name: str) -> None:
+    """Each byte of each message turned over, in its place in the conversation."""
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+    raw = VECTORS[name]
+    before = b"" if "greeting" in name else hello[:64] if "READY" in name else hello
+    for at in range(len(raw)):
+        for flip in (1, 0x80, 0xFF):
+            changed = raw[:at] + bytes((raw[at] ^ flip,)) + raw[at + 1 :]
+            for parts in run(before + changed).messages:
+                try:
+                    observation = read_observation(parts)
+                    read_terms(observation.envelope, "a", newest_wins=False, wall_ns=0)
+                    read_question(CONTRACT, observation)
+                except IskanderError:
+                    pass
+
+
+def test_properties_that_lead_beyond_the_end() -> None:
+    for data in (b"\x04Na", b"\x01a\0\0", b"\x01a\0\0\0\x09b", b"\xff"):
+        with pytest.raises(BrokenPeer):
+            read_properties(data)
+
+
+def frames_of(parts: list[Any]) -> bytes:
+    """A message as the connection sends it."""
+
+    async def sent() -> bytes:
+        peer = Peer(asyncio.get_running_loop())
+        peer.transport.written = b""
+        peer.connection.send(parts)
+        return peer.transport.written
+
+    return asyncio.run(sent())
