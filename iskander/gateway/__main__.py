@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
@@ -41,8 +42,8 @@ EXIT_NOT_READY, EXIT_MEMORY, EXIT_CONFIG, EXIT_AT_ONCE = 69, 71, 78, 130
 log = logging.getLogger("iskander.gateway")
 
 
-def main() -> None:
-    """Entry point of the command."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Entry point of the command; of its own words, or these."""
     parser = argparse.ArgumentParser(
         prog="iskander-gateway",
         description="Serve models over Arrow Flight: record batches in, predictions out. Starts "
@@ -60,7 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--process", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"iskander-gateway {__version__}")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.process is not None:
         _end_with_parent()
     try:

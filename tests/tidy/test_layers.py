@@ -22,6 +22,7 @@ LAYERS = {
     "iskander/wire/": ("errors", "contract", "wire"),
     "iskander/client.py": ("errors",),
     "iskander/tables.py": (),
+    "iskander/embed.py": ("errors", "config_file", "gateway"),
     "iskander/gateway/": (
         "", "errors", "clock", "config", "config_file", "contract", "memory", "wire", "gateway",
         "_generated",

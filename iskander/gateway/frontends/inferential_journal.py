@@ -18,7 +18,8 @@ from iskander.errors import (
     QueueFull,
     Superseded,
 )
-from iskander.gateway.telemetry.recent import Labels, Recent
+from iskander.gateway.telemetry.listening import Labels
+from iskander.gateway.telemetry.recent import Recent
 
 _FULL = frozenset(
     kind.code for kind in (QueueFull, ClientOverShare, DroppedFromQueue, ArenaFull, Superseded)

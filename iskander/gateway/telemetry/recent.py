@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import MalformedInput
+from iskander.gateway.telemetry.listening import LISTENERS, HeardRing, Labels, Point
 
 POINTS_MAX = 1024
 NAMES_MAX = 64
 WINDOW_S_MAX = 86_400 * 366
-
-Labels = Mapping[str, str]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +63,8 @@ class Recent:
     def __init__(self, points_max: int = POINTS_MAX, names_max: int = NAMES_MAX) -> None:
         self._points_max = points_max
         self._names_max = names_max
-        self._rings: dict[str, deque[tuple[int, float, Labels]]] = {}
+        self._rings: dict[str, deque[Point]] = {}
+        self._listeners = tuple(LISTENERS)
         self.dropped = 0
 
     def __repr__(self) -> str:
@@ -86,11 +85,14 @@ class Recent:
             return
         self.ring(name).append((now_ns(), value, labels))
 
-    def ring(self, name: str) -> deque[tuple[int, float, Labels]]:
+    def ring(self, name: str) -> deque[Point]:
         """The points of a measure, for who has many and knows their times: (ns, value, labels)."""
         ring = self._rings.get(name)
         if ring is None:
-            ring = self._rings[name] = deque(maxlen=self._points_max)
+            ring = deque(maxlen=self._points_max)
+            if self._listeners:
+                ring = HeardRing(name, self._points_max, self._listeners)
+            self._rings[name] = ring
         return ring
 
     def names(self) -> list[str]:

@@ -1,0 +1,103 @@
+"""What a program that embeds the gateway brings: scores and callbacks, and what they may break."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.lanes import MS, lane_of, request_of
+
+from iskander.config import LaneConfig
+from iskander.embed import on_metric, register_policy
+from iskander.errors import ConfigError
+from iskander.gateway.lanes.policies import POLICIES, make_policy
+from iskander.gateway.lanes.scored import Scorable
+from iskander.gateway.telemetry.listening import LISTENERS
+from iskander.gateway.telemetry.recent import Recent
+
+LANE = lane_of(ttl_ms=0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered() -> Iterator[None]:
+    policies = dict(POLICIES)
+    yield
+    POLICIES.clear()
+    POLICIES.update(policies)
+    LISTENERS.clear()
+
+
+def rank(score: Any, arrived_ns: int = 0, period_ns: int = 0, **terms: Any) -> float:
+    """Of a request by a registered function."""
+    POLICIES.pop("mine", None)
+    register_policy("mine")(score)
+    policy = make_policy(LaneConfig(policy="mine", patience_ms=100.0))
+    return policy.rank(request_of(LANE, 1, arrived_ns=arrived_ns, **terms), period_ns)
+
+
+def test_the_higher_score_goes_first_and_waiting_counts() -> None:
+    """Ten points are worth `patience_ms`."""
+    assert rank(lambda _: 3) < rank(lambda _: 2) < rank(lambda _: -1)
+    assert rank(lambda _: 10, arrived_ns=100 * MS) == rank(lambda _: 0)
+
+
+def test_a_score_is_told_what_there_is_to_know() -> None:
+    told: list[Scorable] = []
+
+    def score(request: Scorable) -> float:
+        told.append(request)
+        return 0.0
+
+    terms = {"client": "r", "urgency": 0.5, "steps_remaining": 2, "priority": 3, "budget_ms": 20.0}
+    rank(score, arrived_ns=2_000 * MS, period_ns=50 * MS, **terms)
+    rank(score)
+    assert told[0] == Scorable("r", LANE.model.name, 2.0, 0.5, 2, 0.05, 20.0, 3)
+    assert (told[1].latency_budget_ms, told[1].steps_remaining) == (None, None)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), "much", None])
+def test_a_score_that_is_none_is_0(score: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert rank(lambda _: score, arrived_ns=7) == 7
+
+
+def test_a_score_that_fails_costs_no_request_and_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(_: Scorable) -> float:
+        raise ValueError("nobody knows")
+
+    register_policy("mine")(fails)
+    policy = make_policy(LaneConfig(policy="mine"))
+    with caplog.at_level(logging.ERROR):
+        assert [policy.rank(request_of(LANE, 1, arrived_ns=7), 0) for _ in range(3)] == [7] * 3
+    assert len(caplog.records) == 1
+
+
+def test_a_name_that_is_taken() -> None:
+    with pytest.raises(ConfigError, match="`fifo` already"):
+        register_policy("fifo")(lambda _: 0.0)
+
+
+def test_points_are_told_to_all_who_listen(caplog: pytest.LogCaptureFixture) -> None:
+    """One that fails costs the others nothing, and is logged once; rings go on as ever."""
+    heard: list[Any] = []
+
+    @on_metric
+    def fails(name: str, value: float, labels: Any) -> None:
+        raise ValueError
+
+    @on_metric
+    def hears(name: str, value: float, labels: Any) -> None:
+        heard.append((name, value, dict(labels)))
+
+    kept = Recent(points_max=2)
+    with caplog.at_level(logging.ERROR):
+        for value in (1, 2, 3):
+            kept.record("queue_depth", value, {"model": "m"})
+    kept.ring("batch_size").append((0, 4.0, {}))
+    assert heard[:3] == [("queue_depth", value, {"model": "m"}) for value in (1, 2, 3)]
+    assert heard[3] == ("batch_size", 4.0, {})
+    assert len([record for record in caplog.records if "queue_depth" in record.message]) == 1
+    assert kept.query("queue_depth").count == 2
