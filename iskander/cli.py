@@ -76,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_config_show)
     reference = kinds.add_parser("reference", help="every setting at its default, commented")
     reference.set_defaults(run=_config_reference)
+    imported = kinds.add_parser(
+        "import-inferential", help="a configuration of Inferential's server, as one of this"
+    )
+    imported.add_argument("file", type=Path, metavar="FILE", help="YAML, or JSON")
+    imported.set_defaults(run=_config_import)
     return parser
 
 
@@ -127,7 +132,8 @@ def _check(arguments: argparse.Namespace) -> int:
     _print("")
     for line in _render_plan(placed):
         _print(line)
-    _print(f"\nlistens on {', '.join(config.addresses)}")
+    inferential = filter(None, [config.inferential.address])
+    _print(f"\nlistens on {', '.join([*config.addresses, *inferential])}")
     for line in _memory(config.arena, len(placed.places)):
         _print(line)
     return 0
@@ -239,6 +245,13 @@ def _config_show(arguments: argparse.Namespace) -> int:
 
 def _config_reference(arguments: argparse.Namespace) -> int:
     sys.stdout.write(render_reference())
+    return 0
+
+
+def _config_import(arguments: argparse.Namespace) -> int:
+    from iskander.config_inferential import import_inferential, read_inferential, render_import
+
+    sys.stdout.write(render_import(import_inferential(read_inferential(arguments.file))))
     return 0
 
 

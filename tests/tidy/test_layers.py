@@ -17,6 +17,7 @@ LAYERS = {
     "iskander/contract/": ("errors", "contract"),
     "iskander/config.py": ("errors", "contract"),
     "iskander/config_reference.py": ("config",),
+    "iskander/config_inferential.py": ("errors", "config", "config_reference"),
     "iskander/config_file.py": ("errors", "config", "config_reference"),
     "iskander/memory/": ("errors", "memory"),
     "iskander/wire/": ("errors", "contract", "wire"),
@@ -28,8 +29,8 @@ LAYERS = {
         "_generated",
     ),
     "iskander/cli.py": (
-        "", "errors", "config", "config_file", "config_reference", "contract", "memory", "client",
-        "gateway", "tables", "iskander_worker",
+        "", "errors", "config", "config_file", "config_inferential", "config_reference", "contract",
+        "memory", "client", "gateway", "tables", "iskander_worker",
     ),
     "workers/iskander_worker/": (
         "", "errors", "clock", "contract", "memory", "wire", "iskander_worker",
@@ -56,6 +57,7 @@ DOORS = {
         "iskander_worker.session",
     ),
     "pyarrow": (("iskander/gateway/", "iskander/client.py"), "nothing: a worker has no Arrow"),
+    "yaml": (("iskander/config_inferential.py",), "tomllib"),
     "mmap": (("iskander/memory/segment.py",), "iskander.memory.segment"),
     "time": (("iskander/clock.py",), "iskander.clock"),
     "subprocess": (
