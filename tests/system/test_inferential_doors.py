@@ -60,7 +60,7 @@ def test_what_was_accepted_is_answered_before_it_goes(
             with suspended(worker):
                 for number, robot in enumerate(robots):
                     robot.model("ids").observe(x=np.array(number))
-                eventually(lambda: gateway.stats()["lanes"]["ids/1"]["requests"] == 4)
+                eventually(lambda: gateway.stats()["lanes"]["ids/1"].get("requests") == 4)
                 gateway.signal(signal.SIGTERM)
                 eventually(lambda: "draining" in gateway.text())
             for number, robot in enumerate(robots):

@@ -13,7 +13,7 @@ from support.models import ROOT, TWO_TOWER
 from support.processes import Gateway, running
 
 PAGE = (ROOT / "docs" / "protocols.md").read_text()
-ADDRESS = "127.0.0.1:50051"
+ADDRESS, ZMQ_ADDRESS = "127.0.0.1:50051", "127.0.0.1:5555"
 SNIPPETS = {
     heading: code
     for heading, section in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
@@ -25,16 +25,20 @@ SNIPPETS = {
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("protocols")
     model = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads": 1}
-    with running(folder, [model], workers={"groups": ["0"], "reattach_s": 5.0}) as ready:
+    workers = {"groups": ["0"], "reattach_s": 5.0}
+    inferential = {"address": "tcp://127.0.0.1:0"}
+    with running(folder, [model], workers=workers, inferential=inferential) as ready:
         yield ready
 
 
 @pytest.mark.parametrize("heading", SNIPPETS)
 def test_a_snippet_runs_and_prints_scores(gateway: Gateway, heading: str, tmp_path: Path) -> None:
     code = SNIPPETS[heading]
-    assert ADDRESS in code
+    assert ADDRESS in code or ZMQ_ADDRESS in code
+    asked = gateway.stats()["inferential"]["address"].removeprefix("tcp://")
+    code = code.replace(ADDRESS, gateway.address).replace(ZMQ_ADDRESS, asked)
     done = subprocess.run(
-        [sys.executable, "-c", code.replace(ADDRESS, gateway.address)],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=60,
