@@ -9,6 +9,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Iterator
 from typing import NamedTuple
 

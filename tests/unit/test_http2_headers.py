@@ -229,7 +229,8 @@ class TestBlocks:
         encoder, blocks, plain = hpack.Encoder(), HeaderBlocks(), hpack.Decoder()
         for step in steps:
             if isinstance(step, int):
-                encoder.header_table_size = step
+                if step != encoder.header_table_size:  # Or hpack forgets the change before.
+                    encoder.header_table_size = step
                 continue
             number, is_sensitive = step
             fields = [(f"name-{number % 3}", f"value-{number}"), (":method", "POST")]

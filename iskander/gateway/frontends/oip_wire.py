@@ -10,6 +10,7 @@ encoding.
 
 from __future__ import annotations
 
+from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import NamedTuple
 
 from iskander.errors import MalformedInput

@@ -13,7 +13,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import hpack
 
@@ -115,9 +115,10 @@ class HeaderBlocks:
         table = self._decoder.header_table.dynamic_entries
         newest, count = next(iter(table), None), len(table)
         try:
-            fields = [(str(name), str(value)) for name, value in self._decoder.decode(block)]
+            decoded: Any = self._decoder.decode(block)  # Of text, though it says bytes.
         except hpack.HPACKError as error:
             raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
+        fields = [(str(name), str(value)) for name, value in decoded]
         if next(iter(table), None) is not newest or len(table) != count:
             self._known.clear()
         elif len(block) <= REMEMBERED_BYTES_MAX:
