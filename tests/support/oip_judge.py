@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import ml_dtypes
 import numpy as np
 import tritonclient.grpc as triton
 from google.protobuf import descriptor_pb2, json_format
@@ -276,6 +277,27 @@ def typed(address: str, model: str, tensors: dict[str, Any]) -> Facts:
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         return facts_of(triton.InferResult(stub.ModelInfer(request, timeout=PATIENCE_S)))
+
+
+def texts(address: str, strings: list[str]) -> Facts:
+    """Strings raw and typed; and bfloat16."""
+    words = triton.InferInput("x", [len(strings)], "BYTES")
+    words.set_data_from_numpy(np.array([each.encode() for each in strings], np.object_))
+    halves = triton.InferInput("x", [3], "BF16")
+    halves.set_data_from_numpy(np.array([0.5, -2.0, 1.0], ml_dtypes.bfloat16))
+    request = service_pb2.ModelInferRequest(model_name="words")
+    tensor = request.inputs.add(name="x", datatype="BYTES", shape=[len(strings)])
+    tensor.contents.bytes_contents.extend(each.encode() for each in strings)
+    with triton.InferenceServerClient(address) as client, grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        typed = triton.InferResult(stub.ModelInfer(request, timeout=PATIENCE_S))
+        return {
+            "raw": [each.decode() for each in client.infer("words", [words]).as_numpy("y")],
+            "typed": [each.decode() for each in typed.as_numpy("y")],
+            "halves": [float(each) for each in client.infer("halves", [halves]).as_numpy("y")],
+            "metadata": client.get_model_metadata("words", as_json=True)["inputs"],
+            "config": client.get_model_config("words", as_json=True)["config"]["input"],
+        }
 
 
 def callbacks(address: str, requests: int) -> Facts:
@@ -546,6 +568,7 @@ if __name__ == "__main__":
         reflected,
         infer,
         typed,
+        texts,
         callbacks,
         by_asyncio,
         streamed,

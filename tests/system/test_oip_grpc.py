@@ -54,6 +54,8 @@ def served(folder: Path) -> list[dict[str, Any]]:
         "wide": models.WIDE,
         "ids": models.row_ids(folder / "ids"),
         "slow": models.slow(folder / "slow", 1),
+        "words": models.identity(folder / "words", TensorProto.STRING, ["rows"]),
+        "halves": models.identity(folder / "halves", TensorProto.BFLOAT16, ["rows"]),
         "broad": models.identity(folder / "broad", TensorProto.FLOAT, ["rows", 64]),
     }
     for name, (_, element) in DATATYPES.items():
@@ -192,6 +194,15 @@ def test_every_datatype_comes_back_as_it_went(
         if datatype != "FP16":
             found = judge.ask("typed", address=gateway.address, model=model, tensors=sent)
             assert found["outputs"] == wanted and found["id"] == "typed"
+
+
+def test_strings_and_bfloat16_come_back_as_they_went(gateway: Gateway, judge: Judge) -> None:
+    strings = ["", "naïve", "a" * 200, "\0"]
+    found = judge.ask("texts", address=gateway.address, strings=strings)
+    assert found["raw"] == found["typed"] == strings
+    assert found["halves"] == [0.5, -2.0, 1.0]
+    assert found["metadata"] == [{"name": "x", "datatype": "BYTES", "shape": ["-1"]}]
+    assert found["config"][0]["data_type"] == "TYPE_STRING"
 
 
 @pytest.mark.parametrize("rows", [1, 128, 4096])
@@ -348,7 +359,7 @@ def test_statistics_count_what_was_done(gateway: Gateway, judge: Judge) -> None:
     assert count(after, "inference_stats", "compute_infer", "ns") > 0
     assert count(after, "last_inference") > 1_500_000_000_000
     listed = judge.ask("statistics", address=gateway.address, model="")
-    assert len(listed) == 6 + 2 * len(DATATYPES)
+    assert len(listed) == 8 + 2 * len(DATATYPES)
 
 
 def test_a_client_that_leaves_gives_its_request_up(gateway: Gateway, judge: Judge) -> None:
@@ -506,6 +517,24 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no shape": (request_of(x={"shape": []}).SerializeToString(), "contract"),
     "unknown datatype": (request_of(x={"datatype": "FP4"}).SerializeToString(), "contract"),
     "another datatype": (request_of(x={"datatype": "FP64"}).SerializeToString(), "contract"),
+    "strings by the million where none are": (
+        request_of(
+            x={"datatype": "BYTES", "shape": [4 * MIB]}, raw=[bytes(16 * MIB - 1024)]
+        ).SerializeToString(),
+        "contract",
+    ),
+    "more strings than there are bytes": (
+        request_of(
+            model_name="words", x={"datatype": "BYTES", "shape": [1 << 20]}, raw=[bytes(64)]
+        ).SerializeToString(),
+        "malformed",
+    ),
+    "a string that is no text": (
+        request_of(
+            model_name="words", x={"datatype": "BYTES", "shape": [1]}, raw=[b"\1\0\0\0\xff"]
+        ).SerializeToString(),
+        "contract",
+    ),
     "unknown input": (request_of(x={"name": "w"}).SerializeToString(), "contract"),
     "unknown model": (request_of(model_name="nope").SerializeToString(), "model_not_found"),
     "unknown version": (request_of(model_version="77").SerializeToString(), "model_not_found"),

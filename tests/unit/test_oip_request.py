@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from iskander._generated import oip_pb2
+from iskander.contract.strings import body_to_strings
 from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
 from iskander.gateway.frontends.flight_terms import SaidTerms
 from iskander.gateway.frontends.oip_request import plain, read_head, tensors_of
+from iskander.gateway.frontends.oip_tensors import raw_strings
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.offered import Tensor
 
@@ -37,7 +39,7 @@ def test_no_version_is_the_default_one() -> None:
 def test_raw_contents_go_to_the_inputs_in_order() -> None:
     asked = read_head(head_of(inputs=[X, FLAG]))
     x, flag = memoryview(bytes(48)), memoryview(bytes(2))
-    assert tensors_of(asked, [x, flag]) == [
+    assert tensors_of(asked, [x, flag], 0) == [
         Tensor("x", "INT64", (2, 3), x),
         Tensor("flag", "BOOL", (2,), flag),
     ]
@@ -46,7 +48,7 @@ def test_raw_contents_go_to_the_inputs_in_order() -> None:
 def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
     flag = FLAG | {"contents": {"bool_contents": [True, False]}}
     asked = read_head(head_of(inputs=[X, flag]))
-    x, taken = tensors_of(asked, [])
+    x, taken = tensors_of(asked, [], 0)
     assert bytes(x.data) == b"" and bytes(taken.data) == b"\x01\x00"
 
 
@@ -54,13 +56,34 @@ def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
 def test_raw_contents_that_are_not_one_for_each_input_are_refused(raw: int) -> None:
     asked = read_head(head_of(inputs=[X, FLAG]))
     with pytest.raises(MalformedInput, match=f"2 inputs and {raw} raw contents"):
-        tensors_of(asked, [memoryview(b"")] * raw)
+        tensors_of(asked, [memoryview(b"")] * raw, 0)
 
 
 def test_raw_and_typed_contents_are_not_mixed() -> None:
     asked = read_head(head_of(inputs=[X, FLAG | {"contents": {"bool_contents": [True]}}]))
     with pytest.raises(MalformedInput, match="all have one form"):
-        tensors_of(asked, [memoryview(b"")])
+        tensors_of(asked, [memoryview(b"")], 0)
+
+
+WORDS = {"name": "words", "datatype": "BYTES", "shape": [3]}
+STRINGS = [b"one", b"", b"three"]
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_strings_are_put_together_where_so_many_may_be(*, is_raw: bool) -> None:
+    words = WORDS if is_raw else WORDS | {"contents": {"bytes_contents": STRINGS}}
+    raw = [memoryview(raw_strings(STRINGS))] if is_raw else []
+    asked = read_head(head_of(inputs=[words]))
+    (taken,) = tensors_of(asked, raw, 3)
+    assert body_to_strings(taken.data, 3) == STRINGS
+    (left,) = tensors_of(asked, raw, 2)
+    assert left.data is raw[0] if is_raw else not left.data
+
+
+def test_strings_that_are_not_as_many_as_the_shape_says_are_refused() -> None:
+    asked = read_head(head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}]))
+    with pytest.raises(MalformedInput, match="3 strings by its shape, got 6"):
+        tensors_of(asked, [], 10)
 
 
 REGION = {"parameters": {"shared_memory_region": {"string_param": "r"}}}

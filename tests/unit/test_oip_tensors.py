@@ -13,7 +13,13 @@ from iskander._generated import oip_pb2
 from iskander.contract.dtypes import DTYPES
 from iskander.errors import MalformedInput
 from iskander.gateway.frontends import oip_tensors
-from iskander.gateway.frontends.oip_tensors import FIELDS, raw_of, raw_strings, split_strings
+from iskander.gateway.frontends.oip_tensors import (
+    FIELDS,
+    raw_of,
+    raw_strings,
+    split_strings,
+    strings_of,
+)
 
 RAW_ONLY = {"FP16", "BF16"}
 CONTENTS = oip_pb2.InferTensorContents
@@ -46,10 +52,11 @@ def test_typed_contents_are_their_raw_bytes(dtype: Any) -> None:
     assert bytes(raw_of("x", dtype.oip, contents)) == wanted.tobytes()
 
 
-def test_strings_in_typed_contents_are_their_raw_form() -> None:
-    contents = CONTENTS(bytes_contents=[b"ab", b"", b"\x00\xff"])
-    raw = raw_of("x", "BYTES", contents)
-    assert bytes(raw) == b"\x02\x00\x00\x00ab" + bytes(4) + b"\x02\x00\x00\x00\x00\xff"
+def test_strings_in_typed_contents_are_as_they_are() -> None:
+    strings = [b"ab", b"", b"\x00\xff"]
+    assert list(strings_of("x", CONTENTS(bytes_contents=strings))) == strings
+    with pytest.raises(MalformedInput, match="BYTES is in `bytes_contents`, got `int_contents`"):
+        strings_of("x", CONTENTS(int_contents=[1]))
 
 
 @pytest.mark.parametrize(("datatype", "field", "value"), BEYOND)

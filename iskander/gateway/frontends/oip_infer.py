@@ -62,7 +62,10 @@ class Inference:
         assert contract is not None
         if asked.outputs:
             _require_outputs(contract, asked.outputs)
-        offered = take(contract, tensors_of(asked, scanned.raw), self._desk.limits)
+        limits = self._desk.limits
+        elements = [spec.elements for spec in contract.inputs if spec.is_string]
+        strings_max = limits.rows * max(elements, default=0)
+        offered = take(contract, tensors_of(asked, scanned.raw, strings_max), limits)
         body = await self._desk.ask(
             lane,
             offered,

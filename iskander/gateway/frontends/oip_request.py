@@ -15,7 +15,7 @@ from iskander._generated import oip_pb2
 from iskander.contract.strings import strings_to_body
 from iskander.errors import ContractError, MalformedInput, Unsupported
 from iskander.gateway.frontends.flight_terms import SaidTerms
-from iskander.gateway.frontends.oip_tensors import STRINGS, raw_of, split_strings
+from iskander.gateway.frontends.oip_tensors import STRINGS, raw_of, split_strings, strings_of
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.offered import Tensor
 
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
         version: None where the highest is meant.
         said: What it says about its urgency; None where that is nothing.
         inputs: Name, datatype and shape of each.
-        contents: Bytes of each input that has typed contents, by its place.
+        contents: The typed contents of each input that has any, by its place.
         outputs: Those that it wants, in this order; empty for all.
         wants_final: In a stream, it wants to be told that a response is the last of its request.
     """
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     version: str | None
     said: SaidTerms | None
     inputs: list[tuple[str, str, tuple[int, ...]]]
-    contents: dict[int, memoryview]
+    contents: dict[int, Any]
     outputs: tuple[str, ...]
     wants_final: bool
 
@@ -52,7 +52,7 @@ def read_head(head: bytes) -> Asked:
         head: A serialized ModelInferRequest without its raw contents.
 
     Raises:
-        MalformedInput: It is none, or a parameter or typed contents are not what they may be.
+        MalformedInput: It is none, or a parameter is not what it may be.
         ContractError: It wants an output twice.
         Unsupported: It wants shared memory, classes or a sequence.
     """
@@ -67,7 +67,7 @@ def read_head(head: bytes) -> Asked:
             raise Unsupported(f"input `{tensor.name[:100]}`: this server reads no shared memory")
         inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
         if tensor.HasField("contents"):
-            contents[place] = raw_of(tensor.name, tensor.datatype, tensor.contents)
+            contents[place] = tensor.contents
     outputs = tuple(output.name for output in message.outputs)
     for output in message.outputs:
         if _REGION in output.parameters:
@@ -87,24 +87,40 @@ def read_head(head: bytes) -> Asked:
     )
 
 
-def tensors_of(asked: Asked, raw: list[memoryview]) -> list[Tensor]:
+def tensors_of(asked: Asked, raw: list[memoryview], strings_max: int) -> list[Tensor]:
     """The request's tensors with their bytes, which are all raw or all typed.
 
+    Args:
+        asked: The request.
+        raw: Its raw contents.
+        strings_max: Of one tensor. One with more is left as it came, since it fits no contract: by
+            itself each takes much more memory than in a message.
+
     Raises:
-        MalformedInput: They are neither, or not as many as there are inputs.
+        MalformedInput: They are neither, not as many as there are inputs, or typed contents are not
+            what they may be.
     """
     inputs, contents = asked.inputs, asked.contents
     if raw and contents:
         raise MalformedInput("some inputs have typed contents and some are raw; all have one form")
-    if raw:
-        if len(raw) != len(inputs):
-            raise MalformedInput(
-                f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
-            )
-        return [_tensor(*described, data) for described, data in zip(inputs, raw, strict=True)]
-    return [
-        _tensor(*described, contents.get(place, _NOTHING)) for place, described in enumerate(inputs)
-    ]
+    if raw and len(raw) != len(inputs):
+        raise MalformedInput(
+            f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
+        )
+    tensors = []
+    for place, (name, datatype, shape) in enumerate(inputs):
+        typed, count = contents.get(place), prod(shape)
+        is_split = datatype == STRINGS and count <= strings_max
+        if typed is None:
+            data = raw[place] if raw else _NOTHING
+            if is_split:
+                data = memoryview(strings_to_body(split_strings(data, count)))
+        elif datatype != STRINGS:
+            data = raw_of(name, datatype, typed)
+        else:
+            data = _body_of(name, typed, count) if is_split else _NOTHING
+        tensors.append(Tensor(name, datatype, shape, data))
+    return tensors
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,10 +132,14 @@ def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _tensor(name: str, datatype: str, shape: tuple[int, ...], raw: memoryview) -> Tensor:
-    if datatype == STRINGS:
-        raw = memoryview(strings_to_body(split_strings(raw, prod(shape))))
-    return Tensor(name, datatype, shape, raw)
+def _body_of(name: str, typed: Any, count: int) -> memoryview:  # noqa: ANN401
+    strings = strings_of(name, typed)
+    if len(strings) != count:
+        raise MalformedInput(
+            f"input `{name[:100]}` has {count} strings by its shape, got {len(strings)}",
+            tensor=name,
+        )
+    return memoryview(strings_to_body(strings))
 
 
 _NOTHING = memoryview(b"")

@@ -44,7 +44,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def raw_of(name: str, datatype: str, contents: Any) -> memoryview:  # noqa: ANN401
-    """A tensor's typed contents in the raw form.
+    """A tensor's typed contents in the raw form; those of strings by `strings_of`.
 
     Args:
         name: Of the tensor.
@@ -60,14 +60,8 @@ def raw_of(name: str, datatype: str, contents: Any) -> memoryview:  # noqa: ANN4
             f"input `{name[:100]}`: {datatype[:20]} has no typed contents, send its raw bytes",
             tensor=name,
         )
-    field, dtype = FIELDS[datatype]
-    others = [found.name for found, _ in contents.ListFields() if found.name != field]
-    if others:
-        raise MalformedInput(
-            f"input `{name[:100]}`: {datatype} is in `{field}`, got `{others[0]}`", tensor=name
-        )
-    if datatype == STRINGS:
-        return memoryview(raw_strings(contents.bytes_contents))
+    dtype = FIELDS[datatype][1]
+    _require_field(name, datatype, contents)
     contents.DiscardUnknownFields()
     packed = _packed(contents.SerializeToString())
     if not dtype:
@@ -78,6 +72,26 @@ def raw_of(name: str, datatype: str, contents: Any) -> memoryview:  # noqa: ANN4
         raise MalformedInput(
             f"input `{name[:100]}` has a value that is no {datatype}", tensor=name
         ) from None
+
+
+def strings_of(name: str, contents: Any) -> Sequence[bytes]:  # noqa: ANN401
+    """The strings of a tensor's typed contents.
+
+    Raises:
+        MalformedInput: They are in another datatype's field.
+    """
+    _require_field(name, STRINGS, contents)
+    strings: Sequence[bytes] = contents.bytes_contents
+    return strings
+
+
+def _require_field(name: str, datatype: str, contents: Any) -> None:  # noqa: ANN401
+    field = FIELDS[datatype][0]
+    others = [found.name for found, _ in contents.ListFields() if found.name != field]
+    if others:
+        raise MalformedInput(
+            f"input `{name[:100]}`: {datatype} is in `{field}`, got `{others[0]}`", tensor=name
+        )
 
 
 def _packed(message: bytes) -> memoryview:
