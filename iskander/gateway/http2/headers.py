@@ -112,14 +112,16 @@ class HeaderBlocks:
 
     def _decode(self, block: bytes) -> list[tuple[str, str]]:
         """Read a block; remember it until the table that its meaning depends on changes."""
-        table = self._decoder.header_table.dynamic_entries
-        newest, count = next(iter(table), None), len(table)
+        table = self._decoder.header_table
+        entries, size = table.dynamic_entries, table.maxsize
+        newest, count = next(iter(entries), None), len(entries)
         try:
             decoded: Any = self._decoder.decode(block)  # Of text, though it says bytes.
         except hpack.HPACKError as error:
             raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
         fields = [(str(name), str(value)) for name, value in decoded]
-        if next(iter(table), None) is not newest or len(table) != count:
+        is_new = next(iter(entries), None) is not newest
+        if is_new or len(entries) != count or table.maxsize != size:
             self._known.clear()
         elif len(block) <= REMEMBERED_BYTES_MAX:
             if len(self._known) >= REMEMBERED_MAX:
