@@ -361,8 +361,9 @@ def test_what_is_urgent_does_not_give_way_to_what_is_not(
 def test_only_the_newest_waits_where_that_is_wanted(
     gateway: Gateway, address: str, worker: int, is_told: bool
 ) -> None:
+    """Of one client: another of the same name is not in its way."""
     before = outcomes(gateway).get("superseded", 0)
-    with connected(address, "newest") as robot, connected(address, "other") as other:
+    with connected(address, "newest") as robot, connected(address, "newest") as other:
         with busy(gateway, address, worker, "ids"):
             other.model("ids").observe(x=np.array(50), newest_wins="true")
             for number in range(5):

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("iskander.inferential")
 
+NAME_MAX = 128
+"""Letters of a client's name that count; it is a label of every point."""
+
 
 class _Pending(Request):
     """An observation, from admission until its reply is written.
@@ -174,7 +177,7 @@ class Session:
         self._write_soon()
 
     def _be_called(self, name: str) -> None:
-        self.name = self._service.name_for(self, name)
+        self.name = self._service.name_for(self, name[:NAME_MAX])
         self.labels = {"client": self.name}
 
     def _ask(self, observation: Observation, address: Address) -> None:
