@@ -245,6 +245,22 @@ def test_an_error_is_in_the_metadata() -> None:
     }
 
 
+def test_bfloat16_is_its_bits_there_and_back() -> None:
+    spec = TensorSpec("b", "b", ColumnType("bfloat16"), ())
+    contract = Contract((spec,), (spec,))
+    sent = proto.Tensor(key="b", dtype=proto.BFLOAT16, byte_length=2)
+    envelope = proto.Observation(
+        client=proto.Client(id="a"), model_id="b", tensors=[sent]
+    ).SerializeToString()
+    (tensor,) = read_question(contract, read_observation([b"", envelope, b"\x80\x3f"])).tensors
+    assert (tensor.datatype, tensor.shape) == ("BF16", (1,))
+    reply = render_results(
+        ADDRESS, contract, 1, tensor.data, is_single=True, latency_ms=0.0, wall_ns=MOMENT_NS
+    )
+    (read,) = proto.ModelResponse.FromString(bytes(reply[1])).tensors
+    assert (read.dtype, bytes(reply[2])) == (proto.BFLOAT16, b"\x80\x3f")
+
+
 def test_a_type_that_the_protocol_has_not() -> None:
     contract = Contract((), (TensorSpec("n", "n", ColumnType("uint64"), ()),))
     with pytest.raises(Unsupported, match="`n` is UINT64"):

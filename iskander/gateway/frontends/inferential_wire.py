@@ -23,6 +23,7 @@ _DATATYPES = {
     wire.FLOAT16: "FP16",
     wire.FLOAT32: "FP32",
     wire.FLOAT64: "FP64",
+    wire.BFLOAT16: "BF16",
     wire.UINT8: "UINT8",
     wire.INT32: "INT32",
     wire.INT64: "INT64",
