@@ -34,7 +34,8 @@ class IskanderError(Exception):
 
     Class attributes: `code` is stable and part of the interface; `retryable` says whether the very
     same request may succeed later; `status` is the gRPC status, and `flight_status` the one used
-    where pyarrow clients are the readers (they show RESOURCE_EXHAUSTED as a bad argument).
+    where pyarrow clients are the readers (they show RESOURCE_EXHAUSTED as a bad argument);
+    `http_status` is the one over HTTP.
 
     Args:
         message: What, where, wanted and got, in words. Never a traceback, path or address.
@@ -47,6 +48,7 @@ class IskanderError(Exception):
     retryable: ClassVar[bool] = False
     status: ClassVar[str] = "INTERNAL"
     flight_status: ClassVar[str | None] = None
+    http_status: ClassVar[int] = 500
 
     _by_code: ClassVar[dict[str, type[IskanderError]]] = {}
 
@@ -113,6 +115,7 @@ class ContractError(IskanderError):
     code = "contract"
     fault = Fault.CLIENT
     status = "INVALID_ARGUMENT"
+    http_status = 400
 
 
 class MalformedInput(IskanderError):
@@ -121,6 +124,7 @@ class MalformedInput(IskanderError):
     code = "malformed"
     fault = Fault.CLIENT
     status = "INVALID_ARGUMENT"
+    http_status = 400
 
 
 class LimitExceeded(IskanderError):
@@ -129,6 +133,7 @@ class LimitExceeded(IskanderError):
     code = "limit"
     fault = Fault.CLIENT
     status = "INVALID_ARGUMENT"
+    http_status = 413
 
 
 class ModelNotFound(IskanderError):
@@ -137,6 +142,7 @@ class ModelNotFound(IskanderError):
     code = "model_not_found"
     fault = Fault.CLIENT
     status = "NOT_FOUND"
+    http_status = 404
 
 
 class Unsupported(IskanderError):
@@ -145,6 +151,7 @@ class Unsupported(IskanderError):
     code = "unsupported"
     fault = Fault.CLIENT
     status = "UNIMPLEMENTED"
+    http_status = 501
 
 
 class Overloaded(IskanderError):
@@ -155,6 +162,7 @@ class Overloaded(IskanderError):
     retryable = True
     status = "RESOURCE_EXHAUSTED"
     flight_status = "UNAVAILABLE"
+    http_status = 503
 
 
 class QueueFull(IskanderError):
@@ -165,6 +173,7 @@ class QueueFull(IskanderError):
     retryable = True
     status = "RESOURCE_EXHAUSTED"
     flight_status = "UNAVAILABLE"
+    http_status = 503
 
 
 class ClientOverShare(IskanderError):
@@ -175,6 +184,7 @@ class ClientOverShare(IskanderError):
     retryable = True
     status = "RESOURCE_EXHAUSTED"
     flight_status = "UNAVAILABLE"
+    http_status = 429
 
 
 class ArenaFull(IskanderError):
@@ -185,6 +195,7 @@ class ArenaFull(IskanderError):
     retryable = True
     status = "RESOURCE_EXHAUSTED"
     flight_status = "UNAVAILABLE"
+    http_status = 503
 
 
 class DroppedFromQueue(IskanderError):
@@ -195,6 +206,7 @@ class DroppedFromQueue(IskanderError):
     retryable = True
     status = "RESOURCE_EXHAUSTED"
     flight_status = "UNAVAILABLE"
+    http_status = 503
 
 
 class Superseded(IskanderError):
@@ -203,6 +215,7 @@ class Superseded(IskanderError):
     code = "superseded"
     fault = Fault.CLIENT
     status = "ABORTED"
+    http_status = 409
 
 
 class DeadlineUnreachable(IskanderError):
@@ -213,6 +226,7 @@ class DeadlineUnreachable(IskanderError):
     retryable = True
     status = "RESOURCE_EXHAUSTED"
     flight_status = "UNAVAILABLE"
+    http_status = 503
 
 
 class DeadlineExceeded(IskanderError):
@@ -221,6 +235,7 @@ class DeadlineExceeded(IskanderError):
     code = "deadline_exceeded"
     fault = Fault.NOBODY
     status = "DEADLINE_EXCEEDED"
+    http_status = 504
 
 
 class Cancelled(IskanderError):
@@ -229,6 +244,7 @@ class Cancelled(IskanderError):
     code = "cancelled"
     fault = Fault.CLIENT
     status = "CANCELLED"
+    http_status = 499
 
 
 class NotReady(IskanderError):
@@ -238,6 +254,7 @@ class NotReady(IskanderError):
     fault = Fault.OPERATOR
     retryable = True
     status = "UNAVAILABLE"
+    http_status = 503
 
 
 class Draining(IskanderError):
@@ -247,6 +264,7 @@ class Draining(IskanderError):
     fault = Fault.NOBODY
     retryable = True
     status = "UNAVAILABLE"
+    http_status = 503
 
 
 class PoisonedRequest(IskanderError):

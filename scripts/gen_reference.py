@@ -67,7 +67,8 @@ def error_table() -> str:
     kinds.sort(key=lambda kind: kind.code)
     rows = [
         f"| `{kind.code}` | {kind.fault.value} | {'yes' if kind.retryable else 'no'} | "
-        f"{kind.status} | {kind.flight_status or kind.status} | {_first_line(kind)} |"
+        f"{kind.status} | {kind.flight_status or kind.status} | {kind.http_status} | "
+        f"{_first_line(kind)} |"
         for kind in kinds
     ]
     head = [
@@ -77,10 +78,10 @@ def error_table() -> str:
         "",
         "Trailers of a failed call: `iskander-code`, `iskander-fault`, `iskander-retryable`,",
         "`iskander-retry-after-ms` where a time is known, and `grpc-status-details-bin` with all",
-        "of it as JSON, which pyarrow gives its users as `extra_info`.",
+        "of it as JSON, which pyarrow gives its users as `extra_info`. Over HTTP the body has it.",
         "",
-        "| code | whose fault | retry | gRPC | Flight | when |",
-        "|---|---|---|---|---|---|",
+        "| code | whose fault | retry | gRPC | Flight | HTTP | when |",
+        "|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*head, *rows]) + "\n"
 

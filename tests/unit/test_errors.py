@@ -53,6 +53,25 @@ CODES = {
     "segment": (errors.SegmentError, "server", False, "INTERNAL", None),
     "internal": (errors.IskanderError, "server", False, "INTERNAL", None),
 }
+HTTP = {
+    "contract": 400,
+    "malformed": 400,
+    "limit": 413,
+    "model_not_found": 404,
+    "unsupported": 501,
+    "overloaded": 503,
+    "queue_full": 503,
+    "client_over_share": 429,
+    "arena_full": 503,
+    "dropped": 503,
+    "superseded": 409,
+    "deadline_unreachable": 503,
+    "deadline_exceeded": 504,
+    "cancelled": 499,
+    "not_ready": 503,
+    "draining": 503,
+}
+"""Of all others it is 500."""
 KINDS = [pytest.param(kind, id=code) for code, (kind, *_) in CODES.items()]
 
 
@@ -74,6 +93,7 @@ def test_code_fault_retry_and_status_are_stable(code: str) -> None:
 
     assert (kind.code, kind.fault.value, kind.retryable) == (code, fault, is_retryable)
     assert (kind.status, kind.flight_status) == (status, flight_status)
+    assert kind.http_status == HTTP.get(code, 500)
 
 
 def test_every_fault_is_somebodys() -> None:
