@@ -320,6 +320,34 @@ class InferentialConfig(_Section, frozen=True, kw_only=True):
     connections: Annotated[int, Positive, Meta(description="Clients connected at once.")] = 1024
 
 
+class HttpConfig(_Section, frozen=True, kw_only=True):
+    """The Open Inference Protocol over HTTP: the convenient way in, not the fast one."""
+
+    address: Annotated[
+        str,
+        Meta(description="`HOST:PORT` of it, its own. Port 0 takes a free one; empty: none."),
+    ] = ""
+    connections: Annotated[
+        int, Meta(ge=1, le=65_536, description="Connections that are served at once.")
+    ] = 1024
+    json_bytes: Annotated[
+        int,
+        Positive,
+        Meta(
+            description="Bytes of a request's JSON, and of the results that are put into JSON; "
+            "binary data go by `limits`. Every other client waits while it is parsed."
+        ),
+    ] = 4 * MIB
+    bodies_bytes: Annotated[
+        int,
+        Positive,
+        Meta(
+            description="Bytes of all requests and answers that are held at once; beyond them "
+            "requests are refused."
+        ),
+    ] = 256 * MIB
+
+
 class ModelConfig(_Section, frozen=True, kw_only=True):
     """One model version to serve."""
 
@@ -392,6 +420,7 @@ class Config(_Section, frozen=True, kw_only=True):
     arena: ArenaConfig = ArenaConfig()
     admin: AdminConfig = AdminConfig()
     inferential: InferentialConfig = InferentialConfig()
+    http: HttpConfig = HttpConfig()
     models: Annotated[
         tuple[ModelConfig, ...], Meta(min_length=1, description="The models to serve.")
     ]

@@ -92,6 +92,11 @@ def _require_relations(config: Config) -> None:
             limits.string_bytes <= limits.bytes,
             f"limits.string_bytes = {limits.string_bytes} is more than limits.bytes",
         ),
+        (
+            not config.http.address or limits.message_bytes <= config.http.bodies_bytes,
+            f"http.bodies_bytes = {config.http.bodies_bytes} is less than limits.message_bytes: "
+            "the largest request would never find room",
+        ),
         (bool(config.addresses), "server.address is an empty list: nobody could connect"),
     )
     for is_met, rule in relations:

@@ -9,6 +9,7 @@ import grp
 import os
 import pwd
 import re
+from collections.abc import Container
 from pathlib import Path
 
 from iskander.config import Config, ServerConfig
@@ -44,13 +45,22 @@ def require_addresses(config: Config) -> None:
             continue
         if not is_host_port(address):
             raise ConfigError(f"{where}: wanted HOST:PORT, [IPV6]:PORT or unix:PATH")
-    admin = config.admin.address
-    if admin and not is_host_port(admin):
-        raise ConfigError(f"admin.address {admin}: wanted HOST:PORT or [IPV6]:PORT")
-    if admin in config.addresses and not admin.endswith(":0"):
-        raise ConfigError(f"admin.address {admin} is a server.address too: HTTP needs its own port")
+    taken = {address: "server.address" for address in config.addresses}
+    for setting, address in (
+        ("admin.address", config.admin.address),
+        ("http.address", config.http.address),
+    ):
+        if not address:
+            continue
+        if not is_host_port(address):
+            raise ConfigError(f"{setting} {address}: wanted HOST:PORT or [IPV6]:PORT")
+        if address in taken and not address.endswith(":0"):
+            raise ConfigError(
+                f"{setting} {address} is {taken[address]} too: each needs its own port"
+            )
+        taken[address] = setting
     if config.inferential.address:
-        _require_inferential(config)
+        _require_inferential(config, taken)
 
 
 def zmq_address(address: str) -> str | Path | None:
@@ -65,7 +75,7 @@ def zmq_address(address: str) -> str | Path | None:
     return where if transport == "tcp" and is_host_port(where) else None
 
 
-def _require_inferential(config: Config) -> None:
+def _require_inferential(config: Config, taken: Container[str]) -> None:
     address = config.inferential.address
     where = f"inferential.address {address}"
     target = zmq_address(address)
@@ -85,7 +95,7 @@ def _require_inferential(config: Config) -> None:
     elif target.endswith(":0"):
         if is_several:
             raise ConfigError(f"{where}: server.processes above 1 share a port, which is not 0")
-    elif target in (*config.addresses, config.admin.address):
+    elif target in taken:
         raise ConfigError(f"{where} is another address of this server: ZeroMQ needs its own port")
 
 

@@ -252,19 +252,25 @@ class Parent:
     async def _hold_ports(self) -> None:
         """Find the ports, and keep others from them while a process is replaced."""
         for address in self._config.addresses:
-            try:
-                # Not shared, to see that nobody listens there; then shared with the processes.
-                for probe in await bind(address, is_shared=False):
-                    probe.close()
-                held = await bind(address, is_shared=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"server.address {address}: cannot listen there: {error.strerror}"
-                ) from None
-            self._held += held
-            self._addresses.append(with_port(address, held[0]))
+            self._addresses.append(await self._hold_port("server.address", address))
         told = ", ".join(f'"{address}"' for address in self._addresses)
         self._command += ["--set", f"server.address=[{told}]"]
+        if self._config.http.address:
+            address = await self._hold_port("http.address", self._config.http.address)
+            self._command += ["--set", f"http.address={address}"]
+
+    async def _hold_port(self, setting: str, address: str) -> str:
+        try:
+            # Not shared, to see that nobody listens there; then shared with the processes.
+            for probe in await bind(address, is_shared=False):
+                probe.close()
+            held = await bind(address, is_shared=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{setting} {address}: cannot listen there: {error.strerror}"
+            ) from None
+        self._held += held
+        return with_port(address, held[0])
 
     async def _start_admin(self) -> None:
         if self._config.admin.address:
@@ -383,6 +389,7 @@ def _fixed(config: Config) -> dict[str, object]:
         "workers.groups": workers.groups,
         "workers.count": workers.count,
         "admin.address": config.admin.address,
+        "http.address": config.http.address,
     }
 
 

@@ -35,6 +35,7 @@ from iskander.gateway.telemetry.stats import collect
 from iskander.memory.backing import BackingOptions
 
 if TYPE_CHECKING:
+    from iskander.gateway.frontends.oip_http_server import OipHttpServer
     from iskander.gateway.telemetry.admin import AdminServer
 
 log = logging.getLogger("iskander.server")
@@ -128,6 +129,8 @@ class Server:
         )
         self._admin: AdminServer | None = None
         self._admin_address = ""
+        self._http: OipHttpServer | None = None
+        self._http_address = ""
         self.addresses: list[str] = []
 
     async def start(self) -> None:
@@ -191,6 +194,8 @@ class Server:
         if self._member.siblings:
             self._grpc.close_door()  # New connections are for the siblings.
             self._inferential.close_door()
+            if self._http is not None:
+                self._http.close_door()
         self._flight.drain()
         self._desk.drain()
         self._inferential.drain()
@@ -199,6 +204,8 @@ class Server:
             log.warning("not finished in time: %s", self._work())
         await self._grpc.stop(GRACE_S)
         await self._inferential.stop(GRACE_S)
+        if self._http is not None:
+            await self._http.stop(GRACE_S)
         if keeps_workers():
             self._supervisor.let_go()
         else:
@@ -210,6 +217,8 @@ class Server:
         """End the workers and release what a failed start had taken."""
         await self._grpc.stop(0)
         await self._inferential.stop(0)
+        if self._http is not None:
+            await self._http.stop(0)
         await self._supervisor.abandon()
         await self._release()
 
@@ -221,6 +230,7 @@ class Server:
         """What lanes, workers and memory have come to."""
         return collect(self._observed) | {
             "admin_address": self._admin_address,
+            "http_address": self._http_address,
             "process": self._member.number,
             "inferential": self._inferential.stats(),
         }
@@ -232,10 +242,17 @@ class Server:
             notify(X_ISKANDER_READY=str(int(self._models.is_ready)))
 
     async def _listen(self) -> None:
+        is_shared = bool(self._member.siblings)
         self.addresses = await self._grpc.start(
-            self._config.server, self._config.addresses, is_shared=bool(self._member.siblings)
+            self._config.server, self._config.addresses, is_shared=is_shared
         )
         await self._inferential.start()
+        if self._config.http.address:
+            from iskander.gateway.frontends.oip_http_server import OipHttpServer
+
+            self._http = OipHttpServer(self._models, self._desk, self._config.http)
+            self._http_address = await self._http.start(is_shared=is_shared)
+            log.info("the Open Inference Protocol over HTTP is on %s", self._http_address)
 
     async def _wait_while(self, condition: Callable[[], bool], wait_s: float) -> bool:
         """Wait for a condition to end, with news every second; False where it took too long."""

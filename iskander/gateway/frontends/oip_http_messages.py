@@ -1,0 +1,272 @@
+"""Requests and answers of the Open Inference Protocol as HTTP bodies.
+
+A body is JSON, and behind it, where the header `Inference-Header-Content-Length` says where that
+ends, the tensors that are not in it, in its order. With the header at 0 the body is one tensor.
+
+Source: Open Inference Protocol v2 and its binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from iskander.config import LimitsConfig
+from iskander.contract.tensors import RANK_MAX, Contract
+from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
+from iskander.gateway.frontends.oip_http_json import read_data, require_json_form, write_data
+from iskander.gateway.offered import Tensor
+
+HEADER_LENGTH = "inference-header-content-length"
+_SIZE_MAX = 2**63 - 1
+
+_Size = Annotated[int, Meta(ge=0, le=_SIZE_MAX)]
+_Parameters = dict[str, Any]
+
+
+class _Input(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=RANK_MAX + 1)]
+    parameters: _Parameters = {}
+    data: Raw | UnsetType = UNSET
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: _Parameters = {}
+
+
+class _Request(msgspec.Struct):
+    inputs: tuple[_Input, ...]
+    outputs: tuple[_Output, ...] = ()
+    id: str = ""
+    parameters: _Parameters = {}
+
+
+_decode = msgspec.json.Decoder(_Request).decode
+
+
+class Wanted(NamedTuple):
+    """An output that a client asks for, and in which form."""
+
+    name: str
+    is_binary: bool
+
+
+class Asked(NamedTuple):
+    """A request as it came.
+
+    Attributes:
+        id: Its client's name for it.
+        parameters: Of the request, by name, as JSON has them.
+        outputs: None for all.
+        is_binary: The form of an output for which the request does not say.
+    """
+
+    tensors: list[Tensor]
+    id: str = ""
+    parameters: Mapping[str, Any] = MappingProxyType({})
+    outputs: list[Wanted] | None = None
+    is_binary: bool = False
+
+
+def read_request(body: memoryview, json_bytes: int | None, limits: LimitsConfig) -> Asked:
+    """Read a body that has JSON.
+
+    Args:
+        body: The whole of it.
+        json_bytes: Where the JSON ends; None where there is nothing else.
+        limits: Of the server.
+
+    Raises:
+        MalformedInput: The JSON cannot be read, or the tensors behind it are not as long as it
+            says.
+        ContractError: The data of a tensor are not of its type or shape.
+        LimitExceeded: There are too many tensors.
+        Unsupported: A parameter asks for what is not offered here.
+    """
+    head = _read_json(body if json_bytes is None else body[:json_bytes])
+    for what, named in (("inputs", head.inputs), ("outputs", head.outputs)):
+        if len(named) > limits.columns:
+            raise LimitExceeded(f"a request may have {limits.columns} {what}, got {len(named)}")
+    tensors, offset = [], len(body) if json_bytes is None else json_bytes
+    for given in head.inputs:
+        length = _binary_bytes(given)
+        if length is None:
+            assert isinstance(given.data, Raw)
+            data = memoryview(read_data(given.name, given.datatype, given.shape, given.data))
+        else:
+            data = body[offset : offset + length]
+            if len(data) < length:
+                raise MalformedInput(
+                    f"input `{given.name}` has {length} bytes by its `binary_data_size`, and the "
+                    f"body ends after {len(data)} of them",
+                    tensor=given.name,
+                )
+            offset += length
+        tensors.append(Tensor(given.name, given.datatype, given.shape, data))
+    if offset != len(body):
+        raise MalformedInput(f"the body goes on for {len(body) - offset} bytes behind its tensors")
+    is_binary = _flag(head.parameters, "binary_data_output", "the request", otherwise=False)
+    outputs = [_wanted(output, is_binary) for output in head.outputs] or None
+    return Asked(tensors, head.id, head.parameters, outputs, is_binary)
+
+
+def read_raw(contract: Contract, body: memoryview) -> Asked:
+    """Read a body that is one tensor: the model's only input, its elements one after the other.
+
+    All results go back in binary form.
+
+    Raises:
+        ContractError: The model has several inputs, or the bytes are not those of whole rows.
+    """
+    if len(contract.inputs) != 1:
+        raise ContractError(
+            f"the model has {len(contract.inputs)} inputs; a body without JSON is one tensor"
+        )
+    spec = contract.inputs[0]
+    dtype = spec.type.dtype
+    if dtype.oip == "BYTES" and spec.elements == 1:
+        # The length that every other binary form has before a string is the body's own here.
+        body, rows = memoryview(struct.pack("<I", len(body)) + bytes(body)), 1
+    else:
+        row_bytes = spec.elements * max(dtype.arrow_bits // 8, 1)
+        rows, rest = divmod(len(body), row_bytes)
+        if rest or dtype.oip == "BYTES":
+            raise ContractError(
+                f"input `{spec.tensor}` has {row_bytes} bytes a row, got {len(body)} bytes",
+                tensor=spec.tensor,
+            )
+    tensor = Tensor(spec.tensor, dtype.oip, (rows, *spec.shape), body)
+    return Asked([tensor], is_binary=True)
+
+
+def choose(contract: Contract, asked: Asked, rows: int, json_bytes_max: int) -> list[Wanted]:
+    """The outputs to answer, in the order asked for; decided before anything is computed.
+
+    Raises:
+        ContractError: One is not the model's, is there twice, or has no form as asked.
+        LimitExceeded: They would be too long as JSON.
+    """
+    specs = {spec.tensor: spec for spec in contract.outputs}
+    chosen = asked.outputs
+    if chosen is None:
+        chosen = [Wanted(name, asked.is_binary) for name in specs]
+    seen: set[str] = set()
+    json_bytes = 0
+    for name, is_binary in chosen:
+        spec = specs.get(name)
+        if spec is None:
+            raise ContractError(
+                f"`{name[:100]}` is no output of the model, which has {', '.join(specs)}",
+                tensor=name,
+            )
+        if name in seen:
+            raise ContractError(f"output `{name}` is asked for twice", tensor=name)
+        seen.add(name)
+        if not is_binary:
+            require_json_form(name, spec.type.dtype.oip)
+            json_bytes += spec.buffer_bytes(rows)
+    if json_bytes > json_bytes_max:
+        raise LimitExceeded(
+            f"the results have {json_bytes} bytes and may have {json_bytes_max} as JSON: ask for "
+            "binary data",
+            wanted=json_bytes_max,
+        )
+    return chosen
+
+
+def write_answer(
+    name: str, version: str, asked: Asked, given: Sequence[Tensor], chosen: Sequence[Wanted]
+) -> tuple[list[bytes | memoryview], int | None]:
+    """The answer to a request.
+
+    Args:
+        name: Of the model.
+        version: The same.
+        asked: The request.
+        given: All of the model's results.
+        chosen: Those to answer.
+
+    Returns:
+        The body in parts, and how long its JSON is where there is more than that.
+
+    Raises:
+        ContractError: A result cannot be written as JSON.
+    """
+    by_name = {tensor.name: tensor for tensor in given}
+    outputs, parts = [], []
+    for wanted, is_binary in chosen:
+        tensor = by_name[wanted]
+        output: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+        }
+        if is_binary:
+            output["parameters"] = {"binary_data_size": len(tensor.data)}
+            parts.append(tensor.data)
+        else:
+            output["data"] = write_data(tensor.name, tensor.datatype, tensor.data)
+        outputs.append(output)
+    answer: dict[str, Any] = {"model_name": name, "model_version": version}
+    if asked.id:
+        answer["id"] = asked.id
+    head = msgspec.json.encode(answer | {"outputs": outputs})
+    return [head, *parts], len(head) if parts else None
+
+
+def _read_json(raw: memoryview) -> _Request:
+    try:
+        return _decode(raw)
+    except msgspec.ValidationError as error:
+        raise MalformedInput(f"the request's JSON: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        hint = ""
+        if any(word in bytes(raw) for word in (b"NaN", b"Infinity")):
+            hint = ' (NaN and Infinity are no JSON: write them as "NaN", or send binary data)'
+        raise MalformedInput(f"the request's JSON cannot be read: {error}{hint}") from None
+
+
+def _binary_bytes(given: _Input) -> int | None:
+    """How many bytes behind the JSON are this input's; None where it has them in the JSON."""
+    if "shared_memory_region" in given.parameters:
+        raise Unsupported(f"input `{given.name}`: shared memory of clients is not taken here")
+    length = given.parameters.get("binary_data_size")
+    if length is None:
+        if given.data is UNSET:
+            raise MalformedInput(
+                f"input `{given.name}` has neither `data` nor `binary_data_size`", tensor=given.name
+            )
+        return None
+    if given.data is not UNSET:
+        raise MalformedInput(
+            f"input `{given.name}` has `data` and `binary_data_size`", tensor=given.name
+        )
+    if type(length) is not int or not 0 <= length <= _SIZE_MAX:
+        raise MalformedInput(
+            f"input `{given.name}`: `binary_data_size` is no number of bytes", tensor=given.name
+        )
+    return length
+
+
+def _wanted(output: _Output, is_binary: bool) -> Wanted:
+    if "shared_memory_region" in output.parameters:
+        raise Unsupported(f"output `{output.name}`: shared memory of clients is not written here")
+    if output.parameters.get("classification"):
+        raise Unsupported(f"output `{output.name}`: classification is not offered")
+    where = f"output `{output.name}`"
+    return Wanted(output.name, _flag(output.parameters, "binary_data", where, otherwise=is_binary))
+
+
+def _flag(parameters: _Parameters, name: str, where: str, *, otherwise: bool) -> bool:
+    value = parameters.get(name, otherwise)
+    if not isinstance(value, bool):
+        raise MalformedInput(f"{where}: `{name}` is true or false")
+    return value

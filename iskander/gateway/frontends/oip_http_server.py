@@ -1,0 +1,59 @@
+"""The HTTP port of the Open Inference Protocol: where it listens, and how it stops.
+
+Whoever imports this file late pays for uvicorn and starlette only where there is such a port.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from iskander.config import HttpConfig
+from iskander.errors import ConfigError
+from iskander.gateway.asking import Desk
+from iskander.gateway.frontends.oip_http import OipHttp
+from iskander.gateway.http1 import Http1Port
+from iskander.gateway.models import Models
+from iskander.gateway.ports import bind, with_port
+
+
+class OipHttpServer:
+    """The port.
+
+    Args:
+        models: What is served.
+        desk: Where requests are asked for.
+        config: Of the port; it has an address.
+    """
+
+    def __init__(self, models: Models, desk: Desk, config: HttpConfig) -> None:
+        self._address = config.address
+        oip = OipHttp(models, desk, config)
+        self._port = Http1Port(oip.app(), config.connections)
+        oip.is_full = lambda: self._port.is_full
+
+    async def start(self, *, is_shared: bool = False) -> str:
+        """Listen; the address with the port that was taken.
+
+        Args:
+            is_shared: Other processes of this gateway listen there too.
+
+        Raises:
+            ConfigError: Nobody can listen there; says why.
+        """
+        try:
+            sockets = await bind(self._address, is_shared=is_shared)
+            for bound in sockets:
+                await self._port.listen(bound)
+        except OSError as error:
+            raise ConfigError(
+                f"http.address {self._address}: cannot listen there: {error.strerror}"
+            ) from None
+        return with_port(self._address, sockets[0])
+
+    def close_door(self) -> None:
+        """Take no more connections; those that are open go on."""
+        self._port.close_door()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop listening, and end what is still open after `grace_s`."""
+        await self._port.stop(grace_s)
