@@ -64,9 +64,14 @@ class Http1Port:
         self._config.load()
 
     @property
+    def connections(self) -> int:
+        """Those that are open."""
+        return len(self._state.connections)
+
+    @property
     def is_full(self) -> bool:
         """Whether there are more connections than are served."""
-        return len(self._state.connections) > self._connections_max
+        return self.connections > self._connections_max
 
     async def listen(self, bound: socket.socket) -> None:
         """Take connections on a socket that is bound."""
