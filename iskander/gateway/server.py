@@ -90,10 +90,11 @@ class Server:
             recent=self._recent,
         )
         self._desk = Desk(self._intake, self._dispatcher, config.limits)
+        self._oip = OipService(self._models, self._desk)
         self._grpc = GrpcServer(
             self._flight,
             self._health,
-            OipService(self._models, self._desk),
+            self._oip,
             message_bytes=config.limits.message_bytes,
             streams=config.limits.streams,
         )
@@ -250,7 +251,7 @@ class Server:
         if self._config.http.address:
             from iskander.gateway.frontends.oip_http_server import OipHttpServer
 
-            self._http = OipHttpServer(self._models, self._desk, self._config.http)
+            self._http = OipHttpServer(self._models, self._oip, self._desk, self._config.http)
             self._http_address = await self._http.start(is_shared=is_shared)
             log.info("the Open Inference Protocol over HTTP is on %s", self._http_address)
 

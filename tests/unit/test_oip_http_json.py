@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as npst
 
 from iskander.errors import ContractError, IskanderError, MalformedInput
 from iskander.gateway.frontends.oip_http_json import FLOATS, INTEGERS, read_data, write_data
+from iskander.gateway.offered import Tensor
 
 NUMPY = INTEGERS | FLOATS | {"BOOL": np.dtype("bool")}
 
@@ -37,7 +38,7 @@ def test_what_is_written_is_read_back_to_the_bit(datatype: str, data: st.DataObj
     if datatype in FLOATS:
         array[np.isnan(array)] = np.nan
 
-    written = write_data("y", datatype, memoryview(array.tobytes()))
+    written = write_data(Tensor("y", datatype, array.shape, memoryview(array.tobytes())))
 
     assert read(datatype, array.shape, written) == array.tobytes()
     if str not in map(type, written):
@@ -48,7 +49,7 @@ def test_what_is_written_is_read_back_to_the_bit(datatype: str, data: st.DataObj
 def test_strings_are_read_back(texts: list[str]) -> None:
     raw = read("BYTES", (len(texts),), texts)
 
-    assert write_data("y", "BYTES", memoryview(raw)) == texts
+    assert write_data(Tensor("y", "BYTES", (len(texts),), memoryview(raw))) == texts
 
 
 def test_a_string_has_its_length_in_four_bytes_before_it() -> None:
@@ -95,7 +96,7 @@ def test_a_large_integer_is_a_float_as_far_as_that_goes() -> None:
 def test_half_precision_is_sent_to_the_binary_form(datatype: str) -> None:
     assert "binary" in refusal(datatype, [1.0])
     with pytest.raises(ContractError, match="binary"):
-        write_data("y", datatype, memoryview(b"\0\0"))
+        write_data(Tensor("y", datatype, (1,), memoryview(b"\0\0")))
 
 
 def test_a_datatype_that_is_not_there_is_named() -> None:
@@ -129,4 +130,4 @@ def test_what_is_no_json_is_malformed(raw: bytes) -> None:
 
 def test_bytes_that_are_no_text_have_no_json_form() -> None:
     with pytest.raises(IskanderError, match=r"element 1 of `y`.*binary"):
-        write_data("y", "BYTES", memoryview(b"\x01\0\0\0a\x01\0\0\0\xff"))
+        write_data(Tensor("y", "BYTES", (2,), memoryview(b"\x01\0\0\0a\x01\0\0\0\xff")))

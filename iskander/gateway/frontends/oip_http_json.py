@@ -9,7 +9,6 @@ Source: Open Inference Protocol v2, "Tensor Data"; ProtoJSON for numbers that ar
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable
 from itertools import chain
 from math import prod
@@ -19,6 +18,8 @@ import msgspec
 import numpy as np
 
 from iskander.errors import ContractError, MalformedInput
+from iskander.gateway.frontends.oip_tensors import STRINGS, raw_strings, split_strings
+from iskander.gateway.offered import Tensor
 
 INTEGERS: dict[str, np.dtype[Any]] = {
     name: np.dtype(name.lower())
@@ -27,7 +28,6 @@ INTEGERS: dict[str, np.dtype[Any]] = {
 FLOATS: dict[str, np.dtype[Any]] = {"FP32": np.dtype("float32"), "FP64": np.dtype("float64")}
 BINARY_ONLY = ("FP16", "BF16")
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_LENGTH = struct.Struct("<I")
 
 
 def read_data(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> bytes:
@@ -56,7 +56,7 @@ def read_data(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | mem
             return _floats(flat, FLOATS[datatype])
         if datatype == "BOOL":
             return _booleans(flat)
-        if datatype == "BYTES":
+        if datatype == STRINGS:
             return _strings(flat)
     except _Misfit as misfit:
         raise ContractError(
@@ -79,15 +79,16 @@ def require_json_form(name: str, datatype: str) -> None:
         )
 
 
-def write_data(name: str, datatype: str, data: memoryview) -> list[Any]:
+def write_data(tensor: Tensor) -> list[Any]:
     """A tensor's elements as a flat list for JSON, row by row.
 
     Raises:
         ContractError: They have no JSON form; says which.
     """
+    name, datatype, shape, data = tensor
     require_json_form(name, datatype)
-    if datatype == "BYTES":
-        return _texts(name, data)
+    if datatype == STRINGS:
+        return _texts(name, prod(shape), data)
     if datatype == "BOOL":
         booleans: list[Any] = np.frombuffer(data, np.bool_).tolist()
         return booleans
@@ -192,22 +193,18 @@ def _booleans(flat: list[Any]) -> bytes:
 
 def _strings(flat: list[Any]) -> bytes:
     _require_types(flat, (str,))
-    encoded = [text.encode() for text in flat]
-    return b"".join(chain.from_iterable((_LENGTH.pack(len(each)), each) for each in encoded))
+    return raw_strings([text.encode() for text in flat])
 
 
-def _texts(name: str, data: memoryview) -> list[Any]:
-    texts, offset = [], 0
-    while offset < len(data):
-        (length,) = _LENGTH.unpack_from(data, offset)
-        offset += _LENGTH.size
+def _texts(name: str, count: int, data: memoryview) -> list[Any]:
+    texts: list[Any] = []
+    for each in split_strings(data, count):
         try:
-            texts.append(str(data[offset : offset + length], "utf-8"))
+            texts.append(str(each, "utf-8"))
         except UnicodeDecodeError:
             raise ContractError(
                 f"element {len(texts)} of `{name}` is no UTF-8, which JSON takes: ask for binary "
                 "data",
                 tensor=name,
             ) from None
-        offset += length
     return texts

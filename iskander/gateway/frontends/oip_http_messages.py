@@ -8,7 +8,6 @@ Source: Open Inference Protocol v2 and its binary tensor data extension.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -20,6 +19,7 @@ from iskander.config import LimitsConfig
 from iskander.contract.tensors import RANK_MAX, Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.gateway.frontends.oip_http_json import read_data, require_json_form, write_data
+from iskander.gateway.frontends.oip_tensors import STRINGS, raw_strings
 from iskander.gateway.offered import Tensor
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -132,13 +132,13 @@ def read_raw(contract: Contract, body: memoryview) -> Asked:
         )
     spec = contract.inputs[0]
     dtype = spec.type.dtype
-    if dtype.oip == "BYTES" and spec.elements == 1:
+    if dtype.oip == STRINGS and spec.elements == 1:
         # The length that every other binary form has before a string is the body's own here.
-        body, rows = memoryview(struct.pack("<I", len(body)) + bytes(body)), 1
+        body, rows = memoryview(raw_strings([bytes(body)])), 1
     else:
         row_bytes = spec.elements * max(dtype.arrow_bits // 8, 1)
         rows, rest = divmod(len(body), row_bytes)
-        if rest or dtype.oip == "BYTES":
+        if rest or dtype.oip == STRINGS:
             raise ContractError(
                 f"input `{spec.tensor}` has {row_bytes} bytes a row, got {len(body)} bytes",
                 tensor=spec.tensor,
@@ -213,7 +213,7 @@ def write_answer(
             output["parameters"] = {"binary_data_size": len(tensor.data)}
             parts.append(tensor.data)
         else:
-            output["data"] = write_data(tensor.name, tensor.datatype, tensor.data)
+            output["data"] = write_data(tensor)
         outputs.append(output)
     answer: dict[str, Any] = {"model_name": name, "model_version": version}
     if asked.id:

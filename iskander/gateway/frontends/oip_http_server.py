@@ -11,6 +11,8 @@ from iskander.config import HttpConfig
 from iskander.errors import ConfigError
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_http import OipHttp
+from iskander.gateway.frontends.oip_http_infer import HttpInference
+from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.http1 import Http1Port
 from iskander.gateway.models import Models
 from iskander.gateway.ports import bind, with_port
@@ -21,15 +23,15 @@ class OipHttpServer:
 
     Args:
         models: What is served.
-        desk: Where requests are asked for.
+        service: What is told of it.
+        desk: Has rows computed.
         config: Of the port; it has an address.
     """
 
-    def __init__(self, models: Models, desk: Desk, config: HttpConfig) -> None:
+    def __init__(self, models: Models, service: OipService, desk: Desk, config: HttpConfig) -> None:
         self._address = config.address
-        oip = OipHttp(models, desk, config)
-        self._port = Http1Port(oip.app(), config.connections)
-        oip.is_full = lambda: self._port.is_full
+        infer = HttpInference(models, desk, config, lambda: self._port.is_full)
+        self._port = Http1Port(OipHttp(models, service, infer).app(), config.connections)
 
     async def start(self, *, is_shared: bool = False) -> str:
         """Listen; the address with the port that was taken.

@@ -62,6 +62,14 @@ class OipService:
             "LogSettings": _not_offered("logging is set when the server is started"),
         }
 
+    def answer(self, name: str, request: Any) -> Any:  # noqa: ANN401
+        """The answer of a call, for who has its messages in another encoding.
+
+        Raises:
+            IskanderError: Why there is none.
+        """
+        return self._answers[name](request)
+
     def unary(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """The calls that answer at once, by the name of their method."""
         return {name: _coded(name, answer) for name, answer in self._answers.items()}

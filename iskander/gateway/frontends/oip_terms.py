@@ -21,6 +21,8 @@ from iskander.gateway.lanes.request import PRIORITY_MAX
 
 _PREFIX = "iskander_"
 _US_PER_MS = 1000
+_WHOLE_END = 1 << 64
+"""JSON has numbers beyond, which are no number of anything."""
 _SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 
 
@@ -60,6 +62,6 @@ def said_in(parameters: Mapping[str, Any]) -> SaidTerms | None:
 
 def _whole(parameters: Mapping[str, Any], name: str) -> int:
     value = parameters.get(name, 0)
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < _WHOLE_END:
         raise MalformedInput(f"parameter `{name}`: wanted a whole number from 0, got {value!r}")
     return value

@@ -1,0 +1,181 @@
+"""Inference over HTTP: from a request's body to the answer's last piece.
+
+Runs on: gateway loop. Source: Open Inference Protocol v2, REST; its binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from iskander.config import HttpConfig
+from iskander.errors import (
+    Cancelled,
+    LimitExceeded,
+    MalformedInput,
+    Overloaded,
+)
+from iskander.gateway.asking import Desk
+from iskander.gateway.frontends.flight_terms import HEADER_PREFIX, StreamTerms
+from iskander.gateway.frontends.oip_http_body import (
+    PIECE_BYTES,
+    RETRY_MS,
+    Held,
+    Room,
+    chosen_coding,
+    compress,
+    read_body,
+)
+from iskander.gateway.frontends.oip_http_messages import (
+    HEADER_LENGTH,
+    Asked,
+    choose,
+    read_raw,
+    read_request,
+    write_answer,
+)
+from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.lanes.request import Terms
+from iskander.gateway.models import Models
+from iskander.gateway.offered import give, take
+
+JSON_TYPE = "application/json"
+BINARY_TYPE = "application/octet-stream"
+_DIGITS_MAX = 18
+
+
+class HttpInference:
+    """The endpoint. A call is open until its answer is written, which a drain waits for.
+
+    Args:
+        models: What is served.
+        desk: Has the rows computed.
+        config: Of the port.
+        is_full: Whether there are more connections than are served.
+    """
+
+    def __init__(
+        self, models: Models, desk: Desk, config: HttpConfig, is_full: Callable[[], bool]
+    ) -> None:
+        self._models = models
+        self._desk = desk
+        self._json_max = min(config.json_bytes, desk.limits.message_bytes)
+        self._is_full = is_full
+        self._room = Room(config.bodies_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request.
+
+        Raises:
+            IskanderError: Why there is no answer; nothing of one was sent.
+        """
+        request = Request(scope, receive)
+        if self._is_full():
+            raise Overloaded("as many connections as may be are open", retry_after_ms=RETRY_MS)
+        self._desk.require_open()
+        path = request.path_params
+        lane = self._models.find_loaded(path["name"], path.get("version"))
+        with Held(self._room) as held:
+            asked = await self._read(request, lane, held)
+            with self._desk.held():
+                parts, json_bytes = await self._ask(request, lane, asked)
+                held.add(sum(map(len, parts)))
+                await _write(request, send, parts, json_bytes)
+
+    async def _read(self, request: Request, lane: Lane, held: Held) -> Asked:
+        json_bytes, limits = _json_bytes(request.headers), self._desk.limits
+        body_max = self._json_max if json_bytes is None else limits.message_bytes
+        raw = await read_body(request.receive, request.headers, body_max, held)
+        body = memoryview(raw).toreadonly()
+        if json_bytes is not None:
+            self._require_json(json_bytes, len(body))
+        if json_bytes == 0:
+            assert lane.contract is not None
+            return read_raw(lane.contract, body)
+        return read_request(body, json_bytes, limits)
+
+    async def _ask(
+        self, request: Request, lane: Lane, asked: Asked
+    ) -> tuple[list[bytes | memoryview], int | None]:
+        contract = lane.contract
+        assert contract is not None
+        offered = take(contract, asked.tensors, self._desk.limits)
+        chosen = choose(contract, asked, offered.rows, self._json_max)
+        terms = _terms(request.headers, asked)
+        results = await _unless_gone(request.receive, self._desk.ask(lane, offered, terms=terms))
+        given = give(contract, offered.rows, results)
+        return write_answer(lane.model.name, lane.model.version, asked, given, chosen)
+
+    def _require_json(self, json_bytes: int, body_bytes: int) -> None:
+        if json_bytes > body_bytes:
+            raise MalformedInput(
+                f"the header `{HEADER_LENGTH}` says {json_bytes} bytes, and the body has "
+                f"{body_bytes}"
+            )
+        if json_bytes > self._json_max:
+            raise LimitExceeded(
+                f"a request's JSON may have {self._json_max} bytes, got {json_bytes}: send the "
+                "tensors as binary data",
+                wanted=self._json_max,
+            )
+
+
+def _json_bytes(headers: Mapping[str, str]) -> int | None:
+    text = headers.get(HEADER_LENGTH)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX):
+        raise MalformedInput(f"the header `{HEADER_LENGTH}` is no number of bytes")
+    return int(text)
+
+
+def _terms(headers: Mapping[str, str], asked: Asked) -> Terms:
+    """What headers and parameters say about urgency; where both do, the parameters."""
+    said = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
+    return StreamTerms((), None).with_said(said_in({**said, **asked.parameters}))
+
+
+async def _unless_gone(
+    receive: Receive, answer: Coroutine[Any, Any, bytes | memoryview]
+) -> bytes | memoryview:
+    """Wait for an answer; where the client leaves, the request is given up.
+
+    Raises:
+        Cancelled: It left.
+        IskanderError: Why there is no answer.
+    """
+    asking = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            return asking.result()
+        raise Cancelled("the caller left")
+    finally:
+        asking.cancel()
+        leaving.cancel()
+
+
+async def _write(
+    request: Request, send: Send, parts: Sequence[bytes | memoryview], json_bytes: int | None
+) -> None:
+    """Write an answer piece by piece, as far as its client takes it."""
+    headers = [(b"content-type", (JSON_TYPE if json_bytes is None else BINARY_TYPE).encode())]
+    if json_bytes is not None:
+        headers.append((HEADER_LENGTH.encode(), str(json_bytes).encode()))
+    coding = chosen_coding(request.headers.get("accept-encoding", ""))
+    if coding is not None:
+        parts = [await compress(parts, coding)]
+        headers += [(b"content-encoding", coding.encode()), (b"vary", b"accept-encoding")]
+    headers.append((b"content-length", str(sum(map(len, parts))).encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            piece = bytes(part[start : start + PIECE_BYTES])
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
