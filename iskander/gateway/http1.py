@@ -137,10 +137,10 @@ class _Connection(H11Protocol):
         self._note_request()
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()  # Its body is no HTTP, and an answer may have begun.
-        else:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
+        else:
+            self.transport.abort()  # An answer has begun, or was the last.
 
     def pause_writing(self) -> None:
         super().pause_writing()

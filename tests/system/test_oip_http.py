@@ -572,7 +572,7 @@ def test_several_processes_share_the_port(tmp_path: Path) -> None:
         served,
         workers=dict(ONE),
         server={"processes": 2},
-        http={"address": f"127.0.0.1:{free_port()}"},
+        http=dict(HTTP),
     ) as gateway:
         address = address_of(gateway)
         seen = set()
@@ -584,12 +584,6 @@ def test_several_processes_share_the_port(tmp_path: Path) -> None:
             return len(seen) == 2
 
         eventually(has_seen_both, what="an answer of each process")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_port_in_use_is_refused_by_name(tmp_path: Path) -> None:

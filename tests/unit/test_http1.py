@@ -222,15 +222,21 @@ def test_the_rest_of_a_body_that_nobody_read_is_taken_for_a_moment(
     serve(talk)
 
 
+@pytest.mark.parametrize("is_read", [True, False], ids=["before", "after"])
 def test_a_body_that_is_no_http_ends_its_connection_and_nothing_else(
-    caplog: pytest.LogCaptureFixture,
+    is_read: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Before its request was answered, and after that, while nobody reads it."""
+
     async def talk(port: Port) -> None:
+        port.app.is_reading = is_read
         async with port.connected() as (reader, writer):
-            head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
-            writer.write(head + b"nonsense\r\n\r\n")
+            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+            if not is_read:
+                assert await answer(reader) == b"ok"
+            writer.write(b"nonsense\r\n\r\n")
             assert await is_closed(reader)
-        while not port.app.gone:
+        while is_read and not port.app.gone:
             await asyncio.sleep(0.01)
         async with port.connected() as (reader, writer):
             writer.write(GET)

@@ -150,8 +150,8 @@ async def _decompress(packed: bytearray, coding: str, bytes_max: int, held: Held
     body = bytearray()
     try:
         for start in range(0, len(packed), PIECE_BYTES):
-            left, piece = bytes(packed[start : start + PIECE_BYTES]), b""
-            while left or len(piece) == PIECE_BYTES:
+            left = bytes(packed[start : start + PIECE_BYTES])
+            while left:
                 piece = unpacker.decompress(left, PIECE_BYTES)
                 if len(body) + len(piece) > bytes_max:
                     raise _too_large(bytes_max)
