@@ -119,7 +119,7 @@ class ContractError(IskanderError):
 
 
 class MalformedInput(IskanderError):
-    """The bytes are not the Arrow or Flight messages that they claim to be."""
+    """The bytes are not the messages that they claim to be."""
 
     code = "malformed"
     fault = Fault.CLIENT
@@ -155,7 +155,7 @@ class Unsupported(IskanderError):
 
 
 class Overloaded(IskanderError):
-    """As many streams or watchers are open as there may be."""
+    """As many streams, calls, connections or bytes are there as there may be."""
 
     code = "overloaded"
     fault = Fault.NOBODY

@@ -148,6 +148,9 @@ def test_a_gateway_that_is_not_there_is_told_in_a_line(command: str) -> None:
         ("lanes.policy=nonsense", "there are deadline_aware"),
         ("workers.quorum=9", "can never be met"),
         ("admin.address=here", "wanted HOST:PORT"),
+        ("http.address=here", "wanted HOST:PORT"),
+        ("http.address=127.0.0.1:50051", "is server.address too"),
+        ("http.address=127.0.0.1:50052", "is admin.address too"),
         ("lanes.pad_to=[1000000]", "is more than max_batch_rows"),
     ],
 )

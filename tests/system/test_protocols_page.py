@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from support.models import ROOT, TWO_TOWER
 from support.processes import Gateway, running
 
 PAGE = (ROOT / "docs" / "protocols.md").read_text()
-ADDRESS, ZMQ_ADDRESS = "127.0.0.1:50051", "127.0.0.1:5555"
+GRPC, HTTP, ZMQ = "127.0.0.1:50051", "127.0.0.1:8000", "127.0.0.1:5555"
+COMMANDS = {"python": [sys.executable, "-c"], "sh": ["sh", "-c"]}
 SNIPPETS = {
-    heading: code
+    f"{heading}, {language}": (language, code)
     for heading, section in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-    for code in re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    for language, code in re.findall(r"^```(python|sh)\n(.*?)^```", section, re.M | re.S)
 }
 
 
@@ -25,20 +27,24 @@ SNIPPETS = {
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("protocols")
     model = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads": 1}
-    workers = {"groups": ["0"], "reattach_s": 5.0}
+    workers, http = {"groups": ["0"], "reattach_s": 5.0}, {"address": "127.0.0.1:0"}
     inferential = {"address": "tcp://127.0.0.1:0"}
-    with running(folder, [model], workers=workers, inferential=inferential) as ready:
+    with running(folder, [model], workers=workers, http=http, inferential=inferential) as ready:
         yield ready
 
 
-@pytest.mark.parametrize("heading", SNIPPETS)
-def test_a_snippet_runs_and_prints_scores(gateway: Gateway, heading: str, tmp_path: Path) -> None:
-    code = SNIPPETS[heading]
-    assert ADDRESS in code or ZMQ_ADDRESS in code
-    asked = gateway.stats()["inferential"]["address"].removeprefix("tcp://")
-    code = code.replace(ADDRESS, gateway.address).replace(ZMQ_ADDRESS, asked)
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_runs_and_prints_scores(gateway: Gateway, name: str, tmp_path: Path) -> None:
+    language, code = SNIPPETS[name]
+    if code.startswith("curl") and shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    stats = gateway.stats()
+    asked = stats["inferential"]["address"].removeprefix("tcp://")
+    assert any(address in code for address in (GRPC, HTTP, ZMQ))
+    for address, real in ((GRPC, gateway.address), (HTTP, stats["http_address"]), (ZMQ, asked)):
+        code = code.replace(address, real)
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [*COMMANDS[language], code],
         capture_output=True,
         text=True,
         timeout=60,
@@ -50,4 +56,4 @@ def test_a_snippet_runs_and_prints_scores(gateway: Gateway, heading: str, tmp_pa
 
 
 def test_there_are_snippets() -> None:
-    assert SNIPPETS
+    assert {language for language, _ in SNIPPETS.values()} == set(COMMANDS)

@@ -168,6 +168,11 @@ CONTRADICTIONS = [
         "limits.string_bytes = 1001 is more than limits.bytes",
     ),
     (
+        f"[http]\naddress = 'a:1'\nbodies_bytes = {72 * MIB}",
+        f"[http]\naddress = 'a:1'\nbodies_bytes = {72 * MIB - 1}",
+        f"http.bodies_bytes = {72 * MIB - 1} is less than limits.message_bytes",
+    ),
+    (
         "[limits]\nrows = 65536",
         "[limits]\nrows = 65535",
         "models[0].max_batch_rows = 65536 is more than limits.rows = 65535",
