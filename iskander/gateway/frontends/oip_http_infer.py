@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from iskander.config import HttpConfig
 from iskander.errors import (
     Cancelled,
+    IskanderError,
     LimitExceeded,
     MalformedInput,
     Overloaded,
@@ -81,11 +82,16 @@ class HttpInference:
         path = request.path_params
         lane = self._models.find_loaded(path["name"], path.get("version"))
         with Held(self._room) as held:
-            asked = await self._read(request, lane, held)
-            with self._desk.held():
-                parts, json_bytes = await self._ask(request, lane, asked)
-                held.add(sum(map(len, parts)))
-                await _write(request, send, parts, json_bytes)
+            try:
+                asked = await self._read(request, lane, held)
+                with self._desk.held():
+                    parts, json_bytes = await self._ask(request, lane, asked)
+                    held.add(sum(map(len, parts)))
+                    await _write(request, send, parts, json_bytes)
+            except IskanderError as error:
+                # Frames that it went through know it, and would keep the body until a collection.
+                error.__traceback__ = None
+                raise
 
     async def _read(self, request: Request, lane: Lane, held: Held) -> Asked:
         json_bytes, limits = _json_bytes(request.headers), self._desk.limits

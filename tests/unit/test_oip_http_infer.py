@@ -1,0 +1,182 @@
+"""One call of inference over HTTP, with a desk that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.lanes import lane_of
+
+from iskander.config import HttpConfig, LimitsConfig
+from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, Overloaded
+from iskander.gateway.frontends.oip_http_infer import HttpInference
+from iskander.gateway.frontends.oip_http_messages import Asked
+from iskander.gateway.lanes.request import Terms
+from iskander.gateway.offered import Offered
+
+BODY = json.dumps(
+    {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2], "data": [1, 2]}]}
+).encode()
+
+
+class Desk:
+    """Stands for the real one."""
+
+    def __init__(self, answer: Callable[[Offered], Awaitable[bytes]]) -> None:
+        self.limits = LimitsConfig()
+        self.calls = 0
+        self.terms: list[Terms] = []
+        self._answer = answer
+
+    def require_open(self) -> None: ...
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self.calls += 1
+        yield
+        self.calls -= 1
+
+    async def ask(self, _: Any, offered: Offered, *, terms: Terms) -> bytes:
+        self.terms.append(terms)
+        return await self._answer(offered)
+
+
+class Models:
+    """One model, whatever is asked for."""
+
+    def find_loaded(self, name: str, version: str | None) -> Any:
+        return lane_of()
+
+
+async def tripled(offered: Offered) -> bytes:
+    return (3 * np.frombuffer(offered.tensors[0], np.int64)).tobytes()
+
+
+class Client:
+    """The other end of a call.
+
+    Attributes:
+        gone: Set, when it leaves.
+        sent: What it was sent.
+    """
+
+    def __init__(self, body: bytes = BODY, **headers: str) -> None:
+        self.gone = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self.desk: Desk | None = None
+        self._pieces = [{"type": "http.request", "body": body, "more_body": False}]
+        named = [(name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()]
+        self._scope = {"type": "http", "headers": named, "path_params": {"name": "m0"}}
+
+    async def ask(self, desk: Desk, **config: Any) -> bytes:
+        """The body of the answer."""
+        is_full = config.pop("is_full", False)
+        self.desk = desk
+        infer = HttpInference(
+            Models(),  # type: ignore[arg-type]
+            desk,  # type: ignore[arg-type]
+            HttpConfig(**config),
+            lambda: is_full,
+        )
+        await infer(self._scope, self._receive, self._send)
+        return b"".join(message["body"] for message in self.sent[1:])
+
+    async def _receive(self) -> Any:
+        if self._pieces:
+            return self._pieces.pop(0)
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        assert self.desk is not None and self.desk.calls == 1, "the call is not held"
+        self.sent.append(message)
+
+
+def test_a_call_is_held_until_its_answer_is_written() -> None:
+    async def run() -> None:
+        desk, client = Desk(tripled), Client()
+        assert json.loads(await client.ask(desk))["outputs"][0]["data"] == [3, 6]
+        assert desk.calls == 0
+
+    asyncio.run(run())
+
+
+def test_a_parameter_goes_before_a_header() -> None:
+    async def run() -> list[Terms]:
+        desk = Desk(tripled)
+        headers = {"iskander_client": "a", "iskander_deadline_ms": "30"}
+        body = json.loads(BODY) | {"parameters": {"iskander_client": "b"}}
+        await Client(json.dumps(body).encode(), **headers).ask(desk)
+        await Client(iskander_timestamp_ns="1").ask(desk)
+        return desk.terms
+
+    both, stamped = asyncio.run(run())
+
+    assert (both.client, both.budget_ms) == ("b", 30.0)
+    assert stamped.age_ms > 0
+
+
+def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:
+    async def run() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def never(_: Offered) -> bytes:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return b""
+
+        client = Client()
+        asking = asyncio.create_task(client.ask(Desk(never)))
+        await begun.wait()
+        client.gone.set()
+        with pytest.raises(Cancelled):
+            await asking
+        await ended.wait()
+        assert client.sent == []
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_refused_request_is_forgotten_at_once() -> None:
+    """Collections are rare, and bodies large."""
+
+    async def refuse(_: Offered) -> bytes:
+        await asyncio.sleep(0)
+        raise DeadlineExceeded("late")
+
+    async def run() -> None:
+        with pytest.raises(IskanderError):
+            await Client().ask(Desk(refuse))
+
+    with collections_off():
+        asyncio.run(run())
+        assert not [each for each in gc.get_objects() if isinstance(each, Asked)]
+
+
+def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:
+    async def run() -> None:
+        for config in ({"is_full": True}, {"bodies_bytes": len(BODY) - 1}):
+            client = Client()
+            with pytest.raises(Overloaded):
+                await client.ask(Desk(tripled), **config)
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def collections_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
