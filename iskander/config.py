@@ -337,7 +337,7 @@ class HttpConfig(_Section, frozen=True, kw_only=True):
             description="Bytes of a request's JSON, and of the results that are put into JSON; "
             "binary data go by `limits`. Every other client waits while it is parsed."
         ),
-    ] = 4 * MIB
+    ] = MIB
     bodies_bytes: Annotated[
         int,
         Positive,

@@ -9,7 +9,6 @@ Source: Open Inference Protocol v2, "Tensor Data"; ProtoJSON for numbers that ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import chain
 from math import prod
 from typing import Any
@@ -124,10 +123,10 @@ def _quoted(value: Any, is_text: bool) -> str:  # noqa: ANN401
 def _flattened(name: str, data: Any, shape: tuple[int, ...]) -> list[Any]:  # noqa: ANN401
     if not isinstance(data, list):
         raise ContractError(f"input `{name}`: `data` is no list", tensor=name)
-    flat: Iterable[Any] = data
-    if len(shape) > 1 and any(isinstance(entry, list) for entry in data):
+    flat: list[Any] = data
+    if len(shape) > 1 and list in set(map(type, data)):
+        level: list[Any] = [data]
         for axis, size in enumerate(shape):
-            level = [data] if axis == 0 else list(flat)
             wrong = [each for each in level if not isinstance(each, list) or len(each) != size]
             if wrong:
                 got = f"{len(wrong[0])} entries" if isinstance(wrong[0], list) else "an element"
@@ -136,8 +135,8 @@ def _flattened(name: str, data: Any, shape: tuple[int, ...]) -> list[Any]:  # no
                     f"{axis}",
                     tensor=name,
                 )
-            flat = chain.from_iterable(level)
-    flat = list(flat)
+            level = list(chain.from_iterable(level))
+        flat = level
     wanted = prod(shape)
     if len(flat) != wanted:
         raise ContractError(
@@ -148,19 +147,20 @@ def _flattened(name: str, data: Any, shape: tuple[int, ...]) -> list[Any]:  # no
     return flat
 
 
-def _require_types(flat: list[Any], kinds: tuple[type, ...]) -> None:
-    """A boolean is no integer here, whatever Python says."""
-    if not set(map(type, flat)) <= set(kinds):
-        raise _Misfit(next(value for value in flat if type(value) not in kinds))
+def _require_types(flat: list[Any], wanted: set[type]) -> set[type]:
+    """The types of the elements; a boolean is no integer here, whatever Python says."""
+    kinds = set(map(type, flat))
+    if not kinds <= wanted:
+        raise _Misfit(next(value for value in flat if type(value) not in wanted))
+    return kinds
 
 
 def _integers(flat: list[Any], dtype: np.dtype[Any]) -> bytes:
-    _require_types(flat, (int, float))
-    for index, value in enumerate(flat):
-        if type(value) is float:
-            if not value.is_integer():
-                raise _Misfit(value)
-            flat[index] = int(value)
+    if float in _require_types(flat, {int, float}):
+        broken = [value for value in flat if type(value) is float and not value.is_integer()]
+        if broken:
+            raise _Misfit(broken[0])
+        flat = list(map(int, flat))
     info = np.iinfo(dtype)
     if flat:
         for extreme in (min(flat), max(flat)):
@@ -172,7 +172,7 @@ def _integers(flat: list[Any], dtype: np.dtype[Any]) -> bytes:
 def _floats(flat: list[Any], dtype: np.dtype[Any]) -> bytes:
     if str in set(map(type, flat)):
         flat = [NOT_FINITE.get(value, value) if type(value) is str else value for value in flat]
-    _require_types(flat, (int, float))
+    _require_types(flat, {int, float})
     try:
         wide = np.array(flat, np.float64)
     except OverflowError:
@@ -187,12 +187,12 @@ def _floats(flat: list[Any], dtype: np.dtype[Any]) -> bytes:
 
 
 def _booleans(flat: list[Any]) -> bytes:
-    _require_types(flat, (bool,))
+    _require_types(flat, {bool})
     return bytes(flat)
 
 
 def _strings(flat: list[Any]) -> bytes:
-    _require_types(flat, (str,))
+    _require_types(flat, {str})
     return raw_strings([text.encode() for text in flat])
 
 
