@@ -97,7 +97,7 @@ class LimitsConfig(_Section, frozen=True, kw_only=True):
         int, Meta(ge=1, le=64, description="Depth of a column's type; a primitive has 1.")
     ] = 16
     message_bytes: Annotated[
-        int, Positive, Meta(description="Bytes of one gRPC message.", le=2**31 - 1)
+        int, Positive, Meta(description="Bytes of one gRPC message or HTTP body.", le=2**31 - 1)
     ] = 72 * MIB
     streams: Annotated[int, Positive, Meta(description="DoExchange streams open at once.")] = 1024
     window_batches: Annotated[
@@ -325,7 +325,7 @@ class HttpConfig(_Section, frozen=True, kw_only=True):
 
     address: Annotated[
         str,
-        Meta(description="`HOST:PORT` of it, its own. Port 0 takes a free one; empty: none."),
+        Meta(description="`HOST:PORT`, its own. Port 0 takes a free one; empty: none."),
     ] = ""
     connections: Annotated[
         int, Meta(ge=1, le=65_536, description="Connections that are served at once.")
