@@ -5,16 +5,13 @@ Runs on: gateway loop. Source: Open Inference Protocol v2.
 
 from __future__ import annotations
 
-from math import prod
-
 from iskander._generated import oip_pb2
-from iskander.contract.strings import body_to_strings
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.flight_terms import StreamTerms
 from iskander.gateway.frontends.oip_request import Asked, read_head, tensors_of
-from iskander.gateway.frontends.oip_tensors import STRINGS, raw_strings
+from iskander.gateway.frontends.oip_tensors import raw_tensor, strings_max
 from iskander.gateway.frontends.oip_wire import Scanned, response
 from iskander.gateway.http2.call import Message
 from iskander.gateway.lanes.lane import Lane
@@ -63,9 +60,8 @@ class Inference:
         if asked.outputs:
             _require_outputs(contract, asked.outputs)
         limits = self._desk.limits
-        elements = [spec.elements for spec in contract.inputs if spec.is_string]
-        strings_max = limits.rows * max(elements, default=0)
-        offered = take(contract, tensors_of(asked, scanned.raw, strings_max), limits)
+        most = strings_max(contract, limits)
+        offered = take(contract, tensors_of(asked, scanned.raw, most), limits)
         body = await self._desk.ask(
             lane,
             offered,
@@ -79,7 +75,7 @@ class Inference:
         is_final_said = is_streamed and asked.wants_final
         key = (lane.model.key, offered.rows, asked.outputs, is_final_said)
         head = self._head(key, lane, contract, given)
-        return response(head, scanned.id, [_raw(tensor) for tensor in given])
+        return response(head, scanned.id, [raw_tensor(tensor) for tensor in given])
 
     def _read(self, head: bytes) -> Asked:
         """Read a request, or remember it: a client's next one differs in its tensors alone."""
@@ -107,13 +103,6 @@ class Inference:
                 self._heads.clear()
             self._heads[key] = (contract, head)
         return head
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    """A tensor's bytes as clients read them."""
-    if tensor.datatype == STRINGS:
-        return memoryview(raw_strings(body_to_strings(tensor.data, prod(tensor.shape))))
-    return tensor.data
 
 
 def _require_outputs(contract: Contract, wanted: tuple[str, ...]) -> None:

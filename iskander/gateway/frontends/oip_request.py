@@ -6,16 +6,14 @@ Pure. Source: Open Inference Protocol v2, `ModelInferRequest`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
-from iskander.contract.strings import strings_to_body
 from iskander.errors import ContractError, MalformedInput, Unsupported
 from iskander.gateway.frontends.flight_terms import SaidTerms
-from iskander.gateway.frontends.oip_tensors import STRINGS, raw_of, split_strings, strings_of
+from iskander.gateway.frontends.oip_tensors import tensor_of, typed_tensor
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.offered import Tensor
 
@@ -107,20 +105,12 @@ def tensors_of(asked: Asked, raw: list[memoryview], strings_max: int) -> list[Te
         raise MalformedInput(
             f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
         )
-    tensors = []
-    for place, (name, datatype, shape) in enumerate(inputs):
-        typed, count = contents.get(place), prod(shape)
-        is_split = datatype == STRINGS and count <= strings_max
-        if typed is None:
-            data = raw[place] if raw else _NOTHING
-            if is_split:
-                data = memoryview(strings_to_body(split_strings(data, count)))
-        elif datatype != STRINGS:
-            data = raw_of(name, datatype, typed)
-        else:
-            data = _body_of(name, typed, count) if is_split else _NOTHING
-        tensors.append(Tensor(name, datatype, shape, data))
-    return tensors
+    return [
+        typed_tensor(*described, contents[place], strings_max)
+        if place in contents
+        else tensor_of(*described, raw[place] if raw else _NOTHING, strings_max)
+        for place, described in enumerate(inputs)
+    ]
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,16 +120,6 @@ def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
         choice = parameter.WhichOneof("parameter_choice")
         read[name] = None if choice is None else getattr(parameter, choice)
     return read
-
-
-def _body_of(name: str, typed: Any, count: int) -> memoryview:  # noqa: ANN401
-    strings = strings_of(name, typed)
-    if len(strings) != count:
-        raise MalformedInput(
-            f"input `{name[:100]}` has {count} strings by its shape, got {len(strings)}",
-            tensor=name,
-        )
-    return memoryview(strings_to_body(strings))
 
 
 _NOTHING = memoryview(b"")

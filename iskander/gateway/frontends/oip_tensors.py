@@ -11,12 +11,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from iskander.config import LimitsConfig
+from iskander.contract.strings import body_to_strings, strings_to_body
+from iskander.contract.tensors import Contract
 from iskander.errors import MalformedInput
+from iskander.gateway.offered import Tensor
 
 STRINGS = "BYTES"
 
@@ -168,3 +173,65 @@ def split_strings(raw: memoryview, count: int) -> Sequence[memoryview]:
     if position != end:
         raise MalformedInput(f"{end - position} bytes are left after {count} strings")
     return strings
+
+
+def strings_max(contract: Contract, limits: LimitsConfig) -> int:
+    """How many strings a tensor may have that some input of the contract could take."""
+    elements = [spec.elements for spec in contract.inputs if spec.is_string]
+    return limits.rows * max(elements, default=0)
+
+
+def tensor_of(
+    name: str, datatype: str, shape: tuple[int, ...], raw: memoryview, most: int
+) -> Tensor:
+    """A tensor whose elements came in the raw form.
+
+    Args:
+        name: Of the tensor.
+        datatype: As the protocol names it.
+        shape: As it was said.
+        raw: Its elements.
+        most: `strings_max`. One with more strings is left as it came, since it fits no contract: by
+            itself each takes much more memory than in a message.
+
+    Raises:
+        MalformedInput: It is of strings, and they are not as many as the shape says.
+        LimitExceeded: They are longer than offsets can say.
+    """
+    if datatype == STRINGS and prod(shape) <= most:
+        raw = memoryview(strings_to_body(split_strings(raw, prod(shape))))
+    return Tensor(name, datatype, shape, raw)
+
+
+def typed_tensor(
+    name: str,
+    datatype: str,
+    shape: tuple[int, ...],
+    contents: Any,  # noqa: ANN401
+    most: int,
+) -> Tensor:
+    """The same of one whose elements came as typed contents.
+
+    Raises:
+        MalformedInput: They are not in the datatype's field, out of its range, or strings that are
+            not as many as the shape says.
+        LimitExceeded: As `tensor_of`.
+    """
+    if datatype != STRINGS:
+        return Tensor(name, datatype, shape, raw_of(name, datatype, contents))
+    strings, count = strings_of(name, contents), prod(shape)
+    if count > most:
+        return Tensor(name, datatype, shape, memoryview(b""))
+    if len(strings) != count:
+        raise MalformedInput(
+            f"input `{name[:100]}` has {count} strings by its shape, got {len(strings)}",
+            tensor=name,
+        )
+    return Tensor(name, datatype, shape, memoryview(strings_to_body(strings)))
+
+
+def raw_tensor(tensor: Tensor) -> memoryview:
+    """A tensor's elements in the raw form."""
+    if tensor.datatype == STRINGS:
+        return memoryview(raw_strings(body_to_strings(tensor.data, prod(tensor.shape))))
+    return tensor.data
