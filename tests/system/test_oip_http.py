@@ -57,9 +57,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         {"name": "ids", "version": 7, "path": str(models.row_ids(folder / "ids7"))},
         slow_model(folder),
     ]
-    for name, (_, element) in ELEMENTS.items():
+    others = {"BYTES": ("", TensorProto.STRING), "BF16": ("", TensorProto.BFLOAT16)}
+    for name, (_, element) in (ELEMENTS | others).items():
         path = models.identity(folder / name, element, ["rows", 2, 3])
-        served.append({"name": f"same-{name}", "path": str(path), "intra_threads": 1})
+        served.append({"name": f"same-{name}", "path": str(path), "max_batch_rows": 1000})
     with running(
         folder,
         served,
@@ -106,20 +107,26 @@ def ids(rows: int, **options: Any) -> triton.InferInput:
     return tensor("x", np.arange(rows, dtype=np.int64), "INT64", **options)
 
 
+def send(
+    address: str, model: str, body: bytes, headers: dict[str, str] | None = None, path: str = ""
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an answer."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    with contextlib.closing(connection):
+        connection.request("POST", path or f"/v2/models/{model}/infer", body, headers or {})
+        response = connection.getresponse()
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, named, response.read()
+
+
 def post(
     address: str, model: str, body: Any, headers: dict[str, str] | None = None, path: str = ""
 ) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and JSON of an answer."""
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    """The same of JSON, both ways."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    try:
-        connection.request("POST", path or f"/v2/models/{model}/infer", raw, headers or {})
-        response = connection.getresponse()
-        named = {name.lower(): value for name, value in response.getheaders()}
-        return response.status, named, json.loads(response.read() or b"null")
-    finally:
-        connection.close()
+    status, named, answer = send(address, model, raw, headers, path)
+    return status, named, json.loads(answer or b"null")
 
 
 def asking(values: list[Any], **rest: Any) -> dict[str, Any]:
@@ -227,6 +234,38 @@ def test_every_datatype_equals_flight_bit_for_bit(
     with gateway.client() as flight:
         scored = flight.score(f"same-{datatype}", pa.record_batch({"x": nested}))
     assert scored["y"].combine_chunks().flatten().flatten() == pa.array(result.reshape(-1))
+
+
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_strings_equal_flight(
+    gateway: Gateway, client: triton.InferenceServerClient, is_binary: bool
+) -> None:
+    texts = ["", "a", "ä", "\0", "long " * 50, '"quoted"']
+    values = np.array([text.encode() for text in texts], np.object_).reshape(1, 2, 3)
+    given = tensor("x", values, "BYTES", binary_data=is_binary)
+    wanted = [triton.InferRequestedOutput("y", binary_data=is_binary)]
+
+    result = client.infer("same-BYTES", [given], outputs=wanted).as_numpy("y")
+
+    assert result.shape == (1, 2, 3)
+    flat = [each if isinstance(each, str) else each.decode() for each in result.reshape(-1)]
+    nested = pa.FixedSizeListArray.from_arrays(
+        pa.FixedSizeListArray.from_arrays(pa.array(texts), 3), 2
+    )
+    with gateway.client() as flight:
+        scored = flight.score("same-BYTES", pa.record_batch({"x": nested}))
+    assert scored["y"].combine_chunks().flatten().flatten().to_pylist() == flat == texts
+
+
+def test_half_of_a_float_comes_back_as_it_went(address: str) -> None:
+    """As the bytes of one tensor, since clients differ in what they take for it."""
+    body = np.array([0x3FC0, 0xC000, 0, 0x7F80, 0x4380, 1], np.uint16).tobytes()
+
+    status, headers, answer = send(address, "same-BF16", body, {LENGTH: "0"})
+
+    length = int(headers[LENGTH.lower()])
+    assert (status, answer[length:]) == (200, body)
+    assert json.loads(answer[:length])["outputs"][0]["datatype"] == "BF16"
 
 
 @pytest.mark.parametrize("is_binary", [True, False])

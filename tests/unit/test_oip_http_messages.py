@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from iskander.config import LimitsConfig
+from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import ColumnType, Contract, TensorSpec
 from iskander.errors import (
     ContractError,
@@ -171,6 +172,8 @@ def test_a_body_without_json_is_whole_rows_of_one_input() -> None:
 
     with pytest.raises(ContractError, match="2 inputs"):
         read_raw(pair, memoryview(RAW_X))
+    flags = Contract(inputs=(spec("x", "bool", 16),), outputs=CONTRACT.outputs)
+    assert read_raw(flags, memoryview(bytes(32))).tensors[0].shape == (2, 16)
     with pytest.raises(ContractError, match="4 bytes a row, got 7 bytes"):
         read_raw(CONTRACT, memoryview(RAW_X[:-1]))
 
@@ -208,7 +211,7 @@ def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
     ]
     chosen = [Wanted("h", True), Wanted("z", False), Wanted("y", True)]
 
-    parts, length = write_answer("m", "3", Asked([], id="a"), given, chosen)
+    parts, length = write_answer(("m", "3"), Asked([], id="a"), given, chosen, 6)
 
     body = b"".join(parts)
     assert length is not None
@@ -243,7 +246,46 @@ def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
 def test_an_answer_of_json_alone_has_no_length_of_it() -> None:
     given = [Tensor("y", "INT32", (2,), memoryview(RAW_X))]
 
-    parts, length = write_answer("m", "3", Asked([]), given, [Wanted("y", False)])
+    parts, length = write_answer(("m", "3"), Asked([]), given, [Wanted("y", False)], 8)
 
     assert length is None
     assert "id" not in json.loads(b"".join(parts))
+
+
+TEXTS = Contract(inputs=(spec("s", "utf8"),), outputs=(spec("t", "utf8"),))
+RAW_TEXTS = b"\x02\0\0\0\xc3\xa4\0\0\0\0"
+
+
+def test_strings_are_the_same_in_both_forms() -> None:
+    head = {"name": "s", "datatype": "BYTES", "shape": [2]}
+    in_json = read(request(head | {"data": ["ä", ""]}))
+    size = {"parameters": {"binary_data_size": len(RAW_TEXTS)}}
+    behind = read(request(head | size), RAW_TEXTS)
+
+    assert in_json.tensors == behind.tensors
+    given = [in_json.tensors[0]._replace(name="t")]
+    for is_binary, written in ((True, RAW_TEXTS), (False, '["ä",""]'.encode())):
+        parts, _ = write_answer(("m", "1"), Asked([]), given, [Wanted("t", is_binary)], 100)
+        assert written in b"".join(parts)
+
+
+def test_strings_that_are_too_long_for_json_are_refused_when_they_are_there() -> None:
+    given = [Tensor("t", "BYTES", (1,), memoryview(strings_to_body([b"a" * 93])))]
+    assert choose(TEXTS, Asked([]), 1, 100)
+
+    with pytest.raises(LimitExceeded, match=r"101 bytes.*binary"):
+        write_answer(("m", "1"), Asked([]), given, [Wanted("t", False)], 100)
+
+
+def test_strings_that_are_not_as_many_as_the_shape_says_are_malformed() -> None:
+    head = {"name": "s", "datatype": "BYTES", "shape": [3]}
+    with pytest.raises(MalformedInput):
+        read(request(head | {"parameters": {"binary_data_size": 10}}), RAW_TEXTS)
+
+
+def test_a_body_without_json_is_one_string() -> None:
+    (tensor,) = read_raw(TEXTS, memoryview(b"a b")).tensors
+
+    assert (tensor.shape, body_to_strings(tensor.data, 1)) == ((1,), [b"a b"])
+    with pytest.raises(ContractError):
+        read_raw(Contract(inputs=(spec("s", "utf8", 2),), outputs=()), memoryview(b"a b"))

@@ -115,7 +115,8 @@ class HttpInference:
         terms = _terms(request.headers, asked)
         results = await _unless_gone(request.receive, self._desk.ask(lane, offered, terms=terms))
         given = give(contract, offered.rows, results)
-        return write_answer(lane.model.name, lane.model.version, asked, given, chosen)
+        model = (lane.model.name, lane.model.version)
+        return write_answer(model, asked, given, chosen, self._json_max)
 
     def _require_json(self, json_bytes: int, body_bytes: int) -> None:
         if json_bytes > body_bytes:

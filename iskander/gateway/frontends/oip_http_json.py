@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.errors import ContractError, MalformedInput
-from iskander.gateway.frontends.oip_tensors import STRINGS, raw_strings, split_strings
+from iskander.gateway.frontends.oip_tensors import STRINGS
 from iskander.gateway.offered import Tensor
 
 INTEGERS: dict[str, np.dtype[Any]] = {
@@ -30,7 +31,7 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_data(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> bytes:
-    """The bytes that a tensor's `data` stands for, as its binary form has them.
+    """The bytes that a tensor's `data` stands for, as `offered.Tensor` has them.
 
     Args:
         name: Of the tensor, for errors.
@@ -193,12 +194,12 @@ def _booleans(flat: list[Any]) -> bytes:
 
 def _strings(flat: list[Any]) -> bytes:
     _require_types(flat, {str})
-    return raw_strings([text.encode() for text in flat])
+    return strings_to_body([text.encode() for text in flat])
 
 
 def _texts(name: str, count: int, data: memoryview) -> list[Any]:
     texts: list[Any] = []
-    for each in split_strings(data, count):
+    for each in body_to_strings(data, count):
         try:
             texts.append(str(each, "utf-8"))
         except UnicodeDecodeError:

@@ -19,7 +19,7 @@ from iskander.config import LimitsConfig
 from iskander.contract.tensors import RANK_MAX, Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.gateway.frontends.oip_http_json import read_data, require_json_form, write_data
-from iskander.gateway.frontends.oip_tensors import STRINGS, raw_strings
+from iskander.gateway.frontends.oip_tensors import STRINGS, raw_strings, raw_tensor, tensor_of
 from iskander.gateway.offered import Tensor
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -100,17 +100,18 @@ def read_request(body: memoryview, json_bytes: int | None, limits: LimitsConfig)
         length = _binary_bytes(given)
         if length is None:
             assert isinstance(given.data, Raw)
-            data = memoryview(read_data(given.name, given.datatype, given.shape, given.data))
-        else:
-            data = body[offset : offset + length]
-            if len(data) < length:
-                raise MalformedInput(
-                    f"input `{given.name}` has {length} bytes by its `binary_data_size`, and the "
-                    f"body ends after {len(data)} of them",
-                    tensor=given.name,
-                )
-            offset += length
-        tensors.append(Tensor(given.name, given.datatype, given.shape, data))
+            data = read_data(given.name, given.datatype, given.shape, given.data)
+            tensors.append(Tensor(given.name, given.datatype, given.shape, memoryview(data)))
+            continue
+        raw = body[offset : offset + length]
+        if len(raw) < length:
+            raise MalformedInput(
+                f"input `{given.name}` has {length} bytes by its `binary_data_size`, and the "
+                f"body ends after {len(raw)} of them",
+                tensor=given.name,
+            )
+        offset += length
+        tensors.append(tensor_of(given.name, given.datatype, given.shape, raw))
     if offset != len(body):
         raise MalformedInput(f"the body goes on for {len(body) - offset} bytes behind its tensors")
     is_binary = _flag(head.parameters, "binary_data_output", "the request", otherwise=False)
@@ -131,10 +132,10 @@ def read_raw(contract: Contract, body: memoryview) -> Asked:
             f"the model has {len(contract.inputs)} inputs; a body without JSON is one tensor"
         )
     spec = contract.inputs[0]
-    dtype = spec.type.dtype
+    dtype, shape = spec.type.dtype, (1, *spec.shape)
     if dtype.oip == STRINGS and spec.elements == 1:
         # The length that every other binary form has before a string is the body's own here.
-        body, rows = memoryview(raw_strings([bytes(body)])), 1
+        body = memoryview(raw_strings([bytes(body)]))
     else:
         row_bytes = spec.elements * max(dtype.arrow_bits // 8, 1)
         rows, rest = divmod(len(body), row_bytes)
@@ -143,7 +144,8 @@ def read_raw(contract: Contract, body: memoryview) -> Asked:
                 f"input `{spec.tensor}` has {row_bytes} bytes a row, got {len(body)} bytes",
                 tensor=spec.tensor,
             )
-    tensor = Tensor(spec.tensor, dtype.oip, (rows, *spec.shape), body)
+        shape = (rows, *spec.shape)
+    tensor = tensor_of(spec.tensor, dtype.oip, shape, body)
     return Asked([tensor], is_binary=True)
 
 
@@ -173,34 +175,37 @@ def choose(contract: Contract, asked: Asked, rows: int, json_bytes_max: int) -> 
         if not is_binary:
             require_json_form(name, spec.type.dtype.oip)
             json_bytes += spec.buffer_bytes(rows)
-    if json_bytes > json_bytes_max:
-        raise LimitExceeded(
-            f"the results have {json_bytes} bytes and may have {json_bytes_max} as JSON: ask for "
-            "binary data",
-            wanted=json_bytes_max,
-        )
+    _require_json_room(json_bytes, json_bytes_max)
     return chosen
 
 
 def write_answer(
-    name: str, version: str, asked: Asked, given: Sequence[Tensor], chosen: Sequence[Wanted]
+    model: tuple[str, str],
+    asked: Asked,
+    given: Sequence[Tensor],
+    chosen: Sequence[Wanted],
+    json_bytes_max: int,
 ) -> tuple[list[bytes | memoryview], int | None]:
     """The answer to a request.
 
     Args:
-        name: Of the model.
-        version: The same.
+        model: Its name and version.
         asked: The request.
         given: All of the model's results.
         chosen: Those to answer.
+        json_bytes_max: Bytes of results that may be put into JSON.
 
     Returns:
         The body in parts, and how long its JSON is where there is more than that.
 
     Raises:
         ContractError: A result cannot be written as JSON.
+        LimitExceeded: Strings are too long for it; only now is it known how long they are.
     """
     by_name = {tensor.name: tensor for tensor in given}
+    _require_json_room(
+        sum(len(by_name[name].data) for name, is_binary in chosen if not is_binary), json_bytes_max
+    )
     outputs, parts = [], []
     for wanted, is_binary in chosen:
         tensor = by_name[wanted]
@@ -210,16 +215,25 @@ def write_answer(
             "shape": tensor.shape,
         }
         if is_binary:
-            output["parameters"] = {"binary_data_size": len(tensor.data)}
-            parts.append(tensor.data)
+            raw = raw_tensor(tensor)
+            output["parameters"] = {"binary_data_size": len(raw)}
+            parts.append(raw)
         else:
             output["data"] = write_data(tensor)
         outputs.append(output)
-    answer: dict[str, Any] = {"model_name": name, "model_version": version}
+    answer: dict[str, Any] = dict(zip(("model_name", "model_version"), model, strict=True))
     if asked.id:
         answer["id"] = asked.id
     head = msgspec.json.encode(answer | {"outputs": outputs})
     return [head, *parts], len(head) if parts else None
+
+
+def _require_json_room(count: int, most: int) -> None:
+    if count > most:
+        raise LimitExceeded(
+            f"the results have {count} bytes and may have {most} as JSON: ask for binary data",
+            wanted=most,
+        )
 
 
 def _read_json(raw: memoryview) -> _Request:
