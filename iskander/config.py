@@ -321,30 +321,17 @@ class InferentialConfig(_Section, frozen=True, kw_only=True):
 
 
 class HttpConfig(_Section, frozen=True, kw_only=True):
-    """The Open Inference Protocol over HTTP: the convenient way in, not the fast one."""
+    """The Open Inference Protocol over HTTP. All clients wait while one's JSON is parsed."""
 
     address: Annotated[
-        str,
-        Meta(description="`HOST:PORT`, its own. Port 0 takes a free one; empty: none."),
+        str, Meta(description="`HOST:PORT`, its own. Port 0 takes a free one; empty: none.")
     ] = ""
-    connections: Annotated[
-        int, Meta(ge=1, le=65_536, description="Connections that are served at once.")
-    ] = 1024
+    connections: Annotated[int, Positive, Meta(description="Connections served at once.")] = 1024
     json_bytes: Annotated[
-        int,
-        Positive,
-        Meta(
-            description="Bytes of a request's JSON, and of the results that are put into JSON; "
-            "binary data go by `limits`. Every other client waits while it is parsed."
-        ),
+        int, Positive, Meta(description="Bytes of a request's JSON, and of results put into JSON.")
     ] = MIB
     bodies_bytes: Annotated[
-        int,
-        Positive,
-        Meta(
-            description="Bytes of all requests and answers that are held at once; beyond them "
-            "requests are refused."
-        ),
+        int, Positive, Meta(description="Bytes of all requests and answers that are held at once.")
     ] = 256 * MIB
 
 
