@@ -46,10 +46,10 @@ CONTRACT = Contract(
 )
 
 
-def read(head: Any, behind: bytes | None = None) -> Asked:
+def read(head: Any, behind: bytes | None = None, contract: Contract = CONTRACT) -> Asked:
     raw = head if isinstance(head, bytes) else json.dumps(head).encode()
     length = None if behind is None else len(raw)
-    return read_request(memoryview(raw + (behind or b"")), length, LIMITS)
+    return read_request(memoryview(raw + (behind or b"")), length, contract, LIMITS)
 
 
 def request(*inputs: Any, **rest: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_a_tensor_behind_the_json_is_not_copied() -> None:
     raw = json.dumps(request(BINARY_X)).encode()
     body = memoryview(raw + RAW_X)
 
-    assert read_request(body, len(raw), LIMITS).tensors[0].data.obj is body.obj
+    assert read_request(body, len(raw), CONTRACT, LIMITS).tensors[0].data.obj is body.obj
 
 
 def test_an_output_is_of_the_form_that_it_or_the_request_says() -> None:
@@ -260,7 +260,7 @@ def test_strings_are_the_same_in_both_forms() -> None:
     head = {"name": "s", "datatype": "BYTES", "shape": [2]}
     in_json = read(request(head | {"data": ["ä", ""]}))
     size = {"parameters": {"binary_data_size": len(RAW_TEXTS)}}
-    behind = read(request(head | size), RAW_TEXTS)
+    behind = read(request(head | size), RAW_TEXTS, TEXTS)
 
     assert in_json.tensors == behind.tensors
     given = [in_json.tensors[0]._replace(name="t")]
@@ -280,7 +280,17 @@ def test_strings_that_are_too_long_for_json_are_refused_when_they_are_there() ->
 def test_strings_that_are_not_as_many_as_the_shape_says_are_malformed() -> None:
     head = {"name": "s", "datatype": "BYTES", "shape": [3]}
     with pytest.raises(MalformedInput):
-        read(request(head | {"parameters": {"binary_data_size": 10}}), RAW_TEXTS)
+        read(request(head | {"parameters": {"binary_data_size": 10}}), RAW_TEXTS, TEXTS)
+
+
+def test_strings_that_no_input_takes_so_many_of_are_left_as_they_came() -> None:
+    """Each by itself would take much more memory than in the body."""
+    size = {"parameters": {"binary_data_size": 8}}
+    head = {"name": "s", "datatype": "BYTES", "shape": [2]}
+
+    (tensor,) = read(request(head | size), bytes(8), CONTRACT).tensors
+
+    assert bytes(tensor.data) == bytes(8)
 
 
 def test_a_body_without_json_is_one_string() -> None:

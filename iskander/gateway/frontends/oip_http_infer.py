@@ -100,10 +100,10 @@ class HttpInference:
         body = memoryview(raw).toreadonly()
         if json_bytes is not None:
             self._require_json(json_bytes, len(body))
+        assert lane.contract is not None
         if json_bytes == 0:
-            assert lane.contract is not None
             return read_raw(lane.contract, body)
-        return read_request(body, json_bytes, limits)
+        return read_request(body, json_bytes, lane.contract, limits)
 
     async def _ask(
         self, request: Request, lane: Lane, asked: Asked

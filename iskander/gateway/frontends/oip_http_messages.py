@@ -19,7 +19,13 @@ from iskander.config import LimitsConfig
 from iskander.contract.tensors import RANK_MAX, Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.gateway.frontends.oip_http_json import read_data, require_json_form, write_data
-from iskander.gateway.frontends.oip_tensors import STRINGS, raw_strings, raw_tensor, tensor_of
+from iskander.gateway.frontends.oip_tensors import (
+    STRINGS,
+    raw_strings,
+    raw_tensor,
+    strings_max,
+    tensor_of,
+)
 from iskander.gateway.offered import Tensor
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -76,12 +82,15 @@ class Asked(NamedTuple):
     is_binary: bool = False
 
 
-def read_request(body: memoryview, json_bytes: int | None, limits: LimitsConfig) -> Asked:
+def read_request(
+    body: memoryview, json_bytes: int | None, contract: Contract, limits: LimitsConfig
+) -> Asked:
     """Read a body that has JSON.
 
     Args:
         body: The whole of it.
         json_bytes: Where the JSON ends; None where there is nothing else.
+        contract: Of the model that it is for.
         limits: Of the server.
 
     Raises:
@@ -95,6 +104,7 @@ def read_request(body: memoryview, json_bytes: int | None, limits: LimitsConfig)
     for what, named in (("inputs", head.inputs), ("outputs", head.outputs)):
         if len(named) > limits.columns:
             raise LimitExceeded(f"a request may have {limits.columns} {what}, got {len(named)}")
+    most = strings_max(contract, limits)
     tensors, offset = [], len(body) if json_bytes is None else json_bytes
     for given in head.inputs:
         length = _binary_bytes(given)
@@ -111,7 +121,7 @@ def read_request(body: memoryview, json_bytes: int | None, limits: LimitsConfig)
                 tensor=given.name,
             )
         offset += length
-        tensors.append(tensor_of(given.name, given.datatype, given.shape, raw))
+        tensors.append(tensor_of(given.name, given.datatype, given.shape, raw, most))
     if offset != len(body):
         raise MalformedInput(f"the body goes on for {len(body) - offset} bytes behind its tensors")
     is_binary = _flag(head.parameters, "binary_data_output", "the request", otherwise=False)
@@ -145,7 +155,7 @@ def read_raw(contract: Contract, body: memoryview) -> Asked:
                 tensor=spec.tensor,
             )
         shape = (rows, *spec.shape)
-    tensor = tensor_of(spec.tensor, dtype.oip, shape, body)
+    tensor = tensor_of(spec.tensor, dtype.oip, shape, body, most=1)
     return Asked([tensor], is_binary=True)
 
 

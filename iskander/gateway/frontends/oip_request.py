@@ -85,14 +85,13 @@ def read_head(head: bytes) -> Asked:
     )
 
 
-def tensors_of(asked: Asked, raw: list[memoryview], strings_max: int) -> list[Tensor]:
+def tensors_of(asked: Asked, raw: list[memoryview], most: int) -> list[Tensor]:
     """The request's tensors with their bytes, which are all raw or all typed.
 
     Args:
         asked: The request.
         raw: Its raw contents.
-        strings_max: Of one tensor. One with more is left as it came, since it fits no contract: by
-            itself each takes much more memory than in a message.
+        most: Strings of one tensor, as `oip_tensors.strings_max`.
 
     Raises:
         MalformedInput: They are neither, not as many as there are inputs, or typed contents are not
@@ -106,9 +105,9 @@ def tensors_of(asked: Asked, raw: list[memoryview], strings_max: int) -> list[Te
             f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
         )
     return [
-        typed_tensor(*described, contents[place], strings_max)
+        typed_tensor(*described, contents[place], most)
         if place in contents
-        else tensor_of(*described, raw[place] if raw else _NOTHING, strings_max)
+        else tensor_of(*described, raw[place] if raw else _NOTHING, most)
         for place, described in enumerate(inputs)
     ]
 
