@@ -33,6 +33,7 @@ fmt: setup
 
 bench: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,bench]'
+	$(BIN)/python -m benchmarks install iskander
 	$(BIN)/python -m benchmarks.flight_latency --out build/small.jsonl
 	$(BIN)/python -m benchmarks.batch_throughput --out build/large.jsonl
 	$(BIN)/python -m benchmarks probe --out build/probe.jsonl

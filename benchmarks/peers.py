@@ -21,6 +21,7 @@ def install(names: tuple[str, ...]) -> list[str]:
     Returns:
         A line about each that cannot be installed here.
     """
+    compiled = {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "1"} if shutil.which("cc") else {}
     runtime = f"onnxruntime=={installed_version('onnxruntime-gpu')}"
     failures = []
     for name in names:
@@ -30,7 +31,7 @@ def install(names: tuple[str, ...]) -> list[str]:
         wanted = [str(ROOT)] if name == "iskander" else [runtime, *REQUIREMENTS[name]]
         done = subprocess.run(
             [*command, *wanted],
-            env=os.environ | {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "1"},
+            env=os.environ | compiled,
             capture_output=True,
             text=True,
             check=False,
