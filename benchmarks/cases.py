@@ -110,7 +110,8 @@ SUITES: dict[str, list[Case]] = {
     "goals": _goal_cases(),
     "small": [
         closed(TWO_TOWER, 128, 1, BARE),
-        closed(TWO_TOWER, 128, 4, BARE),
+        closed(TWO_TOWER, 128, 4, (*BARE, "iskander-oip")),
+        closed(POLICY, 1, 8, ("iskander-inferential", "inferential")),
         *(opened(rate, OPEN_SECONDS, ("echo", "iskander")) for rate in RATES_PER_S[:2]),
     ],
     "large": [closed(WIDE, rows, 4, ("echo", "iskander")) for rows in (8_192, 65_536)],
