@@ -139,7 +139,7 @@ class Dispatcher:
         worker.batches += 1
         lane.on_ran(worker, flight.run_rows, done.run_ns, now)
         lane.virtual_ns += (done.run_ns - flight.expected_ns) / lane.config.weight
-        taking = self._take(worker, flight)
+        taking = self._take(worker, flight, done.run_ns)
         if _goes_on(taking):
             # The results are large: the rest of them is taken in the coming turns.
             self._taking.append((worker, taking))
@@ -289,7 +289,7 @@ class Dispatcher:
         worker.busy_until_ns = now_ns() + left_ns
         return flight
 
-    def _take(self, worker: Worker, flight: Flight) -> Iterator[None]:
+    def _take(self, worker: Worker, flight: Flight, run_ns: int) -> Iterator[None]:
         """Take a batch's results out of their lease and hand them out."""
         # Step 9
         assert worker.output is not None
@@ -301,7 +301,7 @@ class Dispatcher:
             if request.is_over:
                 self._release(request)
             elif results is not None:
-                self._complete(request, results)
+                self._complete(request, results, run_ns)
         worker.output_arena.give_back(flight.output)
 
     def _take_on(self) -> None:
@@ -314,9 +314,9 @@ class Dispatcher:
         if self._taking:
             self._loop.call_soon(self._take_on)
 
-    def _complete(self, request: Request, results: bytes | memoryview) -> None:
+    def _complete(self, request: Request, results: bytes | memoryview, run_ns: int) -> None:
         lane = request.lane
-        lane.on_completed(request, now_ns())
+        lane.on_completed(request, run_ns, now_ns())
         try:
             request.caller.deliver(request, results)
         except Exception:

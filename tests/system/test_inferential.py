@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from inferential import AsyncConnection
 from pyarrow import flight
 from support.models import row_ids
 from support.processes import Gateway, eventually, running, suspended
 from support.robots import DTYPES, PATIENCE_MS, address_of, ask, connected, joints, mirrors, policy
+
+from iskander.client import Client
 
 
 def points(gateway: Gateway, name: str, **labels: str) -> dict[str, Any]:
@@ -65,6 +69,19 @@ def test_the_clients_first_steps(address: str) -> None:
         assert len(result["response_id"]) == 32
         assert 0.0 <= result["inference_latency_ms"] < PATIENCE_MS
         assert model.get_result(timeout_ms=0) is None
+
+
+def test_a_request_is_counted_once_whatever_it_came_by(gateway: Gateway, address: str) -> None:
+    """One of Flight without a name, and one of Inferential, in the same lane."""
+    names = ("scheduling_wait_ms", "inference_latency_ms", "e2e_latency_ms")
+    before = [points(gateway, name, model="ids")["count"] for name in names]
+    with connected(address, "beside-flight") as connection, Client(gateway.address) as client:
+        assert client.score("ids", pa.record_batch({"x": [7]})).num_rows == 1
+        assert ask(connection.model("ids"), x=np.array(7)) is not None
+    assert [points(gateway, name, model="ids")["count"] for name in names] == [
+        count + 2 for count in before
+    ]
+    assert [points(gateway, name, client="beside-flight")["count"] for name in names] == [1, 1, 1]
 
 
 def test_tensors_are_named_as_the_graph_names_them_too(address: str) -> None:
@@ -215,5 +232,32 @@ def test_what_is_counted(gateway: Gateway, address: str) -> None:
         assert stats["clients"] >= 1
         sizes = points(gateway, "payload_size_bytes", client="counted")
         assert sizes["count"] == 1 and sizes["latest"] == 7 * 4 + 48
+        for name in ("scheduling_wait_ms", "inference_latency_ms", "e2e_latency_ms"):
+            assert points(gateway, name, client="counted", model="policy")["count"] == 1, name
+        total, run = (
+            points(gateway, name, client="counted")["latest"]
+            for name in ("e2e_latency_ms", "inference_latency_ms")
+        )
+        assert 0 < run < total
     eventually(lambda: gateway.stats()["inferential"]["clients"] == 0, what="no clients")
     gateway.wait_idle()
+
+
+def test_an_observation_whose_worker_dies_is_answered_and_its_retry_is_counted(
+    tmp_path: Path,
+) -> None:
+    models = [{"name": "policy", "path": str(policy(tmp_path / "policy"))}]
+    inferential = {"address": "tcp://127.0.0.1:0"}
+    with running(tmp_path, models, workers={"count": 1}, inferential=inferential) as gateway:
+        (pid,) = gateway.worker_pids()
+        with connected(address_of(gateway), "bereft") as connection:
+            model = connection.model("policy")
+            with suspended(pid):
+                model.observe(**joints(6))
+                eventually(lambda: gateway.stats()["workers"][0]["in_flight"], what="a batch")
+                gateway.kill_worker()
+            result = model.get_result(timeout_ms=PATIENCE_MS)
+            assert result is not None and result["actions"].tolist() == [12.0] * 7
+            of = {"client": "bereft", "model": "policy"}
+            assert points(gateway, "dispatch_retries", **of)["count"] == 1
+            assert points(gateway, "e2e_latency_ms", **of)["count"] == 1

@@ -99,6 +99,7 @@ class Lane:
         self._recent_run = recent.ring("inference_latency_ms").append
         self._recent_rows = recent.ring("batch_size").append
         self._recent_depth = recent.ring("queue_depth").append
+        self._recent_retries = recent.ring("dispatch_retries").append
         self._labels = {"model": model.name, "version": model.version}
         self._client_labels: dict[str, dict[str, str]] = {}
         self._policy = make_policy(config)
@@ -285,6 +286,8 @@ class Lane:
         """Let a request wait anew whose rows came back from a worker; `todo` is set."""
         self._number += 1
         request.number = self._number
+        labels = self._label(request.terms.client) if request.terms.is_named else self._labels
+        self._recent_retries((now_ns, 1, labels))
         request.wait_anew(now_ns)
         self.queue.put(request)
 
@@ -318,17 +321,15 @@ class Lane:
         self._recent_depth((now_ns, self.queue.requests, labels))
         for waited_ns in waits_ns:
             self.wait_ns.record(waited_ns)
-            self._recent_wait((now_ns, waited_ns / NS_PER_MS, labels))
 
     def on_ran(self, worker: Worker, rows: int, run_ns: int, now_ns: int) -> None:
         """Measure and learn from a batch that was run."""
         self.ran_ns = now_ns
         self.run_ns.record(run_ns)
         self.costs[worker.place.index].observe(rows, run_ns)
-        self._recent_run((now_ns, run_ns / NS_PER_MS, self._labels))
 
-    def on_completed(self, request: Request, now_ns: int) -> None:
-        """Measure a request that has its results."""
+    def on_completed(self, request: Request, run_ns: int, now_ns: int) -> None:
+        """Measure a request that has its results, the last of which a batch of `run_ns` gave."""
         counts, terms = self.counts, request.terms
         counts["completed"] += 1
         if request.deadline_ns < NEVER_NS:
@@ -339,6 +340,8 @@ class Lane:
         total_ns = now_ns - request.arrived_ns
         self.total_ns.record(total_ns)
         self._recent_total((now_ns, total_ns / NS_PER_MS, labels))
+        self._recent_wait((now_ns, (request.sent_ns - request.arrived_ns) / NS_PER_MS, labels))
+        self._recent_run((now_ns, run_ns / NS_PER_MS, labels))
 
     def retire(self, request: Request) -> None:
         """Count a request no longer; once for each that was put."""
