@@ -1,31 +1,24 @@
 """Every setting, declared once: type, bounds, unit, default and a sentence.
 
 The reference page, the commented default file, `iskander config show` and all error texts come
-from the declarations below. `config_file` reads them from a file. Nothing here touches a model or
-a core.
+from the declarations below, and for models and lanes from those of `config_models`. `config_file`
+reads them from a file. Nothing here touches a model or a core.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
-from iskander.contract.tensors import STRING_BYTES
+from iskander.config_models import LaneConfig, ModelConfig
+from iskander.config_section import MIB, Positive, Section
 
-MIB = 1 << 20
 HEADER_ROOM_BYTES = MIB
 """Room beside a batch's body for its metadata and padding."""
 
-Positive = Meta(ge=1)
 
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class ServerConfig(_Section, frozen=True, kw_only=True):
+class ServerConfig(Section, frozen=True, kw_only=True):
     """Where the gateway listens and where it keeps its sockets."""
 
     address: Annotated[
@@ -82,7 +75,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
-class LimitsConfig(_Section, frozen=True, kw_only=True):
+class LimitsConfig(Section, frozen=True, kw_only=True):
     """What one batch or stream may take. Beyond a limit a request is refused by name."""
 
     rows: Annotated[int, Positive, Meta(description="Rows of a batch.")] = 1_048_576
@@ -111,92 +104,7 @@ class LimitsConfig(_Section, frozen=True, kw_only=True):
     ] = 5000
 
 
-class LaneConfig(_Section, frozen=True, kw_only=True):
-    """How requests for one model version wait and are put together; `[models.lane]` overrides."""
-
-    policy: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Whose turn it is: deadline_aware, model_deadline, tiered_deadline, "
-            "batch_optimized, priority_tiered, round_robin, fifo, or one that is installed.",
-        ),
-    ] = "deadline_aware"
-    linger_us: Annotated[
-        int,
-        Meta(ge=0, le=10_000_000, description="Microseconds to wait for a fuller batch."),
-    ] = 0
-    preferred_batch_rows: Annotated[
-        tuple[Annotated[int, Positive], ...],
-        Meta(description="Rows that the model runs best with; a batch is closed at one of them."),
-    ] = ()
-    pad_to: Annotated[
-        tuple[Annotated[int, Positive], ...],
-        Meta(
-            description="The only numbers of rows that the model is run with; a batch is filled up "
-            "to the next one. A model with a fixed batch axis has its own."
-        ),
-    ] = ()
-    queue_requests: Annotated[int, Positive, Meta(description="Requests that wait.")] = 4096
-    queue_rows: Annotated[int, Positive, Meta(description="Rows that wait.")] = 4_194_304
-    queue_bytes: Annotated[
-        int,
-        Positive,
-        Meta(
-            description="Bytes of the inputs that wait. Beyond the arena's size streams wait for "
-            "room there; below it they are refused."
-        ),
-    ] = 512 * MIB
-    client_requests: Annotated[
-        int, Positive, Meta(description="Requests of one client, waiting or running.")
-    ] = 1024
-    overflow: Annotated[
-        Literal["reject", "drop_oldest", "drop_lowest_priority"],
-        Meta(description="Who gives way when the queue is full: the newcomer, or one that waits."),
-    ] = "reject"
-    ttl_ms: Annotated[
-        float,
-        Meta(ge=0, le=86_400_000, description="Milliseconds that a request may wait; 0: for ever."),
-    ] = 30_000.0
-    deadline_ms: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=86_400_000,
-            description="Latency budget in milliseconds of a request that names none; 0: none.",
-        ),
-    ] = 0.0
-    patience_ms: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=86_400_000,
-            description="By when a request without a deadline wants to run, for its rank only; and "
-            "what one level of priority counts for.",
-        ),
-    ] = 100.0
-    staleness_ms: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=86_400_000,
-            description="Age in milliseconds of an observation that is not worth a run any more, "
-            "by its client's `timestamp_ns`; 0: any age.",
-        ),
-    ] = 0.0
-    newest_wins: Annotated[
-        bool, Meta(description="A client's newer request replaces its older one that still waits.")
-    ] = False
-    refuse_late: Annotated[
-        bool,
-        Meta(description="Refuse at once what the learned cost says cannot meet its deadline."),
-    ] = True
-    weight: Annotated[
-        float, Meta(ge=0.01, le=1000, description="Share of the workers against other models.")
-    ] = 1.0
-
-
-class WorkersConfig(_Section, frozen=True, kw_only=True):
+class WorkersConfig(Section, frozen=True, kw_only=True):
     """The worker processes."""
 
     groups: Annotated[
@@ -250,7 +158,7 @@ class WorkersConfig(_Section, frozen=True, kw_only=True):
     ] = 30.0
 
 
-class ArenaConfig(_Section, frozen=True, kw_only=True):
+class ArenaConfig(Section, frozen=True, kw_only=True):
     """Shared memory, taken whole at start."""
 
     input_bytes: Annotated[
@@ -275,7 +183,7 @@ class ArenaConfig(_Section, frozen=True, kw_only=True):
     ] = False
 
 
-class AdminConfig(_Section, frozen=True, kw_only=True):
+class AdminConfig(Section, frozen=True, kw_only=True):
     """What the operator sees."""
 
     address: Annotated[
@@ -293,7 +201,7 @@ class AdminConfig(_Section, frozen=True, kw_only=True):
     ] = "text"
 
 
-class InferentialConfig(_Section, frozen=True, kw_only=True):
+class InferentialConfig(Section, frozen=True, kw_only=True):
     """The protocol of the package `inferential`, over ZeroMQ."""
 
     address: Annotated[
@@ -320,7 +228,7 @@ class InferentialConfig(_Section, frozen=True, kw_only=True):
     connections: Annotated[int, Positive, Meta(description="Clients connected at once.")] = 1024
 
 
-class HttpConfig(_Section, frozen=True, kw_only=True):
+class HttpConfig(Section, frozen=True, kw_only=True):
     """The Open Inference Protocol over HTTP. All clients wait while one's JSON is parsed."""
 
     address: Annotated[
@@ -335,69 +243,7 @@ class HttpConfig(_Section, frozen=True, kw_only=True):
     ] = 256 * MIB
 
 
-class ModelConfig(_Section, frozen=True, kw_only=True):
-    """One model version to serve."""
-
-    name: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}\Z", description="Name to call it.")
-    ]
-    path: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Model file, or folder with `model.onnx`; relative to this file. "
-            "A `manifest.toml` beside the model is its contract.",
-        ),
-    ]
-    version: Annotated[
-        str | int | None,
-        Meta(description="Version; the folder's name where that is a number, else 1."),
-    ] = None
-    backend: Annotated[Literal["onnx"], Meta(description="What runs it.")] = "onnx"
-    execution_providers: Annotated[
-        tuple[Literal["cpu", "cuda", "tensorrt"], ...],
-        Meta(min_length=1, description="In order of preference; each one must be there."),
-    ] = ("cpu",)
-    intra_threads: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1024,
-            description="Threads within an operator; 0: one for each physical core of the worker, "
-            "since two of one core take turns at its arithmetic.",
-        ),
-    ] = 0
-    inter_threads: Annotated[
-        int, Meta(ge=0, le=1024, description="Operators at once, with parallel_execution; 0: 1.")
-    ] = 0
-    optimization_level: Annotated[
-        Literal["disable", "level1", "level2", "level3"],
-        Meta(description="Graph optimisation by ONNX Runtime."),
-    ] = "level3"
-    parallel_execution: Annotated[bool, Meta(description="Run independent operators at once.")] = (
-        False
-    )
-    memory_pattern: Annotated[
-        bool, Meta(description="Plan memory from the first run's shapes.")
-    ] = True
-    max_batch_rows: Annotated[
-        int, Positive, Meta(description="Rows of a batch; a request with more is split.")
-    ] = 65_536
-    result_string_bytes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=2**31 - 1,
-            description="Bytes of the longest string in a result. Room for all of them at this "
-            "length is kept in the output arena while a batch runs; a longer one fails it.",
-        ),
-    ] = STRING_BYTES
-    lane: Annotated[
-        LaneConfig, Meta(description="A `[models.lane]` table: settings of `[lanes]`, overridden.")
-    ] = LaneConfig()
-
-
-class Config(_Section, frozen=True, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """All settings."""
 
     server: ServerConfig = ServerConfig()

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from iskander.config import HEADER_ROOM_BYTES, Config, ModelConfig
+from iskander.config import HEADER_ROOM_BYTES, Config
+from iskander.config_models import ModelConfig
 from iskander.config_reference import render_value, settings
 from iskander.errors import ConfigError
 

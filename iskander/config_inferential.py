@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from iskander.config import InferentialConfig, LaneConfig, ModelConfig
+from iskander.config import InferentialConfig
+from iskander.config_models import LaneConfig, ModelConfig
 from iskander.config_reference import render_value
 from iskander.errors import ConfigError
 

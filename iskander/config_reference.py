@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta
 
-from iskander.config import Config, ModelConfig
+from iskander.config import Config
+from iskander.config_models import ModelConfig
 
 
 class Setting(NamedTuple):

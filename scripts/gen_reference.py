@@ -1,6 +1,6 @@
 """Write the pages and files that are made from declarations; `--check` says which are stale.
 
-docs/reference/configuration.md   from iskander/config.py
+docs/reference/configuration.md   from iskander/config.py and config_models.py
 docs/reference/errors.md          from iskander/errors.py
 docs/reference/messages.md        from iskander/wire/messages.py
 docs/reference/lifecycle.md       from iskander/gateway/supervision/lifecycle.py

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from unittest import mock
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.contract.tensors import STRING_BYTES, ColumnType, Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.gateway import dispatch, intake

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from iskander.config import Config, ModelConfig
+from iskander.config import Config
+from iskander.config_models import ModelConfig
 from iskander.contract.manifest import model_file
 from iskander.errors import ConfigError, ModelNotFound, NotReady
 from iskander.gateway.lanes.lane import Lane

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.contract.tensors import STRING_BYTES, ColumnType, Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.gateway.lanes.cost import CostModel

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from iskander.clock import now_ns
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
 from iskander.gateway.supervision.lifecycle import Event, State

@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from iskander.config import MIB, Config, ModelConfig
+from iskander.config import Config
 from iskander.config_file import Loaded, load_config
+from iskander.config_models import ModelConfig
 from iskander.config_reference import render_reference, settings
+from iskander.config_section import MIB
 from iskander.errors import ConfigError
 
 MODEL = '[[models]]\nname = "m"\npath = "m.onnx"\n'

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.lanes import MS, lane_of, request_of
 
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.embed import on_metric, register_policy
 from iskander.errors import ConfigError
 from iskander.gateway.lanes.policies import POLICIES, make_policy

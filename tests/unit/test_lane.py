@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.lanes import CONTRACT, MS, cost_of, lane_of, put, request_of
 
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.contract.tensors import Contract
 from iskander.errors import IskanderError
 from iskander.gateway.lanes.lane import PROBE_NS, Lane

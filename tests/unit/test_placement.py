@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sysfs import MACHINES, make_topology, write_sysfs
 
-from iskander.config import Config, ModelConfig, ServerConfig, WorkersConfig
+from iskander.config import Config, ServerConfig, WorkersConfig
+from iskander.config_models import ModelConfig
 from iskander.errors import ConfigError
 from iskander.gateway.supervision.placement import plan
 from iskander.gateway.supervision.topology import (

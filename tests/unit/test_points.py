@@ -8,7 +8,7 @@ import pytest
 from support.lanes import CONTRACT, MS, model_of
 from support.simulation import Simulation
 
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.telemetry.recent import Recent
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.lanes import MS, lane_of, request_of
 
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.errors import ConfigError
 from iskander.gateway.lanes import policies
 from iskander.gateway.lanes.policies import CLIENTS_MAX, POLICIES, Policy, make_policy

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.scheduling import simulation
 from benchmarks.scheduling.fleet import fleet
 from iskander.clock import NS_PER_MS, NS_PER_S
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 
 ROBOTS, SECONDS, SEED = 14, 4.0, 1
 BASE_NS, ROW_NS, ROWS_MAX = 6 * NS_PER_MS, NS_PER_MS // 5, 16

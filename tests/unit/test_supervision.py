@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from iskander.config import LaneConfig, WorkersConfig
+from iskander.config import WorkersConfig
+from iskander.config_models import LaneConfig
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.supervision import recycling as recycling_module
 from iskander.gateway.supervision.lifecycle import State

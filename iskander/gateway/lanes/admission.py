@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from iskander.clock import NS_PER_MS
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.errors import (
     ClientOverShare,
     DeadlineExceeded,

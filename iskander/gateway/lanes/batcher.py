@@ -21,7 +21,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from iskander.clock import NS_PER_US
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.lanes.waiting import WaitingQueue

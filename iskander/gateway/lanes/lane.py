@@ -12,7 +12,7 @@ from collections.abc import Iterator, KeysView
 from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.contract.tensors import Contract
 from iskander.errors import DroppedFromQueue, IskanderError, NotReady, QueueFull, Superseded
 from iskander.gateway.lanes.admission import (

@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 from iskander.clock import NS_PER_MS
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.errors import ConfigError
 from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_MAX, Request
 

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from iskander.clock import NS_PER_MS, NS_PER_S
-from iskander.config import LaneConfig
+from iskander.config_models import LaneConfig
 from iskander.errors import ConfigError
 from iskander.gateway.lanes.policies import POLICIES
 from iskander.gateway.lanes.request import NEVER_NS, Request
