@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-READ_BY_TESTS = ("tests", "configs", "scripts", "benchmarks", "pyproject.toml")
+READ_BY_TESTS = ("tests", "configs", "docs", "scripts", "benchmarks", "pyproject.toml")
 
 
 def main() -> None:
