@@ -219,7 +219,7 @@ class Client(threading.Thread):
     def __init__(
         self, way: str, address: str, number: int, wanted: int, is_over: threading.Event
     ) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self._way, self._address, self._number = way, address, number
         self._wanted, self._is_over = wanted, is_over
         self.enough = threading.Event()
@@ -262,10 +262,12 @@ def load(way: str, address: str, requests: int) -> Facts:
     for client in clients:
         client.start()
     for client in clients:
-        client.enough.wait()
+        client.enough.wait(PATIENCE_S)
     judging.say({"facts": "enough"})
-    if json.loads(sys.stdin.readline()) == "stop":
-        is_over.set()
+    if json.loads(sys.stdin.readline()) == "until refused":
+        for client in clients:
+            client.join(PATIENCE_S)
+    is_over.set()
     for client in clients:
         client.join()
     return [client.facts for client in clients]
