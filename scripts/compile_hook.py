@@ -42,6 +42,7 @@ COMPILED = (
     "iskander/gateway/lanes/cost.py",
     "iskander/gateway/lanes/lane.py",
     "iskander/gateway/lanes/layout.py",
+    "iskander/gateway/lanes/measures.py",
     "iskander/gateway/lanes/policies.py",
     "iskander/gateway/lanes/request.py",
     "iskander/gateway/lanes/waiting.py",

@@ -135,7 +135,7 @@ def test_reading_counts_leaves_no_trace_in_them() -> None:
 def test_a_histogram_is_in_seconds_and_counts_up_to_each_bound() -> None:
     lane = make_lane()
     for value_ns in (50_000, 60_000, 2_000_000, 20_000_000_000):
-        lane.wait_ns.record(value_ns)
+        lane.measures.wait_ns.record(value_ns)
 
     samples = scrape(observe([lane]))
 
@@ -151,7 +151,7 @@ def test_a_histogram_is_in_seconds_and_counts_up_to_each_bound() -> None:
 
 def test_the_rows_of_batches_are_rows() -> None:
     lane = make_lane()
-    lane.batch_rows.record(128)
+    lane.measures.batch_rows.record(128)
 
     samples = scrape(observe([lane]))
 

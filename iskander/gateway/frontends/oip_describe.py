@@ -104,14 +104,14 @@ def statistics(lane: Lane) -> Any:  # noqa: ANN401
         name=lane.model.name,
         version=lane.model.version,
         last_inference=last_ms,
-        inference_count=lane.batch_rows.sum,
+        inference_count=lane.measures.batch_rows.sum,
         execution_count=counts["batches"],
         inference_stats=oip_pb2.InferStatistics(
-            success=duration(count=counts["completed"], ns=lane.total_ns.sum),
+            success=duration(count=counts["completed"], ns=lane.measures.total_ns.sum),
             fail=duration(count=failed),
-            queue=duration(count=len(lane.wait_ns), ns=lane.wait_ns.sum),
+            queue=duration(count=len(lane.measures.wait_ns), ns=lane.measures.wait_ns.sum),
             compute_input=duration(),
-            compute_infer=duration(count=len(lane.run_ns), ns=lane.run_ns.sum),
+            compute_infer=duration(count=len(lane.measures.run_ns), ns=lane.measures.run_ns.sum),
             compute_output=duration(),
         ),
     )

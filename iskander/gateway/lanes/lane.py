@@ -27,13 +27,13 @@ from iskander.gateway.lanes.admission import (
     share_error,
 )
 from iskander.gateway.lanes.batcher import Formed, Rules, form, make_rules
-from iskander.gateway.lanes.cadence import CLIENTS_MAX, Cadence
+from iskander.gateway.lanes.cadence import Cadence
 from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
 from iskander.gateway.lanes.layout import Layout, Layouts
+from iskander.gateway.lanes.measures import Measures
 from iskander.gateway.lanes.policies import make_policy
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.lanes.waiting import WaitingQueue
-from iskander.gateway.telemetry.histogram import LATENCY_BOUNDS_NS, ROWS_BOUNDS, Histogram
 from iskander.gateway.telemetry.recent import Recent
 from iskander.wire.messages import ModelSpec
 
@@ -68,6 +68,7 @@ class Lane:
         virtual_ns: Time of workers that it has had, divided by its weight; the least is next.
         outstanding: Requests of each client that were admitted and are not answered.
         counts: What came in and went out, by name.
+        measures: How long requests and batches took.
         ran_ns: When a worker last ran a batch of it.
     """
 
@@ -88,20 +89,8 @@ class Lane:
         self.virtual_ns = 0.0
         self.outstanding: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
-        self.wait_ns = Histogram(LATENCY_BOUNDS_NS)
-        self.run_ns = Histogram(LATENCY_BOUNDS_NS)
-        self.total_ns = Histogram(LATENCY_BOUNDS_NS)
-        self.batch_rows = Histogram(ROWS_BOUNDS)
+        self.measures = Measures(model, recent or Recent())
         self.rules = Rules(model.rows_max)
-        recent = recent or Recent()
-        self._recent_total = recent.ring("e2e_latency_ms").append
-        self._recent_wait = recent.ring("scheduling_wait_ms").append
-        self._recent_run = recent.ring("inference_latency_ms").append
-        self._recent_rows = recent.ring("batch_size").append
-        self._recent_depth = recent.ring("queue_depth").append
-        self._recent_retries = recent.ring("dispatch_retries").append
-        self._labels = {"model": model.name, "version": model.version}
-        self._client_labels: dict[str, dict[str, str]] = {}
         self._policy = make_policy(config)
         self._layouts: Layouts | None = None
         self.ran_ns = -PROBE_NS
@@ -286,8 +275,7 @@ class Lane:
         """Let a request wait anew whose rows came back from a worker; `todo` is set."""
         self._number += 1
         request.number = self._number
-        labels = self._label(request.terms.client) if request.terms.is_named else self._labels
-        self._recent_retries((now_ns, 1, labels))
+        self.measures.on_put_back(request, now_ns)
         request.wait_anew(now_ns)
         self.queue.put(request)
 
@@ -314,34 +302,22 @@ class Lane:
 
     def on_sent(self, rows: int, waits_ns: list[int], now_ns: int) -> None:
         """Measure a batch that goes to a worker, and how long each of its requests has waited."""
-        labels = self._labels
         self.counts["batches"] += 1
-        self.batch_rows.record(rows)
-        self._recent_rows((now_ns, rows, labels))
-        self._recent_depth((now_ns, self.queue.requests, labels))
-        for waited_ns in waits_ns:
-            self.wait_ns.record(waited_ns)
+        self.measures.on_sent(rows, waits_ns, self.queue.requests, now_ns)
 
     def on_ran(self, worker: Worker, rows: int, run_ns: int, now_ns: int) -> None:
         """Measure and learn from a batch that was run."""
         self.ran_ns = now_ns
-        self.run_ns.record(run_ns)
+        self.measures.run_ns.record(run_ns)
         self.costs[worker.place.index].observe(rows, run_ns)
 
     def on_completed(self, request: Request, run_ns: int, now_ns: int) -> None:
         """Measure a request that has its results, the last of which a batch of `run_ns` gave."""
-        counts, terms = self.counts, request.terms
+        counts = self.counts
         counts["completed"] += 1
         if request.deadline_ns < NEVER_NS:
             counts["deadline.hit" if now_ns <= request.deadline_ns else "deadline.missed"] += 1
-        labels = self._labels
-        if terms.is_named:
-            labels = self._client_labels.get(terms.client) or self._label(terms.client)
-        total_ns = now_ns - request.arrived_ns
-        self.total_ns.record(total_ns)
-        self._recent_total((now_ns, total_ns / NS_PER_MS, labels))
-        self._recent_wait((now_ns, (request.sent_ns - request.arrived_ns) / NS_PER_MS, labels))
-        self._recent_run((now_ns, run_ns / NS_PER_MS, labels))
+        self.measures.on_completed(request, run_ns, now_ns)
 
     def retire(self, request: Request) -> None:
         """Count a request no longer; once for each that was put."""
@@ -355,12 +331,6 @@ class Lane:
             del self._newest[client]
         if not request.sent_ns:
             self._policy.on_left(request)
-
-    def _label(self, client: str) -> dict[str, str]:
-        if len(self._client_labels) >= CLIENTS_MAX:
-            self._client_labels.clear()
-        labels = self._client_labels[client] = {**self._labels, "client": client}
-        return labels
 
     def retry_after_ms(self, now_ns: int) -> int:
         """When the queue will have drained by half, as far as the cost is known."""

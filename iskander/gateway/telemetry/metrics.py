@@ -120,13 +120,13 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            "deadline (one could wait no longer), shape (the next does not fit with it) or alone "
            "(nothing else may be with it).", _counts("closed.", Reason)),
     Metric("iskander_batch_rows", "histogram", "rows", (), "Rows of the batches sent to workers.",
-           _one(lambda lane: lane.batch_rows)),
+           _one(lambda lane: lane.measures.batch_rows)),
     Metric("iskander_wait_seconds", "histogram", "seconds", (), "From a request's arrival to a "
-           "worker, for each batch with rows of it.", _one(lambda lane: lane.wait_ns)),
+           "worker, for each batch with rows of it.", _one(lambda lane: lane.measures.wait_ns)),
     Metric("iskander_run_seconds", "histogram", "seconds", (), "What a worker took for a batch.",
-           _one(lambda lane: lane.run_ns)),
+           _one(lambda lane: lane.measures.run_ns)),
     Metric("iskander_request_seconds", "histogram", "seconds", (), "From a request's arrival to "
-           "its results.", _one(lambda lane: lane.total_ns)),
+           "its results.", _one(lambda lane: lane.measures.total_ns)),
     Metric("iskander_cost_row_seconds", "gauge", "seconds", ("worker",), "What one more row costs "
            "on a worker, as learned.",
            lambda lane: [((str(i),), c.row_ns / NS_PER_S) for i, c in lane.costs.items()]),

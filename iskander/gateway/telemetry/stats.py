@@ -49,17 +49,17 @@ def collect(observed: Observed) -> dict[str, Any]:
 
 
 def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
-    counts, queue, rows = lane.counts, lane.queue, lane.batch_rows
+    counts, queue, rows = lane.counts, lane.queue, lane.measures.batch_rows
     return {
         "ready": is_ready,
         "workers": len(lane.ready),
         "queued": queue.requests,
         "queue": {"requests": queue.requests, "rows": queue.rows, "bytes": queue.bytes},
-        "run_ms": round(lane.run_ns.sum / NS_PER_MS, 3),
+        "run_ms": round(lane.measures.run_ns.sum / NS_PER_MS, 3),
         "latency_ms": {
-            "wait": _latency(lane.wait_ns),
-            "run": _latency(lane.run_ns),
-            "total": _latency(lane.total_ns),
+            "wait": _latency(lane.measures.wait_ns),
+            "run": _latency(lane.measures.run_ns),
+            "total": _latency(lane.measures.total_ns),
         },
         "batch_rows": {
             "count": len(rows),
