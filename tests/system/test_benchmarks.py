@@ -30,7 +30,7 @@ def test_systems_are_measured_side_by_side_and_compared(tmp_path: Path) -> None:
     assert "round 1: two-tower, 128 rows, 4 clients: echo" in done.stderr
     found = read([out])
     assert [found.systems(case) for case in found.cases] == [
-        ["direct", "echo", "iskander"],
+        ["direct", "echo", "iskander", "iskander-oip"],
         ["echo", "iskander"],
     ]
     for each in found.measurements:

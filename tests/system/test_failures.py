@@ -79,11 +79,12 @@ def running_batch(gateway: Gateway) -> bool:
 
 def test_what_a_killed_worker_had_runs_again_and_nobody_notices(gateway: Gateway) -> None:
     """Its caller gets the result from the next worker; the lane is not ready until that is."""
-    scoring = Scoring(gateway, 3000)
-    eventually(lambda: running_batch(gateway), what="a running batch")
-    pid = gateway.kill_worker()
+    down, up = [b"\x08\x02"], [b"\x08\x01"]
     with raw.RawClient(gateway.address) as client:
-        down, up = [b"\x08\x02"], [b"\x08\x01"]
+        assert client.call(CHECK, [b""])["frames"] == up  # Its process takes a while to start.
+        scoring = Scoring(gateway, 3000)
+        eventually(lambda: running_batch(gateway), what="a running batch")
+        pid = gateway.kill_worker()
         eventually(lambda: client.call(CHECK, [b""])["frames"] == down, what="NOT_SERVING")
         eventually(lambda: client.call(CHECK, [b""])["frames"] == up, what="SERVING")
     scoring.join()
