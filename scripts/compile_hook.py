@@ -50,7 +50,6 @@ COMPILED = (
     "iskander/gateway/recovery.py",
     "iskander/gateway/results.py",
     "iskander/gateway/telemetry/histogram.py",
-    "iskander/gateway/telemetry/recent.py",
     "iskander/gateway/zmtp/connection.py",
     "iskander/gateway/zmtp/frames.py",
     "iskander/memory/arena.py",
