@@ -122,7 +122,7 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
         with (folder / "log").open("wb") as log:
             port = _free_port()
             environment = _environment(system.server, workload, port)
-            notices = listen(folder / "notify") if system.server == "iskander" else None
+            notices = listen(folder / "notify") if system.server.startswith("iskander") else None
             process = subprocess.Popen(
                 system.command(workload, port, folder),
                 stdout=log,
@@ -270,7 +270,7 @@ SYSTEMS = {
     "echo": System("flight", _echo, "echo"),
     "iskander": System("flight", _iskander, "iskander"),
     "iskander-oip": System("rows-infer", _iskander, "iskander"),
-    "iskander-inferential": System("inferential", _iskander_inferential, "iskander"),
+    "iskander-inferential": System("inferential", _iskander_inferential, "iskander-inferential"),
     "triton": System("infer", _peer("triton"), "triton"),
     "triton-serialized": System("serialized-infer", _peer("triton"), "triton"),
     "mosec": System("http", _peer("mosec"), "mosec"),

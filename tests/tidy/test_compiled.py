@@ -1,0 +1,43 @@
+"""What is compiled is there, and is none of what mypyc and msgspec do not agree about."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HOOK = (ROOT / "scripts" / "compile_hook.py").read_text("utf-8")
+SOURCES = {"iskander": "iskander", "iskander_worker": "workers/iskander_worker"}
+ONLY_WRITTEN = {"iskander/gateway/telemetry/histogram.py"}
+"""Its messages are encoded and never read."""
+
+
+def compiled() -> dict[str, Path]:
+    listed = re.search(r"^COMPILED = (\(.*?^\))", HOOK, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    names: tuple[str, ...] = ast.literal_eval(listed[1])
+    assert list(names) == sorted(set(names))
+    return {
+        name: ROOT / SOURCES[name.partition("/")[0]] / name.partition("/")[2] for name in names
+    }
+
+
+def test_what_is_compiled_is_there() -> None:
+    assert [name for name, path in compiled().items() if not path.is_file()] == []
+
+
+def test_messages_that_msgspec_reads_are_not_compiled() -> None:
+    """Compiled, the types of their fields are not what msgspec goes by."""
+    structs = re.compile(r"^class \w+\(.*\b(Struct|SaidTerms)\b", re.MULTILINE)
+    found = {name for name, path in compiled().items() if structs.search(path.read_text("utf-8"))}
+    assert found == ONLY_WRITTEN
+
+
+def test_fields_of_views_are_typed_where_mypyc_looks() -> None:
+    """A NamedTuple's `memoryview` is looked up among the module's own names."""
+    tuples = re.compile(r"^class \w+\(NamedTuple\):(?:\n(?:    .*)?)*?\n    \w+: .*memoryview", re.M)
+    for name, path in compiled().items():
+        source = path.read_text("utf-8")
+        if tuples.search(source):
+            assert "from builtins import memoryview" in source, name
