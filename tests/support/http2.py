@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import hpack
 
 from iskander.gateway.http2.call import Call
-from iskander.gateway.http2.connection import SCRATCH_BYTES, Connection
+from iskander.gateway.http2.connection import Connection
+from iskander.gateway.listening import SCRATCH_BYTES
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = range(8)

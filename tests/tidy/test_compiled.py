@@ -18,9 +18,7 @@ def compiled() -> dict[str, Path]:
     assert listed is not None
     names: tuple[str, ...] = ast.literal_eval(listed[1])
     assert list(names) == sorted(set(names))
-    return {
-        name: ROOT / SOURCES[name.partition("/")[0]] / name.partition("/")[2] for name in names
-    }
+    return {name: ROOT / SOURCES[name.partition("/")[0]] / name.partition("/")[2] for name in names}
 
 
 def test_what_is_compiled_is_there() -> None:
@@ -36,7 +34,9 @@ def test_messages_that_msgspec_reads_are_not_compiled() -> None:
 
 def test_fields_of_views_are_typed_where_mypyc_looks() -> None:
     """A NamedTuple's `memoryview` is looked up among the module's own names."""
-    tuples = re.compile(r"^class \w+\(NamedTuple\):(?:\n(?:    .*)?)*?\n    \w+: .*memoryview", re.M)
+    tuples = re.compile(
+        r"^class \w+\(NamedTuple\):(?:\n(?:    .*)?)*?\n    \w+: .*memoryview", re.M
+    )
     for name, path in compiled().items():
         source = path.read_text("utf-8")
         if tuples.search(source):

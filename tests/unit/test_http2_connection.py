@@ -46,9 +46,10 @@ from support.intake import in_loop, turns
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.frontends import grpc_server
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
-from iskander.gateway.http2.connection import GREETING_NS, IDLE_NS, PING_NS, SCRATCH_BYTES
+from iskander.gateway.http2.connection import GREETING_NS, IDLE_NS, PING_NS
 from iskander.gateway.http2.patience import AT_ONCE
 from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.listening import SCRATCH_BYTES
 
 WINDOW_DEFAULT = 65_535
 FRAME_DEFAULT = 16_384

@@ -25,7 +25,6 @@ FRAME_BYTES_MAX = 1 << 20
 """Of the DATA frames that are taken; a larger message comes in several."""
 CONTROL_BYTES_MAX = 65_536
 """Of any other frame."""
-SCRATCH_BYTES = 1 << 18
 FREE_FIELDS = 32
 """Headers of a call that cost no patience; 2000, by a table two kilobytes, take 10 ms to read."""
 GREETING_NS = 10 * NS_PER_S

@@ -165,7 +165,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._session is None and now - self._made_ns > GREETING_NS:
             self._break("a peer did not say in time who it is")
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Say no more than what was sent, and go."""
         self._is_over = True
         self._transport.close()

@@ -5,18 +5,12 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import socket
 from collections.abc import Callable
 
-from iskander.clock import NS_PER_S, now_ns
+from iskander.gateway.listening import Listening
 from iskander.gateway.zmtp.connection import Connection, Session
 
-SCRATCH_BYTES = 1 << 18
-BACKLOG = 1024
-LOOK_AFTER_S = 5.0
-TURN_S = 0.01
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -26,7 +20,7 @@ KEEPALIVE = (
 """A peer that is gone without a word is noticed after a minute and a half. Source: tcp(7)."""
 
 
-class Listener:
+class Listener(Listening[Connection]):
     """Connections of peers.
 
     Args:
@@ -44,65 +38,22 @@ class Listener:
         message_bytes: int,
         connections_max: int,
     ) -> None:
-        self.loop = asyncio.get_running_loop()
+        super().__init__(connections_max)
         self.open = open_session
         self.on_broken = on_broken
         self.message_bytes = message_bytes
-        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self.connections: set[Connection] = set()
-        self._connections_max = connections_max
-        self._servers: list[asyncio.Server] = []
-        self._caring: asyncio.TimerHandle | None = None
 
     async def listen(self, listening: socket.socket) -> None:
         """Take connections from a socket that is bound."""
-        is_unix = listening.family == socket.AF_UNIX
-        if not is_unix:
+        if listening.family != socket.AF_UNIX:
             for option in KEEPALIVE:
                 listening.setsockopt(*option)  # Those that are accepted inherit it.
-        create = self.loop.create_unix_server if is_unix else self.loop.create_server
-        self._servers.append(await create(self._connect, sock=listening, backlog=BACKLOG))
-        if self._caring is None:
-            self._care()
+        await super().listen(listening)
 
-    def close_door(self) -> None:
-        """Take no more connections."""
-        for server in self._servers:
-            server.close()
-
-    async def stop(self, grace_s: float) -> None:
-        """Stop listening, send what was said, and end what is still open after `grace_s`."""
-        self.close_door()
-        if self._caring is not None:
-            self._caring.cancel()
-        for connection in list(self.connections):
-            connection.close()
-        deadline_ns = now_ns() + int(grace_s * NS_PER_S)
-        while self.connections and now_ns() < deadline_ns:
-            await asyncio.sleep(TURN_S)
-        for connection in list(self.connections):
-            connection.abort()
-        with contextlib.suppress(TimeoutError):
-            # One turn more, in which the transports close their sockets.
-            async with asyncio.timeout(1.0):
-                while self.connections:
-                    await asyncio.sleep(0)
-
-    def _connect(self) -> asyncio.BaseProtocol:
-        if len(self.connections) >= self._connections_max:
-            self.on_broken(f"{self._connections_max} peers are connected, the limit")
-            return _Closed()
+    def connection(self) -> Connection:
+        """The server's end of a new connection."""
         return Connection(self)
 
-    def _care(self) -> None:
-        now = now_ns()
-        for connection in list(self.connections):
-            connection.look_after(now)
-        self._caring = self.loop.call_later(LOOK_AFTER_S, self._care)
-
-
-class _Closed(asyncio.Protocol):
-    """Stands for a connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+    def on_too_many(self) -> None:
+        """Count it among those that were ended."""
+        self.on_broken(f"{self._connections_max} peers are connected, the limit")
