@@ -29,6 +29,7 @@ COMPILED = (
     "iskander/gateway/frontends/inferential_session.py",
     "iskander/gateway/frontends/oip_infer.py",
     "iskander/gateway/frontends/oip_wire.py",
+    "iskander/gateway/frontends/varint.py",
     "iskander/gateway/http2/call.py",
     "iskander/gateway/http2/connection.py",
     "iskander/gateway/http2/frames.py",

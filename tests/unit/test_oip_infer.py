@@ -15,9 +15,9 @@ from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_lay
 from iskander.errors import ContractError, IskanderError, ModelNotFound
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_infer
-from iskander.gateway.frontends.flight_terms import StreamTerms
 from iskander.gateway.frontends.oip_infer import REMEMBERED_MAX, Inference
 from iskander.gateway.frontends.oip_wire import scan
+from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import NEVER_NS
 from iskander.gateway.models import Models

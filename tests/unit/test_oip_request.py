@@ -9,10 +9,10 @@ import pytest
 from iskander._generated import oip_pb2
 from iskander.contract.strings import body_to_strings
 from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
-from iskander.gateway.frontends.flight_terms import SaidTerms
 from iskander.gateway.frontends.oip_request import plain, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_strings
 from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
 
 X = {"name": "x", "datatype": "INT64", "shape": [2, 3]}

@@ -16,6 +16,7 @@ from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import NamedTuple, TypeAlias
 
 from iskander.errors import MalformedInput
+from iskander.gateway.frontends.varint import read_varint, varint
 
 _DESCRIPTOR, _HEADER, _APP_METADATA, _BODY = 1, 2, 3, 1000
 _HEADER_TAG = bytes([_HEADER << 3 | 2])
@@ -53,10 +54,10 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
     at, end, start = 0, len(raw), 0
     try:
         while at < end:
-            tag, at = _varint(raw, at)
+            tag, at = read_varint(raw, at)
             kind, number = tag & 7, tag >> 3
             if kind == 2:
-                length, at = _varint(raw, at)
+                length, at = read_varint(raw, at)
                 first, at = at, at + length
                 if at > end:
                     raise IndexError
@@ -69,7 +70,7 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
                 elif number == _DESCRIPTOR:
                     descriptor = view[first:at]
             elif kind == 0:
-                _, at = _varint(raw, at)
+                _, at = read_varint(raw, at)
             elif kind in (1, 5):
                 at += 8 if kind == 1 else 4
             else:
@@ -84,36 +85,12 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
 
 def data_head(header: bytes, app_metadata: bytes, body_bytes: int) -> bytes:
     """All of a message but its body, which follows."""
-    pieces = [_HEADER_TAG, _to_varint(len(header)), header]
+    pieces = [_HEADER_TAG, varint(len(header)), header]
     if app_metadata:
-        pieces += (_APP_METADATA_TAG, _to_varint(len(app_metadata)), app_metadata)
-    return b"".join((*pieces, _BODY_TAG, _to_varint(body_bytes)))
+        pieces += (_APP_METADATA_TAG, varint(len(app_metadata)), app_metadata)
+    return b"".join((*pieces, _BODY_TAG, varint(body_bytes)))
 
 
 def schema_frame(header: bytes) -> bytes:
     """The message that begins a stream of batches."""
-    return b"".join((_HEADER_TAG, _to_varint(len(header)), header))
-
-
-def _varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = raw[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-        if shift > 63:
-            raise IndexError
-
-
-def _to_varint(value: int) -> bytes:
-    if value < 0x80:
-        return bytes((value,))
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+    return b"".join((_HEADER_TAG, varint(len(header)), header))

@@ -23,7 +23,7 @@ from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
 from iskander.gateway.frontends.flight_plan import Plan
-from iskander.gateway.frontends.flight_terms import StreamTerms
+from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.status import RpcError
 from iskander.gateway.intake import Intake

@@ -21,7 +21,6 @@ from iskander.errors import (
     Overloaded,
 )
 from iskander.gateway.asking import Desk
-from iskander.gateway.frontends.flight_terms import HEADER_PREFIX, StreamTerms
 from iskander.gateway.frontends.oip_http_body import (
     PIECE_BYTES,
     RETRY_MS,
@@ -40,6 +39,7 @@ from iskander.gateway.frontends.oip_http_messages import (
     write_answer,
 )
 from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.frontends.terms import HEADER_PREFIX, StreamTerms
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Terms
 from iskander.gateway.models import Models

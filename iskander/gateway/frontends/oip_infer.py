@@ -9,10 +9,10 @@ from iskander._generated import oip_pb2
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError
 from iskander.gateway.asking import Desk
-from iskander.gateway.frontends.flight_terms import StreamTerms
 from iskander.gateway.frontends.oip_request import Asked, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_tensor, strings_max
 from iskander.gateway.frontends.oip_wire import Scanned, response
+from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models

@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
 from iskander.errors import ContractError, MalformedInput, Unsupported
-from iskander.gateway.frontends.flight_terms import SaidTerms
 from iskander.gateway.frontends.oip_tensors import tensor_of, typed_tensor
 from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
 
 FINAL_WANTED = "triton_enable_empty_final_response"

@@ -17,9 +17,9 @@ from functools import partial
 from iskander._generated import oip_pb2
 from iskander.config import LimitsConfig
 from iskander.errors import Draining, IskanderError
-from iskander.gateway.frontends.flight_terms import StreamTerms
 from iskander.gateway.frontends.oip_infer import Inference
 from iskander.gateway.frontends.oip_wire import in_stream, scan
+from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 
 log = logging.getLogger("iskander.oip")

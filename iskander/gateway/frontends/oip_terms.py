@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from iskander.errors import MalformedInput, Unsupported
-from iskander.gateway.frontends.flight_terms import SaidTerms
+from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.lanes.request import PRIORITY_MAX
 
 _PREFIX = "iskander_"

@@ -14,6 +14,7 @@ from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import NamedTuple
 
 from iskander.errors import MalformedInput
+from iskander.gateway.frontends.varint import read_varint, varint
 from iskander.gateway.http2.call import Message
 
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
@@ -54,7 +55,7 @@ def scan(message: Message) -> Scanned:
     try:
         while position < end:
             start = position
-            key, position = _varint(view, position)
+            key, position = read_varint(view, position)
             begin, position = _value(view, position, key & 7)
             if position > end:
                 raise MalformedInput(_BROKEN)
@@ -89,40 +90,13 @@ def in_stream(parts: list[Message]) -> list[Message]:
     return [_INFER_RESPONSE + varint(sum(map(len, parts))), *parts]
 
 
-def varint(value: int) -> bytes:
-    """A whole number as protobuf has it."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
 def _value(view: memoryview, position: int, kind: int) -> tuple[int, int]:
     """Where a field's value begins and where it ends, which may be behind the message."""
     if kind == _LEN:
-        length, position = _varint(view, position)
+        length, position = read_varint(view, position)
         return position, position + length
     if kind == _VARINT:
-        return position, _varint(view, position)[1]
+        return position, read_varint(view, position)[1]
     if kind in _FIXED_BYTES:
         return position, position + _FIXED_BYTES[kind]
     raise MalformedInput(_BROKEN)
-
-
-def _varint(view: memoryview, position: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
-    byte = view[position]
-    if byte < 0x80:
-        return byte, position + 1
-    value = shift = 0
-    while True:
-        byte = view[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise MalformedInput(_BROKEN)

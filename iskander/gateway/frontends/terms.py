@@ -1,4 +1,6 @@
-"""What a Flight client says about how urgent its batches are.
+"""What a client says about how urgent its requests are; here as Flight's calls say it.
+
+The tensor protocols say the same terms in their own places (`oip_terms`, `inferential_terms`).
 
 For a whole stream in the call's headers, for one batch in its `app_metadata`, as a JSON object or
 msgpack map with the key `iskander`:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iskander.errors import MalformedInput
-from iskander.gateway.frontends import flight_terms
-from iskander.gateway.frontends.flight_terms import REMEMBERED_MAX, StreamTerms
+from iskander.gateway.frontends import terms as terms_module
+from iskander.gateway.frontends.terms import REMEMBERED_MAX, StreamTerms
 from iskander.gateway.lanes.request import NEVER_NS, Terms
 
 NOW_NS, WALL_NS = 1_000_000_000_000, 1_700_000_000_000_000_000
@@ -73,7 +73,7 @@ RIGHT: list[tuple[str, Any, str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_terms, "wall_ns", lambda: WALL_NS)
+    monkeypatch.setattr(terms_module, "wall_ns", lambda: WALL_NS)
 
 
 def stream(deadline_ns: int | None = None, **headers: Any) -> StreamTerms:
@@ -238,7 +238,7 @@ def test_an_age_is_counted_from_its_stamp_each_time(monkeypatch: pytest.MonkeyPa
     terms, metadata = stream(), said(timestamp_ns=WALL_NS)
     assert terms.of(metadata).age_ms == 0
 
-    monkeypatch.setattr(flight_terms, "wall_ns", lambda: WALL_NS + 1_000_000_000)
+    monkeypatch.setattr(terms_module, "wall_ns", lambda: WALL_NS + 1_000_000_000)
     assert terms.of(metadata).age_ms == 1000
 
 
