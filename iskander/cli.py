@@ -188,8 +188,9 @@ def _memory(arena: ArenaConfig, workers: int) -> list[str]:
 def _manifest(arguments: argparse.Namespace) -> int:
     from iskander_worker.placement import set_library_environment
 
-    from iskander.contract.manifest import read_manifest, render_manifest
-    from iskander.contract.tensors import compile_contract
+    from iskander.contract.compile import compile_contract
+    from iskander.contract.manifest import read_manifest
+    from iskander.contract.render import render_manifest
 
     set_library_environment()
     from iskander_worker.session import read_graph

@@ -23,7 +23,8 @@ from unittest import mock
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config_models import LaneConfig
-from iskander.contract.tensors import STRING_BYTES, ColumnType, Contract, TensorSpec
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.gateway import dispatch, intake
 from iskander.gateway.dispatch import Dispatcher

@@ -1,18 +1,47 @@
-"""A model folder on disk, read: which file is the model, and what its manifest says.
+"""A model folder on disk: which file is the model, and what the manifest beside it says.
 
-Runs in the worker that loads the model and in the operator's tool; the gateway opens no model.
+Reading one runs in the worker that loads the model and in the operator's tool; the gateway opens no
+model.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from iskander.contract.tensors import Contract, Manifest
 from iskander.errors import ManifestError
 
 MANIFEST_BYTES_MAX = 1 << 20
+
+Passthrough = Literal["all", "none"] | tuple[str, ...]
+
+
+class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[[inputs]]` of a manifest."""
+
+    column: str
+    type: str
+    tensor: str
+    nullable: bool = False
+
+
+class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[[outputs]]` of a manifest."""
+
+    tensor: str
+    column: str
+    type: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A manifest as written, before it is held against a graph."""
+
+    format: Literal[1]
+    inputs: tuple[InputColumn, ...]
+    outputs: tuple[OutputColumn, ...]
+    passthrough: Passthrough = "none"
 
 
 def model_file(path: Path) -> Path:
@@ -39,24 +68,3 @@ def read_manifest(path: Path) -> Manifest | None:
         return msgspec.toml.decode(raw, type=Manifest)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"manifest.toml: {error}") from None
-
-
-def render_manifest(contract: Contract) -> str:
-    """A contract as the manifest that would give it."""
-    lines = ["format = 1", f"passthrough = {_quote(contract.passthrough)}"]
-    for spec in contract.inputs:
-        lines += ["", "[[inputs]]"]
-        lines += [f"column = {_quote(spec.column)}"]
-        lines += [f"type = {_quote(str(spec.type))}", "nullable = false"]
-        lines += [f"tensor = {_quote(spec.tensor)}"]
-    for spec in contract.outputs:
-        lines += ["", "[[outputs]]"]
-        lines += [f"tensor = {_quote(spec.tensor)}"]
-        lines += [f"column = {_quote(spec.column)}"]
-        lines += [f"type = {_quote(str(spec.type))}"]
-    return "\n".join(lines) + "\n"
-
-
-def _quote(value: str | tuple[str, ...]) -> str:
-    """Text or a list of it as TOML, which is JSON but for one letter that it does not take raw."""
-    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")

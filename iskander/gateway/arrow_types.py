@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from iskander.contract.columns import ColumnType
 from iskander.contract.dtypes import DTYPES
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.contract.tensors import Contract, TensorSpec
 
 
 class BFloat16(pa.ExtensionType):  # type: ignore[misc]

@@ -14,7 +14,9 @@ from support import models
 from support.processes import Gateway, eventually, running
 from support.scripted import ScriptedWorker
 
-from iskander.contract.tensors import Contract, Graph, GraphTensor, compile_contract
+from iskander.contract.compile import compile_contract
+from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.tensors import Contract
 from iskander.errors import ExecutionFailed, IskanderError
 from iskander.memory.segment import Segment
 from iskander.wire.messages import (

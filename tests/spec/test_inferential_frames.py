@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from inferential import proto
 
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_layout
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import IskanderError, MalformedInput, Overloaded, Unsupported
 from iskander.gateway.frontends.inferential_terms import read_terms
 from iskander.gateway.frontends.inferential_wire import (

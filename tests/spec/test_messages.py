@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ProtocolError
 from iskander.wire import messages
 from iskander.wire.channel import FRAME_BYTES_MAX

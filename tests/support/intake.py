@@ -7,7 +7,8 @@ import functools
 from collections.abc import Awaitable, Callable
 
 from iskander.clock import now_ns
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import (
     IskanderError,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from iskander.config_models import LaneConfig
-from iskander.contract.tensors import STRING_BYTES, ColumnType, Contract, TensorSpec
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.gateway.lanes.cost import CostModel
 from iskander.gateway.lanes.lane import Lane

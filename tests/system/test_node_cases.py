@@ -15,8 +15,8 @@ from onnx import numpy_helper
 from support.models import in_process
 from support.processes import Gateway, running
 
+from iskander.contract.compile import compile_contract
 from iskander.contract.dtypes import DTYPES
-from iskander.contract.tensors import compile_contract
 from iskander.errors import IskanderError
 from iskander.gateway.arrow_types import BFloat16
 

@@ -84,6 +84,9 @@ DOORS = {
 }
 
 PURE = (
+    "iskander/contract/columns.py",
+    "iskander/contract/compile.py",
+    "iskander/contract/graph.py",
     "iskander/contract/tensors.py",
     "iskander/contract/dtypes.py",
     "iskander/memory/arena.py",

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from support.lanes import CONTRACT, MS, Asker, lane_of
 from support.simulation import PlayedWorker, Simulation
 
+from iskander.contract.columns import ColumnType
 from iskander.contract.rows import RowCopier
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request, Terms

@@ -12,31 +12,26 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from iskander.contract.columns import NOT_IN_TENSORS, RANK_MAX, ColumnType, parse_column_type
+from iskander.contract.compile import compile_contract, derive_manifest
 from iskander.contract.dtypes import BY_ARROW, DTYPES
+from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import (
     MANIFEST_BYTES_MAX,
-    model_file,
-    read_manifest,
-    render_manifest,
-)
-from iskander.contract.tensors import (
-    ALIGNMENT,
-    NOT_IN_TENSORS,
-    RANK_MAX,
-    STRING_BYTES,
-    ColumnType,
-    Contract,
-    Graph,
-    GraphTensor,
     InputColumn,
     Manifest,
     OutputColumn,
     Passthrough,
+    model_file,
+    read_manifest,
+)
+from iskander.contract.render import render_manifest
+from iskander.contract.tensors import (
+    ALIGNMENT,
+    STRING_BYTES,
+    Contract,
     TensorSpec,
     body_layout,
-    compile_contract,
-    derive_manifest,
-    parse_column_type,
     require_room,
 )
 from iskander.errors import ManifestError

@@ -20,15 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iskander.config import HEADER_ROOM_BYTES, LimitsConfig
-from iskander.contract.tensors import (
-    ALIGNMENT,
-    ColumnType,
-    Contract,
-    Passthrough,
-    TensorSpec,
-    body_layout,
-    parse_column_type,
-)
+from iskander.contract.columns import ColumnType, parse_column_type
+from iskander.contract.manifest import Passthrough
+from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec

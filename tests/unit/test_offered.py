@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iskander.config import LimitsConfig
+from iskander.contract.columns import ColumnType
 from iskander.contract.dtypes import DTYPES, Dtype
 from iskander.contract.strings import body_to_strings, strings_to_body
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_layout
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway.offered import Tensor, give, take
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from iskander.config import LimitsConfig
+from iskander.contract.columns import ColumnType
 from iskander.contract.strings import body_to_strings, strings_to_body
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import (
     ContractError,
     IskanderError,

@@ -11,7 +11,8 @@ from support.lanes import lane_of
 
 from iskander._generated import oip_pb2
 from iskander.config import LimitsConfig
-from iskander.contract.tensors import ColumnType, Contract, TensorSpec, body_layout
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, ModelNotFound
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_infer

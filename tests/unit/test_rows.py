@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from iskander.contract.columns import ColumnType
 from iskander.contract.dtypes import DTYPES
 from iskander.contract.rows import LAYOUTS_MAX, RowCopier, Rows
-from iskander.contract.tensors import ColumnType, TensorSpec, body_layout
+from iskander.contract.tensors import TensorSpec, body_layout
 
 NUMBERS = [dtype for dtype in DTYPES if dtype.arrow_bits]
 SPEC = st.builds(

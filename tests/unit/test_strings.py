@@ -17,9 +17,10 @@ from support.lanes import lane_of
 from iskander.clock import now_ns
 from iskander.contract import rows as rows_module
 from iskander.contract import strings as strings_module
+from iskander.contract.columns import ColumnType
 from iskander.contract.rows import RowCopier, Rows
 from iskander.contract.strings import body_to_strings, strings_to_body
-from iskander.contract.tensors import ALIGNMENT, ColumnType, Contract, TensorSpec
+from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded, MalformedInput
 from iskander.gateway.arrow_types import input_schema
 from iskander.gateway.intake import Intake

@@ -13,17 +13,12 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from iskander.contract.compile import compile_contract
+from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import model_file, read_manifest
 from iskander.contract.rows import RowCopier
 from iskander.contract.strings import string_ranges
-from iskander.contract.tensors import (
-    Contract,
-    Graph,
-    GraphTensor,
-    TensorSpec,
-    body_layout,
-    compile_contract,
-)
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander.wire.messages import ModelSpec
 from iskander_worker.feeds import BFLOAT16, Feeds

@@ -16,7 +16,8 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from iskander.config import LimitsConfig
-from iskander.contract.tensors import RANK_MAX, Contract
+from iskander.contract.columns import RANK_MAX
+from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.gateway.frontends.oip_http_json import read_data, require_json_form, write_data
 from iskander.gateway.frontends.oip_tensors import (

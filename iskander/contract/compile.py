@@ -1,0 +1,197 @@
+"""A manifest (or none) held against a graph: do they fit together, and what is the contract.
+
+Decided once, when a model is loaded. Pure; runs in the worker that loaded the graph and in the
+operator's tool.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from iskander.contract.columns import ColumnType, parse_column_type
+from iskander.contract.dtypes import BY_ONNX
+from iskander.contract.graph import Dimension, Graph, GraphTensor
+from iskander.contract.manifest import InputColumn, Manifest, OutputColumn
+from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
+from iskander.errors import ManifestError
+
+
+def derive_manifest(graph: Graph) -> Manifest:
+    """The manifest of a graph that has none: a column for each tensor, under the tensor's name.
+
+    Raises:
+        ManifestError: A tensor's type has no column type, or a trailing dimension is not fixed.
+    """
+    return Manifest(
+        format=1,
+        inputs=tuple(
+            InputColumn(column=tensor.name, type=_derived_type(tensor, "input"), tensor=tensor.name)
+            for tensor in graph.inputs
+        ),
+        outputs=tuple(
+            OutputColumn(
+                tensor=tensor.name, column=tensor.name, type=_derived_type(tensor, "output")
+            )
+            for tensor in graph.outputs
+        ),
+    )
+
+
+def compile_contract(
+    manifest: Manifest | None, graph: Graph, string_bytes: int = STRING_BYTES
+) -> Contract:
+    """Hold a manifest against a graph.
+
+    Outputs of the graph that the manifest leaves out are not computed for the caller; every input
+    of the graph must be named.
+
+    Args:
+        manifest: None to derive it from the graph.
+        graph: What the model file declares.
+        string_bytes: The most bytes of one string in a result.
+
+    Raises:
+        ManifestError: What does not fit, naming the tensor, what was wanted and what was found.
+    """
+    manifest = manifest or derive_manifest(graph)
+    _require(bool(graph.inputs), "the graph has no inputs, so a batch of rows means nothing to it")
+    _require(bool(manifest.outputs), "the manifest names no outputs")
+    _require_distinct("column", [entry.column for entry in manifest.inputs], "[[inputs]]")
+    _require_distinct("tensor", [entry.tensor for entry in manifest.inputs], "[[inputs]]")
+    _require_distinct("column", [entry.column for entry in manifest.outputs], "[[outputs]]")
+    _require_distinct("tensor", [entry.tensor for entry in manifest.outputs], "[[outputs]]")
+    graph_inputs = {tensor.name: tensor for tensor in graph.inputs}
+    graph_outputs = {tensor.name: tensor for tensor in graph.outputs}
+    unnamed = [name for name in graph_inputs if name not in {e.tensor for e in manifest.inputs}]
+    _require(not unnamed, f"the graph's inputs {_quoted(unnamed)} are not in the manifest")
+    for entry in manifest.inputs:
+        _require(
+            not entry.nullable,
+            f"input column `{entry.column}` is nullable, and no tensor can hold a null",
+        )
+
+    rows_fixed, symbols = _batch_axis(graph.inputs)
+    inputs = tuple(
+        _compile_spec(entry.column, entry.type, entry.tensor, graph_inputs, "input")
+        for entry in manifest.inputs
+    )
+    outputs = []
+    for output in manifest.outputs:
+        spec = _compile_spec(output.column, output.type, output.tensor, graph_outputs, "output")
+        leading, *trailing = graph_outputs[output.tensor].shape
+        if isinstance(leading, int):
+            _require(
+                leading == rows_fixed,
+                f"output `{output.tensor}` always has {leading} rows and the inputs have "
+                f"{rows_fixed or 'any number'}: its rows cannot be told apart by caller",
+            )
+        is_bound = (leading in symbols or leading == rows_fixed) and leading is not None
+        is_bound = is_bound and all(isinstance(size, int) for size in trailing)
+        is_bound = is_bound and not spec.is_string
+        room = string_bytes if spec.is_string else 0
+        outputs.append(msgspec.structs.replace(spec, is_bound=is_bound, string_bytes=room))
+    has_strings = any(spec.is_string for spec in (*inputs, *outputs))
+    for spec in outputs:
+        _require(
+            not has_strings or spec.type.dtype_name != "bfloat16",
+            f"output `{spec.tensor}` is a tensor(bfloat16) of a graph with strings; the runtime "
+            "cannot return both",
+        )
+    passthrough = manifest.passthrough
+    if isinstance(passthrough, tuple):
+        _require_distinct("column", list(passthrough), "passthrough")
+        both = [entry.column for entry in manifest.outputs if entry.column in passthrough]
+        _require(not both, f"columns {_quoted(both)} are both passed through and produced")
+    return Contract(inputs, tuple(outputs), passthrough, rows_fixed)
+
+
+def _batch_axis(tensors: tuple[GraphTensor, ...]) -> tuple[int | None, set[Dimension]]:
+    for tensor in tensors:
+        _require(
+            len(tensor.shape) > 0,
+            f"input `{tensor.name}` is a scalar; its first axis must be the rows of a batch",
+        )
+    leading = [tensor.shape[0] for tensor in tensors]
+    fixed = {size for size in leading if isinstance(size, int)}
+    _require(
+        len(fixed) <= 1,
+        f"the inputs have different fixed numbers of rows: {sorted(fixed)}",
+    )
+    _require(0 not in fixed, "an input has a batch axis fixed at 0 rows")
+    return next(iter(fixed), None), {size for size in leading if isinstance(size, str)}
+
+
+def _compile_spec(
+    column: str, type_text: str, name: str, tensors: dict[str, GraphTensor], side: str
+) -> TensorSpec:
+    tensor = tensors.get(name)
+    _require(
+        tensor is not None,
+        f"{side} tensor `{name}` is not in the graph, which has {_quoted(list(tensors))}",
+    )
+    assert tensor is not None
+    column_type = parse_column_type(type_text)
+    dtype = BY_ONNX.get(tensor.element)
+    _require(
+        dtype is not None,
+        f"{side} `{name}` is a {tensor.element}, which is not supported; supported are "
+        f"{', '.join(BY_ONNX)}",
+    )
+    _require(
+        column_type.dtype.onnx == tensor.element,
+        f"{side} `{name}` is a {tensor.element} in the graph and `{type_text}` in the manifest",
+    )
+    _require(len(tensor.shape) > 0, f"{side} `{name}` is a scalar and has no axis for rows")
+    trailing = tensor.shape[1:]
+    shape = column_type.shape
+    if not shape and all(size == 1 for size in trailing):
+        shape = (1,) * len(trailing)
+    fits = len(shape) == len(trailing) and all(
+        not isinstance(wanted, int) or wanted == got
+        for wanted, got in zip(trailing, shape, strict=True)
+    )
+    _require(
+        fits,
+        f"{side} `{name}` has the shape {_shape_text(tensor)} in the graph and `{type_text}` "
+        "in the manifest",
+    )
+    return TensorSpec(column, name, column_type, shape)
+
+
+def _derived_type(tensor: GraphTensor, side: str) -> str:
+    dtype = BY_ONNX.get(tensor.element)
+    _require(
+        dtype is not None,
+        f"{side} `{tensor.name}` is a {tensor.element}, which is not supported; supported are "
+        f"{', '.join(BY_ONNX)}",
+    )
+    assert dtype is not None
+    _require(
+        len(tensor.shape) > 0,
+        f"{side} `{tensor.name}` is a scalar and has no axis for the rows of a batch",
+    )
+    trailing = tensor.shape[1:]
+    _require(
+        all(isinstance(size, int) and size > 0 for size in trailing),
+        f"{side} `{tensor.name}` has the shape {_shape_text(tensor)}: only the first axis may be "
+        "open; a manifest can declare the others",
+    )
+    return str(ColumnType(dtype.arrow, tuple(size for size in trailing if isinstance(size, int))))
+
+
+def _shape_text(tensor: GraphTensor) -> str:
+    return "[" + ", ".join("?" if size is None else str(size) for size in tensor.shape) + "]"
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def _require_distinct(what: str, names: list[str], where: str) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    _require(not twice, f"{where} names the {what} {_quoted(twice)} twice")
+
+
+def _require(is_met: bool, message: str) -> None:
+    if not is_met:
+        raise ManifestError(message)
