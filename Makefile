@@ -18,7 +18,7 @@ serve: setup
 	$(BIN)/iskander-gateway --config configs/quickstart.toml
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-fast: setup
 	$(BIN)/pytest tests/unit tests/spec tests/tidy

@@ -43,7 +43,8 @@ def main() -> None:
         ).stdout
         if str(folder / "venv") not in found:
             sys.exit(f"the tests would not run on the wheel: {found}")
-        pytest = [python.parent / "pytest", "-q", "tests/system", "-p", "no:cacheprovider"]
+        pytest = [python.parent / "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+        pytest += ["tests/system", "-p", "no:cacheprovider"]
         sys.exit(subprocess.run(pytest, cwd=checkout, check=False).returncode)
 
 

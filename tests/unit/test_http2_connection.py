@@ -427,7 +427,7 @@ def test_a_compressed_message_may_be_as_large_as_any_other(
 @pytest.mark.parametrize(
     ("raw", "encoding", "status"),
     [
-        (gzip.compress(b"text" * 99)[:-3], "gzip", Status.INTERNAL),
+        (gzip.compress(b"text" * 99, mtime=0)[:-3], "gzip", Status.INTERNAL),
         (b"not at all", "gzip", Status.INTERNAL),
         (b"", "gzip", Status.INTERNAL),
         (zlib.compress(b"text"), "gzip", Status.INTERNAL),
