@@ -193,7 +193,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
     from iskander.contract.render import render_manifest
 
     set_library_environment()
-    from iskander_worker.session import read_graph
+    from iskander_worker.backends.onnx import read_graph
 
     contract = compile_contract(read_manifest(arguments.model), read_graph(arguments.model))
     sys.stdout.write(render_manifest(contract))

@@ -79,7 +79,7 @@ def as_tensor(column: pa.Array, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The cases that this runtime and this server's contract take, on disk."""
-    from iskander_worker.session import read_graph
+    from iskander_worker.backends.onnx import read_graph
 
     folder = tmp_path_factory.mktemp("cases")
     found: dict[str, Any] = {"folder": folder}

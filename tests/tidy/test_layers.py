@@ -68,8 +68,8 @@ DOORS = {
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
     "google.protobuf": (("iskander/gateway/frontends/",), "the frontends"),
     "onnxruntime": (
-        ("workers/iskander_worker/session.py", "workers/iskander_worker/feeds.py"),
-        "iskander_worker.session",
+        ("workers/iskander_worker/backends/onnx.py",),
+        "iskander_worker.backends",
     ),
     "pyarrow": (("iskander/gateway/", "iskander/client.py"), "nothing: a worker has no Arrow"),
     "yaml": (("iskander/config_inferential.py",), "tomllib"),

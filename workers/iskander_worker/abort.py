@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 
-from iskander_worker.session import RunOptions
+from iskander_worker.backends import Run
 
 _ID_BYTES = 8
 EARLY_MAX = 16
@@ -30,18 +30,18 @@ class Aborter:
         self._fd = fd
         self._lock = threading.Lock()
         self._batch_id = 0
-        self._options = RunOptions()
+        self._run = Run()
         self._is_aborted = False
         self._early: deque[int] = deque(maxlen=EARLY_MAX)
         threading.Thread(target=self._listen, name="isk-abort", daemon=True).start()
 
-    def begin(self, batch_id: int) -> RunOptions:
-        """A run begins; returns its options."""
+    def begin(self, batch_id: int) -> Run:
+        """A run begins."""
         with self._lock:
             self._batch_id = batch_id
             if batch_id in self._early:
                 self._abort()
-            return self._options
+            return self._run
 
     def end(self) -> bool:
         """The run is over; whether it was given up."""
@@ -49,7 +49,7 @@ class Aborter:
             self._batch_id = 0
             was_aborted, self._is_aborted = self._is_aborted, False
             if was_aborted:
-                self._options = RunOptions()
+                self._run = Run()
             return was_aborted
 
     def _listen(self) -> None:
@@ -64,4 +64,4 @@ class Aborter:
 
     def _abort(self) -> None:
         self._is_aborted = True
-        self._options.terminate = True
+        self._run.abort()

@@ -3,8 +3,8 @@
     one request, whole      inputs and results bound where they lie: no copy
     anything else           rows gathered into memory of this worker, run there, results scattered
 
-A binding is made once for its addresses and rows, and kept; but not where there are strings
-(`feeds`).
+A binding is made once for its addresses and rows, and kept; but not where a batch runs as arrays
+(`arrays`).
 
 Runs on: worker main.
 """
@@ -16,8 +16,9 @@ import numpy as np
 from iskander.contract.rows import RowCopier, Rows
 from iskander.memory.segment import Segment
 from iskander.wire.messages import Execute, Slice
-from iskander_worker.feeds import Feeds, FeedsStage
-from iskander_worker.session import Binding, RunOptions, Session
+from iskander_worker.arrays import ArrayStage
+from iskander_worker.backends import Bound, Run
+from iskander_worker.session import Session
 
 BINDINGS_MAX = 512
 BINDING_BYTES_MAX = 65_536
@@ -36,16 +37,16 @@ class Executor:
     def __init__(self, input_segment: Segment, output_segment: Segment) -> None:
         self._input = input_segment
         self._output = output_segment
-        self._bindings: dict[tuple[int, int, int, int], Binding | Feeds] = {}
-        self._stages: dict[int, _Stage | FeedsStage] = {}
+        self._bindings: dict[tuple[int, int, int, int], Bound] = {}
+        self._stages: dict[int, _Stage | ArrayStage] = {}
         self.sessions: dict[int, Session] = {}
 
-    def execute(self, message: Execute, options: RunOptions) -> None:
+    def execute(self, message: Execute, run: Run) -> None:
         """Run one batch; the results of every slice lie where it says when this returns.
 
         Args:
             message: What to run.
-            options: Of this run alone; another thread may set `terminate` on them.
+            run: This one; another thread may give it up.
 
         Raises:
             ExecutionFailed: The model did not compute it.
@@ -55,14 +56,14 @@ class Executor:
         if first.rows == first.request_rows == message.rows:
             source = self._input.address + first.input_offset
             target = self._output.address + first.output_offset
-            self._binding(message, source, target).run(options)
+            self._binding(message, source, target).run(run)
             return
         self._require_inside(message)
         stage = self._stages.get(message.model)
         if stage is None or stage.rows < message.rows:
             stage = self._make_stage(message.model, message.rows)
         stage.gather(self._input.view, message.slices, message.rows)
-        self._binding(message, stage.input_address, stage.output_address).run(options)
+        self._binding(message, stage.input_address, stage.output_address).run(run)
         stage.scatter(self._output.view, message.slices, message.rows)
 
     def forget(self) -> None:
@@ -70,9 +71,7 @@ class Executor:
         self._bindings.clear()
         self._stages.clear()
 
-    def _binding(
-        self, message: Execute, input_address: int, output_address: int
-    ) -> Binding | Feeds:
+    def _binding(self, message: Execute, input_address: int, output_address: int) -> Bound:
         key = (message.model, message.rows, input_address, output_address)
         session = self.sessions[message.model]
         binding = self._bindings.pop(key, None)
@@ -85,12 +84,12 @@ class Executor:
             self._bindings[key] = binding  # Last in the dict's order: the least recent is first.
         return binding
 
-    def _make_stage(self, model: int, rows: int) -> _Stage | FeedsStage:
+    def _make_stage(self, model: int, rows: int) -> _Stage | ArrayStage:
         """Memory for batches of up to that many rows, doubled so that it is made a few times."""
         self._bindings = {key: kept for key, kept in self._bindings.items() if key[0] != model}
         session = self.sessions[model]
-        if session.has_strings:
-            stage: _Stage | FeedsStage = FeedsStage(session)
+        if session.inputs.has_strings or session.outputs.has_strings:
+            stage: _Stage | ArrayStage = ArrayStage(session)
         else:
             stage = _Stage(session, 1 << (rows - 1).bit_length())
         self._stages[model] = stage

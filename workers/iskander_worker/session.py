@@ -1,58 +1,28 @@
-"""An ONNX Runtime session: execution provider, threads, contract, I/O binding, warm-up.
+"""A loaded model version as batches meet it: contract, columns, how a batch is run, warm-up.
 
-Runs on: worker main; `read_graph` also in the operator's tool.
+What computes is a backend's (`backends`). Where it can bind a batch's buffers it does; everything
+else runs with arrays (`arrays`).
 
-Source: ONNX Runtime 1.31 Python API (`SessionOptions`, `IOBinding`).
+Runs on: worker main.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from iskander.contract.compile import compile_contract
-from iskander.contract.graph import Graph, GraphTensor
-from iskander.contract.manifest import model_file, read_manifest
+from iskander.contract.manifest import read_manifest
 from iskander.contract.rows import RowCopier
 from iskander.contract.strings import string_ranges
-from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.errors import ExecutionFailed, ManifestError
+from iskander.contract.tensors import body_layout
+from iskander.errors import ExecutionFailed
 from iskander.wire.messages import ModelSpec
-from iskander_worker.feeds import BFLOAT16, Feeds
-from iskander_worker.tensors import memory, packed, plain
+from iskander_worker.arrays import ArrayBatch
+from iskander_worker.backends import BindingModel, Bound, Run, load_model
 
-PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-}
-OPTIMIZATION_LEVELS = {
-    "disable": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    "level1": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    "level2": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-    "level3": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
-
-
-class RunOptions(ort.RunOptions):  # type: ignore[misc]
-    """Of one run; setting `terminate` from another thread gives it up.
-
-    The entry is the runtime's own default, said aloud: its Python wrapper asks for it before every
-    run, and where it is not set the answer is an exception, which takes as long as a small model.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_run_config_entry("gpu_graph_id", "0")
-
-
-_LOG_ERRORS_ONLY = 3
 BFLOAT16_ONE = 0x3F80
-
-ort.set_default_logger_severity(4)
 
 
 class Session:
@@ -60,39 +30,31 @@ class Session:
 
     Args:
         spec: Where the model is and how to run it.
-        cores: Physical cores that this process may use; the compute threads where the spec names
-            none, as is the runtime's own default.
+        cores: Physical cores that this process may use.
+
+    Attributes:
+        is_bound: Its batches run on their buffers where they lie, and not with arrays.
+        is_binding_reusable: What `bind` returns may be kept.
 
     Raises:
-        ManifestError: The model cannot be served: file, provider, graph or manifest; says which.
+        ManifestError: The model cannot be served: backend, file, graph or manifest; says which.
     """
 
     def __init__(self, spec: ModelSpec, cores: int) -> None:
-        self.threads = spec.threads_intra or cores
-        options = ort.SessionOptions()
-        options.log_severity_level = _LOG_ERRORS_ONLY
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = spec.threads_inter or 1
-        options.graph_optimization_level = OPTIMIZATION_LEVELS[spec.optimization_level]
-        options.enable_mem_pattern = spec.has_memory_pattern
-        if spec.is_parallel:
-            options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-        # Spinning threads burn whole cores between batches: 86 % of one at 50 batches a second.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        self._session = _open(model_file(Path(spec.path)), options, spec.execution_providers)
-        self.providers = tuple(self._session.get_providers())
+        self._model = model = load_model(spec, cores)
         self.contract = compile_contract(
-            read_manifest(Path(spec.path)), _graph_of(self._session), spec.string_bytes
+            read_manifest(Path(spec.path)), model.graph, spec.string_bytes
         )
+        self.threads, self.providers = model.threads, model.providers
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
-        self.has_strings = self.inputs.has_strings or self.outputs.has_strings
-        # A binding on an accelerator copies its inputs when it is made, so it cannot be kept.
-        self.is_binding_reusable = self.providers[0] == PROVIDERS["cpu"] and not self.has_strings
+        has_strings = self.inputs.has_strings or self.outputs.has_strings
+        self._binding = model if isinstance(model, BindingModel) and not has_strings else None
+        self.is_bound = self._binding is not None
+        self.is_binding_reusable = self._binding is not None and self._binding.is_binding_reusable
 
-    def bind(self, rows: int, input_address: int, output_address: int) -> Binding | Feeds:
-        """Bind the contract's tensors to a batch's buffers where they lie.
+    def bind(self, rows: int, input_address: int, output_address: int) -> Bound:
+        """A batch whose inputs and results lie at these addresses.
 
         Shape:
             Every tensor is `(rows, *spec.shape)`.
@@ -103,19 +65,20 @@ class Session:
         Raises:
             ExecutionFailed: The runtime refuses them.
         """
-        if self.has_strings:
-            return Feeds(
-                self._session,
-                self.inputs,
-                self.outputs,
-                rows=rows,
-                input_address=input_address,
-                output_address=output_address,
-            )
-        try:
-            return Binding(self._session, self.contract, rows, input_address, output_address)
-        except Exception as error:
-            raise ExecutionFailed(f"its buffers cannot be bound: {plain(error)}") from None
+        if self._binding is not None:
+            return self._binding.bind(self.contract, rows, input_address, output_address)
+        return ArrayBatch(
+            self._model.compute,
+            self.inputs,
+            self.outputs,
+            rows=rows,
+            input_address=input_address,
+            output_address=output_address,
+        )
+
+    def close(self) -> None:
+        """Give up what the model holds."""
+        self._model.close()
 
     def warm_up(self, rows: int) -> None:
         """Compute a batch of ones, so that the first caller does not pay for first times.
@@ -142,151 +105,6 @@ class Session:
         for start, stop in ranges:
             inputs[start:stop] = ord("1")
         try:
-            self.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(RunOptions())
+            self.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(Run())
         except ExecutionFailed:
             return
-
-
-class Binding:
-    """Tensors bound to addresses; running it reads the inputs and writes the outputs there.
-
-    Booleans are bits in Arrow and bytes in a tensor, and outputs of unknown shape cannot be bound
-    ahead: both go through memory of the binding's own.
-
-    Args:
-        session: Of the model.
-        contract: Of the model.
-        rows: Of every batch that this binding runs.
-        input_address: Where the inputs' body begins.
-        output_address: Where the results' body is to begin.
-    """
-
-    __slots__ = ("_io", "_packed", "_rows", "_session", "_unbound", "_unpacked", "own_bytes")
-
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        contract: Contract,
-        rows: int,
-        input_address: int,
-        output_address: int,
-    ) -> None:
-        self._session = session
-        self._rows = rows
-        self._io = io = session.io_binding()
-        self._unpacked: list[tuple[np.ndarray, np.ndarray]] = []
-        self._packed: list[tuple[np.ndarray, np.ndarray]] = []
-        self._unbound: list[tuple[int, TensorSpec, np.ndarray]] = []
-        self.own_bytes = 0
-        offsets, _ = body_layout(contract.inputs, rows)
-        for spec, offset in zip(contract.inputs, offsets, strict=True):
-            address, shape = input_address + offset, (rows, *spec.shape)
-            if spec.type.dtype_name == "bool":
-                tensor = np.empty(shape, np.bool_)
-                self._unpacked.append((memory(address, spec.buffer_bytes(rows)), tensor))
-                self.own_bytes += tensor.nbytes
-                address = tensor.ctypes.data
-            io.bind_input(spec.tensor, "cpu", 0, _element(spec), shape, address)
-        offsets, _ = body_layout(contract.outputs, rows)
-        for position, (spec, offset) in enumerate(zip(contract.outputs, offsets, strict=True)):
-            address, shape = output_address + offset, (rows, *spec.shape)
-            target = memory(address, spec.buffer_bytes(rows))
-            if not spec.is_bound:
-                io.bind_output(spec.tensor, "cpu")
-                self._unbound.append((position, spec, target))
-                self.own_bytes += rows * spec.elements * np.dtype(spec.type.dtype.numpy).itemsize
-                continue
-            if spec.type.dtype_name == "bool":
-                tensor = np.empty(shape, np.bool_)
-                self._packed.append((tensor, target))
-                self.own_bytes += tensor.nbytes
-                address = tensor.ctypes.data
-            io.bind_output(spec.tensor, "cpu", 0, _element(spec), shape, address)
-
-    def run(self, options: RunOptions) -> None:
-        """Compute the batch.
-
-        Args:
-            options: Of this run; it is given up, between nodes, when `terminate` is set on them.
-
-        Raises:
-            ExecutionFailed: The runtime refused, or an output has not the shape of the contract.
-        """
-        for bits, tensor in self._unpacked:
-            flat = tensor.view(np.uint8).reshape(-1)
-            flat[:] = np.unpackbits(bits, count=flat.size, bitorder="little")
-        for _, spec, _ in self._unbound:
-            # Again each time: the runtime keeps the last run's output bound, with its shape.
-            self._io.bind_output(spec.tensor, "cpu")
-        try:
-            self._session.run_with_iobinding(self._io, options)
-        except Exception as error:
-            raise ExecutionFailed(plain(error)) from None
-        for tensor, bits in self._packed:
-            bits[:] = packed(tensor)
-        if self._unbound:
-            self._copy_unbound()
-
-    def _copy_unbound(self) -> None:
-        outputs = self._io.get_outputs()
-        for position, spec, target in self._unbound:
-            value, wanted = outputs[position], [self._rows, *spec.shape]
-            if value.shape() != wanted:
-                raise ExecutionFailed(
-                    f"output `{spec.tensor}` has the shape {value.shape()} for this batch, "
-                    f"and the contract says {wanted}"
-                )
-            if spec.type.dtype_name == "bool":
-                target[:] = packed(value.numpy())
-            else:
-                target[:] = memory(value.data_ptr(), len(target))
-
-
-def read_graph(path: Path) -> Graph:
-    """What a model file declares, without optimising it.
-
-    Raises:
-        ManifestError: It cannot be loaded.
-    """
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return _graph_of(_open(model_file(path), options, ("cpu",)))
-
-
-def _open(
-    file: Path, options: ort.SessionOptions, providers: tuple[str, ...]
-) -> ort.InferenceSession:
-    if not file.is_file():
-        raise ManifestError(f"there is no model file `{file.name}` where the configuration says")
-    wanted = [PROVIDERS[name] for name in providers]
-    if wanted != [PROVIDERS["cpu"]]:
-        missing = [name for name in wanted if name not in ort.get_available_providers()]
-        if missing:
-            raise ManifestError(f"this ONNX Runtime was built without {', '.join(missing)}")
-        ort.preload_dlls(directory="")
-    try:
-        session = ort.InferenceSession(file, options, providers=wanted, enable_fallback=0)
-    except Exception as error:
-        raise ManifestError(f"`{file.name}` cannot be loaded: {plain(error)}") from None
-    # Without its libraries or a device, a provider is dropped with no more than a log line.
-    dropped = [name for name in wanted if name not in session.get_providers()]
-    if dropped:
-        raise ManifestError(
-            f"the execution provider {', '.join(dropped)} was asked for and cannot start on this "
-            "machine (no device, driver or libraries); it is never replaced by the CPU silently"
-        )
-    return session
-
-
-def _graph_of(session: ort.InferenceSession) -> Graph:
-    def tensors(nodes: list[ort.NodeArg]) -> tuple[GraphTensor, ...]:
-        return tuple(GraphTensor(node.name, node.type, tuple(node.shape)) for node in nodes)
-
-    return Graph(tensors(session.get_inputs()), tensors(session.get_outputs()))
-
-
-def _element(spec: TensorSpec) -> np.dtype[Any] | int:
-    """What the runtime wants to be told of a tensor's elements."""
-    return BFLOAT16 if spec.type.dtype_name == "bfloat16" else np.dtype(spec.type.dtype.numpy)

@@ -1,18 +1,19 @@
-"""Batches of contracts with strings: the runtime binds no memory to them, so they are made anew.
+"""Batches as named arrays: for models that bind no memory, and for tensors that cannot be bound.
 
-    Feeds       one batch: arrays in by name, arrays out, written where the results belong
-    FeedsStage  a batch of several requests: put together in memory of its own for one run
+    ArrayBatch  one batch: arrays in by name, arrays out by name, written where the results belong
+    ArrayStage  a batch of several requests: put together in memory of its own for one run
 
-Runs on: worker main. Source: ONNX Runtime 1.31 Python API (`InferenceSession.run`).
+Strings are such tensors: they are made anew for every batch. All others are views of the body.
+
+Runs on: worker main.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnxruntime as ort
 
 from iskander.contract.rows import RowCopier, Rows
 from iskander.contract.strings import (
@@ -24,20 +25,21 @@ from iskander.contract.strings import (
 from iskander.contract.tensors import TensorSpec
 from iskander.errors import ExecutionFailed
 from iskander.wire.messages import Slice
-from iskander_worker.tensors import memory, packed, plain
+from iskander_worker.backends import Arrays, Run
+from iskander_worker.tensors import memory, packed
 
 if TYPE_CHECKING:
     from iskander_worker.session import Session
 
-BFLOAT16 = 16
-"""As ONNX numbers it; NumPy has none, so the runtime is told."""
+Compute = Callable[[Arrays, Sequence[str], Run], Arrays]
+"""As `Model.compute`: arrays by name and the outputs that are wanted to those outputs."""
 
 
-class Feeds:
+class ArrayBatch:
     """One batch whose inputs and results lie in two bodies.
 
     Args:
-        runtime: The runtime's session.
+        compute: What computes it.
         inputs: Columns of the inputs' body.
         outputs: Columns of the results' body.
         rows: Of the batch.
@@ -49,7 +51,7 @@ class Feeds:
 
     def __init__(
         self,
-        runtime: ort.InferenceSession,
+        compute: Compute,
         inputs: RowCopier,
         outputs: RowCopier,
         *,
@@ -57,53 +59,62 @@ class Feeds:
         input_address: int,
         output_address: int,
     ) -> None:
-        self._runtime = runtime
+        self._compute = compute
         self._inputs = inputs
         self._outputs = outputs
         self._rows = rows
         self._input_address = input_address
         self._output_address = output_address
 
-    def run(self, options: ort.RunOptions) -> None:
+    def run(self, run: Run) -> None:
         """Compute the batch.
 
         Args:
-            options: Of this run; it is given up, between nodes, when `terminate` is set on them.
+            run: This one, for the model to see whether it was given up.
 
         Raises:
-            ExecutionFailed: The runtime refused, or an output is not as the contract says.
+            ExecutionFailed: The model refused, or an output is not as the contract says.
         """
         specs = self._outputs.specs
-        feeds = self._feeds()
-        try:
-            tensors = self._runtime.run([spec.tensor for spec in specs], feeds, options)
-        except Exception as error:
-            raise ExecutionFailed(plain(error)) from None
+        arrays = self._compute(self._arrays(), [spec.tensor for spec in specs], run)
         offsets, length = self._outputs.layout(self._rows)
         body = memory(self._output_address, length)
         columns = []
-        for spec, offset, tensor in zip(specs, offsets, tensors, strict=True):
-            wanted = (self._rows, *spec.shape)
-            if tensor.shape != wanted:
-                raise ExecutionFailed(
-                    f"output `{spec.tensor}` has the shape {list(tensor.shape)} for this batch, "
-                    f"and the contract says {list(wanted)}"
-                )
+        for spec, offset in zip(specs, offsets, strict=True):
+            tensor = self._checked(spec, arrays)
             target = body[offset : offset + spec.buffer_bytes(self._rows)]
             if spec.is_string:
                 column = np.frombuffer(_column(spec, tensor), np.uint8)
                 columns.append(column[len(target) :])
                 target[:] = column[: len(target)]
             elif spec.type.dtype_name == "bool":
-                target[:] = packed(tensor)
+                target[:] = packed(np.ascontiguousarray(tensor))
             else:
-                target.view(tensor.dtype)[:] = tensor.reshape(-1)
+                target.view(tensor.dtype).reshape(tensor.shape)[...] = tensor
         lengths = [len(column) for column in columns]
         ranges, _ = string_ranges(specs, self._rows, lengths, offsets)
         for (start, stop), column in zip(ranges, columns, strict=True):
             body[start:stop] = column
 
-    def _feeds(self) -> dict[str, Any]:
+    def _checked(self, spec: TensorSpec, arrays: Arrays) -> np.ndarray:
+        """An output that is as the contract says."""
+        tensor = arrays.get(spec.tensor)
+        if tensor is None:
+            raise ExecutionFailed(f"output `{spec.tensor}` did not come")
+        wanted = (self._rows, *spec.shape)
+        if tensor.shape != wanted:
+            raise ExecutionFailed(
+                f"output `{spec.tensor}` has the shape {list(tensor.shape)} for this batch, "
+                f"and the contract says {list(wanted)}"
+            )
+        if tensor.dtype != spec.type.dtype.numpy:
+            raise ExecutionFailed(
+                f"output `{spec.tensor}` came as {tensor.dtype}, and the contract says "
+                f"{spec.type.dtype_name}"
+            )
+        return tensor
+
+    def _arrays(self) -> dict[str, np.ndarray]:
         """The inputs by name."""
         rows = self._rows
         specs = self._inputs.specs
@@ -112,7 +123,7 @@ class Feeds:
         ranges, end = string_ranges(specs, rows, lengths, offsets)
         body = memory(self._input_address, end)
         strings = iter(ranges)
-        feeds: dict[str, Any] = {}
+        arrays: dict[str, np.ndarray] = {}
         for spec, offset in zip(specs, offsets, strict=True):
             raw, shape = body[offset : offset + spec.buffer_bytes(rows)], (rows, *spec.shape)
             count = rows * spec.elements
@@ -123,15 +134,11 @@ class Feeds:
                 tensor = np.unpackbits(raw, count=count, bitorder="little").view(np.bool_)
             else:
                 tensor = raw.view(spec.type.dtype.numpy)
-            feeds[spec.tensor] = tensor.reshape(shape)
-            if spec.type.dtype_name == "bfloat16":
-                feeds[spec.tensor] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                    feeds[spec.tensor], BFLOAT16
-                )
-        return feeds
+            arrays[spec.tensor] = tensor.reshape(shape)
+        return arrays
 
 
-class FeedsStage:
+class ArrayStage:
     """Puts a batch together, and hands its results out.
 
     Attributes:
