@@ -23,6 +23,12 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a short name: the paths of sockets below it have 107 bytes at most."""
+    return tmp_path_factory.mktemp("t")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind_by_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a module's own servers leave."""
