@@ -123,7 +123,8 @@ def _check(arguments: argparse.Namespace) -> int:
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
         columns = ", ".join(f"{tensor.column} {tensor.type}" for tensor in session.contract.inputs)
-        results = ", ".join(f"{tensor.column} {tensor.type}" for tensor in session.contract.outputs)
+        made = session.contract.columns or session.contract.outputs
+        results = ", ".join(f"{column.column} {column.type}" for column in made)
         rows.append(
             (f"{spec.name}/{spec.version}", session.providers[0], str(session.threads), columns)
         )
@@ -188,15 +189,18 @@ def _memory(arena: ArenaConfig, workers: int) -> list[str]:
 def _manifest(arguments: argparse.Namespace) -> int:
     from iskander_worker.placement import set_library_environment
 
-    from iskander.contract.compile import compile_contract
+    from iskander.contract.compile import compile_contract, derive_manifest
+    from iskander.contract.labels import read_labels
     from iskander.contract.manifest import read_manifest
     from iskander.contract.render import render_manifest
 
     set_library_environment()
     from iskander_worker.backends.onnx import read_graph
 
-    contract = compile_contract(read_manifest(arguments.model), read_graph(arguments.model))
-    sys.stdout.write(render_manifest(contract))
+    graph, written = read_graph(arguments.model), read_manifest(arguments.model)
+    manifest = written or derive_manifest(graph)
+    contract = compile_contract(manifest, graph, labels=read_labels(arguments.model, manifest))
+    sys.stdout.write(render_manifest(contract, manifest))
     return 0
 
 

@@ -10,8 +10,11 @@ import msgspec
 
 from iskander.contract.columns import ColumnType, parse_column_type
 from iskander.contract.dtypes import BY_ONNX
+from iskander.contract.finishing import Finish, compile_outputs, is_plain
 from iskander.contract.graph import Dimension, Graph, GraphTensor
-from iskander.contract.manifest import InputColumn, Manifest, OutputColumn
+from iskander.contract.labels import Labels
+from iskander.contract.manifest import InputColumn, Manifest, Passthrough
+from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import ManifestError
 
@@ -38,7 +41,10 @@ def derive_manifest(graph: Graph) -> Manifest:
 
 
 def compile_contract(
-    manifest: Manifest | None, graph: Graph, string_bytes: int = STRING_BYTES
+    manifest: Manifest | None,
+    graph: Graph,
+    string_bytes: int = STRING_BYTES,
+    labels: Labels | None = None,
 ) -> Contract:
     """Hold a manifest against a graph.
 
@@ -49,6 +55,7 @@ def compile_contract(
         manifest: None to derive it from the graph.
         graph: What the model file declares.
         string_bytes: The most bytes of one string in a result.
+        labels: Lines of each file of labels that the manifest names.
 
     Raises:
         ManifestError: What does not fit, naming the tensor, what was wanted and what was found.
@@ -59,7 +66,6 @@ def compile_contract(
     _require_distinct("column", [entry.column for entry in manifest.inputs], "[[inputs]]")
     _require_distinct("tensor", [entry.tensor for entry in manifest.inputs], "[[inputs]]")
     _require_distinct("column", [entry.column for entry in manifest.outputs], "[[outputs]]")
-    _require_distinct("tensor", [entry.tensor for entry in manifest.outputs], "[[outputs]]")
     graph_inputs = {tensor.name: tensor for tensor in graph.inputs}
     graph_outputs = {tensor.name: tensor for tensor in graph.outputs}
     unnamed = [name for name in graph_inputs if name not in {e.tensor for e in manifest.inputs}]
@@ -75,34 +81,67 @@ def compile_contract(
         _compile_spec(entry.column, entry.type, entry.tensor, graph_inputs, "input")
         for entry in manifest.inputs
     )
-    outputs = []
     for output in manifest.outputs:
-        spec = _compile_spec(output.column, output.type, output.tensor, graph_outputs, "output")
-        leading, *trailing = graph_outputs[output.tensor].shape
-        if isinstance(leading, int):
-            _require(
-                leading == rows_fixed,
-                f"output `{output.tensor}` always has {leading} rows and the inputs have "
-                f"{rows_fixed or 'any number'}: its rows cannot be told apart by caller",
-            )
-        is_bound = (leading in symbols or leading == rows_fixed) and leading is not None
-        is_bound = is_bound and all(isinstance(size, int) for size in trailing)
-        is_bound = is_bound and not spec.is_string
-        room = string_bytes if spec.is_string else 0
-        outputs.append(msgspec.structs.replace(spec, is_bound=is_bound, string_bytes=room))
+        tensor = graph_outputs.get(output.tensor)
+        if is_plain(output) and not (tensor and tensor.element.startswith("seq(")):
+            # In the words of an input.
+            _compile_spec(output.column, output.type, output.tensor, graph_outputs, "output")
+    finished = compile_outputs(manifest.outputs, graph, labels or {}, string_bytes)
+    outputs = tuple(
+        _output(finish, finished.is_plain, graph_outputs, rows_fixed, symbols)
+        for finish in finished.finishes
+    )
     has_strings = any(spec.is_string for spec in (*inputs, *outputs))
     for spec in outputs:
         _require(
-            not has_strings or spec.type.dtype_name != "bfloat16",
-            f"output `{spec.tensor}` is a tensor(bfloat16) of a graph with strings; the runtime "
-            "cannot return both",
+            spec.type.dtype_name != "bfloat16" or (not has_strings and finished.is_plain),
+            f"output `{spec.tensor}` is a tensor(bfloat16) of a graph with strings or of results "
+            "with steps; the runtime cannot return both",
         )
     passthrough = manifest.passthrough
     if isinstance(passthrough, tuple):
         _require_distinct("column", list(passthrough), "passthrough")
         both = [entry.column for entry in manifest.outputs if entry.column in passthrough]
         _require(not both, f"columns {_quoted(both)} are both passed through and produced")
-    return Contract(inputs, tuple(outputs), passthrough, rows_fixed)
+    columns = tuple(column.column for column in manifest.outputs)
+    _require_order(manifest.columns, passthrough, columns)
+    return Contract(inputs, outputs, passthrough, rows_fixed, finished.columns, manifest.columns)
+
+
+def _output(
+    finish: Finish,
+    is_plain: bool,
+    graph_outputs: dict[str, GraphTensor],
+    rows_fixed: int | None,
+    symbols: set[Dimension],
+) -> TensorSpec:
+    """A tensor of the results, with what is known of its rows."""
+    spec, name = finish.spec, finish.source.tensor
+    leading, *trailing = graph_outputs[name].shape or (None,)
+    if isinstance(leading, int):
+        _require(
+            leading == rows_fixed,
+            f"output `{name}` always has {leading} rows and the inputs have "
+            f"{rows_fixed or 'any number'}: its rows cannot be told apart by caller",
+        )
+    is_known = (leading in symbols or leading == rows_fixed) and leading is not None
+    is_known = is_known and all(isinstance(size, int) for size in trailing)
+    return msgspec.structs.replace(spec, is_bound=is_plain and is_known and not spec.is_string)
+
+
+def _require_order(order: ColumnOrder, passthrough: Passthrough, outputs: tuple[str, ...]) -> None:
+    """An order that names the columns names all that can be in a response, each once."""
+    if not isinstance(order, tuple):
+        return
+    _require(passthrough != "all", "`columns` names columns, so `passthrough` has to name them too")
+    _require_distinct("column", list(order), "columns")
+    passed = passthrough if isinstance(passthrough, tuple) else ()
+    missing = [name for name in (*passed, *outputs) if name not in order]
+    other = [name for name in order if name not in (*passed, *outputs)]
+    _require(not missing, f"`columns` does not name {_quoted(missing)}")
+    _require(not other, f"`columns` names {_quoted(other)}, neither made nor passed through")
+    made = tuple(name for name in order if name in outputs)
+    _require(made == outputs, "`columns` has the results in another order than [[outputs]]")
 
 
 def _batch_axis(tensors: tuple[GraphTensor, ...]) -> tuple[int | None, set[Dimension]]:

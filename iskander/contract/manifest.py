@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.errors import ManifestError
 
 MANIFEST_BYTES_MAX = 1 << 20
@@ -27,14 +28,6 @@ class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nullable: bool = False
 
 
-class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[[outputs]]` of a manifest."""
-
-    tensor: str
-    column: str
-    type: str
-
-
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A manifest as written, before it is held against a graph."""
 
@@ -42,6 +35,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: tuple[InputColumn, ...]
     outputs: tuple[OutputColumn, ...]
     passthrough: Passthrough = "none"
+    columns: ColumnOrder = "passthrough_first"
 
 
 def model_file(path: Path) -> Path:

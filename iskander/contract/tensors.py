@@ -11,6 +11,8 @@ import msgspec
 
 from iskander.contract.columns import ColumnType
 from iskander.contract.manifest import Passthrough
+from iskander.contract.outputs import ColumnOrder, Rank
+from iskander.contract.result_types import parse_result_type
 from iskander.errors import ManifestError
 
 STRING_BYTES = 256
@@ -54,18 +56,52 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return self.type.dtype.buffer_bytes(rows * self.elements)
 
 
+class ResultColumn(msgspec.Struct, frozen=True, array_like=True):
+    """A column of a record batch of results.
+
+    Attributes:
+        column: Its name.
+        type: As manifests spell it.
+        outputs: Which of the contract's outputs it is put together from, in its type's order; of a
+            rank, the one that it ranks by.
+        made: What of, in words for people.
+        rank: It is a rank, and counted by the gateway.
+    """
+
+    column: str
+    type: str
+    outputs: tuple[int, ...]
+    made: str
+    rank: Rank | None = None
+
+    @property
+    def is_assembled(self) -> bool:
+        """Whether it is more than one of the outputs as it is."""
+        return self.rank is not None or parse_result_type(self.type) is not None
+
+
 class Contract(msgspec.Struct, frozen=True, array_like=True):
     """What a model version takes and returns.
 
     Attributes:
+        outputs: Tensors as they are when all steps are done.
         passthrough: Columns that come back untouched: `all` is every column that is no input.
         rows_fixed: The only number of rows that the graph takes, if its batch axis is fixed.
+        columns: Of a record batch of results; empty where each output is a column.
+        column_order: Of those and the columns passed through.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     passthrough: Passthrough = "none"
     rows_fixed: int | None = None
+    columns: tuple[ResultColumn, ...] = ()
+    column_order: ColumnOrder = "passthrough_first"
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """What of its results only a whole request can tell."""
+        return [column.rank for column in self.columns if column.rank is not None]
 
 
 def body_layout(specs: tuple[TensorSpec, ...], rows: int) -> tuple[list[int], int]:

@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from iskander.contract.columns import ColumnType
 from iskander.contract.dtypes import DTYPES
-from iskander.contract.tensors import Contract, TensorSpec
+from iskander.contract.result_types import ListOf, ResultType, Value, parse_result_type
+from iskander.contract.tensors import Contract, ResultColumn, TensorSpec
 
 
 class BFloat16(pa.ExtensionType):  # type: ignore[misc]
@@ -187,8 +188,12 @@ def input_schema(contract: Contract) -> pa.Schema:
 
 
 def output_schema(contract: Contract) -> pa.Schema:
-    """The columns that a model makes; passed-through ones come before them."""
-    return _schema(contract.outputs)
+    """The columns that a model makes, without those that are passed through."""
+    if not contract.columns:
+        return _schema(contract.outputs)
+    types = [_result_type(contract, column) for column in contract.columns]
+    names = [column.column for column in contract.columns]
+    return pa.schema(list(zip(names, types, strict=True)))
 
 
 def columns_without_nulls(
@@ -224,3 +229,19 @@ def columns_without_nulls(
 
 def _schema(specs: tuple[TensorSpec, ...]) -> pa.Schema:
     return pa.schema([pa.field(spec.column, to_arrow(spec.type)) for spec in specs])
+
+
+def _result_type(contract: Contract, column: ResultColumn) -> pa.DataType:
+    kind = parse_result_type(column.type)
+    if kind is not None:
+        return _composed(kind)
+    return pa.int32() if column.rank else to_arrow(contract.outputs[column.outputs[0]].type)
+
+
+def _composed(kind: ResultType) -> pa.DataType:
+    if isinstance(kind, Value):
+        return _ARROW_OF[kind.dtype_name]
+    if isinstance(kind, ListOf):
+        item = _composed(kind.item)
+        return pa.list_(item) if kind.size is None else pa.list_(item, kind.size)
+    return pa.struct([(name, _composed(field)) for name, field in kind.fields])

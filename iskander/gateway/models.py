@@ -15,6 +15,7 @@ import msgspec
 from iskander.config import Config
 from iskander.config_models import ModelConfig
 from iskander.contract.manifest import model_file
+from iskander.contract.tensors import Contract
 from iskander.errors import ConfigError, ModelNotFound, NotReady
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.supervision.readiness import reason_of
@@ -130,12 +131,28 @@ def describe(lane: Lane) -> dict[str, Any]:
                 {"column": spec.column, "type": str(spec.type), "tensor": spec.tensor}
                 for spec in contract.inputs
             ],
-            "outputs": [
-                {"column": spec.column, "type": str(spec.type), "tensor": spec.tensor}
-                for spec in contract.outputs
-            ],
+            "outputs": _outputs(contract),
             "passthrough": contract.passthrough,
+            "columns": contract.column_order,
         }
+    return described
+
+
+def _outputs(contract: Contract) -> list[dict[str, Any]]:
+    """The columns of results; each with the one tensor that it is, or those that it is made of."""
+    outputs = contract.outputs
+    if not contract.columns:
+        return [
+            {"column": spec.column, "type": str(spec.type), "tensor": spec.tensor}
+            for spec in outputs
+        ]
+    described = []
+    for column in contract.columns:
+        tensors = [outputs[index].tensor for index in column.outputs]
+        source = {"tensors": tensors} if column.is_assembled else {"tensor": tensors[0]}
+        described.append(
+            {"column": column.column, "type": column.type, **source, "made": column.made}
+        )
     return described
 
 

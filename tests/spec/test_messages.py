@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from iskander.contract.columns import ColumnType
-from iskander.contract.tensors import Contract, TensorSpec
+from iskander.contract.outputs import Rank
+from iskander.contract.tensors import Contract, ResultColumn, TensorSpec
 from iskander.errors import ProtocolError
 from iskander.wire import messages
 from iskander.wire.channel import FRAME_BYTES_MAX
@@ -70,6 +71,11 @@ CONTRACT = Contract(
     outputs=(TensorSpec("score", "output_0", ColumnType("float32", (4,)), (4,), is_bound=False),),
     passthrough=("user", "id"),
     rows_fixed=8,
+    columns=(
+        ResultColumn("score", "fixed_size_list<float32>[4]", (0,), "output_0, softmax"),
+        ResultColumn("place", "int32", (0,), "rank of score", Rank("score", "user", "ascending")),
+    ),
+    column_order=("id", "score", "place"),
 )
 SAMPLES: dict[str, Any] = {
     "Hello": Hello(protocol=4, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),

@@ -13,14 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from iskander.contract.compile import compile_contract
+from iskander.contract.finishing import compile_outputs
+from iskander.contract.labels import read_labels
 from iskander.contract.manifest import read_manifest
 from iskander.contract.rows import RowCopier
 from iskander.contract.strings import string_ranges
 from iskander.contract.tensors import body_layout
 from iskander.errors import ExecutionFailed
 from iskander.wire.messages import ModelSpec
-from iskander_worker.arrays import ArrayBatch
+from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Run, load_model
+from iskander_worker.finishing import Finisher
 
 BFLOAT16_ONE = 0x3F80
 
@@ -42,14 +45,22 @@ class Session:
 
     def __init__(self, spec: ModelSpec, cores: int) -> None:
         self._model = model = load_model(spec, cores)
-        self.contract = compile_contract(
-            read_manifest(Path(spec.path)), model.graph, spec.string_bytes
-        )
+        written = read_manifest(Path(spec.path))
+        labels = read_labels(Path(spec.path), written)
+        self.contract = compile_contract(written, model.graph, spec.string_bytes, labels)
+        self._compute: Compute = model.compute
+        is_plain = True
+        if written is not None:
+            finished = compile_outputs(written.outputs, model.graph, labels, spec.string_bytes)
+            is_plain = finished.is_plain
+            if not is_plain:
+                self._compute = Finisher(finished.finishes).around(model.compute)
         self.threads, self.providers = model.threads, model.providers
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
         has_strings = self.inputs.has_strings or self.outputs.has_strings
-        self._binding = model if isinstance(model, BindingModel) and not has_strings else None
+        can_bind = is_plain and not has_strings
+        self._binding = model if isinstance(model, BindingModel) and can_bind else None
         self.is_bound = self._binding is not None
         self.is_binding_reusable = self._binding is not None and self._binding.is_binding_reusable
 
@@ -68,7 +79,7 @@ class Session:
         if self._binding is not None:
             return self._binding.bind(self.contract, rows, input_address, output_address)
         return ArrayBatch(
-            self._model.compute,
+            self._compute,
             self.inputs,
             self.outputs,
             rows=rows,

@@ -174,8 +174,8 @@ class StreamCodec:
 
     def error_frames(self, error: IskanderError) -> list[Parts]:
         """The messages that take a result's place: no rows, and the error as JSON metadata."""
-        empty = self.plan.response_schema.empty_table().columns
-        kept = [column.combine_chunks() for column in empty[: len(self.plan.passed)]]
+        kept_schema = pa.schema([*self.plan.passed, *self.plan.groups])
+        kept = [column.combine_chunks() for column in kept_schema.empty_table().columns]
         metadata = msgspec.json.encode({"iskander": {"error": error.to_wire()}})
         return self._converter.frames(0, kept, b"", metadata)
 
@@ -299,7 +299,8 @@ def _reply(plan: Plan, rows: int, passed: Passed, results: bytes | memoryview) -
     behind[::2] = [results_bytes + start for start in passed.buffers[::2]]
     end = results_bytes + passed.length_bytes
     assert plan.template is not None
-    header = bytes(plan.template.render(rows, passed.nodes + nodes, behind + buffers, end))
+    nodes, buffers = plan.order.numbers(passed.nodes + nodes, behind + buffers)
+    header = bytes(plan.template.render(rows, nodes, buffers, end))
     return Reply(header, data_head(header, b"", end), results_bytes, passed.ranges, end)
 
 

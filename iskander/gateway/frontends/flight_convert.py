@@ -16,13 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from iskander.config import LimitsConfig
-from iskander.contract.strings import string_lengths, string_ranges
-from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway import ipc
-from iskander.gateway.arrow_types import is_string, leaf_of, to_arrow
+from iskander.gateway.arrow_types import is_string
 from iskander.gateway.frontends.flight_data import Parts, data_head
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.frontends.flight_results import result_columns
 from iskander.gateway.texts import require_string_bytes
 
 DICTIONARY_PARTS_MAX = 256
@@ -95,7 +94,7 @@ class Converter:
             raise MalformedInput(f"the record batch cannot be read: {text}") from None
         kept = []
         if not plan.is_response_plain:
-            kept = [read.column(field.name) for field in plan.passed]
+            kept = [read.column(field.name) for field in (*plan.passed, *plan.groups)]
         plain_header = ipc.header_of(plain)
         message = ipc.read_message(plain_header)
         plain_body = memoryview(plain).cast("B")[len(plain) - message.body_bytes :]
@@ -108,8 +107,13 @@ class Converter:
 
         Dictionaries go before the batch that needs them, and only where they changed.
         """
-        columns = _results(self._plan.contract, rows, results)
-        batch = pa.RecordBatch.from_arrays([*kept, *columns], schema=self._plan.response_schema)
+        plan = self._plan
+        passed, groups = kept[: len(plan.passed)], kept[len(plan.passed) :]
+        grouped = {field.name: group for field, group in zip(plan.groups, groups, strict=True)}
+        columns = result_columns(plan.contract, rows, results, grouped)
+        batch = pa.RecordBatch.from_arrays(
+            plan.order.of([*passed, *columns]), schema=plan.response_schema
+        )
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -223,30 +227,3 @@ def _children(array: pa.Array) -> list[pa.Array]:
     if pa.types.is_map(kind):
         return [array.keys, array.items]
     return [array.values] if kind.num_fields else []
-
-
-def _results(contract: Contract, rows: int, results: bytes | memoryview) -> list[pa.Array]:
-    """The results as arrays, over a body as `body_layout` says."""
-    outputs = contract.outputs
-    offsets, end = body_layout(outputs, rows)
-    results = results if rows else bytes(end)
-    lengths = string_lengths(outputs, rows, results, offsets)
-    strings = iter(string_ranges(outputs, rows, lengths, offsets)[0])
-    body, arrays = pa.py_buffer(results), []
-    for spec, offset in zip(outputs, offsets, strict=True):
-        arrow = to_arrow(spec.type)
-        buffers = [None, body.slice(offset, spec.buffer_bytes(rows))]
-        if spec.is_string:
-            start, stop = next(strings)
-            buffers.append(body.slice(start, stop - start))
-        array = pa.Array.from_buffers(leaf_of(arrow), rows * spec.elements, buffers)
-        arrays.append(_nest(array, arrow))
-    return arrays
-
-
-def _nest(values: pa.Array, arrow: pa.DataType) -> pa.Array:
-    if isinstance(arrow, pa.BaseExtensionType):
-        return pa.ExtensionArray.from_storage(arrow, _nest(values, arrow.storage_type))
-    if not pa.types.is_fixed_size_list(arrow):
-        return values
-    return pa.FixedSizeListArray.from_arrays(_nest(values, arrow.value_type), type=arrow)

@@ -7,11 +7,13 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from iskander.config import HEADER_ROOM_BYTES, LimitsConfig
+from iskander.contract.outputs import ColumnOrder
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
@@ -25,6 +27,7 @@ from iskander.gateway.arrow_types import (
     output_schema,
     plain_of,
 )
+from iskander.gateway.ranking import can_group
 
 
 class Column(NamedTuple):
@@ -97,6 +100,47 @@ class Checked(NamedTuple):
     reply: Reply | Passed | None
 
 
+class Order:
+    """The order of a response's columns, where passed-through ones come before results otherwise.
+
+    Args:
+        columns: Fields of a response, those that are passed through first.
+        passed_count: How many those are.
+        wanted: Of the contract.
+    """
+
+    def __init__(self, columns: list[pa.Field], passed_count: int, wanted: ColumnOrder) -> None:
+        names = [field.name for field in columns]
+        places = list(range(len(names)))
+        if wanted == "outputs_first":
+            places = places[passed_count:] + places[:passed_count]
+        elif wanted != "passthrough_first":
+            places = [names.index(name) for name in wanted if name in names]
+        self._places = places
+        self.is_usual = places == sorted(places)
+        self._extents = [extent(field.type) for field in columns]
+
+    def of(self, values: list[Any]) -> list[Any]:
+        """One value for each column, in this order."""
+        return [values[place] for place in self._places]
+
+    def numbers(self, nodes: list[int], buffers: list[int]) -> tuple[list[int], list[int]]:
+        """A header's numbers, two for each array and buffer of each column, in this order."""
+        if self.is_usual:
+            return nodes, buffers
+        cut_nodes, cut_buffers = iter(nodes), iter(buffers)
+        parts = [
+            (list(islice(cut_nodes, 2 * size.nodes)), list(islice(cut_buffers, 2 * size.buffers)))
+            for size in self._extents
+            if size is not None
+        ]
+        ordered = self.of(parts)
+        return (
+            [number for part, _ in ordered for number in part],
+            [number for _, part in ordered for number in part],
+        )
+
+
 class Plan:
     """What a schema means for a contract; the same for every stream with that schema.
 
@@ -121,23 +165,30 @@ class Plan:
         self.passed = _passed_columns(self.schema, contract)
         is_old = ipc.read_message(header).version != ipc.METADATA_V5
         # Passed-through columns of any type: where one is unusual, all are kept as arrays.
-        self.is_response_plain = all(extent(field.type) for field in self.passed)
-        self.is_converted = is_old or any(_is_unusual(field, chosen) for field in self.schema)
+        # So are they where results are lists, structs or ranks, which are put together anew.
+        self.groups = _group_columns(self.schema, contract)
+        is_assembled = any(column.is_assembled for column in contract.columns)
+        self.is_response_plain = not is_assembled and all(extent(f.type) for f in self.passed)
+        is_kept = not self.is_response_plain and bool(self.passed or self.groups)
+        is_unusual = any(_is_unusual(field, chosen) for field in self.schema)
+        self.is_converted = is_old or is_kept or is_unusual
         plain = self.schema
         if self.is_converted:
             passed = self.passed if self.is_response_plain else []
             plain = _plain_schema(self.schema, chosen, passed)
         self.plain_schema = plain
-        columns = {column.name: column for column in _lay_out(plain, chosen)}
-        self.inputs = [columns[spec.column] for spec in contract.inputs]
+        laid_out = {column.name: column for column in _lay_out(plain, chosen)}
+        self.inputs = [laid_out[spec.column] for spec in contract.inputs]
         self.forwarded = (
-            [columns[field.name] for field in self.passed] if self.is_response_plain else []
+            [laid_out[field.name] for field in self.passed] if self.is_response_plain else []
         )
-        self.nodes_count = sum(len(column.levels) for column in columns.values())
+        self.nodes_count = sum(len(column.levels) for column in laid_out.values())
         self.buffers_count = sum(
-            len(column.levels) + (1 if column.bits else 2) for column in columns.values()
+            len(column.levels) + (1 if column.bits else 2) for column in laid_out.values()
         )
-        self.response_schema = pa.schema([*self.passed, *output_schema(contract)])
+        columns = [*self.passed, *output_schema(contract)]
+        self.order = Order(columns, len(self.passed), contract.column_order)
+        self.response_schema = pa.schema(self.order.of(columns))
         self.response_header = ipc.header_of(self.response_schema.serialize())
         self.template = ipc.BatchTemplate(self.response_schema) if self.is_response_plain else None
         self.strings = [each for each in (*self.inputs, *self.forwarded) if not each.bits]
@@ -208,6 +259,7 @@ def _match(schema: pa.Schema, contract: Contract) -> dict[str, TensorSpec]:
     passed = contract.passthrough
     if passed != "all":
         allowed = {*chosen, *(passed if isinstance(passed, tuple) else ())}
+        allowed |= {rank.within for rank in contract.ranks}
         extra = [name for name in schema.names if name not in allowed]
         if extra:
             problems.append(
@@ -218,6 +270,24 @@ def _match(schema: pa.Schema, contract: Contract) -> dict[str, TensorSpec]:
     return chosen
 
 
+def _group_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
+    """Columns of the request within which rows are ranked, each once."""
+    names = {rank.within: None for rank in contract.ranks if rank.within}
+    problems = []
+    for name in names:
+        index = schema.get_field_index(name)
+        if index < 0:
+            problems.append(f"column `{name}` is missing: rows are ranked within it")
+        elif not can_group(schema.field(index).type):
+            problems.append(
+                f"column `{name}`: rows are ranked within it, and {schema.field(index).type} does "
+                "not say which belong together"
+            )
+    if problems:
+        raise ContractError("; ".join(problems))
+    return [schema.field(name) for name in names]
+
+
 def _passed_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
     inputs = {spec.column for spec in contract.inputs}
     if contract.passthrough == "all":
@@ -225,7 +295,7 @@ def _passed_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
     else:
         named = contract.passthrough if isinstance(contract.passthrough, tuple) else ()
         passed = [field for field in schema if field.name in named]
-    produced = {spec.column for spec in contract.outputs}
+    produced = {column.column for column in contract.columns or contract.outputs}
     both = [field.name for field in passed if field.name in produced]
     if both:
         raise ContractError(f"columns {_quoted(both)} would be passed through and are also results")

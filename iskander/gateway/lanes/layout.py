@@ -102,3 +102,8 @@ def _require_offsets(contract: Contract, rows: int) -> None:
                 f"{rows} rows may make {values} strings of {spec.string_bytes} bytes as "
                 f"`{spec.column}`, more than one batch can return: send fewer rows"
             )
+        if contract.columns and values > COLUMN_BYTES_MAX:
+            raise LimitExceeded(
+                f"{rows} rows make {values} values of `{spec.column}`, more than the lists of one "
+                "batch can have: send fewer rows"
+            )

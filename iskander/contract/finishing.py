@@ -1,0 +1,355 @@
+"""What is done with the tensors of a graph until they are the results: decided when it is loaded.
+
+    graph's tensors  ->  steps by row, labels  ->  tensors of the results  ->  columns of a batch
+                         (worker: `iskander_worker.finishing`)                 (gateway: Flight)
+
+Pure. Every step says here what it makes of which elements and shape, so that what does not fit is
+refused before the first request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from iskander.contract.columns import ColumnType, parse_column_type
+from iskander.contract.dtypes import BY_ARROW, BY_ONNX
+from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.outputs import OutputColumn, Source
+from iskander.contract.result_types import Leaf, leaves_of, parse_result_type
+from iskander.contract.steps import NUMBERS, Made, Sizes, after, is_top_k, labelled, listed
+from iskander.contract.tensors import ResultColumn, TensorSpec
+from iskander.errors import ManifestError
+
+TOP_K_PARTS = ("label", "index", "score")
+
+_SEQUENCE = re.compile(r"seq\((?:map\((\w+),(tensor\(\w+\))\)|(tensor\(\w+\)))\)")
+_KEYS = {"int64": int, "string": str}
+
+
+class Finish(NamedTuple):
+    """How one tensor of the results is made.
+
+    Attributes:
+        source: What of.
+        raw: That as one tensor: its elements, and its shape as far as it is known.
+        is_tensor: It is one already, and no sequence.
+        part: Of what `top_k` makes: `label`, `index` or `score`; else empty.
+        labels: Take the place of the numbers at the end, unless they are empty.
+        spec: What it has to become.
+    """
+
+    source: Source
+    raw: Made
+    is_tensor: bool
+    part: str
+    labels: tuple[str, ...]
+    spec: TensorSpec
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the graph's tensor as it is."""
+        return self.is_tensor and self.source == Source(self.source.tensor)
+
+
+class Finished(NamedTuple):
+    """All results of a model.
+
+    Attributes:
+        finishes: One for each tensor of the results, in their order.
+        columns: As `Contract.columns`.
+        is_plain: Each is a tensor of the graph as it is, so that the runtime can write it.
+    """
+
+    finishes: tuple[Finish, ...]
+    columns: tuple[ResultColumn, ...]
+    is_plain: bool
+
+
+def compile_outputs(
+    entries: tuple[OutputColumn, ...],
+    graph: Graph,
+    labels: Mapping[str, tuple[str, ...]],
+    string_bytes: int,
+) -> Finished:
+    """Hold the outputs of a manifest against a graph.
+
+    Args:
+        entries: Of the manifest, in the order of the columns.
+        graph: What the model file declares.
+        labels: Lines of each file of labels that is named.
+        string_bytes: The most bytes of one string that the graph makes.
+
+    Raises:
+        ManifestError: What does not fit, naming the column, what was wanted and what was found.
+    """
+    tensors = {tensor.name: tensor for tensor in graph.outputs}
+    finishes: list[Finish] = []
+    columns: list[ResultColumn] = []
+    taken: set[str] = set()
+    for entry in entries:
+        first = len(finishes)
+        _require_one_way(entry)
+        if entry.rank is None:
+            finishes += _finishes(entry, tensors, labels, string_bytes, taken)
+        taken |= {finish.spec.tensor for finish in finishes[first:]}
+        made = "; ".join(_in_words(source) for source in entry.sources)
+        outputs = tuple(range(first, len(finishes)))
+        kind = str(parse_result_type(entry.type) or parse_column_type(entry.type))
+        columns.append(ResultColumn(entry.column, kind, outputs, made))
+    names = [finish.spec.tensor for finish in finishes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ManifestError(
+            f"two results would be the tensor {_quoted(twice)}; rename one of the columns"
+        )
+    columns = [
+        column if entry.rank is None else _ranked(entry, column, columns, finishes)
+        for entry, column in zip(entries, columns, strict=True)
+    ]
+    sources = [finish.source.tensor for finish in finishes]
+    is_plain = all(finish.is_plain for finish in finishes) and len({*sources}) == len(sources)
+    is_usual = is_plain and all(
+        column.rank is None and parse_result_type(column.type) is None for column in columns
+    )
+    return Finished(tuple(finishes), () if is_usual else tuple(columns), is_plain)
+
+
+def is_plain(entry: OutputColumn) -> bool:
+    """Whether a column is one tensor of the graph, with nothing done to it."""
+    is_one = bool(entry.tensor) and not entry.fields and entry.rank is None
+    return is_one and entry.source == Source(entry.tensor) and parse_result_type(entry.type) is None
+
+
+def _require_one_way(entry: OutputColumn) -> None:
+    ways = [bool(entry.tensor), bool(entry.fields), entry.rank is not None]
+    if sum(ways) != 1:
+        raise ManifestError(
+            f"output column `{entry.column}` has to have one of `tensor`, `fields` and `rank`, "
+            f"and has {sum(ways)}"
+        )
+    if not entry.tensor and entry.source != Source(""):
+        raise ManifestError(
+            f"output column `{entry.column}` has no `tensor` of its own for post, labels, keys, "
+            "sequence or shape to mean"
+        )
+
+
+def _finishes(
+    entry: OutputColumn,
+    tensors: dict[str, GraphTensor],
+    labels: Mapping[str, tuple[str, ...]],
+    string_bytes: int,
+    taken: set[str],
+) -> list[Finish]:
+    """The tensors that one column is made of."""
+    kind = parse_result_type(entry.type)
+    if kind is None:
+        column_type = parse_column_type(entry.type)
+        leaves = [Leaf((), column_type.dtype_name, column_type.shape)]
+    else:
+        column_type = None
+        leaves = leaves_of(kind)
+    is_top = bool(entry.tensor) and any(is_top_k(step) for step in entry.post)
+    paths = [".".join(leaf.path) for leaf in leaves]
+    if is_top:
+        if not {*paths} <= {*TOP_K_PARTS}:
+            raise ManifestError(
+                f"output column `{entry.column}`: top_k makes lists of structs with fields of the "
+                f"names {', '.join(TOP_K_PARTS)}, and `{entry.type}` has {_quoted(paths)}"
+            )
+    elif entry.fields and {*paths} != {*entry.fields}:
+        raise ManifestError(
+            f"output column `{entry.column}`: `fields` are {_quoted(list(entry.fields))} and "
+            f"`{entry.type}` has {_quoted(paths)}"
+        )
+    elif not entry.fields and any(paths):
+        raise ManifestError(
+            f"output column `{entry.column}` is a struct: name the tensor of each field in `fields`"
+        )
+    made = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        source = entry.fields[path] if entry.fields else entry.source
+        where = f"output column `{entry.column}`" + (f", field `{path}`" if path else "")
+        is_own = source == Source(source.tensor) and source.tensor not in taken and not path
+        name = ".".join((entry.column, *leaf.path))
+        finish = _finish(
+            where,
+            source,
+            leaf,
+            part=path if is_top else "",
+            tensors=tensors,
+            labels=labels,
+            string_bytes=string_bytes,
+        )
+        spec = msgspec.structs.replace(
+            finish.spec, column=name, tensor=source.tensor if is_own else name
+        )
+        if column_type is not None and column_type.is_tensor:
+            spec = msgspec.structs.replace(spec, type=column_type)
+        made.append(finish._replace(spec=spec))
+    return made
+
+
+def _finish(
+    where: str,
+    source: Source,
+    leaf: Leaf,
+    *,
+    part: str,
+    tensors: dict[str, GraphTensor],
+    labels: Mapping[str, tuple[str, ...]],
+    string_bytes: int,
+) -> Finish:
+    """One tensor of the results, still without its name."""
+    graph_tensor = tensors.get(source.tensor)
+    if graph_tensor is None:
+        raise ManifestError(
+            f"output tensor `{source.tensor}` is not in the graph, which has "
+            f"{_quoted(list(tensors))}"
+        )
+    raw = made = _raw(where, source, graph_tensor, leaf)
+    for step in source.post:
+        made = after(where, step, made)
+    lines: tuple[str, ...] = ()
+    if part in ("label", "index"):
+        made = made._replace(dtype_name="int64")
+    if source.labels and part in ("", "label"):
+        lines = labels[source.labels]
+        made = labelled(where, source, raw, made, leaf.dtype_name, len(lines))
+    elif part == "label":
+        raise ManifestError(f"{where}: its labels have to come from a file, named by `labels`")
+    elif made.is_top and not part:
+        raise ManifestError(f"{where}: top_k makes a struct; its type has to have one")
+    is_graphs = not source.post and not lines
+    if made.dtype_name != leaf.dtype_name and not (
+        is_graphs and {made.dtype_name, leaf.dtype_name} == {"utf8", "binary"}
+    ):
+        raise ManifestError(
+            f"{where} is {made.dtype_name} {listed(made.shape[1:])} when all is done, and its "
+            f"type says {leaf.dtype_name}"
+        )
+    shape = _shape(where, made.shape[1:], leaf.sizes)
+    room = max(map(len, map(str.encode, lines))) if lines else string_bytes
+    dtype = BY_ARROW[leaf.dtype_name]
+    column_shape = shape if leaf.sizes else ()
+    return Finish(
+        source,
+        raw,
+        _SEQUENCE.fullmatch(graph_tensor.element) is None,
+        part,
+        lines,
+        TensorSpec(
+            "",
+            "",
+            ColumnType(leaf.dtype_name, column_shape),
+            shape,
+            is_bound=False,
+            string_bytes=0 if dtype.arrow_bits else max(room, 1),
+        ),
+    )
+
+
+def _raw(where: str, source: Source, tensor: GraphTensor, leaf: Leaf) -> Made:
+    """What the graph gives, its maps and sequences seen as one tensor."""
+    form = _SEQUENCE.fullmatch(tensor.element)
+    if form is None:
+        if source.keys or source.sequence or source.shape is not None:
+            raise ManifestError(
+                f"{where}: `{tensor.name}` is a {tensor.element}; keys, sequence and shape are for "
+                "sequences of maps and of tensors"
+            )
+        element, shape = (
+            tensor.element,
+            tuple(size if isinstance(size, int) else None for size in tensor.shape),
+        )
+        if not shape:
+            raise ManifestError(f"{where}: `{tensor.name}` is a scalar and has no axis for rows")
+    elif form[1]:
+        element, shape = form[2], (None, len(source.keys))
+        if form[1] not in _KEYS:
+            raise ManifestError(
+                f"{where}: `{tensor.name}` is a {tensor.element}; keys are {' or '.join(_KEYS)}"
+            )
+        wanted = _KEYS[form[1]]
+        if not source.keys or any(type(key) is not wanted for key in source.keys):
+            raise ManifestError(
+                f"{where}: `{tensor.name}` is a {tensor.element}: say in `keys` which of its "
+                f"values to take, each key being {'a number' if wanted is int else 'text'}"
+            )
+        if len({*source.keys}) < len(source.keys):
+            raise ManifestError(f"{where}: `keys` has a key twice")
+        if source.sequence or source.shape is not None:
+            raise ManifestError(f"{where}: sequence and shape are for sequences of tensors")
+    else:
+        element = form[3]
+        row = leaf.sizes if source.shape is None else source.shape
+        shape = (None, *row)
+        if source.keys:
+            raise ManifestError(f"{where}: keys are for maps, and this is a {tensor.element}")
+    dtype = BY_ONNX.get(element)
+    if dtype is None:
+        raise ManifestError(
+            f"{where}: `{tensor.name}` is a {tensor.element}, which is not supported; supported "
+            f"are {', '.join(BY_ONNX)}, and sequences of them or of maps to them"
+        )
+    return Made(dtype.arrow, shape)
+
+
+def _shape(where: str, made: Sizes, sizes: Sizes) -> tuple[int, ...]:
+    """The shape of a row: what the type says, held against what the graph and the steps make."""
+    if not sizes and all(size == 1 for size in made):
+        sizes = made
+    shape = []
+    fits = len(made) == len(sizes)
+    for got, wanted in zip(made, sizes, strict=False):
+        size = got if wanted is None else wanted
+        fits = fits and size is not None and got in (None, size)
+        shape.append(size or 0)
+    if not fits:
+        raise ManifestError(
+            f"{where} has rows of the shape {listed(made)}, and its type has {listed(sizes)}"
+        )
+    return tuple(shape)
+
+
+def _ranked(
+    entry: OutputColumn,
+    column: ResultColumn,
+    columns: list[ResultColumn],
+    finishes: list[Finish],
+) -> ResultColumn:
+    """The column of a rank, once it is known what it ranks by."""
+    assert entry.rank is not None
+    where = f"output column `{entry.column}`"
+    if column.type != "int32":
+        raise ManifestError(f"{where}: a rank is an int32, and its type says `{column.type}`")
+    by = next((each for each in columns if each.column == entry.rank.of), None)
+    specs = [finishes[index].spec for index in by.outputs] if by is not None else []
+    if len(specs) != 1 or specs[0].elements != 1 or specs[0].type.dtype_name not in NUMBERS:
+        raise ManifestError(
+            f"{where} ranks by `{entry.rank.of}`, which has to be an output column with one number "
+            "a row"
+        )
+    within = f" within {entry.rank.within}" if entry.rank.within else ""
+    made = f"rank of {entry.rank.of}{within}, {entry.rank.order}"
+    assert by is not None
+    return ResultColumn(column.column, column.type, by.outputs, made, entry.rank)
+
+
+def _in_words(source: Source) -> str:
+    """A source for people: where it comes from and what is done."""
+    words = [source.tensor]
+    if source.keys:
+        words.append(f"keys {', '.join(map(str, source.keys))}")
+    words += [step if isinstance(step, str) else str(step) for step in source.post]
+    if source.labels:
+        words.append(f"labels {source.labels}")
+    return ", ".join(words)
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

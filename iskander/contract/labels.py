@@ -1,0 +1,53 @@
+"""Files of labels beside a model: a line for each class.
+
+Read by the worker that loads the model and by the operator's tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from iskander.contract.manifest import Manifest, model_file
+from iskander.errors import ManifestError
+
+LABELS_MAX = 1 << 20
+LABELS_BYTES_MAX = 16 << 20
+
+Labels = dict[str, tuple[str, ...]]
+
+
+def read_labels(path: Path, manifest: Manifest | None) -> Labels:
+    """The lines of every file of labels that a manifest names, by the file's name.
+
+    Raises:
+        ManifestError: One cannot be read, is too large or empty, or is not beside the model.
+    """
+    folder = model_file(path).parent
+    return {name: _read(folder / name, name) for name in _names(manifest)}
+
+
+def _names(manifest: Manifest | None) -> Iterable[str]:
+    entries = () if manifest is None else manifest.outputs
+    return {source.labels for entry in entries for source in entry.sources if source.labels}
+
+
+def _read(file: Path, name: str) -> tuple[str, ...]:
+    if "/" in name or "\0" in name or name in (".", ".."):
+        raise ManifestError(f"labels `{name}` has to be the name of a file beside the model")
+    try:
+        if not file.is_file():
+            raise ManifestError(f"there is no file of labels `{name}` beside the model")
+        with file.open("rb") as opened:
+            raw = opened.read(LABELS_BYTES_MAX + 1)
+    except OSError as error:
+        raise ManifestError(f"labels `{name}` cannot be read: {error.strerror}") from None
+    if len(raw) > LABELS_BYTES_MAX:
+        raise ManifestError(f"labels `{name}` has more than {LABELS_BYTES_MAX} bytes")
+    try:
+        lines = raw.decode().removesuffix("\n").split("\n")
+    except UnicodeDecodeError:
+        raise ManifestError(f"labels `{name}` is not UTF-8") from None
+    if len(lines) > LABELS_MAX or lines == [""]:
+        raise ManifestError(f"labels `{name}` is empty, or has more than {LABELS_MAX} lines")
+    return tuple(line.removesuffix("\r") for line in lines)

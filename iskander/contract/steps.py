@@ -1,0 +1,111 @@
+"""What each step makes of which elements and shape, decided before anything is computed.
+
+The arithmetic is in `iskander_worker.finishing`, in the worker. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from iskander.contract.outputs import Post, Source, Step
+from iskander.errors import ManifestError
+
+Sizes = tuple[int | None, ...]
+"""A shape as far as it is known."""
+
+FLOATS = ("float16", "float32", "float64")
+NUMBERS = (*FLOATS, *(sign + bits for sign in ("int", "uint") for bits in ("8", "16", "32", "64")))
+
+
+class Made(NamedTuple):
+    """What steps have made so far: elements, and a shape with the axis of rows.
+
+    Of `top_k` this is the scores; the indices have the same shape.
+    """
+
+    dtype_name: str
+    shape: Sizes
+    is_top: bool = False
+
+
+def after(where: str, step: Post, made: Made) -> Made:
+    """What a step makes of what was made before it."""
+    dtype_name, shape, is_top = made
+    said = step if isinstance(step, str) else str(step)
+    if is_top:
+        raise ManifestError(f"{where}: top_k has to be the last step, and `{said}` comes after it")
+    *outer, width = shape
+    is_float, is_number = dtype_name in FLOATS, dtype_name in NUMBERS
+    has_axis = len(shape) > 1
+
+    def require(is_met: bool, wanted: str) -> None:
+        if not is_met:
+            raise ManifestError(
+                f"{where}: `{said}` wants {wanted}, and gets {dtype_name} {listed(shape[1:])}"
+            )
+
+    result = made
+    if step == "argmax":
+        require(is_number and has_axis, "numbers with an axis besides that of the rows")
+        result = Made("int64", tuple(outer))
+    elif isinstance(step, str):
+        wanted = "" if step == "sigmoid" else " with an axis besides that of the rows"
+        require(is_float and (has_axis or step == "sigmoid"), f"floats{wanted}")
+    elif step.top_k is not None:
+        require(is_number and has_axis, "numbers with an axis besides that of the rows")
+        require(width is None or width >= step.top_k, "at least as many numbers in the last axis")
+        result = Made(dtype_name, (*outer, step.top_k), is_top=True)
+    elif step.select is not None:
+        require(has_axis, "an axis besides that of the rows")
+        require(width is None or width > step.select, "more in the last axis")
+        result = Made(dtype_name, tuple(outer))
+    elif step.threshold is not None:
+        require(is_number, "numbers")
+        result = Made("bool", shape)
+    elif step.quantize is not None:
+        require(is_float, "floats")
+        result = Made("int8", shape)
+    else:
+        target = step.cast or ""
+        is_narrowing = (is_float and target not in FLOATS) or (
+            target == "bool" and dtype_name != "bool"
+        )
+        require(target in NUMBERS or target == "bool", f"one of {', '.join(NUMBERS)}")
+        require(
+            (is_number or dtype_name == "bool") and not is_narrowing,
+            "numbers of that kind; floats become whole by quantize, and truths by threshold",
+        )
+        result = Made(target, shape)
+    return result
+
+
+def labelled(where: str, source: Source, raw: Made, made: Made, wanted: str, count: int) -> Made:
+    """Labels in the place of numbers; where the graph says how many classes, so many."""
+    if made.dtype_name == "bool":
+        classes: int | None = 2
+    elif made.dtype_name in NUMBERS and made.dtype_name not in FLOATS:
+        picked = [step for step in source.post if step == "argmax" or is_top_k(step)]
+        before = raw
+        for step in source.post[: source.post.index(picked[-1])] if picked else ():
+            before = after(where, step, before)
+        classes = before.shape[-1] if picked else None
+    else:
+        raise ManifestError(
+            f"{where}: labels take the place of whole numbers, and this is {made.dtype_name}"
+        )
+    if classes is not None and classes != count:
+        raise ManifestError(
+            f"{where}: `{source.labels}` has {count} lines and there are {classes} classes"
+        )
+    name = wanted if wanted == "binary" else "utf8"
+    return made._replace(dtype_name=name)
+
+
+def is_top_k(step: Post) -> bool:
+    """Whether it is the step that makes labels and scores."""
+    return isinstance(step, Step) and step.top_k is not None
+
+
+def listed(shape: Sizes) -> str:
+    """A shape for people."""
+    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"

@@ -1,0 +1,415 @@
+"""Results that are more than the graph's tensors, through a real server, by two protocols."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pytest
+from onnx import TensorProto, helper
+from support import models
+from support.judging import Judge
+from support.processes import BIN, Gateway, running
+
+from iskander.client import Client
+from iskander.errors import ContractError, ExecutionFailed
+
+SCRIPT = str(Path(models.__file__).with_name("outputs_judge.py"))
+FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
+
+BEGIN = """
+format = 1
+passthrough = "all"
+[[inputs]]
+column = "x"
+type = "fixed_size_list<float32>[3]"
+tensor = "x"
+"""
+STEPS = (
+    'columns = "outputs_first"\n'
+    + BEGIN
+    + """
+[[outputs]]
+column = "top"
+type = "fixed_size_list<struct<label: utf8, score: float32>>[2]"
+tensor = "y"
+post = ["softmax", {top_k = 2}]
+labels = "labels.txt"
+[[outputs]]
+column = "label"
+type = "utf8"
+tensor = "y"
+post = ["argmax"]
+labels = "labels.txt"
+[[outputs]]
+column = "raw"
+type = "list<float32>"
+tensor = "y"
+[[outputs]]
+column = "unit"
+type = "fixed_size_list<float32>[3]"
+tensor = "y"
+post = ["l2"]
+[[outputs]]
+column = "is_high"
+type = "bool"
+tensor = "y"
+post = ["sigmoid", {select = 1}, {threshold = 0.75}]
+[[outputs]]
+column = "small"
+type = "fixed_size_list<int8>[3]"
+tensor = "y"
+post = [{quantize = {scale = 0.5, zero_point = 1}}]
+"""
+)
+PLAIN = (
+    'columns = "outputs_first"\n'
+    + BEGIN
+    + """
+[[outputs]]
+column = "label"
+type = "utf8"
+tensor = "y"
+post = ["argmax"]
+labels = "labels.txt"
+[[outputs]]
+column = "softmax"
+type = "fixed_size_list<float32>[3]"
+tensor = "y"
+post = ["softmax"]
+"""
+)
+RANKED = """
+format = 1
+passthrough = ["id", "query"]
+columns = ["id", "place", "score", "query"]
+[[inputs]]
+column = "x"
+type = "float32"
+tensor = "x"
+[[outputs]]
+column = "place"
+type = "int32"
+rank = {of = "score", within = "query"}
+[[outputs]]
+column = "score"
+type = "float32"
+tensor = "y"
+"""
+MAPS = """
+format = 1
+[[inputs]]
+column = "x"
+type = "fixed_size_list<float32>[3]"
+tensor = "x"
+[[outputs]]
+column = "chosen"
+type = "fixed_size_list<float32>[2]"
+tensor = "numbered"
+keys = [9, 3]
+[[outputs]]
+column = "result"
+type = "struct<best: utf8, all: fixed_size_list<float32>[3]>"
+[outputs.fields]
+best = {tensor = "named", keys = ["no", "yes", "perhaps"], post = ["argmax"], labels = "labels.txt"}
+all = {tensor = "parts", sequence = "rows"}
+"""
+MISSING = MAPS.replace("[9, 3]", "[9, 4]")
+
+
+def maps(folder: Path) -> Path:
+    """The same three numbers as maps with keys of both kinds, and as a sequence of rows."""
+    nodes = [
+        helper.make_node(
+            "ZipMap", ["x"], ["numbered"], domain="ai.onnx.ml", classlabels_int64s=[3, 7, 9]
+        ),
+        helper.make_node(
+            "ZipMap",
+            ["x"],
+            ["named"],
+            domain="ai.onnx.ml",
+            classlabels_strings=["yes", "no", "perhaps"],
+        ),
+        helper.make_node("SplitToSequence", ["x"], ["parts"], axis=0, keepdims=0),
+    ]
+
+    def sequence(name: str, item: Any) -> Any:
+        return helper.make_value_info(name, helper.make_sequence_type_proto(item))
+
+    number = helper.make_tensor_type_proto(FLOAT, [])
+    outputs = [
+        sequence("numbered", helper.make_map_type_proto(INT64, number)),
+        sequence("named", helper.make_map_type_proto(STRING, number)),
+        sequence("parts", helper.make_tensor_type_proto(FLOAT, None)),
+    ]
+    inputs = [helper.make_tensor_value_info("x", FLOAT, ["rows", 3])]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
+    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    folder.mkdir(parents=True)
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), folder / "model.onnx")
+    return folder
+
+
+def with_files(folder: Path, manifest: str) -> Path:
+    (folder / "manifest.toml").write_text(manifest)
+    (folder / "labels.txt").write_text("cat\ndog\nünï\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("outputs")
+    three = ["rows", 3]
+    together = {"linger_us": 10_000_000, "refuse_late": False}
+    paths: dict[str, tuple[Path, dict[str, Any]]] = {
+        "steps": (with_files(models.identity(folder / "steps", FLOAT, three), STEPS), {}),
+        "plain": (with_files(models.identity(folder / "plain", FLOAT, three), PLAIN), {}),
+        "split": (
+            with_files(models.identity(folder / "split", FLOAT, three), STEPS),
+            {"max_batch_rows": 7},
+        ),
+        "together": (
+            with_files(models.identity(folder / "together", FLOAT, three), STEPS),
+            {"max_batch_rows": 12, "lane": together},
+        ),
+        "ranked": (
+            with_files(models.identity(folder / "ranked", FLOAT, ["rows"]), RANKED),
+            {"max_batch_rows": 5},
+        ),
+        "maps": (with_files(maps(folder / "maps"), MAPS), {}),
+        "missing": (with_files(maps(folder / "missing"), MISSING), {}),
+    }
+    served = [
+        {"name": name, "path": str(path), "intra_threads": 1, "max_batch_rows": 4096} | more
+        for name, (path, more) in paths.items()
+    ]
+    with running(folder, served, workers={"groups": ["0"], "reattach_s": 5.0}) as ready:
+        yield ready
+        stats = ready.wait_idle()
+        assert stats["workers"][0]["starts"] == 1
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[Client]:
+    with gateway.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    judge = Judge(SCRIPT)
+    yield judge
+    judge.close()
+
+
+def rows_of(count: int, first: int = 0) -> np.ndarray:
+    """Three numbers a row that tell which row it is."""
+    index = 1 + np.arange(first, first + count, dtype=np.float32)[:, None]
+    return np.float32(np.sin(index * [[1, 2, 3]]) + index / 64)
+
+
+def batch_of(rows: np.ndarray, first: int = 0) -> pa.RecordBatch:
+    values = pa.array(rows.reshape(-1))
+    ids = pa.array(range(first, first + len(rows)), pa.int64())
+    return pa.record_batch({"id": ids, "x": pa.FixedSizeListArray.from_arrays(values, 3)})
+
+
+LABELS = ["cat", "dog", "ünï"]
+
+
+def softmax(rows: np.ndarray) -> np.ndarray:
+    raised = np.exp(rows.astype(np.float64))
+    return np.asarray(raised / raised.sum(axis=1, keepdims=True))
+
+
+def require_steps(answer: pa.Table | pa.RecordBatch, rows: np.ndarray, first: int = 0) -> None:
+    """Every column of `STEPS`, by formulas in another precision."""
+    found = answer.to_pydict()
+    names = ["top", "label", "raw", "unit", "is_high", "small", "id"]
+    assert answer.schema.names == names
+    assert found["id"] == list(range(first, first + len(rows)))
+    shares, order = softmax(rows), np.argsort(-rows, axis=1, kind="stable")
+    unit = rows / np.sqrt(np.square(rows.astype(np.float64)).sum(axis=1, keepdims=True))
+    for index, row in enumerate(rows):
+        assert [each["label"] for each in found["top"][index]] == [
+            LABELS[i] for i in order[index][:2]
+        ]
+        scores = [each["score"] for each in found["top"][index]]
+        assert scores == pytest.approx(shares[index][order[index][:2]], rel=1e-5)
+        assert found["label"][index] == LABELS[row.argmax()]
+        assert found["raw"][index] == row.tolist()
+        assert found["unit"][index] == pytest.approx(unit[index], rel=1e-5)
+        assert found["is_high"][index] == (1 / (1 + np.exp(-np.float64(row[1]))) >= 0.75)
+        assert found["small"][index] == [round(each / 0.5) + 1 for each in row.tolist()]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+def test_steps_by_flight(client: Client, rows: int) -> None:
+    asked = rows_of(rows)
+    answer = client.score("steps", batch_of(asked))
+    kinds = {field.name: str(field.type) for field in answer.schema}
+    assert kinds["top"].startswith("fixed_size_list<")
+    assert pa.types.is_struct(answer.schema.field("top").type.value_type)
+    assert pa.types.is_list(answer.schema.field("raw").type)
+    answer.validate(full=True)
+    require_steps(answer, asked)
+
+
+def test_steps_by_the_open_inference_protocol(gateway: Gateway, judge: Judge) -> None:
+    """Lists and structs are the tensors that they are made of, by their names."""
+    rows = rows_of(5)
+    address = gateway.address
+    asked = {"x": ["float32", rows.tolist()]}
+    found = judge.ask("infer", address=address, model="steps", inputs=asked)
+    assert judge.ask("outputs", address=address, model="steps") == [
+        ["top.label", "BYTES", [-1, 2]],
+        ["top.score", "FP32", [-1, 2]],
+        ["label", "BYTES", [-1]],
+        ["y", "FP32", [-1, 3]],
+        ["unit", "FP32", [-1, 3]],
+        ["is_high", "BOOL", [-1]],
+        ["small", "INT8", [-1, 3]],
+    ]
+    with gateway.client() as client:
+        answer = client.score("steps", batch_of(rows)).to_pydict()
+    top = answer.pop("top")
+    for part in ("label", "score"):
+        assert found[f"top.{part}"][1] == [[each[part] for each in row] for row in top]
+    for column, tensor in (("label", "label"), ("raw", "y"), ("unit", "unit")):
+        assert found[tensor][1] == answer[column]
+    assert found["is_high"][1] == answer["is_high"]
+    assert found["small"][1] == answer["small"]
+
+
+def test_columns_of_one_tensor_are_sent_as_the_worker_left_them(client: Client) -> None:
+    """And come before what is passed through, where the manifest says so."""
+    rows = rows_of(9)
+    answer = client.score("plain", batch_of(rows))
+    assert answer.schema.names == ["label", "softmax", "id"]
+    assert answer["label"].to_pylist() == [LABELS[row.argmax()] for row in rows]
+    assert answer["id"].to_pylist() == list(range(9))
+    got = np.array(answer["softmax"].to_pylist())
+    np.testing.assert_allclose(got, softmax(rows), rtol=1e-5)
+
+
+def test_a_request_that_is_split_gets_its_rows_in_order(client: Client) -> None:
+    rows = rows_of(40)
+    require_steps(client.score("split", batch_of(rows)), rows)
+
+
+def test_requests_that_run_together_get_their_own_rows(gateway: Gateway, client: Client) -> None:
+    """Batches of several sizes wait for each other, so that each run has rows of some of them."""
+    before = gateway.stats()
+    sizes = [5, 1, 4, 2, 7, 5, 3, 9, 12, 1, 1, 10]
+    firsts = np.cumsum([0, *sizes[:-1]]).tolist()
+    batches = [batch_of(rows_of(n, at), at) for n, at in zip(sizes, firsts, strict=True)]
+    for answer, n, at in zip(client.stream("together", batches), sizes, firsts, strict=True):
+        require_steps(answer, rows_of(n, at), at)
+
+    def runs(stats: dict[str, Any]) -> int:
+        return int(stats["lanes"]["together/1"].get("batches", 0))
+
+    assert runs(gateway.stats()) - runs(before) < len(sizes)
+
+
+def test_no_rows_give_no_rows(client: Client) -> None:
+    for model in ("steps", "plain"):
+        empty = client.score(model, batch_of(rows_of(0)))
+        full = client.score(model, batch_of(rows_of(1)))
+        assert (empty.num_rows, empty.schema) == (0, full.schema)
+
+
+def ranked(scores: list[float], queries: list[Any], **more: Any) -> pa.RecordBatch:
+    ids = pa.array(range(len(scores)), pa.int64())
+    columns = {"id": ids, "query": pa.array(queries), "x": pa.array(scores, pa.float32())}
+    return pa.record_batch(columns | more)
+
+
+def test_ranks_within_a_group(gateway: Gateway, client: Client, judge: Judge) -> None:
+    """Over a whole request, though it was computed in pieces; a tensor protocol has only scores."""
+    scores = [0.5, 0.25, 0.5, 0.75, float("nan"), 0.5, 1.0, 0.0, 0.125]
+    queries = ["a", "b", "a", "a", "a", None, "b", None, "c"]
+    answer = client.score("ranked", ranked(scores, queries))
+    assert answer.schema.names == ["id", "place", "score", "query"]
+    assert answer.schema.field("place").type == pa.int32()
+    assert answer["place"].to_pylist() == [2, 2, 3, 1, 4, 1, 1, 2, 1]
+    assert answer["query"].to_pylist() == queries
+    assert answer["score"].to_pylist()[:3] == scores[:3]
+    wanted = [["y", "FP32", [-1]]]
+    assert judge.ask("outputs", address=gateway.address, model="ranked") == wanted
+
+
+def test_each_request_is_ranked_by_itself(client: Client) -> None:
+    batches = [ranked([1.0, 2.0, 3.0], ["a", "a", name]) for name in "aba"]
+    answers = [batch["place"].to_pylist() for batch in client.stream("ranked", batches)]
+    assert answers == [[3, 2, 1], [2, 1, 1], [3, 2, 1]]
+
+
+def test_a_group_that_is_not_there_is_the_callers_mistake(client: Client) -> None:
+    with pytest.raises(ContractError, match="`query` is missing: rows are ranked within it"):
+        client.score("ranked", ranked([1.0], ["a"]).drop_columns(["query"]))
+    with pytest.raises(ContractError, match="does not say which belong together"):
+        client.score("ranked", ranked([1.0], [["a"]]))
+    assert client.score("ranked", ranked([], pa.array([], pa.utf8()))).num_rows == 0
+
+
+def test_maps_and_sequences(gateway: Gateway, client: Client, judge: Judge) -> None:
+    rows = rows_of(6)
+    answer = client.score("maps", batch_of(rows).select(["x"])).to_pydict()
+    assert answer["chosen"] == rows[:, [2, 0]].tolist()
+    assert [each["all"] for each in answer["result"]] == rows.tolist()
+    best = [LABELS[row[[1, 0, 2]].argmax()] for row in rows]
+    assert [each["best"] for each in answer["result"]] == best
+    asked = {"x": ["float32", rows.tolist()]}
+    found = judge.ask("infer", address=gateway.address, model="maps", inputs=asked)
+    assert found["result.best"] == ["BYTES", best]
+    assert found["result.all"] == ["FP32", rows.tolist()]
+    assert found["chosen"] == ["FP32", rows[:, [2, 0]].tolist()]
+
+
+def test_a_key_that_is_not_in_the_maps_fails_the_run(client: Client) -> None:
+    with pytest.raises(ExecutionFailed, match="a map without the key 4"):
+        client.score("missing", batch_of(rows_of(1)).select(["x"]))
+
+
+def test_what_is_made_is_described(gateway: Gateway, client: Client) -> None:
+    (found,) = (model for model in client.models() if model["name"] == "steps")
+    described = {each["column"]: each for each in found["outputs"]}
+    assert list(described) == ["top", "label", "raw", "unit", "is_high", "small"]
+    assert described["top"]["tensors"] == ["top.label", "top.score"]
+    assert described["top"]["made"] == "y, softmax, top_k 2, labels labels.txt"
+    assert described["unit"]["made"] == "y, l2"
+    assert found["columns"] == "outputs_first"
+    folder = gateway.folder / "steps"
+    shown = subprocess.run(
+        [BIN / "iskander", "manifest", folder], capture_output=True, text=True, check=True
+    ).stdout
+    assert 'post = ["softmax", { top_k = 2 }]' in shown
+    assert 'columns = "outputs_first"' in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("{top_k = 2}", "{top_k = 4}"), "at least as many numbers"),
+        (('labels = "labels.txt"', 'labels = "none.txt"'), "no file of labels `none.txt`"),
+        (('labels = "labels.txt"', 'labels = "short.txt"'), "1 lines and there are 3 classes"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_it_is_served(
+    tmp_path: Path, change: tuple[str, str], words: str
+) -> None:
+    folder = with_files(models.identity(tmp_path / "m", FLOAT, ["rows", 3]), STEPS.replace(*change))
+    (folder / "short.txt").write_text("cat\n")
+    config = tmp_path / "iskander.toml"
+    config.write_text(f'[[models]]\nname = "m"\npath = "{folder}"\n')
+    checked = subprocess.run(
+        [BIN / "iskander", "check", config], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 1
+    assert words in checked.stderr

@@ -1,0 +1,242 @@
+"""The steps between a graph's tensors and the results: arithmetic on whole batches, row by row.
+
+Every function here leaves the first axis, the rows, as it is, so that no row can come to another's
+place. What each step makes of which elements was decided when the model was loaded
+(`iskander.contract.steps`). Numbers that are none (NaN) are the least of all, equal ones keep their
+order, and halves are computed as float32.
+
+Runs on: worker main. Source: IEEE 754; ONNX `QuantizeLinear` for rounding and saturation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from iskander.contract.dtypes import BY_ARROW
+from iskander.contract.finishing import Finish
+from iskander.contract.outputs import Post, Quantization, Source
+from iskander.contract.steps import Made
+from iskander.errors import ExecutionFailed
+from iskander_worker.arrays import Compute
+from iskander_worker.backends import Arrays, Run
+
+
+class Finisher:
+    """Makes a model's results of what its graph made.
+
+    Args:
+        finishes: One for each tensor of the results.
+
+    Attributes:
+        fetched: Outputs of the graph that it needs, each once.
+    """
+
+    def __init__(self, finishes: tuple[Finish, ...]) -> None:
+        self._finishes = finishes
+        self.fetched = tuple(dict.fromkeys(finish.source.tensor for finish in finishes))
+        self._labels = [np.array(finish.labels, np.object_) for finish in finishes]
+
+    def around(self, compute: Compute) -> Compute:
+        """What computes the results where `compute` computes the graph's outputs."""
+
+        def finished(arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
+            rows = len(next(iter(arrays.values())))
+            return self.finish(compute(arrays, self.fetched, run), rows)
+
+        return finished
+
+    def finish(self, fetched: Mapping[str, Any], rows: int) -> dict[str, np.ndarray]:
+        """The tensors of the results, by name.
+
+        Args:
+            fetched: What the graph made: arrays, or lists of arrays or of dicts.
+            rows: Of the batch.
+
+        Raises:
+            ExecutionFailed: An output has not the shape, keys or labels that it was to have.
+        """
+        made: list[tuple[Source, np.ndarray, np.ndarray | None]] = []
+        results = {}
+        with np.errstate(all="ignore"):
+            for finish, labels in zip(self._finishes, self._labels, strict=True):
+                source = finish.source
+                known = next((each for each in made if each[0] == source), None)
+                if known is None:
+                    raw = as_tensor(fetched.get(source.tensor), source, finish.raw, rows)
+                    known = (source, *after_steps(raw, source))
+                    made.append(known)
+                results[finish.spec.tensor] = _part(known[1], known[2], finish, labels)
+        return results
+
+
+def as_tensor(
+    value: Any,  # noqa: ANN401
+    source: Source,
+    wanted: Made,
+    rows: int,
+) -> np.ndarray:
+    """What a graph made, as one array: maps by their keys, sequences stacked.
+
+    Raises:
+        ExecutionFailed: It has another shape, or a key is missing.
+    """
+    if value is None:
+        raise ExecutionFailed(f"output `{source.tensor}` did not come")
+    try:
+        if source.keys:
+            rows_of_maps = [[each[key] for key in source.keys] for each in value]
+            value = np.array(rows_of_maps, BY_ARROW[wanted.dtype_name].numpy)
+        elif isinstance(value, list):
+            value = np.stack(value, axis=1 if source.sequence == "columns" else 0)
+    except KeyError as error:
+        raise ExecutionFailed(
+            f"output `{source.tensor}` has a map without the key {error.args[0]!r}"
+        ) from None
+    except ValueError:
+        raise ExecutionFailed(
+            f"output `{source.tensor}` is a sequence of no tensors, or of different shapes"
+        ) from None
+    found, sizes = value.shape, wanted.shape[1:]
+    is_right = len(found) == 1 + len(sizes) and found[0] == rows
+    if not is_right or any(a not in (None, b) for a, b in zip(sizes, found[1:], strict=True)):
+        text = ["?" if size is None else size for size in sizes]
+        raise ExecutionFailed(
+            f"output `{source.tensor}` has the shape {list(found)} for this batch, and the "
+            f"contract says {[rows, *text]}"
+        )
+    tensor: np.ndarray = value
+    return tensor
+
+
+def after_steps(tensor: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
+    """What the steps make of a tensor; of `top_k`, scores and indices.
+
+    Shape:
+        The first axis is the rows', and stays.
+
+    Raises:
+        ExecutionFailed: The batch's last axis is shorter than a step needs, or a cast loses.
+    """
+    indices = None
+    for step in source.post:
+        if isinstance(step, str):
+            tensor = _STEPS[step](tensor)
+        elif step.top_k is not None:
+            _require_width(tensor, source, step.top_k, step)
+            indices = top_k(tensor, step.top_k)
+            tensor = np.take_along_axis(tensor, indices, -1)
+        elif step.select is not None:
+            _require_width(tensor, source, step.select + 1, step)
+            tensor = tensor[..., step.select]
+        elif step.threshold is not None:
+            tensor = tensor >= step.threshold
+        elif step.quantize is not None:
+            tensor = quantize(tensor, step.quantize)
+        else:
+            assert step.cast is not None
+            tensor = cast(tensor, step.cast, source)
+    return tensor, indices
+
+
+def softmax(tensor: np.ndarray) -> np.ndarray:
+    """Of the last axis; a row with a NaN is NaN."""
+    wide = _wide(tensor)
+    raised = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    result: np.ndarray = raised / raised.sum(axis=-1, keepdims=True)
+    return result.astype(tensor.dtype)
+
+
+def sigmoid(tensor: np.ndarray) -> np.ndarray:
+    """Of each number, without overflow."""
+    wide = _wide(tensor)
+    shrunk = np.exp(-np.abs(wide))
+    result: np.ndarray = np.where(wide < 0, shrunk, 1) / (1 + shrunk)
+    return result.astype(tensor.dtype)
+
+
+def l2(tensor: np.ndarray) -> np.ndarray:
+    """The last axis at length 1; one of zeros stays."""
+    wide = _wide(tensor)
+    # By its largest first, since squares of large numbers are beyond what floats can say.
+    largest = np.abs(wide).max(axis=-1, keepdims=True)
+    scaled = wide / np.where(largest == 0, 1, largest)
+    norm = np.sqrt(np.square(scaled).sum(axis=-1, keepdims=True))
+    result: np.ndarray = scaled / np.where(norm == 0, 1, norm)
+    return result.astype(tensor.dtype)
+
+
+def argmax(tensor: np.ndarray) -> np.ndarray:
+    """Where the largest of the last axis is; the first of equals, and a NaN only among NaNs."""
+    if np.isnan(tensor).any():
+        return top_k(tensor, 1)[..., 0]
+    places: np.ndarray = np.argmax(tensor, axis=-1)
+    return places
+
+
+def top_k(tensor: np.ndarray, count: int) -> np.ndarray:
+    """Where the largest of the last axis are, from the largest on; equals in their order."""
+    if np.issubdtype(tensor.dtype, np.floating):
+        places: np.ndarray = np.argsort(-tensor, axis=-1, kind="stable")
+    else:
+        backwards = np.argsort(tensor[..., ::-1], axis=-1, kind="stable")[..., ::-1]
+        places = tensor.shape[-1] - 1 - backwards
+    return places[..., :count]
+
+
+def quantize(tensor: np.ndarray, to: Quantization) -> np.ndarray:
+    """As int8, halves to even; a NaN is the zero point."""
+    scaled = np.rint(tensor.astype(np.float64) / to.scale) + to.zero_point
+    return np.clip(np.where(np.isnan(scaled), to.zero_point, scaled), -128, 127).astype(np.int8)
+
+
+def cast(tensor: np.ndarray, dtype_name: str, source: Source) -> np.ndarray:
+    """As other numbers.
+
+    Raises:
+        ExecutionFailed: A whole number is beyond what they can say.
+    """
+    result: np.ndarray = tensor.astype(BY_ARROW[dtype_name].numpy)
+    if result.dtype.kind in "iu" and tensor.dtype.kind in "iu" and (result != tensor).any():
+        raise ExecutionFailed(f"output `{source.tensor}` has a number that is none of {dtype_name}")
+    return result
+
+
+_STEPS: dict[Post, Callable[[np.ndarray], np.ndarray]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "argmax": argmax,
+    "l2": l2,
+}
+
+
+def _part(
+    tensor: np.ndarray, indices: np.ndarray | None, finish: Finish, labels: np.ndarray
+) -> np.ndarray:
+    """What of it all is the result: of `top_k` indices or scores, and labels for numbers."""
+    if finish.part in ("index", "label"):
+        assert indices is not None
+        tensor = indices
+    if not len(labels):
+        return tensor
+    places = tensor.astype(np.int64)
+    if places.size and not 0 <= places.min() <= places.max() < len(labels):
+        raise ExecutionFailed(
+            f"output `{finish.source.tensor}` has a number without a line in "
+            f"`{finish.source.labels}`, which has {len(labels)}"
+        )
+    return labels[places]
+
+
+def _wide(tensor: np.ndarray) -> np.ndarray:
+    return tensor.astype(np.float32) if tensor.dtype == np.float16 else tensor
+
+
+def _require_width(tensor: np.ndarray, source: Source, width: int, step: Post) -> None:
+    if tensor.shape[-1] < width:
+        raise ExecutionFailed(
+            f"output `{source.tensor}` has {tensor.shape[-1]} in the last axis of this batch, too "
+            f"few for `{step}`"
+        )
