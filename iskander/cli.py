@@ -98,6 +98,7 @@ def _check(arguments: argparse.Namespace) -> int:
     """The checks of a start, in its order, without starting; the models are loaded here."""
     from iskander_worker.placement import set_library_environment
 
+    from iskander.contract.inputs import columns_of, entries_of
     from iskander.contract.tensors import require_room
     from iskander.gateway.addresses import require_addresses
     from iskander.gateway.lanes.policies import make_policy
@@ -122,7 +123,10 @@ def _check(arguments: argparse.Namespace) -> int:
             require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
-        columns = ", ".join(f"{tensor.column} {tensor.type}" for tensor in session.contract.inputs)
+        columns = ", ".join(
+            f"{' + '.join(columns_of(entry))} {entry.type}"
+            for entry in entries_of(session.contract)
+        )
         made = session.contract.columns or session.contract.outputs
         results = ", ".join(f"{column.column} {column.type}" for column in made)
         rows.append(
@@ -215,7 +219,10 @@ def _models(arguments: argparse.Namespace) -> int:
 
 def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
     def columns(side: str) -> str:
-        return ", ".join(f"{entry['column']} {entry['type']}" for entry in model.get(side, ()))
+        return ", ".join(
+            f"{entry.get('column') or ' + '.join(entry['columns'])} {entry['type']}"
+            for entry in model.get(side, ())
+        )
 
     ready = "yes" if model["ready"] else "no"
     return model["name"], model["version"], ready, columns("inputs"), columns("outputs")

@@ -12,9 +12,11 @@ from iskander.contract.columns import ColumnType, parse_column_type
 from iskander.contract.dtypes import BY_ONNX
 from iskander.contract.finishing import Finish, compile_outputs, is_plain
 from iskander.contract.graph import Dimension, Graph, GraphTensor
+from iskander.contract.inputs import compile_input, is_tensor_as_sent, tensors_of
 from iskander.contract.labels import Labels
 from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.outputs import ColumnOrder, OutputColumn
+from iskander.contract.sent import parse_sent_type
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import ManifestError
 
@@ -63,24 +65,18 @@ def compile_contract(
     manifest = manifest or derive_manifest(graph)
     _require(bool(graph.inputs), "the graph has no inputs, so a batch of rows means nothing to it")
     _require(bool(manifest.outputs), "the manifest names no outputs")
-    _require_distinct("column", [entry.column for entry in manifest.inputs], "[[inputs]]")
-    _require_distinct("tensor", [entry.tensor for entry in manifest.inputs], "[[inputs]]")
+    named = [entry.column for entry in manifest.inputs if entry.column is not None]
+    _require_distinct("column", named, "[[inputs]]")
+    fed = [name for entry in manifest.inputs for name in tensors_of(entry)]
+    _require_distinct("tensor", fed, "[[inputs]]")
     _require_distinct("column", [entry.column for entry in manifest.outputs], "[[outputs]]")
     graph_inputs = {tensor.name: tensor for tensor in graph.inputs}
     graph_outputs = {tensor.name: tensor for tensor in graph.outputs}
-    unnamed = [name for name in graph_inputs if name not in {e.tensor for e in manifest.inputs}]
+    unnamed = [name for name in graph_inputs if name not in fed]
     _require(not unnamed, f"the graph's inputs {_quoted(unnamed)} are not in the manifest")
-    for entry in manifest.inputs:
-        _require(
-            not entry.nullable,
-            f"input column `{entry.column}` is nullable, and no tensor can hold a null",
-        )
 
     rows_fixed, symbols = _batch_axis(graph.inputs)
-    inputs = tuple(
-        _compile_spec(entry.column, entry.type, entry.tensor, graph_inputs, "input")
-        for entry in manifest.inputs
-    )
+    inputs, sources = _compile_inputs(manifest, graph_inputs)
     for output in manifest.outputs:
         tensor = graph_outputs.get(output.tensor)
         if is_plain(output) and not (tensor and tensor.element.startswith("seq(")):
@@ -105,7 +101,9 @@ def compile_contract(
         _require(not both, f"columns {_quoted(both)} are both passed through and produced")
     columns = tuple(column.column for column in manifest.outputs)
     _require_order(manifest.columns, passthrough, columns)
-    return Contract(inputs, outputs, passthrough, rows_fixed, finished.columns, manifest.columns)
+    return Contract(
+        inputs, outputs, passthrough, rows_fixed, finished.columns, manifest.columns, sources
+    )
 
 
 def _output(
@@ -142,6 +140,24 @@ def _require_order(order: ColumnOrder, passthrough: Passthrough, outputs: tuple[
     _require(not other, f"`columns` names {_quoted(other)}, neither made nor passed through")
     made = tuple(name for name in order if name in outputs)
     _require(made == outputs, "`columns` has the results in another order than [[outputs]]")
+
+
+def _compile_inputs(
+    manifest: Manifest, tensors: dict[str, GraphTensor]
+) -> tuple[tuple[TensorSpec, ...], tuple[InputColumn, ...]]:
+    specs, sources = [], []
+    for entry in manifest.inputs:
+        if is_tensor_as_sent(entry) and not entry.nullable:
+            assert entry.column is not None
+            sent = str(parse_sent_type(entry.type))
+            specs.append(_compile_spec(entry.column, sent, entry.tensor, tensors, "input"))
+            continue
+        made = compile_input(entry, tensors)
+        specs += made.specs
+        if made.source is not None:
+            sources.append(made.source)
+    _require_distinct("column", [spec.column for spec in specs], "[[inputs]]")
+    return tuple(specs), tuple(sources)
 
 
 def _batch_axis(tensors: tuple[GraphTensor, ...]) -> tuple[int | None, set[Dimension]]:

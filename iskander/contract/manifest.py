@@ -7,7 +7,7 @@ model.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -15,17 +15,46 @@ from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.errors import ManifestError
 
 MANIFEST_BYTES_MAX = 1 << 20
+COLUMNS_MAX = 4096
+"""Of one tensor."""
+LENGTH_MAX = 1 << 20
+"""Elements of one row of a list."""
+BUCKETS_MAX = 16
 
 Passthrough = Literal["all", "none"] | tuple[str, ...]
+Unit = Literal["ns", "us", "ms", "s", "m", "h", "d"]
+Value = bool | int | float | str
 
 
-class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[[inputs]]` of a manifest."""
+class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`[[inputs]]` of a manifest: which columns are which tensor, and how they become it.
 
-    column: str
-    type: str
+    What the keys mean and which belong together is on the page `docs/models.md`; `contract.inputs`
+    holds them against the graph.
+    """
+
     tensor: str
+    column: str | None = None
+    columns: Annotated[tuple[str, ...], msgspec.Meta(max_length=COLUMNS_MAX)] = ()
+    type: str = ""
     nullable: bool = False
+    nulls: Literal["reject", "fill", "nan", "mask"] | None = None
+    fill: Value | None = None
+    mask: str = ""
+    cast: bool = False
+    unit: Unit | None = None
+    conversion: Literal["number", "unscaled"] | None = msgspec.field(default=None, name="as")
+    max_length: Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)] | None = None
+    padding: Value | None = None
+    truncate: Literal["head", "tail", "refuse"] | None = None
+    lengths: str = ""
+    buckets: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)], ...],
+        msgspec.Meta(max_length=BUCKETS_MAX),
+    ] = ()
+    vocabulary: str = ""
+    one_hot: bool = False
+    unknown: Annotated[int, msgspec.Meta(ge=0)] | Literal["reject"] | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

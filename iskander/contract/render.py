@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from iskander.contract.inputs import entries_of, said
 from iskander.contract.manifest import Manifest
 from iskander.contract.tensors import Contract
 
@@ -20,11 +21,9 @@ def render_manifest(contract: Contract, manifest: Manifest) -> str:
     lines = ["format = 1", f"passthrough = {_quote(contract.passthrough)}"]
     if contract.column_order != "passthrough_first":
         lines += [f"columns = {_quote(contract.column_order)}"]
-    for spec in contract.inputs:
+    for source in entries_of(contract):
         lines += ["", "[[inputs]]"]
-        lines += [f"column = {_quote(spec.column)}"]
-        lines += [f"type = {_quote(str(spec.type))}", "nullable = false"]
-        lines += [f"tensor = {_quote(spec.tensor)}"]
+        lines += [f"{key} = {_quote(value)}" for key, value in said(source).items()]
     for entry in manifest.outputs:
         lines += ["", "[[outputs]]"]
         lines += [f"{key} = {_value(value)}" for key, value in msgspec.to_builtins(entry).items()]
@@ -35,8 +34,8 @@ def _key(key: str) -> str:
     return key if key.isidentifier() and key.isascii() else _quote(key)
 
 
-def _quote(value: str | tuple[str, ...]) -> str:
-    """Text or a list of it as TOML, which is JSON but for one letter that it does not take raw."""
+def _quote(value: Any) -> str:  # noqa: ANN401
+    """A value or a list as TOML, which is JSON but for one letter that it does not take raw."""
     return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 

@@ -10,7 +10,7 @@ from math import prod
 import msgspec
 
 from iskander.contract.columns import ColumnType
-from iskander.contract.manifest import Passthrough
+from iskander.contract.manifest import InputColumn, Passthrough
 from iskander.contract.outputs import ColumnOrder, Rank
 from iskander.contract.result_types import parse_result_type
 from iskander.errors import ManifestError
@@ -89,6 +89,8 @@ class Contract(msgspec.Struct, frozen=True, array_like=True):
         rows_fixed: The only number of rows that the graph takes, if its batch axis is fixed.
         columns: Of a record batch of results; empty where each output is a column.
         column_order: Of those and the columns passed through.
+        sources: How inputs are made of columns that are not tensors as they come; the others are
+            those of their specs.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -97,6 +99,7 @@ class Contract(msgspec.Struct, frozen=True, array_like=True):
     rows_fixed: int | None = None
     columns: tuple[ResultColumn, ...] = ()
     column_order: ColumnOrder = "passthrough_first"
+    sources: tuple[InputColumn, ...] = ()
 
     @property
     def ranks(self) -> list[Rank]:

@@ -57,6 +57,7 @@ _ARROW_OF = {
 }
 _NAME_OF = {
     **{arrow: name for name, arrow in _ARROW_OF.items()},
+    pa.bool8(): "bool",
     pa.large_utf8(): "utf8",
     pa.string_view(): "utf8",
     pa.large_binary(): "binary",
@@ -101,6 +102,26 @@ def as_tensor(arrow: pa.DataType) -> ColumnType | None:
         arrow = arrow.value_type
     name = _NAME_OF.get(arrow)
     return None if name is None else ColumnType(name, tuple(sizes))
+
+
+def element_name(arrow: pa.DataType) -> str | None:
+    """The name of a type of single values, as manifests spell it; None where it has none."""
+    arrow = values_of(arrow)
+    if arrow in _NAME_OF:
+        return _NAME_OF[arrow]
+    if pa.types.is_date(arrow):
+        return "date32" if pa.types.is_date32(arrow) else "date64"
+    if pa.types.is_timestamp(arrow):
+        return f"timestamp[{arrow.unit}]"
+    if pa.types.is_time(arrow) or pa.types.is_duration(arrow):
+        return str(arrow)
+    return str(arrow) if pa.types.is_decimal(arrow) else None
+
+
+def values_of(arrow: pa.DataType) -> pa.DataType:
+    """The type of the values of a dictionary or of runs; any other type as it is."""
+    is_encoded = pa.types.is_dictionary(arrow) or pa.types.is_run_end_encoded(arrow)
+    return arrow.value_type if is_encoded else arrow
 
 
 def levels(arrow: pa.DataType) -> tuple[int, ...]:
@@ -159,10 +180,12 @@ def is_string(arrow: pa.DataType) -> bool:
 
 
 def plain_of(arrow: pa.DataType) -> pa.DataType:
-    """The type in which a column of strings can be copied as it is; any other type as it is.
+    """The type in which a column of strings or booleans can be copied as it is; others as they are.
 
     Not text but bytes where it has to be made: whether they are UTF-8 is looked at in one place.
     """
+    if arrow == pa.bool8():
+        return pa.bool_()
     if pa.types.is_fixed_size_list(arrow):
         field = arrow.value_field
         return pa.list_(field.with_type(plain_of(field.type)), arrow.list_size)

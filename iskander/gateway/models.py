@@ -14,6 +14,7 @@ import msgspec
 
 from iskander.config import Config
 from iskander.config_models import ModelConfig
+from iskander.contract.inputs import entries_of, said
 from iskander.contract.manifest import model_file
 from iskander.contract.tensors import Contract
 from iskander.errors import ConfigError, ModelNotFound, NotReady
@@ -127,10 +128,7 @@ def describe(lane: Lane) -> dict[str, Any]:
     if contract is not None:
         described |= {
             "rows_fixed": contract.rows_fixed,
-            "inputs": [
-                {"column": spec.column, "type": str(spec.type), "tensor": spec.tensor}
-                for spec in contract.inputs
-            ],
+            "inputs": [said(entry) for entry in entries_of(contract)],
             "outputs": _outputs(contract),
             "passthrough": contract.passthrough,
             "columns": contract.column_order,

@@ -20,7 +20,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -352,12 +352,12 @@ REFUSED: list[tuple[str, Manifest, str]] = [
     (
         "a nullable input",
         manifest(inputs=[InputColumn(column="x", type="float32", tensor="x", nullable=True)]),
-        "input column `x` is nullable",
+        "input `x` is nullable, and no tensor can hold a null",
     ),
     (
         "a type that is none",
-        taking("decimal128(3, 2)"),
-        "Arrow type `decimal128(3, 2)` is not supported",
+        taking("interval"),
+        "Arrow type `interval` is not supported",
     ),
     (
         "no outputs",
@@ -587,14 +587,14 @@ GOOD += '[[outputs]]\ntensor = "y"\ncolumn = "y"\ntype = "int8"\n'
         (GOOD.replace("format = 1", "format = 2"), "format"),
         (GOOD.replace("format = 1\n", ""), "missing required field `format`"),
         (
-            GOOD.replace('type = "int8"\n', "", 1),
-            "missing required field `type` - at `$.inputs[0]`",
+            GOOD.replace('tensor = "x"\n', "", 1),
+            "missing required field `tensor` - at `$.inputs[0]`",
         ),
         (GOOD + "batch = true\n", "unknown field `batch`"),
         ("extra = 1\n" + GOOD, "unknown field `extra`"),
         ('passthrough = "some"\n' + GOOD, "passthrough"),
         ("passthrough = [1]\n" + GOOD, "passthrough"),
-        (GOOD.replace('"x"', "1", 1), "Expected `str`, got `int` - at `$.inputs[0].column`"),
+        (GOOD.replace('"x"', "1", 1), "got `int` - at `$.inputs[0].column`"),
         ("format = ", "manifest.toml"),
         ("#" * (MANIFEST_BYTES_MAX + 1), f"larger than {MANIFEST_BYTES_MAX} bytes"),
     ],

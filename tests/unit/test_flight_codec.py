@@ -131,10 +131,17 @@ class Stream:
         return batches
 
 
+def buffer_of(arrived: Arrived, index: int) -> memoryview:
+    """One of a request's buffers, wherever it is."""
+    if arrived.parts:
+        return arrived.parts[0].tensors[index]
+    start, stop = arrived.tensors[index]
+    return arrived.body[start:stop]
+
+
 def tensor_of(arrived: Arrived, index: int, column_type: ColumnType) -> np.ndarray:
     """The elements that were cut out for one input, flat."""
-    start, stop = arrived.tensors[index]
-    raw = np.frombuffer(arrived.body[start:stop], np.uint8)
+    raw = np.frombuffer(buffer_of(arrived, index), np.uint8)
     count = arrived.rows * int(np.prod(column_type.shape))
     if column_type.dtype_name == "bool":
         return np.unpackbits(raw, count=count, bitorder="little").astype(bool)

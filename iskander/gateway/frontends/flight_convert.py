@@ -1,33 +1,60 @@
 """The slow way for what is more than a plain batch: read, and where need be written, by pyarrow.
 
-Compressed bodies, dictionaries, and columns passed through that are lists, structs, maps, unions,
-views or run-end encoded. What comes in is rewritten as a plain batch and goes on like any other;
-what goes out is written by pyarrow where a passed-through column asks for it.
+Compressed bodies, dictionaries, inputs that are not tensors as they come (`flight_inputs`), and
+columns passed through that are lists, structs, maps, unions, views or run-end encoded. What comes
+in is rewritten as a plain batch, with the inputs made beside it, and goes on like any other; what
+goes out is written by pyarrow where a passed-through column asks for it.
 
-Runs on: gateway loop.
+Runs on: gateway loop, and the thread that reads large batches.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from iskander.config import LimitsConfig
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import is_string
 from iskander.gateway.frontends.flight_data import Parts, data_head
+from iskander.gateway.frontends.flight_inputs import assemble
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.flight_results import result_columns
-from iskander.gateway.texts import require_string_bytes
+from iskander.gateway.texts import require_string_bytes, require_strings
 
 DICTIONARY_PARTS_MAX = 256
 """A dictionary and the deltas to it; every batch after them reads them all."""
 
 _I64 = struct.Struct("<q")
+
+
+class Part(NamedTuple):
+    """Rows of a batch that are one request.
+
+    Attributes:
+        tensors: Buffers of the contract's inputs, as a request has them.
+    """
+
+    rows: int
+    tensors: list[memoryview]
+
+
+class Rewritten(NamedTuple):
+    """A batch as a plain one.
+
+    Attributes:
+        batch: Its header's numbers.
+        kept: The passed-through columns, where the response cannot be plain.
+        parts: The inputs, where they are not among the plain columns.
+    """
+
+    batch: ipc.Batch
+    body: memoryview
+    kept: list[pa.Array]
+    parts: tuple[Part, ...]
 
 
 class Converter:
@@ -62,17 +89,12 @@ class Converter:
                 f"{DICTIONARY_PARTS_MAX} parts; got {total} bytes and {len(parts)} parts"
             )
 
-    def plain(
-        self, header: bytes, batch: ipc.Batch, body: memoryview
-    ) -> tuple[ipc.Batch, memoryview, list[pa.Array]]:
+    def plain(self, header: bytes, batch: ipc.Batch, body: memoryview) -> Rewritten:
         """A batch rewritten as a plain one.
-
-        Returns:
-            Its header's numbers, its body, and the passed-through columns where the response
-            cannot be plain.
 
         Raises:
             MalformedInput: It cannot be read.
+            ContractError: A column holds what the model's input cannot.
             LimitExceeded: It is larger than allowed when it is expanded.
         """
         plan = self._plan
@@ -84,11 +106,10 @@ class Converter:
             read = pa.ipc.open_stream(pa.py_buffer(whole)).read_next_batch()
             read.validate(full=True)
             self._require_decoded(read)
-            columns = []
-            for field in plan.plain_schema:
-                column = read.column(field.name)
-                columns.append(_plain_column(column, field.type))
-            plain = pa.RecordBatch.from_arrays(columns, schema=plan.plain_schema).serialize()
+            parts = self._parts(read) if plan.is_converted else ()
+            fields = plan.plain_schema
+            columns = [read.column(field.name) for field in fields]
+            plain = pa.RecordBatch.from_arrays(columns, schema=fields).serialize()
         except (pa.ArrowException, OSError, StopIteration) as error:
             text = str(error).split("\n", 1)[0]
             raise MalformedInput(f"the record batch cannot be read: {text}") from None
@@ -98,7 +119,25 @@ class Converter:
         plain_header = ipc.header_of(plain)
         message = ipc.read_message(plain_header)
         plain_body = memoryview(plain).cast("B")[len(plain) - message.body_bytes :]
-        return ipc.read_batch(plain_header, message), plain_body, kept
+        plain_batch = ipc.read_batch(plain_header, message)._replace(rows=read.num_rows)
+        return Rewritten(plain_batch, plain_body, kept, parts)
+
+    def _parts(self, read: pa.RecordBatch) -> tuple[Part, ...]:
+        """The model's inputs, made of the columns."""
+        plan, rows = self._plan, read.num_rows
+        if not rows:
+            return ()
+        made = [maker.make(read) for maker in plan.makers]
+        tensors = assemble(plan.contract, made, None, 0)
+        joined = iter(tensors[len(plan.contract.inputs) :])
+        texts = 0
+        for spec, values in zip(plan.contract.inputs, tensors, strict=False):
+            if spec.is_string:
+                text = next(joined)
+                texts += len(text)
+                require_string_bytes(texts, self._limits)
+                require_strings(f"column `{spec.column}`", rows * spec.elements, values, text)
+        return (Part(rows, tensors),)
 
     def frames(
         self, rows: int, kept: list[pa.Array], results: bytes | memoryview, app_metadata: bytes
@@ -152,10 +191,11 @@ class Converter:
         # Not `nbytes`, which ends the process for some types (pyarrow 26, null and union arrays).
         buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer)
         require_bytes(sum(buffer.size for buffer in buffers), self._limits)
-        inputs = {spec.column for spec in self._plan.contract.inputs}
-        strings = sum(
-            _written_bytes(column) if name in inputs else _string_bytes(column)
+        used = {batch.schema.names[path.indices[0]] for m in self._plan.makers for path in m.paths}
+        strings = sum(maker.text_bytes(batch) for maker in self._plan.makers) + sum(
+            _string_bytes(column)
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            if name not in used
         )
         require_string_bytes(strings, self._limits)
 
@@ -170,39 +210,6 @@ def require_bytes(count: int, limits: LimitsConfig) -> None:
         raise LimitExceeded(
             f"a batch may have {limits.bytes} bytes, got {count}", wanted=limits.bytes
         )
-
-
-def _plain_column(column: pa.Array, wanted: pa.DataType) -> pa.Array:
-    """A column with every value written out, as the type that is plain."""
-    if not pa.types.is_dictionary(column.type):
-        return column if column.type == wanted else column.cast(wanted)
-    if column.type.value_type == wanted:
-        return column.dictionary_decode()
-    return column.dictionary.cast(wanted).take(column.indices)
-
-
-def _written_bytes(array: pa.Array) -> int:
-    """Bytes of an input's strings when each is written out; many may be the same few bytes.
-
-    They are where a dictionary is looked up for every row, and where views see the same buffer.
-    """
-    is_encoded = pa.types.is_dictionary(array.type)
-    leaf = entries = array.dictionary if is_encoded else array
-    while pa.types.is_fixed_size_list(leaf.type):
-        leaf = leaf.values
-    is_view = pa.types.is_string_view(leaf.type) or pa.types.is_binary_view(leaf.type)
-    if not len(leaf) or not (is_view or is_string(leaf.type)):
-        return 0
-    if is_view:
-        # A view is 16 bytes, and its length is the first four of them.
-        views = np.frombuffer(leaf.buffers()[1], np.int32)[4 * leaf.offset :: 4][: len(leaf)]
-        lengths = np.where(leaf.is_valid().to_numpy(zero_copy_only=False), views, 0)
-    else:
-        lengths = pc.fill_null(pc.binary_length(leaf), 0).to_numpy()
-    if is_encoded:
-        of_entry = lengths.reshape(len(entries), -1).sum(axis=1, dtype=np.int64)
-        lengths = of_entry[array.indices.drop_null().to_numpy()]
-    return int(lengths.sum(dtype=np.int64))
 
 
 def _string_bytes(array: pa.Array) -> int:

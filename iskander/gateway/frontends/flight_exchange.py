@@ -54,12 +54,14 @@ class _Pending(Request):
             lane,
             caller,
             arrived.rows,
-            [arrived.body[start:stop] for start, stop in arrived.tensors],
+            arrived.parts[0].tensors
+            if arrived.parts
+            else [arrived.body[start:stop] for start, stop in arrived.tensors],
             terms=terms.of(arrived.app_metadata),
             arrived_ns=now_ns(),
             call_deadline_ns=terms.deadline_ns,
         )
-        self.arrived = arrived
+        self.arrived = arrived._replace(parts=())
         self.taken: Any = None
         self.error: IskanderError | None = None
         self.held_bytes = max(raw_bytes, len(arrived.body)) + self.layout.output_bytes

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from iskander.config import HEADER_ROOM_BYTES, LimitsConfig
+from iskander.contract.inputs import entries_of
 from iskander.contract.outputs import ColumnOrder
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import (
-    as_tensor,
     depth,
     extent,
     is_string,
@@ -27,6 +27,7 @@ from iskander.gateway.arrow_types import (
     output_schema,
     plain_of,
 )
+from iskander.gateway.frontends.flight_inputs import Maker
 from iskander.gateway.ranking import can_group
 
 
@@ -161,8 +162,9 @@ class Plan:
         self.schema = _read_schema(header)
         self.schema_message = ipc.encapsulate(header)
         _require_limits(self.schema, limits)
-        chosen = _match(self.schema, contract)
-        self.passed = _passed_columns(self.schema, contract)
+        self.makers = [Maker(entry, contract, self.schema) for entry in entries_of(contract)]
+        used = _match(self.schema, contract, self.makers)
+        self.passed = _passed_columns(self.schema, contract, used)
         is_old = ipc.read_message(header).version != ipc.METADATA_V5
         # Passed-through columns of any type: where one is unusual, all are kept as arrays.
         # So are they where results are lists, structs or ranks, which are put together anew.
@@ -170,15 +172,17 @@ class Plan:
         is_assembled = any(column.is_assembled for column in contract.columns)
         self.is_response_plain = not is_assembled and all(extent(f.type) for f in self.passed)
         is_kept = not self.is_response_plain and bool(self.passed or self.groups)
-        is_unusual = any(_is_unusual(field, chosen) for field in self.schema)
-        self.is_converted = is_old or is_kept or is_unusual
-        plain = self.schema
+        is_made = bool(contract.sources) or any(maker.is_nested for maker in self.makers)
+        is_unusual = any(_is_unusual(field, used) for field in self.schema)
+        self.is_converted = is_old or is_kept or is_made or is_unusual
+        # Where batches are converted, a plain one has what is passed through, and the inputs are
+        # made beside it.
+        self.plain_schema = self.schema
         if self.is_converted:
-            passed = self.passed if self.is_response_plain else []
-            plain = _plain_schema(self.schema, chosen, passed)
-        self.plain_schema = plain
-        laid_out = {column.name: column for column in _lay_out(plain, chosen)}
-        self.inputs = [laid_out[spec.column] for spec in contract.inputs]
+            self.plain_schema = pa.schema(self.passed if self.is_response_plain else [])
+        specs = {} if self.is_converted else {spec.column: spec for spec in contract.inputs}
+        laid_out = {column.name: column for column in _lay_out(self.plain_schema, specs)}
+        self.inputs = [laid_out[name] for name in specs]
         self.forwarded = (
             [laid_out[field.name] for field in self.passed] if self.is_response_plain else []
         )
@@ -240,25 +244,14 @@ def _require_limits(schema: pa.Schema, limits: LimitsConfig) -> None:
             )
 
 
-def _match(schema: pa.Schema, contract: Contract) -> dict[str, TensorSpec]:
-    """The spec of each input column, or what does not fit, column by column."""
-    problems = []
-    chosen = {}
-    for spec in contract.inputs:
-        index = schema.get_field_index(spec.column)
-        if index < 0:
-            problems.append(f"column `{spec.column}` is missing: wanted {spec.type}")
-            continue
-        got = as_tensor(values_of(schema.field(index).type))
-        wanted = spec.type
-        if got is None or (got.dtype.onnx, got.shape) != (wanted.dtype.onnx, wanted.shape):
-            problems.append(
-                f"column `{spec.column}`: wanted {wanted}, got {schema.field(index).type}"
-            )
-        chosen[spec.column] = spec
+def _match(schema: pa.Schema, contract: Contract, makers: list[Maker]) -> set[str]:
+    """The columns that inputs are made of, or what does not fit, column by column."""
+    problems = [problem for maker in makers for problem in maker.problems]
+    used = {schema.names[path.indices[0]] for maker in makers for path in maker.paths}
     passed = contract.passthrough
     if passed != "all":
-        allowed = {*chosen, *(passed if isinstance(passed, tuple) else ())}
+        named = {name.split(".")[0] for maker in makers for name in maker.names}
+        allowed = {*used, *named, *(passed if isinstance(passed, tuple) else ())}
         allowed |= {rank.within for rank in contract.ranks}
         extra = [name for name in schema.names if name not in allowed]
         if extra:
@@ -267,7 +260,7 @@ def _match(schema: pa.Schema, contract: Contract) -> dict[str, TensorSpec]:
             )
     if problems:
         raise ContractError("; ".join(problems))
-    return chosen
+    return used
 
 
 def _group_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
@@ -288,10 +281,9 @@ def _group_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
     return [schema.field(name) for name in names]
 
 
-def _passed_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
-    inputs = {spec.column for spec in contract.inputs}
+def _passed_columns(schema: pa.Schema, contract: Contract, used: set[str]) -> list[pa.Field]:
     if contract.passthrough == "all":
-        passed = [field for field in schema if field.name not in inputs]
+        passed = [field for field in schema if field.name not in used]
     else:
         named = contract.passthrough if isinstance(contract.passthrough, tuple) else ()
         passed = [field for field in schema if field.name in named]
@@ -302,23 +294,10 @@ def _passed_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
     return passed
 
 
-def _plain_schema(
-    schema: pa.Schema, chosen: dict[str, TensorSpec], passed: list[pa.Field]
-) -> pa.Schema:
-    names = {*chosen, *(field.name for field in passed)}
-    return pa.schema(
-        [
-            field.with_type(plain_of(values_of(field.type))) if field.name in chosen else field
-            for field in schema
-            if field.name in names
-        ]
-    )
-
-
-def _is_unusual(field: pa.Field, chosen: dict[str, TensorSpec]) -> bool:
+def _is_unusual(field: pa.Field, used: set[str]) -> bool:
     """Whether a column has to be rewritten: its header does not say all, or offsets are wide."""
-    is_wide = field.name in chosen and plain_of(field.type) != field.type
-    return is_wide or extent(field.type) is None
+    is_other = field.name in used and plain_of(field.type) != field.type
+    return is_other or extent(field.type) is None
 
 
 def _lay_out(schema: pa.Schema, chosen: dict[str, TensorSpec]) -> list[Column]:
@@ -340,11 +319,6 @@ def _lay_out(schema: pa.Schema, chosen: dict[str, TensorSpec]) -> list[Column]:
         )
         node, buffer = node + size.nodes, buffer + size.buffers
     return columns
-
-
-def values_of(arrow: pa.DataType) -> pa.DataType:
-    """The type of a dictionary's values; any other type as it is."""
-    return arrow.value_type if pa.types.is_dictionary(arrow) else arrow
 
 
 def _quoted(names: list[str] | set[str]) -> str:
