@@ -1,4 +1,4 @@
-"""Files of labels beside a model: a line for each class.
+"""Files of labels beside a model: a line for each class, or for each word of a vocabulary.
 
 Read by the worker that loads the model and by the operator's tool.
 """
@@ -28,8 +28,11 @@ def read_labels(path: Path, manifest: Manifest | None) -> Labels:
 
 
 def _names(manifest: Manifest | None) -> Iterable[str]:
-    entries = () if manifest is None else manifest.outputs
-    return {source.labels for entry in entries for source in entry.sources if source.labels}
+    if manifest is None:
+        return set()
+    named = {source.labels for entry in manifest.outputs for source in entry.sources}
+    named |= {entry.vocabulary for entry in manifest.inputs}
+    return {name for name in named if name}
 
 
 def _read(file: Path, name: str) -> tuple[str, ...]:

@@ -19,11 +19,12 @@ from iskander.contract.manifest import read_manifest
 from iskander.contract.rows import RowCopier
 from iskander.contract.strings import string_ranges
 from iskander.contract.tensors import body_layout
-from iskander.errors import ExecutionFailed
+from iskander.errors import ContractError, ExecutionFailed
 from iskander.wire.messages import ModelSpec
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Run, load_model
 from iskander_worker.finishing import Finisher
+from iskander_worker.vocabulary import Vocabularies
 
 BFLOAT16_ONE = 0x3F80
 
@@ -55,6 +56,9 @@ class Session:
             is_plain = finished.is_plain
             if not is_plain:
                 self._compute = Finisher(finished.finishes).around(model.compute)
+        vocabularies = Vocabularies(self.contract, model.graph, labels)
+        if len(vocabularies):
+            self._compute = vocabularies.around(self._compute)
         self.threads, self.providers = model.threads, model.providers
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
@@ -95,7 +99,8 @@ class Session:
         """Compute a batch of ones, so that the first caller does not pay for first times.
 
         Ones, since a zero divisor of integers ends a process. A model may refuse ones (an index
-        beyond its table) and still be right for its callers' data, so a refusal is not one.
+        beyond its table, a word that no vocabulary has) and still be right for its callers' data,
+        so a refusal is not one.
         """
         specs = self.contract.inputs
         offsets, _ = body_layout(specs, rows)
@@ -117,5 +122,5 @@ class Session:
             inputs[start:stop] = ord("1")
         try:
             self.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(Run())
-        except ExecutionFailed:
+        except (ContractError, ExecutionFailed):
             return

@@ -1,0 +1,309 @@
+"""Columns of every kind through a real server, and what it computes held against NumPy."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import subprocess
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from onnx import TensorProto, helper
+from support import models
+from support.processes import BIN, Gateway, running
+
+from iskander.client import Client
+from iskander.errors import ContractError, IskanderError
+
+FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+OUTPUT = """
+[[outputs]]
+tensor = "y"
+column = "y"
+"""
+
+
+def info(name: str, element: int, *shape: Any) -> Any:
+    return helper.make_tensor_value_info(name, element, ["rows", *shape])
+
+
+def manifest(folder: Path, text: str, kind: str, passthrough: str = "none") -> Path:
+    (folder / "manifest.toml").write_text(
+        f'format = 1\npassthrough = "{passthrough}"\n{text}{OUTPUT}type = "{kind}"\n'
+    )
+    return folder
+
+
+def tabular(folder: Path) -> Path:
+    """`y` is the packed columns times 1, 10, 100, 1000, summed."""
+    weights = helper.make_tensor("w", FLOAT, [4, 1], [1.0, 10.0, 100.0, 1000.0])
+    models.save(
+        folder,
+        [
+            helper.make_node("MatMul", ["x", "w"], ["p"]),
+            helper.make_node("Squeeze", ["p", "a"], ["y"]),
+        ],
+        [info("x", FLOAT, 4)],
+        [info("y", FLOAT)],
+        [weights, helper.make_tensor("a", INT64, [1], [1])],
+    )  # fmt: skip
+    text = """
+[[inputs]]
+tensor = "x"
+columns = ["age", "user.rate", "is_new", "clicks"]
+cast = true
+fill = 0.0
+"""
+    return manifest(folder, text, "float32", "all")
+
+
+def masked_sum(folder: Path) -> Path:
+    """`y` is the sum of a row's elements by its mask, plus 1000 times its length."""
+    models.save(
+        folder,
+        [
+            helper.make_node("Mul", ["x", "m"], ["kept"]),
+            helper.make_node("ReduceSum", ["kept", "a"], ["sum"], keepdims=0),
+            helper.make_node("Cast", ["n"], ["length"], to=FLOAT),
+            helper.make_node("Mul", ["length", "thousand"], ["large"]),
+            helper.make_node("Add", ["sum", "large"], ["y"]),
+        ],
+        [info("x", FLOAT, "length"), info("m", FLOAT, "length"), info("n", INT64)],
+        [info("y", FLOAT)],
+        [
+            helper.make_tensor("a", INT64, [1], [1]),
+            helper.make_tensor("thousand", FLOAT, [], [1000.0]),
+        ],
+    )
+    text = """
+[[inputs]]
+tensor = "x"
+column = "values"
+cast = true
+type = "list<int32>"
+max_length = 5
+padding = 7.5
+truncate = "tail"
+nulls = "mask"
+mask = "m"
+lengths = "n"
+"""
+    return manifest(folder, text, "float32")
+
+
+def moments(folder: Path) -> Path:
+    """`y` is hours, and the price in hundreds, added."""
+    models.save(
+        folder,
+        [helper.make_node("Add", ["t", "p"], ["y"])],
+        [info("t", TensorProto.DOUBLE), info("p", TensorProto.DOUBLE)],
+        [info("y", TensorProto.DOUBLE)],
+    )
+    text = """
+[[inputs]]
+tensor = "t"
+column = "at"
+type = "timestamp"
+unit = "h"
+nulls = "nan"
+[[inputs]]
+tensor = "p"
+column = "price"
+type = "decimal128(10, 2)"
+as = "unscaled"
+"""
+    return manifest(folder, text, "float64")
+
+
+def words(folder: Path) -> Path:
+    """`y` is the line of the first word, plus ten times that of the second by its one-hot row."""
+    models.save(
+        folder,
+        [
+            helper.make_node("ArgMax", ["hot"], ["second"], axis=1, keepdims=0),
+            helper.make_node("Mul", ["second", "ten"], ["tens"]),
+            helper.make_node("Add", ["first", "tens"], ["y"]),
+        ],
+        [info("first", INT64), info("hot", FLOAT, 4)],
+        [info("y", INT64)],
+        [helper.make_tensor("ten", INT64, [], [10])],
+    )
+    (folder / "words.txt").write_text("red\ngreen\nžlutá\n")
+    text = """
+[[inputs]]
+tensor = "first"
+column = "first"
+vocabulary = "words.txt"
+[[inputs]]
+tensor = "hot"
+column = "second"
+vocabulary = "words.txt"
+one_hot = true
+unknown = 3
+fill = "red"
+"""
+    return manifest(folder, text, "int64")
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("columns")
+    paths = {
+        "tabular": tabular(folder / "tabular"),
+        "masked": masked_sum(folder / "masked"),
+        "moments": moments(folder / "moments"),
+        "words": words(folder / "words"),
+    }
+    served = [
+        {"name": name, "path": str(path), "intra_threads": 1, "max_batch_rows": 16}
+        for name, path in paths.items()
+    ]
+    with running(folder, served, workers={"groups": ["0"]}) as ready:
+        yield ready
+        stats = ready.wait_idle()
+        assert stats["workers"][0]["starts"] == 1
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[Client]:
+    with gateway.client() as client:
+        yield client
+
+
+def asked(client: Client, model: str, **columns: Any) -> pa.RecordBatch:
+    (got,) = client.stream(model, [pa.record_batch(columns)])
+    got.validate(full=True)
+    return got
+
+
+def test_a_table_of_mixed_types_is_one_tensor(client: Client) -> None:
+    """Integers, a struct's field, booleans and a dictionary, with nulls, over several batches."""
+    rows = 50
+    age = [None if n % 7 == 0 else n for n in range(rows)]
+    rate = [None if n % 5 == 0 else {"rate": n / 4} for n in range(rows)]
+    new = [n % 2 == 0 for n in range(rows)]
+    clicks = [n % 3 for n in range(rows)]
+
+    got = asked(
+        client,
+        "tabular",
+        age=pa.array(age, pa.int16()),
+        id=pa.array([f"r{n}" for n in range(rows)]),
+        user=pa.array(rate, pa.struct([("rate", pa.float64())])),
+        is_new=pa.array(new),
+        clicks=pa.array(clicks, pa.int64()).dictionary_encode(),
+    )
+
+    wanted = [
+        (a or 0) + 10 * (r or {"rate": 0})["rate"] + 100 * n + 1000 * c
+        for a, r, n, c in zip(age, rate, new, clicks, strict=True)
+    ]
+    np.testing.assert_allclose(got["y"].to_numpy(), np.array(wanted, np.float32))
+    assert got["id"].to_pylist() == [f"r{n}" for n in range(rows)]
+
+
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list, pa.list_view], ids=lambda k: k.__name__)
+def test_ragged_rows_with_mask_and_lengths(client: Client, kind: Any) -> None:
+    rows = [list(range(n % 8)) for n in range(20)]
+    rows[3] = [None, 4]
+    got = asked(client, "masked", values=pa.array(rows, kind(pa.int32())))
+    wanted = [sum(v or 0 for v in row[-5:]) + 1000 * min(len(row), 5) for row in rows]
+    assert got["y"].to_pylist() == wanted
+
+
+def test_timestamps_and_decimals(client: Client) -> None:
+    start = dt.datetime(2024, 5, 1, tzinfo=dt.UTC)
+    at = [start, None, start + dt.timedelta(minutes=90)]
+    price = [Decimal("1.25"), Decimal("0.00"), Decimal("-3.10")]
+    got = asked(
+        client,
+        "moments",
+        at=pa.array(at, pa.timestamp("ms", "Europe/Prague")),
+        price=pa.array(price, pa.decimal128(10, 2)),
+    )
+    hours = start.timestamp() / 3600
+    np.testing.assert_allclose(got["y"].to_numpy(), [hours + 125, float("nan"), hours + 1.5 - 310])
+
+
+def test_words_are_looked_up_and_an_unknown_one_is_refused(client: Client) -> None:
+    got = asked(
+        client,
+        "words",
+        first=pa.array(["žlutá", "red", "green"]).dictionary_encode(),
+        second=pa.array(["green", "mauve", None], pa.large_utf8()),
+    )
+    assert got["y"].to_pylist() == [12, 30, 1]
+    with pytest.raises(ContractError, match="has `blue`, which is not in the vocabulary"):
+        asked(client, "words", first=pa.array(["red", "blue"]), second=pa.array(["red", "red"]))
+
+
+def manifest_of(model: Path) -> str:
+    """What the operator's tool prints."""
+    command = [BIN / "iskander", "manifest", model]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a null type": ("moments", {"at": pa.nulls(1)}, "no values"),
+    "another unit": ("moments", {"price": pa.array([Decimal("1.250")])}, "wanted decimal128"),
+    "a null": ("moments", {"price": pa.array([None], pa.decimal128(10, 2))}, "first in row 0"),
+    "a field that is not there": ("tabular", {"user": pa.array([{"r": 1.0}])}, "`user.rate`"),
+    "a number too large": ("tabular", {"clicks": pa.array([1e300])}, "row 0 has 1e\\+300"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_column_ends_its_stream_and_nobody_elses(client: Client, case: str) -> None:
+    good: dict[str, dict[str, Any]] = {
+        "moments": {
+            "at": pa.array([0], pa.timestamp("s")),
+            "price": pa.array([Decimal("1.00")], pa.decimal128(10, 2)),
+        },
+        "tabular": {
+            "age": pa.array([1]), "user": pa.array([{"rate": 1.0}]), "is_new": pa.array([True]),
+            "clicks": pa.array([1]),
+        },
+    }  # fmt: skip
+    model, bad, words = REFUSED[case]
+    with pytest.raises(IskanderError, match=words):
+        asked(client, model, **(good[model] | bad))
+    assert asked(client, model, **good[model]).num_rows == 1
+
+
+def test_a_large_batch_is_made_by_a_thread_in_order(client: Client) -> None:
+    """Batches over 4 MiB go another way, and come back in their turn."""
+    rng = np.random.default_rng(5)
+    columns = {
+        "age": rng.integers(0, 99, 200_000),
+        "is_new": rng.integers(0, 2, 200_000) > 0,
+        "clicks": rng.integers(0, 3, 200_000),
+    }
+    user = pa.StructArray.from_arrays([pa.array(rng.random(200_000))], ["rate"])
+    arrays = {name: pa.array(data) for name, data in columns.items()}
+    large = pa.record_batch(arrays | {"user": user})
+    batches = [large.slice(0, 10), large, large.slice(10, 5)]
+    got = list(client.stream("tabular", batches))
+    assert [batch.num_rows for batch in got] == [10, 200_000, 5]
+    wanted = columns["age"] + 10 * user.field(0).to_numpy() + 100.0 * columns["is_new"]
+    wanted = (wanted + 1000 * columns["clicks"]).astype(np.float32)
+    np.testing.assert_allclose(got[1]["y"].to_numpy(), wanted, rtol=1e-5)
+    np.testing.assert_allclose(got[2]["y"].to_numpy(), wanted[10:15], rtol=1e-5)
+
+
+def test_a_model_tells_how_its_columns_are_made(client: Client, gateway: Gateway) -> None:
+    described = {model["name"]: model for model in client.models()}
+    (table,) = described["tabular"]["inputs"]
+    assert table["columns"] == ["age", "user.rate", "is_new", "clicks"] and table["fill"] == 0.0
+    (values,) = described["masked"]["inputs"]
+    assert (values["max_length"], values["mask"], values["truncate"]) == (5, "m", "tail")
+    folder = gateway.folder
+    printed = manifest_of(folder / "masked")
+    assert 'type = "list<int32>"' in printed and 'lengths = "n"' in printed
+    (folder / "masked" / "manifest.toml").write_text(printed)
+    assert manifest_of(folder / "masked") == printed
+    assert json.loads(json.dumps(described))

@@ -1,0 +1,100 @@
+"""Text looked up in a file beside the model, just before the model is run.
+
+Requests carry the text; the graph takes its line's number, counted from 0, or a one-hot row of it.
+
+Runs on: worker main.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from iskander.contract.dtypes import BY_ONNX
+from iskander.contract.graph import Graph
+from iskander.contract.labels import Labels
+from iskander.contract.manifest import InputColumn
+from iskander.contract.tensors import Contract
+from iskander.errors import ContractError, ManifestError
+from iskander_worker.arrays import Compute
+from iskander_worker.backends import Arrays, Run
+
+UNKNOWN = -1
+
+
+class Vocabularies:
+    """The lookups of a model.
+
+    Args:
+        contract: Of the model.
+        graph: Of the model.
+        files: The lines of each file that the manifest names.
+
+    Raises:
+        ManifestError: A file has a line twice, or other lines than the graph has room for.
+    """
+
+    def __init__(self, contract: Contract, graph: Graph, files: Labels) -> None:
+        tensors = {tensor.name: tensor for tensor in graph.inputs}
+        self._lookups = []
+        for entry in contract.sources:
+            if entry.vocabulary:
+                tensor = tensors[entry.tensor]
+                dtype = BY_ONNX[tensor.element].numpy
+                self._lookups.append(
+                    _Lookup(entry, files[entry.vocabulary], np.dtype(dtype), tensor.shape[-1])
+                )
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def around(self, compute: Compute) -> Compute:
+        """What takes text where `compute` takes its numbers."""
+
+        def looked_up(arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
+            made = {each.tensor: each.numbers(arrays[each.tensor]) for each in self._lookups}
+            return compute({**arrays, **made}, wanted, run)
+
+        return looked_up
+
+
+class _Lookup:
+    """One input's."""
+
+    def __init__(
+        self, entry: InputColumn, lines: tuple[str, ...], dtype: np.dtype, axis: int | str | None
+    ) -> None:
+        what = f"input `{entry.tensor}`: the vocabulary `{entry.vocabulary}`"
+        self.tensor = entry.tensor
+        self._entry, self._dtype = entry, dtype
+        self._numbers = {line: number for number, line in enumerate(lines)}
+        if len(self._numbers) < len(lines):
+            raise ManifestError(f"{what} has a line twice")
+        self._unknown = entry.unknown if isinstance(entry.unknown, int) else UNKNOWN
+        needed = max(len(lines), self._unknown + 1)
+        self._depth = axis if entry.one_hot and isinstance(axis, int) else needed
+        if self._depth < needed:
+            raise ManifestError(f"{what} makes {needed} numbers, and the graph takes {self._depth}")
+
+    def numbers(self, text: np.ndarray) -> np.ndarray:
+        """Text of any shape as numbers of that shape, or with an axis more as one-hot rows.
+
+        Raises:
+            ContractError: Text that is not in the file, where the manifest names no number for it.
+        """
+        flat = text.reshape(-1)
+        find, unknown = self._numbers.get, self._unknown
+        found = np.array([find(each, unknown) for each in flat], np.int64)
+        if unknown == UNKNOWN and (found == UNKNOWN).any():
+            at = int(np.flatnonzero(found == UNKNOWN)[0])
+            raise ContractError(
+                f"column `{self._entry.column or self.tensor}` has `{flat[at][:100]}`, which is "
+                f"not in the vocabulary `{self._entry.vocabulary}` "
+                f"({int((found == UNKNOWN).sum())} of {len(flat)} values)"
+            )
+        if not self._entry.one_hot:
+            return found.astype(self._dtype).reshape(text.shape)
+        rows = np.zeros((len(flat), self._depth), self._dtype)
+        rows[np.arange(len(flat)), found] = 1
+        return rows.reshape(*text.shape, self._depth)
