@@ -1,0 +1,87 @@
+"""The examples, made and served as their READMEs say: figures are those of where they come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from support import examples, models
+from support.judging import Judge
+
+SCRIPT = str(Path(models.__file__).with_name("outputs_judge.py"))
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    judge = Judge(SCRIPT)
+    yield judge
+    judge.close()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in examples.EXAMPLES.iterdir()))
+def test_an_example_is_whole(name: str) -> None:
+    """Its files are there, and its README names the commands that make and serve it."""
+    folder = examples.EXAMPLES / name
+    readme = (folder / "README.md").read_text()
+    assert f"python configs/examples/{name}/make_model.py" in readme
+    assert f"iskander-gateway --config configs/examples/{name}/config.toml" in readme
+    assert (folder / "1" / "manifest.toml").is_file()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tabular_gives_scikit_learns_figures(tmp_path: Path, judge: Judge) -> None:
+    """The whole table, by both protocols."""
+    pytest.importorskip("skl2onnx")
+    datasets = pytest.importorskip("sklearn.datasets")
+    made = examples.module("tabular")
+    rows = datasets.load_breast_cancer().data[:, : len(made.FEATURES)].astype(np.float32)
+    wanted = made.train().predict_proba(rows)[:, 0]
+    names = ["malignant" if share > 0.5 else "benign" for share in wanted]
+    columns = {name: pa.array(rows[:, index]) for index, name in enumerate(made.FEATURES)}
+    ids = pa.array([f"cell {n}" for n in range(len(rows))])
+    with examples.served("tabular", tmp_path) as gateway:
+        with gateway.client() as client:
+            answer = client.score("tabular", pa.record_batch({"entity_id": ids} | columns))
+        inputs = {
+            name: ["float32", rows[:9, index, None].tolist()]
+            for index, name in enumerate(made.FEATURES)
+        }
+        found = judge.ask("infer", address=gateway.address, model="tabular", inputs=inputs)
+    assert answer.schema.names == ["entity_id", "score", "label"]
+    assert answer["entity_id"].to_pylist() == ids.to_pylist()
+    np.testing.assert_allclose(answer["score"].to_numpy(), wanted, atol=1e-4)
+    assert answer["label"].to_pylist() == names
+    assert found["label"] == ["BYTES", names[:9]]
+    np.testing.assert_allclose(np.ravel(found["score"][1]), wanted[:9], atol=1e-4)
+
+
+def test_image_gives_the_runtimes_figures(tmp_path: Path) -> None:
+    """Each row the five best of what the runtime makes by itself."""
+    random = np.random.default_rng(3)
+    images = random.integers(0, 256, (3, 224, 224, 3), np.uint8)
+    images[1] //= 3
+    images[2, :112] = 0
+    kind = pa.fixed_shape_tensor(pa.uint8(), [224, 224, 3])
+    storage = pa.FixedSizeListArray.from_arrays(pa.array(images.reshape(-1)), 224 * 224 * 3)
+    column = pa.ExtensionArray.from_storage(kind, storage)
+    batch = pa.record_batch({"name": pa.array(["a", "b", "c"]), "image": column})
+    with examples.served("image", tmp_path) as gateway, gateway.client() as client:
+        answer = client.score("image", batch)
+        os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+        import onnxruntime as ort
+
+        model = tmp_path / "image" / "1" / "model.onnx"
+        session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+        (scores,) = session.run(None, {"image": images})
+    assert answer.schema.names == ["name", "top"]
+    found: list[list[dict[str, Any]]] = answer["top"].to_pylist()
+    for got, row in zip(found, scores, strict=True):
+        best = np.argsort(-row, kind="stable")[:5]
+        assert [each["label"] for each in got] == [f"class {n}" for n in best]
+        np.testing.assert_allclose([each["score"] for each in got], row[best], rtol=1e-3)
+    assert len({got[0]["score"] for got in found}) == 3
