@@ -19,7 +19,14 @@ from iskander.contract.columns import ColumnType, parse_column_type
 from iskander.contract.dtypes import BY_ARROW, BY_ONNX
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.outputs import OutputColumn, Source
-from iskander.contract.result_types import Leaf, leaves_of, parse_result_type
+from iskander.contract.result_types import (
+    Leaf,
+    ListOf,
+    ResultType,
+    StructOf,
+    leaves_of,
+    parse_result_type,
+)
 from iskander.contract.steps import NUMBERS, Made, Sizes, after, is_top_k, labelled, listed
 from iskander.contract.tensors import ResultColumn, TensorSpec
 from iskander.errors import ManifestError
@@ -191,7 +198,34 @@ def _finishes(
         if column_type is not None and column_type.is_tensor:
             spec = msgspec.structs.replace(spec, type=column_type)
         made.append(finish._replace(spec=spec))
+    if kind is not None:
+        _require_even(entry.column, kind, [finish.spec.shape for finish in made], 0)
     return made
+
+
+def _require_even(column: str, kind: ResultType, shapes: list[tuple[int, ...]], depth: int) -> None:
+    """Refuse a list whose parts do not have as many entries.
+
+    Args:
+        column: Of results.
+        kind: Of it, or of a part of it.
+        shapes: Of a row of each of its leaves.
+        depth: Lists around it.
+    """
+    if isinstance(kind, StructOf):
+        first = 0
+        for _, field in kind.fields:
+            count = len(leaves_of(field))
+            _require_even(column, field, shapes[first : first + count], depth)
+            first += count
+    elif isinstance(kind, ListOf):
+        lengths = {shape[depth] for shape in shapes}
+        if len(lengths) > 1:
+            raise ManifestError(
+                f"output column `{column}` has a list whose parts are tensors of different "
+                f"lengths: {', '.join(map(str, sorted(lengths)))}"
+            )
+        _require_even(column, kind.item, shapes, depth + 1)
 
 
 def _finish(

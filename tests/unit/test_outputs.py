@@ -287,6 +287,13 @@ REFUSED = [
         output("struct<a: int64>", fields='{b = {tensor = "class"}}'),
         "`fields` are `b` and .* has `a`",
     ),
+    (
+        output(
+            "list<struct<a: float32, b: struct<c: float32>>>",
+            fields='{a = {tensor = "logits"}, "b.c" = {tensor = "maps", keys = [1, 2]}}',
+        ),
+        "tensors of different lengths: 2, 3",
+    ),
     (of("score", "float64") + RANKED.split("\n", 4)[4].replace("int32", "int64"), "is an int32"),
     (RANKED.replace('of = "made"', 'of = "x"'), "has to be an output column with one number"),
     (RANKED.replace('of = "made"', 'of = "place"'), "has to be an output column with one number"),
