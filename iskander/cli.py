@@ -22,7 +22,10 @@ from iskander.errors import IskanderError
 from iskander.tables import Row, render_stats, render_table
 
 if TYPE_CHECKING:
+    from iskander_worker.session import Session
+
     from iskander.gateway.supervision.placement import Plan
+    from iskander.wire import messages
 
 EXIT_NO = 1
 
@@ -114,12 +117,11 @@ def _check(arguments: argparse.Namespace) -> int:
         make_policy(model.lane)
     specs = [model_spec(key, model) for key, model in enumerate(config.models)]
     set_library_environment()
-    from iskander_worker.session import Session
-
     rows = []
-    for spec in specs:
+    for spec, model in zip(specs, config.models, strict=True):
+        cores = min(place.cores for place in placed.places if place.pool == spec.pool)
         try:
-            session = Session(spec, min(place.cores for place in placed.places))
+            session = _try_session(spec, model.python, cores, config.workers.start_s)
             require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
@@ -144,6 +146,19 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _try_session(
+    spec: messages.ModelSpec, python: str, cores: int, wait_s: float
+) -> Session | messages.Loaded:
+    """Load a model: here, or in a process like its own workers."""
+    if spec.pool:
+        from iskander.gateway.supervision.trial import try_model
+
+        return try_model(spec, python, cores, wait_s)
+    from iskander_worker.session import Session
+
+    return Session(spec, cores)
+
+
 def _render_plan(placed: Plan) -> list[str]:
     """Where each process would run, and what could not be as it was asked for."""
     from iskander.gateway.supervision.topology import render_cpu_list
@@ -151,7 +166,7 @@ def _render_plan(placed: Plan) -> list[str]:
     rows = [("gateway", "-", render_cpu_list(placed.gateway) or "any", "-", "-", "-")]
     rows += [
         (
-            f"worker {place.index}",
+            f"worker {place.index}" + (f" of {place.pool}" if place.pool else ""),
             str(place.group),
             render_cpu_list(place.cpus),
             str(place.cores),

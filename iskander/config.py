@@ -259,6 +259,11 @@ class Config(Section, frozen=True, kw_only=True):
     ]
 
     @property
+    def has_shared_models(self) -> bool:
+        """Whether there are models without workers of their own."""
+        return not all(model.own_workers for model in self.models)
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses as a tuple, however they were written."""
         address = self.server.address

@@ -148,7 +148,9 @@ def _complete(model: ModelConfig, folder: Path) -> ModelConfig:
     if version is None:
         named = path.name if path.is_dir() else path.parent.name
         version = named if named.isdecimal() else "1"
-    return msgspec.structs.replace(model, path=str(path), version=str(version))
+    # Not resolved: an interpreter finds its virtual environment by the link's own place.
+    python = str((folder / model.python).absolute()) if model.python else ""
+    return msgspec.structs.replace(model, path=str(path), version=str(version), python=python)
 
 
 def _override(

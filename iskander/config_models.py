@@ -9,6 +9,9 @@ from msgspec import Meta
 from iskander.config_section import MIB, Positive, Section
 from iskander.contract.tensors import STRING_BYTES
 
+SHARED_BACKENDS = ("onnx",)
+"""Those whose models run beside others in one worker."""
+
 
 class LaneConfig(Section, frozen=True, kw_only=True):
     """How requests for one model version wait and are put together; `[models.lane]` overrides."""
@@ -113,7 +116,40 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str | int | None,
         Meta(description="Version; the folder's name where that is a number, else 1."),
     ] = None
-    backend: Annotated[Literal["onnx"], Meta(description="What runs it.")] = "onnx"
+    backend: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z",
+            description="What runs it: onnx, python, or one that is installed.",
+        ),
+    ] = "onnx"
+    workers: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Workers of its own, beside those that serve all models; 0: none, but one "
+            "where the backend is not onnx or `python` is set.",
+        ),
+    ] = 0
+    python: Annotated[
+        str,
+        Meta(
+            description="Python interpreter of its own workers, such as that of a virtual "
+            "environment; relative to this file. Empty: the server's."
+        ),
+    ] = ""
+    trust_pickle: Annotated[
+        bool,
+        Meta(
+            description="Let the model's code unpickle its files. A pickle runs whatever its "
+            "author wrote."
+        ),
+    ] = False
+    trusted_types: Annotated[
+        tuple[str, ...],
+        Meta(description="Types that a skops file may hold beside those that skops trusts."),
+    ] = ()
     execution_providers: Annotated[
         tuple[Literal["cpu", "cuda", "tensorrt"], ...],
         Meta(min_length=1, description="In order of preference; each one must be there."),
@@ -155,3 +191,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     lane: Annotated[
         LaneConfig, Meta(description="A `[models.lane]` table: settings of `[lanes]`, overridden.")
     ] = LaneConfig()
+
+    @property
+    def own_workers(self) -> int:
+        """How many workers serve it and nothing else; 0 where those of all models do."""
+        return self.workers or int(self.backend not in SHARED_BACKENDS or bool(self.python))
+
+    @property
+    def pool(self) -> str:
+        """Name of the workers that serve it: its own, or empty for those of all models."""
+        return f"{self.name}/{self.version}" if self.own_workers else ""

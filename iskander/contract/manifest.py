@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from iskander.contract.outputs import ColumnOrder, OutputColumn
+from iskander.contract.parts import GraphPart, PythonPart
 from iskander.errors import ManifestError
 
 MANIFEST_BYTES_MAX = 1 << 20
@@ -65,11 +66,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: tuple[OutputColumn, ...]
     passthrough: Passthrough = "none"
     columns: ColumnOrder = "passthrough_first"
+    graph: GraphPart = GraphPart()
+    python: PythonPart = PythonPart()
 
 
-def model_file(path: Path) -> Path:
-    """The model file that a configured path means: itself, or `model.onnx` in the folder."""
-    return path / "model.onnx" if path.is_dir() else path
+def model_file(path: Path, backend: str = "onnx") -> Path:
+    """The file that a configured path means: itself, or what makes a folder a model.
+
+    For ONNX that is the graph, for all others the manifest, which names their files.
+    """
+    if not path.is_dir():
+        return path
+    return path / ("model.onnx" if backend == "onnx" else "manifest.toml")
 
 
 def read_manifest(path: Path) -> Manifest | None:

@@ -38,7 +38,7 @@ class Models:
 
     def __init__(self, config: Config, recent: Recent) -> None:
         self.by_key = {
-            key: Lane(model_spec(key, model), model.lane, config.workers.quorum, recent)
+            key: Lane(model_spec(key, model), model.lane, _quorum(config, model), recent)
             for key, model in enumerate(config.models)
         }
 
@@ -160,7 +160,9 @@ def model_spec(key: int, model: ModelConfig) -> ModelSpec:
     Raises:
         ConfigError: There is no file where the configuration says.
     """
-    file = model_file(Path(model.path))
+    if model.python and not os.access(model.python, os.X_OK):
+        raise ConfigError(f"models[{key}].python: `{model.name}` has no interpreter there")
+    file = model_file(Path(model.path), model.backend)
     try:
         stat = os.stat(file)
     except OSError as error:
@@ -168,7 +170,8 @@ def model_spec(key: int, model: ModelConfig) -> ModelSpec:
             f"models[{key}].path: `{model.name}` has no model file there: {error.strerror}"
         ) from None
     manifest = file.parent / "manifest.toml"
-    manifest_ns = manifest.stat().st_mtime_ns if manifest.exists() else 0
+    beside = [manifest] if model.backend == "onnx" else sorted(file.parent.iterdir())
+    stamps = [path.stat().st_mtime_ns for path in beside if path.exists()]
     options = msgspec.json.encode(model).decode()
     return ModelSpec(
         key=key,
@@ -184,8 +187,16 @@ def model_spec(key: int, model: ModelConfig) -> ModelSpec:
         has_memory_pattern=model.memory_pattern,
         rows_max=model.max_batch_rows,
         string_bytes=model.result_string_bytes,
-        fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {manifest_ns} {options}",
+        fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {stamps} {options}",
+        pool=model.pool,
+        trust_pickle=model.trust_pickle,
+        trusted_types=model.trusted_types,
     )
+
+
+def _quorum(config: Config, model: ModelConfig) -> int:
+    """Workers that a model needs; of its own it may have fewer than others need."""
+    return min(config.workers.quorum, model.own_workers or config.workers.quorum)
 
 
 def _version_order(version: str) -> tuple[int, int, str]:

@@ -388,6 +388,11 @@ def _fixed(config: Config) -> dict[str, object]:
         "server.cores": server.cores,
         "workers.groups": workers.groups,
         "workers.count": workers.count,
+        "workers of models": [
+            (model.pool, model.own_workers, model.python, model.intra_threads)
+            for model in config.models
+            if model.own_workers
+        ],
         "admin.address": config.admin.address,
         "http.address": config.http.address,
     }

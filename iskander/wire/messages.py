@@ -31,6 +31,9 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
         threads_intra: Compute threads within an operator; 0 for one a physical core of the worker.
         string_bytes: The most bytes of one string in its results.
         fingerprint: Equal for equal files and options; what is loaded already is kept.
+        pool: Workers that it is for: its own, or empty for those of all models.
+        trust_pickle: Its code may unpickle files.
+        trusted_types: Types that its skops files may hold beside the usual ones.
     """
 
     key: int
@@ -47,6 +50,9 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     rows_max: int
     string_bytes: int
     fingerprint: str
+    pool: str = ""
+    trust_pickle: bool = False
+    trusted_types: tuple[str, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -56,6 +62,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
         group: Core group that it was started for; None for any.
         index: The place it had with an earlier gateway; None for a newborn.
         cpus: Cores that it is pinned to already; empty for a newborn.
+        pool: The one model that it is to serve, as `NAME/VERSION`; empty for those of all models.
     """
 
     protocol: int
@@ -63,6 +70,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     group: int | None
     index: int | None
     cpus: tuple[int, ...]
+    pool: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -32,7 +32,7 @@ LAYERS = {
     ),
     "iskander/cli.py": (
         "", "errors", "config", "config_file", "config_inferential", "config_reference", "contract",
-        "memory", "client", "gateway", "tables", "iskander_worker",
+        "memory", "client", "gateway", "tables", "wire", "iskander_worker",
     ),
     "workers/iskander_worker/": (
         "", "errors", "clock", "contract", "memory", "wire", "iskander_worker",
@@ -71,23 +71,33 @@ DOORS = {
         ("workers/iskander_worker/backends/onnx.py",),
         "iskander_worker.backends",
     ),
-    "pyarrow": (("iskander/gateway/", "iskander/client.py"), "nothing: a worker has no Arrow"),
+    "pyarrow": (
+        ("iskander/gateway/", "iskander/client.py", "workers/iskander_worker/arrow.py"),
+        "nothing: only the worker of a model that speaks Arrow has it",
+    ),
+    "skops": (("workers/iskander_worker/backends/python.py",), "iskander_worker.backends.python"),
     "yaml": (("iskander/config_inferential.py",), "tomllib"),
     "mmap": (("iskander/memory/segment.py",), "iskander.memory.segment"),
     "time": (("iskander/clock.py",), "iskander.clock"),
     "subprocess": (
-        ("iskander/gateway/supervision/workers.py", "iskander/gateway/processes.py"),
+        (
+            "iskander/gateway/supervision/workers.py",
+            "iskander/gateway/supervision/trial.py",
+            "iskander/gateway/processes.py",
+        ),
         "the supervisor",
     ),
     "multiprocessing": ((), "a worker of its own command"),
-    "pickle": ((), "msgspec"),
+    "pickle": (("workers/iskander_worker/backends/python.py",), "msgspec"),
 }
 
 PURE = (
     "iskander/contract/columns.py",
     "iskander/contract/compile.py",
     "iskander/contract/finishing.py",
+    "iskander/contract/declared.py",
     "iskander/contract/graph.py",
+    "iskander/contract/parts.py",
     "iskander/contract/outputs.py",
     "iskander/contract/result_types.py",
     "iskander/contract/steps.py",

@@ -64,7 +64,7 @@ REFUSED = [
     ('[[models]]\nname = "a\\n"\npath = "p"', "models[0].name", "regex"),
     (MODEL + "version = true", "models[0].version = true", "int | str"),
     (MODEL + "version = 1.5", "models[0].version = 1.5", "int | str"),
-    (MODEL + "backend = 'torch'", 'models[0].backend = "torch"', "onnx"),
+    (MODEL + "backend = 'to rch'", 'models[0].backend = "to rch"', "regex"),
     (MODEL + "execution_providers = []", "models[0].execution_providers", ">= 1"),
     (MODEL + "execution_providers = ['x']", "models[0].execution_providers[0]", "cuda"),
     (MODEL + "max_batch_rows = 0", "models[0].max_batch_rows = 0", ">= 1"),

@@ -400,3 +400,58 @@ def test_the_narrowest_worker_counts() -> None:
     """Five cores for two workers: the second has the third core, and the first decides."""
     with pytest.raises(ConfigError, match="worker 0 has 2 cpus"):
         plan(config(count=2, intra_threads=3), make_topology(1, 5))
+
+
+def with_own(*own: dict[str, Any], count: int = 0, has_shared: bool = True) -> Config:
+    """A model for the workers of all, and some with workers of their own."""
+    shared = [ModelConfig(name="m", path="p", version="1")] if has_shared else []
+    others = [
+        ModelConfig(name=f"own{at}", path="p", version="1", backend="python", **settings)
+        for at, settings in enumerate(own)
+    ]
+    return Config(workers=WorkersConfig(count=count), models=(*shared, *others))
+
+
+def pools(places: list[Place]) -> list[tuple[int, str, str]]:
+    return [(each.index, each.pool, render_cpu_list(each.cpus)) for each in places]
+
+
+def test_workers_of_a_model_take_cores_from_the_end_and_the_others_share_the_rest() -> None:
+    planned = plan(with_own({"workers": 2}, {"intra_threads": 2}), make_topology(1, 8))
+    assert pools(planned.places) == [
+        (0, "", "0-3"),
+        (1, "own0/1", "7"),
+        (2, "own0/1", "6"),
+        (3, "own1/1", "4-5"),
+    ]
+    assert planned.notes == ()
+
+
+def test_workers_of_models_go_to_the_groups_in_turn() -> None:
+    planned = plan(with_own({"workers": 3}), make_topology(2, 4))
+    assert pools(planned.places) == [
+        (0, "", "0-1"),
+        (1, "", "4-6"),
+        (2, "own0/1", "3"),
+        (3, "own0/1", "7"),
+        (4, "own0/1", "2"),
+    ]
+    assert [each.node for each in planned.places] == [0, 1, 0, 1, 0]
+
+
+def test_too_few_cores_are_shared_and_said() -> None:
+    planned = plan(with_own({"workers": 2}), make_topology(1, 2))
+    assert pools(planned.places) == [(0, "", "0"), (1, "own0/1", "1"), (2, "own0/1", "1")]
+    assert planned.notes == (
+        "a worker of model `own0` shares cores with others: group 0 has too few for all",
+    )
+
+
+def test_without_models_for_all_there_are_no_workers_of_all() -> None:
+    planned = plan(with_own({}, has_shared=False), make_topology(1, 2))
+    assert pools(planned.places) == [(0, "own0/1", "1")]
+
+
+def test_threads_beyond_the_cores_of_a_model_s_own_workers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`own0`.*make 3 compute threads, and worker 1 has 2"):
+        plan(with_own({"intra_threads": 3}), make_topology(1, 2))

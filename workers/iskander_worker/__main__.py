@@ -44,11 +44,17 @@ def main() -> None:
     parser.add_argument(
         "--attach",
         metavar="SOCKET",
-        required=True,
         help="the gateway's attach socket: RUNTIME_DIRECTORY/attach.sock",
     )
+    parser.add_argument("--try", type=int, dest="cores", help=argparse.SUPPRESS)
     parser.add_argument(
         "--group", type=int, metavar="N", help="the core group to serve in (default: any)"
+    )
+    parser.add_argument(
+        "--pool",
+        default="",
+        metavar="NAME/VERSION",
+        help="the one model to serve, where it has workers of its own (default: all others)",
     )
     parser.add_argument(
         "--wait-s",
@@ -59,10 +65,17 @@ def main() -> None:
     )
     parser.add_argument("--version", action="version", version=f"iskander-worker {__version__}")
     arguments = parser.parse_args()
+    if arguments.cores is not None:
+        set_library_environment()
+        from iskander_worker.trial import try_model
+
+        return try_model(arguments.cores)
+    if arguments.attach is None:
+        parser.error("the following arguments are required: --attach")
     # Until the loop has handlers of its own there is nothing to finish.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_DRAINED))
     try:
-        sys.exit(_work(arguments.attach, arguments.group, arguments.wait_s))
+        sys.exit(_work(arguments))
     except SegmentError as error:
         _say(error.message)
         sys.exit(EXIT_MEMORY)
@@ -77,16 +90,19 @@ def main() -> None:
         sys.exit(EXIT_BUG)
 
 
-def _work(path: str, group: int | None, wait_s: float) -> int:
+def _work(arguments: argparse.Namespace) -> int:
     set_library_environment()
+    path, group, pool = arguments.attach, arguments.group, arguments.pool
     index: int | None = None
     cpus: tuple[int, ...] = ()
     loop: WorkerLoop | None = None
     lock: attach.LockFile | None = None
-    deadline_ns = _deadline_ns(wait_s)
+    deadline_ns = _deadline_ns(arguments.wait_s)
 
     def greet(connection: socket.socket) -> None:
-        attach.send_hello(connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus))
+        attach.send_hello(
+            connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus, pool)
+        )
 
     while True:
         connection = _connect(path, deadline_ns, loop)

@@ -122,6 +122,7 @@ class ArrayBatch:
         lengths = string_lengths(specs, rows, memory(self._input_address, length).data, offsets)
         ranges, end = string_ranges(specs, rows, lengths, offsets)
         body = memory(self._input_address, end)
+        body.flags.writeable = False
         strings = iter(ranges)
         arrays: dict[str, np.ndarray] = {}
         for spec, offset in zip(specs, offsets, strict=True):

@@ -51,7 +51,9 @@ class WorkerLoop:
     def __init__(self, cores: int) -> None:
         self._cores = min(cores, len(os.sched_getaffinity(0)))
         self._sessions: dict[str, Session] = {}
+        self._gateways: Gateways | None = None
         self.is_leaving = False
+        os.register_at_fork(after_in_child=self._after_fork)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -62,6 +64,7 @@ class WorkerLoop:
             gateways: That this worker is attached to.
             on_turn: Called at every turn of the loop; costs next to nothing.
         """
+        self._gateways = gateways
         is_drained = is_stopping = False
         while gateways.attached:
             gateways.beat()
@@ -162,6 +165,11 @@ class WorkerLoop:
             session.threads,
             round(load_ms, 1),
         )
+
+    def _after_fork(self) -> None:
+        """A child that a model's code has forked must not keep the end of this worker a secret."""
+        for attachment in self._gateways.attached if self._gateways is not None else ():
+            attachment.channel.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.is_leaving = True

@@ -8,7 +8,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterable, Iterator, KeysView
 from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
@@ -108,6 +108,10 @@ class Lane:
     def title(self) -> str:
         """Name and version, for people."""
         return f"{self.model.name}/{self.model.version}"
+
+    def pool_of(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Those of the plan's workers that are for it."""
+        return [worker for worker in workers if worker.place.pool == self.model.pool]
 
     @property
     def ready(self) -> KeysView[int]:

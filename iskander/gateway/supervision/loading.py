@@ -48,7 +48,7 @@ class Loading:
         """Ask for the first model that the worker does not have; with all of them it is loaded."""
         assert worker.channel is not None
         for key, lane in self._lanes.items():
-            if key not in worker.models:
+            if key not in worker.models and lane.model.pool == worker.place.pool:
                 worker.channel.send(encode([Load(lane.model)]))
                 return
         self._happened(worker, Event.LOADED)

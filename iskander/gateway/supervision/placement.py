@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from iskander.config import Config
 from iskander.errors import ConfigError
 from iskander.gateway.supervision.topology import Topology, parse_cpu_list, render_cpu_list
@@ -54,9 +56,13 @@ def plan(config: Config, topology: Topology) -> Plan:
     groups = _groups(config, topology.only(topology.numbers - set(gateway)), named)
     if not groups:
         raise ConfigError(f'server.cores = "{config.server.cores}" leaves no cpu for a worker')
-    places = _places(config, topology, groups)
+    own, left, crowded = _own(config, topology, groups)
+    places = _places(config, topology, left)
+    places += [
+        msgspec.structs.replace(place, index=len(places) + at) for at, place in enumerate(own)
+    ]
     notes += _across_nodes(groups, topology)
-    notes += _shared_cores(gateway, places, topology)
+    notes += _shared_cores(gateway, places, topology) + crowded
     _require_threads(config, places)
     return Plan(gateway, places, tuple(notes))
 
@@ -136,7 +142,61 @@ def _groups(
     return list(by.values())
 
 
+def _own(
+    config: Config, topology: Topology, groups: list[tuple[int, ...]]
+) -> tuple[list[Place], list[tuple[int, ...]], list[str]]:
+    """Places of workers that serve one model: as many cores as it has threads, from a group's end.
+
+    The workers go to the groups in turn. Where a group has too few cores for all, one of these
+    shares those of others.
+
+    Returns:
+        The places, still without numbers of their own; what they leave of each group; and who
+        shares cores.
+    """
+    left, places, notes = list(groups), [], []
+    shared = config.has_shared_models
+    models = [model for model in config.models for _ in range(model.own_workers)]
+    for ordinal, model in enumerate(models):
+        group = ordinal % len(groups)
+        cores, threads = topology.only(left[group]).cores, max(model.intra_threads, 1)
+        is_alone = len(cores) - threads >= (max(config.workers.count, 1) if shared else 0)
+        if not is_alone:
+            cores = topology.only(groups[group]).cores
+            notes.append(
+                f"a worker of model `{model.name}` shares cores with others: group {group} has too "
+                "few for all"
+            )
+        mine = tuple(sorted(chain.from_iterable(cores[-threads:])))
+        if is_alone:
+            left[group] = tuple(cpu for cpu in left[group] if cpu not in mine)
+        here = topology.only(mine)
+        node = _node_of(here, topology)
+        domains = tuple(here.domains) if topology.has_l3 else ()
+        places.append(
+            Place(
+                index=0,
+                group=group,
+                cpus=mine,
+                node=node,
+                cores=len(here.cores),
+                domains=domains,
+                pool=model.pool,
+                python=model.python,
+            )
+        )
+    return places, left, notes
+
+
+def _node_of(part: Topology, topology: Topology) -> int | None:
+    """Several nodes that may be used, or there is nothing to prefer."""
+    return next(iter(part.nodes)) if len(topology.nodes) > 1 and len(part.nodes) == 1 else None
+
+
 def _places(config: Config, topology: Topology, groups: list[tuple[int, ...]]) -> list[Place]:
+    """Places of the workers that serve all models."""
+    if not config.has_shared_models:
+        return []
     count = config.workers.count or len(groups)
     if count < len(groups):
         raise ConfigError(
@@ -157,8 +217,7 @@ def _places(config: Config, topology: Topology, groups: list[tuple[int, ...]]) -
                 f"{group}: each needs one of its own"
             )
         here = topology.only(cpus)
-        # Several nodes that may be used, or there is nothing to prefer.
-        node = next(iter(here.nodes)) if len(topology.nodes) > 1 and len(here.nodes) == 1 else None
+        node = _node_of(here, topology)
         for mine in _divide(here, shares):
             part = here.only(mine)
             domains = tuple(part.domains) if topology.has_l3 else ()
@@ -221,6 +280,8 @@ def _require_threads(config: Config, places: list[Place]) -> None:
         if model.parallel_execution:
             keys += f" and inter_threads = {model.inter_threads}"
         for place in places:
+            if place.pool != model.pool:
+                continue
             threads = model.intra_threads or place.cores
             if model.parallel_execution:
                 threads += max(model.inter_threads, 1) - 1

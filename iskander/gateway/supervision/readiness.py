@@ -21,7 +21,7 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
     proven = sum(not worker.is_looping for worker in lane.workers.values())
     if proven >= lane.quorum:
         return ""
-    missing = [worker for worker in workers if worker.incarnation not in lane.workers]
+    missing = [w for w in lane.pool_of(workers) if w.incarnation not in lane.workers]
     failing = [w for w in workers if w.is_looping or (w in missing and w.failures)]
     facts = [f"{proven} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
     facts += [_failure_of(worker) for worker in failing]

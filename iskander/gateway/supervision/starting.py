@@ -152,6 +152,6 @@ class Starting:
         if not worker.has_been_ready and worker.starts >= BOOT_STARTS_MAX:
             self.boot_error = NotReady(
                 f"worker {worker.place.index} ended {worker.starts} times before it was ready, "
-                f"the last time {end}"
+                f"the last time {end}{end.explanation}"
             )
         self._happened(worker, Event.EXITED)

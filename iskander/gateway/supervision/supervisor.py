@@ -277,12 +277,13 @@ class Supervisor:
 
     def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
         """Give a worker that came in its place, its memory and its models."""
-        worker = self._vacancy_for(pid, hello.group, hello.index)
+        worker = self._vacancy_for(pid, hello)
         if worker is None:
+            whose = f" of model `{hello.pool}`" if hello.pool else ""
             raise ProtocolError(
-                f"no place is free in core group {hello.group}"
+                f"no place{whose} is free in core group {hello.group}"
                 if hello.group is not None
-                else "every place of the plan has its worker"
+                else f"every place{whose} of the plan has its worker"
             )
         self._incarnation += 1
         try:
@@ -320,13 +321,13 @@ class Supervisor:
         finally:
             os.close(read_end)
 
-    def _vacancy_for(self, pid: int, group: int | None, index: int | None) -> Worker | None:
+    def _vacancy_for(self, pid: int, hello: Hello) -> Worker | None:
         """The place for a worker: where it was started for, its old one, else any in its group."""
         vacant = (State.ABSENT, State.LOOPING, State.STARTING)
-        free = [w for w in self.workers if w.state in vacant]
+        free = [w for w in self.workers if w.state in vacant and w.place.pool == hello.pool]
         own = [w for w in free if w.child is not None and w.child.pid == pid]
-        old = [w for w in free if w.place.index == index and w.child is None]
-        any_in_group = [w for w in free if group in (None, w.place.group) and w.child is None]
+        old = [w for w in free if w.place.index == hello.index and w.child is None]
+        any_in_group = [w for w in free if hello.group in (None, w.place.group) and w.child is None]
         return next(iter(own + old + any_in_group), None)
 
     def _on_refused(self, worker: Worker, error: IskanderError) -> None:

@@ -43,11 +43,11 @@ class Vacancy:
 
     def look(self) -> None:
         """Begin or end the time of each lane, as the workers are now."""
-        is_awaiting = any(worker.is_awaited for worker in self._workers)
-        is_leaving = any(worker.state is State.LEAVING for worker in self._workers)
+        awaited = {w.place.pool for w in self._workers if w.is_awaited}
+        leaving = {w.place.pool for w in self._workers if w.state is State.LEAVING}
         for key, lane in self._lanes.items():
-            lane.is_awaiting = is_awaiting
-            if lane.workers or is_leaving:
+            lane.is_awaiting = lane.model.pool in awaited
+            if lane.workers or lane.model.pool in leaving:
                 if key in self._timers:
                     self._timers.pop(key).cancel()
             elif key not in self._timers:
@@ -63,7 +63,7 @@ class Vacancy:
 
     def _give_up(self, key: int) -> None:
         del self._timers[key]
-        for worker in self._workers:
+        for worker in self._lanes[key].pool_of(self._workers):
             worker.is_awaited = False
         self._lanes[key].is_awaiting = False
         self._refuse([self._lanes[key]])

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, deque
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,8 @@ CREDITS = 2
 
 STORY_LENGTH = 32
 NOTICES_MAX = 8
+EXIT_LACKS = 78
+"""Of a worker whose interpreter cannot run it."""
 NEVER = sys.maxsize
 """More batches than a process will compute."""
 
@@ -101,6 +104,8 @@ class End(NamedTuple):
     @property
     def explanation(self) -> str:
         """What the code does not say; empty where there is nothing to add."""
+        if self.code == EXIT_LACKS:
+            return ": its interpreter lacks what a worker needs, as its log says"
         if self.code is None or self.code >= 0:
             return ""
         if self.was_killed:
@@ -116,6 +121,8 @@ class Place(msgspec.Struct, frozen=True):
     Attributes:
         node: Whose memory it prefers; None where there is one node, or its cpus lie on several.
         cores: Physical cores of `cpus`: the compute threads of a model that names none.
+        pool: The one model that its worker serves, as `NAME/VERSION`; empty for those of all.
+        python: Interpreter of its worker; empty for the gateway's.
         domains: L3 domains of `cpus`, where the kernel tells of any.
     """
 
@@ -125,6 +132,22 @@ class Place(msgspec.Struct, frozen=True):
     node: int | None
     cores: int = 1
     domains: tuple[int, ...] = ()
+    pool: str = ""
+    python: str = ""
+
+
+def worker_command(python: str) -> list[str]:
+    """What starts a worker's program with an interpreter; empty for this process's own.
+
+    Another one need not have this distribution installed: it is told where the code is.
+    """
+    if not python:
+        return [sys.executable, "-P", "-m", "iskander_worker"]
+    packages = [find_spec(name) for name in ("iskander", "iskander_worker")]
+    origins = [Path(spec.origin) for spec in packages if spec is not None and spec.origin]
+    places = [str(origin.parent.parent) for origin in origins]
+    guest = origins[-1].with_name("guest.py")
+    return [python, "-P", str(guest), os.pathsep.join(dict.fromkeys(places))]
 
 
 class Worker:
@@ -212,8 +235,10 @@ class Worker:
         """
         self.starts += 1
         self._was_killed = False
-        command = [sys.executable, "-P", "-m", "iskander_worker"]
+        command = worker_command(self.place.python)
         command += ["--attach", str(attach_socket), "--group", str(self.place.group)]
+        if self.place.pool:
+            command += ["--pool", self.place.pool]
         environment = dict(os.environ, PYTHONFAULTHANDLER="1")
         environment.pop("NOTIFY_SOCKET", None)
         # A session of its own: a Ctrl-C at the terminal is for the gateway, which drains.
@@ -232,7 +257,14 @@ class Worker:
             raise
 
     def reap(self, child: Child) -> bool:
-        """Note how a child ended; False where the place has another process already."""
+        """Note how a child ended; False where the place has another process already.
+
+        What a model's code has forked ends with it: the child, not waited for yet, keeps the number
+        of their group from meaning any other.
+        """
+        if self.place.pool:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
         self.last_end = End(child.wait(), self._was_killed and child is self.child)
         if child is not self.child:
             return False

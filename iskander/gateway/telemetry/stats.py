@@ -95,6 +95,7 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
     return {
         "index": worker.place.index,
         "group": worker.place.group,
+        "pool": worker.place.pool,
         "cpus": worker.place.cpus,
         "cores": worker.place.cores,
         "domains": worker.place.domains,

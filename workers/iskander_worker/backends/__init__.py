@@ -26,7 +26,7 @@ from iskander.errors import ManifestError
 from iskander.wire.messages import ModelSpec
 
 ENTRY_POINTS = "iskander.backends"
-BUILT_IN = {"onnx": "iskander_worker.backends.onnx"}
+BUILT_IN = {name: f"iskander_worker.backends.{name}" for name in ("onnx", "python")}
 """Name to module; its `load` is the backend."""
 
 Arrays = Mapping[str, np.ndarray]

@@ -1,0 +1,333 @@
+"""Models of the backend `python` behind a real server: what they compute and whom they may harm.
+
+The model of ONNX beside them has to answer whatever they do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from support import models
+from support.processes import Gateway, eventually, running
+from support.python_models import entry
+
+from iskander.errors import ExecutionFailed, IskanderError
+
+PLAIN = "class Model(Base): pass\n"
+BATCH = pa.record_batch({"x": [1, 2, 3]})
+
+HOSTILE = """
+import os, sys, time
+
+class Model(Base):
+    def predict(self, batch):
+        first = batch.column("x")[0].as_py()
+        if first == 10:
+            raise KeyError("no such thing")
+        if first == 11:
+            sys.exit(3)
+        if first == 12:
+            return pa.record_batch({"z": batch.column("x")})
+        if first == 13:
+            return tripled(batch.slice(1))
+        if first == 14:
+            return pa.table({"y": batch.column("x")})
+        if first == 15:
+            return pa.record_batch({"y": pa.array([None] * len(batch), pa.int64())})
+        if first == 16:
+            return pa.record_batch({"y": pa.array([0.5] * len(batch))})
+        if first == 17:
+            return pa.record_batch({"y": pa.array([{"a": 1}] * len(batch))})
+        if first == 18:
+            print("noise " * 200_000)
+        if first == 19:
+            if os.fork() == 0:
+                os.fork()
+        if first == 20:
+            return (tripled(batch) for _ in iter(int, 1))
+        if first == 21:
+            os._exit(5)
+        if first == 22:
+            while True:
+                pass
+        if first == 23:
+            if os.fork() == 0:
+                time.sleep(3600)
+        return tripled(batch)
+"""
+
+
+def onnx(folder: Path) -> dict[str, Any]:
+    return {"name": "ids", "path": str(models.row_ids(folder / "ids")), "intra_threads": 1}
+
+
+def own(gateway: Gateway, name: str) -> dict[str, Any]:
+    """The worker of a model."""
+    (found,) = [w for w in gateway.stats()["workers"] if w["pool"] == f"{name}/1"]
+    return found
+
+
+def score(gateway: Gateway, name: str, first: int) -> list[int]:
+    with gateway.client() as client:
+        results: list[int] = client.score(name, batch_of(first))["y"].to_pylist()
+        return results
+
+
+def batch_of(first: int) -> pa.RecordBatch:
+    return pa.record_batch({"x": [first, 2, 3]})
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A plain model, a hostile one and one of ONNX."""
+    folder = tmp_path_factory.mktemp("backends")
+    served = [onnx(folder), entry(folder / "plain", PLAIN), entry(folder / "hostile", HOSTILE)]
+    with running(folder, served, workers={"hang_s": 2.0}) as ready:
+        yield ready
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Gateway]:
+    """The same, for one test that changes which processes there are."""
+    served = [onnx(tmp_path), entry(tmp_path / "plain", PLAIN)]
+    served.append(entry(tmp_path / "hostile", HOSTILE))
+    with running(tmp_path, served, workers={"hang_s": 2.0}) as ready:
+        yield ready
+
+
+def require_unharmed(gateway: Gateway) -> None:
+    for name in ("ids", "plain"):
+        assert score(gateway, name, 1) == [4, 7, 10]
+
+
+def test_a_class_computes_and_other_columns_come_back(gateway: Gateway) -> None:
+    with gateway.client() as client:
+        batch = BATCH.append_column("id", pa.array(["a", "b", "c"]))
+        result = client.score("plain", batch)
+    assert result.to_pydict() == {"y": [4, 7, 10], "id": ["a", "b", "c"]}
+
+
+def test_requests_that_run_together_get_their_own_rows(gateway: Gateway) -> None:
+    batches = [pa.record_batch({"x": list(range(at, at + 5))}) for at in range(0, 200, 5)]
+    with gateway.client() as client:
+        results = [result["y"].to_pylist() for result in client.stream("plain", batches)]
+    assert results == [[3 * x + 1 for x in b["x"].to_pylist()] for b in batches]
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        (10, r"KeyError: 'no such thing' \(model.py, line \d+\)"),
+        (11, r"SystemExit: 3 \(model.py, line \d+\)"),
+        (12, "returned the columns z, wanted y once"),
+        (13, "returned 2 rows for a batch of 3"),
+        (14, "returned a Table, wanted a pyarrow.RecordBatch"),
+        (15, "column `y` has nulls"),
+        (16, "`y` came as float64, and the contract says int64"),
+        (17, "column `y` came as struct<a: int64>, which is no tensor"),
+        (20, "returned 6 or more rows for a batch of 3"),
+    ],
+)
+def test_what_a_class_does_wrong_is_its_failure_and_nobody_else_s(
+    gateway: Gateway, first: int, told: str
+) -> None:
+    """Told in words for the caller; the worker lives on."""
+    before = own(gateway, "hostile")["pid"]
+    with pytest.raises(ExecutionFailed, match=told):
+        score(gateway, "hostile", first)
+    assert own(gateway, "hostile")["pid"] == before
+    assert score(gateway, "hostile", 1) == [4, 7, 10]
+    require_unharmed(gateway)
+
+
+@pytest.mark.parametrize("first", [18, 19], ids=["prints much", "forks, and both return"])
+def test_what_a_class_does_beside_its_work_changes_no_answer(fresh: Gateway, first: int) -> None:
+    before = own(fresh, "hostile")["pid"]
+    for _ in range(3):
+        assert score(fresh, "hostile", first) == [3 * first + 1, 7, 10]
+    assert own(fresh, "hostile")["pid"] == before
+    require_unharmed(fresh)
+
+
+@pytest.mark.parametrize("first", [21, 22], ids=["ends its process", "never returns"])
+def test_a_worker_lost_to_its_model_is_replaced_and_the_request_refused(
+    fresh: Gateway, first: int
+) -> None:
+    """A second worker is lost to the request; then it is poison."""
+    shared = [w["pid"] for w in fresh.stats()["workers"] if not w["pool"]]
+    with pytest.raises(IskanderError):
+        score(fresh, "hostile", first)
+    require_unharmed(fresh)
+    eventually(lambda: answers(fresh, "hostile"), what="another worker")
+    assert [w["pid"] for w in fresh.stats()["workers"] if not w["pool"]] == shared
+
+
+def answers(gateway: Gateway, name: str) -> bool:
+    try:
+        return score(gateway, name, 1) == [4, 7, 10]
+    except IskanderError:
+        return False
+
+
+def test_what_a_class_has_forked_neither_hides_its_worker_s_death_nor_outlives_it(
+    fresh: Gateway,
+) -> None:
+    assert score(fresh, "hostile", 23) == [70, 7, 10]
+    worker = own(fresh, "hostile")
+    (child,) = psutil.Process(worker["pid"]).children()
+    os.kill(worker["pid"], 9)
+    eventually(lambda: not child.is_running() or child.status() == "zombie", what="its end")
+    eventually(lambda: own(fresh, "hostile")["pid"] not in (0, worker["pid"]), what="another")
+    eventually(lambda: answers(fresh, "hostile"), what="another worker")
+
+
+def test_each_model_has_the_workers_that_are_its_own(gateway: Gateway) -> None:
+    """A worker is told its models only; that of ONNX has no Arrow, the others no ONNX Runtime."""
+    workers = {worker["pool"]: worker for worker in gateway.stats()["workers"]}
+    assert sorted(workers) == ["", "hostile/1", "plain/1"]
+    maps = {pool: Path(f"/proc/{w['pid']}/maps").read_text() for pool, w in workers.items()}
+    assert "libarrow" not in maps[""]
+    assert "onnxruntime" in maps[""]
+    assert "libarrow" in maps["plain/1"]
+    assert "onnxruntime" not in maps["plain/1"]
+    assert "hostile" not in maps["plain/1"]
+
+
+def served_alone(folder: Path, source: str, **settings: Any) -> Any:
+    return running(folder, [onnx(folder), entry(folder / "own", source, **settings)])
+
+
+def test_results_in_parts_are_one_result(tmp_path: Path) -> None:
+    source = """
+class Model(Base):
+    def predict(self, batch):
+        for at in range(len(batch)):
+            yield tripled(batch.slice(at, 1))
+"""
+    with served_alone(tmp_path, source) as gateway:
+        assert score(gateway, "own", 5) == [16, 7, 10]
+
+
+def test_a_class_that_cannot_be_loaded_is_told_at_start(tmp_path: Path) -> None:
+    source = (
+        "class Model(Base):\n    def load(self, context):\n        raise OSError('no weights')\n"
+    )
+    gateway = Gateway(tmp_path, [onnx(tmp_path), entry(tmp_path / "own", source)])
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() == 78
+    finally:
+        gateway.end()
+    assert "its class cannot be loaded: OSError: no weights (model.py, line" in gateway.text()
+
+
+def lent_interpreter(folder: Path, *packages: str) -> str:
+    """A virtual environment with nothing in it but links to some of this one's packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (target,) = folder.glob("lib/python3*/site-packages")
+    source = Path(pa.__file__).parent.parent
+    for package in packages:
+        for found in source.glob(f"{package}*"):
+            (target / found.name).symlink_to(found)
+    return str(folder / "bin" / "python")
+
+
+def test_another_virtual_environment_needs_none_of_this_distribution(tmp_path: Path) -> None:
+    """NumPy, msgspec and what the model itself uses are enough; the gateway lends its own code."""
+    python = lent_interpreter(tmp_path / "venv", "numpy", "msgspec", "pyarrow")
+    source = "import sys\n" + PLAIN + "sys.stderr.write(f'it runs in {sys.prefix}\\n')\n"
+    with served_alone(tmp_path, source, python=python, workers=2) as gateway:
+        assert score(gateway, "own", 1) == [4, 7, 10]
+        pids = [w["pid"] for w in gateway.stats()["workers"] if w["pool"] == "own/1"]
+        assert len(pids) == 2
+        assert {psutil.Process(pid).cmdline()[0] for pid in pids} == {python}
+        assert f"it runs in {tmp_path / 'venv'}" in gateway.text()
+
+
+@pytest.mark.parametrize(
+    ("packages", "told"),
+    [
+        ((), "lacks msgspec and numpy, which a worker needs"),
+        (("numpy", "msgspec"), "backend `python` cannot be had here: No module named 'pyarrow'"),
+    ],
+)
+def test_an_interpreter_that_lacks_something_says_what(
+    tmp_path: Path, packages: tuple[str, ...], told: str
+) -> None:
+    python = lent_interpreter(tmp_path / "venv", *packages)
+    gateway = Gateway(tmp_path, [entry(tmp_path / "own", PLAIN, python=python)])
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait(60) in (69, 78)
+    finally:
+        gateway.end()
+    assert told in gateway.text()
+
+
+SKLEARN = """
+class Model(Base):
+    def load(self, context):
+        self.estimator = context.load_{how}("{file}")
+
+    def predict(self, batch):
+        import numpy as np
+
+        x = np.asarray(batch.column("x")).reshape(-1, 1)
+        return pa.record_batch({{"y": pa.array(self.estimator.predict(x).round().astype("int64"))}})
+"""
+
+
+def fitted() -> Any:
+    from sklearn.linear_model import LinearRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import FunctionTransformer
+
+    x = [[float(value)] for value in range(10)]
+    # A function is not among the types that skops trusts by itself.
+    same = FunctionTransformer(np.copy)
+    return make_pipeline(same, LinearRegression()).fit(x, [3 * value + 1 for (value,) in x])
+
+
+def test_an_estimator_of_scikit_learn_comes_by_skops(tmp_path: Path) -> None:
+    """Types beyond the usual ones have to be named in the configuration."""
+    from skops import io
+
+    source = SKLEARN.format(how="skops", file="model.skops")
+    table = entry(tmp_path / "own", source)
+    io.dump(fitted(), tmp_path / "own" / "model.skops")
+    refused = io.get_untrusted_types(file=tmp_path / "own" / "model.skops")
+    assert refused
+    gateway = Gateway(tmp_path, [table])
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() == 78
+    finally:
+        gateway.end()
+    assert f"holds types that are not trusted: {', '.join(refused)}" in gateway.text()
+    with running(tmp_path, [table | {"trusted_types": refused}]) as ready:
+        assert score(ready, "own", 1) == [4, 7, 10]
+
+
+def test_a_pickle_is_read_only_where_the_configuration_trusts_it(tmp_path: Path) -> None:
+    import pickle
+
+    table = entry(tmp_path / "own", SKLEARN.format(how="pickle", file="model.pickle"))
+    (tmp_path / "own" / "model.pickle").write_bytes(pickle.dumps(fitted()))
+    gateway = Gateway(tmp_path, [table])
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() == 78
+    finally:
+        gateway.end()
+    assert "`model.pickle` is a pickle, which runs code when it is read" in gateway.text()
+    with running(tmp_path, [table | {"trust_pickle": True}]) as ready:
+        assert score(ready, "own", 1) == [4, 7, 10]

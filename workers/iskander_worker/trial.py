@@ -1,0 +1,37 @@
+"""A model loaded once for a look, by no worker of any gateway: what `iskander check` asks.
+
+The description comes on standard input, the answer goes to standard output; what the model's code
+prints goes to standard error.
+
+Runs on: a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from iskander.errors import IskanderError
+from iskander.wire.messages import Loaded, LoadFailed, ModelSpec, encode
+from iskander_worker.session import Session
+
+
+def try_model(cores: int) -> None:
+    """Load the model that is described, and tell what came of it.
+
+    Args:
+        cores: Physical cores that it would have.
+    """
+    answer_fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelSpec)
+    try:
+        session = Session(spec, cores)
+        answer: Loaded | LoadFailed = Loaded(
+            spec.key, session.contract, session.providers, session.threads, 0.0
+        )
+    except IskanderError as error:
+        answer = LoadFailed(spec.key, error.code, error.message)
+    os.write(answer_fd, encode([answer]))
