@@ -17,7 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from iskander.contract.sent import SentType
-from iskander.gateway.arrow_types import BFloat16, element_name, storage_of, values_of
+from iskander.gateway.arrow_types import (
+    BFloat16,
+    element_name,
+    plain_of,
+    storage_of,
+    values_of,
+)
 from iskander.gateway.casts import Values
 
 
@@ -113,10 +119,17 @@ def pick(batch: pa.RecordBatch, indices: tuple[int, ...]) -> pa.Array:
 def decoded(array: pa.Array) -> pa.Array:
     """An array without dictionary or runs."""
     if pa.types.is_dictionary(array.type):
-        return array.dictionary.take(array.indices)
+        return _taken(array.dictionary).take(array.indices)
     if pa.types.is_run_end_encoded(array.type):
-        return pc.run_end_decode(array)
+        values = _taken(array.values)
+        runs = pa.RunEndEncodedArray.from_arrays(array.run_ends, values)
+        return pc.run_end_decode(runs.slice(array.offset, len(array)))
     return array
+
+
+def taken(array: pa.Array, index: np.ndarray) -> pa.Array:
+    """Some elements of an array, decoded."""
+    return _taken(decoded(array)).take(pa.array(index))
 
 
 def lists(array: pa.Array) -> Lists:
@@ -195,8 +208,10 @@ def written_bytes(array: pa.Array) -> int:
     """
     if is_list(array.type):
         found = lists(array)
-        sums = np.concatenate(([0], np.cumsum(text_lengths(found.elements), dtype=np.int64)))
-        return int((sums[found.starts + found.lengths] - sums[found.starts]).sum())
+        lengths = text_lengths(found.elements).astype(np.int64)
+        sums = np.concatenate(([0], np.cumsum(lengths)))
+        kept = int((sums[found.starts + found.lengths] - sums[found.starts]).sum())
+        return max(kept, int(lengths.sum()))
     is_dictionary = pa.types.is_dictionary(array.type)
     is_runs = pa.types.is_run_end_encoded(array.type)
     leaf = entries = array.dictionary if is_dictionary else array.values if is_runs else array
@@ -227,6 +242,12 @@ def time_unit(arrow: pa.DataType) -> str:
     if pa.types.is_date32(arrow):
         return "d"
     return "ms" if pa.types.is_date64(arrow) else str(arrow.unit)
+
+
+def _taken(array: pa.Array) -> pa.Array:
+    """An array that elements can be taken from, which pyarrow does not of views."""
+    plain = plain_of(array.type)
+    return array if plain == array.type or plain == pa.bool_() else array.cast(plain)
 
 
 def _index(parent: pa.Schema | pa.StructType, name: str) -> int:

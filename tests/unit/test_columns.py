@@ -449,8 +449,9 @@ def test_ragged_points_text_and_dictionaries() -> None:
     assert found["x"].tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
     assert found["m"].tolist() == [[1, 0], [1, 1]]
     words = contract_of(entry(max_length=2, padding="-", fill="?"), x=("utf8", 2))
-    text = pa.array([["a"], [], ["b", None]], pa.list_(pa.large_utf8()))
-    assert made(words, x=text)["x"].tolist() == [[b"a", b"-"], [b"-", b"-"], [b"b", b"?"]]
+    for kind in (pa.large_utf8(), pa.string_view(), pa.utf8()):
+        text = pa.array([["a"], [], ["b", None]], pa.list_(kind))
+        assert made(words, x=text)["x"].tolist() == [[b"a", b"-"], [b"-", b"-"], [b"b", b"?"]]
     codes = contract_of(entry(max_length=2), x=("int64", 2))
     child = pa.array([5, 7, 5], pa.int64()).dictionary_encode()
     array = pa.ListArray.from_arrays([0, 1, 3], child)

@@ -126,7 +126,8 @@ class Converter:
         """The model's inputs, made of the columns."""
         plan, rows = self._plan, read.num_rows
         if not rows:
-            return ()
+            strings = sum(spec.is_string for spec in plan.contract.inputs)
+            return (Part(0, [memoryview(b"")] * (len(plan.contract.inputs) + strings)),)
         made = [maker.make(read) for maker in plan.makers]
         tensors = assemble(plan.contract, made, None, 0)
         joined = iter(tensors[len(plan.contract.inputs) :])

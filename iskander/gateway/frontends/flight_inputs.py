@@ -34,6 +34,7 @@ from iskander.gateway.arrow_values import (
     is_sent_as,
     lists,
     pick,
+    taken,
     text_buffers,
     time_unit,
     written_bytes,
@@ -302,7 +303,7 @@ class _Ragged(Made):
         self, index: np.ndarray, keep: np.ndarray, where: Where
     ) -> tuple[Buffers, np.ndarray]:
         maker = self._maker
-        kept = maker.numbers(self._lists.elements.take(pa.array(index)), where)
+        kept = maker.numbers(taken(self._lists.elements, index), where)
         data, valid = maker.whole(kept, where)
         wanted = maker.spec.type.dtype_name
         padding = maker.entry.padding
@@ -319,7 +320,7 @@ class _Ragged(Made):
         self, index: np.ndarray, keep: np.ndarray, where: Where
     ) -> tuple[Buffers, np.ndarray]:
         maker = self._maker
-        kept, valid = maker_text(maker, self._lists.elements.take(pa.array(index)), where)
+        kept, valid = maker_text(maker, taken(self._lists.elements, index), where)
         padding = maker.entry.padding
         pad = pa.array([str(padding if padding is not None else "").encode()], pa.binary())
         at = np.full(keep.size, len(kept))
