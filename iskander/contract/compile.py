@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from iskander.contract.buckets import require_one_set
 from iskander.contract.columns import ColumnType, parse_column_type
 from iskander.contract.dtypes import BY_ONNX
 from iskander.contract.finishing import Finish, compile_outputs, is_plain
@@ -157,6 +158,7 @@ def _compile_inputs(
         if made.source is not None:
             sources.append(made.source)
     _require_distinct("column", [spec.column for spec in specs], "[[inputs]]")
+    require_one_set(tuple(sources))
     return tuple(specs), tuple(sources)
 
 

@@ -118,6 +118,7 @@ class Desk:
             terms=terms,
             arrived_ns=now_ns(),
             call_deadline_ns=call_deadline_ns,
+            bucket=offered.bucket,
         )
         if not self._intake.admit(request):
             await self._intake.admit_later(request)

@@ -267,7 +267,8 @@ class Dispatcher:
         lane.virtual_ns += expected_ns / lane.config.weight
         lane.counts[formed.reason] += 1
         lane.on_sent(rows, waits_ns, now)
-        return Execute(self._batch_id, lane.model.key, run_rows, tuple(slices))
+        bucket = parts[0].request.shape
+        return Execute(self._batch_id, lane.model.key, run_rows, tuple(slices), bucket)
 
     @staticmethod
     def _send(worker: Worker, messages: list[Execute]) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from iskander.config import LimitsConfig
+from iskander.contract.buckets import bucketed_tensors, buckets_of, variants
 from iskander.contract.dtypes import OFFSET_BYTES
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
@@ -44,10 +45,12 @@ class Offered(NamedTuple):
     Attributes:
         tensors: Bytes of each of the contract's inputs, in its order, as Arrow buffers have them;
             then the bytes of each that is strings, whose first buffer has the offsets.
+        bucket: Number of the bucket whose lengths they have.
     """
 
     rows: int
     tensors: list[memoryview]
+    bucket: int = 0
 
 
 def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Offered:
@@ -59,6 +62,9 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
         LimitExceeded: Rows or bytes.
     """
     offered = {tensor.name: tensor for tensor in tensors}
+    bucket = 0
+    if contract.sources:
+        bucket, contract = _of_bucket(contract, offered)
     if len(offered) < len(tensors) or len(offered) != len(contract.inputs):
         _require_names(contract, tensors)
     rows = -1
@@ -90,7 +96,7 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
         buffers.append(_packed(tensor.data) if bits == 1 else tensor.data)
     if strings:
         require_string_bytes(sum(map(len, strings)), limits)
-    return Offered(rows, buffers + strings)
+    return Offered(rows, buffers + strings, bucket)
 
 
 def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor]:
@@ -112,6 +118,15 @@ def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor
             data = _unpacked(data, rows * spec.elements)
         given.append(Tensor(spec.tensor, dtype.oip, (rows, *spec.shape), data))
     return given
+
+
+def _of_bucket(contract: Contract, offered: dict[str, Tensor]) -> tuple[int, Contract]:
+    """The bucket that tensors are as long as, and its contract; of no bucket's length, the last."""
+    buckets, long = buckets_of(contract), bucketed_tensors(contract)
+    shapes = [offered[name].shape for name in long if name in offered]
+    length = next((shape[1] for shape in shapes if len(shape) > 1), 0)
+    number = buckets.index(length) if length in buckets else max(len(buckets) - 1, 0)
+    return number, variants(contract)[number]
 
 
 def _offsets(spec: TensorSpec, tensor: Tensor) -> memoryview:

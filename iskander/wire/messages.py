@@ -20,7 +20,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -136,12 +136,14 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
         model: The model's key.
         rows: Rows that the model is run with: those of the slices, and what fills it up to them.
         slices: Of one or more requests, in the batch's order.
+        bucket: Number of the bucket that all rows are in; 0 where the model has none.
     """
 
     batch_id: int
     model: int
     rows: int
     slices: tuple[Slice, ...]
+    bucket: int = 0
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import http.client
 import json
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,38 @@ fill = "red"
     return manifest(folder, text, "int64")
 
 
+def lengths(folder: Path) -> Path:
+    """`y` is the sum of a row, `t` the length that it was padded to."""
+    models.save(
+        folder,
+        [
+            helper.make_node("ReduceSum", ["x", "a"], ["y"], keepdims=0),
+            helper.make_node("Mul", ["x", "zero"], ["zeros"]),
+            helper.make_node("Add", ["zeros", "one"], ["ones"]),
+            helper.make_node("ReduceSum", ["ones", "a"], ["count"], keepdims=0),
+            helper.make_node("Cast", ["count"], ["t"], to=TensorProto.STRING),
+        ],
+        [info("x", INT64, "length")],
+        [info("y", INT64), info("t", TensorProto.STRING)],
+        [
+            helper.make_tensor("a", INT64, [1], [1]),
+            helper.make_tensor("zero", INT64, [], [0]),
+            helper.make_tensor("one", INT64, [], [1]),
+        ],
+    )
+    text = """
+[[inputs]]
+tensor = "x"
+column = "x"
+buckets = [4, 16, 64]
+[[outputs]]
+tensor = "t"
+column = "t"
+type = "utf8"
+"""
+    return manifest(folder, text, "int64", "all")
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("columns")
@@ -158,12 +192,15 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         "masked": masked_sum(folder / "masked"),
         "moments": moments(folder / "moments"),
         "words": words(folder / "words"),
+        "lengths": lengths(folder / "lengths"),
     }
     served = [
         {"name": name, "path": str(path), "intra_threads": 1, "max_batch_rows": 16}
         for name, path in paths.items()
     ]
-    with running(folder, served, workers={"groups": ["0"]}) as ready:
+    with running(
+        folder, served, workers={"groups": ["0"]}, http={"address": "127.0.0.1:0"}
+    ) as ready:
         yield ready
         stats = ready.wait_idle()
         assert stats["workers"][0]["starts"] == 1
@@ -173,6 +210,18 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 def client(gateway: Gateway) -> Iterator[Client]:
     with gateway.client() as client:
         yield client
+
+
+def oip(gateway: Gateway, model: str, asking: Any) -> tuple[int, Any]:
+    """What the Open Inference Protocol answers over HTTP."""
+    host, _, port = gateway.stats()["http_address"].rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    try:
+        connection.request("POST", f"/v2/models/{model}/infer", json.dumps(asking))
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
 
 
 def asked(client: Client, model: str, **columns: Any) -> pa.RecordBatch:
@@ -228,6 +277,60 @@ def test_timestamps_and_decimals(client: Client) -> None:
     )
     hours = start.timestamp() / 3600
     np.testing.assert_allclose(got["y"].to_numpy(), [hours + 125, float("nan"), hours + 1.5 - 310])
+
+
+def test_rows_of_all_lengths_come_back_in_their_places(client: Client) -> None:
+    """Batches of one stream and of one length or several, each row padded as its own bucket is."""
+    rng = np.random.default_rng(3)
+    batches = []
+    for most in (4, 64, 1, 30, 64, 17):
+        rows = [list(range(n)) for n in rng.integers(0, most + 1, 40).tolist()]
+        names = pa.array([f"r{n}" for n in range(40)])
+        batches.append(pa.record_batch({"x": pa.array(rows, pa.list_(pa.int64())), "id": names}))
+    batches.append(batches[0].slice(0, 0))
+
+    got = list(client.stream("lengths", batches))
+
+    assert len(got) == len(batches)
+    for sent, back in zip(batches, got, strict=True):
+        back.validate(full=True)
+        rows = sent["x"].to_pylist()
+        assert back["y"].to_pylist() == [sum(row) for row in rows]
+        padded = [next(size for size in (4, 16, 64) if size >= len(row)) for row in rows]
+        assert back["t"].to_pylist() == [str(size) for size in padded]
+        assert back["id"].to_pylist() == sent["id"].to_pylist()
+    with pytest.raises(ContractError, match="row 1 has 65 elements and may have 64"):
+        asked(client, "lengths", x=pa.array([[1], [2] * 65]))
+
+
+def test_many_clients_share_batches_of_one_bucket(gateway: Gateway) -> None:
+    """Streams of short and long rows at once: nobody gets another's, nor another's padding."""
+
+    def ask(seed: int) -> bool:
+        rng = np.random.default_rng(seed)
+        with gateway.client() as client:
+            rows = [
+                [[seed] * n for n in rng.integers(0, 65 if seed % 2 else 5, 7).tolist()]
+                for _ in range(20)
+            ]
+            sent = [pa.record_batch({"x": pa.array(each, pa.list_(pa.int64()))}) for each in rows]
+            got = [back["y"].to_pylist() for back in client.stream("lengths", sent)]
+            return got == [[sum(row) for row in each] for each in rows]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(ask, range(1, 7)))
+
+
+def test_tensor_protocols_send_rows_of_a_buckets_length(gateway: Gateway, client: Client) -> None:
+    """A client without columns pads by itself, and is told what lengths there are."""
+    rows = [[1] * 16, [2] * 16]
+    asking = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2, 16], "data": rows}]}
+    status, answer = oip(gateway, "lengths", asking)
+    assert status == 200
+    assert {each["name"]: each["data"] for each in answer["outputs"]}["y"] == [16, 32]
+    asking["inputs"][0] |= {"shape": [2, 5], "data": [[1] * 5, [2] * 5]}
+    status, answer = oip(gateway, "lengths", asking)
+    assert status == 400 and "got INT64 [2, 5]" in answer["error"]
 
 
 def test_words_are_looked_up_and_an_unknown_one_is_refused(client: Client) -> None:

@@ -98,7 +98,9 @@ def test_what_holds_for_every_batch(
         hopeless = []
     # In the queue's order, with nobody left out but those who would be late even alone.
     kept = [request for request in requests if request not in hopeless]
-    assert taken == kept[: len(taken)] and (taken or not kept)
+    # Those of other shapes than the first are passed over.
+    fitting = [request for request in kept if request.shape == kept[0].shape]
+    assert taken == fitting[: len(taken)] and (taken or not kept)
     if not taken:
         return
     # Rows are counted, and only what is larger than any batch is split.
@@ -125,6 +127,12 @@ def require_given_up(batch: Formed, requests: list[Request]) -> None:
     left = [request for request in requests if request not in batch.doomed]
     last_ns = max(request.deadline_ns for request in batch.doomed)
     assert left and last_ns <= min(request.deadline_ns for request in left)
+
+
+@pytest.mark.parametrize("rules", [{"has_shapes": True}, {"linger_ns": MS}])
+def test_requests_of_other_shapes_are_passed_over(rules: dict[str, Any]) -> None:
+    batch = formed(queue_of(*(waiting(n + 1, shape=n % 2) for n in range(6))), **rules)
+    assert (rows_of(batch), batch.reason, batch.hold_ns) == ([1, 3, 5], Reason.SHAPE, 0)
 
 
 def test_rows_are_counted_and_not_requests() -> None:
@@ -159,7 +167,7 @@ def test_of_a_split_request_the_next_piece_is_taken() -> None:
         ([60, 5], {}, Reason.FULL),
         ([60, 3], {}, Reason.IDLE),
         ([60, 3], {"linger_ns": MS, "now_ns": NOW + MS}, Reason.LINGER),
-        ([waiting(shape=1), waiting(shape=2)], {}, Reason.SHAPE),
+        ([waiting(shape=1), waiting(shape=2)], {"has_shapes": True}, Reason.SHAPE),
         ([waiting(), waiting(is_alone=True)], {}, Reason.ALONE),
         ([waiting(is_alone=True), waiting()], {}, Reason.ALONE),
         ([waiting(due_ns=NOW + span_ns(1)), 1], {"cost": COST}, Reason.DEADLINE),

@@ -93,11 +93,10 @@ def test_nobody_is_given_up_for_those_without_a_deadline() -> None:
 @pytest.mark.parametrize(
     ("others", "settings_"),
     [
-        ([waiting(shape=1)], {}),
         ([waiting(is_alone=True)], {}),
         ([], {"rows_max": 1}),
     ],
-    ids=["shape", "alone", "full"],
+    ids=["alone", "full"],
 )
 def test_nobody_is_given_up_where_no_deadline_closes_a_batch(
     others: list[Request], settings_: dict[str, Any]

@@ -37,8 +37,8 @@ class Executor:
     def __init__(self, input_segment: Segment, output_segment: Segment) -> None:
         self._input = input_segment
         self._output = output_segment
-        self._bindings: dict[tuple[int, int, int, int], Bound] = {}
-        self._stages: dict[int, _Stage | ArrayStage] = {}
+        self._bindings: dict[tuple[int, int, int, int, int], Bound] = {}
+        self._stages: dict[tuple[int, int], _Stage | ArrayStage] = {}
         self.sessions: dict[int, Session] = {}
 
     def execute(self, message: Execute, run: Run) -> None:
@@ -59,9 +59,9 @@ class Executor:
             self._binding(message, source, target).run(run)
             return
         self._require_inside(message)
-        stage = self._stages.get(message.model)
+        stage = self._stages.get((message.model, message.bucket))
         if stage is None or stage.rows < message.rows:
-            stage = self._make_stage(message.model, message.rows)
+            stage = self._make_stage(message)
         stage.gather(self._input.view, message.slices, message.rows)
         self._binding(message, stage.input_address, stage.output_address).run(run)
         stage.scatter(self._output.view, message.slices, message.rows)
@@ -72,8 +72,8 @@ class Executor:
         self._stages.clear()
 
     def _binding(self, message: Execute, input_address: int, output_address: int) -> Bound:
-        key = (message.model, message.rows, input_address, output_address)
-        session = self.sessions[message.model]
+        key = (message.model, message.bucket, message.rows, input_address, output_address)
+        session = self.sessions[message.model].bucket(message.bucket)
         binding = self._bindings.pop(key, None)
         if binding is None:
             self._require_inside(message)
@@ -84,19 +84,20 @@ class Executor:
             self._bindings[key] = binding  # Last in the dict's order: the least recent is first.
         return binding
 
-    def _make_stage(self, model: int, rows: int) -> _Stage | ArrayStage:
+    def _make_stage(self, message: Execute) -> _Stage | ArrayStage:
         """Memory for batches of up to that many rows, doubled so that it is made a few times."""
-        self._bindings = {key: kept for key, kept in self._bindings.items() if key[0] != model}
-        session = self.sessions[model]
+        of, rows = (message.model, message.bucket), message.rows
+        self._bindings = {key: kept for key, kept in self._bindings.items() if key[:2] != of}
+        session = self.sessions[message.model].bucket(message.bucket)
         if session.inputs.has_strings or session.outputs.has_strings:
             stage: _Stage | ArrayStage = ArrayStage(session)
         else:
             stage = _Stage(session, 1 << (rows - 1).bit_length())
-        self._stages[model] = stage
+        self._stages[of] = stage
         return stage
 
     def _require_inside(self, message: Execute) -> None:
-        session = self.sessions[message.model]
+        session = self.sessions[message.model].bucket(message.bucket)
         for each in message.slices:
             _, input_bytes = session.inputs.layout(each.request_rows)
             _, output_bytes = session.outputs.layout(each.rows)

@@ -8,17 +8,19 @@ Runs on: worker main.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 
+from iskander.contract.buckets import variants
 from iskander.contract.compile import compile_contract
 from iskander.contract.finishing import compile_outputs
 from iskander.contract.labels import read_labels
 from iskander.contract.manifest import read_manifest
 from iskander.contract.rows import RowCopier
 from iskander.contract.strings import string_ranges
-from iskander.contract.tensors import body_layout
+from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import ContractError, ExecutionFailed
 from iskander.wire.messages import ModelSpec
 from iskander_worker.arrays import ArrayBatch, Compute
@@ -68,6 +70,18 @@ class Session:
         self.is_bound = self._binding is not None
         self.is_binding_reusable = self._binding is not None and self._binding.is_binding_reusable
 
+        self._buckets = tuple(map(self._for, variants(self.contract)[:-1]))
+
+    def bucket(self, number: int) -> Session:
+        """The model with its inputs as long as a bucket's; the last one is itself."""
+        return self._buckets[number] if number < len(self._buckets) else self
+
+    def _for(self, contract: Contract) -> Session:
+        """The same model, its batches laid out by another contract."""
+        made = copy.copy(self)
+        made.contract, made.inputs, made._buckets = contract, RowCopier(contract.inputs), ()
+        return made
+
     def bind(self, rows: int, input_address: int, output_address: int) -> Bound:
         """A batch whose inputs and results lie at these addresses.
 
@@ -102,6 +116,8 @@ class Session:
         beyond its table, a word that no vocabulary has) and still be right for its callers' data,
         so a refusal is not one.
         """
+        for each in self._buckets:
+            each.warm_up(rows)
         specs = self.contract.inputs
         offsets, _ = body_layout(specs, rows)
         lengths = [rows * spec.elements for spec in specs if spec.is_string]

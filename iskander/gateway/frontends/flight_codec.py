@@ -95,8 +95,17 @@ class StreamCodec:
             MalformedInput: It is no message of the stream.
         """
         if len(raw) <= WHOLE_BYTES:
-            return True
+            return not self.plan.makes_lists or self._is_made_small(raw)
         return bytes(read_flight_data(raw).header[:CHECKED_HEADER_BYTES_MAX]) in self.plan.checked
+
+    def _is_made_small(self, raw: bytes | memoryview) -> bool:
+        """Whether a small message of lists stays small when its rows are padded."""
+        header = bytes(read_flight_data(raw).header)
+        message = ipc.read_message(header)
+        if message.kind != ipc.RECORD_BATCH:
+            return True
+        rows = ipc.read_batch(header, message).rows
+        return rows * self.plan.row_bytes <= WHOLE_BYTES
 
     def read(self, raw: bytes | memoryview) -> Arrived | None:
         """Take one message of the stream; None for a dictionary.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from iskander.config import LimitsConfig
@@ -20,7 +21,7 @@ from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import is_string
 from iskander.gateway.frontends.flight_data import Parts, data_head
-from iskander.gateway.frontends.flight_inputs import assemble
+from iskander.gateway.frontends.flight_inputs import assemble, bucket_numbers
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.flight_results import result_columns
 from iskander.gateway.texts import require_string_bytes, require_strings
@@ -36,10 +37,14 @@ class Part(NamedTuple):
 
     Attributes:
         tensors: Buffers of the contract's inputs, as a request has them.
+        places: Which rows of the batch they are, in order; of a part that is all of it, none.
+        bucket: Number of the bucket that they are in.
     """
 
     rows: int
     tensors: list[memoryview]
+    places: np.ndarray
+    bucket: int
 
 
 class Rewritten(NamedTuple):
@@ -123,22 +128,52 @@ class Converter:
         return Rewritten(plain_batch, plain_body, kept, parts)
 
     def _parts(self, read: pa.RecordBatch) -> tuple[Part, ...]:
-        """The model's inputs, made of the columns."""
+        """The model's inputs, made of the columns: one request, or one for each bucket in use."""
         plan, rows = self._plan, read.num_rows
+        contract = plan.contract
         if not rows:
-            strings = sum(spec.is_string for spec in plan.contract.inputs)
-            return (Part(0, [memoryview(b"")] * (len(plan.contract.inputs) + strings)),)
+            strings = sum(spec.is_string for spec in contract.inputs)
+            empty = [memoryview(b"")] * (len(contract.inputs) + strings)
+            return (Part(0, empty, np.arange(0), 0),)
         made = [maker.make(read) for maker in plan.makers]
-        tensors = assemble(plan.contract, made, None, 0)
-        joined = iter(tensors[len(plan.contract.inputs) :])
-        texts = 0
-        for spec, values in zip(plan.contract.inputs, tensors, strict=False):
-            if spec.is_string:
-                text = next(joined)
-                texts += len(text)
-                require_string_bytes(texts, self._limits)
-                require_strings(f"column `{spec.column}`", rows * spec.elements, values, text)
-        return (Part(rows, tensors),)
+        if not plan.buckets:
+            parts: tuple[Part, ...] = (
+                Part(rows, assemble(contract, made, None, 0), np.arange(0), 0),
+            )
+        else:
+            numbers = bucket_numbers(made, plan.buckets)
+            used = [(int(n), np.flatnonzero(numbers == n)) for n in np.unique(numbers)]
+            sizes = [
+                spec.buffer_bytes(len(places))
+                for number, places in used
+                for spec in plan.variants[number].inputs
+            ]
+            require_bytes(sum(sizes), self._limits)
+            parts = tuple(
+                Part(
+                    len(places),
+                    assemble(contract, made, places, plan.buckets[number]),
+                    places,
+                    number,
+                )
+                for number, places in used
+            )
+        self._require_texts(parts)
+        return parts
+
+    def _require_texts(self, parts: tuple[Part, ...]) -> None:
+        """Refuse strings that are too many, or no UTF-8."""
+        inputs, total = self._plan.contract.inputs, 0
+        for part in parts:
+            joined = iter(part.tensors[len(inputs) :])
+            of = self._plan.variants[part.bucket].inputs
+            for spec, values in zip(of, part.tensors, strict=False):
+                if spec.is_string:
+                    text = next(joined)
+                    total += len(text)
+                    require_string_bytes(total, self._limits)
+                    count = part.rows * spec.elements
+                    require_strings(f"column `{spec.column}`", count, values, text)
 
     def frames(
         self, rows: int, kept: list[pa.Array], results: bytes | memoryview, app_metadata: bytes
@@ -187,7 +222,9 @@ class Converter:
         return total
 
     def _require_decoded(self, batch: pa.RecordBatch) -> None:
-        decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in self._plan.contract.inputs)
+        # Where there are buckets, the smallest that the rows could be in; then by what they are in.
+        inputs = self._plan.variants[0].inputs
+        decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in inputs)
         require_bytes(decoded, self._limits)
         # Not `nbytes`, which ends the process for some types (pyarrow 26, null and union arrays).
         buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer)

@@ -22,6 +22,7 @@ from iskander.errors import Draining, IskanderError, MalformedInput
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
+from iskander.gateway.frontends.flight_parts import Divided
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
@@ -60,6 +61,7 @@ class _Pending(Request):
             terms=terms.of(arrived.app_metadata),
             arrived_ns=now_ns(),
             call_deadline_ns=terms.deadline_ns,
+            bucket=arrived.parts[0].bucket if arrived.parts else 0,
         )
         self.arrived = arrived._replace(parts=())
         self.taken: Any = None
@@ -109,7 +111,7 @@ class Exchange:
         self._terms = StreamTerms(call.metadata, call.deadline_ns)
         self._codec: StreamCodec | None = None
         self._lane: Lane | None = None
-        self._window: deque[_Pending | _Refused] = deque()
+        self._window: deque[_Pending | Divided | _Refused] = deque()
         self._window_bytes = 0
         self._admission: asyncio.Task[None] | None = None
         self._is_reading = self._is_write_due = False
@@ -140,6 +142,8 @@ class Exchange:
             for pending in self._window:
                 if isinstance(pending, _Pending):
                     self._dispatcher.withdraw(pending)
+                elif isinstance(pending, Divided):
+                    self._withdraw(pending)
             self._window.clear()
 
     def drain(self) -> None:
@@ -225,14 +229,16 @@ class Exchange:
         except IskanderError as error:
             self._refuse(error)
 
-    async def _take_later(self, raw: Message, pending: _Pending | None = None) -> None:
+    async def _take_later(self, raw: Message, pending: _Pending | Divided | None = None) -> None:
         """Take a batch that has to be read by a thread, or to wait until it is in the arena."""
         assert self._codec is not None
         try:
             if pending is None:
                 arrived = await asyncio.to_thread(self._codec.read, raw)
                 pending = self._begin(arrived, len(raw))
-            if pending is not None:
+            if isinstance(pending, Divided):
+                await self._admit_parts(pending)
+            elif pending is not None:
                 await self._intake.admit_later(pending)
                 self._enter(pending)
                 self._dispatcher.submit(pending)
@@ -244,11 +250,13 @@ class Exchange:
         self._admission = None
         self._read()
 
-    def _begin(self, arrived: Arrived | None, raw_bytes: int) -> _Pending | None:
+    def _begin(self, arrived: Arrived | None, raw_bytes: int) -> _Pending | Divided | None:
         """Take what was read as far as can be at once; the batch that has to wait, if it has."""
         if arrived is None:
             return None
         assert self._codec is not None and self._lane is not None
+        if len(arrived.parts) > 1:
+            return self._divide(arrived, raw_bytes)
         pending = _Pending(self._lane, self, arrived, raw_bytes, self._terms)
         if not pending.rows:
             pending.taken = self._codec.take(arrived, b"")
@@ -261,7 +269,62 @@ class Exchange:
             return pending
         return None
 
-    def _enter(self, pending: _Pending) -> None:
+    def _divide(self, arrived: Arrived, raw_bytes: int) -> Divided:
+        """A batch whose rows are in several buckets, as a request for each."""
+        assert self._codec is not None and self._lane is not None
+        lane, terms = self._lane, self._terms.of(arrived.app_metadata)
+        divided = Divided(self._codec.plan.contract, arrived.parts, self._on_divided)
+        divided.requests = [
+            Request(
+                lane,
+                divided,
+                part.rows,
+                part.tensors,
+                terms=terms,
+                arrived_ns=now_ns(),
+                call_deadline_ns=self._terms.deadline_ns,
+                bucket=part.bucket,
+            )
+            for part in arrived.parts
+        ]
+        divided.arrived = arrived._replace(parts=())
+        results_bytes = sum(request.layout.output_bytes for request in divided.requests)
+        divided.held_bytes = max(raw_bytes, len(arrived.body)) + 2 * results_bytes
+        return divided
+
+    async def _admit_parts(self, divided: Divided) -> None:
+        """Send each part on its way; where one is refused, the batch is."""
+        self._enter(divided)
+        try:
+            for request in divided.requests:
+                if divided.error is not None:
+                    return
+                if not self._intake.admit(request):
+                    await self._intake.admit_later(request)
+                self._dispatcher.submit(request)
+        except IskanderError as error:
+            error.__traceback__ = None
+            divided.fail(divided.requests[0], error)
+        except asyncio.CancelledError:
+            stopping = Draining("the server is stopping; send it to another", retry_after_ms=0)
+            divided.fail(divided.requests[0], stopping)
+            raise
+
+    def _on_divided(self, divided: Divided) -> None:
+        """All parts of a batch have their results, or one of them has none."""
+        assert self._codec is not None
+        if divided.error is None:
+            divided.taken = self._codec.take(divided.arrived, divided.results)
+        else:
+            # Not now: whoever fails one part may be going through a list that has the others.
+            self._loop.call_soon(self._withdraw, divided)
+        self._write_soon()
+
+    def _withdraw(self, divided: Divided) -> None:
+        for request in divided.requests:
+            self._dispatcher.withdraw(request)
+
+    def _enter(self, pending: _Pending | Divided) -> None:
         self._window.append(pending)
         self._window_bytes += pending.held_bytes
 

@@ -190,9 +190,11 @@ class Made:
 
     Attributes:
         lengths: Of each row of lists, as it is kept; None where rows are no lists.
+        has_buckets: Its tensors are as long as the bucket of their rows.
     """
 
     lengths: np.ndarray | None = None
+    has_buckets = False
 
     def buffers(self, rows: np.ndarray | None, length: int) -> dict[str, Buffers]:
         """The entry's tensors.
@@ -277,6 +279,7 @@ class _Ragged(Made):
                 column=maker.names[0],
             )
         self.lengths = np.minimum(found.lengths, most)
+        self.has_buckets = bool(entry.buckets)
         self._starts = found.starts
         if entry.truncate == "tail":
             self._starts = found.starts + found.lengths - self.lengths
@@ -351,6 +354,13 @@ def maker_text(maker: Maker, array: pa.Array, where: Where) -> tuple[pa.Array, n
         fill = pa.scalar(str(maker.entry.fill or "").encode(), pa.binary())
         array = pc.if_else(pa.array(valid), array, fill)
     return array, valid.reshape(shape)
+
+
+def bucket_numbers(made: Sequence[Made], buckets: tuple[int, ...]) -> np.ndarray:
+    """The bucket of each row: the smallest that holds all its lists."""
+    lengths = [each.lengths for each in made if each.lengths is not None and each.has_buckets]
+    numbers: np.ndarray = np.searchsorted(buckets, np.max(lengths, axis=0))
+    return numbers
 
 
 def assemble(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from iskander.config import HEADER_ROOM_BYTES, LimitsConfig
+from iskander.contract.buckets import buckets_of, variants
 from iskander.contract.inputs import entries_of
 from iskander.contract.outputs import ColumnOrder
 from iskander.contract.tensors import Contract, TensorSpec
@@ -162,6 +163,7 @@ class Plan:
         self.schema = _read_schema(header)
         self.schema_message = ipc.encapsulate(header)
         _require_limits(self.schema, limits)
+        self.buckets, self.variants = buckets_of(contract), variants(contract)
         self.makers = [Maker(entry, contract, self.schema) for entry in entries_of(contract)]
         used = _match(self.schema, contract, self.makers)
         self.passed = _passed_columns(self.schema, contract, used)
@@ -201,6 +203,9 @@ class Plan:
         self.has_string_inputs = any(not column.bits for column in self.inputs)
         # Whether the response's header can be made before the results are there.
         self.has_string_results = any(spec.is_string for spec in contract.outputs)
+        # A short message may have many rows of lists, and each becomes as long as any may be.
+        self.makes_lists = any(maker.sent.is_ragged for maker in self.makers)
+        self.row_bytes = sum(spec.buffer_bytes(1) for spec in contract.inputs)
         self.checked: dict[bytes, Checked] = {}
 
 

@@ -64,7 +64,13 @@ class _Pending(Request):
         is_single: bool,
     ) -> None:
         super().__init__(
-            lane, caller, offered.rows, offered.tensors, terms=terms, arrived_ns=now_ns()
+            lane,
+            caller,
+            offered.rows,
+            offered.tensors,
+            terms=terms,
+            arrived_ns=now_ns(),
+            bucket=offered.bucket,
         )
         self.address = address
         self.is_single = is_single

@@ -15,7 +15,8 @@ from typing import Any
 from iskander import __version__
 from iskander._generated import oip_pb2
 from iskander.clock import NS_PER_MS, now_ns, wall_ns
-from iskander.contract.tensors import TensorSpec
+from iskander.contract.buckets import bucketed_tensors
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.gateway.frontends.oip_tensors import STRINGS
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import PRIORITY_DEFAULT, PRIORITY_MAX
@@ -48,8 +49,11 @@ def metadata(lane: Lane, versions: Iterable[str]) -> Any:  # noqa: ANN401
         name=lane.model.name,
         versions=versions,
         platform=_PLATFORM,
-        inputs=[_tensor(spec) for spec in contract.inputs],
-        outputs=[_tensor(spec) for spec in contract.outputs],
+        inputs=[
+            _tensor(spec, shape)
+            for spec, shape in zip(contract.inputs, _shapes(contract), strict=True)
+        ],
+        outputs=[_tensor(spec, spec.shape) for spec in contract.outputs],
     )
 
 
@@ -64,8 +68,8 @@ def config(lane: Lane) -> Any:  # noqa: ANN401
         max_batch_size=lane.model.rows_max,
         default_model_filename="model.onnx",
         input=[
-            oip_pb2.ModelInput(name=spec.tensor, data_type=_data_type(spec), dims=spec.shape)
-            for spec in contract.inputs
+            oip_pb2.ModelInput(name=spec.tensor, data_type=_data_type(spec), dims=shape)
+            for spec, shape in zip(contract.inputs, _shapes(contract), strict=True)
         ],
         output=[
             oip_pb2.ModelOutput(name=spec.tensor, data_type=_data_type(spec), dims=spec.shape)
@@ -132,9 +136,18 @@ def index_entry(lane: Lane, reason: str) -> Any:  # noqa: ANN401
     )
 
 
-def _tensor(spec: TensorSpec) -> Any:  # noqa: ANN401
+def _shapes(contract: Contract) -> list[tuple[int, ...]]:
+    """Of each input, without the rows; an axis that is as long as the rows' bucket is open."""
+    long = bucketed_tensors(contract)
+    return [
+        (_DYNAMIC, *spec.shape[1:]) if spec.tensor in long else spec.shape
+        for spec in contract.inputs
+    ]
+
+
+def _tensor(spec: TensorSpec, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
     return oip_pb2.ModelMetadataResponse.TensorMetadata(
-        name=spec.tensor, datatype=spec.type.dtype.oip, shape=(_DYNAMIC, *spec.shape)
+        name=spec.tensor, datatype=spec.type.dtype.oip, shape=(_DYNAMIC, *shape)
     )
 
 

@@ -1,8 +1,8 @@
 """Which waiting requests make the next batch, and whether to send it now.
 
-Rows are counted, not requests. Requests are taken in the queue's order until the next one would not
-fit, has another shape, or would make the earliest deadline of the batch be missed. A request is
-only ever split where it is larger than any batch may be.
+Rows are counted, not requests. Requests of the first one's shape are taken in the queue's order
+until the next one would not fit, or would make the earliest deadline of the batch be missed. A
+request is only ever split where it is larger than any batch may be.
 
 A batch goes to an idle worker at once, unless waiting a little pays: the settings say to linger, or
 a client is about to send a request that would otherwise have to pay for a run of its own. To a
@@ -28,6 +28,8 @@ from iskander.gateway.lanes.waiting import WaitingQueue
 
 REQUESTS_MAX = 1024
 """Of one batch: its message has to fit a frame."""
+SKIPPED_MAX = 256
+"""Requests of other shapes that are passed over in search of those that fit the first."""
 GROWTH = 8
 """A batch whose rows cost eight times what the batch itself does, its way to the worker and back
 included, is as good as full."""
@@ -65,6 +67,7 @@ class Rules(NamedTuple):
         preferred: Numbers of rows to close a batch at, ascending.
         linger_ns: How long the first request may wait for others.
         may_doom: Whether what cannot meet its deadline is left out, to be refused.
+        has_shapes: Requests may have different shapes.
     """
 
     rows_max: int
@@ -72,6 +75,7 @@ class Rules(NamedTuple):
     preferred: tuple[int, ...] = ()
     linger_ns: int = 0
     may_doom: bool = True
+    has_shapes: bool = False
 
     def run_rows(self, rows: int) -> int:
         """Rows that the model is run with for a batch of so many."""
@@ -141,7 +145,8 @@ def form(
         expected: Clients that will ask next, as `Cadence.expected` has them.
     """
     target = _target(queue, rules, cost)
-    if not queue.bound and not rules.linger_ns and queue.rows < target:
+    is_simple = not queue.bound and not rules.linger_ns and not rules.has_shapes
+    if is_simple and queue.rows < target:
         # Nobody to wait for and nothing to be late for: all that waits goes together.
         picks = [(request, request.todo[0][1]) for request in islice(queue, REQUESTS_MAX)]
         rows = sum(rows for _, rows in picks)
@@ -151,17 +156,23 @@ def form(
     draft = _Draft(rules, cost, max(now_ns, free_ns), target)
     doomed: list[Request] = []
     reason: Reason | None = None
+    skipped = 0
     for request in queue:
         if draft.is_doomed(request):
             doomed.append(request)
             continue
         reason = draft.closes_before(request)
+        if reason is Reason.SHAPE and skipped < SKIPPED_MAX:
+            skipped += 1
+            continue
         if reason is not None:
             break
         draft.add(request)
         if draft.rows >= draft.target or len(draft.picks) >= REQUESTS_MAX:
             reason = Reason.FULL
             break
+    if reason is None and skipped:
+        reason = Reason.SHAPE
     hold_ns = kept_ns = 0
     may_wait = reason is None or draft.earliest_ns < NEVER_NS
     if may_wait and draft.picks and not draft.picks[0][0].is_alone:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config_models import LaneConfig
+from iskander.contract.buckets import variants
 from iskander.contract.tensors import Contract
 from iskander.errors import DroppedFromQueue, IskanderError, NotReady, QueueFull, Superseded
 from iskander.gateway.lanes.admission import (
@@ -65,6 +66,7 @@ class Lane:
         has_limits: Requests have deadlines or ages that they do not name.
         is_awaiting: A worker is being replaced in order, and requests may wait for the next.
         costs: What batches cost, by worker's index.
+        layouts_of: How rows of each bucket lie in the arenas; of a model without any, of all.
         virtual_ns: Time of workers that it has had, divided by its weight; the least is next.
         outstanding: Requests of each client that were admitted and are not answered.
         counts: What came in and went out, by name.
@@ -92,7 +94,7 @@ class Lane:
         self.measures = Measures(model, recent or Recent())
         self.rules = Rules(model.rows_max)
         self._policy = make_policy(config)
-        self._layouts: Layouts | None = None
+        self.layouts_of: tuple[Layouts, ...] = ()
         self.ran_ns = -PROBE_NS
         self._newest: dict[str, Request] = {}
         self._margin = Margin()
@@ -139,17 +141,17 @@ class Lane:
 
     @property
     def layouts(self) -> Layouts:
-        """How rows lie in the arenas; only once there is a contract."""
-        assert self._layouts is not None
-        return self._layouts
+        """How rows lie in the arenas, of the first bucket; only once there is a contract."""
+        return self.layouts_of[0]
 
     def set_contract(self, contract: Contract) -> None:
         """Take the contract that the first worker compiled."""
         self.contract = contract
-        self._layouts = Layouts(contract)
-        self.rules = make_rules(
+        self.layouts_of = tuple(map(Layouts, variants(contract)))
+        rules = make_rules(
             self.config, self.model.rows_max, contract.rows_fixed, self._policy.linger_ns
         )
+        self.rules = rules._replace(has_shapes=len(self.layouts_of) > 1)
 
     def layout(self, rows: int) -> Layout:
         """How `rows` rows lie in the arenas."""

@@ -70,10 +70,11 @@ class Request:
         terms: What the client said.
         arrived_ns: When it came.
         call_deadline_ns: When the call that it came with ends.
+        bucket: Number of the bucket that its rows are in, where the model has some.
 
     Attributes:
         layout: How its rows lie in the arenas.
-        shape: Requests of one batch have the same; it stands for the tensors' trailing shapes.
+        shape: Requests of one batch have the same; it is the number of their bucket.
         deadline_ns: The soonest of the call's, the client's and the model's.
         expires_ns: When it leaves the queue: the deadline, or when it has waited or aged enough.
         lease: Where the tensors were written, until no worker reads them any more.
@@ -132,15 +133,16 @@ class Request:
         terms: Terms = NO_TERMS,
         arrived_ns: int = 0,
         call_deadline_ns: int = NEVER_NS,
+        bucket: int = 0,
     ) -> None:
         self.lane = lane
         self.caller = caller
         self.rows = rows
         self.tensors = tensors
         self.terms = terms
-        layouts = lane.layouts
+        layouts = lane.layouts_of[bucket]
         self.layout = layouts.around(rows, tensors) if layouts.has_strings else layouts.of(rows)
-        self.shape = 0
+        self.shape = bucket
         self.arrived_ns = arrived_ns
         self.deadline_ns = call_deadline_ns
         self.expires_ns = min(call_deadline_ns, arrived_ns + lane.ttl_ns)
