@@ -105,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from iskander.contract.tensors import require_room
     from iskander.gateway.addresses import require_addresses
     from iskander.gateway.lanes.policies import make_policy
-    from iskander.gateway.models import model_spec
+    from iskander.gateway.models import loading_spec, model_spec
     from iskander.gateway.supervision.placement import plan
     from iskander.gateway.supervision.topology import read_topology
     from iskander.memory.arena import usable_bytes
@@ -115,7 +115,8 @@ def _check(arguments: argparse.Namespace) -> int:
     require_addresses(config)
     for model in config.models:
         make_policy(model.lane)
-    specs = [model_spec(key, model) for key, model in enumerate(config.models)]
+    loading = loading_spec(config)
+    specs = [model_spec(key, model, loading) for key, model in enumerate(config.models)]
     set_library_environment()
     rows = []
     for spec, model in zip(specs, config.models, strict=True):
@@ -123,6 +124,7 @@ def _check(arguments: argparse.Namespace) -> int:
         try:
             session = _try_session(spec, model.python, cores, config.workers.start_s)
             require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
+            session.warm_up(spec.rows_max)
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
         columns = ", ".join(

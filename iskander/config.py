@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from iskander.config_loading import LoadingConfig
 from iskander.config_models import LaneConfig, ModelConfig
 from iskander.config_section import MIB, Positive, Section
 
@@ -250,6 +251,7 @@ class Config(Section, frozen=True, kw_only=True):
     limits: LimitsConfig = LimitsConfig()
     lanes: LaneConfig = LaneConfig()
     workers: WorkersConfig = WorkersConfig()
+    loading: LoadingConfig = LoadingConfig()
     arena: ArenaConfig = ArenaConfig()
     admin: AdminConfig = AdminConfig()
     inferential: InferentialConfig = InferentialConfig()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -19,6 +22,9 @@ RUN_MARK, RUN = "TESTS_RUN", uuid.uuid4().hex
 os.environ[RUN_MARK] = RUN
 # Before any test imports onnxruntime: it uploads usage data unless told not to.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+# What servers keep of models is the run's own, and goes with it.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="isk-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 # For `benchmarks`, which is in no wheel; last, so that an installed `iskander` is the one tested.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 

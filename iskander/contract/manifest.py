@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.parts import GraphPart, PythonPart
@@ -58,8 +59,34 @@ class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     unknown: Annotated[int, msgspec.Meta(ge=0)] | Literal["reject"] | None = None
 
 
+class WarmUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[warm_up]` of a manifest: the first batches, before any caller's.
+
+    Attributes:
+        values: Of every input; `random` are evenly spread from `low` to `high`.
+        samples: An `.npz` file beside the model with an array for each input tensor, by its name.
+        results: Another with what outputs have to be for them; a difference beyond `absolute` plus
+            `relative` times the recorded value is a load error.
+    """
+
+    values: Literal["ones", "zeros", "random"] = "ones"
+    low: float = 0.0
+    high: float = 1.0
+    seed: Annotated[int, Meta(ge=0)] = 0
+    samples: str = ""
+    results: str = ""
+    absolute: Annotated[float, Meta(ge=0)] = 1e-6
+    relative: Annotated[float, Meta(ge=0)] = 1e-4
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A manifest as written, before it is held against a graph."""
+    """A manifest as written, before it is held against a graph.
+
+    Attributes:
+        sha256: Hashes that files beside the manifest have to have, by name.
+        custom_ops: Operator libraries that the graph needs, as `loading.custom_ops` names them.
+        warm_up: First batches; a row of ones and a larger batch of them where it is not there.
+    """
 
     format: Literal[1]
     inputs: tuple[InputColumn, ...]
@@ -68,6 +95,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     columns: ColumnOrder = "passthrough_first"
     graph: GraphPart = GraphPart()
     python: PythonPart = PythonPart()
+    sha256: dict[str, Annotated[str, Meta(pattern=r"^[0-9A-Fa-f]{64}\Z")]] = {}
+    custom_ops: tuple[str, ...] = ()
+    warm_up: WarmUp = WarmUp()
 
 
 def model_file(path: Path, backend: str = "onnx") -> Path:
@@ -96,6 +126,12 @@ def read_manifest(path: Path) -> Manifest | None:
     if len(raw) > MANIFEST_BYTES_MAX:
         raise ManifestError(f"manifest.toml is larger than {MANIFEST_BYTES_MAX} bytes")
     try:
-        return msgspec.toml.decode(raw, type=Manifest)
+        manifest = msgspec.toml.decode(raw, type=Manifest)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"manifest.toml: {error}") from None
+    plan = manifest.warm_up
+    if plan.low > plan.high:
+        raise ManifestError(f"manifest.toml: warm_up.low = {plan.low:g} is above high")
+    if plan.results and not plan.samples:
+        raise ManifestError("manifest.toml: warm_up.results are of no warm_up.samples")
+    return manifest

@@ -6,7 +6,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.supervision.readiness import reason_of
 from iskander.gateway.supervision.workers import Worker
 from iskander.gateway.telemetry.recent import Recent
-from iskander.wire.messages import ModelSpec
+from iskander.wire.messages import LoadingSpec, ModelSpec
 
 STOPPING = "the server is stopping"
+TRIAL_SHARE = 0.8
+"""Of the time that a worker has for its models: a trial ends before the worker has to."""
 
 
 class Models:
@@ -37,8 +39,9 @@ class Models:
     """
 
     def __init__(self, config: Config, recent: Recent) -> None:
+        loading = loading_spec(config)
         self.by_key = {
-            key: Lane(model_spec(key, model), model.lane, _quorum(config, model), recent)
+            key: Lane(model_spec(key, model, loading), model.lane, _quorum(config, model), recent)
             for key, model in enumerate(config.models)
         }
 
@@ -154,7 +157,11 @@ def _outputs(contract: Contract) -> list[dict[str, Any]]:
     return described
 
 
-def model_spec(key: int, model: ModelConfig) -> ModelSpec:
+def model_spec(
+    key: int,
+    model: ModelConfig,
+    loading: LoadingSpec = LoadingSpec(),  # noqa: B008
+) -> ModelSpec:
     """How a worker loads a configured model.
 
     Raises:
@@ -191,6 +198,28 @@ def model_spec(key: int, model: ModelConfig) -> ModelSpec:
         pool=model.pool,
         trust_pickle=model.trust_pickle,
         trusted_types=model.trusted_types,
+        loading=loading,
+    )
+
+
+def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) -> LoadingSpec:
+    """What workers believe of model files, and what opening one may take."""
+    settings = config.loading
+    home = environment.get("XDG_CACHE_HOME") or (
+        f"{environment['HOME']}/.cache" if environment.get("HOME") else ""
+    )
+    own = environment.get("CACHE_DIRECTORY", "").partition(":")[0]
+    default = own or (f"{home}/iskander" if home else "")
+    return LoadingSpec(
+        is_tried=settings.trial,
+        trial_s=min(settings.trial_s, TRIAL_SHARE * config.workers.start_s),
+        trial_bytes=settings.trial_bytes,
+        model_bytes=settings.model_bytes,
+        is_shared=settings.share_weights,
+        cache=settings.cache or default,
+        cache_bytes=settings.cache_bytes,
+        custom_ops=settings.custom_ops,
+        public_key=settings.public_key,
     )
 
 

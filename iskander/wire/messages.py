@@ -20,7 +20,32 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
+
+
+class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker believes of model files, and what opening one may take.
+
+    Attributes:
+        is_tried: A new model is opened in a process of its own first.
+        trial_s: Seconds that this may take.
+        trial_bytes: Private bytes that it may take; 0 for what the system has free.
+        model_bytes: Of a model's files, and of all its weights.
+        is_shared: Weights are mapped from `cache`, a folder; empty where there is none.
+        cache_bytes: Of the folder.
+        custom_ops: Operator libraries that models may ask for.
+        public_key: Ed25519, base64; models are refused without its signature. Empty for none.
+    """
+
+    is_tried: bool = False
+    trial_s: float = 60.0
+    trial_bytes: int = 0
+    model_bytes: int = 1 << 36
+    is_shared: bool = False
+    cache: str = ""
+    cache_bytes: int = 1 << 34
+    custom_ops: tuple[str, ...] = ()
+    public_key: str = ""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -53,6 +78,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     pool: str = ""
     trust_pickle: bool = False
     trusted_types: tuple[str, ...] = ()
+    loading: LoadingSpec = LoadingSpec()
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

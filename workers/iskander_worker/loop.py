@@ -20,6 +20,7 @@ from iskander.wire.messages import (
     Loaded,
     LoadFailed,
     ModelSpec,
+    Notice,
     ToGateway,
     decode_to_worker,
     encode,
@@ -32,7 +33,6 @@ HOLD_NS = 100_000
 """An answer waits for the next one where the batch between them is no larger than one that took
 less than this. Batches of a few microseconds that came together are so answered together, which
 halves the wake-ups; longer ones are answered one by one."""
-WARM_UP_ROWS = 128
 LOAD_NS = 600 * NS_PER_S
 """How long a load for one gateway may keep the others without a beat; the one that asked for it has
 a limit of its own."""
@@ -100,7 +100,7 @@ class WorkerLoop:
                     answers.append(self._execute(message, attachment))
                 elif isinstance(message, Load):
                     gateways.beat(ahead_ns=LOAD_NS)
-                    answers.append(self._load(message.model, attachment.executor))
+                    answers += self._load(message.model, attachment.executor)
                     gateways.beat()
                 else:
                     assert isinstance(message, Drain)
@@ -144,27 +144,27 @@ class WorkerLoop:
         used = {each for one in gateways.attached for each in one.executor.sessions.values()}
         self._sessions = {key: kept for key, kept in self._sessions.items() if kept in used}
 
-    def _load(self, spec: ModelSpec, executor: Executor) -> Loaded | LoadFailed:
+    def _load(self, spec: ModelSpec, executor: Executor) -> list[ToGateway]:
         begun_ns = now_ns()
         session = self._sessions.get(spec.fingerprint)
         try:
             if session is None:
                 session = Session(spec, self._cores)
-                session.warm_up(session.contract.rows_fixed or 1)
-                if session.contract.rows_fixed is None:
-                    session.warm_up(min(spec.rows_max, WARM_UP_ROWS))
+                session.warm_up(spec.rows_max)
                 self._sessions[spec.fingerprint] = session
         except IskanderError as error:
-            return LoadFailed(spec.key, error.code, error.message)
+            return [LoadFailed(spec.key, error.code, error.message)]
         executor.sessions[spec.key] = session
         load_ms = (now_ns() - begun_ns) / NS_PER_MS
-        return Loaded(
+        loaded = Loaded(
             spec.key,
             session.contract,
             session.providers,
             session.threads,
             round(load_ms, 1),
         )
+        notices = [Notice(f"{spec.name}/{spec.version}: {text}") for text in session.notices]
+        return [*notices, loaded]
 
     def _after_fork(self) -> None:
         """A child that a model's code has forked must not keep the end of this worker a secret."""

@@ -9,26 +9,24 @@ Runs on: worker main.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+import msgspec
 
 from iskander.contract.buckets import variants
 from iskander.contract.compile import compile_contract
 from iskander.contract.finishing import compile_outputs
 from iskander.contract.labels import read_labels
-from iskander.contract.manifest import read_manifest
+from iskander.contract.manifest import WarmUp, model_file, read_manifest
 from iskander.contract.rows import RowCopier
-from iskander.contract.strings import string_ranges
-from iskander.contract.tensors import Contract, body_layout
-from iskander.errors import ContractError, ExecutionFailed
+from iskander.contract.tensors import Contract
 from iskander.wire.messages import ModelSpec
 from iskander_worker.arrays import ArrayBatch, Compute
-from iskander_worker.backends import BindingModel, Bound, Run, load_model
+from iskander_worker.backends import BindingModel, Bound, Model, load_model
 from iskander_worker.finishing import Finisher
 from iskander_worker.vocabulary import Vocabularies
-
-BFLOAT16_ONE = 0x3F80
+from iskander_worker.warm_up import warm
 
 
 class Session:
@@ -37,8 +35,10 @@ class Session:
     Args:
         spec: Where the model is and how to run it.
         cores: Physical cores that this process may use.
+        load: What loads it.
 
     Attributes:
+        notices: What was not as it should be, and still serves.
         is_bound: Its batches run on their buffers where they lie, and not with arrays.
         is_binding_reusable: What `bind` returns may be kept.
 
@@ -46,8 +46,10 @@ class Session:
         ManifestError: The model cannot be served: backend, file, graph or manifest; says which.
     """
 
-    def __init__(self, spec: ModelSpec, cores: int) -> None:
-        self._model = model = load_model(spec, cores)
+    def __init__(
+        self, spec: ModelSpec, cores: int, load: Callable[[ModelSpec, int], Model] = load_model
+    ) -> None:
+        self._model = model = load(spec, cores)
         written = read_manifest(Path(spec.path))
         labels = read_labels(Path(spec.path), written)
         self.contract = compile_contract(written, model.graph, spec.string_bytes, labels)
@@ -61,6 +63,9 @@ class Session:
         vocabularies = Vocabularies(self.contract, model.graph, labels)
         if len(vocabularies):
             self._compute = vocabularies.around(self._compute)
+        self._folder = model_file(Path(spec.path)).parent
+        self._plan = written.warm_up if written is not None else WarmUp()
+        self.notices: tuple[str, ...] = getattr(model, "notices", ())
         self.threads, self.providers = model.threads, model.providers
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
@@ -69,7 +74,6 @@ class Session:
         self._binding = model if isinstance(model, BindingModel) and can_bind else None
         self.is_bound = self._binding is not None
         self.is_binding_reusable = self._binding is not None and self._binding.is_binding_reusable
-
         self._buckets = tuple(map(self._for, variants(self.contract)[:-1]))
 
     def bucket(self, number: int) -> Session:
@@ -109,34 +113,16 @@ class Session:
         """Give up what the model holds."""
         self._model.close()
 
-    def warm_up(self, rows: int) -> None:
-        """Compute a batch of ones, so that the first caller does not pay for first times.
+    def warm_up(self, rows_max: int) -> None:
+        """Compute the first batches, so that no caller pays for first times.
 
-        Ones, since a zero divisor of integers ends a process. A model may refuse ones (an index
-        beyond its table, a word that no vocabulary has) and still be right for its callers' data,
-        so a refusal is not one.
+        Args:
+            rows_max: Of a batch.
+
+        Raises:
+            ManifestError: A recorded sample does not come out as recorded.
         """
+        made_up = msgspec.structs.replace(self._plan, samples="")
         for each in self._buckets:
-            each.warm_up(rows)
-        specs = self.contract.inputs
-        offsets, _ = body_layout(specs, rows)
-        lengths = [rows * spec.elements for spec in specs if spec.is_string]
-        ranges, input_bytes = string_ranges(specs, rows, lengths, offsets)
-        _, output_bytes = body_layout(self.contract.outputs, rows)
-        inputs, outputs = np.zeros(input_bytes + 64, np.uint8), np.zeros(output_bytes, np.uint8)
-        for spec, offset in zip(specs, offsets, strict=True):
-            raw = inputs[offset : offset + spec.buffer_bytes(rows)]
-            if spec.is_string:
-                raw.view(np.int32)[:] = np.arange(rows * spec.elements + 1)
-            elif spec.type.dtype_name == "bool":
-                raw[:] = 255
-            elif spec.type.dtype_name == "bfloat16":
-                raw.view(np.uint16)[:] = BFLOAT16_ONE
-            else:
-                raw.view(spec.type.dtype.numpy)[:] = 1
-        for start, stop in ranges:
-            inputs[start:stop] = ord("1")
-        try:
-            self.bind(rows, inputs.ctypes.data, outputs.ctypes.data).run(Run())
-        except (ContractError, ExecutionFailed):
-            return
+            warm(each, self._folder, made_up, rows_max)
+        warm(self, self._folder, self._plan, rows_max)

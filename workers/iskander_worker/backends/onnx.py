@@ -20,6 +20,7 @@ from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander.wire.messages import ModelSpec
 from iskander_worker.backends import Arrays, Run
+from iskander_worker.opening import Source, opened
 from iskander_worker.tensors import memory, packed, plain
 
 PROVIDERS = {
@@ -55,12 +56,12 @@ ort.set_default_logger_severity(4)
 
 
 def load(spec: ModelSpec, cores: int) -> OnnxModel:
-    """Load a model file.
+    """Load a model file, once it is known to be what it should be and to harm nobody.
 
     Raises:
         ManifestError: File, provider or graph cannot be served; says which.
     """
-    return OnnxModel(spec, cores)
+    return opened(spec, cores, OnnxModel, ort.__version__)
 
 
 class OnnxModel:
@@ -69,12 +70,17 @@ class OnnxModel:
     Args:
         spec: Where the model is and how to run it.
         cores: Compute threads where the spec names none, as is the runtime's own default.
+        source: What to open, where that is not just the spec's file.
+
+    Attributes:
+        notices: What was not as it should be, and still serves.
 
     Raises:
         ManifestError: The model cannot be loaded: file, provider or graph; says which.
     """
 
-    def __init__(self, spec: ModelSpec, cores: int) -> None:
+    def __init__(self, spec: ModelSpec, cores: int, source: Source = Source()) -> None:  # noqa: B008
+        self.notices: tuple[str, ...] = ()
         self.threads = spec.threads_intra or cores
         options = ort.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
@@ -87,7 +93,14 @@ class OnnxModel:
         # Spinning threads burn whole cores between batches: 86 % of one at 50 batches a second.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        self._session = _open(model_file(Path(spec.path)), options, spec.execution_providers)
+        file = source.optimised or model_file(Path(spec.path))
+        if source.optimised is not None:
+            options.graph_optimization_level = OPTIMIZATION_LEVELS["disable"]
+        if source.save_to is not None:
+            _save(options, source.save_to, source.save_weights)
+        for library in source.libraries:
+            _register(options, library)
+        self._session = _open(file, options, spec.execution_providers)
         self.providers = tuple(self._session.get_providers())
         self.graph = _graph_of(self._session)
         self._bfloat16 = {
@@ -244,6 +257,26 @@ def _options(run: Run) -> RunOptions:
     if run.is_aborted:  # Looked at after they are there: whoever aborts now sets it on them.
         options.terminate = True
     return options
+
+
+def _save(options: ort.SessionOptions, file: Path, weights: str) -> None:
+    """Have the optimised graph written, and its weights as its kernels read them beside it."""
+    options.optimized_model_filepath = str(file)
+    for key, value in (
+        ("session.optimized_model_external_initializers_file_name", weights),
+        ("session.optimized_model_external_initializers_min_size_in_bytes", "1024"),
+        ("session.save_external_prepacked_constant_initializers", "1"),
+    ):
+        options.add_session_config_entry(key, value)
+
+
+def _register(options: ort.SessionOptions, library: str) -> None:
+    try:
+        options.register_custom_ops_library(library)
+    except Exception as error:
+        raise ManifestError(
+            f"the operator library `{Path(library).name}` cannot be loaded: {plain(error)}"
+        ) from None
 
 
 def _open(

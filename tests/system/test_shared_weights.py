@@ -1,0 +1,187 @@
+"""Workers that have a model map one copy of its weights: measured against copies of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pyarrow as pa
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from support import models
+from support.processes import MIB, Gateway, running
+
+WIDTH, LAYERS = 1280, 16
+WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4  # 100 MiB
+TWO = {"groups": ["0", "1"]}
+
+
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`y` of `x` through 16 layers of 1,280 by 1,280."""
+    folder = tmp_path_factory.mktemp("heavy")
+    random = np.random.default_rng(3)
+    nodes, weights, last = [], [], "x"
+    for layer in range(LAYERS):
+        weight = (random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
+        weights.append(numpy_helper.from_array(weight, f"w{layer}"))
+        nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [f"m{layer}"]))
+        nodes.append(helper.make_node("Relu", [f"m{layer}"], [f"r{layer}"]))
+        last = f"r{layer}"
+    nodes.append(helper.make_node("Identity", [last], ["y"]))
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", WIDTH])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", WIDTH])],
+        weights,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+def serve(folder: Path, heavy: Path, **loading: Any) -> Any:
+    folder.mkdir(exist_ok=True)
+    entry = {"name": "heavy", "path": str(heavy), "intra_threads": 1, "max_batch_rows": 64}
+    loading.setdefault("cache", str(folder / "cache"))
+    return running(folder, [entry], workers=dict(TWO), loading=loading)
+
+
+def batch(rows: int = 24) -> pa.RecordBatch:
+    values = np.random.default_rng(5).standard_normal((rows, WIDTH)).astype(np.float32)
+    return pa.record_batch({"x": pa.FixedSizeListArray.from_arrays(values.reshape(-1), WIDTH)})
+
+
+def results(gateway: Gateway, count: int = 8) -> list[np.ndarray]:
+    with gateway.client() as client:
+        found = client.stream("heavy", [batch()] * count, timeout_s=60)
+        return [each["y"].flatten().to_numpy().reshape(-1, WIDTH) for each in found]
+
+
+def private_bytes(pid: int) -> int:
+    """What a process has for itself alone."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+
+
+def entries(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_two_workers_share_one_copy_of_the_weights(tmp_path: Path, heavy: Path) -> None:
+    """Each worker's private memory is less by nearly all of the weights, and results are equal."""
+    with serve(tmp_path / "own", heavy, share_weights=False) as gateway:
+        own = results(gateway)
+        private_own = [private_bytes(pid) for pid in gateway.worker_pids()]
+    with serve(tmp_path / "shared", heavy) as gateway:
+        shared = results(gateway)
+        private_shared = [private_bytes(pid) for pid in gateway.worker_pids()]
+        assert all(not worker["notices"] for worker in gateway.stats()["workers"])
+    (entry,) = entries(tmp_path / "shared" / "cache")
+
+    assert len(private_own) == len(private_shared) == 2
+    assert min(private_own) > WEIGHT_BYTES
+    for before, after in zip(private_own, private_shared, strict=True):
+        assert before - after > 0.9 * WEIGHT_BYTES, (private_own, private_shared)
+    assert {path.name for path in entry.iterdir()} == {"entry.json", "model.onnx", "weights.bin"}
+    (expected,) = models.in_process(
+        heavy, {"x": batch()["x"].flatten().to_numpy().reshape(-1, WIDTH)}
+    )
+    for each in (*own, *shared):
+        assert np.array_equal(each, expected)
+
+
+def test_a_copy_that_was_changed_is_not_believed(tmp_path: Path, heavy: Path) -> None:
+    """One byte of the weights makes it no copy: it is made anew, and results are right."""
+    with serve(tmp_path, heavy) as gateway:
+        before = results(gateway, 1)
+    (entry,) = entries(tmp_path / "cache")
+    good = (entry / "weights.bin").read_bytes()
+    with (entry / "weights.bin").open("r+b") as stream:
+        stream.seek(WEIGHT_BYTES // 2)
+        stream.write(b"\xff" * 4)
+    with serve(tmp_path, heavy) as gateway:
+        after = results(gateway, 1)
+
+    assert np.array_equal(before[0], after[0])
+    assert (entry / "weights.bin").read_bytes() == good
+
+
+@pytest.mark.parametrize("others", ["folder", "file", "link"])
+def test_a_copy_that_others_could_write_is_not_believed(
+    tmp_path: Path, heavy: Path, others: str
+) -> None:
+    with serve(tmp_path, heavy) as gateway:
+        before = results(gateway, 1)
+    cache = tmp_path / "cache"
+    (entry,) = entries(cache)
+    if others == "folder":
+        cache.chmod(0o777)
+    elif others == "file":
+        (entry / "weights.bin").chmod(0o666)
+    else:
+        (entry / "weights.bin").rename(tmp_path / "elsewhere")
+        (entry / "weights.bin").symlink_to(tmp_path / "elsewhere")
+    with serve(tmp_path, heavy) as gateway:
+        after = results(gateway, 1)
+        notices = [text for worker in gateway.stats()["workers"] for text in worker["notices"]]
+        mapped = [
+            "weights.bin" in Path(f"/proc/{pid}/maps").read_text() for pid in gateway.worker_pids()
+        ]
+
+    assert np.array_equal(before[0], after[0])
+    if others == "folder":
+        assert mapped == [False, False]
+        assert all("can be written by others" in text for text in notices) and len(notices) == 2
+    else:
+        assert mapped == [True, True] and not notices
+        weights = entry / "weights.bin"
+        assert not weights.is_symlink() and weights.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_model_whose_results_would_differ_keeps_its_own_weights(tmp_path: Path) -> None:
+    """Random numbers are never twice the same, so nothing can be shown: it is loaded as before."""
+    weight = np.ones((1024, 1024), np.float32)
+    folder = models.save(
+        tmp_path / "random",
+        [
+            helper.make_node("RandomNormalLike", ["x"], ["noise"]),
+            helper.make_node("Add", ["x", "noise"], ["noisy"]),
+            helper.make_node("MatMul", ["noisy", "w"], ["y"]),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 1024])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 1024])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    entry = {"name": "random", "path": str(folder), "max_batch_rows": 64}
+    with running(tmp_path, [entry], loading={"cache": str(tmp_path / "cache")}) as gateway:
+        (worker,) = gateway.stats()["workers"]
+        assert any("its results are other ones" in text for text in worker["notices"])
+    (kept,) = entries(tmp_path / "cache")
+    assert [path.name for path in kept.iterdir()] == ["entry.json"]
+    assert json.loads((kept / "entry.json").read_text())["note"]
+
+
+def test_the_folder_keeps_to_its_bytes(tmp_path: Path, heavy: Path) -> None:
+    """A model that is not used any more makes room for the next one."""
+    other = tmp_path / "other"
+    other.mkdir()
+    model = onnx.load(heavy / "model.onnx")
+    model.graph.initializer[0].raw_data = bytes(WIDTH * WIDTH * 4)
+    onnx.save(model, other / "model.onnx")
+    limit = int(2.5 * WEIGHT_BYTES)  # A copy holds the weights twice: as they are, and packed.
+    with serve(tmp_path, heavy, cache_bytes=limit):
+        pass
+    (first,) = entries(tmp_path / "cache")
+    with serve(tmp_path, other, cache_bytes=limit) as gateway:
+        assert not results(gateway, 1)[0].any()
+    (second,) = entries(tmp_path / "cache")
+
+    assert first.name != second.name
+    assert sum(path.stat().st_size for path in second.iterdir()) <= limit + MIB
+    assert not os.path.exists(first)
