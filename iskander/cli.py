@@ -124,7 +124,6 @@ def _check(arguments: argparse.Namespace) -> int:
         try:
             session = _try_session(spec, model.python, cores, config.workers.start_s)
             require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
-            session.warm_up(spec.rows_max)
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
         columns = ", ".join(
@@ -151,14 +150,16 @@ def _check(arguments: argparse.Namespace) -> int:
 def _try_session(
     spec: messages.ModelSpec, python: str, cores: int, wait_s: float
 ) -> Session | messages.Loaded:
-    """Load a model: here, or in a process like its own workers."""
+    """Load and warm a model: here, or in a process like its own workers."""
     if spec.pool:
         from iskander.gateway.supervision.trial import try_model
 
         return try_model(spec, python, cores, wait_s)
     from iskander_worker.session import Session
 
-    return Session(spec, cores)
+    session = Session(spec, cores)
+    session.warm_up(spec.rows_max)
+    return session
 
 
 def _render_plan(placed: Plan) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from iskander.contract.buckets import require_one_set
-from iskander.contract.columns import ColumnType, parse_column_type
+from iskander.contract.columns import RANK_MAX, ColumnType, parse_column_type
 from iskander.contract.dtypes import BY_ONNX
 from iskander.contract.finishing import Finish, compile_outputs, is_plain
 from iskander.contract.graph import Dimension, Graph, GraphTensor
@@ -228,6 +228,11 @@ def _derived_type(tensor: GraphTensor, side: str) -> str:
         f"{side} `{tensor.name}` is a scalar and has no axis for the rows of a batch",
     )
     trailing = tensor.shape[1:]
+    _require(
+        len(trailing) <= RANK_MAX,
+        f"{side} `{tensor.name}` has {len(trailing)} axes beside the rows, at most {RANK_MAX} are "
+        "supported",
+    )
     _require(
         all(isinstance(size, int) and size > 0 for size in trailing),
         f"{side} `{tensor.name}` has the shape {_shape_text(tensor)}: only the first axis may be "

@@ -129,6 +129,8 @@ def read_manifest(path: Path) -> Manifest | None:
         manifest = msgspec.toml.decode(raw, type=Manifest)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"manifest.toml: {error}") from None
+    except RecursionError:
+        raise ManifestError("manifest.toml is nested too deeply") from None
     plan = manifest.warm_up
     if plan.low > plan.high:
         raise ManifestError(f"manifest.toml: warm_up.low = {plan.low:g} is above high")

@@ -29,6 +29,7 @@ def try_model(cores: int) -> None:
     spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelSpec)
     try:
         session = Session(spec, cores)
+        session.warm_up(spec.rows_max)
         answer: Loaded | LoadFailed = Loaded(
             spec.key, session.contract, session.providers, session.threads, 0.0
         )

@@ -9,6 +9,7 @@ Source: NumPy's `.npz`, read without pickle.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,13 +37,15 @@ ROWS = 128
 SAMPLE_BYTES_MAX = 1 << 28
 SAMPLE_ROWS_MAX = 1 << 20
 _BFLOAT16_SHIFT = 16
+_MEMORY = re.compile("bad_alloc|allocate memory", re.IGNORECASE)
 
 
 def warm(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
     """Compute the batches that a manifest declares, or a batch of one row and a larger one.
 
     A model may refuse values that were made up (an index beyond its table, a word that no
-    vocabulary has) and still be right for its callers' data, so such a refusal is not one. A recorded sample has to be computed.
+    vocabulary has) and still be right for its callers' data, so such a refusal is not one. A
+    recorded sample has to be computed.
 
     Args:
         session: Of the model.
@@ -61,7 +64,11 @@ def warm(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
     for rows in sorted(sizes):
         try:
             compute(session, rows, made_up(contract.inputs, rows, plan))
-        except (ContractError, ExecutionFailed):
+        except (ContractError, ExecutionFailed) as error:
+            if _MEMORY.search(error.message):
+                raise ManifestError(
+                    f"a first batch of {rows} rows takes more memory than it may: {error.message}"
+                ) from None
             return
 
 

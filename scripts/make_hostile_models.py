@@ -1,0 +1,406 @@
+"""Write a folder of models that nobody should load: `python scripts/make_hostile_models.py FOLDER`.
+
+Each is a folder `FOLDER/NAME` with a `model.onnx`, meant to read other people's files, to take all
+memory, time or disk, or to end the process that opens it. `FOLDER/expected.json` has, for each, the
+words that a loader is to refuse it with; `null` where it is to be served like any other. Nothing
+here is large on disk: what is, is sparse.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+Make = Callable[[Path], None]
+CASES: dict[str, tuple[Make, str | None]] = {}
+
+
+def case(words: str | None) -> Callable[[Make], Make]:
+    """Enter a maker in the table, with the words of its refusal."""
+
+    def enter(make: Make) -> Make:
+        CASES[make.__name__] = (make, words)
+        return make
+
+    return enter
+
+
+def main() -> None:
+    """Write all of them."""
+    folder = Path(sys.argv[1])
+    for name, (make, _) in CASES.items():
+        (folder / name).mkdir(parents=True)
+        make(folder / name)
+    expected = {name: words for name, (_, words) in CASES.items()}
+    (folder / "expected.json").write_text(json.dumps(expected))
+
+
+def value(
+    name: str, element: int = FLOAT, shape: Sequence[int | str] = ("rows",)
+) -> onnx.ValueInfoProto:
+    """An input or output."""
+    return helper.make_tensor_value_info(name, element, list(shape))
+
+
+def save(
+    folder: Path,
+    nodes: list[onnx.NodeProto],
+    weights: Sequence[TensorProto] = (),
+    inputs: list[onnx.ValueInfoProto] | None = None,
+    outputs: list[onnx.ValueInfoProto] | None = None,
+) -> None:
+    """A graph from `x` to `y`, unchecked."""
+    graph = helper.make_graph(
+        nodes, "g", inputs or [value("x")], outputs or [value("y")], list(weights)
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+
+
+def outside(location: str, *, offset: int = 0, length: int = 4096, name: str = "w") -> TensorProto:
+    """A tensor whose bytes are in another file."""
+    tensor = TensorProto(name=name, data_type=FLOAT, dims=[length // 4])
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, text in (("location", location), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=text)
+    return tensor
+
+
+def with_weights(folder: Path, *weights: TensorProto) -> None:
+    """`y = x + max(w)`."""
+    save(
+        folder,
+        [
+            helper.make_node("ReduceMax", [weights[0].name], ["m"], keepdims=0),
+            helper.make_node("Add", ["x", "m"], ["y"]),
+        ],
+        weights,
+    )
+
+
+@case("leads out of the model's folder")
+def traversal(folder: Path) -> None:
+    """Weights of the folder above."""
+    (folder.parent / "secret.bin").write_bytes(bytes(4096))
+    with_weights(folder, outside("../secret.bin"))
+
+
+@case("leads out of the model's folder")
+def traversal_inside(folder: Path) -> None:
+    """The same by a way that begins in the folder."""
+    (folder / "sub").mkdir()
+    with_weights(folder, outside("sub/../../secret.bin"))
+
+
+@case("leads out of the model's folder")
+def absolute(folder: Path) -> None:
+    """A file of the system's."""
+    with_weights(folder, outside("/etc/passwd", length=64))
+
+
+@case("is a link that leads out")
+def symbolic_link(folder: Path) -> None:
+    """A name in the folder for a file outside."""
+    (folder / "weights.bin").symlink_to("/etc/passwd")
+    with_weights(folder, outside("weights.bin", length=64))
+
+
+@case("is a link that leads out")
+def symbolic_folder(folder: Path) -> None:
+    """The same by a folder."""
+    (folder / "sub").symlink_to("/etc")
+    with_weights(folder, outside("sub/passwd", length=64))
+
+
+@case("cannot be read")
+def symbolic_circle(folder: Path) -> None:
+    """Two links that lead to each other."""
+    (folder / "a").symlink_to("b")
+    (folder / "b").symlink_to("a")
+    with_weights(folder, outside("a"))
+
+
+@case("hard links")
+def hard_link(folder: Path) -> None:
+    """Another name of a file elsewhere, which nothing but its count tells."""
+    (folder.parent / "owned.bin").write_bytes(bytes(4096))
+    os.link(folder.parent / "owned.bin", folder / "weights.bin")
+    with_weights(folder, outside("weights.bin"))
+
+
+@case("is not a file")
+def pipe(folder: Path) -> None:
+    """Opening it would wait for ever."""
+    os.mkfifo(folder / "weights.bin")
+    with_weights(folder, outside("weights.bin"))
+
+
+@case("is not a file")
+def pipe_itself(folder: Path) -> None:
+    """The model file is one."""
+    os.mkfifo(folder / "model.onnx")
+
+
+@case("is cut off, or another's")
+def weights_cut_off(folder: Path) -> None:
+    """Fewer bytes than the tensor has."""
+    (folder / "weights.bin").write_bytes(bytes(100))
+    with_weights(folder, outside("weights.bin"))
+
+
+@case("is cut off, or another's")
+def offset_beyond(folder: Path) -> None:
+    """An offset that wraps around where nobody looks."""
+    (folder / "weights.bin").write_bytes(bytes(4096))
+    with_weights(folder, outside("weights.bin", offset=2**63 - 4096))
+
+
+@case("loading.model_bytes")
+def sparse_weights(folder: Path) -> None:
+    """A terabyte that takes no disk."""
+    with (folder / "weights.bin").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with_weights(folder, outside("weights.bin", length=1 << 40))
+
+
+@case("loading.model_bytes")
+def folded_weights(folder: Path) -> None:
+    """Ten thousand tensors that are the same 16 MB: 160 GB when they are loaded."""
+    with (folder / "weights.bin").open("wb") as stream:
+        stream.truncate(1 << 24)
+    with_weights(
+        folder, *(outside("weights.bin", length=1 << 24, name=f"w{n}") for n in range(10_000))
+    )
+
+
+@case("cannot be read")
+def name_of_controls(folder: Path) -> None:
+    """A file name with lines and escapes, for whoever prints it."""
+    with_weights(folder, outside("a\n\x1b[31mb\u202ec"))
+
+
+@case("cut off")
+def truncated(folder: Path) -> None:
+    """Half of a good model."""
+    weight = helper.make_tensor("w", FLOAT, [4096], np.zeros(4096, np.float32).tobytes(), raw=True)
+    with_weights(folder, weight)
+    raw = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").write_bytes(raw[: len(raw) // 2])
+
+
+@case("cannot be loaded")
+def empty(folder: Path) -> None:
+    """Nothing."""
+    (folder / "model.onnx").write_bytes(b"")
+
+
+@case("cut off")
+def noise(folder: Path) -> None:
+    """Random bytes."""
+    (folder / "model.onnx").write_bytes(np.random.default_rng(1).bytes(10_000))
+
+
+@case("cannot be loaded")
+def absurd_weights(folder: Path) -> None:
+    """A tensor of 2^60 elements with four of them there."""
+    with_weights(folder, TensorProto(name="w", data_type=FLOAT, dims=[1 << 60], raw_data=bytes(16)))
+
+
+@case("cannot be loaded")
+def negative_weights(folder: Path) -> None:
+    """A tensor of less than nothing."""
+    with_weights(folder, TensorProto(name="w", data_type=FLOAT, dims=[-4], raw_data=bytes(16)))
+
+
+@case("the size")
+def absurd_input(folder: Path) -> None:
+    """Rows of 2^40 elements."""
+    shape = ("rows", 1 << 40)
+    node = helper.make_node("Identity", ["x"], ["y"])
+    save(folder, [node], inputs=[value("x", shape=shape)], outputs=[value("y", shape=shape)])
+
+
+@case("axes beside the rows")
+def absurd_rank(folder: Path) -> None:
+    """Rows of three hundred axes."""
+    shape = ("rows", *[1] * 300)
+    node = helper.make_node("Identity", ["x"], ["y"])
+    save(folder, [node], inputs=[value("x", shape=shape)], outputs=[value("y", shape=shape)])
+
+
+@case("messages deep")
+def deep(folder: Path) -> None:
+    """A graph in a node's attribute, in a graph, five hundred times: more than libraries write."""
+    raw = b""
+    for _ in range(500):
+        for number in (6, 5, 1):  # An attribute's graph, a node's attribute, a graph's node.
+            raw = bytes([number << 3 | 2]) + length_of(raw) + raw
+    (folder / "model.onnx").write_bytes(bytes([7 << 3 | 2]) + length_of(raw) + raw)
+
+
+@case("cannot be loaded")
+def unknown_operator(folder: Path) -> None:
+    """An operator that nobody has."""
+    save(folder, [helper.make_node("Explode", ["x"], ["y"], domain="org.example")])
+
+
+@case("memory")
+def memory_bomb(folder: Path) -> None:
+    """A kilobyte that makes 64 GB when it runs."""
+    save(
+        folder,
+        [
+            helper.make_node("ConstantOfShape", ["s"], ["c"]),
+            helper.make_node("ReduceMax", ["c"], ["m"], keepdims=0),
+            helper.make_node("Add", ["x", "m"], ["y"]),
+        ],
+        [helper.make_tensor("s", INT64, [1], [1 << 34])],
+    )
+
+
+@case("memory")
+def doubling_bomb(folder: Path) -> None:
+    """Forty times twice as much as before."""
+    nodes = [helper.make_node("Unsqueeze", ["x", "axis"], ["d0"])]
+    for step in range(40):
+        nodes.append(helper.make_node("Concat", [f"d{step}", f"d{step}"], [f"d{step + 1}"], axis=1))
+    nodes.append(helper.make_node("ReduceMax", ["d40"], ["y"], axes=[1], keepdims=0))
+    save(folder, nodes, [helper.make_tensor("axis", INT64, [1], [1])])
+
+
+@case("was not loaded and warmed within")
+def endless_loop(folder: Path) -> None:
+    """A loop of 2^62 turns."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["c_in"], ["c_out"]),
+            helper.make_node("Add", ["s_in", "s_in"], ["s_out"]),
+        ],
+        "body",
+        [value("i", INT64, ()), value("c_in", TensorProto.BOOL, ()), value("s_in")],
+        [value("c_out", TensorProto.BOOL, ()), value("s_out")],
+    )
+    save(
+        folder,
+        [helper.make_node("Loop", ["n", "c", "x"], ["y"], body=body)],
+        [
+            helper.make_tensor("n", INT64, [], [1 << 62]),
+            helper.make_tensor("c", TensorProto.BOOL, [], [True]),
+        ],
+    )
+
+
+@case("ended the process that tried it out by SIGFPE")
+def overflowing_division(folder: Path) -> None:
+    """The least whole number by -1, which the processor answers with a signal."""
+    save(
+        folder,
+        [
+            helper.make_node("Cast", ["x"], ["whole"], to=INT64),
+            helper.make_node("Neg", ["whole"], ["negative"]),
+            helper.make_node("Div", ["least", "negative"], ["much"]),
+            helper.make_node("Cast", ["much"], ["y"], to=FLOAT),
+        ],
+        [helper.make_tensor("least", INT64, [1], [-(1 << 63)])],
+    )
+
+
+@case("asks for the operator library `/tmp/evil.so`")
+def own_operators(folder: Path) -> None:
+    """Machine code that comes with the model."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    write_manifest(folder, 'custom_ops = ["/tmp/evil.so"]')
+
+
+@case("is not the file that the manifest pins")
+def other_file(folder: Path) -> None:
+    """A model that was exchanged under its manifest."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    write_manifest(folder, 'sha256 = {"model.onnx" = "' + "0" * 64 + '"}')
+
+
+@case("manifest.toml")
+def nested_manifest(folder: Path) -> None:
+    """A manifest of brackets."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    (folder / "manifest.toml").write_text("format = " + "[" * 200_000)
+
+
+@case("larger than")
+def large_manifest(folder: Path) -> None:
+    """A manifest of comments."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    (folder / "manifest.toml").write_text("#" * (2 << 20))
+
+
+@case("no `.npz` file of plain arrays")
+def pickled_sample(folder: Path) -> None:
+    """A warm-up sample that is a program."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    np.savez(folder / "s.npz", x=np.array([{"a": 1}], np.object_))
+    write_manifest(folder, '[warm_up]\nsamples = "s.npz"')
+
+
+@case("unpacks to")
+def packed_sample(folder: Path) -> None:
+    """A warm-up sample of 1 GB in 1 MB."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    with (
+        zipfile.ZipFile(folder / "s.npz", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("x.npy", "w", force_zip64=True) as stream,
+    ):
+        for _ in range(64):
+            stream.write(bytes(1 << 24))
+    write_manifest(folder, '[warm_up]\nsamples = "s.npz"')
+
+
+@case("leads out of the model's folder")
+def sample_elsewhere(folder: Path) -> None:
+    """A warm-up sample of somebody else's."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    write_manifest(folder, '[warm_up]\nsamples = "../s.npz"')
+
+
+@case(None)
+def names_of_all_scripts(folder: Path) -> None:
+    """Tensors called in scripts that are written from right to left, and by no letter at all."""
+    name = "\u202e\u05e9\u05dc\u05d5\u05dd \U0001f480 \u540d"
+    save(
+        folder,
+        [helper.make_node("Identity", [name], ["\u0301"])],
+        inputs=[value(name)],
+        outputs=[value("\u0301")],
+    )
+
+
+def length_of(raw: bytes) -> bytes:
+    """The length of a message as protobuf has it."""
+    length, parts = len(raw), bytearray()
+    while length > 0x7F:
+        parts.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([*parts, length])
+
+
+def write_manifest(folder: Path, more: str) -> None:
+    """`x` to `y`, and something else."""
+    keys, _, tables = more.partition("[") if more.startswith("[") else (more, "", "")
+    (folder / "manifest.toml").write_text(
+        f"format = 1\n{keys}\n"
+        '[[inputs]]\ncolumn = "x"\ntype = "float32"\ntensor = "x"\n'
+        '[[outputs]]\ntensor = "y"\ncolumn = "y"\ntype = "float32"\n'
+        + (f"[{tables}\n" if tables else "")
+    )
+
+
+if __name__ == "__main__":
+    main()

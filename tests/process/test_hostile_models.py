@@ -1,0 +1,113 @@
+"""One real worker is asked for every model of a hostile folder, and goes on serving its good one.
+
+The models and the words of their refusals are `scripts/make_hostile_models.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from support import models
+from support.processes import WorkerProcess
+from support.scripted import ScriptedGateway, model_spec
+
+from iskander.wire.messages import Done, Execute, Load, Loaded, LoadFailed, LoadingSpec, Slice
+
+SCRIPT = models.ROOT / "scripts" / "make_hostile_models.py"
+MIB = 1 << 20
+TRIAL_S = 4.0
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[ScriptedGateway]:
+    gateway = ScriptedGateway(tmp_path)
+    yield gateway
+    gateway.close()
+
+
+@pytest.fixture
+def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
+    worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
+    try:
+        gateway.accept()
+        gateway.welcome()
+        yield worker
+    finally:
+        worker.end()
+
+
+def ask(gateway: ScriptedGateway, folder: Path, key: int, loading: LoadingSpec) -> object:
+    spec = model_spec(folder, key=key, loading=loading, fingerprint=f"{folder} {loading}")
+    gateway.send(Load(spec))
+    return gateway.receive(within_s=60)
+
+
+def require_served(gateway: ScriptedGateway, batch_id: int) -> None:
+    """The good model, whose key is 0, computes right."""
+    raw = np.array([1, 2, batch_id], np.int64).tobytes()
+    gateway.input.view[: len(raw)] = raw
+    gateway.send(Execute(batch_id, 0, 3, (Slice(0, 3, 0, 3, 0),)))
+    done = gateway.receive()
+    assert isinstance(done, Done) and done.batch_id == batch_id
+    found = np.frombuffer(gateway.output.view, np.int64, 3).tolist()
+    assert found == [4, 7, 3 * batch_id + 1]
+
+
+def test_no_model_of_a_hostile_folder_harms_a_worker(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """Each is refused by name, in its time; the worker is the same process, with its own memory."""
+    hostile = gateway.folder / "hostile"
+    subprocess.run([sys.executable, SCRIPT, hostile], check=True)
+    expected = json.loads((hostile / "expected.json").read_text())
+    loading = LoadingSpec(
+        is_tried=True,
+        is_shared=True,
+        trial_s=TRIAL_S,
+        trial_bytes=1024 * MIB,
+        model_bytes=512 * MIB,
+        cache=str(gateway.folder / "cache"),
+        cache_bytes=64 * MIB,
+    )
+    assert isinstance(ask(gateway, models.row_ids(gateway.folder / "ids"), 0, loading), Loaded)
+    require_served(gateway, 1)
+    before = psutil.Process(worker.pid).memory_info().rss
+
+    for number, (name, words) in enumerate(expected.items(), start=1):
+        answer = ask(gateway, hostile / name, number, loading)
+        if words is None:
+            assert isinstance(answer, Loaded), (name, answer)
+        else:
+            assert isinstance(answer, LoadFailed), (name, answer)
+            assert answer.code == "manifest" and words in answer.message, (name, answer.message)
+            assert str(gateway.folder) not in answer.message and "Traceback" not in answer.message
+        require_served(gateway, 1 + number)
+
+    assert len(expected) > 30
+    assert psutil.Process(worker.pid).memory_info().rss - before < 64 * MIB
+    assert psutil.Process(worker.pid).children() == []
+
+
+def test_what_ended_or_hung_its_trial_is_not_tried_again_at_once(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """The next one that asks is told so; a changed file is another model."""
+    hostile = gateway.folder / "hostile"
+    subprocess.run([sys.executable, SCRIPT, hostile], check=True)
+    loading = LoadingSpec(is_tried=True, trial_s=TRIAL_S, cache=str(gateway.folder / "cache"))
+    for number, name in enumerate(("overflowing_division", "endless_loop")):
+        first = ask(gateway, hostile / name, 10 + number, loading)
+        second = ask(gateway, hostile / name, 20 + number, loading)
+
+        assert isinstance(first, LoadFailed) and isinstance(second, LoadFailed)
+        assert "not tried again for ten minutes" in second.message
+        good = models.row_ids(gateway.folder / "good")
+        (good / "model.onnx").rename(hostile / name / "model.onnx")
+        assert isinstance(ask(gateway, hostile / name, 30 + number, loading), Loaded)
