@@ -9,7 +9,7 @@ from msgspec import Meta
 from iskander.config_section import MIB, Positive, Section
 from iskander.contract.tensors import STRING_BYTES
 
-SHARED_BACKENDS = ("onnx",)
+SHARED_BACKENDS = ("onnx", "pipeline")
 """Those whose models run beside others in one worker."""
 
 
@@ -120,7 +120,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z",
-            description="What runs it: onnx, python, or one that is installed.",
+            description="What runs it: onnx, python, pipeline, or one that is installed.",
         ),
     ] = "onnx"
     workers: Annotated[
@@ -129,7 +129,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
             ge=0,
             le=1024,
             description="Workers of its own, beside those that serve all models; 0: none, but one "
-            "where the backend is not onnx or `python` is set.",
+            "where the backend is neither onnx nor pipeline, or `python` is set.",
         ),
     ] = 0
     python: Annotated[

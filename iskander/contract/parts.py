@@ -5,9 +5,11 @@ Read together with the rest of the manifest (`manifest`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+STEPS_MAX = 32
 
 
 class PythonPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,3 +34,23 @@ class GraphPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     inputs: dict[str, str] = {}
     outputs: dict[str, str] = {}
+
+
+class PipelineStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[[steps]]` of a manifest.
+
+    Attributes:
+        name: For people, and for what is measured.
+        model: Its model file or folder, inside the pipeline's.
+        backend: What runs it.
+        inputs: Its model's names of tensors to the pipeline's, where they differ; `outputs` too.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+    model: str
+    backend: str = "onnx"
+    inputs: dict[str, str] = {}
+    outputs: dict[str, str] = {}
+
+
+Steps = Annotated[tuple[PipelineStep, ...], msgspec.Meta(max_length=STEPS_MAX)]

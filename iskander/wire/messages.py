@@ -2,7 +2,7 @@
 
     birth                                    work
     worker -> gateway  Hello                 gateway -> worker  Load      -> Loaded | LoadFailed
-    gateway -> worker  Welcome | Refused     gateway -> worker  Execute   -> Done | Failed
+    gateway -> worker  Welcome | Refused     gateway -> worker  Execute   -> Done | Failed, Stepped
                                              gateway -> worker  Drain     -> (exit 0)
                                              worker -> gateway  Leaving   -> Drain
                                              worker -> gateway  Notice
@@ -214,6 +214,13 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     run_ns: int
 
 
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
+    """Beside the `Done` of a pipeline: name and nanoseconds of each of its steps."""
+
+    model: int
+    steps: tuple[tuple[str, int], ...]
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The batch was not computed; `code` is that of an `IskanderError`."""
 
@@ -235,7 +242,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
 ToGatewayAtBirth = Hello
 ToWorkerAtBirth = Welcome | Refused
 ToWorker = Execute | Load | Drain
-ToGateway = Done | Failed | Loaded | LoadFailed | Leaving | Notice
+ToGateway = Done | Failed | Stepped | Loaded | LoadFailed | Leaving | Notice
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(ToGatewayAtBirth).decode

@@ -100,6 +100,7 @@ PURE = (
     "iskander/contract/declared.py",
     "iskander/contract/graph.py",
     "iskander/contract/parts.py",
+    "iskander/contract/pipelines.py",
     "iskander/contract/outputs.py",
     "iskander/contract/result_types.py",
     "iskander/contract/steps.py",

@@ -21,6 +21,7 @@ from iskander.wire.messages import (
     LoadFailed,
     ModelSpec,
     Notice,
+    Stepped,
     ToGateway,
     decode_to_worker,
     encode,
@@ -97,7 +98,7 @@ class WorkerLoop:
                         channel.send(encode(answers))
                         answers = []
                     gateways.beat(attachment, message.batch_id)
-                    answers.append(self._execute(message, attachment))
+                    self._execute(message, attachment, answers)
                 elif isinstance(message, Load):
                     gateways.beat(ahead_ns=LOAD_NS)
                     answers += self._load(message.model, attachment.executor)
@@ -124,20 +125,27 @@ class WorkerLoop:
                 each.tell_leaving()
         return is_first
 
-    def _execute(self, message: Execute, attachment: Attachment) -> Done | Failed:
+    def _execute(self, message: Execute, attachment: Attachment, answers: list[ToGateway]) -> None:
+        """Run a batch, and add what came of it to the answers."""
         # Step 6
         begun_ns = now_ns()
         aborter = attachment.aborter
+        run = aborter.begin(message.batch_id)
         try:
-            attachment.executor.execute(message, aborter.begin(message.batch_id))
+            attachment.executor.execute(message, run)
         except IskanderError as error:
             is_aborted = aborter.end()
             reason = Cancelled("nobody waited for this batch any more") if is_aborted else error
-            return Failed(message.batch_id, reason.code, reason.message)
+            answers.append(Failed(message.batch_id, reason.code, reason.message))
+            run.steps = ()
+            return
         aborter.end()
         run_ns = now_ns() - begun_ns
         attachment.last_run = (message.model, message.rows, run_ns)
-        return Done(message.batch_id, run_ns)
+        answers.append(Done(message.batch_id, run_ns))
+        if run.steps:
+            answers.append(Stepped(message.model, run.steps))
+            run.steps = ()
 
     def _keep_used(self, gateways: Gateways) -> None:
         """What no gateway asked for, the next one will hardly want."""

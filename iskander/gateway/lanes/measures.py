@@ -6,6 +6,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from iskander.clock import NS_PER_MS
+from iskander.contract.parts import STEPS_MAX
 from iskander.gateway.lanes.cadence import CLIENTS_MAX
 from iskander.gateway.lanes.request import Request, Terms
 from iskander.gateway.telemetry.histogram import LATENCY_BOUNDS_NS, ROWS_BOUNDS, Histogram
@@ -25,6 +26,7 @@ class Measures:
         run_ns: Of batches, in the worker.
         total_ns: Of requests, until their results were there.
         batch_rows: Of batches.
+        steps_ns: Of the steps of a pipeline, by their names.
     """
 
     def __init__(self, model: ModelSpec, recent: Recent) -> None:
@@ -32,6 +34,7 @@ class Measures:
         self.run_ns = Histogram(LATENCY_BOUNDS_NS)
         self.total_ns = Histogram(LATENCY_BOUNDS_NS)
         self.batch_rows = Histogram(ROWS_BOUNDS)
+        self.steps_ns: dict[str, Histogram] = {}
         self._recent_total = recent.ring("e2e_latency_ms").append
         self._recent_wait = recent.ring("scheduling_wait_ms").append
         self._recent_run = recent.ring("inference_latency_ms").append
@@ -59,6 +62,14 @@ class Measures:
         self._recent_total((now_ns, total_ns / NS_PER_MS, labels))
         self._recent_wait((now_ns, (request.sent_ns - request.arrived_ns) / NS_PER_MS, labels))
         self._recent_run((now_ns, run_ns / NS_PER_MS, labels))
+
+    def on_stepped(self, steps: tuple[tuple[str, int], ...]) -> None:
+        """A batch has run; what each step of its model took, in nanoseconds."""
+        for name, took_ns in steps:
+            if name not in self.steps_ns and len(self.steps_ns) < STEPS_MAX:
+                self.steps_ns[name] = Histogram(LATENCY_BOUNDS_NS)
+            if name in self.steps_ns:
+                self.steps_ns[name].record(took_ns)
 
     def on_put_back(self, request: Request, now_ns: int) -> None:
         """A request waits anew."""

@@ -51,6 +51,7 @@ from iskander.wire.messages import (
     Loaded,
     LoadFailed,
     Notice,
+    Stepped,
     Welcome,
     decode_to_gateway,
     encode,
@@ -260,6 +261,8 @@ class Supervisor:
                     dispatcher.on_done(worker, message)
                 elif type(message) is Failed:
                     dispatcher.on_failed(worker, message)
+                elif isinstance(message, Stepped):
+                    self._models.by_key[message.model].measures.on_stepped(message.steps)
                 elif isinstance(message, Leaving):
                     self._happened(worker, Event.LEFT)
                 elif isinstance(message, Notice):

@@ -125,6 +125,9 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            "worker, for each batch with rows of it.", _one(lambda lane: lane.measures.wait_ns)),
     Metric("iskander_run_seconds", "histogram", "seconds", (), "What a worker took for a batch.",
            _one(lambda lane: lane.measures.run_ns)),
+    Metric("iskander_step_seconds", "histogram", "seconds", ("step",), "What each step of a "
+           "pipeline took for a batch.",
+           lambda lane: [((name,), took) for name, took in lane.measures.steps_ns.items()]),
     Metric("iskander_request_seconds", "histogram", "seconds", (), "From a request's arrival to "
            "its results.", _one(lambda lane: lane.measures.total_ns)),
     Metric("iskander_cost_row_seconds", "gauge", "seconds", ("worker",), "What one more row costs "

@@ -61,6 +61,7 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
             "run": _latency(lane.measures.run_ns),
             "total": _latency(lane.measures.total_ns),
         },
+        "steps_ms": {name: _latency(took) for name, took in lane.measures.steps_ns.items()},
         "batch_rows": {
             "count": len(rows),
             "mean": round(rows.mean, 1),

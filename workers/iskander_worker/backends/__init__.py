@@ -26,7 +26,7 @@ from iskander.errors import ManifestError
 from iskander.wire.messages import ModelSpec
 
 ENTRY_POINTS = "iskander.backends"
-BUILT_IN = {name: f"iskander_worker.backends.{name}" for name in ("onnx", "python")}
+BUILT_IN = {name: f"iskander_worker.backends.{name}" for name in ("onnx", "python", "pipeline")}
 """Name to module; its `load` is the backend."""
 
 Arrays = Mapping[str, np.ndarray]
@@ -39,13 +39,15 @@ class Run:
     Attributes:
         is_aborted: Nobody waits for it any more. A model looks at it where it can.
         native: A runtime's own options, on which `terminate` is set too.
+        steps: Name and nanoseconds of each step of the model that ran last; empty without steps.
     """
 
-    __slots__ = ("is_aborted", "native")
+    __slots__ = ("is_aborted", "native", "steps")
 
     def __init__(self) -> None:
         self.is_aborted = False
         self.native: Any = None
+        self.steps: tuple[tuple[str, int], ...] = ()
 
     def abort(self) -> None:
         """Give the run up."""
