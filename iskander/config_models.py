@@ -120,7 +120,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z",
-            description="What runs it: onnx, python, pipeline, or one that is installed.",
+            description="What runs it: onnx, python, torch, pipeline, or one that is installed.",
         ),
     ] = "onnx"
     workers: Annotated[

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from iskander.contract.outputs import ColumnOrder, OutputColumn
-from iskander.contract.parts import GraphPart, PythonPart, Steps
+from iskander.contract.parts import GraphPart, PythonPart, Steps, TorchPart
 from iskander.errors import ManifestError
 
 MANIFEST_BYTES_MAX = 1 << 20
@@ -98,6 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: dict[str, Annotated[str, Meta(pattern=r"^[0-9A-Fa-f]{64}\Z")]] = {}
     custom_ops: tuple[str, ...] = ()
     warm_up: WarmUp = WarmUp()
+    torch: TorchPart = TorchPart()
     steps: Steps = ()
 
 

@@ -26,6 +26,20 @@ class PythonPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any] = {}
 
 
+class TorchPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[torch]` of a manifest.
+
+    Attributes:
+        file: A program of `torch.export` (`.pt2`), or TorchScript, inside the model's folder.
+        weights: A safetensors file whose tensors take the place of the program's.
+        outputs: Names of its results, in order; without them those of the manifest's tensors.
+    """
+
+    file: str = "model.pt2"
+    weights: str = ""
+    outputs: tuple[str, ...] = ()
+
+
 class GraphPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[graph]` of a manifest: tensors of a model that says nothing of itself, by name.
 

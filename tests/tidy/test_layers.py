@@ -76,6 +76,7 @@ DOORS = {
         ("iskander/gateway/", "iskander/client.py", "workers/iskander_worker/arrow.py"),
         "nothing: only the worker of a model that speaks Arrow has it",
     ),
+    "torch": (("workers/iskander_worker/backends/torch.py",), "iskander_worker.backends.torch"),
     "skops": (("workers/iskander_worker/backends/python.py",), "iskander_worker.backends.python"),
     "yaml": (("iskander/config_inferential.py",), "tomllib"),
     "mmap": (("iskander/memory/segment.py",), "iskander.memory.segment"),

@@ -26,7 +26,9 @@ from iskander.errors import ManifestError
 from iskander.wire.messages import ModelSpec
 
 ENTRY_POINTS = "iskander.backends"
-BUILT_IN = {name: f"iskander_worker.backends.{name}" for name in ("onnx", "python", "pipeline")}
+BUILT_IN = {
+    name: f"iskander_worker.backends.{name}" for name in ("onnx", "pipeline", "python", "torch")
+}
 """Name to module; its `load` is the backend."""
 
 Arrays = Mapping[str, np.ndarray]

@@ -1,0 +1,179 @@
+"""Models of the backend `torch` behind a real server; skipped where PyTorch is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.numpy import save_file
+from support.processes import Gateway, running
+
+from iskander.errors import ExecutionFailed
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
+
+MANIFEST = """
+format = 1
+[torch]
+file = "{file}"
+{more}
+[[inputs]]
+column = "scale"
+type = "float32"
+tensor = "scale"
+[[inputs]]
+column = "x"
+type = "fixed_size_list<float32>[4]"
+tensor = "x"
+[[outputs]]
+tensor = "logits"
+column = "logits"
+type = "fixed_size_list<float32>[3]"
+[[outputs]]
+tensor = "total"
+column = "total"
+type = "float32"
+"""
+MODULE = """
+import sys
+import torch
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x, scale):
+        return self.linear(x) * scale[:, None], x.sum(1)
+
+torch.manual_seed(3)
+module = Scaled().eval()
+weight, bias = (each.detach().tolist() for each in (module.linear.weight, module.linear.bias))
+"""
+EXPORT = """
+rows = torch.export.Dim("rows", min=1, max=65536)
+example = (torch.randn(2, 4), torch.randn(2))
+program = torch.export.export(module, example, dynamic_shapes={"x": {0: rows}, "scale": {0: rows}})
+torch.export.save(program, sys.argv[1])
+"""
+SCRIPT = "torch.jit.script(module).save(sys.argv[1])"
+WEIGHT = np.arange(12, dtype=np.float32).reshape(3, 4)
+BIAS = np.array([1, 2, 3], np.float32)
+
+
+def make(target: Path, how: str) -> None:
+    """Write a program in a process of its own: PyTorch does not share one with the tests."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    script = target.with_name("make.py")
+    script.write_text(MODULE + textwrap.dedent(how))
+    subprocess.run([sys.executable, str(script), str(target)], check=True, capture_output=True)
+
+
+def served(folder: Path, file: str, how: str, more: str = "", **settings: Any) -> dict[str, Any]:
+    """A model whose weights are those above."""
+    make(folder / file, how)
+    save_file({"linear.weight": WEIGHT, "linear.bias": BIAS}, folder / "model.safetensors")
+    (folder / "manifest.toml").write_text(MANIFEST.format(file=file, more=more))
+    return {"name": folder.name, "path": str(folder), "backend": "torch", **settings}
+
+
+def batch(rows: int) -> pa.RecordBatch:
+    x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), 4)
+    return pa.record_batch({"x": column, "scale": pa.array(np.arange(rows, dtype=np.float32))})
+
+
+WEIGHTS = 'weights = "model.safetensors"'
+
+
+@pytest.mark.parametrize(("file", "how"), [("model.pt2", EXPORT), ("model.pt", SCRIPT)])
+def test_programs_compute_with_weights_from_safetensors(
+    tmp_path: Path, file: str, how: str
+) -> None:
+    """Inputs are found by name, whatever the order of the manifest; any number of rows."""
+    table = served(tmp_path / "scaled", file, how, WEIGHTS)
+    with running(tmp_path, [table]) as gateway, gateway.client() as client:
+        for rows in (1, 2, 7, 300):
+            result = client.score("scaled", batch(rows))
+            x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+            wanted = (x @ WEIGHT.T + BIAS) * np.arange(rows, dtype=np.float32)[:, None]
+            np.testing.assert_allclose(result["logits"].to_pylist(), wanted, rtol=1e-5)
+            np.testing.assert_allclose(result["total"].to_pylist(), x.sum(1), rtol=1e-5)
+        (worker,) = gateway.stats()["workers"]
+        maps = Path(f"/proc/{worker['pid']}/maps").read_text()
+        assert "libtorch" in maps
+        assert "libarrow" not in maps
+        assert "onnxruntime" not in maps
+
+
+def refused(folder: Path, table: dict[str, Any]) -> str:
+    """What the server says to a model that it does not start with."""
+    gateway = Gateway(folder, [table])
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait(60) == 78
+    finally:
+        gateway.end()
+    return gateway.text()
+
+
+def test_a_manifest_that_says_other_than_the_program_is_refused(tmp_path: Path) -> None:
+    table = served(tmp_path / "scaled", "model.pt2", EXPORT)
+    manifest = tmp_path / "scaled" / "manifest.toml"
+    manifest.write_text(manifest.read_text().replace("[4]", "[5]"))
+    assert "`x` has the shape" in refused(tmp_path, table)
+
+
+def test_weights_that_are_not_the_program_s_are_refused(tmp_path: Path) -> None:
+    table = served(tmp_path / "scaled", "model.pt2", EXPORT, WEIGHTS)
+    save_file({"linear.weight": WEIGHT}, tmp_path / "scaled" / "model.safetensors")
+    assert "has not the program's weights" in refused(tmp_path, table)
+
+
+EVIL = (
+    EXPORT
+    + """
+import os, pickle, shutil, zipfile
+
+class Evil:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[1]}.ran",)
+
+source = sys.argv[1] + ".whole"
+shutil.move(sys.argv[1], source)
+with zipfile.ZipFile(source) as whole, zipfile.ZipFile(sys.argv[1], "w") as changed:
+    for name in whole.namelist():
+        raw = whole.read(name)
+        changed.writestr(name, pickle.dumps(Evil()) if name.endswith("inputs/model.pt") else raw)
+"""
+)
+
+
+def test_a_program_that_would_unpickle_is_refused(tmp_path: Path) -> None:
+    table = served(tmp_path / "evil", "model.pt2", EVIL)
+    text = refused(tmp_path, table)
+    assert "it holds a pickle that wants" in text
+    assert not (tmp_path / "evil" / "model.pt2.ran").exists()
+
+
+def test_a_program_s_failure_is_the_model_s(tmp_path: Path) -> None:
+    how = SCRIPT.replace("module", "Picky()")
+    picky = """
+class Picky(torch.nn.Module):
+    def forward(self, x, scale):
+        assert float(scale[0]) != 13.0, "not that one"
+        return x[:, :3], x.sum(1)
+"""
+    table = served(tmp_path / "picky", "model.pt", picky + how)
+    with running(tmp_path, [table]) as gateway, gateway.client() as client:
+        bad = batch(1).set_column(1, "scale", pa.array([13.0], pa.float32()))
+        with pytest.raises(ExecutionFailed, match="not that one"):
+            client.score("picky", bad)
+        assert client.score("picky", batch(2)).num_rows == 2
