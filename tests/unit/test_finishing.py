@@ -90,6 +90,14 @@ def test_top_k_begins_with_the_largest_and_keeps_the_order_of_equals(dtype: str)
     assert finishing.argmax(rows).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_many_equals_keep_their_order(dtype: str) -> None:
+    """So many that a sort which does not keep it would show."""
+    rows = np.tile(np.arange(7), 143)[None].astype(dtype)
+    wanted = sorted(range(rows.size), key=lambda place: (-rows[0, place], place))
+    assert finishing.top_k(rows, rows.size).tolist() == [wanted]
+
+
 def test_top_k_of_the_ends_of_integers() -> None:
     rows = np.array([[-128, 127, 0]], np.int8)
     assert finishing.top_k(rows, 3).tolist() == [[1, 2, 0]]
@@ -149,6 +157,13 @@ def test_top_k_as_labels_indices_and_scores() -> None:
     assert score.tolist() == [[1, 0.5], [3, 3]]
     assert index.tolist() == [[1, 2], [0, 2]]
     assert label.tolist() == [["dog", "ünï"], ["cat", "ünï"]]
+
+
+def test_what_is_at_the_threshold_is_above() -> None:
+    (above,) = finish(
+        post(Step(threshold=0.5), type="bool"), np.float32([0.5, 0.25, 0.75]), shape=("N",)
+    )
+    assert above.tolist() == [True, False, True]
 
 
 def test_labels_for_a_graphs_own_numbers_and_truths() -> None:
