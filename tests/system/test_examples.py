@@ -85,3 +85,34 @@ def test_image_gives_the_runtimes_figures(tmp_path: Path) -> None:
         assert [each["label"] for each in got] == [f"class {n}" for n in best]
         np.testing.assert_allclose([each["score"] for each in got], row[best], rtol=1e-3)
     assert len({got[0]["score"] for got in found}) == 3
+
+
+def test_recommendation_ranks_items_for_each_user(tmp_path: Path, judge: Judge) -> None:
+    """Scores by the formula that the model was written from, and places among each user's rows."""
+    made = examples.module("recommendation")
+    random = np.random.default_rng(1)
+    rows = 300
+    users, items = random.integers(0, 7, rows), random.integers(0, made.ITEMS, rows)
+    features = random.standard_normal((rows, len(made.FEATURES)), np.float32)
+    fields = [pa.array(features[:, index]) for index in range(len(made.FEATURES))]
+    struct = pa.StructArray.from_arrays(fields, made.FEATURES)
+    batch = pa.record_batch({"user_id": users, "item_id": items, "features": struct})
+    wanted = made.score(users, items, features)
+    with examples.served("recommendation", tmp_path) as gateway:
+        with gateway.client() as client:
+            answer = client.score("recommendation", batch)
+        inputs = {
+            "user": ["int64", users[:5].tolist()],
+            "item": ["int64", items[:5].tolist()],
+            "features": ["float32", features[:5].tolist()],
+        }
+        found = judge.ask("infer", address=gateway.address, model="recommendation", inputs=inputs)
+    assert answer.schema.names == ["user_id", "item_id", "relevance_score", "rank"]
+    assert answer["user_id"].to_pylist() == users.tolist()
+    assert answer["item_id"].to_pylist() == items.tolist()
+    scores = answer["relevance_score"].to_numpy()
+    np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-5)
+    for user, score, rank in zip(users, scores, answer["rank"].to_pylist(), strict=True):
+        assert rank == 1 + (scores[users == user] > score).sum()
+    assert list(found) == ["relevance"]
+    np.testing.assert_allclose(found["relevance"][1], wanted[:5], rtol=1e-4, atol=1e-5)
