@@ -9,14 +9,14 @@ refused before the first request.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from iskander.contract.columns import ColumnType, parse_column_type
-from iskander.contract.dtypes import BY_ARROW, BY_ONNX
+from iskander.contract.dtypes import BY_ARROW
+from iskander.contract.fetched import fetched, is_sequence
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.outputs import OutputColumn, Source
 from iskander.contract.result_types import (
@@ -32,9 +32,8 @@ from iskander.contract.tensors import ResultColumn, TensorSpec
 from iskander.errors import ManifestError
 
 TOP_K_PARTS = ("label", "index", "score")
-
-_SEQUENCE = re.compile(r"seq\((?:map\((\w+),(tensor\(\w+\))\)|(tensor\(\w+\)))\)")
-_KEYS = {"int64": int, "string": str}
+LENGTH = "length"
+"""The part of a list that says how many of its entries are meant."""
 
 
 class Finish(NamedTuple):
@@ -44,7 +43,8 @@ class Finish(NamedTuple):
         source: What of.
         raw: That as one tensor: its elements, and its shape as far as it is known.
         is_tensor: It is one already, and no sequence.
-        part: Of what `top_k` makes: `label`, `index` or `score`; else empty.
+        part: Of what `top_k` makes: `label`, `index` or `score`; `length` of lists of a length of
+            their own; else empty.
         labels: Take the place of the numbers at the end, unless they are empty.
         spec: What it has to become.
     """
@@ -140,8 +140,7 @@ def _require_one_way(entry: OutputColumn) -> None:
         )
     if not entry.tensor and entry.source != Source(""):
         raise ManifestError(
-            f"output column `{entry.column}` has no `tensor` of its own for post, labels, keys, "
-            "sequence or shape to mean"
+            f"output column `{entry.column}` has no `tensor` of its own, which its keys are about"
         )
 
 
@@ -168,7 +167,7 @@ def _finishes(
                 f"output column `{entry.column}`: top_k makes lists of structs with fields of the "
                 f"names {', '.join(TOP_K_PARTS)}, and `{entry.type}` has {_quoted(paths)}"
             )
-    elif entry.fields and {*paths} != {*entry.fields}:
+    elif entry.fields and ({*paths} != {*entry.fields} or not any(paths)):
         raise ManifestError(
             f"output column `{entry.column}`: `fields` are {_quoted(list(entry.fields))} and "
             f"`{entry.type}` has {_quoted(paths)}"
@@ -198,7 +197,11 @@ def _finishes(
         if column_type is not None and column_type.is_tensor:
             spec = msgspec.structs.replace(spec, type=column_type)
         made.append(finish._replace(spec=spec))
-    if kind is not None:
+    if entry.source.is_ragged and len(made) == 1:
+        name = f"{entry.column}.{LENGTH}"
+        length = TensorSpec(name, name, ColumnType("int32"), (), is_bound=False)
+        made.append(made[0]._replace(part=LENGTH, labels=(), spec=length))
+    elif kind is not None:
         _require_even(entry.column, kind, [finish.spec.shape for finish in made], 0)
     return made
 
@@ -245,9 +248,14 @@ def _finish(
             f"output tensor `{source.tensor}` is not in the graph, which has "
             f"{_quoted(list(tensors))}"
         )
-    raw = made = _raw(where, source, graph_tensor, leaf)
+    raw = made = fetched(where, source, graph_tensor, leaf.sizes)
+    axes = 2 if source.is_ragged else 1
+    sizes = leaf.sizes
+    if source.is_ragged:
+        _require_list(where, source, leaf, tensors)
+        sizes = (source.list_max, *leaf.sizes[1:])
     for step in source.post:
-        made = after(where, step, made)
+        made = after(where, step, made, axes)
     lines: tuple[str, ...] = ()
     if part in ("label", "index"):
         made = made._replace(dtype_name="int64")
@@ -266,14 +274,14 @@ def _finish(
             f"{where} is {made.dtype_name} {listed(made.shape[1:])} when all is done, and its "
             f"type says {leaf.dtype_name}"
         )
-    shape = _shape(where, made.shape[1:], leaf.sizes)
+    shape = _shape(where, made.shape[1:], sizes)
     room = max(map(len, map(str.encode, lines))) if lines else string_bytes
     dtype = BY_ARROW[leaf.dtype_name]
     column_shape = shape if leaf.sizes else ()
     return Finish(
         source,
         raw,
-        _SEQUENCE.fullmatch(graph_tensor.element) is None,
+        not is_sequence(graph_tensor),
         part,
         lines,
         TensorSpec(
@@ -287,50 +295,22 @@ def _finish(
     )
 
 
-def _raw(where: str, source: Source, tensor: GraphTensor, leaf: Leaf) -> Made:
-    """What the graph gives, its maps and sequences seen as one tensor."""
-    form = _SEQUENCE.fullmatch(tensor.element)
-    if form is None:
-        if source.keys or source.sequence or source.shape is not None:
-            raise ManifestError(
-                f"{where}: `{tensor.name}` is a {tensor.element}; keys, sequence and shape are for "
-                "sequences of maps and of tensors"
-            )
-        element, shape = (
-            tensor.element,
-            tuple(size if isinstance(size, int) else None for size in tensor.shape),
-        )
-        if not shape:
-            raise ManifestError(f"{where}: `{tensor.name}` is a scalar and has no axis for rows")
-    elif form[1]:
-        element, shape = form[2], (None, len(source.keys))
-        if form[1] not in _KEYS:
-            raise ManifestError(
-                f"{where}: `{tensor.name}` is a {tensor.element}; keys are {' or '.join(_KEYS)}"
-            )
-        wanted = _KEYS[form[1]]
-        if not source.keys or any(type(key) is not wanted for key in source.keys):
-            raise ManifestError(
-                f"{where}: `{tensor.name}` is a {tensor.element}: say in `keys` which of its "
-                f"values to take, each key being {'a number' if wanted is int else 'text'}"
-            )
-        if len({*source.keys}) < len(source.keys):
-            raise ManifestError(f"{where}: `keys` has a key twice")
-        if source.sequence or source.shape is not None:
-            raise ManifestError(f"{where}: sequence and shape are for sequences of tensors")
-    else:
-        element = form[3]
-        row = leaf.sizes if source.shape is None else source.shape
-        shape = (None, *row)
-        if source.keys:
-            raise ManifestError(f"{where}: keys are for maps, and this is a {tensor.element}")
-    dtype = BY_ONNX.get(element)
-    if dtype is None:
+def _require_list(where: str, source: Source, leaf: Leaf, tensors: dict[str, GraphTensor]) -> None:
+    """Refuse a length of its own for what is no list, and lengths that cannot be."""
+    if leaf.path or not leaf.sizes or leaf.sizes[0] is not None:
+        raise ManifestError(f"{where}: list_max and lengths are for a column `list<...>`")
+    if source.sequence == "columns" or any(is_top_k(step) for step in source.post):
         raise ManifestError(
-            f"{where}: `{tensor.name}` is a {tensor.element}, which is not supported; supported "
-            f"are {', '.join(BY_ONNX)}, and sequences of them or of maps to them"
+            f"{where}: a sequence of columns and top_k have as many entries for each row, and no "
+            "list_max or lengths"
         )
-    return Made(dtype.arrow, shape)
+    if source.lengths:
+        found = tensors.get(source.lengths)
+        if found is None or found.element not in ("tensor(int32)", "tensor(int64)"):
+            raise ManifestError(
+                f"{where}: lengths `{source.lengths}` has to be an output of the graph with an "
+                "int32 or int64 for each row"
+            )
 
 
 def _shape(where: str, made: Sizes, sizes: Sizes) -> tuple[int, ...]:
@@ -380,6 +360,8 @@ def _in_words(source: Source) -> str:
     if source.keys:
         words.append(f"keys {', '.join(map(str, source.keys))}")
     words += [step if isinstance(step, str) else str(step) for step in source.post]
+    if source.lengths:
+        words.append(f"lengths {source.lengths}")
     if source.labels:
         words.append(f"labels {source.labels}")
     return ", ".join(words)

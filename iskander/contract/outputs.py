@@ -13,6 +13,7 @@ import msgspec
 
 COUNT_MAX = 1 << 20
 
+Count = Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
 ColumnOrder = Literal["passthrough_first", "outputs_first"] | tuple[str, ...]
 
 
@@ -39,7 +40,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         cast: To this type of numbers.
     """
 
-    top_k: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] | None = None
+    top_k: Count | None = None
     select: Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)] | None = None
     threshold: float | None = None
     quantize: Quantization | None = None
@@ -76,7 +77,10 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         labels: File beside the model whose lines take the place of the numbers at the end.
         keys: Of a sequence of maps: whose values to take, in this order.
         sequence: Of a sequence of tensors: whether each of them is a row, or a column.
-        shape: Of a row of a sequence of tensors, which a graph does not tell.
+        shape: Of a row of a sequence of tensors, which a graph does not tell; with `list_max`, of
+            an entry of it.
+        list_max: The most entries of a list with a length of its own.
+        lengths: Output of the graph that says how many entries of each row are meant.
     """
 
     tensor: str
@@ -84,7 +88,14 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     labels: str = ""
     keys: tuple[int | str, ...] = ()
     sequence: Literal["", "rows", "columns"] = ""
-    shape: tuple[Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)], ...] | None = None
+    shape: tuple[Count, ...] | None = None
+    list_max: Count | None = None
+    lengths: str = ""
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether each row has a length of its own."""
+        return self.list_max is not None or bool(self.lengths)
 
 
 class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -115,14 +126,25 @@ class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     labels: str = ""
     keys: tuple[int | str, ...] = ()
     sequence: Literal["", "rows", "columns"] = ""
-    shape: tuple[Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)], ...] | None = None
+    shape: tuple[Count, ...] | None = None
+    list_max: Count | None = None
+    lengths: str = ""
     fields: dict[str, Source] = {}
     rank: Rank | None = None
 
     @property
     def source(self) -> Source:
         """What the whole column is made of, where that is one tensor."""
-        return Source(self.tensor, self.post, self.labels, self.keys, self.sequence, self.shape)
+        return Source(
+            self.tensor,
+            self.post,
+            self.labels,
+            self.keys,
+            self.sequence,
+            self.shape,
+            self.list_max,
+            self.lengths,
+        )
 
     @property
     def sources(self) -> list[Source]:

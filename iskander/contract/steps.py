@@ -28,15 +28,25 @@ class Made(NamedTuple):
     is_top: bool = False
 
 
-def after(where: str, step: Post, made: Made) -> Made:
-    """What a step makes of what was made before it."""
+def after(where: str, step: Post, made: Made, axes: int = 1) -> Made:
+    """What a step makes of what was made before it.
+
+    Args:
+        where: Column or field that it is for, in words.
+        step: Of the manifest.
+        made: Before it.
+        axes: That no step may touch: that of the rows, and that of a list with a length of its own.
+
+    Raises:
+        ManifestError: It wants other elements, or another shape.
+    """
     dtype_name, shape, is_top = made
     said = step if isinstance(step, str) else str(step)
     if is_top:
         raise ManifestError(f"{where}: top_k has to be the last step, and `{said}` comes after it")
     *outer, width = shape
     is_float, is_number = dtype_name in FLOATS, dtype_name in NUMBERS
-    has_axis = len(shape) > 1
+    has_axis = len(shape) > axes
 
     def require(is_met: bool, wanted: str) -> None:
         if not is_met:
@@ -46,13 +56,13 @@ def after(where: str, step: Post, made: Made) -> Made:
 
     result = made
     if step == "argmax":
-        require(is_number and has_axis, "numbers with an axis besides that of the rows")
+        require(is_number and has_axis, "numbers with an axis that is its own")
         result = Made("int64", tuple(outer))
     elif isinstance(step, str):
-        wanted = "" if step == "sigmoid" else " with an axis besides that of the rows"
+        wanted = "" if step == "sigmoid" else " with an axis that is its own"
         require(is_float and (has_axis or step == "sigmoid"), f"floats{wanted}")
     elif step.top_k is not None:
-        require(is_number and has_axis, "numbers with an axis besides that of the rows")
+        require(is_number and has_axis, "numbers with an axis that is its own")
         require(width is None or width >= step.top_k, "at least as many numbers in the last axis")
         result = Made(dtype_name, (*outer, step.top_k), is_top=True)
     elif step.select is not None:

@@ -119,6 +119,23 @@ type = "struct<best: utf8, all: fixed_size_list<float32>[3]>"
 best = {tensor = "named", keys = ["no", "yes", "perhaps"], post = ["argmax"], labels = "labels.txt"}
 all = {tensor = "parts", sequence = "rows"}
 """
+LISTS = """
+format = 1
+passthrough = "all"
+[[inputs]]
+column = "x"
+type = "fixed_size_list<float32>[3]"
+tensor = "x"
+[[inputs]]
+column = "n"
+type = "int64"
+tensor = "n"
+[[outputs]]
+column = "first"
+type = "list<float32>"
+tensor = "y"
+lengths = "m"
+"""
 MISSING = MAPS.replace("[9, 3]", "[9, 4]")
 
 
@@ -155,6 +172,23 @@ def maps(folder: Path) -> Path:
     return folder
 
 
+def lists(folder: Path) -> Path:
+    """Three numbers and how many of them are meant, as they came."""
+    row, count = ["rows", 3], ["rows"]
+    return models.save(
+        folder,
+        [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Identity", ["n"], ["m"])],
+        [
+            helper.make_tensor_value_info("x", FLOAT, row),
+            helper.make_tensor_value_info("n", INT64, count),
+        ],
+        [
+            helper.make_tensor_value_info("y", FLOAT, row),
+            helper.make_tensor_value_info("m", INT64, count),
+        ],
+    )
+
+
 def with_files(folder: Path, manifest: str) -> Path:
     (folder / "manifest.toml").write_text(manifest)
     (folder / "labels.txt").write_text("cat\ndog\nünï\n")
@@ -181,6 +215,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
             with_files(models.identity(folder / "ranked", FLOAT, ["rows"]), RANKED),
             {"max_batch_rows": 5},
         ),
+        "lists": (with_files(lists(folder / "lists"), LISTS), {"max_batch_rows": 4}),
         "maps": (with_files(maps(folder / "maps"), MAPS), {}),
         "missing": (with_files(maps(folder / "missing"), MISSING), {}),
     }
@@ -370,6 +405,27 @@ def test_maps_and_sequences(gateway: Gateway, client: Client, judge: Judge) -> N
     assert found["result.best"] == ["BYTES", best]
     assert found["result.all"] == ["FP32", rows.tolist()]
     assert found["chosen"] == ["FP32", rows[:, [2, 0]].tolist()]
+
+
+def test_lists_of_lengths_of_their_own(gateway: Gateway, client: Client, judge: Judge) -> None:
+    """Also where a request runs in pieces; a tensor protocol has all entries, and the lengths."""
+    rows, lengths = rows_of(11), [index % 4 for index in range(11)]
+    batch = batch_of(rows).append_column("n", pa.array(lengths, pa.int64()))
+    answer = client.score("lists", batch)
+    assert answer.schema.names == ["id", "first"]
+    wanted = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    assert answer["first"].to_pylist() == wanted
+    asked = {"x": ["float32", rows.tolist()], "n": ["int64", lengths]}
+    found = judge.ask("infer", address=gateway.address, model="lists", inputs=asked)
+    assert found == {"first": ["FP32", rows.tolist()], "first.length": ["INT32", lengths]}
+
+
+def test_a_length_that_cannot_be_fails_only_its_own_request(client: Client) -> None:
+    batch = batch_of(rows_of(2)).append_column("n", pa.array([1, 4], pa.int64()))
+    with pytest.raises(ExecutionFailed, match="has not a length of 0 to 3"):
+        client.score("lists", batch)
+    batch = batch_of(rows_of(2)).append_column("n", pa.array([1, 3], pa.int64()))
+    assert client.score("lists", batch).num_rows == 2
 
 
 def test_a_key_that_is_not_in_the_maps_fails_the_run(client: Client) -> None:

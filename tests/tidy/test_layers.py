@@ -97,6 +97,7 @@ DOORS = {
 PURE = (
     "iskander/contract/columns.py",
     "iskander/contract/compile.py",
+    "iskander/contract/fetched.py",
     "iskander/contract/finishing.py",
     "iskander/contract/declared.py",
     "iskander/contract/graph.py",

@@ -176,6 +176,58 @@ def test_labels_for_a_graphs_own_numbers_and_truths() -> None:
         finish(entry, np.array([0, -1]), element="tensor(int64)", shape=("N",))
 
 
+WORDS = "list<utf8>"
+
+
+def words(**keys: Any) -> OutputColumn:
+    return post("argmax", type=WORDS, labels="labels.txt", list_max=4, **keys)
+
+
+@pytest.mark.parametrize("width", [0, 1, 4])
+def test_lists_as_long_as_a_batch_is_wide(width: int) -> None:
+    rows = np.zeros((2, width, 3), np.float32)
+    values, length = finish(words(), rows, shape=("N", "width", 3))
+    assert values.shape == (2, 4)
+    assert values.tolist() == 2 * [width * ["cat"] + (4 - width) * [""]]
+    assert (length.dtype, length.tolist()) == (np.int32, [width, width])
+
+
+def test_a_batch_that_is_wider_than_its_lists_may_be() -> None:
+    with pytest.raises(ExecutionFailed, match="has lists of 5, and list_max is 4"):
+        finish(words(), np.zeros((2, 5, 3), np.float32), shape=("N", "width", 3))
+
+
+def test_tensors_of_different_lengths_are_lists() -> None:
+    entry = post(Step(cast="float64"), type="list<float64>", list_max=4)
+    tensors = [np.float32([1, 2]), np.float32([]), np.float32([3])]
+    values, length = finish(entry, tensors, element="seq(tensor(float))", shape=())
+    assert values.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
+    assert length.tolist() == [2, 0, 1]
+    uneven = [np.zeros((1, 2), np.float32), np.zeros((1, 3), np.float32)]
+    with pytest.raises(ExecutionFailed, match="with entries of 2 shapes"):
+        finish(entry, uneven, element="seq(tensor(float))", shape=())
+
+
+def test_lengths_that_another_tensor_says() -> None:
+    graph = Graph(
+        (),
+        (
+            GraphTensor("y", "tensor(float)", ("N", 3)),
+            GraphTensor("counts", "tensor(int64)", ("N",)),
+        ),
+    )
+    entry = post(type="list<float32>", lengths="counts")
+    made = Finisher(compile_outputs((entry,), graph, {}, 256).finishes)
+    assert made.fetched == ("y", "counts")
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    found = made.finish({"y": rows, "counts": np.array([3, 0])}, 2)
+    assert found["made"].tolist() == rows.tolist()
+    assert found["made.length"].tolist() == [3, 0]
+    for counts in ([4, 0], [-1, 0], [1], [1, 1, 1]):
+        with pytest.raises(ExecutionFailed, match="has not a length of 0 to 3 for each of 2"):
+            made.finish({"y": rows, "counts": np.array(counts)}, 2)
+
+
 MAPS = "seq(map(int64,tensor(float)))"
 
 

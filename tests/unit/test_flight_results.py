@@ -93,6 +93,20 @@ def test_values_come_to_their_own_row(rows: int, first: int) -> None:
         ]
 
 
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
+@settings(deadline=None, max_examples=30)
+def test_a_list_has_only_the_entries_that_are_meant(lengths: list[int]) -> None:
+    parts = (spec("made", "fixed_size_list<fixed_size_list<int64>[2]>[3]"), spec("n", "int32"))
+    column = ResultColumn("made", "list<fixed_size_list<int64>[2]>", (0, 1), "")
+    contract = Contract((X,), parts, "none", columns=(column,))
+    rows = len(lengths)
+    values = np.arange(6 * rows).reshape(rows, 3, 2)
+    batch = pa.record_batch({"x": pa.array(range(rows), pa.int64())})
+    _, got = answer(contract, batch, body_of(parts, values, lengths))
+    wanted = [row[:length].tolist() for row, length in zip(values, lengths, strict=True)]
+    assert got["made"].to_pylist() == wanted
+
+
 def test_a_struct_with_strings() -> None:
     parts = (spec("made.a", "utf8", 8), spec("made.b", "int64"))
     column = ResultColumn("made", "struct<a: utf8, b: int64>", (0, 1), "")

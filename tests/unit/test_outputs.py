@@ -33,6 +33,8 @@ GRAPH = Graph(
         GraphTensor("parts", "seq(tensor(float))", ()),
         GraphTensor("odd", "seq(map(float,tensor(float)))", ()),
         GraphTensor("half", "tensor(bfloat16)", ("N",)),
+        GraphTensor("words", "tensor(float)", ("N", "length", 4)),
+        GraphTensor("counts", "tensor(int64)", ("N",)),
     ),
 )
 BEGIN = """
@@ -185,6 +187,28 @@ def test_a_struct_of_several_tensors() -> None:
     assert contract.columns[0].outputs == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("entry", "shape"),
+    [
+        (of("open", "list<float32>", list_max="9"), (9,)),
+        (of("open", "list<float32>", list_max="9", post='["sigmoid"]'), (9,)),
+        (of("logits", "list<float32>", lengths='"counts"'), (3,)),
+        (of("words", "list<fixed_size_list<float32>[4]>", list_max="9", post='["l2"]'), (9, 4)),
+        (of("words", "list<int64>", list_max="9", post='["argmax"]', lengths='"counts"'), (9,)),
+        (of("parts", "list<float32>", list_max="9"), (9,)),
+        (of("parts", "list<int64>", list_max="9", shape="[4]", post='["argmax"]'), (9,)),
+    ],
+)
+def test_a_list_with_a_length_of_its_own_has_it_beside_it(
+    entry: str, shape: tuple[int, ...]
+) -> None:
+    contract = compiled(entry)
+    values, length = contract.outputs
+    assert (values.tensor, values.shape) == ("made", shape)
+    assert (length.tensor, str(length.type), length.shape) == ("made.length", "int32", ())
+    assert contract.columns[0].outputs == (0, 1)
+
+
 def test_one_tensor_can_be_several_columns() -> None:
     more = '[[outputs]]\ncolumn = "raw"\ntype = "' + LIST + '"\ntensor = "logits"\n'
     again = more.replace("raw", "again")
@@ -243,9 +267,16 @@ def test_an_order_that_cannot_be_meant(more: str, words: str) -> None:
 
 
 REFUSED = [
+    (of("logits", LIST, list_max="3"), "are for a column `list"),
+    (of("open", "list<float32>", list_max="9", post='["softmax"]'), "an axis that is its own"),
+    (of("logits", "list<float32>", list_max="9"), "rows of the shape"),
+    (of("parts", "list<float32>", list_max="9", sequence='"columns"'), "as many entries for each"),
+    (of("open", "list<float32>", list_max="9", lengths='"none"'), "lengths `none` has to be"),
+    (of("open", "list<float32>", list_max="9", lengths='"score"'), "lengths `score` has to be"),
+    (output("list<float32>", fields='{"" = {tensor = "logits"}}'), "`fields` are"),
     (of("logits", LIST, post='["softmax", "argmax"]'), "is int64 .. when all is done"),
     (of("class", "int64", post='["softmax"]'), "`softmax` wants floats with an axis"),
-    (of("class", "int64", post='["argmax"]'), "wants numbers with an axis besides that"),
+    (of("class", "int64", post='["argmax"]'), "wants numbers with an axis that is"),
     (of("score", "float64", post='["softmax", {select = 1}]'), "`select 1` wants more"),
     (of("text", "utf8", post='["sigmoid"]'), "wants floats, and gets utf8"),
     (of("truth", "bool", post="[{threshold = 0.5}]"), "wants numbers, and gets bool"),
@@ -343,6 +374,7 @@ def test_keys_that_are_not_there_are_refused_by_name(
         of("maps", "fixed_size_list<float32>[2]", keys="[7, 3]"),
         of("named", "fixed_size_list<float32>[2]", keys='["a\\"b", "ü"]'),
         of("parts", "int64", shape="[4]", sequence='"columns"', post='["argmax"]'),
+        of("words", "list<int64>", list_max="9", post='["argmax"]', lengths='"counts"'),
         output("struct<a: struct<b c: int64>>", fields='{"a.b c" = {tensor = "class"}}'),
         RANKED,
     ],

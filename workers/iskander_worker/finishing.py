@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from iskander.contract.dtypes import BY_ARROW
-from iskander.contract.finishing import Finish
+from iskander.contract.finishing import LENGTH, Finish
 from iskander.contract.outputs import Post, Quantization, Source
 from iskander.contract.steps import Made
 from iskander.errors import ExecutionFailed
@@ -36,7 +36,9 @@ class Finisher:
 
     def __init__(self, finishes: tuple[Finish, ...]) -> None:
         self._finishes = finishes
-        self.fetched = tuple(dict.fromkeys(finish.source.tensor for finish in finishes))
+        sources = [finish.source for finish in finishes]
+        names = [name for source in sources for name in (source.tensor, source.lengths) if name]
+        self.fetched = tuple(dict.fromkeys(names))
         self._labels = [np.array(finish.labels, np.object_) for finish in finishes]
 
     def around(self, compute: Compute) -> Compute:
@@ -65,11 +67,53 @@ class Finisher:
                 source = finish.source
                 known = next((each for each in made if each[0] == source), None)
                 if known is None:
-                    raw = as_tensor(fetched.get(source.tensor), source, finish.raw, rows)
-                    known = (source, *after_steps(raw, source))
+                    known = (source, *_made(fetched, finish, rows))
                     made.append(known)
                 results[finish.spec.tensor] = _part(known[1], known[2], finish, labels)
         return results
+
+
+def _made(
+    fetched: Mapping[str, Any], finish: Finish, rows: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """What a source comes to, and indices of `top_k` or lengths of lists beside it."""
+    source, value = finish.source, fetched.get(finish.source.tensor)
+    lengths = None
+    if source.is_ragged:
+        value, lengths = as_lists(value, source, rows)
+        if source.lengths:
+            lengths = np.reshape(fetched.get(source.lengths, ()), -1)
+    tensor = as_tensor(value, source, finish.raw, rows)
+    if lengths is None:
+        return after_steps(tensor, source)
+    most = tensor.shape[1]
+    if source.list_max is not None and most > source.list_max:
+        raise ExecutionFailed(
+            f"output `{source.tensor}` has lists of {most}, and list_max is {source.list_max}"
+        )
+    if len(lengths) != rows or not 0 <= lengths.min() <= lengths.max() <= most:
+        raise ExecutionFailed(
+            f"output `{source.lengths}` has not a length of 0 to {most} for each of {rows} rows"
+        )
+    return after_steps(tensor, source)[0], lengths
+
+
+def as_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarray]:  # noqa: ANN401
+    """A sequence of tensors of different lengths filled up with zeros, and how long each was."""
+    if not isinstance(value, list):
+        most = value.shape[1] if getattr(value, "ndim", 0) > 1 else 0
+        return value, np.full(rows, most)
+    lengths = np.array([len(each) for each in value])
+    shapes = {each.shape[1:] for each in value}
+    if len(value) != rows or len(shapes) > 1:
+        raise ExecutionFailed(
+            f"output `{source.tensor}` is a sequence of {len(value)} for {rows} rows, with entries "
+            f"of {len(shapes)} shapes"
+        )
+    filled = np.zeros((rows, lengths.max(), *shapes.pop()), value[0].dtype)
+    for row, each in zip(filled, value, strict=True):
+        row[: len(each)] = each
+    return filled, lengths
 
 
 def as_tensor(
@@ -215,19 +259,31 @@ _STEPS: dict[Post, Callable[[np.ndarray], np.ndarray]] = {
 def _part(
     tensor: np.ndarray, indices: np.ndarray | None, finish: Finish, labels: np.ndarray
 ) -> np.ndarray:
-    """What of it all is the result: of `top_k` indices or scores, and labels for numbers."""
-    if finish.part in ("index", "label"):
+    """What of it all is the result: a tensor or what is beside it, and labels for numbers."""
+    if finish.part in ("index", "label", LENGTH):
         assert indices is not None
-        tensor = indices
-    if not len(labels):
+        tensor = indices.astype(np.int32) if finish.part == LENGTH else indices
+    if len(labels):
+        places = tensor.astype(np.int64)
+        if places.size and not 0 <= places.min() <= places.max() < len(labels):
+            raise ExecutionFailed(
+                f"output `{finish.source.tensor}` has a number without a line in "
+                f"`{finish.source.labels}`, which has {len(labels)}"
+            )
+        tensor = labels[places]
+    if finish.source.is_ragged and finish.part != LENGTH:
+        return _filled_up(tensor, finish.spec.shape[0])
+    return tensor
+
+
+def _filled_up(tensor: np.ndarray, most: int) -> np.ndarray:
+    """Lists with as many entries as there is room for; what is added is not meant."""
+    missing = most - tensor.shape[1]
+    if not missing:
         return tensor
-    places = tensor.astype(np.int64)
-    if places.size and not 0 <= places.min() <= places.max() < len(labels):
-        raise ExecutionFailed(
-            f"output `{finish.source.tensor}` has a number without a line in "
-            f"`{finish.source.labels}`, which has {len(labels)}"
-        )
-    return labels[places]
+    shape = (len(tensor), missing, *tensor.shape[2:])
+    filling = np.full(shape, "" if tensor.dtype == np.object_ else 0, tensor.dtype)
+    return np.concatenate([tensor, filling], axis=1)
 
 
 def _wide(tensor: np.ndarray) -> np.ndarray:

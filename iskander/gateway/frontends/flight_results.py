@@ -13,7 +13,13 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from iskander.contract.result_types import ListOf, ResultType, Value, parse_result_type
+from iskander.contract.result_types import (
+    ListOf,
+    ResultType,
+    Value,
+    leaves_of,
+    parse_result_type,
+)
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, body_layout
 from iskander.gateway.arrow_types import leaf_of, to_arrow
@@ -49,7 +55,11 @@ def result_columns(
         else:
             shapes = (contract.outputs[index].shape for index in column.outputs)
             parts = [values[index][0] for index in column.outputs]
-            columns.append(_put(kind, deque(zip(parts, shapes, strict=True)), rows, 0))
+            leaves = deque(zip(parts, shapes, strict=True))
+            if isinstance(kind, ListOf) and len(parts) > len(leaves_of(kind)):
+                columns.append(_put_lists(kind, leaves, rows))
+            else:
+                columns.append(_put(kind, leaves, rows, 0))
     return columns
 
 
@@ -80,6 +90,16 @@ def _nest(values: pa.Array, arrow: pa.DataType) -> pa.Array:
     if not pa.types.is_fixed_size_list(arrow):
         return values
     return pa.FixedSizeListArray.from_arrays(_nest(values, arrow.value_type), type=arrow)
+
+
+def _put_lists(kind: ListOf, parts: deque[tuple[pa.Array, tuple[int, ...]]], rows: int) -> pa.Array:
+    """Lists of lengths of their own, which are the last of the parts."""
+    lengths = parts.pop()[0].to_numpy()
+    most = parts[0][1][0]
+    items = _put(kind.item, parts, rows * most, 1)
+    is_meant = np.arange(most) < lengths[:, None]
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), items.filter(pa.array(is_meant.reshape(-1))))
 
 
 def _put(
