@@ -23,7 +23,7 @@ from iskander.contract.strings import split_strings
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, LimitExceeded, ManifestError
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
-from iskander.gateway.frontends.flight_parts import put_together
+from iskander.gateway.frontends.flight_divided import put_together
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.offered import Tensor, take
 
@@ -88,8 +88,10 @@ def test_every_row_is_in_the_smallest_bucket_that_holds_it(lengths: list[int]) -
         i=pa.array(range(len(rows)), pa.int8()),
     )
 
-    assert sorted(np.concatenate([part.places for part in arrived.parts])) == list(range(len(rows)))
-    for part in arrived.parts:
+    assert sorted(np.concatenate([part.places for part in arrived.portions])) == list(
+        range(len(rows))
+    )
+    for part in arrived.portions:
         long = BUCKETS[part.bucket]
         x, m, n, i = part.tensors
         padded = np.frombuffer(x, np.int64).reshape(part.rows, long)
@@ -110,7 +112,7 @@ def test_one_long_row_costs_no_batch_its_memory() -> None:
     contract = bucketed(buckets=(1, 100_000))
     lists = pa.array([[1]] * 999 + [[1] * 5000], pa.list_(pa.int64()))
     arrived = read(contract, x=lists, i=pa.array(range(1000)))
-    assert [part.rows for part in arrived.parts] == [999, 1]
+    assert [part.rows for part in arrived.portions] == [999, 1]
     with pytest.raises(LimitExceeded, match="bytes"):
         long = pa.array([[1] * 2] * 1000, pa.list_(pa.int64()))
         read(contract, x=long, i=pa.array(range(1000)))
@@ -120,7 +122,7 @@ def test_a_row_is_in_one_bucket_with_all_its_lists() -> None:
     entries = [{"tensor": name, "column": name, "buckets": [1, 3]} for name in ("a", "b")]
     contract = contract_of(*entries, a=("int64", "n"), b=("int64", "n"))
     arrived = read(contract, a=pa.array([[1], [2]]), b=pa.array([[1, 2], [2]]))
-    assert [(p.bucket, p.places.tolist()) for p in arrived.parts] == [(0, [1]), (1, [0])]
+    assert [(p.bucket, p.places.tolist()) for p in arrived.portions] == [(0, [1]), (1, [0])]
     entries[1]["buckets"] = [1, 4]
     with pytest.raises(ManifestError, match="`a` and `b` have different buckets"):
         contract_of(*entries, a=("int64", "n"), b=("int64", "n"))

@@ -76,8 +76,8 @@ def read(contract: Contract, batch: pa.RecordBatch, limits: LimitsConfig = LIMIT
 def tensors_of(contract: Contract, arrived: Arrived) -> dict[str, Any]:
     """The tensors that lie in a request, by name; strings as bytes."""
     buffers = [arrived.body[start:stop] for start, stop in arrived.tensors]
-    if arrived.parts:
-        buffers = arrived.parts[0].tensors
+    if arrived.portions:
+        buffers = arrived.portions[0].tensors
     joined = iter(buffers[len(contract.inputs) :])
     found: dict[str, Any] = {}
     for spec, buffer in zip(contract.inputs, buffers, strict=False):
@@ -568,3 +568,13 @@ def test_a_batch_of_no_columns_has_a_header_that_can_be_read() -> None:
     empty = pa.RecordBatch.from_arrays([], schema=pa.schema([])).serialize()
     header = ipc.header_of(empty)
     assert ipc.read_batch(header, ipc.read_message(header)).nodes == ()
+
+
+def test_whole_numbers_are_looked_up_by_their_digits() -> None:
+    contract = contract_of(
+        entry(type="int64", cast=True, vocabulary="zips.txt", fill="none"), x=("int64",)
+    )
+    found = made(contract, x=pa.array([1, None, -30]))
+    assert found["x"].tolist() == [b"1", b"none", b"-30"]
+    with pytest.raises(ManifestError, match="makes text of whole numbers"):
+        contract_of(entry(type="float32", cast=True, vocabulary="a.txt"), x=("int64",))

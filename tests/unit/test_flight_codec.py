@@ -133,8 +133,8 @@ class Stream:
 
 def buffer_of(arrived: Arrived, index: int) -> memoryview:
     """One of a request's buffers, wherever it is."""
-    if arrived.parts:
-        return arrived.parts[0].tensors[index]
+    if arrived.portions:
+        return arrived.portions[0].tensors[index]
     start, stop = arrived.tensors[index]
     return arrived.body[start:stop]
 

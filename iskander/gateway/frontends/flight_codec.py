@@ -30,7 +30,7 @@ from iskander.contract.tensors import ALIGNMENT, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
-from iskander.gateway.frontends.flight_convert import Converter, Part, require_bytes
+from iskander.gateway.frontends.flight_convert import Converter, Portion, require_bytes
 from iskander.gateway.frontends.flight_data import Parts, data_head, read_flight_data
 from iskander.gateway.frontends.flight_plan import (
     Checked,
@@ -56,7 +56,7 @@ class Arrived(NamedTuple):
             that is strings.
         reply: What is known of a plain response: of one with strings, what is passed through.
         kept: The passed-through columns, where the response is not plain.
-        parts: The inputs, where they were made of columns and are not in `body`.
+        portions: The inputs, where they were made of columns and are not in `body`.
     """
 
     rows: int
@@ -65,7 +65,7 @@ class Arrived(NamedTuple):
     reply: Reply | Passed | None
     kept: list[pa.Array]
     app_metadata: bytes
-    parts: tuple[Part, ...] = ()
+    portions: tuple[Portion, ...] = ()
 
 
 class Unrendered(NamedTuple):
@@ -161,7 +161,7 @@ class StreamCodec:
         if self.plan.is_converted or batch.is_compressed or message.version != ipc.METADATA_V5:
             plain = self._converter.plain(raw, batch, body)
             arrived = self._check(plain.batch, plain.body, plain.kept, app_metadata)
-            return arrived._replace(parts=plain.parts)
+            return arrived._replace(portions=plain.portions)
         arrived = self._check(batch, body, [], app_metadata)
         if self.plan.is_decided_by_header and len(raw) <= CHECKED_HEADER_BYTES_MAX:
             if len(self.plan.checked) >= CHECKED_MAX:

@@ -32,12 +32,12 @@ DICTIONARY_PARTS_MAX = 256
 _I64 = struct.Struct("<q")
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """Rows of a batch that are one request.
 
     Attributes:
         tensors: Buffers of the contract's inputs, as a request has them.
-        places: Which rows of the batch they are, in order; of a part that is all of it, none.
+        places: Which rows of the batch they are, in order; of a portion that is all of it, none.
         bucket: Number of the bucket that they are in.
     """
 
@@ -53,13 +53,13 @@ class Rewritten(NamedTuple):
     Attributes:
         batch: Its header's numbers.
         kept: The passed-through columns, where the response cannot be plain.
-        parts: The inputs, where they are not among the plain columns.
+        portions: The inputs, where they are not among the plain columns.
     """
 
     batch: ipc.Batch
     body: memoryview
     kept: list[pa.Array]
-    parts: tuple[Part, ...]
+    portions: tuple[Portion, ...]
 
 
 class Converter:
@@ -111,7 +111,7 @@ class Converter:
             read = pa.ipc.open_stream(pa.py_buffer(whole)).read_next_batch()
             read.validate(full=True)
             self._require_decoded(read)
-            parts = self._parts(read) if plan.is_converted else ()
+            portions = self._portions(read) if plan.is_converted else ()
             fields = plan.plain_schema
             columns = [read.column(field.name) for field in fields]
             plain = pa.RecordBatch.from_arrays(columns, schema=fields).serialize()
@@ -125,20 +125,20 @@ class Converter:
         message = ipc.read_message(plain_header)
         plain_body = memoryview(plain).cast("B")[len(plain) - message.body_bytes :]
         plain_batch = ipc.read_batch(plain_header, message)._replace(rows=read.num_rows)
-        return Rewritten(plain_batch, plain_body, kept, parts)
+        return Rewritten(plain_batch, plain_body, kept, portions)
 
-    def _parts(self, read: pa.RecordBatch) -> tuple[Part, ...]:
+    def _portions(self, read: pa.RecordBatch) -> tuple[Portion, ...]:
         """The model's inputs, made of the columns: one request, or one for each bucket in use."""
         plan, rows = self._plan, read.num_rows
         contract = plan.contract
         if not rows:
             strings = sum(spec.is_string for spec in contract.inputs)
             empty = [memoryview(b"")] * (len(contract.inputs) + strings)
-            return (Part(0, empty, np.arange(0), 0),)
+            return (Portion(0, empty, np.arange(0), 0),)
         made = [maker.make(read) for maker in plan.makers]
         if not plan.buckets:
-            parts: tuple[Part, ...] = (
-                Part(rows, assemble(contract, made, None, 0), np.arange(0), 0),
+            portions: tuple[Portion, ...] = (
+                Portion(rows, assemble(contract, made, None, 0), np.arange(0), 0),
             )
         else:
             numbers = bucket_numbers(made, plan.buckets)
@@ -149,8 +149,8 @@ class Converter:
                 for spec in plan.variants[number].inputs
             ]
             require_bytes(sum(sizes), self._limits)
-            parts = tuple(
-                Part(
+            portions = tuple(
+                Portion(
                     len(places),
                     assemble(contract, made, places, plan.buckets[number]),
                     places,
@@ -158,21 +158,21 @@ class Converter:
                 )
                 for number, places in used
             )
-        self._require_texts(parts)
-        return parts
+        self._require_texts(portions)
+        return portions
 
-    def _require_texts(self, parts: tuple[Part, ...]) -> None:
+    def _require_texts(self, portions: tuple[Portion, ...]) -> None:
         """Refuse strings that are too many, or no UTF-8."""
         inputs, total = self._plan.contract.inputs, 0
-        for part in parts:
-            joined = iter(part.tensors[len(inputs) :])
-            of = self._plan.variants[part.bucket].inputs
-            for spec, values in zip(of, part.tensors, strict=False):
+        for portion in portions:
+            joined = iter(portion.tensors[len(inputs) :])
+            of = self._plan.variants[portion.bucket].inputs
+            for spec, values in zip(of, portion.tensors, strict=False):
                 if spec.is_string:
                     text = next(joined)
                     total += len(text)
                     require_string_bytes(total, self._limits)
-                    count = part.rows * spec.elements
+                    count = portion.rows * spec.elements
                     require_strings(f"column `{spec.column}`", count, values, text)
 
     def frames(

@@ -22,7 +22,7 @@ from iskander.errors import Draining, IskanderError, MalformedInput
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
-from iskander.gateway.frontends.flight_parts import Divided
+from iskander.gateway.frontends.flight_divided import Divided
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
@@ -55,15 +55,15 @@ class _Pending(Request):
             lane,
             caller,
             arrived.rows,
-            arrived.parts[0].tensors
-            if arrived.parts
+            arrived.portions[0].tensors
+            if arrived.portions
             else [arrived.body[start:stop] for start, stop in arrived.tensors],
             terms=terms.of(arrived.app_metadata),
             arrived_ns=now_ns(),
             call_deadline_ns=terms.deadline_ns,
-            bucket=arrived.parts[0].bucket if arrived.parts else 0,
+            bucket=arrived.portions[0].bucket if arrived.portions else 0,
         )
-        self.arrived = arrived._replace(parts=())
+        self.arrived = arrived._replace(portions=()) if arrived.portions else arrived
         self.taken: Any = None
         self.error: IskanderError | None = None
         self.held_bytes = max(raw_bytes, len(arrived.body)) + self.layout.output_bytes
@@ -237,7 +237,7 @@ class Exchange:
                 arrived = await asyncio.to_thread(self._codec.read, raw)
                 pending = self._begin(arrived, len(raw))
             if isinstance(pending, Divided):
-                await self._admit_parts(pending)
+                await self._admit_portions(pending)
             elif pending is not None:
                 await self._intake.admit_later(pending)
                 self._enter(pending)
@@ -255,7 +255,7 @@ class Exchange:
         if arrived is None:
             return None
         assert self._codec is not None and self._lane is not None
-        if len(arrived.parts) > 1:
+        if len(arrived.portions) > 1:
             return self._divide(arrived, raw_bytes)
         pending = _Pending(self._lane, self, arrived, raw_bytes, self._terms)
         if not pending.rows:
@@ -273,27 +273,27 @@ class Exchange:
         """A batch whose rows are in several buckets, as a request for each."""
         assert self._codec is not None and self._lane is not None
         lane, terms = self._lane, self._terms.of(arrived.app_metadata)
-        divided = Divided(self._codec.plan.contract, arrived.parts, self._on_divided)
+        divided = Divided(self._codec.plan.contract, arrived.portions, self._on_divided)
         divided.requests = [
             Request(
                 lane,
                 divided,
-                part.rows,
-                part.tensors,
+                portion.rows,
+                portion.tensors,
                 terms=terms,
                 arrived_ns=now_ns(),
                 call_deadline_ns=self._terms.deadline_ns,
-                bucket=part.bucket,
+                bucket=portion.bucket,
             )
-            for part in arrived.parts
+            for portion in arrived.portions
         ]
-        divided.arrived = arrived._replace(parts=())
+        divided.arrived = arrived._replace(portions=())
         results_bytes = sum(request.layout.output_bytes for request in divided.requests)
         divided.held_bytes = max(raw_bytes, len(arrived.body)) + 2 * results_bytes
         return divided
 
-    async def _admit_parts(self, divided: Divided) -> None:
-        """Send each part on its way; where one is refused, the batch is."""
+    async def _admit_portions(self, divided: Divided) -> None:
+        """Send each portion on its way; where one is refused, the batch is."""
         self._enter(divided)
         try:
             for request in divided.requests:
@@ -311,7 +311,7 @@ class Exchange:
             raise
 
     def _on_divided(self, divided: Divided) -> None:
-        """All parts of a batch have their results, or one of them has none."""
+        """All portions of a batch have their results, or one of them has none."""
         assert self._codec is not None
         if divided.error is None:
             divided.taken = self._codec.take(divided.arrived, divided.results)

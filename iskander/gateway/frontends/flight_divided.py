@@ -15,7 +15,7 @@ from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import IskanderError
 from iskander.gateway.arrow_values import text_buffers
-from iskander.gateway.frontends.flight_convert import Part
+from iskander.gateway.frontends.flight_convert import Portion
 from iskander.gateway.lanes.request import Request
 
 
@@ -24,11 +24,11 @@ class Divided:
 
     Args:
         contract: Of the model version.
-        parts: Of the batch; each has its rows' places.
+        portions: Of the batch; each has its rows' places.
         on_end: Called when the results of all are there, or one has failed.
 
     Attributes:
-        requests: One for each part, to be filled by the stream.
+        requests: One for each portion, to be filled by the stream.
         results: Of the whole batch, once all are there.
         taken: What the response is made of; None until then.
         error: Why there will be none.
@@ -36,11 +36,11 @@ class Divided:
     """
 
     def __init__(
-        self, contract: Contract, parts: Sequence[Part], on_end: Callable[[Divided], None]
+        self, contract: Contract, portions: Sequence[Portion], on_end: Callable[[Divided], None]
     ) -> None:
         self._contract = contract
-        self._places = [part.places for part in parts]
-        self._bodies: list[bytes | memoryview | None] = [None] * len(parts)
+        self._places = [portion.places for portion in portions]
+        self._bodies: list[bytes | memoryview | None] = [None] * len(portions)
         self._on_end = on_end
         self.requests: list[Request] = []
         self.results: bytes | memoryview = b""
@@ -50,7 +50,7 @@ class Divided:
         self.held_bytes = 0
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
-        """Take the results of one part."""
+        """Take the results of one portion."""
         self._bodies[self.requests.index(request)] = results
         bodies = [body for body in self._bodies if body is not None]
         if len(bodies) == len(self._bodies) and self.error is None:
@@ -59,7 +59,7 @@ class Divided:
             self._on_end(self)
 
     def fail(self, request: Request, error: IskanderError) -> None:
-        """Take the failure of one part, which is that of the batch."""
+        """Take the failure of one portion, which is that of the batch."""
         del request
         if self.error is None:
             self.error = error
@@ -75,8 +75,8 @@ def put_together(
 
     Args:
         contract: Of the model version.
-        places: Of each part, the rows of the batch that its rows are.
-        bodies: Of each part, its results.
+        places: Of each portion, the rows of the batch that its rows are.
+        bodies: Of each portion, its results.
     """
     specs, rows = contract.outputs, sum(map(len, places))
     offsets, texts = body_layout(specs, rows)[0], []
@@ -122,7 +122,7 @@ def _texts(
     bodies: Sequence[bytes | memoryview],
     layouts: Sequence[list[int]],
 ) -> pa.Array:
-    """One output of strings of all parts, one after the other."""
+    """One output of strings of all portions, one after the other."""
     arrays, specs = [], contract.outputs
     spec = [each for each in specs if each.is_string][which]
     for ends, each, body, layout in zip(found, places, bodies, layouts, strict=True):
