@@ -32,6 +32,8 @@ from iskander.contract.tensors import ResultColumn, TensorSpec
 from iskander.errors import ManifestError
 
 TOP_K_PARTS = ("label", "index", "score")
+RESULTS_MAX = 4096
+"""Tensors that a model may make, the parts of its lists and structs."""
 LENGTH = "length"
 """The part of a list that says how many of its entries are meant."""
 
@@ -108,6 +110,8 @@ def compile_outputs(
         kind = str(parse_result_type(entry.type) or parse_column_type(entry.type))
         columns.append(ResultColumn(entry.column, kind, outputs, made))
     names = [finish.spec.tensor for finish in finishes]
+    if len(names) > RESULTS_MAX:
+        raise ManifestError(f"a model may have {RESULTS_MAX} results, got {len(names)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ManifestError(

@@ -113,6 +113,18 @@ def test_a_number_that_is_none_is_the_least() -> None:
 
 
 @given(FLOATS)
+@settings(max_examples=40, deadline=None)
+def test_scipy_says_the_same(rows: np.ndarray) -> None:
+    special = pytest.importorskip("scipy.special")
+    with np.errstate(all="ignore"):
+        wide = rows.astype(np.float64)
+        shares, chances = special.softmax(wide, axis=-1), special.expit(wide)
+        made, found = finishing.softmax(rows), finishing.sigmoid(rows)
+    np.testing.assert_allclose(made, shares, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found, chances, rtol=1e-4, atol=1e-6)
+
+
+@given(FLOATS)
 @settings(max_examples=60, deadline=None)
 def test_no_row_changes_another(rows: np.ndarray) -> None:
     """A batch gives what its rows give alone, whatever is in them."""

@@ -10,6 +10,7 @@ import pytest
 
 from iskander.contract.columns import RANK_MAX
 from iskander.contract.compile import compile_contract
+from iskander.contract.finishing import RESULTS_MAX
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.labels import LABELS_BYTES_MAX, read_labels
 from iskander.contract.manifest import Manifest, read_manifest
@@ -215,6 +216,18 @@ def test_one_tensor_can_be_several_columns() -> None:
     contract = compiled(of("logits", LIST, post='["softmax"]') + more + again)
     assert [spec.tensor for spec in contract.outputs] == ["made", "logits", "again"]
     assert not any(spec.is_bound for spec in contract.outputs)
+
+
+def test_so_many_results_and_no_more() -> None:
+    def struct(count: int) -> str:
+        names = [f"f{n}" for n in range(count)]
+        kind = ", ".join(f"{name}: int64" for name in names)
+        fields = ", ".join(f'{name} = {{tensor = "class"}}' for name in names)
+        return output(f"struct<{kind}>", fields=f"{{{fields}}}")
+
+    assert len(compiled(struct(RESULTS_MAX)).outputs) == RESULTS_MAX
+    with pytest.raises(ManifestError, match="a model may have 4096 results, got 4097"):
+        compiled(struct(RESULTS_MAX + 1))
 
 
 def test_a_usual_model_has_no_columns_of_its_own() -> None:

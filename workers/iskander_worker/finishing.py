@@ -40,6 +40,9 @@ class Finisher:
         names = [name for source in sources for name in (source.tensor, source.lengths) if name]
         self.fetched = tuple(dict.fromkeys(names))
         self._labels = [np.array(finish.labels, np.object_) for finish in finishes]
+        # What is made of one source in one way is made once, for all of its parts.
+        places: dict[Source, int] = {}
+        self._places = [places.setdefault(source, len(places)) for source in sources]
 
     def around(self, compute: Compute) -> Compute:
         """What computes the results where `compute` computes the graph's outputs."""
@@ -60,16 +63,14 @@ class Finisher:
         Raises:
             ExecutionFailed: An output has not the shape, keys or labels that it was to have.
         """
-        made: list[tuple[Source, np.ndarray, np.ndarray | None]] = []
+        made: list[tuple[np.ndarray, np.ndarray | None]] = []
         results = {}
         with np.errstate(all="ignore"):
-            for finish, labels in zip(self._finishes, self._labels, strict=True):
-                source = finish.source
-                known = next((each for each in made if each[0] == source), None)
-                if known is None:
-                    known = (source, *_made(fetched, finish, rows))
-                    made.append(known)
-                results[finish.spec.tensor] = _part(known[1], known[2], finish, labels)
+            parts = zip(self._finishes, self._labels, self._places, strict=True)
+            for finish, labels, place in parts:
+                if place == len(made):
+                    made.append(_made(fetched, finish, rows))
+                results[finish.spec.tensor] = _part(*made[place], finish, labels)
         return results
 
 
