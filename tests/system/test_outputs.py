@@ -213,7 +213,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         ),
         "ranked": (
             with_files(models.identity(folder / "ranked", FLOAT, ["rows"]), RANKED),
-            {"max_batch_rows": 5},
+            {"max_batch_rows": 512},
         ),
         "lists": (with_files(lists(folder / "lists"), LISTS), {"max_batch_rows": 4}),
         "maps": (with_files(maps(folder / "maps"), MAPS), {}),
@@ -366,7 +366,7 @@ def ranked(scores: list[float], queries: list[Any], **more: Any) -> pa.RecordBat
 
 
 def test_ranks_within_a_group(gateway: Gateway, client: Client, judge: Judge) -> None:
-    """Over a whole request, though it was computed in pieces; a tensor protocol has only scores."""
+    """Over the rows of a whole request; a tensor protocol has only the scores."""
     scores = [0.5, 0.25, 0.5, 0.75, float("nan"), 0.5, 1.0, 0.0, 0.125]
     queries = ["a", "b", "a", "a", "a", None, "b", None, "c"]
     answer = client.score("ranked", ranked(scores, queries))
@@ -383,6 +383,22 @@ def test_each_request_is_ranked_by_itself(client: Client) -> None:
     batches = [ranked([1.0, 2.0, 3.0], ["a", "a", name]) for name in "aba"]
     answers = [batch["place"].to_pylist() for batch in client.stream("ranked", batches)]
     assert answers == [[3, 2, 1], [2, 1, 1], [3, 2, 1]]
+
+
+def test_large_requests_are_ranked_in_their_order(gateway: Gateway, client: Client) -> None:
+    """Though computed in pieces, and put together by a thread: each whole, and in its turn."""
+    rows = 6000
+    random = np.random.default_rng(7)
+    scores = [random.permutation(rows).astype(np.float32) for _ in range(3)]
+    batches = [ranked(each.tolist(), ["a"] * rows) for each in scores]
+    batches.insert(1, ranked([1.0, 2.0], ["a", "a"]))
+    answers = client.stream("ranked", batches)
+    with gateway.client() as other:
+        assert other.score("ranked", ranked([3.0], ["b"]))["place"].to_pylist() == [1]
+    found = [answer["place"].to_numpy() for answer in answers]
+    assert found.pop(1).tolist() == [2, 1]
+    for each, got in zip(scores, found, strict=True):
+        np.testing.assert_array_equal(got, rows - each)
 
 
 def test_a_group_that_is_not_there_is_the_callers_mistake(client: Client) -> None:

@@ -44,6 +44,8 @@ from iskander.gateway.texts import require_string_bytes, require_strings
 from iskander.memory.pieces import WHOLE_BYTES
 
 CHECKED_HEADER_BYTES_MAX = 4096
+ASSEMBLED_ROWS = 4096
+"""Ranks and lists of more rows take milliseconds."""
 CHECKED_MAX = 64
 """Headers remembered by a plan; batches of one size have one header, byte for byte."""
 
@@ -69,10 +71,15 @@ class Arrived(NamedTuple):
 
 
 class Unrendered(NamedTuple):
-    """Results whose messages depend on those before them, as dictionaries do."""
+    """Results whose messages depend on those before them, as dictionaries do.
+
+    Attributes:
+        batch: The response; None until it is put together.
+    """
 
     arrived: Arrived
     results: bytes | memoryview
+    batch: pa.RecordBatch | None
 
 
 class StreamCodec:
@@ -175,21 +182,31 @@ class StreamCodec:
         """What `frames` wants of a batch's results: the finished message, for a plain response."""
         if self.plan.is_response_plain:
             return _plain_frame(self.plan, arrived, results)
-        return Unrendered(arrived, results)
+        return Unrendered(arrived, results, None)
+
+    def is_slow(self, arrived: Arrived) -> bool:
+        """Whether it is better for the others that a thread puts the response together."""
+        return self.plan.is_assembled and arrived.rows > ASSEMBLED_ROWS
+
+    def assembled(self, arrived: Arrived, results: bytes | memoryview) -> Unrendered:
+        """What `frames` wants, with the response put together; may be called by any thread."""
+        batch = self._converter.assembled(arrived.rows, arrived.kept, results)
+        return Unrendered(arrived, b"", batch)
 
     def frames(self, taken: Parts | Unrendered) -> list[Parts]:
         """The messages of one response; to be called in the stream's order."""
         if not isinstance(taken, Unrendered):
             return [taken]
-        arrived, results = taken
-        return self._converter.frames(arrived.rows, arrived.kept, results, arrived.app_metadata)
+        if taken.batch is None:
+            taken = self.assembled(taken.arrived, taken.results)
+        return self._converter.frames(taken.batch, taken.arrived.app_metadata)
 
     def error_frames(self, error: IskanderError) -> list[Parts]:
         """The messages that take a result's place: no rows, and the error as JSON metadata."""
         kept_schema = pa.schema([*self.plan.passed, *self.plan.groups])
         kept = [column.combine_chunks() for column in kept_schema.empty_table().columns]
         metadata = msgspec.json.encode({"iskander": {"error": error.to_wire()}})
-        return self._converter.frames(0, kept, b"", metadata)
+        return self._converter.frames(self._converter.assembled(0, kept, b""), metadata)
 
     def _check(
         self, batch: ipc.Batch, body: memoryview, kept: list[pa.Array], app_metadata: bytes

@@ -175,20 +175,22 @@ class Converter:
                     count = portion.rows * spec.elements
                     require_strings(f"column `{spec.column}`", count, values, text)
 
-    def frames(
-        self, rows: int, kept: list[pa.Array], results: bytes | memoryview, app_metadata: bytes
-    ) -> list[Parts]:
-        """The messages of one response; to be called in the stream's order.
-
-        Dictionaries go before the batch that needs them, and only where they changed.
-        """
+    def assembled(
+        self, rows: int, kept: list[pa.Array], results: bytes | memoryview
+    ) -> pa.RecordBatch:
+        """One response put together; may be called by another thread than the loop's."""
         plan = self._plan
         passed, groups = kept[: len(plan.passed)], kept[len(plan.passed) :]
         grouped = {field.name: group for field, group in zip(plan.groups, groups, strict=True)}
         columns = result_columns(plan.contract, rows, results, grouped)
-        batch = pa.RecordBatch.from_arrays(
-            plan.order.of([*passed, *columns]), schema=plan.response_schema
-        )
+        ordered = plan.order.of([*passed, *columns])
+        return pa.RecordBatch.from_arrays(ordered, schema=plan.response_schema)
+
+    def frames(self, batch: pa.RecordBatch, app_metadata: bytes) -> list[Parts]:
+        """The messages of one response; to be called in the stream's order.
+
+        Dictionaries go before the batch that needs them, and only where they changed.
+        """
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)

@@ -114,6 +114,7 @@ class Exchange:
         self._window: deque[_Pending | Divided | _Refused] = deque()
         self._window_bytes = 0
         self._admission: asyncio.Task[None] | None = None
+        self._assemblies: set[asyncio.Task[None]] = set()
         self._is_reading = self._is_write_due = False
         self._is_ended = False
         self._end_error: Exception | None = None
@@ -139,6 +140,8 @@ class Exchange:
             self._is_ended = True
             if self._admission is not None:
                 self._admission.cancel()
+            for assembly in self._assemblies:
+                assembly.cancel()
             for pending in self._window:
                 if isinstance(pending, _Pending):
                     self._dispatcher.withdraw(pending)
@@ -158,7 +161,22 @@ class Exchange:
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
         """Take the results of one batch, to be sent when its turn comes."""
         assert isinstance(request, _Pending) and self._codec is not None
+        if self._codec.is_slow(request.arrived):
+            task = self._loop.create_task(self._assemble(request, results))
+            self._assemblies.add(task)
+            task.add_done_callback(self._assemblies.discard)
+            return
         request.taken = self._codec.take(request.arrived, results)
+        self._write_soon()
+
+    async def _assemble(self, pending: _Pending, results: bytes | memoryview) -> None:
+        """Have a response put together by a thread."""
+        assert self._codec is not None
+        try:
+            pending.taken = await asyncio.to_thread(self._codec.assembled, pending.arrived, results)
+        except Exception:
+            log.exception("a response could not be put together")
+            pending.error = IskanderError("the server failed to put the results together")
         self._write_soon()
 
     def fail(self, request: Request, error: IskanderError) -> None:

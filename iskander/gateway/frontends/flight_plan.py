@@ -171,8 +171,8 @@ class Plan:
         # Passed-through columns of any type: where one is unusual, all are kept as arrays.
         # So are they where results are lists, structs or ranks, which are put together anew.
         self.groups = _group_columns(self.schema, contract)
-        is_assembled = any(column.is_assembled for column in contract.columns)
-        self.is_response_plain = not is_assembled and all(extent(f.type) for f in self.passed)
+        self.is_assembled = any(column.is_assembled for column in contract.columns)
+        self.is_response_plain = not self.is_assembled and all(extent(f.type) for f in self.passed)
         is_kept = not self.is_response_plain and bool(self.passed or self.groups)
         is_made = bool(contract.sources) or any(maker.is_nested for maker in self.makers)
         is_unusual = any(_is_unusual(field, used) for field in self.schema)
