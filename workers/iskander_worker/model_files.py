@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -104,30 +104,35 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
     return ModelFiles(paths, digests, total)
 
 
-def require_pins(files: ModelFiles, pins: Mapping[str, str], *, is_whole: bool = False) -> None:
-    """Hold the files against the hashes that a manifest pins them to.
+def require_pins(
+    folder: Path,
+    pins: Mapping[str, str],
+    digests: Mapping[str, str],
+    wanted: Iterable[str] = (),
+) -> None:
+    """Hold the files of a model against the hashes that its manifest pins them to.
 
     Args:
-        files: Of the model.
+        folder: Of the model.
         pins: SHA-256 by file name; a name may be of any file in the folder, such as labels.
-        is_whole: Every file of the model has to be pinned, as where the manifest is signed for it.
+        digests: Those that are known already.
+        wanted: Names that have to be pinned, as where the manifest is signed for them.
 
     Raises:
         ManifestError: Names the file, what was pinned and what was found.
     """
-    folder = next(iter(files.paths.values())).parent
-    for name, wanted in pins.items():
-        found = files.digests.get(name)
+    for name, pin in pins.items():
+        found = digests.get(name)
         if found is None:
             with confined(folder, name).open("rb") as stream:
                 found = hashlib.file_digest(stream, "sha256").hexdigest()
-        if found != wanted.lower():
+        if found != pin.lower():
             raise ManifestError(
-                f"`{name}` is not the file that the manifest pins: sha256 wanted "
-                f"{wanted.lower()}, got {found}"
+                f"`{name}` is not the file that the manifest pins: sha256 wanted {pin.lower()}, "
+                f"got {found}"
             )
-    missing = [name for name in files.paths if name not in pins]
-    if is_whole and missing:
+    missing = [name for name in wanted if name not in pins]
+    if missing:
         raise ManifestError(
             f"the manifest is signed and pins no sha256 of `{missing[0]}`: what it does not pin, "
             "its signature does not cover"

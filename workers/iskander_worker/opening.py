@@ -36,6 +36,9 @@ TRIES = 3
 """An entry can be removed, to make room for others, between being made and being opened."""
 
 
+_UNPINNED = ("manifest.toml", "manifest.toml.sig")
+
+
 class Source(NamedTuple):
     """What to open.
 
@@ -78,8 +81,10 @@ def opened(
     loading = spec.loading
     manifest = read_manifest(Path(spec.path))
     files = inspect_files(model_file(Path(spec.path)), loading.model_bytes)
-    is_signed = require_signature(model_file(Path(spec.path)).parent, loading.public_key)
-    require_pins(files, manifest.sha256 if manifest is not None else {}, is_whole=is_signed)
+    folder = model_file(Path(spec.path)).parent
+    is_signed = require_signature(folder, loading.public_key)
+    pins = manifest.sha256 if manifest is not None else {}
+    require_pins(folder, pins, files.digests, files.paths if is_signed else ())
     wanted = manifest.custom_ops if manifest is not None else ()
     source = Source(libraries=libraries_of(wanted, loading.custom_ops))
     is_shared = loading.is_shared and files.weight_bytes >= SHARED_BYTES_MIN
@@ -101,6 +106,20 @@ def opened(
     model = make(spec, cores, source)
     model.notices = notices
     return model
+
+
+def require_trusted(spec: ModelSpec) -> None:
+    """Hold a folder against its manifest, for a backend that opens its files by itself.
+
+    Raises:
+        ManifestError: It is not signed as it has to be, or a file is not the one that is pinned.
+    """
+    folder = Path(spec.path).parent
+    manifest = read_manifest(Path(spec.path))
+    is_signed = require_signature(folder, spec.loading.public_key)
+    found = [path for path in folder.rglob("*") if path.is_file()] if is_signed else []
+    wanted = [path.relative_to(folder).as_posix() for path in found if path.name not in _UNPINNED]
+    require_pins(folder, manifest.sha256 if manifest is not None else {}, {}, wanted)
 
 
 def _from_store(

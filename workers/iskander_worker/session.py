@@ -25,6 +25,7 @@ from iskander.wire.messages import ModelSpec
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Model, load_model
 from iskander_worker.finishing import Finisher
+from iskander_worker.opening import require_trusted
 from iskander_worker.vocabulary import Vocabularies
 from iskander_worker.warm_up import warm
 
@@ -49,6 +50,8 @@ class Session:
     def __init__(
         self, spec: ModelSpec, cores: int, load: Callable[[ModelSpec, int], Model] = load_model
     ) -> None:
+        if spec.backend != "onnx":  # Which asks for more, and knows which files are the model.
+            require_trusted(spec)
         self._model = model = load(spec, cores)
         written = read_manifest(Path(spec.path))
         labels = read_labels(Path(spec.path), written)

@@ -229,7 +229,8 @@ def _require_close(
         raise ManifestError(
             f"output `{name}` of the sample is not as recorded in `{plan.results}`: row "
             f"{first + where[0]}{f', element {list(where[1:])}' if where[1:] else ''}: wanted "
-            f"{wanted[where]}, got {found[where]}; {int((~is_same).sum())} of {is_same.size} differ"
+            f"{wanted[where]!s}, got {found[where]!s}; {int((~is_same).sum())} of {is_same.size} "
+            "differ"
         )
 
 

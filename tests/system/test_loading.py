@@ -1,0 +1,182 @@
+"""What a server believes of model files, as its operator sees it: refusals, samples, signatures."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from onnx import TensorProto, helper
+from support import models
+from support.processes import BIN, Gateway, eventually, render_config, running
+
+TWO = {"groups": ["0", "1"]}
+MANIFEST = """
+format = 1
+{keys}
+[[inputs]]
+column = "x"
+type = "float32"
+tensor = "x"
+[[outputs]]
+tensor = "y"
+column = "y"
+type = "float32"
+{tables}
+"""
+
+
+def halved(folder: Path, *, keys: str = "", tables: str = "") -> Path:
+    """`y = x / 2`, and a manifest."""
+    models.save(
+        folder,
+        [helper.make_node("Mul", ["x", "half"], ["y"])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows"])],
+        [helper.make_tensor("half", TensorProto.FLOAT, [], [0.5])],
+    )
+    (folder / "manifest.toml").write_text(MANIFEST.format(keys=keys, tables=tables))
+    return folder
+
+
+def check(folder: Path, model: Path, **sections: Any) -> tuple[int, str]:
+    """`iskander check` of a server with one model: its exit code and its words."""
+    config = folder / "check.toml"
+    config.write_text(render_config(models=[{"name": "m", "path": str(model)}], **sections))
+    done = subprocess.run(
+        [BIN / "iskander", "check", config],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_model_that_ends_processes_is_refused_while_the_good_one_serves(tmp_path: Path) -> None:
+    """Its file becomes one that no process survives, and a worker is started anew.
+
+    That worker says why it cannot serve it and dies of nothing; the other one serves on.
+    """
+    hostile = tmp_path / "hostile"
+    script = models.ROOT / "scripts" / "make_hostile_models.py"
+    subprocess.run([BIN / "python", script, hostile], check=True)
+    served = [
+        {"name": "good", "path": str(models.row_ids(tmp_path / "good")), "intra_threads": 1},
+        {"name": "bad", "path": str(halved(tmp_path / "bad")), "intra_threads": 1},
+    ]
+    with running(tmp_path, served, workers=dict(TWO), loading={"trial_s": 5.0}) as gateway:
+        (hostile / "overflowing_division" / "model.onnx").replace(tmp_path / "bad" / "model.onnx")
+        (tmp_path / "bad" / "manifest.toml").unlink()
+        gateway.kill_worker(0)
+
+        def has_said_why() -> bool:
+            return "ended the process that tried it out by SIGFPE" in gateway.text()
+
+        eventually(has_said_why, what="the refusal in the log")
+        with gateway.client() as client:
+            for turn in range(20):
+                batch = pa.record_batch({"x": [turn, turn + 1]})
+                assert client.score("good", batch)["y"].to_pylist() == [3 * turn + 1, 3 * turn + 4]
+        halved(tmp_path / "bad")
+        gateway.wait_full()
+
+
+@pytest.mark.parametrize(
+    ("absolute", "words"), [(0.02, ""), (0.001, "row 2: wanted 1.51, got 1.5; 1 of 5 differ")]
+)
+def test_a_recorded_sample_decides_whether_a_model_is_served(
+    tmp_path: Path, absolute: float, words: str
+) -> None:
+    """Within its tolerance it is; beyond, the first difference is named."""
+    tables = (
+        f'[warm_up]\nsamples = "s.npz"\nresults = "r.npz"\nabsolute = {absolute}\nrelative = 0.0'
+    )
+    folder = halved(tmp_path / "m", tables=tables)
+    np.savez(folder / "s.npz", x=np.arange(1, 6, dtype=np.float32))
+    np.savez_compressed(folder / "r.npz", y=np.array([0.5, 1.0, 1.51, 2.0, 2.5], np.float32))
+
+    code, text = check(tmp_path, folder)
+
+    assert (code == 0) == (not words), text
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("samples", "results", "words"),
+    [
+        ({"z": [1.0]}, None, "has no array `x`, which is an input"),
+        ({"x": [[1.0, 2.0]]}, None, "`x` has the shape [1, 2], wanted [1]"),
+        ({"x": ["a"]}, None, "`x` is <U1, wanted float32"),
+        ({"x": [1.0], "z": [1.0, 2.0]}, None, "have not one number of rows"),
+        ({"x": [1.0]}, {"z": [1.0]}, "`r.npz` has `z`, which is no output"),
+        ({"x": [1.0, 2.0]}, {"y": [1.0]}, "`y` has not 2 rows"),
+    ],
+)
+def test_a_sample_that_does_not_fit_is_a_load_error(
+    tmp_path: Path, samples: dict[str, Any], results: dict[str, Any] | None, words: str
+) -> None:
+    tables = '[warm_up]\nsamples = "s.npz"\n' + ('results = "r.npz"\n' if results else "")
+    folder = halved(tmp_path / "m", tables=tables)
+    np.savez(folder / "s.npz", **{k: np.array(v) for k, v in samples.items()})
+    if results:
+        np.savez(folder / "r.npz", **{k: np.array(v) for k, v in results.items()})
+
+    code, text = check(tmp_path, folder)
+
+    assert code == 1 and words in text
+
+
+def test_a_server_that_wants_signed_models_serves_no_others(tmp_path: Path) -> None:
+    """Signed and pinned it is served; without a pin, or with another file, it is not."""
+    ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    key = ed25519.Ed25519PrivateKey.generate()
+    public = base64.b64encode(key.public_key().public_bytes_raw()).decode()
+    folder = halved(tmp_path / "m")
+    loading = {"public_key": public}
+
+    def sign(keys: str) -> None:
+        manifest = folder / "manifest.toml"
+        manifest.write_text(MANIFEST.format(keys=keys, tables=""))
+        (folder / "manifest.toml.sig").write_bytes(key.sign(manifest.read_bytes()))
+
+    pinned = f'sha256 = {{"model.onnx" = "{sha256(folder / "model.onnx")}"}}'
+    code, text = check(tmp_path, folder, loading=loading)
+    assert code == 1 and "`manifest.toml.sig` beside this one cannot be read" in text
+    sign("")
+    code, text = check(tmp_path, folder, loading=loading)
+    assert code == 1 and "pins no sha256 of `model.onnx`" in text
+    sign(pinned)
+    with running(tmp_path, [{"name": "m", "path": str(folder)}], loading=loading) as gateway:
+        with gateway.client() as client:
+            found = client.score("m", pa.record_batch({"x": pa.array([3.0], pa.float32())}))
+        assert found["y"].to_pylist() == [1.5]
+    models.save(
+        folder,
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows"])],
+    )
+    code, text = check(tmp_path, folder, loading=loading)
+    assert code == 1 and "`model.onnx` is not the file that the manifest pins" in text
+
+
+def test_a_gateway_says_at_its_start_what_it_refuses(tmp_path: Path) -> None:
+    """The same words in the log of a server that does not start."""
+    folder = halved(tmp_path / "m", keys='custom_ops = ["/tmp/evil.so"]')
+    gateway = Gateway(tmp_path, [{"name": "m", "path": str(folder)}])
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() != 0
+        assert "asks for the operator library `/tmp/evil.so`" in gateway.text()
+    finally:
+        gateway.end()
