@@ -119,6 +119,14 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
     count: Annotated[
         int, Meta(ge=0, le=1024, description="Workers in all; 0: one for each group.")
     ] = 0
+    thread_pool: Annotated[
+        Literal["model", "worker"],
+        Meta(
+            description="Compute threads of ONNX models: each model's own, or one pool for all of "
+            "a worker, with one for each physical core. Threads of a pool wait busily for a while "
+            "after each batch: it is for many models in one worker."
+        ),
+    ] = "model"
     spawn: Annotated[
         bool, Meta(description="Start the workers; false where a service manager does.")
     ] = True

@@ -107,6 +107,16 @@ def _require_relations(config: Config) -> None:
         where = f"models[{index}]"
         if len(set(model.execution_providers)) < len(model.execution_providers):
             raise ConfigError(f"{where}.execution_providers names a provider twice")
+        strange = sorted(set(model.provider_options) - set(model.execution_providers))
+        if strange:
+            raise ConfigError(
+                f"{where}.provider_options has `{strange[0]}`, which is not in execution_providers"
+            )
+        if config.workers.thread_pool == "worker" and (model.intra_threads or model.inter_threads):
+            raise ConfigError(
+                f"{where}: intra_threads and inter_threads have no effect with "
+                'workers.thread_pool = "worker"'
+            )
         if model.inter_threads > 1 and not model.parallel_execution:
             raise ConfigError(
                 f"{where}.inter_threads = {model.inter_threads} has no effect without "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from iskander.config_section import MIB, Positive, Section
@@ -154,6 +155,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         tuple[Literal["cpu", "cuda", "tensorrt"], ...],
         Meta(min_length=1, description="In order of preference; each one must be there."),
     ] = ("cpu",)
+    provider_options: Annotated[
+        dict[Literal["cuda", "tensorrt"], dict[str, str | int | float | bool]],
+        Meta(
+            description="Options of each, as ONNX Runtime calls them, such as "
+            "{cuda = {device_id = 1, gpu_mem_limit = 2147483648}}."
+        ),
+    ] = msgspec.field(default_factory=dict)
     intra_threads: Annotated[
         int,
         Meta(

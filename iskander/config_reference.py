@@ -31,7 +31,8 @@ def settings() -> Iterator[Setting]:
             metas = [meta for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
             sentence = " ".join(meta.description for meta in metas if meta.description)
             default = None if field.default is msgspec.NODEFAULT else field.default
-            default = {} if isinstance(default, msgspec.Struct) else default
+            is_table = isinstance(default, msgspec.Struct) or field.default_factory is dict
+            default = {} if is_table else default
             yield Setting(
                 f"{section.name}.{field.name}", _type_text(get_args(hint)[0]), default, sentence
             )
@@ -64,7 +65,8 @@ def render_reference() -> str:
 def _type_text(hint: Any) -> str:  # noqa: ANN401
     if get_origin(hint) is Annotated:
         return _type_text(get_args(hint)[0])
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+    is_struct = isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+    if is_struct or get_origin(hint) is dict:
         return "table"
     if get_origin(hint) is Literal:
         return " | ".join(msgspec.json.encode(value).decode() for value in get_args(hint))

@@ -196,6 +196,10 @@ def model_spec(
         string_bytes=model.result_string_bytes,
         fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {stamps} {options}",
         pool=model.pool,
+        provider_options={
+            provider: {key: _option(value) for key, value in options.items()}
+            for provider, options in model.provider_options.items()
+        },
         trust_pickle=model.trust_pickle,
         trusted_types=model.trusted_types,
         loading=loading,
@@ -221,6 +225,11 @@ def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) ->
         custom_ops=settings.custom_ops,
         public_key=settings.public_key,
     )
+
+
+def _option(value: str | int | float | bool) -> str:
+    """A provider's option as the runtime reads it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _quorum(config: Config, model: ModelConfig) -> int:

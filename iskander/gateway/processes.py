@@ -388,6 +388,7 @@ def _fixed(config: Config) -> dict[str, object]:
         "server.cores": server.cores,
         "workers.groups": workers.groups,
         "workers.count": workers.count,
+        "workers.thread_pool": workers.thread_pool,
         "workers of models": [
             (model.pool, model.own_workers, model.python, model.intra_threads)
             for model in config.models

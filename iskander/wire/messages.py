@@ -57,6 +57,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
         string_bytes: The most bytes of one string in its results.
         fingerprint: Equal for equal files and options; what is loaded already is kept.
         pool: Workers that it is for: its own, or empty for those of all models.
+        provider_options: Of execution providers, by their names.
         trust_pickle: Its code may unpickle files.
         trusted_types: Types that its skops files may hold beside the usual ones.
     """
@@ -79,6 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     trust_pickle: bool = False
     trusted_types: tuple[str, ...] = ()
     loading: LoadingSpec = LoadingSpec()
+    provider_options: dict[str, dict[str, str]] = {}
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -108,6 +110,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
         node: NUMA node whose memory it is to prefer; None for no preference.
         reattach_s: How long to wait for another gateway when this one is gone; 0 for ever.
         siblings: Attach sockets of the other processes of this gateway, to be served too.
+        has_one_pool: Whether its ONNX models compute with one pool of threads.
     """
 
     incarnation: int
@@ -121,6 +124,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     beat_bytes: int
     reattach_s: float
     siblings: tuple[str, ...] = ()
+    has_one_pool: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

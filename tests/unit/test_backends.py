@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from iskander_worker import backends
 from iskander_worker.arrays import ArrayBatch
 from iskander_worker.backends import Run, load_model
+from support import models
+from support.scripted import model_spec
 
 from iskander.contract.columns import ColumnType
 from iskander.contract.rows import RowCopier
@@ -98,3 +101,28 @@ def test_an_output_that_is_not_as_the_contract_says_is_refused(
 ) -> None:
     with pytest.raises(ExecutionFailed, match=message):
         computed(outputs)
+
+
+def test_provider_options_go_to_their_provider(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from iskander_worker.backends import onnx
+
+    taken: dict[str, Any] = {}
+
+    def refuse(file: Any, options: Any, **arguments: Any) -> None:
+        taken.update(arguments)
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(onnx.ort, "InferenceSession", refuse)
+    monkeypatch.setattr(onnx.ort, "preload_dlls", lambda directory: None)
+    monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: [*onnx.PROVIDERS.values()])
+    spec = model_spec(
+        models.row_ids(tmp_path),
+        execution_providers=("cuda", "cpu"),
+        provider_options={"cuda": {"device_id": "1"}},
+    )
+    with pytest.raises(ManifestError, match="no such device"):
+        onnx.load(spec, 1)
+    assert taken["providers"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert taken["provider_options"] == [{"device_id": "1"}, {}]

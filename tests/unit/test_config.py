@@ -440,3 +440,46 @@ def test_settings_are_those_of_the_structs() -> None:
     ]
 
     assert [setting.path for setting in settings()] == declared
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (
+            MODEL + "provider_options = {cuda = {device_id = 1}}",
+            "models[0].provider_options has `cuda`, which is not in execution_providers",
+        ),
+        (
+            "[workers]\nthread_pool = 'worker'\n" + MODEL + "intra_threads = 2",
+            "models[0]: intra_threads and inter_threads have no effect with "
+            'workers.thread_pool = "worker"',
+        ),
+    ],
+)
+def test_settings_of_a_model_that_could_have_no_effect_are_refused(
+    load: Load, text: str, rule: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert caught.value.message == rule
+
+
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [
+        ("", 0),
+        ("workers = 3", 3),
+        ("backend = 'python'", 1),
+        ("backend = 'pipeline'", 0),
+        ("backend = 'pipeline'\nworkers = 2", 2),
+        ("backend = 'of.others'", 1),
+        ("python = 'bin/python'", 1),
+    ],
+)
+def test_which_models_have_workers_of_their_own(
+    load: Load, tmp_path: Path, more: str, count: int
+) -> None:
+    (model,) = load(MODEL + more).config.models
+    assert model.own_workers == count
+    assert model.pool == (f"{model.name}/{model.version}" if count else "")
+    assert model.python in ("", str(tmp_path / "bin" / "python"))

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from support.observed import MIB, make_lane, make_worker, observe
 
 from iskander import __version__
+from iskander.contract.parts import STEPS_MAX
 from iskander.gateway.lanes.batcher import Reason
 from iskander.gateway.lanes.cost import CostModel
 from iskander.gateway.supervision.lifecycle import State
@@ -69,6 +70,7 @@ def test_no_metric_is_declared_twice() -> None:
 def test_every_metric_is_on_the_page_with_the_labels_that_it_declares(is_openmetrics: bool) -> None:
     lane = make_lane(refused__queue_full=1, failed__poisoned=1)
     lane.costs[0] = CostModel()
+    lane.measures.on_stepped((("embed", 1000),))
 
     found: dict[str, set[str]] = {}
     for name, labels in scrape(observe([lane]), is_openmetrics=is_openmetrics):
@@ -301,3 +303,13 @@ def test_a_label_may_hold_what_a_model_may_be_called() -> None:
     name = 'a"b\\c\nd'
 
     assert scrape(observe([make_lane(name)]))[key("rows_total", model=name, version="1")] == 0
+
+
+def test_steps_of_a_model_are_told_apart_and_bounded() -> None:
+    lane = make_lane()
+    lane.measures.on_stepped((("embed", 1000), ("rank", 2000)))
+    lane.measures.on_stepped((("embed", 3000),))
+    lane.measures.on_stepped(tuple((f"s{at}", 1) for at in range(100)))
+    assert lane.measures.steps_ns["embed"].sum == 4000
+    assert len(lane.measures.steps_ns["rank"]) == 1
+    assert len(lane.measures.steps_ns) == STEPS_MAX

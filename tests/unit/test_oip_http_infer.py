@@ -159,7 +159,7 @@ def test_a_refused_request_is_forgotten_at_once() -> None:
 
     with collections_off():
         asyncio.run(run())
-        assert not [each for each in gc.get_objects() if isinstance(each, Asked)]
+        assert not [each for each in gc.get_objects() if type(each) is Asked]
 
 
 def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:

@@ -124,9 +124,11 @@ def _work(arguments: argparse.Namespace) -> int:
             cpus = answer.cpus
             notices = place(cpus, answer.node)
             _name_process(f"isk-worker-{answer.index}")
+            from iskander_worker import backends
             from iskander_worker.gateways import Attachment, Gateways
             from iskander_worker.loop import WorkerLoop
 
+            backends.threads.is_one_pool = answer.has_one_pool
             loop = WorkerLoop(answer.cores)
         elif cpus != answer.cpus:
             _say("the new gateway plans other cores for this worker; it makes room for a fresh one")

@@ -316,6 +316,7 @@ class Supervisor:
             beat_bytes=BEAT_BYTES,
             reattach_s=self._settings.reattach_s,
             siblings=self._member.siblings,
+            has_one_pool=self._settings.thread_pool == "worker",
         )
         segments = (self._intake.segment.fd, worker.output.fd, worker.beat.fd)
         read_end = worker.open_abort_pipe()

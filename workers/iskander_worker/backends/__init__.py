@@ -31,6 +31,19 @@ BUILT_IN = {
 }
 """Name to module; its `load` is the backend."""
 
+
+class Threads:
+    """How the models of this process share its threads.
+
+    Attributes:
+        is_one_pool: Those that can compute with one pool; set before the first is loaded.
+    """
+
+    is_one_pool = False
+
+
+threads = Threads()
+
 Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each `(rows, *shape)`; strings as objects of `str`, bfloat16 as uint16."""
 

@@ -7,8 +7,10 @@ Source: ONNX Runtime 1.31 Python API (`SessionOptions`, `IOBinding`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from iskander.contract.manifest import model_file
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander.wire.messages import ModelSpec
-from iskander_worker.backends import Arrays, Run
+from iskander_worker.backends import Arrays, Run, threads
 from iskander_worker.opening import Source, opened
 from iskander_worker.tensors import memory, packed, plain
 
@@ -84,8 +86,12 @@ class OnnxModel:
         self.threads = spec.threads_intra or cores
         options = ort.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = spec.threads_inter or 1
+        if threads.is_one_pool:
+            _make_pool(cores)
+            options.use_per_session_threads = False
+        else:
+            options.intra_op_num_threads = self.threads
+            options.inter_op_num_threads = spec.threads_inter or 1
         options.graph_optimization_level = OPTIMIZATION_LEVELS[spec.optimization_level]
         options.enable_mem_pattern = spec.has_memory_pattern
         if spec.is_parallel:
@@ -100,7 +106,7 @@ class OnnxModel:
             _save(options, source.save_to, source.save_weights)
         for library in source.libraries:
             _register(options, library)
-        self._session = _open(file, options, spec.execution_providers)
+        self._session = _open(file, options, spec.execution_providers, spec.provider_options)
         self.providers = tuple(self._session.get_providers())
         self.graph = _graph_of(self._session)
         self._bfloat16 = {
@@ -279,8 +285,17 @@ def _register(options: ort.SessionOptions, library: str) -> None:
         ) from None
 
 
+@cache
+def _make_pool(cores: int) -> None:
+    """The pool of this process; the runtime makes it with its first session."""
+    ort.set_global_thread_pool_sizes(cores, 1)
+
+
 def _open(
-    file: Path, options: ort.SessionOptions, providers: tuple[str, ...]
+    file: Path,
+    options: ort.SessionOptions,
+    providers: tuple[str, ...],
+    provider_options: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> ort.InferenceSession:
     if not file.is_file():
         raise ManifestError(f"there is no model file `{file.name}` where the configuration says")
@@ -291,7 +306,13 @@ def _open(
             raise ManifestError(f"this ONNX Runtime was built without {', '.join(missing)}")
         ort.preload_dlls(directory="")
     try:
-        session = ort.InferenceSession(file, options, providers=wanted, enable_fallback=0)
+        session = ort.InferenceSession(
+            file,
+            options,
+            providers=wanted,
+            provider_options=[dict(provider_options.get(name, {})) for name in providers],
+            enable_fallback=0,
+        )
     except Exception as error:
         raise ManifestError(f"`{file.name}` cannot be loaded: {plain(error)}") from None
     # Without its libraries or a device, a provider is dropped with no more than a log line.
