@@ -20,7 +20,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
