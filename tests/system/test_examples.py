@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pyarrow as pa
 import pytest
 from support import examples, models
@@ -116,3 +118,29 @@ def test_recommendation_ranks_items_for_each_user(tmp_path: Path, judge: Judge) 
         assert rank == 1 + (scores[users == user] > score).sum()
     assert list(found) == ["relevance"]
     np.testing.assert_allclose(found["relevance"][1], wanted[:5], rtol=1e-4, atol=1e-5)
+
+
+def test_text_embedding_gives_the_tokenizers_figures(tmp_path: Path, judge: Judge) -> None:
+    """The tokens are those of the `tokenizers` package, whatever else is in the batch."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("onnxruntime_extensions")
+    texts = ["The river was high", "ünïcode 🦎 and\nnew  lines", "", "the doors of the shop " * 9]
+    batch = pa.record_batch({"id": pa.array([3, 1, 4, 1]), "text": pa.array(texts)})
+    with examples.served("text-embedding", tmp_path) as gateway:
+        model = onnx.load(tmp_path / "text-embedding" / "1" / "model.onnx")
+        with gateway.client() as client:
+            answer = client.score("text-embedding", batch)
+        inputs = {"text": ["str", texts]}
+        found = judge.ask("infer", address=gateway.address, model="text-embedding", inputs=inputs)
+    assert answer.schema.names == ["id", "embedding"]
+    assert answer["id"].to_pylist() == [3, 1, 4, 1]
+    attributes = model.graph.node[0].attribute
+    said = {each.name: onnx.helper.get_attribute_value(each) for each in attributes}
+    merges = [tuple(line.split(" ")) for line in said["merges"].decode().splitlines()]
+    tokenizer = tokenizers.ByteLevelBPETokenizer(json.loads(said["vocab"]), merges)
+    table = onnx.numpy_helper.to_array(model.graph.initializer[0])
+    for text, got in zip(texts, answer["embedding"].to_pylist(), strict=True):
+        total = table[tokenizer.encode(text).ids].sum(axis=0, dtype=np.float64)
+        length = np.sqrt(np.square(total).sum())
+        np.testing.assert_allclose(got, total / (length or 1), atol=1e-5)
+    assert found["embedding"] == ["FP32", answer["embedding"].to_pylist()]
