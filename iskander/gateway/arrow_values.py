@@ -26,6 +26,9 @@ from iskander.gateway.arrow_types import (
 )
 from iskander.gateway.casts import Values
 
+INDEX_BYTES = 8
+"""Of an element that is taken from where it lies."""
+
 
 class Path(NamedTuple):
     """Where a column is: its index in the batch, then in each struct; and its type."""
@@ -143,6 +146,12 @@ def lists(array: pa.Array) -> Lists:
     if valid is not None:
         lengths = np.where(valid, lengths, 0)
     return Lists(starts, lengths, array.values, valid)
+
+
+def shared_bytes(array: pa.Array) -> int:
+    """What it takes to write out lists that are views, which may be of the same elements."""
+    is_view = pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type)
+    return int(lists(array).lengths.sum()) * INDEX_BYTES if is_view else 0
 
 
 def elements(array: pa.Array) -> Values:

@@ -20,7 +20,7 @@ from support import models
 from support.processes import BIN, Gateway, running
 
 from iskander.client import Client
-from iskander.errors import ContractError, IskanderError
+from iskander.errors import ContractError, ExecutionFailed, IskanderError
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 OUTPUT = """
@@ -184,6 +184,30 @@ type = "utf8"
     return manifest(folder, text, "int64", "all")
 
 
+def picky(folder: Path) -> Path:
+    """`y` is ten times the first element of a row, which may be at most 9."""
+    models.save(
+        folder,
+        [
+            helper.make_node("Gather", ["x", "zero"], ["first"], axis=1),
+            helper.make_node("Gather", ["tens", "first"], ["y"]),
+        ],
+        [info("x", INT64, "length")],
+        [info("y", INT64)],
+        [
+            helper.make_tensor("zero", INT64, [], [0]),
+            helper.make_tensor("tens", INT64, [10], [10 * n for n in range(10)]),
+        ],
+    )
+    text = """
+[[inputs]]
+tensor = "x"
+column = "x"
+buckets = [4, 16, 64]
+"""
+    return manifest(folder, text, "int64")
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("columns")
@@ -193,6 +217,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         "moments": moments(folder / "moments"),
         "words": words(folder / "words"),
         "lengths": lengths(folder / "lengths"),
+        "picky": picky(folder / "picky"),
     }
     served = [
         {"name": name, "path": str(path), "intra_threads": 1, "max_batch_rows": 16}
@@ -301,6 +326,27 @@ def test_rows_of_all_lengths_come_back_in_their_places(client: Client) -> None:
         assert back["id"].to_pylist() == sent["id"].to_pylist()
     with pytest.raises(ContractError, match="row 1 has 65 elements and may have 64"):
         asked(client, "lengths", x=pa.array([[1], [2] * 65]))
+
+
+def test_a_portion_that_fails_is_the_failure_of_its_batch_alone(client: Client) -> None:
+    """The model refuses a short row or a long one; the batches around it have their results."""
+
+    def batch(*rows: list[int]) -> pa.RecordBatch:
+        return pa.record_batch({"x": pa.array(rows, pa.list_(pa.int64()))})
+
+    batches = [
+        batch([1], [2] * 9),
+        batch([99], [2] * 9, [3] * 30),
+        batch([1], [2] * 9, [99] * 30),
+        batch([1], [2] * 3),
+        batch([1], [2] * 65),
+        batch([4] * 9, [5]),
+    ]
+    got = list(client.outcomes("picky", batches))
+    kinds = [type(each) for each in got]
+    assert kinds[1:3] == [ExecutionFailed] * 2 and kinds[4] is ContractError
+    results = [each["y"].to_pylist() for each in got if isinstance(each, pa.RecordBatch)]
+    assert results == [[10, 20], [10, 20], [40, 50]]
 
 
 def test_many_clients_share_batches_of_one_bucket(gateway: Gateway) -> None:

@@ -136,6 +136,7 @@ PURE = (
     "iskander/gateway/frontends/oip_wire.py",
     "iskander/gateway/frontends/flight_results.py",
     "iskander/gateway/casts.py",
+    "iskander/gateway/sent_schema.py",
     "iskander/gateway/offered.py",
     "iskander/gateway/ranking.py",
     "iskander/gateway/frontends/inferential_terms.py",

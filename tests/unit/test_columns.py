@@ -28,6 +28,7 @@ from iskander.gateway import ipc
 from iskander.gateway.arrow_types import BFloat16
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.sent_schema import sent_schema
 
 LIMITS = LimitsConfig()
 OUTPUT = OutputColumn(tensor="y", column="y", type="float32")
@@ -463,6 +464,37 @@ def test_what_padding_makes_is_counted_before_it_is_made() -> None:
     array = pa.array([[]] * 100, pa.list_(pa.float32()))
     with pytest.raises(LimitExceeded, match="bytes"):
         made(contract, x=array)
+
+
+def test_views_of_the_same_elements_are_counted_as_often_as_they_are_seen() -> None:
+    contract = contract_of(entry(max_length=4096, truncate="head"), x=("int8", "n"))
+    series, starts = pa.array([7] * 4096, pa.int8()), [0] * 4000
+    views = pa.ListViewArray.from_arrays(starts, [2000] * 4000, series)
+    with pytest.raises(LimitExceeded, match="bytes"):
+        made(contract, x=views)
+    windows = pa.ListViewArray.from_arrays([0, 1, 0], [3, 2, 1], pa.array([1, 2, 3], pa.int8()))
+    contract = contract_of(entry(type="list<int8>"), x=("int8", 3))
+    assert made(contract, x=windows)["x"].tolist() == [[1, 2, 3], [2, 3, 0], [1, 0, 0]]
+
+
+def test_a_model_says_what_columns_it_is_sent() -> None:
+    contract = contract_of(
+        packed("user.age", "user.rate", cast=True),
+        entry(tensor="l", column="l", type="list<timestamp>", unit="s", max_length=2),
+        entry(tensor="d", column="d", type="decimal64(9, 2)", conversion="number"),
+        entry(tensor="t", column="t", type="time32[ms]", unit="s"),
+        x=("float32", 2), l=("int64", "n"), d=("float64",), t=("float32",),
+    )  # fmt: skip
+    assert sent_schema(contract) == pa.schema(
+        {
+            "user": pa.struct({"age": pa.float32(), "rate": pa.float32()}),
+            "l": pa.list_(pa.timestamp("us")),
+            "d": pa.decimal64(9, 2),
+            "t": pa.time32("ms"),
+        }
+    )
+    plain = contract_of(entry(column="a.b", type="int64"), x=("int64",))
+    assert sent_schema(plain) == pa.schema({"a.b": pa.int64()})
 
 
 def test_no_rows() -> None:

@@ -20,7 +20,7 @@ from iskander.errors import (
     Overloaded,
     Unsupported,
 )
-from iskander.gateway.arrow_types import input_schema, output_schema
+from iskander.gateway.arrow_types import output_schema
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_exchange import OPEN_S, Exchange
 from iskander.gateway.frontends.flight_plan import Plan
@@ -28,6 +28,7 @@ from iskander.gateway.http2.call import Call
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models, describe
+from iskander.gateway.sent_schema import sent_schema
 from iskander.gateway.telemetry.recent import Recent
 
 SERVICE = "arrow.flight.protocol.FlightService"
@@ -198,7 +199,7 @@ class FlightService:
             version = None if wanted.version is None else str(wanted.version)
             lane = self.models.find_loaded(wanted.model, version)
             assert lane.contract is not None
-            schemas = (input_schema(lane.contract), output_schema(lane.contract))
+            schemas = (sent_schema(lane.contract), output_schema(lane.contract))
             return [
                 encode(describe(lane)),
                 *(schema.serialize().to_pybytes() for schema in schemas),

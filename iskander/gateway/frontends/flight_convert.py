@@ -227,6 +227,7 @@ class Converter:
         # Where there are buckets, the smallest that the rows could be in; then by what they are in.
         inputs = self._plan.variants[0].inputs
         decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in inputs)
+        decoded += sum(maker.shared_bytes(batch) for maker in self._plan.makers)
         require_bytes(decoded, self._limits)
         # Not `nbytes`, which ends the process for some types (pyarrow 26, null and union arrays).
         buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer)

@@ -34,6 +34,7 @@ from iskander.gateway.arrow_values import (
     is_sent_as,
     lists,
     pick,
+    shared_bytes,
     taken,
     text_buffers,
     time_unit,
@@ -92,6 +93,12 @@ class Maker:
         if not self.sent.is_text:
             return 0
         return sum(written_bytes(pick(batch, path.indices)) for path in self.paths)
+
+    def shared_bytes(self, batch: pa.RecordBatch) -> int:
+        """Bytes of lists that may be of the same elements when each is written out."""
+        if not self.sent.is_ragged:
+            return 0
+        return shared_bytes(pick(batch, self.paths[0].indices))
 
     def make(self, batch: pa.RecordBatch) -> Made:
         """Read the entry's columns.
