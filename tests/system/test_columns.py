@@ -328,6 +328,12 @@ def test_rows_of_all_lengths_come_back_in_their_places(client: Client) -> None:
         asked(client, "lengths", x=pa.array([[1], [2] * 65]))
 
 
+def test_a_large_divided_batch_is_put_together_by_a_thread(client: Client) -> None:
+    rows = [[n] * (n % 60) for n in range(18_000)]
+    got = asked(client, "lengths", x=pa.array(rows, pa.list_(pa.int64())))
+    assert got["y"].to_pylist() == [n * (n % 60) for n in range(18_000)]
+
+
 def test_a_portion_that_fails_is_the_failure_of_its_batch_alone(client: Client) -> None:
     """The model refuses a short row or a long one; the batches around it have their results."""
 

@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from iskander.clock import now_ns
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import IskanderError
 from iskander.gateway.arrow_values import text_buffers
+from iskander.gateway.frontends.flight_codec import Arrived
 from iskander.gateway.frontends.flight_convert import Portion
+from iskander.gateway.frontends.terms import StreamTerms
+from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request
 
 
@@ -29,7 +33,7 @@ class Divided:
 
     Attributes:
         requests: One for each portion, to be filled by the stream.
-        results: Of the whole batch, once all are there.
+        results_bytes: Of all portions, at most.
         taken: What the response is made of; None until then.
         error: Why there will be none.
         held_bytes: What it keeps of private memory at most.
@@ -43,7 +47,7 @@ class Divided:
         self._bodies: list[bytes | memoryview | None] = [None] * len(portions)
         self._on_end = on_end
         self.requests: list[Request] = []
-        self.results: bytes | memoryview = b""
+        self.results_bytes = 0
         self.arrived: Any = None
         self.taken: Any = None
         self.error: IskanderError | None = None
@@ -54,9 +58,12 @@ class Divided:
         self._bodies[self.requests.index(request)] = results
         bodies = [body for body in self._bodies if body is not None]
         if len(bodies) == len(self._bodies) and self.error is None:
-            self.results = put_together(self._contract, self._places, bodies)
-            self._bodies = []
             self._on_end(self)
+
+    def results(self) -> memoryview:
+        """Those of the whole batch, once all are there; large ones are for a thread."""
+        bodies = [body for body in self._bodies if body is not None]
+        return put_together(self._contract, self._places, bodies)
 
     def fail(self, request: Request, error: IskanderError) -> None:
         """Take the failure of one portion, which is that of the batch."""
@@ -64,6 +71,44 @@ class Divided:
         if self.error is None:
             self.error = error
             self._on_end(self)
+
+
+def divide(
+    lane: Lane,
+    arrived: Arrived,
+    raw_bytes: int,
+    terms: StreamTerms,
+    on_end: Callable[[Divided], None],
+) -> Divided:
+    """A batch whose rows are in several buckets, as a request for each.
+
+    Args:
+        lane: Of the model version.
+        arrived: The batch.
+        raw_bytes: Of its message.
+        terms: Of its stream.
+        on_end: As `Divided` has it.
+    """
+    assert lane.contract is not None
+    divided = Divided(lane.contract, arrived.portions, on_end)
+    said = terms.of(arrived.app_metadata)
+    divided.requests = [
+        Request(
+            lane,
+            divided,
+            portion.rows,
+            portion.tensors,
+            terms=said,
+            arrived_ns=now_ns(),
+            call_deadline_ns=terms.deadline_ns,
+            bucket=portion.bucket,
+        )
+        for portion in arrived.portions
+    ]
+    divided.arrived = arrived._replace(portions=())
+    divided.results_bytes = sum(request.layout.output_bytes for request in divided.requests)
+    divided.held_bytes = max(raw_bytes, len(arrived.body)) + 2 * divided.results_bytes
+    return divided
 
 
 def put_together(

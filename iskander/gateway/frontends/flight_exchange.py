@@ -22,7 +22,7 @@ from iskander.errors import Draining, IskanderError, MalformedInput
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
-from iskander.gateway.frontends.flight_divided import Divided
+from iskander.gateway.frontends.flight_divided import Divided, divide
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
@@ -30,6 +30,7 @@ from iskander.gateway.http2.status import RpcError
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request
+from iskander.memory.pieces import WHOLE_BYTES
 
 log = logging.getLogger("iskander.flight")
 
@@ -162,18 +163,26 @@ class Exchange:
         """Take the results of one batch, to be sent when its turn comes."""
         assert isinstance(request, _Pending) and self._codec is not None
         if self._codec.is_slow(request.arrived):
-            task = self._loop.create_task(self._assemble(request, results))
-            self._assemblies.add(task)
-            task.add_done_callback(self._assemblies.discard)
+            self._assemble_later(request, lambda: results)
             return
         request.taken = self._codec.take(request.arrived, results)
         self._write_soon()
 
-    async def _assemble(self, pending: _Pending, results: bytes | memoryview) -> None:
+    def _assemble_later(
+        self, pending: _Pending | Divided, results: Callable[[], bytes | memoryview]
+    ) -> None:
+        task = self._loop.create_task(self._assemble(pending, results))
+        self._assemblies.add(task)
+        task.add_done_callback(self._assemblies.discard)
+
+    async def _assemble(
+        self, pending: _Pending | Divided, results: Callable[[], bytes | memoryview]
+    ) -> None:
         """Have a response put together by a thread."""
-        assert self._codec is not None
+        codec = self._codec
+        assert codec is not None
         try:
-            pending.taken = await asyncio.to_thread(self._codec.assembled, pending.arrived, results)
+            pending.taken = await asyncio.to_thread(_assembled, codec, pending.arrived, results)
         except Exception:
             log.exception("a response could not be put together")
             pending.error = IskanderError("the server failed to put the results together")
@@ -274,7 +283,7 @@ class Exchange:
             return None
         assert self._codec is not None and self._lane is not None
         if len(arrived.portions) > 1:
-            return self._divide(arrived, raw_bytes)
+            return divide(self._lane, arrived, raw_bytes, self._terms, self._on_divided)
         pending = _Pending(self._lane, self, arrived, raw_bytes, self._terms)
         if not pending.rows:
             pending.taken = self._codec.take(arrived, b"")
@@ -286,29 +295,6 @@ class Exchange:
         else:
             return pending
         return None
-
-    def _divide(self, arrived: Arrived, raw_bytes: int) -> Divided:
-        """A batch whose rows are in several buckets, as a request for each."""
-        assert self._codec is not None and self._lane is not None
-        lane, terms = self._lane, self._terms.of(arrived.app_metadata)
-        divided = Divided(self._codec.plan.contract, arrived.portions, self._on_divided)
-        divided.requests = [
-            Request(
-                lane,
-                divided,
-                portion.rows,
-                portion.tensors,
-                terms=terms,
-                arrived_ns=now_ns(),
-                call_deadline_ns=self._terms.deadline_ns,
-                bucket=portion.bucket,
-            )
-            for portion in arrived.portions
-        ]
-        divided.arrived = arrived._replace(portions=())
-        results_bytes = sum(request.layout.output_bytes for request in divided.requests)
-        divided.held_bytes = max(raw_bytes, len(arrived.body)) + 2 * results_bytes
-        return divided
 
     async def _admit_portions(self, divided: Divided) -> None:
         """Send each portion on its way; where one is refused, the batch is."""
@@ -332,7 +318,11 @@ class Exchange:
         """All portions of a batch have their results, or one of them has none."""
         assert self._codec is not None
         if divided.error is None:
-            divided.taken = self._codec.take(divided.arrived, divided.results)
+            is_large = divided.results_bytes > WHOLE_BYTES
+            if is_large or self._codec.is_slow(divided.arrived):
+                self._assemble_later(divided, divided.results)
+                return
+            divided.taken = self._codec.take(divided.arrived, divided.results())
         else:
             # Not now: whoever fails one part may be going through a list that has the others.
             self._loop.call_soon(self._withdraw, divided)
@@ -403,3 +393,12 @@ class Exchange:
     def _finish(self, error: Exception | None) -> None:
         if not self._over.done():
             self._over.set_result(error)
+
+
+def _assembled(
+    codec: StreamCodec, arrived: Arrived, results: Callable[[], bytes | memoryview]
+) -> Any:  # noqa: ANN401
+    """What a response is made of, by a thread."""
+    if codec.is_slow(arrived):
+        return codec.assembled(arrived, results())
+    return codec.take(arrived, results())
