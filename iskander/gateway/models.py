@@ -177,8 +177,10 @@ def model_spec(
             f"models[{key}].path: `{model.name}` has no model file there: {error.strerror}"
         ) from None
     manifest = file.parent / "manifest.toml"
-    beside = [manifest] if model.backend == "onnx" else sorted(file.parent.iterdir())
-    stamps = [path.stat().st_mtime_ns for path in beside if path.exists()]
+    # A manifest names files of labels and the like, and may be all that another backend has.
+    has_files = manifest.exists() or model.backend != "onnx"
+    beside = sorted(file.parent.iterdir()) if has_files else []
+    stamps = [(path.name, path.stat().st_mtime_ns) for path in beside if path.exists()]
     options = msgspec.json.encode(model).decode()
     return ModelSpec(
         key=key,

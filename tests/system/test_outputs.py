@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -463,6 +464,26 @@ def test_what_is_made_is_described(gateway: Gateway, client: Client) -> None:
     ).stdout
     assert 'post = ["softmax", { top_k = 2 }]' in shown
     assert 'columns = "outputs_first"' in shown
+
+
+def test_other_labels_are_loaded_by_workers_that_have_the_model(tmp_path: Path) -> None:
+    """A worker keeps what it has loaded for the next gateway, unless a file beside it changed."""
+    folder = with_files(models.identity(tmp_path / "m", FLOAT, ["rows", 3]), PLAIN)
+    model = {"name": "m", "path": str(folder), "intra_threads": 1}
+    gateway = Gateway(tmp_path, [model], workers={"groups": ["0"], "reattach_s": 60.0}).start()
+    try:
+        (pid,) = gateway.worker_pids()
+        gateway.signal(signal.SIGKILL)
+        gateway.wait()
+        (folder / "labels.txt").write_text("one\ntwo\nthree\n")
+        gateway.start()
+        with gateway.client() as client:
+            answer = client.score("m", batch_of(np.float32([[0, 1, 0]])))
+        assert answer["label"].to_pylist() == ["two"]
+        assert gateway.worker_pids() == [pid]
+        gateway.stop()
+    finally:
+        gateway.end()
 
 
 @pytest.mark.parametrize(
