@@ -216,6 +216,11 @@ def _compile_spec(
 
 
 def _derived_type(tensor: GraphTensor, side: str) -> str:
+    _require(
+        not tensor.element.startswith("seq("),
+        f"{side} `{tensor.name}` is a {tensor.element}, which is a column where a manifest says "
+        "how: `keys` of maps, `sequence` of tensors",
+    )
     dtype = BY_ONNX.get(tensor.element)
     _require(
         dtype is not None,

@@ -165,6 +165,13 @@ def test_what_an_entry_makes(entry: str, kind: str | None, shape: tuple[int, ...
     assert (column.outputs, column.type, column.is_assembled) == ((0,), str(spec.type), False)
 
 
+@pytest.mark.parametrize("name", ["maps", "named", "parts"])
+def test_a_sequence_is_no_column_by_itself(name: str) -> None:
+    outputs = tuple(each for each in GRAPH.outputs if each.name == name)
+    with pytest.raises(ManifestError, match="how: `keys` of maps"):
+        compile_contract(None, Graph(GRAPH.inputs, outputs))
+
+
 def test_labels_need_no_more_room_than_the_longest() -> None:
     (spec,) = compiled(of("class", "utf8", labels='"labels.txt"')).outputs
     assert spec.string_bytes == len("ünï".encode())
