@@ -18,12 +18,13 @@ from iskander import __version__
 from iskander.config import ArenaConfig
 from iskander.config_file import Loaded, load_config
 from iskander.config_reference import render_reference, render_value, settings
-from iskander.errors import IskanderError
+from iskander.errors import ConfigError, IskanderError
 from iskander.tables import Row, render_stats, render_table
 
 if TYPE_CHECKING:
     from iskander_worker.session import Session
 
+    from iskander.contract.tensors import Contract
     from iskander.gateway.supervision.placement import Plan
     from iskander.wire import messages
 
@@ -56,10 +57,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("file", type=Path, metavar="FILE", help="configuration, TOML")
     _add_set(check)
+    check.add_argument(
+        "--sample",
+        type=Path,
+        metavar="DATA.parquet",
+        help="say column by column whether a model takes this data; Parquet or Arrow",
+    )
+    check.add_argument("--model", metavar="NAME", help="which one, where there are several")
     check.set_defaults(run=_check)
 
-    manifest = commands.add_parser("manifest", help="print the manifest of a model")
-    manifest.add_argument("model", type=Path, metavar="MODEL.onnx", help="model file or folder")
+    manifest = commands.add_parser(
+        "manifest",
+        help="print the manifest of a model",
+        description="Print the manifest that a model has, or would have by its graph; or the one "
+        "that an MLflow signature stands for.",
+    )
+    what = manifest.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "model",
+        type=Path,
+        nargs="?",
+        metavar="MODEL",
+        help="ONNX file or folder; or MLflow's `MLmodel`, as YAML or JSON",
+    )
+    what.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of manifests instead"
+    )
+    manifest.add_argument(
+        "--sample",
+        type=Path,
+        metavar="DATA.parquet",
+        help="make one by which the model takes this data as it is; Parquet or Arrow",
+    )
     manifest.set_defaults(run=_manifest)
 
     models = commands.add_parser("models", help="list what a running server serves")
@@ -118,7 +147,7 @@ def _check(arguments: argparse.Namespace) -> int:
     loading = loading_spec(config)
     specs = [model_spec(key, model, loading) for key, model in enumerate(config.models)]
     set_library_environment()
-    rows = []
+    rows, contracts = [], {}
     for spec, model in zip(specs, config.models, strict=True):
         cores = min(place.cores for place in placed.places if place.pool == spec.pool)
         try:
@@ -126,6 +155,7 @@ def _check(arguments: argparse.Namespace) -> int:
             require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
         except IskanderError as error:
             raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
+        contracts[spec.name] = session.contract
         columns = ", ".join(
             f"{' + '.join(columns_of(entry))} {entry.type}"
             for entry in entries_of(session.contract)
@@ -144,7 +174,25 @@ def _check(arguments: argparse.Namespace) -> int:
     _print(f"\nlistens on {', '.join([*config.addresses, *inferential])}")
     for line in _memory(config.arena, len(placed.places)):
         _print(line)
-    return 0
+    return _check_sample(arguments, contracts) if arguments.sample is not None else 0
+
+
+def _check_sample(arguments: argparse.Namespace, contracts: dict[str, Contract]) -> int:
+    """Hold a caller's data against a model, and say what is wrong with each column."""
+    from iskander.gateway.sampled import explain, read_sample
+
+    name = arguments.model or next(iter(contracts))
+    if name not in contracts or (arguments.model is None and len(contracts) > 1):
+        known = ", ".join(contracts)
+        raise ConfigError(f"--model says which model is to take the sample: one of {known}")
+    sample = read_sample(arguments.sample)
+    lines = explain(sample, contracts[name])
+    _print(f"\n{sample.name}, {sample.batch.num_rows} rows, for `{name}`")
+    _print_table(
+        ("column", "wanted", "found", "verdict"),
+        [(line.column, line.wanted, line.found, line.problem or "fits") for line in lines],
+    )
+    return EXIT_NO if any(line.problem for line in lines) else 0
 
 
 def _try_session(
@@ -209,19 +257,36 @@ def _memory(arena: ArenaConfig, workers: int) -> list[str]:
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
+    import json
+
     from iskander_worker.placement import set_library_environment
 
     from iskander.contract.compile import compile_contract, derive_manifest
     from iskander.contract.labels import read_labels
     from iskander.contract.manifest import read_manifest
-    from iskander.contract.render import render_manifest
+    from iskander.contract.mlflow import manifest_of_signature
+    from iskander.contract.render import render_entries, render_manifest
+    from iskander.contract.schema import manifest_schema
 
+    if arguments.schema:
+        _print(json.dumps(manifest_schema(), indent=1))
+        return 0
+    file: Path = arguments.model
+    if file.name == "MLmodel" or file.suffix in (".json", ".yaml", ".yml"):
+        from iskander.config_inferential import read_inferential
+
+        sys.stdout.write(render_entries(manifest_of_signature(read_inferential(file))))
+        return 0
     set_library_environment()
     from iskander_worker.backends.onnx import read_graph
 
-    graph, written = read_graph(arguments.model), read_manifest(arguments.model)
+    graph, written = read_graph(file), read_manifest(file)
+    if arguments.sample is not None:
+        from iskander.gateway.sampled import manifest_for, read_sample
+
+        written = manifest_for(read_sample(arguments.sample), graph)
     manifest = written or derive_manifest(graph)
-    contract = compile_contract(manifest, graph, labels=read_labels(arguments.model, manifest))
+    contract = compile_contract(manifest, graph, labels=read_labels(file, manifest))
     sys.stdout.write(render_manifest(contract, manifest))
     return 0
 

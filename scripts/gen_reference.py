@@ -5,6 +5,8 @@ docs/reference/errors.md          from iskander/errors.py
 docs/reference/messages.md        from iskander/wire/messages.py
 docs/reference/lifecycle.md       from iskander/gateway/supervision/lifecycle.py
 docs/reference/metrics.md         from iskander/gateway/telemetry/metrics.py
+docs/reference/manifest.md         from iskander/contract/manifest.py and outputs.py
+docs/reference/manifest.schema.json  the same for other programs
 configs/iskander.toml             every setting at its default
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -20,6 +23,7 @@ import msgspec
 
 from iskander import errors
 from iskander.config_reference import render_reference, render_value, settings
+from iskander.contract.schema import TABLES, keys_of, manifest_schema
 from iskander.gateway.supervision import lifecycle
 from iskander.gateway.telemetry import metrics
 from iskander.wire import messages
@@ -36,6 +40,8 @@ def pages() -> dict[str, str]:
         "docs/reference/messages.md": message_table(),
         "docs/reference/lifecycle.md": lifecycle_table(),
         "docs/reference/metrics.md": metrics_table(),
+        "docs/reference/manifest.md": manifest_tables(),
+        "docs/reference/manifest.schema.json": json.dumps(manifest_schema(), indent=1) + "\n",
         "configs/iskander.toml": render_reference(),
     }
 
@@ -155,6 +161,30 @@ def metrics_table() -> str:
             f"| `{metric.name}` | {metric.kind} | {metric.unit} | "
             f"{', '.join(f'`{label}`' for label in metric.labels)} | {_cell(metric.sentence)} |"
             for metric in declared
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def manifest_tables() -> str:
+    """Every key of a manifest."""
+    lines = [
+        "# Manifest",
+        "",
+        MADE_BY,
+        "",
+        "`manifest.toml` beside a model. What its keys do together is on the pages",
+        "[models](../models.md), [loading](../loading.md) and [backends](../backends.md). Other",
+        "programs have [a JSON schema](manifest.schema.json), which `iskander manifest --schema`",
+        "prints, too. A key without a default has to be there.",
+    ]
+    for name, table in TABLES.items():
+        title = "At the top" if name == "manifest" else f"`{name}`"
+        lines += ["", f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{key.name}` | {_cell(key.type)} | "
+            f"{f'`{key.default}`' if key.default else '' if key.default is None else '-'} | "
+            f"{_cell(key.sentence)} |"
+            for key in keys_of(table)
         ]
     return "\n".join(lines) + "\n"
 

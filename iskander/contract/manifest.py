@@ -31,8 +31,29 @@ Value = bool | int | float | str
 class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`[[inputs]]` of a manifest: which columns are which tensor, and how they become it.
 
-    What the keys mean and which belong together is on the page `docs/models.md`; `contract.inputs`
-    holds them against the graph.
+    Which keys belong together is on the page `docs/models.md`; `contract.inputs` holds them against
+    the graph.
+
+    Attributes:
+        tensor: Input of the graph.
+        column: Of the batch; `a.b` is a field of a struct.
+        columns: Several, packed into the tensor's last axis in this order.
+        type: In which the column is sent; the tensor's own where it is not said.
+        nullable: The old word for `nulls`; only `false` is understood.
+        nulls: What a null becomes; it is refused where this is not said.
+        fill: The value in place of nulls.
+        mask: Input of the graph that says where there was a value.
+        cast: Other types of numbers are taken too, where no value is lost.
+        unit: Of the numbers that dates and times become.
+        as: How decimals become numbers.
+        max_length: Elements of a row of lists.
+        padding: What shorter rows are filled up with.
+        truncate: Which end of longer rows is kept, or that they are refused.
+        lengths: Input of the graph that says how long each row is.
+        buckets: Lengths, ascending, that rows are padded to.
+        vocabulary: File beside the model with a line for each word; words become their numbers.
+        one_hot: A number becomes a row of zeros with a one.
+        unknown: What a word becomes that the vocabulary does not have.
     """
 
     tensor: str
@@ -64,9 +85,14 @@ class WarmUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         values: Of every input; `random` are evenly spread from `low` to `high`.
+        low: The least of random values.
+        high: The largest of them.
+        seed: Of them: equal seeds give equal values.
         samples: An `.npz` file beside the model with an array for each input tensor, by its name.
         results: Another with what outputs have to be for them; a difference beyond `absolute` plus
             `relative` times the recorded value is a load error.
+        absolute: By how much a result may differ.
+        relative: By what part of the recorded value it may differ besides.
     """
 
     values: Literal["ones", "zeros", "random"] = "ones"
@@ -83,6 +109,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A manifest as written, before it is held against a graph.
 
     Attributes:
+        format: Of this file.
+        inputs: Every input of the graph.
+        outputs: The columns of results, in their order.
+        passthrough: Columns of the request that come back as they are.
+        columns: Whether passed-through columns come before the outputs, or the order of all.
+        graph: Tensors of a model that declares none.
+        python: Of the backend `python`.
+        torch: Of the backend `torch`.
+        steps: Of a pipeline: models in a row that are one.
         sha256: Hashes that files beside the manifest have to have, by name.
         custom_ops: Operator libraries that the graph needs, as `loading.custom_ops` names them.
         warm_up: First batches; a row of ones and a larger batch of them where it is not there.

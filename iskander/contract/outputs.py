@@ -117,6 +117,18 @@ class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     It has a `tensor` with the keys of `Source`, or `fields` with one for each field of a struct, or
     `rank`.
+
+    Attributes:
+        column: Its name.
+        type: Its Arrow type, when all steps are done.
+        tensor: Output of the graph that it is made of.
+        post: Steps, one after the other.
+        labels: File beside the model with a line for each class.
+        keys: Of a sequence of maps: whose values to take, in this order.
+        sequence: What each tensor of a sequence of tensors is one of.
+        shape: Of a row of a sequence of tensors, where steps make something else of it than `type`.
+        fields: For each field of a struct a table with the keys from `tensor` on.
+        rank: A row's place in its group: `of`, `within` and `order`.
     """
 
     column: str

@@ -44,6 +44,10 @@ class GraphPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[graph]` of a manifest: tensors of a model that says nothing of itself, by name.
 
     Those that are columns as they are need not be declared. Types are spelled as those of columns.
+
+    Attributes:
+        inputs: What it takes.
+        outputs: What it makes.
     """
 
     inputs: dict[str, str] = {}
@@ -57,7 +61,8 @@ class PipelineStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: For people, and for what is measured.
         model: Its model file or folder, inside the pipeline's.
         backend: What runs it.
-        inputs: Its model's names of tensors to the pipeline's, where they differ; `outputs` too.
+        inputs: Its model's names of tensors to the pipeline's, where they differ.
+        outputs: The same of what it makes.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]

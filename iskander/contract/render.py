@@ -30,6 +30,17 @@ def render_manifest(contract: Contract, manifest: Manifest) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_entries(manifest: Manifest) -> str:
+    """A manifest of which no graph is known, as text."""
+    lines = [f"format = {manifest.format}", f"passthrough = {_quote(manifest.passthrough)}"]
+    for side, entries in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+        for entry in entries:
+            lines += ["", f"[[{side}]]"]
+            built = msgspec.to_builtins(entry)
+            lines += [f"{key} = {_value(value)}" for key, value in built.items()]
+    return "\n".join(lines) + "\n"
+
+
 def _key(key: str) -> str:
     return key if key.isidentifier() and key.isascii() else _quote(key)
 
