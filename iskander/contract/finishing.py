@@ -61,7 +61,8 @@ class Finish(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it is the graph's tensor as it is."""
-        return self.is_tensor and self.source == Source(self.source.tensor)
+        is_graphs = self.is_tensor and self.spec.tensor == self.source.tensor
+        return is_graphs and self.source == Source(self.source.tensor)
 
 
 class Finished(NamedTuple):

@@ -137,6 +137,21 @@ type = "list<float32>"
 tensor = "y"
 lengths = "m"
 """
+STRUCT = """
+format = 1
+[[inputs]]
+column = "x"
+type = "fixed_size_list<float32>[3]"
+tensor = "x"
+[[inputs]]
+column = "n"
+type = "int64"
+tensor = "n"
+[[outputs]]
+column = "both"
+type = "struct<row: list<float32>, count: int64>"
+fields = {row = {tensor = "y"}, count = {tensor = "m"}}
+"""
 MISSING = MAPS.replace("[9, 3]", "[9, 4]")
 
 
@@ -217,6 +232,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
             {"max_batch_rows": 512},
         ),
         "lists": (with_files(lists(folder / "lists"), LISTS), {"max_batch_rows": 4}),
+        "struct": (with_files(lists(folder / "struct"), STRUCT), {}),
         "maps": (with_files(maps(folder / "maps"), MAPS), {}),
         "missing": (with_files(maps(folder / "missing"), MISSING), {}),
     }
@@ -435,6 +451,18 @@ def test_lists_of_lengths_of_their_own(gateway: Gateway, client: Client, judge: 
     asked = {"x": ["float32", rows.tolist()], "n": ["int64", lengths]}
     found = judge.ask("infer", address=gateway.address, model="lists", inputs=asked)
     assert found == {"first": ["FP32", rows.tolist()], "first.length": ["INT32", lengths]}
+
+
+def test_a_struct_of_tensors_as_the_graph_makes_them(
+    gateway: Gateway, client: Client, judge: Judge
+) -> None:
+    rows, counts = rows_of(4), [3, 1, 4, 1]
+    batch = batch_of(rows).append_column("n", pa.array(counts, pa.int64())).drop_columns(["id"])
+    wanted = [{"row": r.tolist(), "count": n} for r, n in zip(rows, counts, strict=True)]
+    assert client.score("struct", batch)["both"].to_pylist() == wanted
+    asked = {"x": ["float32", rows.tolist()], "n": ["int64", counts]}
+    found = judge.ask("infer", address=gateway.address, model="struct", inputs=asked)
+    assert found == {"both.row": ["FP32", rows.tolist()], "both.count": ["INT64", counts]}
 
 
 def test_a_length_that_cannot_be_fails_only_its_own_request(client: Client) -> None:
