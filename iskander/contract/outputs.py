@@ -127,6 +127,8 @@ class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         keys: Of a sequence of maps: whose values to take, in this order.
         sequence: What each tensor of a sequence of tensors is one of.
         shape: Of a row of a sequence of tensors, where steps make something else of it than `type`.
+        list_max: Entries that a list of a length of its own may have.
+        lengths: Output of the graph that says how long each row's list is.
         fields: For each field of a struct a table with the keys from `tensor` on.
         rank: A row's place in its group: `of`, `within` and `order`.
     """
