@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from support import models
-from support.processes import WorkerProcess
+from support.processes import WorkerProcess, eventually
 from support.scripted import ScriptedGateway, model_spec
 
 from iskander.wire.messages import Done, Execute, Load, Loaded, LoadFailed, LoadingSpec, Slice
@@ -111,3 +111,24 @@ def test_what_ended_or_hung_its_trial_is_not_tried_again_at_once(
         good = models.row_ids(gateway.folder / "good")
         (good / "model.onnx").rename(hostile / name / "model.onnx")
         assert isinstance(ask(gateway, hostile / name, 30 + number, loading), Loaded)
+
+
+def test_a_trial_ends_with_the_worker_that_waits_for_it(
+    gateway: ScriptedGateway, worker: WorkerProcess
+) -> None:
+    """A worker that is killed meanwhile leaves no process that goes on looping."""
+    hostile = gateway.folder / "hostile"
+    subprocess.run([sys.executable, SCRIPT, hostile], check=True)
+    loading = LoadingSpec(is_tried=True, trial_s=600.0, cache=str(gateway.folder / "cache"))
+    gateway.send(Load(model_spec(hostile / "endless_loop", loading=loading)))
+
+    def trials() -> list[psutil.Process]:
+        return psutil.Process(worker.pid).children()
+
+    (trial,) = eventually(trials, what="the trial")
+    eventually(lambda: trial.nice() > 0, what="its own priority: the last thing before the model")
+    worker.process.kill()
+    worker.process.wait()
+
+    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    eventually(lambda: not trial.is_running() or trial.status() in gone, what="its end")
