@@ -180,3 +180,24 @@ def test_a_gateway_says_at_its_start_what_it_refuses(tmp_path: Path) -> None:
         assert "asks for the operator library `/tmp/evil.so`" in gateway.text()
     finally:
         gateway.end()
+
+
+def test_without_a_trial_the_model_that_ends_workers_is_named(tmp_path: Path) -> None:
+    """Nothing is tried for ever: the server gives up its start, and says over which model."""
+    hostile = tmp_path / "hostile"
+    script = models.ROOT / "scripts" / "make_hostile_models.py"
+    subprocess.run([BIN / "python", script, hostile], check=True)
+    served = [
+        {"name": "good", "path": str(models.row_ids(tmp_path / "good"))},
+        {"name": "bad", "path": str(hostile / "overflowing_division")},
+    ]
+    loading = {"trial": False, "share_weights": False}
+    gateway = Gateway(tmp_path, served, workers={"groups": ["0"]}, loading=loading)
+    try:
+        gateway.start(is_ready=False)
+        assert gateway.wait() != 0
+        assert "ended 3 times before it was ready, the last time by SIGFPE" in gateway.text()
+        assert "model `bad/1`: its process ended while it loaded it" in gateway.text()
+        assert "model `good/1`: its" not in gateway.text()
+    finally:
+        gateway.end()

@@ -49,6 +49,7 @@ class Loading:
         assert worker.channel is not None
         for key, lane in self._lanes.items():
             if key not in worker.models and lane.model.pool == worker.place.pool:
+                worker.loading = lane.title
                 worker.channel.send(encode([Load(lane.model)]))
                 return
         self._happened(worker, Event.LOADED)
@@ -56,6 +57,7 @@ class Loading:
     def on_answer(self, worker: Worker, answer: Loaded | LoadFailed) -> None:
         """A worker has loaded the model that it was asked for, or cannot."""
         lane = self._lanes[answer.model]
+        worker.loading = ""
         try:
             if isinstance(answer, LoadFailed):
                 raise IskanderError.from_wire({"code": answer.code, "message": answer.message})

@@ -104,10 +104,13 @@ class Starting:
         worker.was_loaded = False
         worker.failures += 1
         worker.ends["boot_failure"] += 1
+        if worker.loading:
+            worker.complaint = f"model `{worker.loading}`: its process ended while it loaded it"
         log.error(
-            "worker %d ended before it had loaded its models: failure %d in a row",
+            "worker %d ended before it had loaded its models: failure %d in a row%s",
             worker.place.index,
             worker.failures,
+            f": {worker.complaint}" if worker.complaint else "",
         )
 
     def count_crash(self, worker: Worker) -> None:

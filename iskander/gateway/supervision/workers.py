@@ -175,6 +175,7 @@ class Worker:
         is_awaited: It is being replaced in order, and requests may wait for the next process.
         is_hung: It was silent for too long, and is being ended.
         has_been_ready: Whether the place was filled once; `opened_ns` is when it last was.
+        loading: The model that it was asked for last and has not answered for; empty for none.
         complaint: Why the last process could not serve a model; empty where it could.
         backing: What memory its output arena is.
         notices: What was refused to the process, and to the gateway for it.
@@ -205,6 +206,7 @@ class Worker:
         self.is_hung = False
         self.has_been_ready = False
         self.opened_ns = 0
+        self.loading = ""
         self.complaint = ""
         self.backing = NO_MEMORY
         self.notices: deque[str] = deque(maxlen=NOTICES_MAX)
@@ -290,7 +292,7 @@ class Worker:
         self._pidfd = os.pidfd_open(pid)
         self.models = set()
         self.is_hung = False
-        self.complaint = ""
+        self.loading = self.complaint = ""
         self.busy_until_ns = 0
         self.credits = CREDITS
         # The system tells the end of a process to its parent only.
