@@ -190,6 +190,13 @@ def test_what_a_class_has_forked_neither_hides_its_worker_s_death_nor_outlives_i
     eventually(lambda: answers(fresh, "hostile"), what="another worker")
 
 
+def test_nothing_is_written_into_a_model_s_folder(gateway: Gateway) -> None:
+    """A signed one would be refused the next time."""
+    for name in ("plain", "hostile"):
+        files = sorted(path.name for path in (gateway.folder / name).iterdir())
+        assert files == ["manifest.toml", "model.py"]
+
+
 def test_each_model_has_the_workers_that_are_its_own(gateway: Gateway) -> None:
     """A worker is told its models only; that of ONNX has no Arrow, the others no ONNX Runtime."""
     workers = {worker["pool"]: worker for worker in gateway.stats()["workers"]}
@@ -251,6 +258,14 @@ def test_another_virtual_environment_needs_none_of_this_distribution(tmp_path: P
         assert len(pids) == 2
         assert {psutil.Process(pid).cmdline()[0] for pid in pids} == {python}
         assert f"it runs in {tmp_path / 'venv'}" in gateway.text()
+
+
+def test_a_graph_can_run_in_another_virtual_environment(tmp_path: Path) -> None:
+    """It is tried out there too, in a process of its own."""
+    python = lent_interpreter(tmp_path / "venv", "numpy", "msgspec", "onnxruntime", "packaging")
+    with running(tmp_path, [onnx(tmp_path) | {"python": python}]) as gateway:
+        assert score(gateway, "ids", 1) == [4, 7, 10]
+        assert psutil.Process(own(gateway, "ids")["pid"]).cmdline()[0] == python
 
 
 @pytest.mark.parametrize(

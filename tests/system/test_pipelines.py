@@ -50,7 +50,7 @@ model = "tokenise"
 backend = "python"
 [[steps]]
 name = "embed"
-model = "embed/model.onnx"
+model = "embed.onnx"
 inputs = { input_ids = "ids" }
 [[steps]]
 name = "normalise"
@@ -95,7 +95,7 @@ def normalise(folder: Path) -> Path:
 
 def texts(folder: Path, **settings: Any) -> dict[str, Any]:
     write(folder / "tokenise", TOKENISE, TOKENISE_MANIFEST)
-    embed(folder / "embed")
+    (embed(folder / "embed") / "model.onnx").rename(folder / "embed.onnx")
     normalise(folder / "normalise")
     (folder / "manifest.toml").write_text(STEPS + COLUMNS)
     return {"name": folder.name, "path": str(folder), "backend": "pipeline", **settings}

@@ -1,6 +1,6 @@
 """A worker in an interpreter that has not this distribution installed: its code is lent to it.
 
-    python -P .../iskander_worker/guest.py FOLDERS iskander-worker's-arguments...
+    python -P .../iskander_worker/guest.py FOLDERS MODULE its-arguments...
 
 Only the two packages, and what they were compiled to, are found in the folders; everything else is
 the interpreter's own, which needs NumPy and msgspec, and what the model's backend needs.
@@ -19,6 +19,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 EXIT_LACKS = 78
 PYTHON_MIN = (3, 11)
+LENT = "ISKANDER_LENT"
+"""In the environment of such a process: the folders, for those that it starts."""
 NEEDED = ("msgspec", "numpy")
 
 
@@ -35,15 +37,23 @@ class Lent:
         return None
 
 
+def own_command(module: str) -> list[str]:
+    """What runs another module of ours in this interpreter, lent to it or not."""
+    folders = os.environ.get(LENT)
+    start = ["-m"] if folders is None else [__file__, folders]
+    return [sys.executable, "-P", *start, module]
+
+
 def main() -> None:
-    """Lend the code, see that the interpreter has what it needs, and be a worker."""
-    folders = sys.argv.pop(1).split(os.pathsep)
+    """Lend the code, see that the interpreter has what it needs, and be what was asked for."""
+    os.environ[LENT] = sys.argv.pop(1)
+    module = sys.argv.pop(1)
     complaint = _complaint()
     if complaint:
         sys.stderr.write(f"iskander-worker[{os.getpid()}]: {sys.executable} {complaint}\n")
         sys.exit(EXIT_LACKS)
-    sys.meta_path.insert(0, Lent(folders))
-    importlib.import_module("iskander_worker.__main__").main()
+    sys.meta_path.insert(0, Lent(os.environ[LENT].split(os.pathsep)))
+    importlib.import_module(module).main()
 
 
 def _complaint() -> str:

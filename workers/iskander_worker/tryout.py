@@ -27,6 +27,7 @@ import msgspec
 
 from iskander.errors import IskanderError, ManifestError, shorten
 from iskander.wire.messages import LoadingSpec, ModelSpec
+from iskander_worker.guest import own_command
 from iskander_worker.placement import set_library_environment
 from iskander_worker.weights import MODEL, WEIGHTS
 
@@ -90,7 +91,7 @@ def try_out(
     bare = msgspec.structs.replace(spec, loading=LoadingSpec())
     job = Job(bare, cores, libraries, None if folder is None else str(folder), limit)
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "iskander_worker.tryout"],
+        own_command("iskander_worker.tryout"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

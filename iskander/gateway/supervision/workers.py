@@ -147,7 +147,8 @@ def worker_command(python: str) -> list[str]:
     origins = [Path(spec.origin) for spec in packages if spec is not None and spec.origin]
     places = [str(origin.parent.parent) for origin in origins]
     guest = origins[-1].with_name("guest.py")
-    return [python, "-P", str(guest), os.pathsep.join(dict.fromkeys(places))]
+    folders = os.pathsep.join(dict.fromkeys(places))
+    return [python, "-P", str(guest), folders, "iskander_worker.__main__"]
 
 
 class Worker:

@@ -98,8 +98,11 @@ def _load_step(step: PipelineStep, spec: ModelSpec, cores: int) -> Model:
             raise ManifestError(
                 f"a model of the backend `{step.backend}` is a folder with its own manifest.toml"
             )
+        # As a part it has no contract with which it could be tried out alone.
+        loading = msgspec.structs.replace(spec.loading, is_tried=False, is_shared=False)
         file = str(model_file(path, step.backend))
-        return load_model(msgspec.structs.replace(spec, backend=step.backend, path=file), cores)
+        own = msgspec.structs.replace(spec, backend=step.backend, path=file, loading=loading)
+        return load_model(own, cores)
     except IskanderError as error:
         raise ManifestError(f"step `{step.name}`: {error.message}") from None
 

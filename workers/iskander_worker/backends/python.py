@@ -137,6 +137,7 @@ class PythonModel:
         self._context = Context(spec, manifest.python.settings, threads)
         self._folder = self._context.folder.resolve()
         self._pid = os.getpid()
+        sys.dont_write_bytecode = True  # A signed folder holds what was signed, and nothing more.
         try:
             self._model = _class_of(self._folder, manifest.python)()
             self._model.load(self._context)
