@@ -76,10 +76,11 @@ def find(fields: pa.Schema | pa.StructType, name: str) -> Path | None:
 
 def is_sent_as(arrow: pa.DataType, wanted: SentType) -> bool:
     """Whether a column of this type is what a manifest says is sent."""
-    arrow = values_of(arrow)
-    if wanted.is_ragged:
-        if not is_list(arrow):
-            return False
+    if not wanted.is_ragged:
+        arrow = values_of(arrow)
+    elif not is_list(arrow):
+        return False
+    else:
         arrow = arrow.value_type
         # What runs make when they are written out, and text of a dictionary, is known too late.
         if pa.types.is_dictionary(arrow) and not wanted.is_text:
@@ -154,14 +155,24 @@ def shared_bytes(array: pa.Array) -> int:
     return int(lists(array).lengths.sum()) * INDEX_BYTES if is_view else 0
 
 
-def elements(array: pa.Array) -> Values:
-    """The elements of an array of fixed size, as they are stored.
+class Leaf(NamedTuple):
+    """The single values of an array of fixed size.
 
-    Shape:
-        `(rows, *sizes)`, by the fixed-size lists that they are in.
+    Attributes:
+        array: All of them, flat.
+        shape: `(rows, *sizes)`, by the fixed-size lists that they are in.
+        valid: Which are not null, nor in a list that is; flat; None: all.
     """
-    array, shape = decoded(array), [len(array)]
-    valid = _valid(array)
+
+    array: pa.Array
+    shape: tuple[int, ...]
+    valid: np.ndarray | None
+
+
+def leaf(array: pa.Array) -> Leaf:
+    """The innermost values of an array that may be encoded, and may be a slice."""
+    array = decoded(array)
+    shape, valid = [len(array)], _valid(array)
     array = _storage(array)
     while pa.types.is_fixed_size_list(array.type):
         size = array.type.list_size
@@ -171,16 +182,23 @@ def elements(array: pa.Array) -> Values:
         if valid is not None:
             valid = np.repeat(valid, size)
             child = valid if child is None else valid & child
-        valid = child
-        is_bool8 = _is_bool8(array.type)
-        array = array if is_bool8 or isinstance(array.type, BFloat16) else _storage(array)
-    data = _data(array).reshape(shape)
-    valid = None if valid is None or valid.all() else valid.reshape(shape)
-    return Values(data, valid, isinstance(array.type, BFloat16))
+        valid, array = child, _storage(array)
+    return Leaf(array, tuple(shape), None if valid is None or valid.all() else valid)
+
+
+def elements(array: pa.Array) -> Values:
+    """The elements of an array of fixed size, as they are stored.
+
+    Shape:
+        `(rows, *sizes)`, by the fixed-size lists that they are in.
+    """
+    values, shape, valid = leaf(array)
+    valid = None if valid is None else valid.reshape(shape)
+    return Values(_data(values).reshape(shape), valid, isinstance(values.type, BFloat16))
 
 
 def decimals(array: pa.Array) -> tuple[np.ndarray | None, int]:
-    """The unscaled whole numbers of a column of decimals, and their scale.
+    """The unscaled whole numbers of an array of decimals, and their scale.
 
     None where one of them needs more than 64 bits; what lies where there is none does not count.
     """

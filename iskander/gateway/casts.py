@@ -26,6 +26,7 @@ UNIT_NS = {
 }
 BFLOAT16 = "bfloat16"
 BFLOAT16_NAN = 0x7FC0
+FLOAT64_EXACT = 1 << 53
 BFLOAT16_EXACT = 256
 """Whole numbers up to this one are exact in every type of floats."""
 
@@ -116,9 +117,16 @@ def rescale(values: Values, multiply: int, divide: int, wanted: str, where: Wher
     data = _zeroed(values).astype(np.int64)
     target = np.dtype(np.float32 if wanted == BFLOAT16 else wanted)
     if target.kind == "f":
-        whole, rest = np.divmod(data, divide)
-        exact = whole.astype(np.float64) * multiply + rest.astype(np.float64) * multiply / divide
-        return cast(Values(exact, values.valid), wanted, where)
+        # Beyond 2**53 no float is exact; what is left over is, and is of the number's sign.
+        rest = np.fmod(data, divide)
+        is_exact = (data >= -FLOAT64_EXACT) & (data <= FLOAT64_EXACT)
+        made = np.where(
+            is_exact,
+            data.astype(np.float64) * multiply / divide,
+            ((data - rest) // divide).astype(np.float64) * multiply
+            + rest.astype(np.float64) * multiply / divide,
+        )
+        return cast(Values(made, values.valid), wanted, where)
     whole, rest = np.divmod(data, divide)
     _refuse(rest != 0, data, f"{wanted} when divided by {divide}", where)
     bound = np.iinfo(np.int64).max // multiply

@@ -381,6 +381,36 @@ def test_decimals_of_more_than_64_bits() -> None:
     assert "over 64 bits" in refusal(whole, x=array)
 
 
+def test_dates_and_decimals_in_lists() -> None:
+    moments = contract_of(
+        entry(type="fixed_size_list<timestamp>[2]", unit="s", fill=-1), x=("int64", 2)
+    )
+    array = pa.array([[1, 2], [None, 4]], pa.list_(pa.timestamp("s"), 2))
+    assert made(moments, x=array)["x"].tolist() == [[1, 2], [-1, 4]]
+    shaped = pa.fixed_shape_tensor(pa.timestamp("s"), [2])
+    array = pa.ExtensionArray.from_storage(shaped, array.slice(0, 1))
+    assert made(moments, x=array)["x"].tolist() == [[1, 2]]
+    kind = pa.decimal128(5, 1)
+    prices = contract_of(
+        entry(type="fixed_size_list<decimal>[2]", conversion="number", fill=0.5),
+        x=("float64", 2),
+    )
+    array = pa.array([[Decimal("1.5"), None], None], pa.list_(kind, 2))
+    assert made(prices, x=array)["x"].tolist() == [[1.5, 0.5], [0.5, 0.5]]
+    ragged = contract_of(
+        entry(type="list<decimal>", conversion="number", max_length=2), x=("float64", "n")
+    )
+    array = pa.array([[Decimal("1.5")], []], pa.list_(kind))
+    assert made(ragged, x=array)["x"].tolist() == [[1.5, 0], [0, 0]]
+
+
+def test_lists_in_dictionaries_are_refused() -> None:
+    """They would be as many as the rows, each as long as the longest, however short the message."""
+    contract = contract_of(entry(type="list<int64>", max_length=2), x=("int64", "n"))
+    array = pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array([[1, 2]]))
+    assert "wanted list<int64>, got dictionary" in refusal(contract, x=array)
+
+
 def test_lists_of_fixed_size_are_cast_and_filled_element_by_element() -> None:
     contract = contract_of(
         entry(type="fixed_size_list<int32>[2]", cast=True, nulls="mask", mask="m", fill=0.5),

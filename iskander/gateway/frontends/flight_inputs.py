@@ -32,6 +32,7 @@ from iskander.gateway.arrow_values import (
     elements,
     find,
     is_sent_as,
+    leaf,
     lists,
     pick,
     shared_bytes,
@@ -163,17 +164,14 @@ class Maker:
         assert family in TEMPORAL
         assert unit is not None
         values = elements(array)
-        leaf = _leaf_type(array)
-        source, target = UNIT_NS[time_unit(leaf)], UNIT_NS[unit]
+        of = leaf(array).array.type
+        source, target = UNIT_NS[time_unit(of)], UNIT_NS[unit]
         multiply, divide = max(source // target, 1), max(target // source, 1)
         data = casts.rescale(values, multiply, divide, wanted, where)
         return Values(data, values.valid, wanted == BFLOAT16)
 
     def _undecimal(self, array: pa.Array, wanted: str, where: Where) -> Values:
-        array = decoded(array)
-        valid = None
-        if array.null_count:
-            valid = array.is_valid().to_numpy(zero_copy_only=False)
+        array, shape, valid = leaf(array)
         unscaled, scale = decimals(array)
         is_number = self.entry.conversion == "number"
         multiply, divide = 1, 1
@@ -181,15 +179,17 @@ class Maker:
             multiply, divide = 10 ** max(-scale, 0), 10 ** max(scale, 0)
         is_small = max(multiply, divide) < 1 << 63
         if unscaled is not None and is_small:
-            data = casts.rescale(Values(unscaled, valid), multiply, divide, wanted, where)
-            return Values(data, valid, wanted == BFLOAT16)
+            values = _shaped(unscaled, shape, valid)
+            data = casts.rescale(values, multiply, divide, wanted, where)
+            return Values(data, values.valid, wanted == BFLOAT16)
         if not is_number or not wanted.startswith(("float", "bfloat")):
             raise ContractError(
                 f"column `{where.column}` has a value that is no {wanted}: it needs over 64 bits",
                 column=where.column,
             )
         data = array.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        return Values(casts.cast(Values(data, valid), wanted, where), valid, wanted == BFLOAT16)
+        values = _shaped(data, shape, valid)
+        return Values(casts.cast(values, wanted, where), values.valid, wanted == BFLOAT16)
 
 
 class Made:
@@ -400,9 +400,5 @@ def _buffer(data: np.ndarray, spec: TensorSpec) -> Buffers:
     return Buffers(flat.data)
 
 
-def _leaf_type(array: pa.Array) -> pa.DataType:
-    array = decoded(array)
-    kind = array.type
-    while pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return kind
+def _shaped(data: np.ndarray, shape: tuple[int, ...], valid: np.ndarray | None) -> Values:
+    return Values(data.reshape(shape), None if valid is None else valid.reshape(shape))
