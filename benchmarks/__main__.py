@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import compare, page, probes, ramp, results
+from benchmarks import compare, page, probes, ramp, reload, results
 from benchmarks.cases import GOALS, SUITES, Case, with_processes
 from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.peers import install
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     elif command == "ramp":
         records = ramp.ramp(tuple(options.systems or ramp.RAMPED), effort)
+    elif command == "reload":
+        records = reload.reload(effort)
     else:
         records = run(_cases(options), effort)
     _record(records, effort, options.out)
@@ -68,7 +70,9 @@ def _record(records: Iterable[dict[str, Any]], effort: Effort, out: Path) -> Non
     parts = [render_case(found, case) for case in found.cases]
     verdicts = results.judge(found, GOALS)
     parts += [render_verdicts(verdicts)] if verdicts else []
-    parts += [each for each in (probes.render(found), ramp.render(found)) if each]
+    parts += [
+        each for each in (probes.render(found), ramp.render(found), reload.render(found)) if each
+    ]
     print("\n\n".join(parts))
 
 
@@ -108,13 +112,14 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "measure the cases of a suite"),
         ("ramp", "find the greatest load that each system sustains"),
         ("probe", "time the start, weigh idle streams"),
+        ("reload", "measure what reloads cost those who are served"),
     ):
         add = commands.add_parser(name, help=help_text)
         if name == "run":
             add.add_argument("suite", choices=[*SUITES])
             add.add_argument("--case", default="", metavar="REGEX", help="of their names")
             add.add_argument("--processes", type=int, help="client processes; else one a client")
-        if name != "probe":
+        if name in ("run", "ramp"):
             add.add_argument("--systems", nargs="*", choices=[*SYSTEMS], metavar="SYSTEM")
         add.add_argument("--rounds", type=int, default=3, help="medians are reported")
         add.add_argument("--seconds", type=float, default=5.0, help="of a system in a round")

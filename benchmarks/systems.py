@@ -120,7 +120,7 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
     with tempfile.TemporaryDirectory(prefix="isk-bench-") as folder_name:
         folder = Path(folder_name)
         with (folder / "log").open("wb") as log:
-            port = _free_port()
+            port = free_port()
             environment = _environment(system.server, workload, port)
             notices = listen(folder / "notify") if system.server.startswith("iskander") else None
             process = subprocess.Popen(
@@ -190,7 +190,8 @@ def _wait_right(
     return failure or "it took too long"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -91,9 +91,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     manifest.set_defaults(run=_manifest)
 
-    models = commands.add_parser("models", help="list what a running server serves")
+    models = commands.add_parser(
+        "models", help="list what a running server serves or loads, and what does not load and why"
+    )
     models.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
     models.set_defaults(run=_models)
+
+    load = commands.add_parser("load", help="load what is there of a model, or of a changed one")
+    load.add_argument("model", metavar="NAME", help="of the model")
+    load.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    load.add_argument(
+        "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s"
+    )
+    load.set_defaults(run=_load_model)
+
+    unload = commands.add_parser(
+        "unload", help="serve a model of the repository no longer (control: explicit)"
+    )
+    unload.add_argument("model", metavar="NAME", help="of the model")
+    unload.add_argument("--version", metavar="VERSION", help="only this one (default: all)")
+    unload.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    unload.set_defaults(run=_unload_model)
 
     stats = commands.add_parser("stats", help="show what a running server counts")
     stats.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
@@ -134,7 +152,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from iskander.contract.tensors import require_room
     from iskander.gateway.addresses import require_addresses
     from iskander.gateway.lanes.policies import make_policy
-    from iskander.gateway.models import loading_spec, model_spec
+    from iskander.gateway.specs import loading_spec, model_spec
     from iskander.gateway.supervision.placement import plan
     from iskander.gateway.supervision.topology import read_topology
     from iskander.memory.arena import usable_bytes
@@ -295,8 +313,12 @@ def _models(arguments: argparse.Namespace) -> int:
     from iskander.client import Client
 
     with Client(arguments.address) as client:
-        rows = [_model_row(model) for model in client.models()]
-    _print_table(("model", "version", "ready", "inputs", "outputs"), rows)
+        models = client.models()
+    head = ("model", "version", "state", "routes", "inputs", "outputs")
+    _print_table(head, [_model_row(model) for model in models])
+    for model in models:
+        if model["reason"]:
+            _print(f"{model['name']}/{model['version']}: {model['reason']}")
     return 0
 
 
@@ -307,8 +329,27 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
             for entry in model.get(side, ())
         )
 
-    ready = "yes" if model["ready"] else "no"
-    return model["name"], model["version"], ready, columns("inputs"), columns("outputs")
+    routes = ", ".join(model.get("routes", ()))
+    which = (model["name"], model["version"], model["state"], routes)
+    return (*which, columns("inputs"), columns("outputs"))
+
+
+def _load_model(arguments: argparse.Namespace) -> int:
+    from iskander.client import Client
+
+    with Client(arguments.address, timeout_s=arguments.timeout_s) as client:
+        versions = client.load(arguments.model)
+    _print(f"{arguments.model}: version {', '.join(versions)} served")
+    return 0
+
+
+def _unload_model(arguments: argparse.Namespace) -> int:
+    from iskander.client import Client
+
+    with Client(arguments.address) as client:
+        versions = client.unload(arguments.model, version=arguments.version)
+    _print(f"{arguments.model}: version {', '.join(versions)} let go")
+    return 0
 
 
 def _stats(arguments: argparse.Namespace) -> int:

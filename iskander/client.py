@@ -70,8 +70,24 @@ class Client:
         """
         return dict(self._action("health"))
 
+    def load(self, model: str) -> list[str]:
+        """Have what is there of a model loaded; the versions that are served then.
+
+        Raises:
+            IskanderError: Why something of it is not.
+        """
+        return list(self._action("load", {"model": model})["versions"])
+
+    def unload(self, model: str, *, version: str | None = None) -> list[str]:
+        """Have a model, or one version of it, served no longer; the versions that are let go.
+
+        Raises:
+            IskanderError: Why not.
+        """
+        return list(self._action("unload", {"model": model, "version": version})["versions"])
+
     def models(self) -> list[dict[str, Any]]:
-        """What is served, with contracts."""
+        """What is served, with contracts, and what is on its way or does not load."""
         return list(self._action("models"))
 
     def stats(self) -> dict[str, Any]:
@@ -177,9 +193,10 @@ class Client:
         if not feeder.has_ended_call:
             raise ProtocolError("the stream ended before every batch had its result")
 
-    def _action(self, name: str) -> Any:  # noqa: ANN401
+    def _action(self, name: str, said: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        body = b"" if said is None else json.dumps(said).encode()
         try:
-            results = self._flight.do_action(flight.Action(name, b""), self._options)
+            results = self._flight.do_action(flight.Action(name, body), self._options)
             bodies = [result.body.to_pybytes() for result in results]
         except _FLIGHT_ERRORS as error:
             named = self._details.latest().named(error)

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from iskander.config_loading import LoadingConfig
 from iskander.config_models import LaneConfig, ModelConfig
+from iskander.config_repository import RepositoryConfig
 from iskander.config_section import MIB, Positive, Section
 
 HEADER_ROOM_BYTES = MIB
@@ -264,14 +265,13 @@ class Config(Section, frozen=True, kw_only=True):
     admin: AdminConfig = AdminConfig()
     inferential: InferentialConfig = InferentialConfig()
     http: HttpConfig = HttpConfig()
-    models: Annotated[
-        tuple[ModelConfig, ...], Meta(min_length=1, description="The models to serve.")
-    ]
+    repository: RepositoryConfig = RepositoryConfig()
+    models: Annotated[tuple[ModelConfig, ...], Meta(description="The models to serve.")] = ()
 
     @property
     def has_shared_models(self) -> bool:
-        """Whether there are models without workers of their own."""
-        return not all(model.own_workers for model in self.models)
+        """Whether there are, or may be, models without workers of their own."""
+        return bool(self.repository.path) or not all(model.own_workers for model in self.models)
 
     @property
     def addresses(self) -> tuple[str, ...]:

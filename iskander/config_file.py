@@ -66,7 +66,11 @@ def load_config(
         raise ConfigError(_explain(str(error), raw)) from None
     folder = file.resolve().parent
     models = tuple(_complete(model, folder) for model in config.models)
-    config = msgspec.structs.replace(config, models=models)
+    repository = config.repository
+    if repository.path:
+        path = str((folder / repository.path).absolute())
+        repository = msgspec.structs.replace(repository, path=path)
+    config = msgspec.structs.replace(config, models=models, repository=repository)
     _require_relations(config)
     return Loaded(config, origins)
 
@@ -98,6 +102,15 @@ def _require_relations(config: Config) -> None:
             f"http.bodies_bytes = {config.http.bodies_bytes} is less than limits.message_bytes: "
             "the largest request would never find room",
         ),
+        (
+            bool(config.models or config.repository.path),
+            "there is nothing to serve: no [[models]], and no repository.path",
+        ),
+        (
+            config.repository.control == "watched" or config.server.processes == 1,
+            "repository.control = explicit needs server.processes = 1: a call to load a model "
+            "reaches one of the processes",
+        ),
         (bool(config.addresses), "server.address is an empty list: nobody could connect"),
     )
     for is_met, rule in relations:
@@ -105,34 +118,7 @@ def _require_relations(config: Config) -> None:
             raise ConfigError(rule)
     for index, model in enumerate(config.models):
         where = f"models[{index}]"
-        if len(set(model.execution_providers)) < len(model.execution_providers):
-            raise ConfigError(f"{where}.execution_providers names a provider twice")
-        strange = sorted(set(model.provider_options) - set(model.execution_providers))
-        if strange:
-            raise ConfigError(
-                f"{where}.provider_options has `{strange[0]}`, which is not in execution_providers"
-            )
-        if config.workers.thread_pool == "worker" and (model.intra_threads or model.inter_threads):
-            raise ConfigError(
-                f"{where}: intra_threads and inter_threads have no effect with "
-                'workers.thread_pool = "worker"'
-            )
-        if model.inter_threads > 1 and not model.parallel_execution:
-            raise ConfigError(
-                f"{where}.inter_threads = {model.inter_threads} has no effect without "
-                "parallel_execution = true"
-            )
-        above = [rows for rows in model.lane.pad_to if rows > model.max_batch_rows]
-        if above:
-            raise ConfigError(
-                f"{where}.lane.pad_to = {above[0]} is more than "
-                f"max_batch_rows = {model.max_batch_rows}"
-            )
-        if model.max_batch_rows > limits.rows:
-            raise ConfigError(
-                f"{where}.max_batch_rows = {model.max_batch_rows} is more than "
-                f"limits.rows = {limits.rows}"
-            )
+        require_model(model, where, config)
         same = [
             other
             for other in config.models[:index]
@@ -140,6 +126,42 @@ def _require_relations(config: Config) -> None:
         ]
         if same:
             raise ConfigError(f"{where}: `{model.name}` version {model.version} is there twice")
+
+
+def require_model(model: ModelConfig, where: str, config: Config) -> None:
+    """Hold the settings of a model against one another, and against those of all.
+
+    Raises:
+        ConfigError: Says what is against what; `where` says in what.
+    """
+    limits = config.limits
+    if len(set(model.execution_providers)) < len(model.execution_providers):
+        raise ConfigError(f"{where}.execution_providers names a provider twice")
+    strange = sorted(set(model.provider_options) - set(model.execution_providers))
+    if strange:
+        raise ConfigError(
+            f"{where}.provider_options has `{strange[0]}`, which is not in execution_providers"
+        )
+    if config.workers.thread_pool == "worker" and (model.intra_threads or model.inter_threads):
+        raise ConfigError(
+            f"{where}: intra_threads and inter_threads have no effect with "
+            'workers.thread_pool = "worker"'
+        )
+    if model.inter_threads > 1 and not model.parallel_execution:
+        raise ConfigError(
+            f"{where}.inter_threads = {model.inter_threads} has no effect without "
+            "parallel_execution = true"
+        )
+    above = [rows for rows in model.lane.pad_to if rows > model.max_batch_rows]
+    if above:
+        raise ConfigError(
+            f"{where}.lane.pad_to = {above[0]} is more than max_batch_rows = {model.max_batch_rows}"
+        )
+    if model.max_batch_rows > limits.rows:
+        raise ConfigError(
+            f"{where}.max_batch_rows = {model.max_batch_rows} is more than "
+            f"limits.rows = {limits.rows}"
+        )
 
 
 def _inherit_lanes(raw: dict[str, Any]) -> None:

@@ -145,6 +145,16 @@ class ModelNotFound(IskanderError):
     http_status = 404
 
 
+class ModelMoved(IskanderError):
+    """The model version was replaced, or given up, while a stream or request was under way."""
+
+    code = "model_moved"
+    fault = Fault.NOBODY
+    retryable = True
+    status = "UNAVAILABLE"
+    http_status = 503
+
+
 class Unsupported(IskanderError):
     """The call exists in the protocol and this server does not offer it."""
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from iskander.clock import NS_PER_MS, now_ns
-from iskander.errors import IskanderError, NotReady
+from iskander.errors import IskanderError
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.admission import MISSED, doomed_error, expired_error
 from iskander.gateway.lanes.batcher import Formed
@@ -177,13 +177,11 @@ class Dispatcher:
                 self._settle(request, error)
         self.pump()
 
-    def refuse_queued(self, lanes: Iterable[Lane]) -> None:
-        """Answer everything that waits in lanes that no worker will come back to."""
-        for lane in lanes:
-            for request in list(lane.queue):
-                lane.queue.remove(request)
-                error = NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000)
-                self._refuse(request, error)
+    def refuse_queued(self, lane: Lane, error: IskanderError) -> None:
+        """Answer everything that waits in a lane."""
+        for request in list(lane.queue):
+            lane.queue.remove(request)
+            self._refuse(request, error)
 
     def close_timer(self) -> None:
         """Forget what was to be done later."""

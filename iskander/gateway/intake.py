@@ -75,17 +75,12 @@ class Intake:
             IskanderError: As `Lane.require_open`.
             ArenaFull: There was no room in time.
         """
-        lease = await self._room(request)
+        lane = request.lane
+        lane.entering += 1
         try:
-            request.lane.require_open(request, now_ns())
-            await self._write(request, lease)
-            # Others had their turn meanwhile, and may have taken the place.
-            request.lane.require_open(request, now_ns())
-        except BaseException:
-            request.lease = None
-            self.arena.give_back(lease)
-            self._let_in()
-            raise
+            await self._enter(request)
+        finally:
+            lane.entering -= 1
 
     def give_back(self, request: Request) -> None:
         """Return a request's lease, once no worker holds it, and let the next one in."""
@@ -97,6 +92,19 @@ class Intake:
     def close(self) -> None:
         """Unmap the arena."""
         self.segment.close()
+
+    async def _enter(self, request: Request) -> None:
+        lease = await self._room(request)
+        try:
+            request.lane.require_open(request, now_ns())
+            await self._write(request, lease)
+            # Others had their turn meanwhile, and may have taken the place.
+            request.lane.require_open(request, now_ns())
+        except BaseException:
+            request.lease = None
+            self.arena.give_back(lease)
+            self._let_in()
+            raise
 
     async def _write(self, request: Request, lease: Lease) -> None:
         for target, source in self._lent(request, lease):

@@ -1,60 +1,111 @@
-"""The configured models as lanes: found by name and version, described, ready or not.
+"""The models as lanes: found by name and version, described, ready or not.
 
 Runs on: gateway loop.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
-
-import msgspec
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from iskander.config import Config
-from iskander.config_models import ModelConfig
 from iskander.contract.inputs import entries_of, said
-from iskander.contract.manifest import model_file
 from iskander.contract.tensors import Contract
-from iskander.errors import ConfigError, ModelNotFound, NotReady
+from iskander.errors import ModelNotFound, NotReady
 from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.repository.routing import Routing
+from iskander.gateway.specs import loading_spec, model_spec, quorum_of
 from iskander.gateway.supervision.readiness import reason_of
 from iskander.gateway.supervision.workers import Worker
 from iskander.gateway.telemetry.recent import Recent
-from iskander.wire.messages import LoadingSpec, ModelSpec
 
 STOPPING = "the server is stopping"
-TRIAL_SHARE = 0.8
-"""Of the time that a worker has for its models: a trial ends before the worker has to."""
+RETRY_MS = 500
+
+
+class Failure(NamedTuple):
+    """A model version that was asked for and does not load.
+
+    Attributes:
+        reason: Why, in words for the operator.
+        is_required: The server is not ready without it.
+    """
+
+    reason: str
+    is_required: bool
 
 
 class Models:
-    """All lanes.
+    """What is served, and what is on its way to be or to leave.
 
     Attributes:
-        by_key: By the number that control messages use.
+        by_key: Every lane by the number that control messages use; a number is never used twice.
+        failures: What does not load, by name and version.
+        routings: Of models whose versions have names or shares.
+        revision: Changes with every change of what `find` says.
+        counts: Loads, failures and unloads.
         workers: Every place of the plan; set by the supervisor.
         is_stopping: Nothing is called ready any more.
+        pending: Models whose loads of the start have not come to their end.
+        fingerprint_of: What a lane's files and settings are now.
     """
 
-    def __init__(self, config: Config, recent: Recent) -> None:
-        loading = loading_spec(config)
-        self.by_key = {
-            key: Lane(model_spec(key, model, loading), model.lane, _quorum(config, model), recent)
-            for key, model in enumerate(config.models)
-        }
-
+    def __init__(self) -> None:
+        self.by_key: dict[int, Lane] = {}
+        self.failures: dict[tuple[str, str], Failure] = {}
+        self.routings: dict[str, Routing] = {}
+        self.revision = 0
+        self.counts: Counter[str] = Counter()
         self.workers: list[Worker] = []
         self.is_stopping = False
+        self.pending = 0
+        self.fingerprint_of: Callable[[Lane], str] | None = None
+        self._served: dict[str, dict[str, Lane]] = {}
+        self._highest: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Lane]:
-        return iter(self.by_key.values())
+        """The lanes that are served."""
+        return iter([lane for versions in self._served.values() for lane in versions.values()])
+
+    def serve(self, lane: Lane) -> Lane | None:
+        """Let a lane be found; the one that was found in its place until now."""
+        name, version = lane.model.name, lane.model.version
+        older = self._served.get(name, {}).get(version)
+        if older is not None:
+            older.is_served = False
+            lane.follow(older)
+        lane.is_served = True
+        self._served.setdefault(name, {})[version] = lane
+        self._note(name)
+        return older
+
+    def withdraw(self, lane: Lane) -> None:
+        """Let a lane be found no more, where it still is."""
+        name, version = lane.model.name, lane.model.version
+        lane.is_served = False
+        if self._served.get(name, {}).get(version) is lane:
+            del self._served[name][version]
+            self._note(name)
+
+    def route(self, name: str, routing: Routing | None) -> None:
+        """Give the versions of a model names and shares, or none."""
+        if self.routings.get(name) != routing:
+            if routing is None:
+                del self.routings[name]
+            else:
+                self.routings[name] = routing
+            self.revision += 1
 
     @property
     def is_ready(self) -> bool:
         """Whether every model has the workers that it needs, and they are to be used."""
-        return not self.is_stopping and all(self.is_lane_ready(lane) for lane in self)
+        return not self.reasons()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every model is ready, or known not to load."""
+        return not self.pending and all(self.is_lane_ready(lane) for lane in self)
 
     def is_lane_ready(self, lane: Lane) -> bool:
         """Whether one model version has the workers that it needs."""
@@ -64,43 +115,62 @@ class Models:
         """Why not everything is ready, a sentence each; empty where it is."""
         if self.is_stopping:
             return [STOPPING]
-        reasons = [(lane.title, reason_of(lane, self.workers)) for lane in self]
+        lanes = [*self, *(lane for lane in self.coming if lane.is_required)]
+        reasons = [(lane.title, self._reason(lane)) for lane in lanes]
+        reasons += [
+            ("/".join(which), failure.reason)
+            for which, failure in self.failures.items()
+            if failure.is_required
+        ]
         return [f"model `{title}`: {reason}" for title, reason in reasons if reason]
 
-    def find(self, name: str, version: str | None) -> Lane:
-        """The lane of a model; without a version, of its highest one.
+    def is_current(self, lane: Lane) -> bool:
+        """Whether a lane's files and settings are still those that it was loaded from."""
+        of = self.fingerprint_of
+        return of is None or of(lane) == lane.model.fingerprint
+
+    @property
+    def coming(self) -> list[Lane]:
+        """Lanes that workers are loading, and that nobody finds yet."""
+        return [lane for lane in self.by_key.values() if lane.is_coming]
+
+    def find(self, name: str, version: str | None, key: str = "") -> Lane:
+        """The lane of a model.
+
+        Args:
+            name: Of the model.
+            version: Or an alias of one; None for the model's default, or its highest one.
+            key: Where versions have shares: the same key gets the same version.
 
         Raises:
             ModelNotFound: Says what is there.
+            NotReady: It is being loaded, or should be served and does not load.
         """
-        lanes = [lane for lane in self if lane.model.name == name]
-        if not lanes:
-            known = sorted({lane.model.name for lane in self})
-            raise ModelNotFound(
-                f"there is no model `{name[:100]}`; there are {', '.join(known)}", model=name[:100]
-            )
-        if version is None:
-            return max(lanes, key=lambda lane: _version_order(lane.model.version))
-        for lane in lanes:
-            if lane.model.version == version:
-                return lane
-        known = sorted((lane.model.version for lane in lanes), key=_version_order)
-        raise ModelNotFound(
-            f"model `{name}` has no version `{version[:100]}`; it has {', '.join(known)}",
-            model=name,
-            version=version[:100],
-        )
+        served = self._served.get(name)
+        if served is None:
+            raise self._absent(name, version)
+        wanted = version
+        if wanted is None or wanted not in served:
+            routing = self.routings.get(name)
+            if routing is not None:
+                wanted = routing.choose(version, key, served)
+            if wanted is None:
+                wanted = self._highest[name]
+        lane = served.get(wanted)
+        if lane is None:
+            raise self._absent(name, wanted)
+        return lane
 
-    def find_loaded(self, name: str, version: str | None) -> Lane:
+    def find_loaded(self, name: str, version: str | None, key: str = "") -> Lane:
         """The same, for those who need its contract.
 
         Raises:
             ModelNotFound: There is no such model.
             NotReady: No worker has loaded it yet.
         """
-        lane = self.find(name, version)
+        lane = self.find(name, version, key)
         if lane.contract is None:
-            raise NotReady(f"model `{lane.title}` is not loaded yet", retry_after_ms=500)
+            raise NotReady(f"model `{lane.title}` is not loaded yet", retry_after_ms=RETRY_MS)
         return lane
 
     def readiness(self) -> dict[str, Any]:
@@ -114,8 +184,130 @@ class Models:
                 model["ready"] = False
                 # The versions of a model wait for the same workers; the first one tells enough.
                 model.setdefault("reason", reason)
+        for (name, version), failure in self.failures.items():
+            model = models.setdefault(name, {"ready": False, "versions": {}})
+            model["versions"].setdefault(version, False)
+            model["ready"] = model["ready"] and not failure.is_required
+            model.setdefault("reason", f"version {version}: {failure.reason}")
         stopping = {"reason": STOPPING} if self.is_stopping else {}
         return {"ready": self.is_ready, **stopping, "models": models}
+
+    def index(self) -> Iterator[Standing]:
+        """Every model version that is served, is coming, or should be served and does not load."""
+        for lane in self:
+            failure = self.failures.get((lane.model.name, lane.model.version))
+            reason = reason_of(lane, self.workers)
+            state = "UNAVAILABLE" if reason else "READY"
+            if failure is not None:
+                reason = reason or f"a change of it is not served: {failure.reason}"
+            yield Standing(lane.model.name, lane.model.version, state, reason, lane)
+        told = {(lane.model.name, lane.model.version) for lane in self}
+        for lane in self.coming:
+            which = (lane.model.name, lane.model.version)
+            if which not in told:
+                told.add(which)
+                yield Standing(*which, "LOADING", self._reason(lane), None)
+        for lane in self.by_key.values():
+            which = (lane.model.name, lane.model.version)
+            if not lane.is_served and not lane.is_coming and which not in told:
+                told.add(which)
+                yield Standing(*which, "UNLOADING", "it finishes what it accepted", None)
+        for which, failure in self.failures.items():
+            if which not in told:
+                yield Standing(*which, "UNAVAILABLE", failure.reason, None)
+
+    def stages(self) -> Iterator[tuple[tuple[str], int]]:
+        """How many lanes are in each stage of their life."""
+        lanes = self.by_key.values()
+        yield ("loading",), sum(lane.is_coming for lane in lanes)
+        yield ("serving",), sum(lane.is_served for lane in lanes)
+        yield ("draining",), sum(lane.is_over for lane in lanes)
+
+    def describe_all(self) -> list[dict[str, Any]]:
+        """What `index` says, with the contracts of what is served."""
+        described: list[dict[str, Any]] = []
+        for standing in self.index():
+            name, version = standing.name, standing.version
+            entry: dict[str, Any] = {"name": name, "version": version, "ready": False}
+            if standing.lane is not None:
+                entry = describe(standing.lane)
+                entry["routes"] = self._routes_to(name, version)
+            described.append(entry | {"state": standing.state.lower(), "reason": standing.reason})
+        return described
+
+    def _routes_to(self, name: str, version: str) -> list[str]:
+        """What leads to a version beside its number."""
+        routing = self.routings.get(name)
+        return [] if routing is None else routing.told_of(version)
+
+    def _reason(self, lane: Lane) -> str:
+        reason = reason_of(lane, self.workers)
+        return reason or ("" if lane.is_served else "its workers are loading")
+
+    def _note(self, name: str) -> None:
+        self.revision += 1
+        versions = self._served[name]
+        if versions:
+            self._highest[name] = max(versions, key=version_order)
+        else:
+            del self._served[name], self._highest[name]
+
+    def _absent(self, name: str, version: str | None) -> ModelNotFound | NotReady:
+        """Why there is no lane: it is none of ours, or not yet, or not any more."""
+        for lane in self.coming:
+            if lane.model.name == name and version in (None, lane.model.version):
+                text = f"model `{lane.title}` is being loaded"
+                return NotReady(text, model=name, retry_after_ms=RETRY_MS)
+        for (failed, which), failure in self.failures.items():
+            if failed == name and version in (None, which):
+                text = f"model `{name}/{which}` does not load: {failure.reason}"
+                return NotReady(text, model=name, version=which)
+        served = self._served.get(name)
+        if served is None:
+            known = sorted(self._served)
+            return ModelNotFound(
+                f"there is no model `{name[:100]}`; there are {', '.join(known) or 'none'}",
+                model=name[:100],
+            )
+        known = sorted(served, key=version_order)
+        routing = self.routings.get(name)
+        aliases = f" and the aliases {', '.join(routing.aliases)}" if routing else ""
+        return ModelNotFound(
+            f"model `{name}` has no version `{(version or '')[:100]}`; it has "
+            f"{', '.join(known)}{aliases}",
+            model=name,
+            version=(version or "")[:100],
+        )
+
+
+class Standing(NamedTuple):
+    """How a model version stands.
+
+    Attributes:
+        state: READY, LOADING, UNLOADING or UNAVAILABLE, as the Open Inference Protocol says it.
+        reason: Why it is not ready, or why a change of it is not served.
+        lane: Where it is served.
+    """
+
+    name: str
+    version: str
+    state: str
+    reason: str
+    lane: Lane | None
+
+
+def configured(config: Config, recent: Recent) -> Models:
+    """The models of the configuration, which are found from the start.
+
+    Raises:
+        ConfigError: There is no file where the configuration says.
+    """
+    models, loading = Models(), loading_spec(config)
+    for key, model in enumerate(config.models):
+        lane = Lane(model_spec(key, model, loading), model.lane, quorum_of(config, model), recent)
+        models.by_key[key] = lane
+        models.serve(lane)
+    return models
 
 
 def describe(lane: Lane) -> dict[str, Any]:
@@ -157,87 +349,6 @@ def _outputs(contract: Contract) -> list[dict[str, Any]]:
     return described
 
 
-def model_spec(
-    key: int,
-    model: ModelConfig,
-    loading: LoadingSpec = LoadingSpec(),  # noqa: B008
-) -> ModelSpec:
-    """How a worker loads a configured model.
-
-    Raises:
-        ConfigError: There is no file where the configuration says.
-    """
-    if model.python and not os.access(model.python, os.X_OK):
-        raise ConfigError(f"models[{key}].python: `{model.name}` has no interpreter there")
-    file = model_file(Path(model.path), model.backend)
-    try:
-        stat = os.stat(file)
-    except OSError as error:
-        raise ConfigError(
-            f"models[{key}].path: `{model.name}` has no model file there: {error.strerror}"
-        ) from None
-    manifest = file.parent / "manifest.toml"
-    # A manifest names files of labels and the like, and may be all that another backend has.
-    has_files = manifest.exists() or model.backend != "onnx"
-    beside = sorted(file.parent.iterdir()) if has_files else []
-    stamps = [(path.name, path.stat().st_mtime_ns) for path in beside if path.exists()]
-    options = msgspec.json.encode(model).decode()
-    return ModelSpec(
-        key=key,
-        name=model.name,
-        version=str(model.version),
-        backend=model.backend,
-        path=str(file),
-        execution_providers=model.execution_providers,
-        threads_intra=model.intra_threads,
-        threads_inter=model.inter_threads,
-        optimization_level=model.optimization_level,
-        is_parallel=model.parallel_execution,
-        has_memory_pattern=model.memory_pattern,
-        rows_max=model.max_batch_rows,
-        string_bytes=model.result_string_bytes,
-        fingerprint=f"{file} {stat.st_size} {stat.st_mtime_ns} {stamps} {options}",
-        pool=model.pool,
-        provider_options={
-            provider: {key: _option(value) for key, value in options.items()}
-            for provider, options in model.provider_options.items()
-        },
-        trust_pickle=model.trust_pickle,
-        trusted_types=model.trusted_types,
-        loading=loading,
-    )
-
-
-def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) -> LoadingSpec:
-    """What workers believe of model files, and what opening one may take."""
-    settings = config.loading
-    home = environment.get("XDG_CACHE_HOME") or (
-        f"{environment['HOME']}/.cache" if environment.get("HOME") else ""
-    )
-    own = environment.get("CACHE_DIRECTORY", "").partition(":")[0]
-    default = own or (f"{home}/iskander" if home else "")
-    return LoadingSpec(
-        is_tried=settings.trial,
-        trial_s=min(settings.trial_s, TRIAL_SHARE * config.workers.start_s),
-        trial_bytes=settings.trial_bytes,
-        model_bytes=settings.model_bytes,
-        is_shared=settings.share_weights,
-        cache=settings.cache or default,
-        cache_bytes=settings.cache_bytes,
-        custom_ops=settings.custom_ops,
-        public_key=settings.public_key,
-    )
-
-
-def _option(value: str | int | float | bool) -> str:
-    """A provider's option as the runtime reads it."""
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def _quorum(config: Config, model: ModelConfig) -> int:
-    """Workers that a model needs; of its own it may have fewer than others need."""
-    return min(config.workers.quorum, model.own_workers or config.workers.quorum)
-
-
-def _version_order(version: str) -> tuple[int, int, str]:
+def version_order(version: str) -> tuple[int, int, str]:
+    """What versions are sorted by: those that are numbers above the others."""
     return (1, int(version), "") if version.isdecimal() else (0, 0, version)

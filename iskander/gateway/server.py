@@ -23,7 +23,8 @@ from iskander.gateway.frontends.inferential import InferentialService
 from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.intake import Intake
 from iskander.gateway.logs import log_backing
-from iskander.gateway.models import Models
+from iskander.gateway.models import configured
+from iskander.gateway.repository.repository import Repository
 from iskander.gateway.runtime import Member, RuntimeDirectory
 from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.supervision.workers import Place
@@ -71,7 +72,7 @@ class Server:
         self._is_stopping = False
         self._is_started = False
         self._recent = Recent()
-        self._models = Models(config, self._recent)
+        self._models = configured(config, self._recent)
         arena = config.arena
         self._intake = Intake(
             arena.input_bytes,
@@ -80,9 +81,28 @@ class Server:
         )
         log_backing(log, "input arena", self._intake.segment.backing)
         self._dispatcher = Dispatcher(self._intake, self._models.by_key)
+        self._supervisor = Supervisor(
+            config,
+            places,
+            folder=self._runtime.path,
+            member=self._member,
+            models=self._models,
+            intake=self._intake,
+            dispatcher=self._dispatcher,
+            on_change=self._on_change,
+        )
+        self._repository = Repository(
+            config,
+            self._models,
+            self._supervisor.loading,
+            self._dispatcher.refuse_queued,
+            recent=self._recent,
+            on_change=self._supervisor.noticed,
+        )
         self._health = HealthService(self._models, config.limits.streams)
         self._flight = FlightService(
             self._models,
+            self._repository,
             intake=self._intake,
             dispatcher=self._dispatcher,
             limits=config.limits,
@@ -90,7 +110,7 @@ class Server:
             recent=self._recent,
         )
         self._desk = Desk(self._intake, self._dispatcher, config.limits)
-        self._oip = OipService(self._models, self._desk)
+        self._oip = OipService(self._models, self._desk, self._repository)
         self._grpc = GrpcServer(
             self._flight,
             self._health,
@@ -105,29 +125,8 @@ class Server:
             dispatcher=self._dispatcher,
             recent=self._recent,
         )
-        self._supervisor = Supervisor(
-            config,
-            places,
-            folder=self._runtime.path,
-            member=self._member,
-            models=self._models,
-            intake=self._intake,
-            dispatcher=self._dispatcher,
-            on_change=self._on_change,
-        )
         self._lag = LoopLag()
-        self._observed = Observed(
-            started_ns=self._started_ns,
-            models=self._models,
-            input_arena=self._intake.arena,
-            input_backing=self._intake.segment.backing,
-            streams=self._flight.exchanges,
-            calls=self._desk.calls,
-            counts=self._dispatcher.counts,
-            loop_lag_ns=self._lag.lag_ns,
-            clients=self._inferential.sessions,
-            outcomes=self._inferential.journal.outcomes,
-        )
+        self._observed = self._observe()
         self._admin: AdminServer | None = None
         self._admin_address = ""
         self._http: OipHttpServer | None = None
@@ -154,6 +153,7 @@ class Server:
         if not self._member.siblings:
             await self._listen()
         self._supervisor.start()
+        await self._repository.start()
         if config.workers.spawn:
             await self._supervisor.until_ready()
         if self._member.siblings:
@@ -188,6 +188,7 @@ class Server:
         self._is_stopping = self._models.is_stopping = True
         notify(STOPPING="1", STATUS="draining")
         self._health.stop()
+        self._repository.close()
         self._supervisor.settle()
         if self._is_started and self._config.server.lame_duck_s:
             log.info("not ready; batches are taken for %g s", self._config.server.lame_duck_s)
@@ -216,6 +217,7 @@ class Server:
 
     async def abandon(self) -> None:
         """End the workers and release what a failed start had taken."""
+        self._repository.close()
         await self._grpc.stop(0)
         await self._inferential.stop(0)
         if self._http is not None:
@@ -236,8 +238,23 @@ class Server:
             "inferential": self._inferential.stats(),
         }
 
+    def _observe(self) -> Observed:
+        return Observed(
+            started_ns=self._started_ns,
+            models=self._models,
+            input_arena=self._intake.arena,
+            input_backing=self._intake.segment.backing,
+            streams=self._flight.exchanges,
+            calls=self._desk.calls,
+            counts=self._dispatcher.counts,
+            loop_lag_ns=self._lag.lag_ns,
+            clients=self._inferential.sessions,
+            outcomes=self._inferential.journal.outcomes,
+        )
+
     def _on_change(self) -> None:
         """Tell those who watch what is ready; of several processes, the parent too."""
+        self._repository.look()
         self._health.publish()
         if self._member.siblings and self._is_started and not self._is_stopping:
             notify(X_ISKANDER_READY=str(int(self._models.is_ready)))

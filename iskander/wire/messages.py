@@ -2,7 +2,8 @@
 
     birth                                    work
     worker -> gateway  Hello                 gateway -> worker  Load      -> Loaded | LoadFailed
-    gateway -> worker  Welcome | Refused     gateway -> worker  Execute   -> Done | Failed, Stepped
+    gateway -> worker  Welcome | Refused     gateway -> worker  Unload    -> Unloaded
+                                             gateway -> worker  Execute   -> Done | Failed, Stepped
                                              gateway -> worker  Drain     -> (exit 0)
                                              worker -> gateway  Leaving   -> Drain
                                              worker -> gateway  Notice
@@ -20,7 +21,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +53,7 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     """How a worker loads one model version.
 
     Attributes:
-        key: Number by which `Execute` names it; the gateway's own, one per model version.
+        key: Number by which `Execute` names it; the gateway's own, never used twice.
         threads_intra: Compute threads within an operator; 0 for one a physical core of the worker.
         string_bytes: The most bytes of one string in its results.
         fingerprint: Equal for equal files and options; what is loaded already is kept.
@@ -135,9 +136,15 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Load and warm a model version, then answer `Loaded` or `LoadFailed`."""
+    """Load and warm a model version beside the work, then answer `Loaded` or `LoadFailed`."""
 
     model: ModelSpec
+
+
+class Unload(msgspec.Struct, frozen=True, array_like=True, tag="unload"):
+    """Give a loaded model up, by its key; no batch of it is under way, and none comes."""
+
+    model: int
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
@@ -207,6 +214,12 @@ class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"
     message: str
 
 
+class Unloaded(msgspec.Struct, frozen=True, array_like=True, tag="unloaded"):
+    """The worker has the model no longer."""
+
+    model: int
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """The batch is computed and its results lie where `Execute` said.
 
@@ -245,8 +258,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
 
 ToGatewayAtBirth = Hello
 ToWorkerAtBirth = Welcome | Refused
-ToWorker = Execute | Load | Drain
-ToGateway = Done | Failed | Stepped | Loaded | LoadFailed | Leaving | Notice
+ToWorker = Execute | Load | Unload | Drain
+ToGateway = Done | Failed | Stepped | Loaded | LoadFailed | Unloaded | Leaving | Notice
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(ToGatewayAtBirth).decode

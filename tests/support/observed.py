@@ -50,6 +50,15 @@ def make_worker(index: int = 0, state: State = State.READY) -> Worker:
     return worker
 
 
+def models_of(lanes: list[Lane]) -> Models:
+    """These lanes, served."""
+    models = Models()
+    models.by_key = dict(enumerate(lanes))
+    for lane in lanes:
+        models.serve(lane)
+    return models
+
+
 def observe(
     lanes: list[Lane],
     workers: list[Worker] | None = None,
@@ -58,8 +67,7 @@ def observe(
     **more: Any,
 ) -> Observed:
     """A gateway with these lanes and workers."""
-    models = Models.__new__(Models)  # Its constructor looks for the files of models.
-    models.by_key = dict(enumerate(lanes))
+    models = models_of(lanes)
     models.workers = [make_worker()] if workers is None else workers
     models.is_stopping = is_stopping
     parts: dict[str, Any] = {

@@ -44,7 +44,7 @@ def eventually(
 def render_config(**sections: Any) -> str:
     """A configuration as TOML; `models` is a list of tables."""
     lines = []
-    for model in sections.pop("models"):
+    for model in sections.pop("models", ()):
         lines += ["[[models]]", *(f"{key} = {_toml(value)}" for key, value in model.items())]
     for name, values in sections.items():
         lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]

@@ -43,6 +43,16 @@ def test_systems_are_measured_side_by_side_and_compared(tmp_path: Path) -> None:
     assert same.stdout.strip().endswith("figures are the same within noise.")
 
 
+def test_reloads_are_measured_in_turns_with_windows_without(tmp_path: Path) -> None:
+    out = tmp_path / "reload.jsonl"
+    done = benchmarks("reload", "--quick", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "p99 with reloads is" in done.stdout
+    without, reloading = read([out]).probes
+    assert (without["reloads"], without["errors"], reloading["errors"]) == (0, 0, 0)
+    assert reloading["reloads"] > 0 and without["requests"] > 0
+
+
 def test_a_peer_that_is_not_installed_is_skipped_with_a_word(tmp_path: Path) -> None:
     arguments = ("run", "goals", "--quick", "--case", "1 row", "--systems", "echo", "mosec")
     code = (

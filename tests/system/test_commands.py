@@ -105,7 +105,7 @@ def test_models_of_a_running_server(tmp_path: Path) -> None:
         names = {psutil.Process(pid).name() for pid in gateway.worker_pids()}
         assert psutil.Process(gateway.pid).name() == "isk-gateway"
         assert names == {"isk-worker-0"}
-    assert text.splitlines()[1].split() == ["ids", "1", "yes", "x", "int64", "y", "int64"]
+    assert text.splitlines()[1].split() == ["ids", "1", "ready", "x", "int64", "y", "int64"]
 
 
 def test_quickstart_works_and_leaves_nothing() -> None:

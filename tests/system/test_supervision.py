@@ -100,17 +100,20 @@ def test_a_crash_loop_is_told_and_ended_by_good_service(tmp_path: Path) -> None:
         eventually(lambda: health(gateway)["ready"], what="a steady worker")
 
 
-def test_a_boot_failure_is_told_as_such(tmp_path: Path) -> None:
-    """The model's file is gone when the worker is started again."""
+def test_a_worker_without_its_model_is_told_as_such(tmp_path: Path) -> None:
+    """The model's file is gone when the worker is started again, and comes back."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
-        (tmp_path / "ids" / "model.onnx").unlink()
+        file = tmp_path / "ids" / "model.onnx"
+        file.rename(tmp_path / "away")
         gateway.kill_worker()
 
         def is_told() -> bool:
-            return "before it had loaded its models" in str(health(gateway))
+            return "worker 0: there is no model file" in str(health(gateway))
 
         eventually(is_told, what="the reason")
-        assert "the last over model `ids/1`: there is no model file" in str(health(gateway))
+        assert not health(gateway)["ready"]
+        (tmp_path / "away").rename(file)
+        gateway.wait_ready()
 
 
 def test_a_quorum_that_is_missed_is_not_ready_and_serves(tmp_path: Path) -> None:

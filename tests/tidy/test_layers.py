@@ -18,7 +18,10 @@ LAYERS = {
     "iskander/config_section.py": (),
     "iskander/config_models.py": ("config_section", "contract"),
     "iskander/config_loading.py": ("config_section",),
-    "iskander/config.py": ("config_loading", "config_models", "config_section"),
+    "iskander/config_repository.py": ("config_models", "config_section"),
+    "iskander/config.py": (
+        "config_loading", "config_models", "config_repository", "config_section",
+    ),
     "iskander/config_reference.py": ("config", "config_models"),
     "iskander/config_inferential.py": ("errors", "config", "config_models", "config_reference"),
     "iskander/config_file.py": ("errors", "config", "config_models", "config_reference"),
@@ -28,8 +31,8 @@ LAYERS = {
     "iskander/tables.py": (),
     "iskander/embed.py": ("errors", "config_file", "gateway"),
     "iskander/gateway/": (
-        "", "errors", "clock", "config", "config_file", "config_models", "contract", "memory",
-        "wire", "gateway", "_generated",
+        "", "errors", "clock", "config", "config_file", "config_models", "config_repository",
+        "contract", "memory", "wire", "gateway", "_generated",
     ),
     "iskander/cli.py": (
         "", "errors", "config", "config_file", "config_inferential", "config_reference", "contract",
@@ -66,6 +69,10 @@ DOORS = {
     "pyarrow.flight": (("iskander/client.py",), "iskander.client"),
     "grpc": ((), "iskander.gateway.http2"),
     "hpack": (("iskander/gateway/http2/headers.py",), "iskander.gateway.http2"),
+    "watchfiles": (
+        ("iskander/gateway/repository/watching.py",),
+        "iskander.gateway.repository.watching",
+    ),
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
     "google.protobuf": (("iskander/gateway/frontends/",), "the frontends"),
     "onnxruntime": (
@@ -122,6 +129,9 @@ PURE = (
     "iskander/gateway/lanes/request.py",
     "iskander/gateway/lanes/waiting.py",
     "iskander/gateway/recovery.py",
+    "iskander/gateway/repository/routing.py",
+    "iskander/gateway/repository/stages.py",
+    "iskander/gateway/repository/wanted.py",
     "iskander/gateway/supervision/lifecycle.py",
     "iskander/gateway/supervision/placement.py",
     "iskander/gateway/telemetry/histogram.py",

@@ -52,8 +52,15 @@ def test_every_default_is_in_its_own_range(load: Load) -> None:
 
 # Each line: what the file says, and the words of the refusal: path, value, rule.
 REFUSED = [
-    ("", "the file", "missing required field `models`"),
-    ("models = []", "models", ">= 1"),
+    ("", "there is nothing to serve", "no [[models]], and no repository.path"),
+    ("models = []", "there is nothing to serve", "no [[models]], and no repository.path"),
+    ("[repository]\nversions = 'newest'\n" + MODEL, 'repository.versions = "newest"', "regex"),
+    ("[repository]\nmarker = 'a/b'\n" + MODEL, 'repository.marker = "a/b"', "regex"),
+    (
+        "[repository]\npath = 'm'\ncontrol = 'explicit'\n[server]\nprocesses = 2",
+        "repository.control = explicit",
+        "needs server.processes = 1",
+    ),
     ("[models]\nname = 'm'", "models", "Expected `array`"),
     ("[[models]]\nname = 'm'", "models[0]", "missing required field `path`"),
     ("[[models]]\nname = 'm'\npath = ''", 'models[0].path = ""', "length >= 1"),

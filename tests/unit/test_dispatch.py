@@ -326,12 +326,12 @@ def test_what_cannot_be_in_time_any_more_is_refused_when_its_turn_comes(
 def test_what_nobody_will_come_back_to_is_refused(
     gateway: Simulation, worker: PlayedWorker
 ) -> None:
-    """Only the lanes that were named; both have requests that wait."""
+    """Only of the lane that was named; both have requests that wait."""
     ask(gateway, *[8] * CREDITS)
     ((_, refused),) = ask(gateway, 1)
     ((_, kept),) = ask(gateway, 1, lane=1)
 
-    gateway.dispatcher.refuse_queued([gateway.lanes[0]])
+    gateway.dispatcher.refuse_queued(gateway.lanes[0], NotReady("gone", retry_after_ms=1))
 
     assert (refused.codes, kept.codes) == (["not_ready"], [])
     assert refused.errors[0].retry_after_ms is not None

@@ -54,7 +54,8 @@ class PlayedDesk(Desk):
 
 class OneModel(Models):
     def __init__(self) -> None:
-        self.by_key = {0: lane_of(contract=CONTRACT)}
+        super().__init__()
+        self.serve(lane_of(contract=CONTRACT))
 
 
 class Played:

@@ -225,7 +225,7 @@ def test_nobody_is_replaced_without_limits_or_after_the_end() -> None:
 def waiting(made: list[Silent], wait_s: float = 0.01) -> tuple[Vacancy, Lane, list[Lane]]:
     target = lane()
     refused: list[Lane] = []
-    vacancy = Vacancy({0: target}, made, wait_s=wait_s, refuse=refused.extend)
+    vacancy = Vacancy({0: target}, made, wait_s=wait_s, refuse=lambda lane, _: refused.append(lane))
     return vacancy, target, refused
 
 

@@ -143,6 +143,8 @@ def _work(arguments: argparse.Namespace) -> int:
         # The worker that it replaces may hold the lock for a moment more: tried at every turn.
         first = Attachment(path, connection, answer, descriptors)
         if loop.serve(Gateways(first, greet, notices), on_turn=lock.take):
+            if not loop.finish():
+                os._exit(EXIT_DRAINED)
             return EXIT_DRAINED
         deadline_ns = _deadline_ns(answer.reattach_s)
         _say("the gateway is gone; keeping the models and waiting for the next one")

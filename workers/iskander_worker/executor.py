@@ -66,6 +66,12 @@ class Executor:
         self._binding(message, stage.input_address, stage.output_address).run(run)
         stage.scatter(self._output.view, message.slices, message.rows)
 
+    def drop(self, model: int) -> None:
+        """Forget a model; no batch of it comes any more."""
+        self.sessions.pop(model, None)
+        self._stages = {key: kept for key, kept in self._stages.items() if key[0] != model}
+        self._bindings = {key: kept for key, kept in self._bindings.items() if key[0] != model}
+
     def forget(self) -> None:
         """Drop every binding: the arenas are about to be unmapped."""
         self._bindings.clear()

@@ -127,22 +127,29 @@ class Gateways:
         self.is_moved = False
         self._add(first)
 
-    def next(self) -> list[Attachment]:
-        """Those to be read: all that have something, or after a while those that are there."""
-        if not self._siblings:
+    def next(self, wake_fd: int | None = None) -> list[Attachment]:
+        """Those to be read: all that have something, or after a while those that are there.
+
+        Args:
+            wake_fd: Ends the wait, too.
+        """
+        if not self._siblings and wake_fd is None:
             return self.attached
+        if wake_fd is not None:
+            self._poll.register(wake_fd, select.POLLIN)
         ready = {fd for fd, _ in self._poll.poll(BEAT_INTERVAL_S * 1000)}
+        if wake_fd is not None:
+            self._poll.unregister(wake_fd)
         return [each for each in self.attached if each.channel.fileno() in ready]
 
-    def beat(self, own: Attachment | None = None, batch_id: int = 0, *, ahead_ns: int = 0) -> None:
+    def beat(self, own: Attachment | None = None, batch_id: int = 0) -> None:
         """Show all of them that this worker turns.
 
         Args:
             own: Whose batch is begun now.
             batch_id: Of that batch.
-            ahead_ns: How long no other sign will come, and none is to be missed.
         """
-        at_ns = now_ns() + ahead_ns
+        at_ns = now_ns()
         for each in self.attached:
             each.beat(at_ns, batch_id if each is own else 0)
 
@@ -153,8 +160,7 @@ class Gateways:
     def drop(self, attachment: Attachment, *, is_open_until_exit: bool = False) -> None:
         """Let one go."""
         self.attached.remove(attachment)
-        if self._siblings:
-            self._poll.unregister(attachment.channel)
+        self._poll.unregister(attachment.channel)
         attachment.close(is_open_until_exit=is_open_until_exit)
 
     def look_for_missing(self) -> None:
@@ -178,8 +184,7 @@ class Gateways:
 
     def _add(self, attachment: Attachment) -> None:
         self.attached.append(attachment)
-        if self._siblings:
-            self._poll.register(attachment.channel, select.POLLIN)
+        self._poll.register(attachment.channel, select.POLLIN)
         if self._notices:
             attachment.channel.send(encode([Notice(text) for text in self._notices]))
 

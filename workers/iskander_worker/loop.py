@@ -1,5 +1,7 @@
 """Receive, run, answer, beat, drain: the worker's working thread, and the only user of its sockets.
 
+Models are loaded beside it (`loading`).
+
 Runs on: worker main.
 """
 
@@ -9,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
+from iskander.clock import now_ns
 from iskander.errors import Cancelled, IskanderError
 from iskander.wire.messages import (
     Done,
@@ -17,26 +19,20 @@ from iskander.wire.messages import (
     Execute,
     Failed,
     Load,
-    Loaded,
-    LoadFailed,
-    ModelSpec,
-    Notice,
     Stepped,
     ToGateway,
+    Unload,
+    Unloaded,
     decode_to_worker,
     encode,
 )
-from iskander_worker.executor import Executor
 from iskander_worker.gateways import Attachment, Gateways
-from iskander_worker.session import Session
+from iskander_worker.loading import Loads
 
 HOLD_NS = 100_000
 """An answer waits for the next one where the batch between them is no larger than one that took
 less than this. Batches of a few microseconds that came together are so answered together, which
 halves the wake-ups; longer ones are answered one by one."""
-LOAD_NS = 600 * NS_PER_S
-"""How long a load for one gateway may keep the others without a beat; the one that asked for it has
-a limit of its own."""
 
 
 class WorkerLoop:
@@ -50,8 +46,7 @@ class WorkerLoop:
     """
 
     def __init__(self, cores: int) -> None:
-        self._cores = min(cores, len(os.sched_getaffinity(0)))
-        self._sessions: dict[str, Session] = {}
+        self._loads = Loads(min(cores, len(os.sched_getaffinity(0))))
         self._gateways: Gateways | None = None
         self.is_leaving = False
         os.register_at_fork(after_in_child=self._after_fork)
@@ -67,10 +62,13 @@ class WorkerLoop:
         """
         self._gateways = gateways
         is_drained = is_stopping = False
+        loads = self._loads
         while gateways.attached:
             gateways.beat()
             on_turn()
-            for attachment in gateways.next():
+            if loads.is_busy:
+                self._answer_load(gateways)
+            for attachment in gateways.next(loads.wake_fd if loads.is_busy else None):
                 drain = self._turn(gateways, attachment)
                 if drain is not None:
                     is_stopping = is_stopping or drain.is_stopping
@@ -87,6 +85,10 @@ class WorkerLoop:
         # Where the first one is not there to end this worker, the last to stop does.
         return is_drained or is_stopping or self.is_leaving or gateways.is_moved
 
+    def finish(self) -> bool:
+        """Load nothing more; whether this process can end in order."""
+        return self._loads.leave()
+
     def _turn(self, gateways: Gateways, attachment: Attachment) -> Drain | None:
         """Take everything that a gateway has said, and answer."""
         channel = attachment.channel
@@ -100,9 +102,11 @@ class WorkerLoop:
                     gateways.beat(attachment, message.batch_id)
                     self._execute(message, attachment, answers)
                 elif isinstance(message, Load):
-                    gateways.beat(ahead_ns=LOAD_NS)
-                    answers += self._load(message.model, attachment.executor)
-                    gateways.beat()
+                    self._loads.ask(attachment, message.model)
+                elif isinstance(message, Unload):
+                    attachment.executor.drop(message.model)
+                    self._keep_used(gateways)
+                    answers.append(Unloaded(message.model))
                 else:
                     assert isinstance(message, Drain)
                     channel.send(encode(answers))
@@ -149,30 +153,15 @@ class WorkerLoop:
 
     def _keep_used(self, gateways: Gateways) -> None:
         """What no gateway asked for, the next one will hardly want."""
-        used = {each for one in gateways.attached for each in one.executor.sessions.values()}
-        self._sessions = {key: kept for key, kept in self._sessions.items() if kept in used}
-
-    def _load(self, spec: ModelSpec, executor: Executor) -> list[ToGateway]:
-        begun_ns = now_ns()
-        session = self._sessions.get(spec.fingerprint)
-        try:
-            if session is None:
-                session = Session(spec, self._cores)
-                session.warm_up(spec.rows_max)
-                self._sessions[spec.fingerprint] = session
-        except IskanderError as error:
-            return [LoadFailed(spec.key, error.code, error.message)]
-        executor.sessions[spec.key] = session
-        load_ms = (now_ns() - begun_ns) / NS_PER_MS
-        loaded = Loaded(
-            spec.key,
-            session.contract,
-            session.providers,
-            session.threads,
-            round(load_ms, 1),
+        self._loads.keep(
+            {each for one in gateways.attached for each in one.executor.sessions.values()}
         )
-        notices = [Notice(f"{spec.name}/{spec.version}: {text}") for text in session.notices]
-        return [*notices, loaded]
+
+    def _answer_load(self, gateways: Gateways) -> None:
+        """Tell what came of a load, where one is done and who asked for it is still there."""
+        done = self._loads.take()
+        if done is not None and done[0] in gateways.attached:
+            done[0].channel.send(encode(done[1]))
 
     def _after_fork(self) -> None:
         """A child that a model's code has forked must not keep the end of this worker a secret."""

@@ -28,6 +28,7 @@ from iskander.gateway.http2.call import Call
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models, describe
+from iskander.gateway.repository.repository import Repository
 from iskander.gateway.sent_schema import sent_schema
 from iskander.gateway.telemetry.recent import Recent
 
@@ -38,7 +39,11 @@ PLANS_MAX = 256
 
 ACTIONS = {
     "health": "Whether every model is ready; one JSON object.",
-    "models": "What is served; one JSON array.",
+    "models": "What is served, is being loaded, or does not load; one JSON array.",
+    "load": 'Body {"model": NAME}. Load what is there of it where it is not served; answers when '
+    "it is, with the versions that are.",
+    "unload": 'Body {"model": NAME, "version": VERSION?}. Serve it no longer; the versions that '
+    "are let go.",
     "contract": 'Body {"model": NAME, "version": VERSION?}. The contract as JSON, then the schemas '
     "of its inputs and results as Arrow IPC messages.",
     "stats": "What lanes, workers and memory have come to; one JSON object.",
@@ -52,6 +57,7 @@ class FlightService:
 
     Args:
         models: What is served.
+        repository: Brings models and lets them go.
         intake: The way into shared memory.
         dispatcher: The way to the workers.
         limits: Of the server.
@@ -62,6 +68,7 @@ class FlightService:
     def __init__(
         self,
         models: Models,
+        repository: Repository,
         *,
         intake: Intake,
         dispatcher: Dispatcher,
@@ -70,6 +77,7 @@ class FlightService:
         recent: Recent,
     ) -> None:
         self.models = models
+        self._repository = repository
         self._intake = intake
         self._dispatcher = dispatcher
         self.limits = limits
@@ -117,6 +125,7 @@ class FlightService:
             limits=self.limits,
             find=self._find,
             plan=self.plan,
+            models=self.models,
         )
         self.exchanges.add(exchange)
         try:
@@ -162,6 +171,10 @@ class FlightService:
         action = _parse(flight_pb2.Action, raw)
         if action.type == "metrics":
             bodies = [msgspec.json.encode(await self._recent.answer(action.body))]
+        elif action.type == "load":
+            name = _read_query("load", action.body).model
+            versions = await self._repository.load(name)
+            bodies = [msgspec.json.encode({"model": name, "versions": versions})]
         else:
             bodies = self._act(action.type, action.body)
         for body in bodies:
@@ -179,8 +192,8 @@ class FlightService:
         """Not offered."""
         raise Unsupported("nothing here takes long enough to poll for; use GetFlightInfo")
 
-    def _find(self, raw: bytes) -> Lane:
-        return self.models.find(*_model_of(_parse(flight_pb2.FlightDescriptor, raw)))
+    def _find(self, raw: bytes, key: str) -> Lane:
+        return self.models.find(*_model_of(_parse(flight_pb2.FlightDescriptor, raw)), key)
 
     def _act(self, name: str, body: bytes) -> list[bytes]:
         encode = msgspec.json.encode
@@ -188,16 +201,16 @@ class FlightService:
             readiness = self.models.readiness()
             return [encode(readiness | {"ready": readiness["ready"] and not self.is_draining})]
         if name == "models":
-            return [encode([describe(lane) for lane in self.models])]
+            return [encode(self.models.describe_all())]
+        if name == "unload":
+            wanted = _read_query(name, body)
+            versions = self._repository.unload(wanted.model, wanted.version_text)
+            return [encode({"model": wanted.model, "versions": versions})]
         if name == "stats":
             return [encode(self._stats())]
         if name == "contract":
-            try:
-                wanted = msgspec.json.decode(body, type=_ContractQuery)
-            except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise MalformedInput(f"the body of `contract`: {error}") from None
-            version = None if wanted.version is None else str(wanted.version)
-            lane = self.models.find_loaded(wanted.model, version)
+            wanted = _read_query(name, body)
+            lane = self.models.find_loaded(wanted.model, wanted.version_text)
             assert lane.contract is not None
             schemas = (sent_schema(lane.contract), output_schema(lane.contract))
             return [
@@ -207,9 +220,21 @@ class FlightService:
         raise Unsupported(f"there is no action `{name[:100]}`; there are {', '.join(ACTIONS)}")
 
 
-class _ContractQuery(msgspec.Struct):
+class _Query(msgspec.Struct):
     model: str
     version: str | int | None = None
+
+    @property
+    def version_text(self) -> str | None:
+        return None if self.version is None else str(self.version)
+
+
+def _read_query(action: str, body: bytes) -> _Query:
+    """Which model an action is about."""
+    try:
+        return msgspec.json.decode(body, type=_Query)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedInput(f"the body of `{action}`: {error}") from None
 
 
 async def _first(call: Call) -> bytes:

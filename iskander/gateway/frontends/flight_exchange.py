@@ -24,12 +24,14 @@ from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
 from iskander.gateway.frontends.flight_divided import Divided, divide
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.frontends.flight_target import Target
 from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.status import RpcError
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request
+from iskander.gateway.models import Models
 from iskander.memory.pieces import WHOLE_BYTES
 
 log = logging.getLogger("iskander.flight")
@@ -89,8 +91,9 @@ class Exchange:
         intake: The way into shared memory.
         dispatcher: The way to the workers.
         limits: Of the server.
-        find: The lane that a descriptor's bytes mean.
+        find: The lane that a descriptor's bytes mean, for a key of who asks.
         plan: The plan for a lane and a schema's header.
+        models: Whose revision changes when `find` may say something else.
     """
 
     def __init__(
@@ -100,18 +103,18 @@ class Exchange:
         intake: Intake,
         dispatcher: Dispatcher,
         limits: LimitsConfig,
-        find: Callable[[bytes], Lane],
+        find: Callable[[bytes, str], Lane],
         plan: Callable[[Lane, bytes], Plan],
+        models: Models,
     ) -> None:
         self._call = call
         self._intake = intake
         self._dispatcher = dispatcher
         self._limits = limits
-        self._find = find
         self._plan = plan
         self._terms = StreamTerms(call.metadata, call.deadline_ns)
         self._codec: StreamCodec | None = None
-        self._lane: Lane | None = None
+        self._target = Target(find, models, self._terms.route_key)
         self._window: deque[_Pending | Divided | _Refused] = deque()
         self._window_bytes = 0
         self._admission: asyncio.Task[None] | None = None
@@ -229,13 +232,13 @@ class Exchange:
 
     def _open(self, data: FlightData) -> None:
         """Read up to the schema: which model, and what a batch of this stream means to it."""
-        if data.descriptor is not None and self._lane is None:
-            self._lane = self._find(bytes(data.descriptor))
-        if self._lane is None:
+        self._target.look(None if data.descriptor is None else bytes(data.descriptor))
+        lane = self._target.lane
+        if lane is None:
             raise MalformedInput("the stream's first message has no descriptor")
         if data.header:
-            self._lane.require_worker()
-            plan = self._plan(self._lane, bytes(data.header))
+            lane.require_worker()
+            plan = self._plan(lane, bytes(data.header))
             self._codec = StreamCodec(plan, self._limits)
             self._call.send(schema_frame(plan.response_header))
 
@@ -281,10 +284,12 @@ class Exchange:
         """Take what was read as far as can be at once; the batch that has to wait, if it has."""
         if arrived is None:
             return None
-        assert self._codec is not None and self._lane is not None
+        assert self._codec is not None and self._target.lane is not None
+        if not self._target.is_current:
+            self._move()
         if len(arrived.portions) > 1:
-            return divide(self._lane, arrived, raw_bytes, self._terms, self._on_divided)
-        pending = _Pending(self._lane, self, arrived, raw_bytes, self._terms)
+            return divide(self._target.lane, arrived, raw_bytes, self._terms, self._on_divided)
+        pending = _Pending(self._target.lane, self, arrived, raw_bytes, self._terms)
         if not pending.rows:
             pending.taken = self._codec.take(arrived, b"")
             self._enter(pending)
@@ -331,6 +336,14 @@ class Exchange:
     def _withdraw(self, divided: Divided) -> None:
         for request in divided.requests:
             self._dispatcher.withdraw(request)
+
+    def _move(self) -> None:
+        """Go on with what is served now; where the stream cannot, it ends."""
+        try:
+            self._target.move()
+        except IskanderError as error:
+            self._end(error)
+            raise
 
     def _enter(self, pending: _Pending | Divided) -> None:
         self._window.append(pending)

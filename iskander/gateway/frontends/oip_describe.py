@@ -20,6 +20,7 @@ from iskander.contract.tensors import Contract, TensorSpec
 from iskander.gateway.frontends.oip_tensors import STRINGS
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import PRIORITY_DEFAULT, PRIORITY_MAX
+from iskander.gateway.models import Standing
 
 SERVER = "iskander"
 EXTENSIONS = (
@@ -121,18 +122,13 @@ def statistics(lane: Lane) -> Any:  # noqa: ANN401
     )
 
 
-def index_entry(lane: Lane, reason: str) -> Any:  # noqa: ANN401
-    """A model version in the repository's index.
-
-    Args:
-        lane: Of the model version.
-        reason: Why it is not ready; empty where it is.
-    """
+def index_entry(standing: Standing) -> Any:  # noqa: ANN401
+    """A model version in the repository's index."""
     return oip_pb2.RepositoryIndexResponse.ModelIndex(
-        name=lane.model.name,
-        version=lane.model.version,
-        state="UNAVAILABLE" if reason else "READY",
-        reason=reason,
+        name=standing.name,
+        version=standing.version,
+        state=standing.state,
+        reason=standing.reason,
     )
 
 

@@ -155,7 +155,7 @@ class OipHttp:
         message = oip_pb2.RepositoryModelLoadRequest(**request.path_params)
         for name in asked.parameters:
             message.parameters.get_or_create(name)
-        self._service.answer("RepositoryModelLoad", message)
+        await self._service.load(message)
         return Response()
 
 

@@ -80,7 +80,9 @@ class HttpInference:
             raise Overloaded("as many connections as may be are open", retry_after_ms=RETRY_MS)
         self._desk.require_open()
         path = request.path_params
-        lane = self._models.find_loaded(path["name"], path.get("version"))
+        key = _route_key(request.headers)
+        lane = self._models.find_loaded(path["name"], path.get("version"), key)
+        lane.entering += 1
         with Held(self._room) as held:
             try:
                 asked = await self._read(request, lane, held)
@@ -92,6 +94,8 @@ class HttpInference:
                 # Frames that it went through know it, and would keep the body until a collection.
                 error.__traceback__ = None
                 raise
+            finally:
+                lane.entering -= 1
 
     async def _read(self, request: Request, lane: Lane, held: Held) -> Asked:
         json_bytes, limits = _json_bytes(request.headers), self._desk.limits
@@ -139,6 +143,12 @@ def _json_bytes(headers: Mapping[str, str]) -> int | None:
     if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX):
         raise MalformedInput(f"the header `{HEADER_LENGTH}` is no number of bytes")
     return int(text)
+
+
+def _route_key(headers: Mapping[str, str]) -> str:
+    """By which the version is chosen: of the headers, since no body is read before that."""
+    said = headers.get(f"{HEADER_PREFIX}route-key") or headers.get(f"{HEADER_PREFIX}client")
+    return said or StreamTerms((), None).route_key
 
 
 def _terms(headers: Mapping[str, str], asked: Asked) -> Terms:

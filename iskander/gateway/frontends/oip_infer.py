@@ -54,7 +54,8 @@ class Inference:
             IskanderError: Why there is none.
         """
         asked = self._read(scanned.head)
-        lane = self._models.find_loaded(asked.model, asked.version)
+        key = terms.route_key_of(asked.said)
+        lane = self._models.find_loaded(asked.model, asked.version, key)
         contract = lane.contract
         assert contract is not None
         if asked.outputs:
@@ -73,8 +74,8 @@ class Inference:
             by_name = {tensor.name: tensor for tensor in given}
             given = [by_name[name] for name in asked.outputs]
         is_final_said = is_streamed and asked.wants_final
-        key = (lane.model.key, offered.rows, asked.outputs, is_final_said)
-        head = self._head(key, lane, contract, given)
+        which = (lane.model.key, offered.rows, asked.outputs, is_final_said)
+        head = self._head(which, lane, contract, given)
         return response(head, scanned.id, [raw_tensor(tensor) for tensor in given])
 
     def _read(self, head: bytes) -> Asked:

@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
-from iskander.errors import MalformedInput, ModelNotFound, Unsupported
+from iskander.errors import MalformedInput, Unsupported
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_describe as describe
 from iskander.gateway.frontends.oip_infer import Inference
@@ -21,10 +21,9 @@ from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
-from iskander.gateway.supervision.readiness import reason_of
+from iskander.gateway.repository.repository import Repository
 
 SERVICE = "inference.GRPCInferenceService"
-CONFIGURED = "models come from the server's configuration"
 
 Answer = Callable[[Any], Any]
 
@@ -35,10 +34,12 @@ class OipService:
     Args:
         models: What is served.
         desk: Has rows computed, and knows whether the server stops.
+        repository: Brings models and lets them go.
     """
 
-    def __init__(self, models: Models, desk: Desk) -> None:
+    def __init__(self, models: Models, desk: Desk, repository: Repository) -> None:
         self._models = models
+        self._repository = repository
         self._desk = desk
         self._inference = Inference(models, desk)
         self._answers: dict[str, Answer] = {
@@ -50,7 +51,6 @@ class OipService:
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._repository_index,
-            "RepositoryModelLoad": self._load,
             "RepositoryModelUnload": self._unload,
             "SystemSharedMemoryStatus": _nothing_of("SystemSharedMemoryStatus"),
             "CudaSharedMemoryStatus": _nothing_of("CudaSharedMemoryStatus"),
@@ -72,7 +72,8 @@ class OipService:
 
     def unary(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """The calls that answer at once, by the name of their method."""
-        return {name: _coded(name, answer) for name, answer in self._answers.items()}
+        coded = {name: _coded(name, _at_once(answer)) for name, answer in self._answers.items()}
+        return coded | {"RepositoryModelLoad": _coded("RepositoryModelLoad", self.load)}
 
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request."""
@@ -118,42 +119,48 @@ class OipService:
         return oip_pb2.ModelStatisticsResponse(model_stats=map(describe.statistics, lanes))
 
     def _repository_index(self, request: Any) -> Any:  # noqa: ANN401
-        reasons = [(lane, reason_of(lane, self._models.workers)) for lane in self._models]
         return oip_pb2.RepositoryIndexResponse(
             models=[
-                describe.index_entry(lane, reason)
-                for lane, reason in reasons
-                if not (request.ready and reason)
+                describe.index_entry(standing)
+                for standing in self._models.index()
+                if standing.state == "READY" or not request.ready
             ]
         )
 
-    def _load(self, request: Any) -> Any:  # noqa: ANN401
-        name = self._named(request)
+    async def load(self, request: Any) -> Any:  # noqa: ANN401
+        """Load a model; the answer comes when it is served, or says why it is not.
+
+        Raises:
+            IskanderError: Why it is not.
+        """
         if request.parameters:
-            raise Unsupported(f"a load takes no parameters here; {CONFIGURED}")
-        for lane in self._models:
-            if lane.model.name == name:
-                self._models.find_loaded(name, lane.model.version)
+            raise Unsupported("a load takes no parameters here; settings are in `model.toml`")
+        name = _named(request)
+        await self._repository.load(name)
         return oip_pb2.RepositoryModelLoadResponse(model_name=name, is_loaded=True)
 
     def _unload(self, request: Any) -> Any:  # noqa: ANN401
-        raise Unsupported(f"model `{self._named(request)}` stays loaded; {CONFIGURED}")
-
-    def _named(self, request: Any) -> str:  # noqa: ANN401
-        """The model that a load or unload means, in either of the layouts in use.
-
-        Raises:
-            ModelNotFound: There is none of that name.
-        """
-        name: str = request.model_name or request.repository_name
-        try:
-            self._models.find(name, None)
-        except ModelNotFound as error:
-            raise ModelNotFound(f"{error.message}; {CONFIGURED}", **error.fields) from None
-        return name
+        name = _named(request)
+        self._repository.unload(name)
+        return oip_pb2.RepositoryModelUnloadResponse(model_name=name, is_unloaded=True)
 
 
-def _coded(name: str, answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
+def _named(request: Any) -> str:  # noqa: ANN401
+    """The model that a load or unload means, in either of the layouts in use."""
+    name: str = request.model_name or request.repository_name
+    return name
+
+
+def _at_once(answer: Answer) -> Callable[[Any], Awaitable[Any]]:
+    async def answer_later(request: Any) -> Any:  # noqa: ANN401
+        return answer(request)
+
+    return answer_later
+
+
+def _coded(
+    name: str, answer: Callable[[Any], Awaitable[Any]]
+) -> Callable[[bytes], Awaitable[bytes]]:
     """A call from bytes to bytes."""
     kind = getattr(oip_pb2, f"{name}Request")
 
@@ -162,7 +169,7 @@ def _coded(name: str, answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
             request = kind.FromString(raw)
         except DecodeError:
             raise MalformedInput(f"the message is not a {name}Request") from None
-        response: bytes = answer(request).SerializeToString()
+        response: bytes = (await answer(request)).SerializeToString()
         return response
 
     return serve

@@ -47,6 +47,8 @@ class SaidTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         steps_remaining: Actions that the client has left before it needs this result.
         timestamp_ns: When it was observed, in nanoseconds of the wall clock.
         newest_wins: A newer batch of this client takes the place of one that still waits.
+        route_key: Where versions of a model have shares, the same key gets the same version;
+            without it the client's name is the key. A stream of Flight says it in its headers.
     """
 
     client: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -57,6 +59,7 @@ class SaidTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_remaining: Annotated[int, Meta(ge=0)] | None = None
     timestamp_ns: Annotated[int, Meta(ge=0)] | None = None
     newest_wins: bool | None = None
+    route_key: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
 class _Headers(SaidTerms, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +90,7 @@ class StreamTerms:
     Attributes:
         is_in_band: An error of one batch takes the place of its result.
         deadline_ns: Of the call.
+        route_key: By which the call's version is chosen, where versions have shares.
 
     Raises:
         MalformedInput: A header of ours is not what it may be.
@@ -108,6 +112,7 @@ class StreamTerms:
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
         self._said = said
         self._client = said.client or f"stream {next(_numbers)}"
+        self.route_key = said.route_key or self._client
         self._default = self.with_said(said)
         self._remembered: dict[bytes, Terms] = {}
 
@@ -130,6 +135,10 @@ class StreamTerms:
             if said.timestamp_ns is None:
                 self._remembered[app_metadata] = terms
         return terms
+
+    def route_key_of(self, said: SaidTerms | None) -> str:
+        """The key by which a request's version is chosen, that says these terms itself."""
+        return self.route_key if said is None else said.route_key or said.client or self.route_key
 
     def with_said(self, said: SaidTerms | None) -> Terms:
         """The terms of a request that says these, or nothing, itself."""

@@ -72,6 +72,12 @@ class Lane:
         counts: What came in and went out, by name.
         measures: How long requests and batches took.
         ran_ns: When a worker last ran a batch of it.
+        is_served: It is found by those who ask for the model version.
+        is_required: Without it the server is not ready.
+        is_over: It was served, or should have been, and will not be again.
+        is_stale: The files that it was loaded from have changed.
+        refusal: Why a worker could not load it.
+        entering: Requests that are for it and wait to be put, or are still being read.
     """
 
     def __init__(
@@ -96,6 +102,10 @@ class Lane:
         self._policy = make_policy(config)
         self.layouts_of: tuple[Layouts, ...] = ()
         self.ran_ns = -PROBE_NS
+        self.is_served = self.is_required = True
+        self.is_over = self.is_stale = False
+        self.refusal: IskanderError | None = None
+        self.entering = 0
         self._newest: dict[str, Request] = {}
         self._margin = Margin()
         self._number = 0
@@ -114,6 +124,20 @@ class Lane:
     def pool_of(self, workers: Iterable[Worker]) -> list[Worker]:
         """Those of the plan's workers that are for it."""
         return [worker for worker in workers if worker.place.pool == self.model.pool]
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether workers are to load it, and nobody finds it yet."""
+        return not self.is_served and not self.is_over
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything that was begun with it has come to its end."""
+        return not self.entering and not self.outstanding
+
+    def follow(self, older: Lane) -> None:
+        """Take the place of an older lane of the same model version: what is counted goes on."""
+        self.counts, self.measures, self.cadence = older.counts, older.measures, older.cadence
 
     @property
     def ready(self) -> KeysView[int]:

@@ -52,6 +52,7 @@ from iskander.wire.messages import (
     LoadFailed,
     Notice,
     Stepped,
+    Unloaded,
     Welcome,
     decode_to_gateway,
     encode,
@@ -113,9 +114,11 @@ class Supervisor:
             timers=self._timers,
             happened=self._happened,
         )
-        self._loading = Loading(
+        self.loading = Loading(
             models.by_key,
+            self.workers,
             usable_bytes(config.arena.output_bytes),
+            is_current=models.is_current,
             happened=self._happened,
             on_refused=self._on_refused,
         )
@@ -159,7 +162,7 @@ class Supervisor:
                 self._starting.fill(self.workers)
 
     async def until_ready(self) -> None:
-        """Wait until every model has the workers that it needs.
+        """Wait until every model has the workers that it needs, or is known not to load.
 
         Raises:
             ManifestError: A model cannot be loaded.
@@ -167,7 +170,7 @@ class Supervisor:
         """
         try:
             async with asyncio.timeout(self._settings.start_s):
-                while not self._models.is_ready:
+                while not self._models.is_settled:
                     if self._starting.boot_error is not None:
                         raise self._starting.boot_error
                     self._changed.clear()
@@ -244,6 +247,10 @@ class Supervisor:
         for action in actions:
             self._actions[action](worker)
         self._vacancy.look()
+        self.noticed()
+
+    def noticed(self) -> None:
+        """What is ready may have changed."""
         self._changed.set()
         self._on_change()
 
@@ -269,8 +276,9 @@ class Supervisor:
                     worker.notices.append(message.text)
                     log.warning("worker %d: %s", worker.place.index, message.text)
                 else:
-                    assert isinstance(message, Loaded | LoadFailed)
-                    self._loading.on_answer(worker, message)
+                    assert isinstance(message, Loaded | LoadFailed | Unloaded)
+                    self.loading.on_answer(worker, message)
+                    self.noticed()
         if channel.has_ended:
             self._loop.remove_reader(channel)
             self._happened(worker, Event.LOST)
@@ -355,7 +363,7 @@ class Supervisor:
 
     def _load(self, worker: Worker) -> None:
         self._later(worker, self._settings.start_s, Event.TIMED_OUT)
-        self._loading.ask_next(worker)
+        self.loading.ask_next(worker)
 
     def _open(self, worker: Worker) -> None:
         self._timers.clear(worker)
@@ -366,6 +374,7 @@ class Supervisor:
         if worker.failures:
             self._later(worker, STEADY_S, Event.STEADY)
         self._dispatcher.open(worker)
+        self.loading.ask_next(worker)
 
     def _await(self, worker: Worker) -> None:
         """Let requests wait where it is known that another process will come."""
@@ -382,6 +391,7 @@ class Supervisor:
             log.error("worker %d is gone, %s", worker.place.index, _doing(worker))
         # While the beat can still be read: it says which batch was running.
         self._dispatcher.on_lost(worker)
+        self.loading.on_lost(worker)
         worker.detach()
 
     def _abort(self, worker: Worker) -> None:

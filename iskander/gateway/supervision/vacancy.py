@@ -9,8 +9,9 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from iskander.errors import IskanderError, NotReady
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.supervision.lifecycle import State
 from iskander.gateway.supervision.workers import Worker
@@ -24,7 +25,7 @@ class Vacancy:
         workers: Every place of the plan.
         wait_s: How long requests wait for a worker, not counting the time in which the last one
             finishes what it has.
-        refuse: Called with lanes whose requests have waited for too long.
+        refuse: Called with a lane whose requests have waited for too long, and what to say to them.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Vacancy:
         workers: Sequence[Worker],
         *,
         wait_s: float,
-        refuse: Callable[[Iterable[Lane]], None],
+        refuse: Callable[[Lane, IskanderError], None],
     ) -> None:
         self._lanes = lanes
         self._workers = workers
@@ -45,6 +46,8 @@ class Vacancy:
         """Begin or end the time of each lane, as the workers are now."""
         awaited = {w.place.pool for w in self._workers if w.is_awaited}
         leaving = {w.place.pool for w in self._workers if w.state is State.LEAVING}
+        for key in self._timers.keys() - self._lanes.keys():
+            self._timers.pop(key).cancel()
         for key, lane in self._lanes.items():
             lane.is_awaiting = lane.model.pool in awaited
             if lane.workers or lane.model.pool in leaving:
@@ -63,7 +66,11 @@ class Vacancy:
 
     def _give_up(self, key: int) -> None:
         del self._timers[key]
-        for worker in self._lanes[key].pool_of(self._workers):
+        lane = self._lanes.get(key)
+        if lane is None:
+            return
+        for worker in lane.pool_of(self._workers):
             worker.is_awaited = False
-        self._lanes[key].is_awaiting = False
-        self._refuse([self._lanes[key]])
+        lane.is_awaiting = False
+        error = NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000)
+        self._refuse(lane, error)

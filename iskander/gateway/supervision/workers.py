@@ -166,6 +166,8 @@ class Worker:
         busy_until_ns: When it is expected to have run all that.
         virtual_ns: How far the lanes that it serves have come in their shares of it.
         models: Keys of the models that it has loaded.
+        asked: Key of the model that it is loading, since `asked_ns`; None while it loads none.
+        refused: Why it cannot have a model, by its key.
         batches: That its place has computed; `recycle_at` is the number at which the process is
             replaced in order.
         starts: Processes that were started for the place.
@@ -196,6 +198,9 @@ class Worker:
         self.busy_until_ns = 0
         self.virtual_ns = 0.0
         self.models: set[int] = set()
+        self.asked: int | None = None
+        self.asked_ns = 0
+        self.refused: dict[int, str] = {}
         self.batches = 0
         self.starts = 0
         self.failures = 0
@@ -318,7 +323,7 @@ class Worker:
         if self.pid and not self._is_own:
             self.last_end = End(None, self._was_killed)
         self.incarnation = self.pid = self.credits = 0
-        self.models = set()
+        self.models, self.refused, self.asked = set(), {}, None
         self.output_arena = Arena(0)
         self.backing = NO_MEMORY
         self.notices.clear()

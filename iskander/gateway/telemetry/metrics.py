@@ -189,6 +189,18 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
            "that it needs, none of them in a crash loop.",
            lambda observed: [((lane.model.name, lane.model.version),
                               observed.models.is_lane_ready(lane)) for lane in observed.models]),
+    Metric("iskander_model_loads_total", "counter", "loads", (), "Model versions, new or changed, "
+           "that were loaded by enough workers and put in place.",
+           _one(lambda observed: observed.models.counts["loaded"])),
+    Metric("iskander_model_load_failures_total", "counter", "loads", (), "Those that were not "
+           "served: what was served in their place still is.",
+           _one(lambda observed: observed.models.counts["failed"])),
+    Metric("iskander_model_unloads_total", "counter", "loads", (), "Model versions that were "
+           "replaced, or taken away.",
+           _one(lambda observed: observed.models.counts["unloaded"])),
+    Metric("iskander_model_generations", "gauge", "", ("stage",), "Model versions with the files "
+           "of one moment, by stage: loading, serving, or draining (finishing what they accepted).",
+           lambda observed: list(observed.models.stages())),
     Metric("iskander_uptime_seconds", "gauge", "seconds", (), "Since the gateway was started.",
            _one(lambda observed: observed.uptime_s)),
     Metric("iskander_streams", "gauge", "streams", (), "Flight's streams that are open.",

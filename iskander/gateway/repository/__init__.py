@@ -1,0 +1,1 @@
+"""Which model versions are served: wanted, loaded beside the others, put in place, let go."""

@@ -1,0 +1,143 @@
+"""What lies in a repository's folder: models, their versions, and in what state each is.
+
+Decides nothing.
+
+Runs on: any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from iskander.config import Config
+from iskander.config_file import require_model
+from iskander.config_repository import ModelFile
+from iskander.errors import ConfigError
+
+SETTINGS = "model.toml"
+SETTINGS_BYTES_MAX = 1 << 16
+MODELS_MAX = 1024
+VERSIONS_MAX = 256
+FILES_MAX = 10_000
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
+VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
+NOT_OURS = ("name", "path", "version")
+
+
+class Listed(NamedTuple):
+    """A model in the folder.
+
+    Attributes:
+        settings: What tells one state of its `model.toml` from another; empty without one.
+        versions: What tells one state of a version's folder from another, by version.
+    """
+
+    settings: str
+    versions: dict[str, str]
+
+
+def list_models(root: Path, marker: str) -> dict[str, Listed]:
+    """Every model, by name; what has not the name of one is passed over.
+
+    Args:
+        root: The repository.
+        marker: File without which a version is not there; empty for none.
+
+    Raises:
+        ConfigError: The folder cannot be read, or has too much in it.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    except OSError as error:
+        raise ConfigError(f"repository.path: {error.strerror}") from None
+    names = [name for name in names if NAME.fullmatch(name)]
+    if len(names) > MODELS_MAX:
+        raise ConfigError(f"repository.path has more than {MODELS_MAX} models")
+    return {name: listed for name in names if (listed := list_model(root, name, marker)).versions}
+
+
+def list_model(root: Path, name: str, marker: str) -> Listed:
+    """One model; without versions where it is not there."""
+    folder = root / name
+    versions: dict[str, str] = {}
+    if NAME.fullmatch(name):
+        try:
+            found = [entry for entry in os.scandir(folder) if VERSION.fullmatch(entry.name)]
+        except OSError:
+            found = []
+        for entry in sorted(found, key=lambda entry: int(entry.name))[-VERSIONS_MAX:]:
+            stamp = stamp_of(folder / entry.name, marker)
+            if stamp:
+                versions[entry.name] = stamp
+    return Listed(_state_of(folder / SETTINGS), versions)
+
+
+def stamp_of(folder: Path, marker: str = "") -> str:
+    """What tells one state of a folder from another: names, sizes, times and inodes of its files.
+
+    Empty where the folder has no files, or not the marker.
+    """
+    if marker and not (folder / marker).exists():
+        return ""
+    states = [f"{path.relative_to(folder)} {_state_of(path)}" for path in _files(folder)]
+    if not states:
+        return ""
+    return blake2b("\n".join(sorted(states)).encode(), digest_size=16).hexdigest()
+
+
+def read_settings(root: Path, name: str, config: Config) -> ModelFile:
+    """A model's `model.toml`, over what the configuration says; that alone without one.
+
+    Raises:
+        ConfigError: It cannot be read, or says what it may not.
+    """
+    lanes = msgspec.to_builtins(config.lanes)
+    try:
+        raw = (root / name / SETTINGS).read_bytes()
+    except FileNotFoundError:
+        raw = b""
+    except OSError as error:
+        raise ConfigError(f"{SETTINGS} cannot be read: {error.strerror}") from None
+    if len(raw) > SETTINGS_BYTES_MAX:
+        raise ConfigError(f"{SETTINGS} is larger than {SETTINGS_BYTES_MAX} bytes")
+    try:
+        said = msgspec.toml.decode(raw)
+        ours = [key for key in NOT_OURS if key in said]
+        if ours:
+            raise ConfigError(f"{SETTINGS}: `{ours[0]}` is said by the folder's name")
+        if isinstance(said.get("lane", {}), dict):
+            said["lane"] = lanes | said.get("lane", {})
+        settings = msgspec.convert(said, ModelFile)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{SETTINGS}: {error}") from None
+    if settings.own_workers:
+        raise ConfigError(
+            f"{SETTINGS}: workers of its own are planned at the start, for models of [[models]]"
+        )
+    require_model(settings, SETTINGS, config)
+    return settings
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    count = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            count += 1
+            if count > FILES_MAX:
+                return
+            yield Path(parent, name)
+
+
+def _state_of(path: Path) -> str:
+    try:
+        stat = path.stat()
+    except OSError:
+        return ""
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"

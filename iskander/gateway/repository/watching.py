@@ -1,0 +1,42 @@
+"""Word of changes in a folder: from the kernel, and after a while without.
+
+Runs on: gateway loop, and a thread of `watchfiles` that waits for the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from watchfiles import awatch
+
+log = logging.getLogger("iskander.repository")
+
+DEBOUNCE_MS = 50
+logging.getLogger("watchfiles").setLevel(logging.WARNING)
+
+
+async def changes(root: Path, rescan_s: float) -> AsyncIterator[None]:
+    """A turn for each change below a folder that is told of, and for each while without any.
+
+    A folder that cannot be watched (there are no watches left, or it is gone) is looked at every
+    `rescan_s` seconds.
+    """
+    while True:
+        try:
+            async for _ in awatch(
+                root,
+                watch_filter=None,
+                debounce=DEBOUNCE_MS,
+                step=DEBOUNCE_MS // 2,
+                rust_timeout=int(rescan_s * 1000),
+                yield_on_timeout=True,
+                raise_interrupt=False,
+            ):
+                yield
+        except (OSError, RuntimeError) as error:
+            log.warning("the repository cannot be watched: %s", error)
+        await asyncio.sleep(rescan_s)
+        yield

@@ -1,0 +1,53 @@
+"""Triton's own client against a repository of models, in a process of its own: it brings grpcio."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from support import judging
+from support.judging import PATIENCE_S, Facts
+
+
+def factors(address: str, version: str = "", keys: list[str] | None = None) -> Facts:
+    """Which version's factor answers, for each key."""
+    tensor = triton.InferInput("x", [1], "INT64")
+    tensor.set_data_from_numpy(np.array([1], np.int64))
+    with triton.InferenceServerClient(address) as client:
+        answers: list[Any] = []
+        for key in keys or [""]:
+            result = client.infer(
+                "m",
+                [tensor],
+                model_version=version,
+                parameters={"iskander_route_key": key} if key else None,
+                client_timeout=PATIENCE_S,
+            )
+            answers.append(int(result.as_numpy("y")[0]))
+        return answers
+
+
+def control(address: str, call: str, name: str) -> Facts:
+    """Load or unload; the error, where it is refused."""
+    with triton.InferenceServerClient(address) as client:
+        try:
+            getattr(client, f"{call}_model")(name)
+        except InferenceServerException as error:
+            return str(error)
+        return None
+
+
+def index(address: str) -> Facts:
+    """State and reason of each version."""
+    with triton.InferenceServerClient(address) as client:
+        found = client.get_model_repository_index(as_json=True).get("models", [])
+        return {f"{m['name']}/{m['version']}": (m["state"], m.get("reason", "")) for m in found}
+
+
+judging.serve(factors, control, index)
