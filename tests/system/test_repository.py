@@ -149,7 +149,7 @@ def test_what_does_not_load_leaves_the_old_one_and_says_why(tmp_path: Path) -> N
         (broken / "model.onnx").write_bytes(b"no model")
         folder.put("m", 2, broken)
         eventually(lambda: listed(client).get("m/2") == "unavailable", what="the failure")
-        assert "cannot be loaded" in reason(client, "m/2")
+        assert "is no ONNX model" in reason(client, "m/2")
         assert factor(client) == factor(client, version="1") == 3
         health = client.health()
         assert health["ready"] and "version 2" in health["models"]["m"]["reason"]
@@ -301,7 +301,7 @@ def test_models_come_and_go_by_calls_of_all_kinds(tmp_path: Path, judge: Judge) 
         assert (said.returncode, said.stdout) == (0, "n: version 1 served\n")
         (folder.root / "n" / "1" / "model.onnx").write_bytes(b"broken")
         said = command("load", "n", "--address", address)
-        assert said.returncode == 1 and "cannot be loaded" in said.stderr
+        assert said.returncode == 1 and "is no ONNX model" in said.stderr
         assert factor(client, "n") == 5
         said = command("models", "--address", address)
         assert "n/1: a change of it is not served" in said.stdout
