@@ -90,6 +90,10 @@ def test_lists_of_a_slice(kind: Any) -> None:
 
 
 def test_what_a_null_list_lies_over_is_not_its_own() -> None:
+    mask = pa.array([True, False])
+    pairs = pa.FixedSizeListArray.from_arrays(pa.array([1, 2, 3, 4]), 2, mask=mask)
+    seen = elements(pairs)
+    assert seen.valid is not None and seen.valid.tolist() == [[False, False], [True, True]]
     array = pa.ListArray.from_arrays(
         [0, 2, 4], pa.array([1, 2, 3, 4]), mask=pa.array([False, True])
     )
