@@ -190,11 +190,17 @@ def test_what_a_class_has_forked_neither_hides_its_worker_s_death_nor_outlives_i
     eventually(lambda: answers(fresh, "hostile"), what="another worker")
 
 
-def test_nothing_is_written_into_a_model_s_folder(gateway: Gateway) -> None:
+def test_nothing_is_written_into_a_model_s_folder(tmp_path: Path) -> None:
     """A signed one would be refused the next time."""
-    for name in ("plain", "hostile"):
-        files = sorted(path.name for path in (gateway.folder / name).iterdir())
-        assert files == ["manifest.toml", "model.py"]
+    gateway = Gateway(tmp_path, [entry(tmp_path / "own", PLAIN)])
+    try:
+        gateway.start(PYTHONDONTWRITEBYTECODE="")
+        assert score(gateway, "own", 1) == [4, 7, 10]
+        assert gateway.stop() == 0
+    finally:
+        gateway.end()
+    files = sorted(path.name for path in (tmp_path / "own").iterdir())
+    assert files == ["manifest.toml", "model.py"]
 
 
 def test_each_model_has_the_workers_that_are_its_own(gateway: Gateway) -> None:
