@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from iskander.gateway.supervision.placement import Plan
     from iskander.wire import messages
 
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 EXIT_NO = 1
 
 
@@ -51,7 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"iskander {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_model_commands(commands)
+    _add_server_commands(commands)
+    _add_config_commands(commands)
+    return parser
 
+
+def _add_model_commands(commands: Commands) -> None:
+    """What looks at files."""
     check = commands.add_parser(
         "check", help="say whether a configuration would start, and what it would run where"
     )
@@ -91,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     manifest.set_defaults(run=_manifest)
 
+
+def _add_server_commands(commands: Commands) -> None:
+    """What asks a running server."""
     models = commands.add_parser(
         "models", help="list what a running server serves or loads, and what does not load and why"
     )
@@ -118,6 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument("--json", action="store_true", help="all of it, as one JSON object")
     stats.set_defaults(run=_stats)
 
+
+def _add_config_commands(commands: Commands) -> None:
+    """What shows or makes configurations."""
     config = commands.add_parser("config", help="show a configuration, or every setting")
     kinds = config.add_subparsers(required=True, metavar="KIND")
     show = kinds.add_parser("show", help="every value of a file and where it comes from")
@@ -131,7 +146,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     imported.add_argument("file", type=Path, metavar="FILE", help="YAML, or JSON")
     imported.set_defaults(run=_config_import)
-    return parser
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
