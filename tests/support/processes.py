@@ -78,6 +78,8 @@ class Gateway:
         for key, value in (("bytes", 16), ("message_bytes", 20), ("window_bytes", 32)):
             limits.setdefault(key, value * MIB)
         sections.setdefault("workers", {}).setdefault("reattach_s", 5.0)
+        # Where loading is not what is tested: every test makes models that nobody has seen.
+        sections.setdefault("loading", {"trial": False})
         self.config = folder / "iskander.toml"
         self.config.write_text(render_config(models=models, **sections))
         self.log = folder / "gateway.log"

@@ -468,7 +468,7 @@ def test_a_second_gateway_is_refused(gateway: Gateway, tmp_path: Path) -> None:
     ("model", "words"),
     [
         ({"path": "nowhere"}, "no model file"),
-        ({"path": "broken"}, "cannot be loaded"),
+        ({"path": "broken"}, "is no ONNX model"),
         ({"execution_providers": ["cuda"]}, "never replaced by the CPU silently"),
         ({"intra_threads": 9}, "make 9 compute threads"),
         ({"path": "scalar"}, "is a scalar"),

@@ -347,6 +347,8 @@ def test_discovery_and_actions(gateway: Gateway) -> None:
     assert {a.type for a in client.list_actions()} == {
         "health",
         "models",
+        "load",
+        "unload",
         "contract",
         "stats",
         "metrics",
