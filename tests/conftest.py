@@ -30,9 +30,13 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
 @pytest.fixture
-def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a short name: the paths of sockets below it have 107 bytes at most."""
-    return tmp_path_factory.mktemp("t")
+def tmp_path() -> Iterator[Path]:
+    """With a short name, since the paths of sockets below it have 107 bytes at most.
+
+    It goes with its test: thousands of them, some with large models, are slow to clear away at once.
+    """
+    with tempfile.TemporaryDirectory(prefix="isk-test-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True, scope="module")
