@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 def tmp_path() -> Iterator[Path]:
     """With a short name, since the paths of sockets below it have 107 bytes at most.
 
-    It goes with its test: thousands of them, some with large models, are slow to clear away at once.
+    It goes with its test: thousands of them, some with large models, take long to clear away.
     """
     with tempfile.TemporaryDirectory(prefix="isk-test-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
