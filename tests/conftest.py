@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import shutil
@@ -23,10 +22,14 @@ os.environ[RUN_MARK] = RUN
 # Before any test imports onnxruntime: it uploads usage data unless told not to.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 # What servers keep of models is the run's own, and goes with it.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="isk-cache-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="isk-cache-")
 # For `benchmarks`, which is in no wheel; last, so that an installed `iskander` is the one tested.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+
+def pytest_unconfigure() -> None:
+    """Not at the end of the process: those that run tests side by side end without a word."""
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from iskander._generated import oip_pb2
 from iskander.errors import MalformedInput
 from iskander.gateway.frontends.oip_wire import in_stream, response, scan
-from iskander.gateway.frontends.varint import varint
+from iskander.wire.varint import varint
 
 REQUEST = oip_pb2.ModelInferRequest(
     model_name="model",

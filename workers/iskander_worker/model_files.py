@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from iskander.errors import ManifestError
+from iskander.wire.varint import read_varint
 
 DEPTH_MAX = 64
 """Of messages within messages; a model with a loop in a loop in a loop has about twenty."""
@@ -237,15 +238,10 @@ def read_field(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int
 
 
 def _varint(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int]:
-    value = shift = 0
-    while at < stop and shift < 64:
-        byte = raw[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    raise _malformed(name, at)
+    try:
+        return read_varint(raw[:stop], at)
+    except IndexError:
+        raise _malformed(name, at) from None
 
 
 def _malformed(name: str, at: int) -> ManifestError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from iskander.errors import ManifestError
+from iskander.wire.varint import varint
 from iskander_worker.model_files import read_entry, read_field
 
 ALIGNMENT = 64
@@ -53,7 +54,7 @@ def _rebuilt(raw: memoryview, at: int, stop: int, path: tuple[int, ...], stream:
             inner = _rebuilt(raw, begin, at, path[1:], stream)
         else:
             inner = _moved(raw, begin, at, stream)
-        parts += [_varint(number << 3 | 2), _varint(len(inner)), inner]
+        parts += [varint(number << 3 | 2), varint(len(inner)), inner]
     return b"".join(parts)
 
 
@@ -69,7 +70,7 @@ def _moved(raw: memoryview, begin: int, end: int, stream: BinaryIO) -> bytes:
     return b"".join(
         part
         for tag, body in ((_KEY_FIELD, key.encode()), (_VALUE_FIELD, text.encode()))
-        for part in (tag, _varint(len(body)), body)
+        for part in (tag, varint(len(body)), body)
     )
 
 
@@ -82,12 +83,3 @@ def _place(match: re.Match[str], stream: BinaryIO) -> str:
         offset = end + -end % ALIGNMENT
         stream.write(bytes(offset - end) + blob)
     return f"{offset};{length};{match[3]}"
-
-
-def _varint(value: int) -> bytes:
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)

@@ -16,7 +16,7 @@ from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import NamedTuple, TypeAlias
 
 from iskander.errors import MalformedInput
-from iskander.gateway.frontends.varint import read_varint, varint
+from iskander.wire.varint import read_varint, varint
 
 _DESCRIPTOR, _HEADER, _APP_METADATA, _BODY = 1, 2, 3, 1000
 _HEADER_TAG = bytes([_HEADER << 3 | 2])

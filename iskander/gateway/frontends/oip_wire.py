@@ -14,8 +14,8 @@ from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import NamedTuple
 
 from iskander.errors import MalformedInput
-from iskander.gateway.frontends.varint import read_varint, varint
 from iskander.gateway.http2.call import Message
+from iskander.wire.varint import read_varint, varint
 
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _FIXED_BYTES = {_I64: 8, _I32: 4}
