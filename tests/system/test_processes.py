@@ -156,7 +156,7 @@ def test_connections_are_dealt_out_and_every_answer_is_its_askers(
             thread.join()
         assert not wrong
         completed = {
-            number: stats["lanes"]["ids/1"]["completed"]
+            number: stats["lanes"]["ids/1"].get("completed", 0)  # a process may have got none
             for number, stats in by_process(gateway, count).items()
         }
         assert sum(completed.values()) == 16 * 50

@@ -138,6 +138,34 @@ def test_under_load_twenty_reloads_lose_nothing_and_mix_nothing_up(tmp_path: Pat
         eventually(lambda: len(gateway.text().split("has given generation")) == 41, what="unloads")
 
 
+def test_what_waits_when_its_model_is_replaced_is_answered_by_it(tmp_path: Path) -> None:
+    """The new one is found at once; the old one is given up when its queue is done."""
+    folder = Folder(tmp_path / "models")
+    folder.say("m", "max_batch_rows = 1\n")
+    folder.put("m", 1, models.slow(tmp_path / "slow", 100))
+    answers: dict[int, list[int]] = {}
+    with serving(tmp_path) as gateway, gateway.client() as client:
+
+        def ask(first: int) -> None:
+            with gateway.client() as own:
+                batch = pa.record_batch({"x": pa.array([first], pa.int64())})
+                answers[first] = own.score("m", batch)["y"].to_pylist()
+
+        askers = [threading.Thread(target=ask, args=(900 + n,), daemon=True) for n in range(32)]
+        for asker in askers:
+            asker.start()
+        queued = lambda: client.stats()["lanes"]["m/1"]["queued"]  # noqa: E731
+        eventually(lambda: queued() >= 4, what="a queue")
+        folder.put("m", 1, 5)
+        eventually(lambda: "is draining" in gateway.text(), what="the change")
+        assert len(answers) < len(askers), "nothing waited when it was replaced"
+        assert factor(client) == 5
+        eventually(lambda: len(answers) == len(askers), within_s=60, what="every answer")
+        said = "has given generation"
+        eventually(lambda: gateway.text().count(said) == 2, what="both workers without it")
+    assert answers == {900 + n: [900 + n] for n in range(32)}
+
+
 def test_what_does_not_load_leaves_the_old_one_and_says_why(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)

@@ -101,6 +101,8 @@ class WorkerLoop:
                         answers = []
                     gateways.beat(attachment, message.batch_id)
                     self._execute(message, attachment, answers)
+                    if self._loads.is_busy:
+                        self._answer_load(gateways)
                 elif isinstance(message, Load):
                     self._loads.ask(attachment, message.model)
                 elif isinstance(message, Unload):
