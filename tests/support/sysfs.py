@@ -7,10 +7,12 @@ them, for the files that are read.
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from iskander.gateway.supervision.topology import Cpu, Topology, parse_cpu_list
+from iskander.gateway.supervision.topology import Cpu, Topology, parse_cpu_list, read_topology
 
 
 class Machine(NamedTuple):
@@ -137,19 +139,28 @@ def write_sysfs(machine: Machine, folder: Path) -> Path:
     _write(folder / "devices/system/node/online", "0")
     (folder / "devices/system/node/power").mkdir()
     for cpu in (cpu for cpus in machine.nodes.values() for cpu in parse_cpu_list(cpus)):
-        home = folder / f"devices/system/cpu/cpu{cpu}"
-        _write(home / "online", "1")
-        for siblings in machine.cores:
-            if cpu in parse_cpu_list(siblings):
-                _write(home / "topology" / machine.siblings, siblings)
-                for index, level in enumerate("112"):
-                    _write(home / f"cache/index{index}/level", level)
-                    _write(home / f"cache/index{index}/shared_cpu_list", siblings)
-        for sharers in machine.domains:
-            if cpu in parse_cpu_list(sharers):
-                _write(home / "cache/index3/level", "3")
-                _write(home / "cache/index3/shared_cpu_list", sharers)
+        _write(folder / f"devices/system/cpu/cpu{cpu}/online", "1")
+    for siblings in machine.cores:
+        for cpu in parse_cpu_list(siblings):
+            home = folder / f"devices/system/cpu/cpu{cpu}"
+            _write(home / "topology" / machine.siblings, siblings)
+            for index, level in enumerate("112"):
+                _write(home / f"cache/index{index}/level", level)
+                _write(home / f"cache/index{index}/shared_cpu_list", siblings)
+    for sharers in machine.domains:
+        for cpu in parse_cpu_list(sharers):
+            home = folder / f"devices/system/cpu/cpu{cpu}"
+            _write(home / "cache/index3/level", "3")
+            _write(home / "cache/index3/shared_cpu_list", sharers)
     return folder
+
+
+@functools.cache
+def recorded_topology(name: str) -> Topology:
+    """What is read of one of `MACHINES`, by a process that may run where its recorder might."""
+    with tempfile.TemporaryDirectory(prefix="isk-sysfs-") as folder:
+        machine = MACHINES[name]
+        return read_topology(parse_cpu_list(machine.allowed), write_sysfs(machine, Path(folder)))
 
 
 def make_topology(nodes: int, cores: int, *, domains: int = 1, threads: int = 1) -> Topology:

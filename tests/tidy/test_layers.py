@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,8 @@ SOURCES = sorted(
 )
 
 
-def imports(name: str) -> set[str]:
+@functools.cache
+def imports(name: str) -> frozenset[str]:
     """Every module that a file imports, late imports too; `from a import b` counts as a.b too."""
     found = set()
     for node in ast.walk(ast.parse((ROOT / name).read_text())):
@@ -173,7 +175,7 @@ def imports(name: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def part_of(module: str) -> str | None:

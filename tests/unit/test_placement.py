@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sysfs import MACHINES, make_topology, write_sysfs
+from support.sysfs import make_topology, recorded_topology
 
 from iskander.config import Config, ServerConfig, WorkersConfig
 from iskander.config_models import ModelConfig
@@ -17,8 +16,6 @@ from iskander.errors import ConfigError
 from iskander.gateway.supervision.placement import plan
 from iskander.gateway.supervision.topology import (
     Topology,
-    parse_cpu_list,
-    read_topology,
     render_cpu_list,
 )
 from iskander.gateway.supervision.workers import Place
@@ -36,12 +33,6 @@ def config(
         workers=WorkersConfig(groups=groups, count=count),
         models=(ModelConfig(name="m", path="p", **model),),
     )
-
-
-def machine(name: str, folder: Path) -> Topology:
-    """A recorded one."""
-    recorded = MACHINES[name]
-    return read_topology(parse_cpu_list(recorded.allowed), write_sysfs(recorded, folder))
 
 
 def rows(places: list[Place]) -> list[tuple[int, str, int, int | None]]:
@@ -70,9 +61,9 @@ def rows(places: list[Place]) -> list[tuple[int, str, int, int | None]]:
     ],
 )  # fmt: skip
 def test_auto_is_a_worker_for_each_node(
-    name: str, places: list[tuple[int, str, int, int | None]], tmp_path: Path
+    name: str, places: list[tuple[int, str, int, int | None]]
 ) -> None:
-    planned = plan(config(), machine(name, tmp_path))
+    planned = plan(config(), recorded_topology(name))
 
     assert rows(planned.places) == places
     assert [place.index for place in planned.places] == list(range(len(places)))
@@ -97,17 +88,17 @@ def test_auto_is_a_worker_for_each_node(
     ],
 )  # fmt: skip
 def test_l3_is_a_worker_for_each_domain(
-    name: str, places: list[tuple[int, str, int, int | None]], tmp_path: Path
+    name: str, places: list[tuple[int, str, int, int | None]]
 ) -> None:
-    planned = plan(config("l3"), machine(name, tmp_path))
+    planned = plan(config("l3"), recorded_topology(name))
 
     assert rows(planned.places) == places
     assert [place.domains for place in planned.places] == [(each,) for each in range(len(places))]
     assert planned.notes == ()
 
 
-def test_l3_goes_by_node_where_no_cache_is_told_of_and_says_so(tmp_path: Path) -> None:
-    planned = plan(config("l3"), machine("8 nodes, in a cpuset", tmp_path))
+def test_l3_goes_by_node_where_no_cache_is_told_of_and_says_so() -> None:
+    planned = plan(config("l3"), recorded_topology("8 nodes, in a cpuset"))
 
     assert [place.node for place in planned.places] == [0, 1, 2, 3, 6, 7]
     assert [place.domains for place in planned.places] == [()] * 6
@@ -193,10 +184,8 @@ def test_an_odd_worker_goes_to_the_first_groups() -> None:
         ("1 node, SMT, offline cpus", "0,8", "1,3-4,6-7,9-12,15"),
     ],
 )
-def test_auto_keeps_one_core_for_the_gateway(
-    name: str, gateway: str, first: str, tmp_path: Path
-) -> None:
-    planned = plan(config(cores="auto"), machine(name, tmp_path))
+def test_auto_keeps_one_core_for_the_gateway(name: str, gateway: str, first: str) -> None:
+    planned = plan(config(cores="auto"), recorded_topology(name))
 
     assert render_cpu_list(planned.gateway) == gateway
     assert render_cpu_list(planned.places[0].cpus) == first
@@ -225,8 +214,8 @@ def test_auto_keeps_a_whole_core_for_each_gateway_process() -> None:
 
 
 @pytest.mark.parametrize("name", ["1 node", "1 node, SMT", "8 nodes, in a cpuset"])
-def test_auto_takes_no_core_where_there_are_few_and_says_so(name: str, tmp_path: Path) -> None:
-    planned = plan(config(cores="auto"), machine(name, tmp_path))
+def test_auto_takes_no_core_where_there_are_few_and_says_so(name: str) -> None:
+    planned = plan(config(cores="auto"), recorded_topology(name))
 
     assert planned.gateway == ()
     assert planned.notes == (

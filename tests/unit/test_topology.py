@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sysfs import MACHINES, Machine, make_topology, write_sysfs
+from support.sysfs import MACHINES, Machine, make_topology, recorded_topology, write_sysfs
 
 from iskander.gateway.supervision.topology import (
     Topology,
@@ -64,10 +64,10 @@ def test_a_cpu_list_is_written_with_every_run_as_a_range(cpus: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_allowed_cpu_has_its_place_and_no_other_cpu_has(name: str, tmp_path: Path) -> None:
+def test_every_allowed_cpu_has_its_place_and_no_other_cpu_has(name: str) -> None:
     allowed = parse_cpu_list(MACHINES[name].allowed)
 
-    topology = read(MACHINES[name], tmp_path)
+    topology = recorded_topology(name)
 
     for parts in (topology.nodes.values(), topology.domains.values(), topology.cores):
         assert tuple(sorted(cpu for cpus in parts for cpu in cpus)) == allowed
@@ -90,11 +90,9 @@ def test_every_allowed_cpu_has_its_place_and_no_other_cpu_has(name: str, tmp_pat
         ("cpus of every node", {0: "0-7"}),
     ],
 )
-def test_nodes_are_those_with_allowed_cpus(
-    name: str, nodes: dict[int, str], tmp_path: Path
-) -> None:
+def test_nodes_are_those_with_allowed_cpus(name: str, nodes: dict[int, str]) -> None:
     """None of memory only, none outside of the cpuset; a cpu is of one node, whatever is said."""
-    topology = read(MACHINES[name], tmp_path)
+    topology = recorded_topology(name)
 
     assert {node: render_cpu_list(cpus) for node, cpus in topology.nodes.items()} == nodes
 
@@ -108,10 +106,8 @@ def test_nodes_are_those_with_allowed_cpus(
         ("nodes of memory only", [0, 1, 2, 3]),
     ],
 )
-def test_nodes_are_in_the_order_of_their_numbers(
-    name: str, nodes: list[int], tmp_path: Path
-) -> None:
-    assert list(read(MACHINES[name], tmp_path).nodes) == nodes
+def test_nodes_are_in_the_order_of_their_numbers(name: str, nodes: list[int]) -> None:
+    assert list(recorded_topology(name).nodes) == nodes
 
 
 @pytest.mark.parametrize(
@@ -128,18 +124,16 @@ def test_nodes_are_in_the_order_of_their_numbers(
         ("a cache across nodes", [f"{first}-{first + 3}" for first in range(0, 64, 4)]),
     ],
 )
-def test_an_l3_domain_is_what_shares_a_cache_in_a_node(
-    name: str, domains: list[str], tmp_path: Path
-) -> None:
-    topology = read(MACHINES[name], tmp_path)
+def test_an_l3_domain_is_what_shares_a_cache_in_a_node(name: str, domains: list[str]) -> None:
+    topology = recorded_topology(name)
 
     assert list(map(render_cpu_list, topology.domains.values())) == domains
     assert list(topology.domains) == list(range(len(domains)))
     assert topology.has_l3 is bool(MACHINES[name].domains)
 
 
-def test_a_node_of_chiplets_has_several_domains(tmp_path: Path) -> None:
-    topology = read(MACHINES["8 nodes, SMT, chiplets"], tmp_path)
+def test_a_node_of_chiplets_has_several_domains() -> None:
+    topology = recorded_topology("8 nodes, SMT, chiplets")
 
     assert topology.nodes[0] == parse_cpu_list("0-5,48-53")
     assert [*map(render_cpu_list, topology.domains.values())][:2] == ["0-2,48-50", "3-5,51-53"]
@@ -158,8 +152,8 @@ def test_a_node_of_chiplets_has_several_domains(tmp_path: Path) -> None:
         ("1 node, SMT, offline cpus", [(0, 8), (4, 12), (1, 9), (3, 11), (7, 15), (6,), (10,)]),
     ],
 )
-def test_siblings_are_a_core(name: str, cores: list[tuple[int, ...]], tmp_path: Path) -> None:
-    assert read(MACHINES[name], tmp_path).cores == cores
+def test_siblings_are_a_core(name: str, cores: list[tuple[int, ...]]) -> None:
+    assert recorded_topology(name).cores == cores
 
 
 @pytest.mark.parametrize("siblings", ["core_cpus_list", "thread_siblings_list"])
