@@ -192,9 +192,14 @@ class Segment:
         return segment
 
     def close(self) -> None:
-        """Unmap and close; the memory goes when the other holders have closed too."""
+        """Unmap and close; the memory goes when the other holders have closed too.
+
+        It stays mapped for whoever still looks at it: the frames of a call that was cancelled are
+        kept until a collection, and a model may keep what it was given.
+        """
         self.view.release()
-        self._mapping.close()
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
         os.close(self.fd)
 
     def _prefer(self, node: int) -> None:

@@ -214,6 +214,18 @@ def test_close_gives_back_the_mapping_and_the_descriptor() -> None:
         view[0]
 
 
+def test_what_still_looks_at_it_keeps_it_mapped() -> None:
+    segment = Segment.create("test", PAGE)
+    look = segment.view[:5]
+    segment.view[:5] = b"hello"
+
+    segment.close()
+
+    assert bytes(look) == b"hello"
+    del segment, look
+    assert "iskander:test" not in Path("/proc/self/maps").read_text()
+
+
 def test_the_other_side_keeps_the_bytes_when_the_maker_has_closed() -> None:
     maker = Segment.create("test", PAGE)
     other = Segment.attach(os.dup(maker.fd), PAGE, is_writable=False)
