@@ -21,6 +21,8 @@ RUN_MARK, RUN = "TESTS_RUN", uuid.uuid4().hex
 os.environ[RUN_MARK] = RUN
 # Before any test imports onnxruntime: it uploads usage data unless told not to.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+# Hundreds of servers are started: what they run is compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What servers keep of models is the run's own, and goes with it.
 os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="isk-cache-")
 # For `benchmarks`, which is in no wheel; last, so that an installed `iskander` is the one tested.

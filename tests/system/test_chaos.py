@@ -21,7 +21,7 @@ from support.processes import Gateway, eventually, processes_of, running
 
 from iskander.gateway.lanes.policies import POLICIES
 
-SECONDS = float(os.environ.get("ISKANDER_CHAOS_S", "15"))
+SECONDS = float(os.environ.get("ISKANDER_CHAOS_S", "10"))
 SEED = int(os.environ.get("ISKANDER_CHAOS_SEED", "0")) or time.time_ns() % 1_000_000
 HANG_S = 1.0
 

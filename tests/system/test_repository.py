@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ class Stream(threading.Thread):
         while not self._over.is_set():
             turn += 1
             first = 1 + self._number * 1_000_000 + turn
+            time.sleep(0.005)  # Eight at full speed would leave the reloads nothing to run on.
             self.sent.append(first)
             yield pa.record_batch({"x": pa.array([first, first + 7], pa.int64())})
 
@@ -142,7 +144,7 @@ def test_what_waits_when_its_model_is_replaced_is_answered_by_it(tmp_path: Path)
     """The new one is found at once; the old one is given up when its queue is done."""
     folder = Folder(tmp_path / "models")
     folder.say("m", "max_batch_rows = 1\n")
-    folder.put("m", 1, models.slow(tmp_path / "slow", 100))
+    folder.put("m", 1, models.slow(tmp_path / "slow", 40))
     answers: dict[int, list[int]] = {}
     with serving(tmp_path) as gateway, gateway.client() as client:
 

@@ -16,17 +16,27 @@ from support import models
 from support.processes import MIB, Gateway, running
 
 WIDTH, LAYERS = 1280, 16
-WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4  # 100 MiB
+LIGHT_BYTES = WIDTH * WIDTH * 4
+WEIGHT_BYTES = LAYERS * LIGHT_BYTES  # 100 MiB
 TWO = {"groups": ["0", "1"]}
 
 
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`y` of `x` through 16 layers of 1,280 by 1,280."""
-    folder = tmp_path_factory.mktemp("heavy")
+    return deep(tmp_path_factory.mktemp("heavy"), LAYERS)
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same through one layer: heavy enough to be shared."""
+    return deep(tmp_path_factory.mktemp("light"), 1)
+
+
+def deep(folder: Path, layers: int) -> Path:
     random = np.random.default_rng(3)
     nodes, weights, last = [], [], "x"
-    for layer in range(LAYERS):
+    for layer in range(layers):
         weight = (random.standard_normal((WIDTH, WIDTH)) / np.sqrt(WIDTH)).astype(np.float32)
         weights.append(numpy_helper.from_array(weight, f"w{layer}"))
         nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [f"m{layer}"]))
@@ -45,9 +55,9 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def serve(folder: Path, heavy: Path, **loading: Any) -> Any:
+def serve(folder: Path, model: Path, **loading: Any) -> Any:
     folder.mkdir(exist_ok=True)
-    entry = {"name": "heavy", "path": str(heavy), "intra_threads": 1, "max_batch_rows": 64}
+    entry = {"name": "deep", "path": str(model), "intra_threads": 1, "max_batch_rows": 64}
     loading.setdefault("cache", str(folder / "cache"))
     return running(folder, [entry], workers=dict(TWO), loading=loading)
 
@@ -59,7 +69,7 @@ def batch(rows: int = 24) -> pa.RecordBatch:
 
 def results(gateway: Gateway, count: int = 8) -> list[np.ndarray]:
     with gateway.client() as client:
-        found = client.stream("heavy", [batch()] * count, timeout_s=60)
+        found = client.stream("deep", [batch()] * count, timeout_s=60)
         return [each["y"].flatten().to_numpy().reshape(-1, WIDTH) for each in found]
 
 
@@ -96,16 +106,16 @@ def test_two_workers_share_one_copy_of_the_weights(tmp_path: Path, heavy: Path) 
         assert np.array_equal(each, expected)
 
 
-def test_a_copy_that_was_changed_is_not_believed(tmp_path: Path, heavy: Path) -> None:
+def test_a_copy_that_was_changed_is_not_believed(tmp_path: Path, light: Path) -> None:
     """One byte of the weights makes it no copy: it is made anew, and results are right."""
-    with serve(tmp_path, heavy) as gateway:
+    with serve(tmp_path, light) as gateway:
         before = results(gateway, 1)
     (entry,) = entries(tmp_path / "cache")
     good = (entry / "weights.bin").read_bytes()
     with (entry / "weights.bin").open("r+b") as stream:
-        stream.seek(WEIGHT_BYTES // 2)
+        stream.seek(LIGHT_BYTES // 2)
         stream.write(b"\xff" * 4)
-    with serve(tmp_path, heavy) as gateway:
+    with serve(tmp_path, light) as gateway:
         after = results(gateway, 1)
 
     assert np.array_equal(before[0], after[0])
@@ -114,9 +124,9 @@ def test_a_copy_that_was_changed_is_not_believed(tmp_path: Path, heavy: Path) ->
 
 @pytest.mark.parametrize("others", ["folder", "file", "link"])
 def test_a_copy_that_others_could_write_is_not_believed(
-    tmp_path: Path, heavy: Path, others: str
+    tmp_path: Path, light: Path, others: str
 ) -> None:
-    with serve(tmp_path, heavy) as gateway:
+    with serve(tmp_path, light) as gateway:
         before = results(gateway, 1)
     cache = tmp_path / "cache"
     (entry,) = entries(cache)
@@ -127,7 +137,7 @@ def test_a_copy_that_others_could_write_is_not_believed(
     else:
         (entry / "weights.bin").rename(tmp_path / "elsewhere")
         (entry / "weights.bin").symlink_to(tmp_path / "elsewhere")
-    with serve(tmp_path, heavy) as gateway:
+    with serve(tmp_path, light) as gateway:
         after = results(gateway, 1)
         notices = [text for worker in gateway.stats()["workers"] for text in worker["notices"]]
         mapped = [
@@ -167,15 +177,15 @@ def test_a_model_whose_results_would_differ_keeps_its_own_weights(tmp_path: Path
     assert json.loads((kept / "entry.json").read_text())["note"]
 
 
-def test_the_folder_keeps_to_its_bytes(tmp_path: Path, heavy: Path) -> None:
+def test_the_folder_keeps_to_its_bytes(tmp_path: Path, light: Path) -> None:
     """A model that is not used any more makes room for the next one."""
     other = tmp_path / "other"
     other.mkdir()
-    model = onnx.load(heavy / "model.onnx")
+    model = onnx.load(light / "model.onnx")
     model.graph.initializer[0].raw_data = bytes(WIDTH * WIDTH * 4)
     onnx.save(model, other / "model.onnx")
-    limit = int(2.5 * WEIGHT_BYTES)  # A copy holds the weights twice: as they are, and packed.
-    with serve(tmp_path, heavy, cache_bytes=limit):
+    limit = int(2.5 * LIGHT_BYTES)  # A copy holds the weights twice: as they are, and packed.
+    with serve(tmp_path, light, cache_bytes=limit):
         pass
     (first,) = entries(tmp_path / "cache")
     with serve(tmp_path, other, cache_bytes=limit) as gateway:
