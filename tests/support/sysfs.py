@@ -144,9 +144,8 @@ def write_sysfs(machine: Machine, folder: Path) -> Path:
         for cpu in parse_cpu_list(siblings):
             home = folder / f"devices/system/cpu/cpu{cpu}"
             _write(home / "topology" / machine.siblings, siblings)
-            for index, level in enumerate("112"):
-                _write(home / f"cache/index{index}/level", level)
-                _write(home / f"cache/index{index}/shared_cpu_list", siblings)
+            _write(home / "cache/index2/level", "2")
+            _write(home / "cache/index2/shared_cpu_list", siblings)
     for sharers in machine.domains:
         for cpu in parse_cpu_list(sharers):
             home = folder / f"devices/system/cpu/cpu{cpu}"

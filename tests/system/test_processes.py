@@ -238,12 +238,12 @@ def test_a_rolling_restart_loses_nothing_and_keeps_the_worker(pair: Gateway) -> 
 
 
 class Slow(threading.Thread):
-    """A batch of a few seconds, asked of one process."""
+    """A batch of a second or more, asked of one process."""
 
     def __init__(self, gateway: Gateway, number: int) -> None:
         super().__init__()
         self._client = client_of(gateway, number)
-        self._batch = pa.record_batch({"x": [4000 + number]})
+        self._batch = pa.record_batch({"x": [2500 + number]})
         self.result: object = None
         self.start()
 
