@@ -9,7 +9,7 @@ Pure, but for what it notes on the request.
 
 from __future__ import annotations
 
-from iskander.errors import ExecutionFailed, IskanderError, PoisonedRequest
+from iskander.errors import Cancelled, IskanderError, PoisonedRequest
 from iskander.gateway.lanes.request import Request
 
 KILLS_MAX = 2
@@ -20,8 +20,14 @@ LOSSES_MAX = 8
 def after_failure(
     request: Request, error: IskanderError, *, is_shared: bool
 ) -> IskanderError | None:
-    """The error that a request gets whose batch was not computed; None: it runs again, alone."""
-    if is_shared and isinstance(error, ExecutionFailed):
+    """The error that a request gets whose batch was not computed; None: it runs again, alone.
+
+    Args:
+        request: One of the batch's.
+        error: What the worker said of the batch, maybe with words of another request's rows.
+        is_shared: There were others in it.
+    """
+    if is_shared and not isinstance(error, Cancelled):
         request.is_alone = True
         return None
     return error

@@ -126,29 +126,30 @@ def test_results_are_delivered_and_everything_is_given_back(
     assert gateway.is_clean()
 
 
-@pytest.mark.parametrize("code", ["contract", "internal", "cancelled"])
+@pytest.mark.parametrize("code", ["contract", "limit", "internal", "cancelled"])
 def test_a_failure_is_told_by_its_code_and_everything_is_given_back(
     gateway: Simulation, worker: PlayedWorker, code: str
 ) -> None:
-    asked = ask(gateway, 2, 3)
+    ((_, asker),) = ask(gateway, 2)
     gateway.dispatcher.on_failed(worker, Failed(worker.sent[0].batch_id, code, "no"))
 
-    assert [asker.codes for _, asker in asked] == [[code], [code]]
-    assert gateway.lanes[0].counts[f"failed.{code}"] == 2
+    assert asker.codes == [code]
+    assert gateway.lanes[0].counts[f"failed.{code}"] == 1
     assert worker.credits == CREDITS and gateway.is_clean()
 
 
+@pytest.mark.parametrize("code", ["execution_failed", "contract", "limit"])
 def test_what_failed_together_is_tried_again_alone_and_only_the_guilty_is_told(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: PlayedWorker, code: str
 ) -> None:
-    """The third of four has a value that the model refuses."""
-    worker.judge = lambda values: "execution_failed" if 200 in values else None
+    """The third of four has a value that the model, or a vocabulary before it, refuses."""
+    worker.judge = lambda values: code if 200 in values else None
     worker.play()
     asked = ask(gateway, 2, 2, 2, 2)
     gateway.loop.run(100 * MS)
 
     assert [rows_of(execute) for execute in worker.sent] == [[2, 2, 2, 2], [2], [2], [2], [2]]
-    assert asked[2][1].codes == ["execution_failed"]
+    assert asked[2][1].codes == [code]
     assert all(is_right(asked[index], 100 * index) for index in (0, 1, 3))
     assert gateway.lanes[0].counts["retried"] == 4 and gateway.is_clean()
 

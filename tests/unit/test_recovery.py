@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from support.lanes import lane_of, request_of
 
-from iskander.errors import Cancelled, ContractError, ExecutionFailed, IskanderError
+from iskander.errors import (
+    Cancelled,
+    ContractError,
+    ExecutionFailed,
+    IskanderError,
+    LimitExceeded,
+)
 from iskander.gateway.lanes.request import Request
 from iskander.gateway.recovery import KILLS_MAX, LOSSES_MAX, after_failure, after_loss
 
@@ -15,8 +21,12 @@ def request_() -> Request:
     return request_of(lane_of())
 
 
-def test_what_failed_together_runs_again_alone(request_: Request) -> None:
-    assert after_failure(request_, ExecutionFailed("no"), is_shared=True) is None
+@pytest.mark.parametrize(
+    "error", [ExecutionFailed("no"), ContractError("no"), LimitExceeded("no"), IskanderError("no")]
+)
+def test_what_failed_together_runs_again_alone(request_: Request, error: IskanderError) -> None:
+    """Whatever it was: the rows of one may be to blame, and its words are not for the others."""
+    assert after_failure(request_, error, is_shared=True) is None
     assert request_.is_alone
 
 
@@ -27,11 +37,11 @@ def test_what_failed_alone_gets_the_error(request_: Request) -> None:
     assert not request_.is_alone
 
 
-@pytest.mark.parametrize("error", [ContractError("no"), Cancelled("no"), IskanderError("no")])
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_what_no_other_batch_would_change_is_not_tried_again(
-    request_: Request, error: IskanderError, is_shared: bool
+def test_a_batch_that_nobody_waits_for_is_not_tried_again(
+    request_: Request, is_shared: bool
 ) -> None:
+    error = Cancelled("no")
     assert after_failure(request_, error, is_shared=is_shared) is error
     assert not request_.is_alone
 
