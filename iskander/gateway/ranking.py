@@ -38,7 +38,8 @@ def ranks(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray
         codes = np.zeros(rows, np.int64)
     else:
         if pa.types.is_dictionary(groups.type):
-            groups = groups.dictionary_decode()
+            # The numbers of its entries say the same, however long the entries are.
+            groups = groups.dictionary.dictionary_encode().indices.take(groups.indices)
         codes = groups.dictionary_encode(null_encoding="encode").indices.to_numpy()
     places = np.lexsort((keys, codes))
     starts = np.flatnonzero(np.diff(codes[places], prepend=-1))

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.arrow_memory import peak_of
 
 from iskander.gateway.ranking import can_group, ranks
 
@@ -59,6 +60,9 @@ def test_every_type_of_number_is_ranked(dtype: str) -> None:
     [
         pa.array([7, 7, None, None]),
         pa.array(["x", "x", "", ""]).dictionary_encode(),
+        pa.DictionaryArray.from_arrays(pa.array([0, 2, 1, 1], pa.int8()), ["x", "y", "x"]),
+        pa.DictionaryArray.from_arrays(pa.array([0, 0, 1, None], pa.int8()), ["x", None]),
+        pa.DictionaryArray.from_arrays(pa.array([1, 0, 0, 1, 1], pa.int8()), [b"x", b"y"]).slice(1),
         pa.array([b"x", b"x", b"", b""]),
         pa.array([True, True, None, None]),
         pa.array([1, 1, 2, 2], pa.timestamp("us")),
@@ -69,6 +73,15 @@ def test_every_type_of_number_is_ranked(dtype: str) -> None:
 def test_every_type_that_can_group_does(groups: pa.Array) -> None:
     assert can_group(groups.type)
     assert ranks(np.array([1, 2, 3, 4]), groups, "descending").tolist() == [2, 1, 2, 1]
+
+
+def test_groups_of_a_dictionary_are_never_written_out() -> None:
+    """Rows of one long name are a few bytes each, and not the name each."""
+    index = np.zeros(1 << 17, np.int32)
+    groups = pa.DictionaryArray.from_arrays(index, pa.array(["x" * 4096], pa.large_utf8()))
+    found, peak = peak_of(lambda: ranks(np.arange(len(index)), groups, "ascending"))
+    assert found[-1] == len(index)
+    assert peak < 32 << 20
 
 
 def test_what_cannot_group() -> None:
