@@ -98,7 +98,8 @@ def cast(values: Values, wanted: str, where: Where) -> np.ndarray:
             bad = is_lost & np.isfinite(data) if source == "f" else is_lost | _differs(data, seen)
         elif source == "f":
             low, high = _range(dtype)
-            inside = (data >= low) & (data < high)
+            # As a float16 the ends of a wide type are infinite themselves.
+            inside = np.isfinite(data) & (data >= low) & (data < high)
             bad = ~(inside & (np.trunc(data) == data))
         else:
             bad = _beyond(data, dtype)

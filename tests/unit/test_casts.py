@@ -76,6 +76,14 @@ def test_floats_are_whole_and_in_range_or_refused(numbers: list[float], target: 
     assert taken(Values(np.array(numbers, np.float64)), target) == wanted
 
 
+@pytest.mark.parametrize("target", WHOLE)
+@pytest.mark.parametrize("source", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_no_float_without_end_is_whole(number: float, source: str, target: str) -> None:
+    """The least int32 is beyond what a float16 can say, and as one it is infinite, too."""
+    assert taken(Values(np.array([0, number], source)), target) is None
+
+
 @given(
     st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),
     st.sampled_from([1, 10, 1000, 3600 * 10**9]),
