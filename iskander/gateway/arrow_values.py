@@ -132,7 +132,9 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def taken(array: pa.Array, index: np.ndarray) -> pa.Array:
-    """Some elements of an array, decoded."""
+    """Some elements of an array, decoded; of a dictionary no others are written out."""
+    if pa.types.is_dictionary(array.type):
+        return _taken(array.dictionary).take(array.indices.take(pa.array(index)))
     return _taken(decoded(array)).take(pa.array(index))
 
 
@@ -219,8 +221,7 @@ def text_lengths(array: pa.Array) -> np.ndarray:
     """Bytes of each string of an array, 0 for a null."""
     if pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type):
         # A view is 16 bytes, and its length is the first four of them.
-        raw = np.frombuffer(array.buffers()[1] or b"", np.int32)
-        lengths = raw[4 * array.offset :: 4][: len(array)]
+        lengths = _seen(array, np.dtype("V16")).view(np.int32)[::4]
         valid = _valid(array)
         return lengths if valid is None else np.where(valid, lengths, 0)
     made: np.ndarray = pc.fill_null(pc.binary_length(array), 0).to_numpy()
@@ -258,8 +259,9 @@ def written_bytes(array: pa.Array) -> int:
 
 def text_buffers(array: pa.Array) -> tuple[memoryview, memoryview]:
     """The offsets of a `binary` array without nulls, and the bytes that they are offsets in."""
-    offsets = np.frombuffer(array.buffers()[1] or bytes(4), np.int32)
-    offsets = offsets[array.offset :][: len(array) + 1]
+    raw = array.buffers()[1] or bytes(4)
+    count = array.offset + len(array) + 1
+    offsets = np.frombuffer(raw, np.int32, count)[array.offset :]
     joined = memoryview(array.buffers()[2] or b"").cast("B")[: offsets[-1]]
     return offsets.data.cast("B"), joined
 
@@ -314,5 +316,11 @@ def _data(array: pa.Array) -> np.ndarray:
         array = array.storage
     elif not pa.types.is_temporal(kind):
         dtype = np.dtype(kind.to_pandas_dtype())
-    values = np.frombuffer(array.buffers()[1] or b"", dtype)[array.offset :][:count]
+    values = _seen(array, dtype)
     return values != 0 if _is_bool8(kind) else values
+
+
+def _seen(array: pa.Array, dtype: np.dtype) -> np.ndarray:
+    """What an array sees of its values; their buffer may go on, and end within an element."""
+    raw = array.buffers()[1] or b""
+    return np.frombuffer(raw, dtype, array.offset + len(array))[array.offset :]

@@ -5,6 +5,7 @@ A message of a slice has only what the slice sees; slices of other arrays have t
 
 from __future__ import annotations
 
+import struct
 from decimal import Decimal
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from support.arrow_memory import peak_of
 
 from iskander.gateway.arrow_types import BFloat16
 from iskander.gateway.arrow_values import (
@@ -111,6 +113,16 @@ def test_encodings_of_a_slice() -> None:
     assert written_bytes(words.slice(1)) == 4
 
 
+def test_of_a_dictionary_only_what_is_taken_is_written_out() -> None:
+    """A list's elements may be very many of few entries, and it may be cut to its first."""
+    points = pa.array([[0.5] * 1000, [1.5] * 1000], pa.list_(pa.float32(), 1000))
+    index = pa.array(np.arange(100_000, dtype=np.int32) % 2)
+    words = pa.DictionaryArray.from_arrays(index, points)
+    found, peak = peak_of(lambda: taken(words.slice(1), np.array([2, 1])))
+    assert [row[0].as_py() for row in found] == [1.5, 0.5]
+    assert peak < 16 << 20
+
+
 @pytest.mark.parametrize("kind", [pa.utf8(), pa.large_binary(), pa.string_view(), pa.binary_view()])
 def test_text_of_a_slice(kind: pa.DataType) -> None:
     array = pa.array(["x" * 40, "a", None, "b" * 30], pa.utf8()).cast(kind).slice(1)
@@ -125,6 +137,34 @@ def test_buffers_of_text_of_a_slice() -> None:
     ends, joined = text_buffers(pa.array([b"xx", b"a", b"bc"], pa.binary()).slice(1))
     offsets = np.frombuffer(ends, np.int32)
     assert [bytes(joined[a:b]) for a, b in pairwise(offsets)] == [b"a", b"bc"]
+
+
+def test_buffers_that_end_within_an_element() -> None:
+    """A client may send more bytes than its rows are, and any number of them."""
+    bits = pa.py_buffer(struct.pack("<iih", 7, 8, 9))
+    ints = pa.Array.from_buffers(pa.int32(), 2, [None, bits])
+    ints.validate(full=True)
+    assert elements(ints).data.tolist() == [7, 8]
+    assert elements(ints.slice(1)).data.tolist() == [8]
+    assert elements(ints.slice(2)).data.tolist() == []
+    ends = pa.py_buffer(struct.pack("<iiih", 0, 1, 3, 9))
+    text = pa.Array.from_buffers(pa.binary(), 2, [None, ends, pa.py_buffer(b"abc")])
+    text.validate(full=True)
+    offsets, joined = text_buffers(text.slice(1))
+    assert np.frombuffer(offsets, np.int32).tolist() == [1, 3] and bytes(joined) == b"abc"
+    views = pa.py_buffer(struct.pack("<i12si12sh", 2, b"ab", 1, b"c", 9))
+    seen = pa.Array.from_buffers(pa.string_view(), 2, [None, views])
+    seen.validate(full=True)
+    assert text_lengths(seen).tolist() == [2, 1] and text_lengths(seen.slice(1)).tolist() == [1]
+
+
+def test_arrays_of_nothing_may_have_nothing_in_their_buffers() -> None:
+    empty = pa.py_buffer(b"")
+    assert elements(pa.Array.from_buffers(pa.int32(), 0, [None, empty])).data.tolist() == []
+    nothing = pa.Array.from_buffers(pa.string_view(), 0, [None, empty])
+    assert text_lengths(nothing).tolist() == []
+    offsets, joined = text_buffers(pa.Array.from_buffers(pa.binary(), 0, [None, empty, empty]))
+    assert (offsets.tobytes(), len(joined)) == (bytes(4), 0)
 
 
 @pytest.mark.parametrize("scale", [2, 0, -2])
