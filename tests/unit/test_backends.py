@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,14 @@ import numpy as np
 import pytest
 from iskander_worker import backends
 from iskander_worker.arrays import ArrayBatch
-from iskander_worker.backends import Run, load_model
+from iskander_worker.backends import Arrays, Run, load_model
 from support import models
 from support.scripted import model_spec
 
 from iskander.contract.columns import ColumnType
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import TensorSpec
-from iskander.errors import ExecutionFailed, ManifestError
+from iskander.errors import Cancelled, ContractError, ExecutionFailed, ManifestError
 
 X = TensorSpec("x", "x", ColumnType("int64"), ())
 Y = TensorSpec("y", "y", ColumnType("float32"), (2,))
@@ -67,12 +68,18 @@ def test_a_run_given_up_before_the_runtime_sees_it_is_ended_all_the_same() -> No
     assert _options(run).terminate
 
 
-def computed(outputs: dict[str, np.ndarray]) -> np.ndarray:
+def computed(outputs: dict[str, np.ndarray], error: BaseException | None = None) -> np.ndarray:
     """The body of results of a batch of three rows, for which a model returned `outputs`."""
+
+    def compute(arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
+        if error is not None:
+            raise error
+        return outputs
+
     x = np.arange(3)
     body = np.zeros(64, np.uint8)
     batch = ArrayBatch(
-        lambda arrays, wanted, run: outputs,
+        compute,
         RowCopier((X,)),
         RowCopier((Y,)),
         rows=3,
@@ -101,6 +108,22 @@ def test_an_output_that_is_not_as_the_contract_says_is_refused(
 ) -> None:
     with pytest.raises(ExecutionFailed, match=message):
         computed(outputs)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, MemoryError, OverflowError])
+def test_what_steps_cannot_compute_fails_its_run_and_not_the_worker(kind: type[Exception]) -> None:
+    """What a graph makes of a caller's rows is known to nobody before."""
+    with pytest.raises(ExecutionFailed, match=rf"made no results.*{kind.__name__}: so"):
+        computed({}, kind("so"))
+
+
+@pytest.mark.parametrize("error", [AssertionError("a"), ContractError("b"), Cancelled("c")])
+def test_what_has_a_name_and_what_this_program_got_wrong_stay_what_they_are(
+    error: Exception,
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        computed({}, error)
+    assert caught.value is error
 
 
 def test_provider_options_go_to_their_provider(

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 Compute = Callable[[Arrays, Sequence[str], Run], Arrays]
 """As `Model.compute`: arrays by name and the outputs that are wanted to those outputs."""
 
+UNFIT = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+"""What Python and NumPy raise of values that are not as they should be. What a model makes of a
+caller's rows is not known before, so that is a failure of the run; an assertion is none."""
+
 
 class ArrayBatch:
     """One batch whose inputs and results lie in two bodies.
@@ -75,8 +79,18 @@ class ArrayBatch:
         Raises:
             ExecutionFailed: The model refused, or an output is not as the contract says.
         """
+        arrays = self._arrays()
+        try:
+            self._write(self._compute(arrays, [spec.tensor for spec in self._outputs.specs], run))
+        except UNFIT as error:
+            raise ExecutionFailed(
+                f"what the model made of this batch made no results: {type(error).__name__}: "
+                f"{error}"
+            ) from None
+
+    def _write(self, arrays: Arrays) -> None:
+        """Write the outputs where the results belong."""
         specs = self._outputs.specs
-        arrays = self._compute(self._arrays(), [spec.tensor for spec in specs], run)
         offsets, length = self._outputs.layout(self._rows)
         body = memory(self._output_address, length)
         columns = []
