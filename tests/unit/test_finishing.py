@@ -240,6 +240,45 @@ def test_lengths_that_another_tensor_says() -> None:
             made.finish({"y": rows, "counts": np.array(counts)}, 2)
 
 
+def with_lengths(entry: OutputColumn, element: str = "int64", *more: Any) -> Finisher:
+    """Lists of up to four, whose lengths are beside them."""
+    graph = Graph(
+        (),
+        (
+            GraphTensor("y", f"tensor({element})", ("N", 4, *more)),
+            GraphTensor("n", "tensor(int32)", ("N",)),
+        ),
+    )
+    return Finisher(compile_outputs((entry,), graph, LABELS, 256).finishes)
+
+
+def test_what_lies_beyond_a_lists_length_is_held_against_nothing() -> None:
+    """No label, no cast and no string has to be found for what is not meant."""
+    rows, lengths = np.array([[0, 1, -1, -1], [2, 9, -7, 300]]), np.int32([2, 1])
+    made = with_lengths(post(type=WORDS, labels="labels.txt", lengths="n"))
+    found = made.finish({"y": rows, "n": lengths}, 2)
+    assert found["made"].tolist() == [["cat", "dog", "cat", "cat"], ["ünï", "cat", "cat", "cat"]]
+    assert rows[0, 3] == -1
+    with pytest.raises(ExecutionFailed, match="without a line"):
+        made.finish({"y": rows, "n": np.int32([3, 1])}, 2)
+    made = with_lengths(post(Step(cast="uint8"), type="list<uint8>", lengths="n"))
+    found = made.finish({"y": rows, "n": lengths}, 2)
+    assert found["made"].tolist() == [[0, 1, 0, 0], [2, 0, 0, 0]]
+    with pytest.raises(ExecutionFailed, match="none of uint8"):
+        made.finish({"y": rows, "n": np.int32([2, 4])}, 2)
+    pairs = post(Step(cast="uint8"), type="list<fixed_size_list<uint8>[2]>", lengths="n")
+    found = with_lengths(pairs, "int64", 2).finish(
+        {"y": np.full((1, 4, 2), -1), "n": np.int32([0])}, 1
+    )
+    assert found["made"].tolist() == [[[0, 0]] * 4]
+
+
+def test_strings_beyond_a_lists_length_are_empty() -> None:
+    rows = np.array([["a", "b" * 999, "c", "d"]], np.object_)
+    made = with_lengths(post(type=WORDS, lengths="n"), "string")
+    assert made.finish({"y": rows, "n": np.int32([1])}, 1)["made"].tolist() == [["a", "", "", ""]]
+
+
 MAPS = "seq(map(int64,tensor(float)))"
 
 
@@ -294,6 +333,21 @@ def test_too_few_classes_in_a_batch() -> None:
     entry = post(Step(top_k=2), type="list<struct<index: int64>>")
     with pytest.raises(ExecutionFailed, match="too few for `top_k 2`"):
         finish(entry, np.zeros((4, 1), np.float32), shape=("N", "classes"))
+
+
+@pytest.mark.parametrize("step", ["softmax", "argmax", "l2"])
+def test_no_classes_in_a_batch(step: str) -> None:
+    kind = "int64" if step == "argmax" else "fixed_size_list<float32>[3]"
+    made = finisher(post(step, type=kind), shape=("N", "classes"))
+    with pytest.raises(ExecutionFailed, match=f"has 0 in the last axis.*too few for `{step}`"):
+        made.finish({"y": np.zeros((2, 0), np.float32)}, 2)
+
+
+def test_a_sequence_of_single_numbers_is_no_lists() -> None:
+    entry = post(type="list<float32>", list_max=4)
+    for value in ([np.float32(1), np.float32(2)], [np.float32([1]), np.float32(2)]):
+        with pytest.raises(ExecutionFailed, match="with an entry that has no axis"):
+            finish(entry, value, element="seq(tensor(float))", shape=())
 
 
 def test_a_cast_that_would_lose_a_number_fails() -> None:

@@ -96,6 +96,9 @@ def _made(
         raise ExecutionFailed(
             f"output `{source.lengths}` has not a length of 0 to {most} for each of {rows} rows"
         )
+    is_judged = source.post or source.labels or tensor.dtype == np.object_
+    if is_judged and source.lengths and lengths.min() < most:
+        tensor = _blanked(tensor, lengths)
     return after_steps(tensor, source)[0], lengths
 
 
@@ -104,6 +107,10 @@ def as_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarray]:  
     if not isinstance(value, list):
         most = value.shape[1] if getattr(value, "ndim", 0) > 1 else 0
         return value, np.full(rows, most)
+    if any(np.ndim(each) == 0 for each in value):
+        raise ExecutionFailed(
+            f"output `{source.tensor}` is a sequence with an entry that has no axis for a list"
+        )
     lengths = np.array([len(each) for each in value])
     shapes = {each.shape[1:] for each in value}
     if len(value) != rows or len(shapes) > 1:
@@ -115,6 +122,13 @@ def as_lists(value: Any, source: Source, rows: int) -> tuple[Any, np.ndarray]:  
     for row, each in zip(filled, value, strict=True):
         row[: len(each)] = each
     return filled, lengths
+
+
+def _blanked(tensor: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Lists with nothing in them that a step could refuse beyond what is meant of each."""
+    is_meant = np.arange(tensor.shape[1]) < lengths[:, None]
+    blank = "" if tensor.dtype == np.object_ else np.zeros((), tensor.dtype)
+    return np.where(is_meant.reshape(*is_meant.shape, *[1] * (tensor.ndim - 2)), tensor, blank)
 
 
 def as_tensor(
@@ -168,6 +182,8 @@ def after_steps(tensor: np.ndarray, source: Source) -> tuple[np.ndarray, np.ndar
     indices = None
     for step in source.post:
         if isinstance(step, str):
+            if step != "sigmoid":
+                _require_width(tensor, source, 1, step)
             tensor = _STEPS[step](tensor)
         elif step.top_k is not None:
             _require_width(tensor, source, step.top_k, step)
