@@ -76,11 +76,13 @@ def request_of(
     *,
     caller: Asker | None = None,
     arrived_ns: int = 0,
+    is_part: bool = False,
     **terms: Any,
 ) -> Request:
     """A request that is in no arena; `terms` are those of `Terms`."""
     said = Terms(**terms) if terms else NO_TERMS
     request = Request(lane, caller or Asker(), rows, [], terms=said, arrived_ns=arrived_ns)
+    request.is_part = is_part
     request.input_bytes = 8 * rows
     return request
 

@@ -20,7 +20,7 @@ from support import models
 from support.processes import BIN, Gateway, running
 
 from iskander.client import Client
-from iskander.errors import ContractError, ExecutionFailed, IskanderError
+from iskander.errors import ContractError, ExecutionFailed, IskanderError, Superseded
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 OUTPUT = """
@@ -353,6 +353,23 @@ def test_a_portion_that_fails_is_the_failure_of_its_batch_alone(client: Client) 
     assert kinds[1:3] == [ExecutionFailed] * 2 and kinds[4] is ContractError
     results = [each["y"].to_pylist() for each in got if isinstance(each, pa.RecordBatch)]
     assert results == [[10, 20], [10, 20], [40, 50]]
+
+
+def test_a_divided_batch_is_not_its_own_newer_one(client: Client) -> None:
+    """Where only the newest counts each is answered, also one after the other."""
+    rows = pa.array([[1], [2] * 9, [3] * 30, [4] * 2], pa.list_(pa.int64()))
+    batch = pa.record_batch({"x": rows})
+    terms = {"client": "camera", "newest_wins": True}
+    for _ in range(3):
+        (got,) = client.stream("lengths", [batch], terms=terms)
+        assert got["y"].to_pylist() == [1, 18, 90, 8]
+    outcomes = list(client.outcomes("lengths", [batch] * 20, terms=terms))
+    assert isinstance(outcomes[-1], pa.RecordBatch)
+    for each in outcomes:
+        if isinstance(each, pa.RecordBatch):
+            assert each["y"].to_pylist() == [1, 18, 90, 8]
+        else:
+            assert isinstance(each, Superseded)
 
 
 def test_many_clients_share_batches_of_one_bucket(gateway: Gateway) -> None:

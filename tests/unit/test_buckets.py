@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.lanes import CONTRACT, lane_of, request_of
 
 from iskander.config import LimitsConfig
 from iskander.contract.buckets import buckets_of, variants
@@ -21,11 +24,14 @@ from iskander.contract.manifest import Manifest
 from iskander.contract.rows import RowCopier, Rows
 from iskander.contract.strings import split_strings
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.errors import ContractError, LimitExceeded, ManifestError
+from iskander.errors import ContractError, LimitExceeded, ManifestError, Superseded
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
-from iskander.gateway.frontends.flight_divided import put_together
+from iskander.gateway.frontends.flight_divided import Divided, put_together
+from iskander.gateway.frontends.flight_exchange import Exchange
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.lanes.request import Request
 from iskander.gateway.offered import Tensor, take
+from iskander.memory.arena import Lease
 
 BUCKETS = (2, 4, 9)
 LIMITS = LimitsConfig()
@@ -225,3 +231,31 @@ def test_tensors_are_as_long_as_a_bucket() -> None:
         assert take(contract, offered(long), LIMITS).bucket == number
     with pytest.raises(ContractError, match=r"wanted INT64 \[3, 9\], got INT64 \[3, 5\]"):
         take(contract, offered(5), LIMITS)
+
+
+def test_a_part_that_gets_room_when_its_batch_has_failed_gives_it_back() -> None:
+    """The failure was told while it waited, and what is not submitted nobody can withdraw."""
+    lane = lane_of()
+    divided = Divided(CONTRACT, (), lambda failed: None)
+    first, second, third = divided.requests = [request_of(lane) for _ in range(3)]
+    done: list[tuple[str, Request]] = []
+
+    class Room:
+        def admit(self, request: Request) -> bool:
+            return request is first
+
+        async def admit_later(self, request: Request) -> None:
+            request.lease = Lease(0, 0, 64)
+            divided.fail(first, Superseded("a newer one came"))
+
+        def give_back(self, request: Request) -> None:
+            done.append(("given back", request))
+
+    dispatcher = SimpleNamespace(submit=lambda request: done.append(("submitted", request)))
+    stream: Any = SimpleNamespace(
+        _intake=Room(), _dispatcher=dispatcher, _enter=lambda pending: None
+    )
+    asyncio.run(Exchange._admit_portions(stream, divided))
+
+    assert done == [("submitted", first), ("given back", second)]
+    assert third.lease is None

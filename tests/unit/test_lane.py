@@ -36,6 +36,15 @@ def come(lane: Lane, rows: int = 1, **terms: Any) -> tuple[Request, list[tuple[R
     return request, [(victim, error.code) for victim, error in gone]
 
 
+def come_as_part(lane: Lane, **terms: Any) -> Request:
+    """A further part of a batch, that is admitted and for which nobody has to leave."""
+    part = request_of(lane, arrived_ns=NOW, is_part=True, **terms)
+    lane.require_open(part, NOW)
+    assert lane.put(part, NOW) == []
+    lane.queue.validate()
+    return part
+
+
 def test_the_oldest_gives_way_where_that_is_wanted() -> None:
     """Whatever its rank or priority; as many as the newcomer needs, and no more."""
     lane = open_lane(overflow="drop_oldest", queue_rows=8)
@@ -169,6 +178,39 @@ def test_in_a_full_queue_the_newest_has_the_place_of_its_older_one() -> None:
     _, gone = come(lane, client="a", is_newest_wins=True)
 
     assert gone == [(older, "superseded")]
+
+
+def test_the_parts_of_a_batch_take_nobody_s_place_and_are_its_own() -> None:
+    """A newer batch has that of an older one as long as the last part of it waits."""
+    lane = open_lane(newest_wins=True)
+    first, gone = come(lane, client="a")
+    parts = [come_as_part(lane, client="a") for _ in range(2)]
+    assert gone == [] and first.is_waiting and all(part.is_waiting for part in parts)
+    lane.take(first, 1)
+
+    newer, gone = come(lane, client="a")
+    assert gone == [(parts[-1], "superseded")]
+    lane.queue.remove(parts[0])
+    lane.retire(parts[0])
+    part = come_as_part(lane, client="a")
+
+    assert newer.is_waiting and part.is_waiting
+
+
+def test_a_batch_in_parts_is_let_in_as_one_and_has_one_beat() -> None:
+    lane = open_lane(client_requests=1)
+    first, _ = come(lane, client="a", is_named=True)
+    part = come_as_part(lane, client="a", is_named=True)
+    heard: Any = []
+    lane.cadence.observe = lambda *said: heard.append(said)  # type: ignore[method-assign]
+    for request in (first, part):
+        lane.hear(request)
+
+    assert len(heard) == 1
+    with pytest.raises(IskanderError) as caught:
+        come(lane, client="a")
+    assert caught.value.code == "client_over_share"
+    assert come(lane, client="b")[1] == []
 
 
 def test_what_came_and_what_is_outstanding_is_counted() -> None:

@@ -306,10 +306,12 @@ class Exchange:
         self._enter(divided)
         try:
             for request in divided.requests:
-                if divided.error is not None:
-                    return
-                if not self._intake.admit(request):
+                if divided.error is None and not self._intake.admit(request):
                     await self._intake.admit_later(request)
+                if divided.error is not None:
+                    if request.lease is not None:  # It failed while this part waited for room.
+                        self._intake.give_back(request)
+                    return
                 self._dispatcher.submit(request)
         except IskanderError as error:
             error.__traceback__ = None

@@ -1,4 +1,6 @@
-"""Whether a request may join a lane's queue, decided before anything is spent on it.
+"""Whether a request may join a lane's queue, and who leaves it for that.
+
+Decided before anything is spent on it.
 
 Every refusal has a code of its own, and says when to come back as far as the learned cost tells.
 
@@ -7,7 +9,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from iskander.clock import NS_PER_MS
@@ -89,6 +91,52 @@ class Load(NamedTuple):
             rows -= request.waiting_rows
             count -= request.input_bytes
         return Load(requests, rows, count)
+
+
+def has_place(queue: WaitingQueue, config: LaneConfig, request: Request) -> bool:
+    """Whether a queue takes a request as it is; the usual case of `make_way`."""
+    return (
+        queue.requests < config.queue_requests
+        and queue.rows + request.rows <= config.queue_rows
+        and queue.bytes + request.input_bytes <= config.queue_bytes
+    )
+
+
+def make_way(
+    queue: WaitingQueue, config: LaneConfig, request: Request, older: Request | None, title: str
+) -> list[Request] | QueueFull:
+    """Who has to leave a queue for a request; an error where even that would not do.
+
+    Args:
+        queue: Of the lane.
+        config: Of the lane.
+        request: The newcomer.
+        older: Whose place it takes in any case; not among those who are returned.
+        title: Of the lane.
+    """
+    load = Load(len(queue), queue.rows, queue.bytes)
+    if older is not None:
+        load = load.without([older])
+    error = full_error(load, config, request, title)
+    if error is None:
+        return []
+    leaving: list[Request] = []
+    for victim in _victims(queue, config, request):
+        if victim is not older:
+            leaving.append(victim)
+            load = load.without([victim])
+            if full_error(load, config, request, title) is None:
+                return leaving
+    return error
+
+
+def _victims(queue: WaitingQueue, config: LaneConfig, request: Request) -> Iterator[Request]:
+    """Who gives way to a request when the queue is full; never one that is worth more."""
+    if config.overflow == "drop_oldest":
+        return queue.oldest_first()
+    if config.overflow == "drop_lowest_priority":
+        return queue.least_first(above=request.terms.priority)
+    return iter(())
 
 
 def full_error(load: Load, config: LaneConfig, request: Request, title: str) -> QueueFull | None:

@@ -8,7 +8,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, KeysView
+from collections.abc import Iterable, KeysView
 from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
@@ -20,11 +20,11 @@ from iskander.gateway.lanes.admission import (
     MISSED,
     RETRY_UNKNOWN_MS,
     Backlog,
-    Load,
     Margin,
     expired_error,
-    full_error,
+    has_place,
     late_error,
+    make_way,
     share_error,
 )
 from iskander.gateway.lanes.batcher import Formed, Rules, form, make_rules
@@ -202,7 +202,7 @@ class Lane:
 
         Whose requests are too late by themselves is whom a batch is held for.
         """
-        if request.terms.is_named:
+        if request.terms.is_named and not request.is_part:
             budget_ns = max(request.deadline_ns - request.arrived_ns, 0)
             budget_ns = budget_ns if request.deadline_ns < NEVER_NS else 0
             self.cadence.observe(request.terms.client, request.arrived_ns, budget_ns)
@@ -232,8 +232,10 @@ class Lane:
         """
         # Step 3
         self.require_worker()
-        outstanding = self.outstanding.get(request.terms.client, 0)
-        error: IskanderError | None = share_error(outstanding, self.config, request)
+        error: IskanderError | None = None
+        if not request.is_part:
+            outstanding = self.outstanding.get(request.terms.client, 0)
+            error = share_error(outstanding, self.config, request)
         if error is None and request.expires_ns <= now_ns:
             error = expired_error(request, now_ns)
         if error is None and request.deadline_ns < NEVER_NS and self._may_refuse(now_ns):
@@ -247,8 +249,8 @@ class Lane:
                 margin=self._margin.share,
             )
             self._margin.learn(is_late=error is not None)
-        if error is None and not self._has_place(request):
-            way = self._make_way(request, self._older(request))
+        if error is None and not has_place(self.queue, self.config, request):
+            way = make_way(self.queue, self.config, request, self._older(request), self.title)
             error = way if isinstance(way, QueueFull) else None
         if error is not None:
             if error.retry_after_ms is None:
@@ -280,7 +282,9 @@ class Lane:
         period_ns = self.cadence.period_ns(terms.client) if terms.is_named else 0
         request.rank = self._policy.rank(request, period_ns)
         older = self._older(request)
-        way = [] if self._has_place(request) else self._make_way(request, older)
+        way: list[Request] | QueueFull = []
+        if not has_place(self.queue, self.config, request):
+            way = make_way(self.queue, self.config, request, older, self.title)
         assert not isinstance(way, QueueFull), "it was admitted in this turn of the loop"
         removed: list[tuple[Request, IskanderError]] = []
         if older is not None:
@@ -288,7 +292,7 @@ class Lane:
             request.rank = min(request.rank, older.rank)
             self.queue.remove(older)
             removed.append((older, Superseded("a newer request of its client took its place")))
-        if terms.is_newest_wins or self.config.newest_wins:
+        if self._is_newest_kept(request):
             self._newest[terms.client] = request
         for victim in way:
             self.queue.remove(victim)
@@ -376,44 +380,15 @@ class Lane:
         """
         return self.config.refuse_late and now_ns - self.ran_ns < PROBE_NS
 
-    def _has_place(self, request: Request) -> bool:
-        """Whether the queue takes a request as it is; the usual case of `full_error`."""
-        queue, config = self.queue, self.config
-        return (
-            queue.requests < config.queue_requests
-            and queue.rows + request.rows <= config.queue_rows
-            and queue.bytes + request.input_bytes <= config.queue_bytes
-        )
-
     def _older(self, request: Request) -> Request | None:
-        """The waiting request whose place a newer one of its client takes."""
-        if not request.terms.is_newest_wins and not self.config.newest_wins:
+        """The waiting request whose place a newer one of its client takes.
+
+        Of a batch in parts it is the last, and with it goes the batch; a part takes nobody's place.
+        """
+        if request.is_part or not self._is_newest_kept(request):
             return None
         older = self._newest.get(request.terms.client)
         return older if older is not None and older.is_waiting else None
 
-    def _victims(self, request: Request) -> Iterator[Request]:
-        """Who gives way to a request when the queue is full; never one that is worth more."""
-        if self.config.overflow == "drop_oldest":
-            return self.queue.oldest_first()
-        if self.config.overflow == "drop_lowest_priority":
-            return self.queue.least_first(above=request.terms.priority)
-        return iter(())
-
-    def _make_way(self, request: Request, older: Request | None) -> list[Request] | QueueFull:
-        """Who has to leave the queue for a request; an error where even that would not do."""
-        queue = self.queue
-        load = Load(len(queue), queue.rows, queue.bytes)
-        if older is not None:
-            load = load.without([older])
-        error = full_error(load, self.config, request, self.title)
-        if error is None:
-            return []
-        leaving: list[Request] = []
-        for victim in self._victims(request):
-            if victim is not older:
-                leaving.append(victim)
-                load = load.without([victim])
-                if full_error(load, self.config, request, self.title) is None:
-                    return leaving
-        return error
+    def _is_newest_kept(self, request: Request) -> bool:
+        return request.terms.is_newest_wins or self.config.newest_wins

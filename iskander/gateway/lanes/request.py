@@ -91,6 +91,7 @@ class Request:
         is_alone: It is not put together with others: a batch with it failed, or killed a worker.
         kills: Workers that died while they ran it.
         losses: Workers that died while they had it.
+        is_part: Others of its batch came before it, and the batch was let in with the first.
         is_waiting: It is in its lane's queue.
         is_over: The caller was told, or has gone.
     """
@@ -104,6 +105,7 @@ class Request:
         "input_bytes",
         "is_alone",
         "is_over",
+        "is_part",
         "is_waiting",
         "kills",
         "lane",
@@ -155,7 +157,7 @@ class Request:
         self.todo = [(0, rows)]
         self.running = 0
         self.results: bytearray | list[tuple[int, int, memoryview]] | None = None
-        self.is_alone = self.is_waiting = self.is_over = False
+        self.is_alone = self.is_part = self.is_waiting = self.is_over = False
         self.kills = self.losses = 0
 
     @property
