@@ -26,8 +26,11 @@ def looked_up(
     entry = {"tensor": "x", "column": "c", "vocabulary": "words.txt"} | keys
     output = {"tensor": "y", "column": "y", "type": "float32"}
     manifest = msgspec.convert({"format": 1, "inputs": [entry], "outputs": [output]}, Manifest)
+    inputs = [GraphTensor("x", f"tensor({element})", ("rows", *trailing))]
+    if keys.get("mask"):
+        inputs.append(GraphTensor("m", "tensor(bool)", ("rows", *trailing)))
     graph = Graph(
-        (GraphTensor("x", f"tensor({element})", ("rows", *trailing)),),
+        tuple(inputs),
         (GraphTensor("y", "tensor(float)", ("rows",)),),
     )
     contract = compile_contract(manifest, graph)
@@ -66,6 +69,34 @@ def test_lists_of_words() -> None:
 def test_an_unknown_word_is_its_callers_fault() -> None:
     with pytest.raises(ContractError, match=r"`c` has `blue`.*`words.txt` \(1 of 2 values\)"):
         looked_up(["red", "blue"])
+
+
+LIST = {"type": "list<utf8>", "max_length": 3, "trailing": (3,)}
+MASKED = {"nulls": "mask", "mask": "m"}
+
+
+@pytest.mark.parametrize(
+    ("words", "lines", "keys"),
+    [
+        ("has the padding ``", ("red",), LIST),
+        ("has the padding `PAD`", LINES, LIST | {"padding": "PAD"}),
+        ("has the padding ``", ("red",), LIST | {"fill": "red"}),
+        ("has the fill ``", ("red",), MASKED),
+        ("has the fill `none`", ("red",), MASKED | {"fill": "none"}),
+        ("has the fill `none`", LINES, {"fill": "none"}),
+        ("has the fill `none`", LINES, LIST | {"fill": "none"}),
+    ],
+)
+def test_what_the_server_puts_in_has_to_be_in_the_vocabulary(
+    words: str, lines: Any, keys: dict[str, Any]
+) -> None:
+    """Or every row with it is refused, as if the client had sent it."""
+    with pytest.raises(ManifestError, match=rf"{words}, which is not in.*no `unknown`"):
+        looked_up(["red"], lines, **keys)
+    shape: Any = [["red"]] if "type" in keys else ["red"]
+    for more, known in ((("PAD", "none", ""), {}), ((), {"unknown": 7})):
+        found = looked_up(shape, (*dict.fromkeys((*lines, *more)),), **keys, **known)
+        assert found.reshape(-1).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ class Vocabularies:
         files: The lines of each file that the manifest names.
 
     Raises:
-        ManifestError: A file has a line twice, or other lines than the graph has room for.
+        ManifestError: A file has a line twice, more lines than the graph has room for, or not the
+            text of a padding or fill.
     """
 
     def __init__(self, contract: Contract, graph: Graph, files: Labels) -> None:
@@ -76,6 +77,8 @@ class _Lookup:
         self._depth = axis if entry.one_hot and isinstance(axis, int) else needed
         if self._depth < needed:
             raise ManifestError(f"{what} makes {needed} numbers, and the graph takes {self._depth}")
+        if self._unknown == UNKNOWN:
+            self._require_known(entry)
 
     def numbers(self, text: np.ndarray) -> np.ndarray:
         """Text of any shape as numbers of that shape, or with an axis more as one-hot rows.
@@ -98,3 +101,17 @@ class _Lookup:
         rows = np.zeros((len(flat), self._depth), self._dtype)
         rows[np.arange(len(flat)), found] = 1
         return rows.reshape(*text.shape, self._depth)
+
+    def _require_known(self, entry: InputColumn) -> None:
+        """Refuse a vocabulary that lacks what a client does not send, and would be blamed for."""
+        added = {}
+        if entry.max_length is not None:
+            added["padding"] = str(entry.padding or "")
+        if entry.nulls in ("fill", "mask"):
+            added["fill"] = str(entry.fill or "")
+        for key, text in added.items():
+            if text not in self._numbers:
+                raise ManifestError(
+                    f"input `{entry.tensor}` has the {key} `{text}`, which is not in the "
+                    f"vocabulary `{entry.vocabulary}`, and says no `unknown`"
+                )
