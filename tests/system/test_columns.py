@@ -414,6 +414,22 @@ def test_words_are_looked_up_and_an_unknown_one_is_refused(client: Client) -> No
         asked(client, "words", first=pa.array(["red", "blue"]), second=pa.array(["red", "red"]))
 
 
+def test_an_unknown_word_is_told_to_who_sent_it_and_to_nobody_else(gateway: Gateway) -> None:
+    """Streams whose batches are put together, half of them with a word of their own."""
+
+    def ask(index: int) -> bool:
+        word = f"blue{index}" if index % 2 else "green"
+        batch = pa.record_batch({"first": pa.array([word]), "second": pa.array(["red"])})
+        with gateway.client() as client:
+            outcomes = list(client.outcomes("words", [batch] * 20))
+        if word == "green":
+            return [each["y"].to_pylist() for each in outcomes] == [[1]] * 20
+        return all(isinstance(each, ContractError) and word in str(each) for each in outcomes)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(ask, range(6)))
+
+
 def manifest_of(model: Path) -> str:
     """What the operator's tool prints."""
     command = [BIN / "iskander", "manifest", model]
