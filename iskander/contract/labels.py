@@ -5,9 +5,9 @@ Read by the worker that loads the model and by the operator's tool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
+from iskander.contract.confined import confined
 from iskander.contract.manifest import Manifest, model_file
 from iskander.errors import ManifestError
 
@@ -24,10 +24,18 @@ def read_labels(path: Path, manifest: Manifest | None) -> Labels:
         ManifestError: One cannot be read, is too large or empty, or is not beside the model.
     """
     folder = model_file(path).parent
-    return {name: _read(folder / name, name) for name in _names(manifest)}
+    return {name: _read(folder, name) for name in _names(manifest)}
 
 
-def _names(manifest: Manifest | None) -> Iterable[str]:
+def named_files(manifest: Manifest | None) -> set[str]:
+    """Every file beside a graph that its manifest names: labels, vocabularies, samples."""
+    if manifest is None:
+        return set()
+    plan = manifest.warm_up
+    return _names(manifest) | {name for name in (plan.samples, plan.results) if name}
+
+
+def _names(manifest: Manifest | None) -> set[str]:
     if manifest is None:
         return set()
     named = {source.labels for entry in manifest.outputs for source in entry.sources}
@@ -35,13 +43,11 @@ def _names(manifest: Manifest | None) -> Iterable[str]:
     return {name for name in named if name}
 
 
-def _read(file: Path, name: str) -> tuple[str, ...]:
-    if "/" in name or "\0" in name or name in (".", ".."):
+def _read(folder: Path, name: str) -> tuple[str, ...]:
+    if "/" in name or name in (".", ".."):
         raise ManifestError(f"labels `{name}` has to be the name of a file beside the model")
     try:
-        if not file.is_file():
-            raise ManifestError(f"there is no file of labels `{name}` beside the model")
-        with file.open("rb") as opened:
+        with confined(folder, name).open("rb") as opened:
             raw = opened.read(LABELS_BYTES_MAX + 1)
     except OSError as error:
         raise ManifestError(f"labels `{name}` cannot be read: {error.strerror}") from None

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
 from iskander_worker.arrow import from_batch, to_batch
-from iskander_worker.files import inside, inspect_safetensors, load_safetensors
+from iskander_worker.backends import Run, python
+from iskander_worker.files import inspect_safetensors, load_safetensors
 from safetensors.numpy import save_file
+from support.scripted import model_spec
 
 from iskander.errors import ExecutionFailed, ManifestError
 
@@ -121,15 +124,24 @@ def test_a_file_that_is_no_weights_is_refused(tmp_path: Path, raw: bytes) -> Non
         inspect_safetensors(tmp_path / "w.bin")
 
 
-def test_files_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (tmp_path / "secret").touch()
-    (folder / "link").symlink_to(tmp_path / "secret")
-    (folder / "own").touch()
-    assert inside(folder, "own") == folder / "own"
-    for name in ("../secret", "link", str(tmp_path / "secret")):
-        with pytest.raises(ManifestError, match="outside of the model's folder"):
-            inside(folder, name)
-    with pytest.raises(ManifestError, match="there is no `missing`"):
-        inside(folder, "missing")
+def test_whatever_a_class_raises_is_the_models_failure(tmp_path: Path) -> None:
+    (tmp_path / "manifest.toml").write_text(
+        "format = 1\ninputs = []\noutputs = []\n"
+        '[graph.inputs]\nx = "float32"\n[graph.outputs]\ny = "float32"\n'
+    )
+    (tmp_path / "model.py").write_text(
+        "class Panic(BaseException): pass\n"
+        "class Model:\n"
+        "    def load(self, context):\n"
+        "        if context.version == 'bad': raise Panic('in load')\n"
+        "    def predict(self, batch): raise Panic('in predict')\n"
+    )
+    spec = msgspec.structs.replace(
+        model_spec(tmp_path), path=str(tmp_path / "manifest.toml"), pool="own"
+    )
+
+    with pytest.raises(ManifestError, match="Panic: in load"):
+        python.load(msgspec.structs.replace(spec, version="bad"), 1)
+    model = python.load(spec, 1)
+    with pytest.raises(ExecutionFailed, match="Panic: in predict"):
+        model.compute({"x": np.ones(3, np.float32)}, ["y"], Run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,17 @@ def test_labels_that_cannot_be_read(tmp_path: Path, raw: bytes, words: str) -> N
 def test_labels_are_beside_the_model(tmp_path: Path, name: str) -> None:
     with pytest.raises(ManifestError, match="beside the model"):
         labels_of(tmp_path, b"a", name)
+
+
+def test_labels_of_somebody_else_are_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("secret\n")
+    (folder / "link").symlink_to("../secret")
+    os.link(tmp_path / "secret", folder / "twice")
+    for name, words in (("link", "is a link that leads out"), ("twice", "hard links")):
+        with pytest.raises(ManifestError, match=words):
+            labels_of(folder, b"a", name)
 
 
 def test_a_model_without_labels_reads_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files of a model: inside its folder, and read without running what is in them.
+"""Files of weights, read without running what is in them.
 
 Runs on: worker main.
 
@@ -38,20 +38,6 @@ class Stored(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[Length, ...]
     data_offsets: tuple[Length, Length]
-
-
-def inside(folder: Path, name: str) -> Path:
-    """A file of the folder.
-
-    Raises:
-        ManifestError: It lies outside, by its name or by a link, or is not there.
-    """
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ManifestError(f"`{name}` lies outside of the model's folder")
-    if not path.exists():
-        raise ManifestError(f"there is no `{name}` in the model's folder")
-    return path
 
 
 def inspect_safetensors(path: Path) -> tuple[dict[str, Stored], int]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from iskander.clock import NS_PER_MS, now_ns
 from iskander.errors import IskanderError
 from iskander.wire.messages import Loaded, LoadFailed, ModelSpec, Notice, ToGateway
+from iskander_worker.failures import named
 from iskander_worker.gateways import Attachment
 from iskander_worker.session import Session
 
@@ -108,14 +109,14 @@ class _Load:
         self.attachment = attachment
         self.spec = spec
         self.session: Session | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="isk-load", daemon=True)
         self._cores = cores
         self._wake = wake
         self._begun_ns = now_ns()
 
     def answer(self) -> list[ToGateway]:
-        """What came of it; an error of no name is this program's own, and ends it."""
+        """What came of it; an assertion of this program's own ends it."""
         error, session = self.error, self.session
         if isinstance(error, IskanderError):
             return [LoadFailed(self.spec.key, error.code, error.message)]
@@ -133,9 +134,10 @@ class _Load:
         try:
             if self.session is None:
                 self.session = _loaded(self.spec, self._cores)
-        except Exception as error:
-            self.error = error
-        self._wake()
+        except BaseException as error:
+            self.error = named(error)
+        finally:
+            self._wake()
 
 
 def _loaded(spec: ModelSpec, cores: int) -> Session:

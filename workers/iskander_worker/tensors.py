@@ -10,6 +10,8 @@ import re
 
 import numpy as np
 
+TEXT_MAX = 4000
+"""Characters of an error that are looked at; the pattern's time grows with their square."""
 _SOURCE_PATH = re.compile(r"/\S*\.(?:cc|cpp|cu|h|so|onnx|py)\S*")
 
 
@@ -25,7 +27,11 @@ def packed(tensor: np.ndarray) -> np.ndarray:
     return np.packbits(tensor.view(np.uint8).reshape(-1), bitorder="little")
 
 
-def plain(error: Exception) -> str:
+def plain(error: BaseException) -> str:
     """The runtime's words without its source paths and stack."""
-    text = str(error).split("\n", 1)[0].strip() or type(error).__name__
+    try:
+        text = str(error)[:TEXT_MAX]
+    except Exception:
+        text = ""  # A library's own error, whose words cannot be had.
+    text = text.split("\n", 1)[0].strip() or type(error).__name__
     return _SOURCE_PATH.sub("<source>", text)

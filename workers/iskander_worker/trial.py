@@ -15,6 +15,7 @@ import msgspec
 
 from iskander.errors import IskanderError
 from iskander.wire.messages import Loaded, LoadFailed, ModelSpec, encode
+from iskander_worker.failures import named
 from iskander_worker.session import Session
 
 
@@ -33,6 +34,9 @@ def try_model(cores: int) -> None:
         answer: Loaded | LoadFailed = Loaded(
             spec.key, session.contract, session.providers, session.threads, 0.0
         )
-    except IskanderError as error:
-        answer = LoadFailed(spec.key, error.code, error.message)
+    except BaseException as error:
+        failure = named(error)
+        if not isinstance(failure, IskanderError):
+            raise
+        answer = LoadFailed(spec.key, failure.code, failure.message)
     os.write(answer_fd, encode([answer]))

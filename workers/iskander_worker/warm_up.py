@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from iskander.contract.confined import confined
 from iskander.contract.manifest import WarmUp
 from iskander.contract.strings import (
     body_to_strings,
@@ -27,7 +29,6 @@ from iskander.contract.strings import (
 from iskander.contract.tensors import TensorSpec, body_layout
 from iskander.errors import ContractError, ExecutionFailed, ManifestError
 from iskander_worker.backends import Run
-from iskander_worker.model_files import confined
 from iskander_worker.tensors import packed
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ ROWS = 128
 SAMPLE_BYTES_MAX = 1 << 28
 SAMPLE_ROWS_MAX = 1 << 20
 _BFLOAT16_SHIFT = 16
+_UNREADABLE = (
+    OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, MemoryError,
+)  # fmt: skip
 _MEMORY = re.compile("bad_alloc|allocate memory", re.IGNORECASE)
 
 
@@ -248,7 +252,7 @@ def read_arrays(folder: Path, name: str) -> dict[str, np.ndarray]:
             raise ManifestError(f"`{name}` unpacks to {total} bytes, beyond {SAMPLE_BYTES_MAX}")
         with np.load(path, allow_pickle=False) as archive:
             return {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise ManifestError(f"`{name}` is no `.npz` file of plain arrays: {error}") from None
 
 

@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 
 from iskander.clock import now_ns
+from iskander.contract.confined import confined
 from iskander.contract.manifest import model_file, read_manifest
 from iskander.contract.parts import PipelineStep
 from iskander.contract.pipelines import Flow, Joint, flow_of
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError
 from iskander.wire.messages import ModelSpec
 from iskander_worker.backends import Arrays, Model, Run, load_model
-from iskander_worker.files import inside
 
 
 def load(spec: ModelSpec, cores: int) -> Pipeline:
@@ -92,8 +92,8 @@ class Pipeline:
 
 
 def _load_step(step: PipelineStep, spec: ModelSpec, cores: int) -> Model:
-    path = inside(Path(spec.path).parent, step.model)
     try:
+        path = confined(Path(spec.path).parent, step.model, is_folder_allowed=True)
         if step.backend != "onnx" and not path.is_dir():
             raise ManifestError(
                 f"a model of the backend `{step.backend}` is a folder with its own manifest.toml"

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from iskander.contract.confined import confined
 from iskander.contract.declared import declared_graph
 from iskander.contract.manifest import read_manifest
 from iskander.contract.parts import PythonPart
@@ -30,7 +31,7 @@ from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestE
 from iskander.wire.messages import ModelSpec
 from iskander_worker.arrow import from_batch, to_batch
 from iskander_worker.backends import Arrays, Run
-from iskander_worker.files import inside, load_safetensors
+from iskander_worker.files import load_safetensors
 
 MESSAGE_CHARACTERS = 500
 
@@ -67,7 +68,7 @@ class Context:
         Raises:
             ManifestError: It is no such file, or lies outside of the folder.
         """
-        return load_safetensors(inside(self.folder, name))
+        return load_safetensors(confined(self.folder, name))
 
     def load_skops(self, name: str) -> Any:  # noqa: ANN401
         """An estimator of scikit-learn that skops wrote.
@@ -77,7 +78,7 @@ class Context:
         """
         from skops import io
 
-        path = inside(self.folder, name)
+        path = confined(self.folder, name)
         untrusted = io.get_untrusted_types(file=path)
         refused = [each for each in untrusted if each not in self._spec.trusted_types]
         if refused:
@@ -100,7 +101,7 @@ class Context:
                 f"`{name}` is a pickle, which runs code when it is read; the model's trust_pickle "
                 "= true would allow it"
             )
-        with inside(self.folder, name).open("rb") as file:
+        with confined(self.folder, name).open("rb") as file:
             return pickle.load(file)  # noqa: S301
 
 
@@ -143,7 +144,7 @@ class PythonModel:
             self._model.load(self._context)
         except IskanderError:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # Some libraries' are no `Exception`; no signal raises here.
             raise ManifestError(f"its class cannot be loaded: {self._told(error)}") from None
         finally:
             self._require_parent()
@@ -163,7 +164,7 @@ class PythonModel:
             return self._put_together(parts, wanted, rows, run)
         except IskanderError:
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise ExecutionFailed(self._told(error)) from None
         finally:
             self._require_parent()
@@ -202,7 +203,7 @@ class PythonModel:
         """Type, message, and the last line of the model's own files."""
         try:
             message = str(error)[:MESSAGE_CHARACTERS]
-        except Exception:
+        except BaseException:
             message = "its message cannot be had"
         frames = traceback.extract_tb(error.__traceback__)
         own = [each for each in frames if Path(each.filename).is_relative_to(self._folder)]
@@ -213,7 +214,7 @@ class PythonModel:
 
 
 def _class_of(folder: Path, part: PythonPart) -> Any:  # noqa: ANN401
-    path = inside(folder, part.file)
+    path = confined(folder, part.file, is_folder_allowed=True)
     module = _import(path / "__init__.py" if path.is_dir() else path)
     if not hasattr(module, part.class_name):
         raise ManifestError(f"there is no class `{part.class_name}` in `{part.file}`")

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from iskander.contract.confined import confined
 from iskander.contract.declared import declared_graph
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.manifest import Manifest, read_manifest
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander.wire.messages import ModelSpec
 from iskander_worker.backends import Arrays, Run
-from iskander_worker.files import inside, inspect_safetensors, load_safetensors
+from iskander_worker.files import inspect_safetensors, load_safetensors
 from iskander_worker.tensors import plain
 
 ELEMENTS = {
@@ -85,7 +86,7 @@ class TorchModel:
         self.threads = threads
         self._device = _device(spec.execution_providers)
         self.providers = (f"PyTorch {torch.__version__} on {self._device}",)
-        path = inside(folder, part.file)
+        path = confined(folder, part.file)
         self._outputs = list(part.outputs) or list(_results(manifest))
         try:
             with _no_pickle(is_trusted=spec.trust_pickle):
@@ -95,7 +96,7 @@ class TorchModel:
         except Exception as error:
             raise ManifestError(f"`{part.file}` cannot be loaded: {plain(error)}") from None
         if part.weights:
-            self._load_weights(inside(folder, part.weights))
+            self._load_weights(confined(folder, part.weights))
         self._bfloat16 = {each.name for each in self.graph.inputs if each.element == BFLOAT16}
 
     def compute(self, arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
