@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,14 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from iskander_worker.model_files import (
-    confined,
-    external_tensors,
-    inspect_files,
-    require_pins,
-)
+from iskander_worker import external
+from iskander_worker.external import external_tensors
+from iskander_worker.model_files import inspect_files, require_pins
 from onnx import TensorProto, helper
 
+from iskander.contract.confined import confined
 from iskander.errors import ManifestError
+from iskander.wire.varint import varint
 
 LARGE = 1 << 40
 
@@ -146,3 +146,74 @@ def test_a_model_without_weights_outside_is_one_file(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(helper.make_model(graph).SerializeToString())
 
     assert list(inspect_files(tmp_path / "model.onnx", LARGE).paths) == ["model.onnx"]
+
+
+def message(number: int, body: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(body)) + body
+
+
+def test_a_tag_that_protobuf_would_cut_is_refused() -> None:
+    """Cut to 32 bits it is the graph; read whole it is a field that nobody knows."""
+    graph = message(5, outside("w", "../x", 0, 4).SerializeToString())
+    raw = varint((7 << 3 | 2) | 1 << 32) + varint(len(graph)) + graph
+
+    with pytest.raises(ManifestError, match="makes no sense"):
+        external_tensors(memoryview(raw), "m")
+
+
+def test_a_model_is_walked_whatever_its_file_is_called(tmp_path: Path) -> None:
+    weights = [outside(f"w{n}", "../x", 0, 4) for n in range(5)]
+    (tmp_path / "model.pb").write_bytes(model(*weights).SerializeToString())
+
+    with pytest.raises(ManifestError, match="leads out"):
+        inspect_files(tmp_path / "model.pb", LARGE)
+
+
+def test_a_tensor_says_once_where_it_lies() -> None:
+    tensor = outside("w", "a", 0, 4)
+    tensor.external_data.add(key="location", value="b")
+    raw = message(7, message(5, tensor.SerializeToString()))
+
+    with pytest.raises(ManifestError, match="says its location twice"):
+        external_tensors(memoryview(raw), "m")
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [("FIELDS_MAX", "more than 8 fields"), ("TENSORS_MAX", "more than 8 tensors outside")],
+)
+def test_a_walk_has_its_end(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
+    monkeypatch.setattr(external, limit, 8)
+    raw = message(7, 9 * message(5, outside("w", "a", 0, 4).SerializeToString()))
+
+    with pytest.raises(ManifestError, match=words):
+        external_tensors(memoryview(raw), "m")
+
+
+def test_a_walk_takes_no_more_memory_where_there_is_more_to_walk() -> None:
+    raw = memoryview(message(7, 100_000 * message(1, b"")))
+    tracemalloc.start()
+    try:
+        assert external_tensors(raw, "m") == []
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 100_000
+
+
+def test_a_folder_is_confined_where_one_is_wanted_and_never_the_models_own(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "self").symlink_to(".")
+    (tmp_path / "away").symlink_to("/etc")
+
+    assert confined(tmp_path, "sub", is_folder_allowed=True) == tmp_path / "sub"
+    for name, words in (
+        (".", "own folder"),
+        ("self", "own folder"),
+        ("away", "leads out"),
+        ("a\0b", "leads out"),
+        ("a" * 300, "File name too long"),
+    ):
+        with pytest.raises(ManifestError, match=words):
+            confined(tmp_path, name, is_folder_allowed=True)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from iskander_worker import warm_up
-from iskander_worker.opening import libraries_of
+from iskander_worker import opening, warm_up
+from iskander_worker.opening import Source, libraries_of, opened, require_trusted
 from iskander_worker.prepacked import align_weights
 from iskander_worker.signature import require_signature
+from iskander_worker.tryout import Verdict
 from onnx import TensorProto, helper
+from support.models import row_ids
+from support.scripted import model_spec
 
 from iskander.contract.columns import parse_column_type
 from iskander.contract.manifest import WarmUp, read_manifest
 from iskander.contract.tensors import TensorSpec
 from iskander.errors import ManifestError
+from iskander.wire.messages import LoadingSpec, ModelSpec
 
 
 def test_operator_libraries_come_from_the_servers_list_only(tmp_path: Path) -> None:
@@ -140,3 +147,131 @@ def test_a_manifest_that_says_nonsense_is_refused(tmp_path: Path, text: str, wor
     (tmp_path / "manifest.toml").write_text(f"format = 1\ninputs = []\noutputs = []\n{text}\n")
     with pytest.raises(ManifestError, match=words):
         read_manifest(tmp_path)
+
+
+class Signer:
+    """A key, and what it signs."""
+
+    def __init__(self) -> None:
+        ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+        self._key = ed25519.Ed25519PrivateKey.generate()
+        public = base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
+        self.loading = LoadingSpec(public_key=public)
+
+    def sign(self, folder: Path, more: str, *pinned: str) -> None:
+        """Write a manifest that pins these files."""
+        pins = ", ".join(
+            f'"{name}" = "{hashlib.sha256((folder / name).read_bytes()).hexdigest()}"'
+            for name in pinned
+        )
+        raw = f"format = 1\nsha256 = {{{pins}}}\n{more}".encode()
+        (folder / "manifest.toml").write_bytes(raw)
+        (folder / "manifest.toml.sig").write_bytes(self._key.sign(raw))
+
+
+def model(spec: ModelSpec, cores: int, source: Source) -> Any:
+    return SimpleNamespace(notices=(), close=lambda: None)
+
+
+def test_a_signed_graph_pins_every_file_that_its_manifest_names(tmp_path: Path) -> None:
+    signer, folder = Signer(), row_ids(tmp_path / "m")
+    for name in ("labels.txt", "words.txt", "s.npz", "r.npz"):
+        (folder / name).write_text("one\n")
+    more = (
+        '[[inputs]]\ntensor = "x"\nvocabulary = "words.txt"\n'
+        '[[outputs]]\ncolumn = "y"\ntype = "utf8"\ntensor = "y"\nlabels = "labels.txt"\n'
+        '[warm_up]\nsamples = "s.npz"\nresults = "r.npz"\n'
+    )
+    spec = model_spec(folder, loading=signer.loading)
+    names = ["model.onnx", "labels.txt", "words.txt", "s.npz", "r.npz"]
+    for left_out in names:
+        signer.sign(folder, more, *(name for name in names if name != left_out))
+        with pytest.raises(ManifestError, match=f"pins no sha256 of `{left_out}`"):
+            opened(spec, 1, model, "1")
+    signer.sign(folder, more, *names)
+    opened(spec, 1, model, "1")
+
+
+def test_a_signed_folder_has_nothing_that_its_signature_does_not_cover(tmp_path: Path) -> None:
+    """Not a manifest below, not a folder behind a link that an import could prefer to a file."""
+    signer, folder = Signer(), tmp_path / "m"
+    (folder / "step").mkdir(parents=True)
+    (folder / "step" / "manifest.toml").write_text("format = 1\n")
+    (folder / "helper.py").write_text("")
+    spec = model_spec(folder, loading=signer.loading)
+    more = "inputs = []\noutputs = []\n"
+
+    signer.sign(folder, more, "helper.py")
+    with pytest.raises(ManifestError, match=r"pins no sha256 of `step/manifest\.toml`"):
+        require_trusted(spec)
+    signer.sign(folder, more, "helper.py", "step/manifest.toml")
+    require_trusted(spec)
+    (tmp_path / "evil").mkdir()
+    (folder / "helper").symlink_to("../evil")
+    with pytest.raises(ManifestError, match="`helper` is a link to a folder"):
+        require_trusted(spec)
+
+
+@pytest.mark.parametrize("when", ["in the trial", "in the opening"])
+def test_what_was_found_of_other_files_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A file is exchanged after it was hashed: the next load tries the new one out by itself."""
+    folder = row_ids(tmp_path / "m")
+    spec = model_spec(folder, loading=LoadingSpec(is_tried=True, cache=str(tmp_path / "cache")))
+    happens, tried, closed = [when], [], []
+
+    def exchange(now: str) -> None:
+        if now in happens:
+            happens.remove(now)
+            (folder / "model.onnx").write_bytes((folder / "model.onnx").read_bytes() + b"\x12\x00")
+
+    def try_out(*_: Any, **__: Any) -> Verdict:
+        tried.append(1)
+        exchange("in the trial")
+        return Verdict()
+
+    def make(spec: ModelSpec, cores: int, source: Source) -> Any:
+        exchange("in the opening")
+        return SimpleNamespace(notices=(), close=lambda: closed.append(1))
+
+    monkeypatch.setattr(opening, "try_out", try_out)
+    with pytest.raises(ManifestError, match="its files were changed while it was tried out"):
+        opened(spec, 1, make, "1")
+    assert len(closed) == (when == "in the opening")
+    opened(spec, 1, make, "1")
+    opened(spec, 1, make, "1")
+    assert len(tried) == 2
+
+
+def test_a_trial_has_what_is_left_of_the_time_and_is_not_blamed_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock says that others had the entry for nearly all of it."""
+    spec = model_spec(
+        row_ids(tmp_path / "m"),
+        loading=LoadingSpec(is_tried=True, trial_s=60.0, cache=str(tmp_path / "cache")),
+    )
+    given: list[float] = []
+    late = Verdict(refusal="it was late", is_late=True)
+
+    def try_out(*_: Any, seconds: float, **__: Any) -> Verdict:
+        given.append(seconds)
+        return late
+
+    monkeypatch.setattr(opening, "try_out", try_out)
+    find, passed_ns = opening.WeightStore.find, 50 * opening.clock.NS_PER_S
+
+    def find_late(self: Any, key: str) -> Any:
+        now_ns = opening.clock.now_ns() + passed_ns
+        monkeypatch.setattr(opening.clock, "now_ns", lambda: now_ns)
+        return find(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening.WeightStore, "find", find_late)
+        with pytest.raises(ManifestError, match="it was late"):
+            opened(spec, 1, model, "1")
+    assert given[-1] <= 10
+    late = Verdict()
+    opened(spec, 1, model, "1")
+    assert len(given) == 2

@@ -1,11 +1,8 @@
 """Which files a model is made of, and whether they are what they should be, before any is opened.
 
-An ONNX file names the files that hold its weights. Those names are read here by walking the
-protobuf, since they decide what the runtime will open.
+An ONNX file names the files that hold its weights, whatever it is called itself (`external`).
 
 Runs on: worker main, the process that tries a model out, and the operator's tool.
-
-Source: onnx.proto (ModelProto, GraphProto, TensorProto.external_data), protobuf wire format.
 """
 
 from __future__ import annotations
@@ -14,40 +11,19 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from iskander.contract.confined import confined
 from iskander.errors import ManifestError
-from iskander.wire.varint import read_varint
+from iskander_worker.external import External, external_tensors
 
-DEPTH_MAX = 64
-"""Of messages within messages; a model with a loop in a loop in a loop has about twenty."""
 FILES_MAX = 4096
 
-_MODEL, _GRAPH, _NODE, _ATTRIBUTE, _TENSOR, _SPARSE, _FUNCTION, _TRAINING, _ENTRY = range(9)
-_INNER: dict[int, dict[int, int]] = {
-    _MODEL: {7: _GRAPH, 20: _TRAINING, 25: _FUNCTION},
-    _GRAPH: {1: _NODE, 5: _TENSOR, 15: _SPARSE},
-    _NODE: {5: _ATTRIBUTE},
-    _ATTRIBUTE: {
-        5: _TENSOR, 6: _GRAPH, 10: _TENSOR, 11: _GRAPH, 22: _SPARSE, 23: _SPARSE,
-    },
-    _TENSOR: {13: _ENTRY},
-    _SPARSE: {1: _TENSOR, 2: _TENSOR},
-    _FUNCTION: {7: _NODE, 11: _ATTRIBUTE},
-    _TRAINING: {1: _GRAPH, 2: _GRAPH},
-}  # fmt: skip
-"""For each kind of message, the fields that can lead to a tensor, by number."""
-
-
-class External(NamedTuple):
-    """Where a tensor's bytes lie outside of the model file; `length` is 0 for up to its end."""
-
-    location: str
-    offset: int
-    length: int
+Stamp = tuple[int, int, int, int, int]
+"""Device, inode, bytes, and when content and entry were changed last: other ones, another file."""
 
 
 class ModelFiles(NamedTuple):
@@ -57,11 +33,13 @@ class ModelFiles(NamedTuple):
         paths: By name relative to the model's folder; the model file first.
         digests: SHA-256 of each, as hexadecimal text.
         weight_bytes: Of the files together: what loading takes at least.
+        stamps: Of each, from before it was read.
     """
 
     paths: dict[str, Path]
     digests: dict[str, str]
     weight_bytes: int
+    stamps: dict[Path, Stamp | None]
 
 
 def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
@@ -75,34 +53,50 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
         ManifestError: One is missing, cut off, too large, or outside of the model's folder.
     """
     size = _size_of(file)
+    stamps = {file: stamp_of(file)}
     _require_bytes(file.name, size, bytes_max)
-    externals: list[External] = []
-    if file.suffix == ".onnx" and size:
-        # Mapped, not read: the weights in it stay where they are.
-        raw = np.memmap(file, np.uint8, "r").data
-        externals = external_tensors(raw, file.name)
-        raw.release()
+    sizes = {file.name: size}
     paths = {file.name: file}
-    total = declared = size
-    for external in externals:
-        path = paths.get(external.location)
-        if path is None:
-            path = paths[external.location] = confined(file.parent, external.location)
-            _require_bytes(file.name, total := total + _size_of(path), bytes_max)
+    declared = size
+    for external in _externals(file) if size else ():
+        name = external.location
+        if name not in paths:
+            paths[name] = path = confined(file.parent, name)
+            stamps[path], sizes[name] = stamp_of(path), _size_of(path)
+            _require_bytes(file.name, sum(sizes.values()), bytes_max)
             if len(paths) > FILES_MAX:
                 raise ManifestError(f"`{file.name}` names more than {FILES_MAX} files of weights")
-        length = external.length or max(_size_of(path) - external.offset, 0)
-        if external.offset + length > _size_of(path):
+        length = external.length or max(sizes[name] - external.offset, 0)
+        if external.offset + length > sizes[name]:
             raise ManifestError(
-                f"`{file.name}` wants {length} bytes at {external.offset} of "
-                f"`{external.location}`, which has {_size_of(path)}: it is cut off, or another's"
+                f"`{file.name}` wants {length} bytes at {external.offset} of `{name}`, which has "
+                f"{sizes[name]}: it is cut off, or another's"
             )
         _require_bytes(file.name, declared := declared + length, bytes_max)
-    digests = {}
-    for name, path in paths.items():
-        with path.open("rb") as stream:
-            digests[name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return ModelFiles(paths, digests, total)
+    digests = {name: _digest(path) for name, path in paths.items()}
+    return ModelFiles(paths, digests, sum(sizes.values()), stamps)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """What tells a file from what it was before; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def require_unchanged(stamps: Mapping[Path, Stamp | None]) -> None:
+    """Refuse files that are not those that were looked at: what was found is of others.
+
+    Raises:
+        ManifestError: One was changed.
+    """
+    changed = [path.name for path, stamp in stamps.items() if stamp_of(path) != stamp]
+    if changed:
+        raise ManifestError(
+            f"its files were changed while it was tried out, `{changed[0]}` was: load it again"
+        )
 
 
 def require_pins(
@@ -125,127 +119,38 @@ def require_pins(
     for name, pin in pins.items():
         found = digests.get(name)
         if found is None:
-            with confined(folder, name).open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
+            found = _digest(confined(folder, name))
         if found != pin.lower():
             raise ManifestError(
                 f"`{name}` is not the file that the manifest pins: sha256 wanted {pin.lower()}, "
                 f"got {found}"
             )
-    missing = [name for name in wanted if name not in pins]
-    if missing:
+    missing = next((name for name in wanted if name not in pins), None)
+    if missing is not None:
         raise ManifestError(
-            f"the manifest is signed and pins no sha256 of `{missing[0]}`: what it does not pin, "
+            f"the manifest is signed and pins no sha256 of `{missing}`: what it does not pin, "
             "its signature does not cover"
         )
 
 
-def confined(folder: Path, name: str) -> Path:
-    """A file in a folder, by a name that somebody else chose.
-
-    Raises:
-        ManifestError: It is outside, reached by a link that leads outside, has another name
-            elsewhere (a hard link), is not a file, or is not there.
-    """
-    pure = PurePosixPath(name)
-    shown = name[:100]
-    if not name or "\0" in name or pure.is_absolute() or ".." in pure.parts:
-        raise ManifestError(f"the file name `{shown}` leads out of the model's folder")
-    path = folder / pure
+def _externals(file: Path) -> list[External]:
     try:
-        real, status = path.resolve(strict=True), path.stat()
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "its links go in a circle"
-        raise ManifestError(f"`{shown}` beside the model cannot be read: {reason}") from None
-    if not real.is_relative_to(folder.resolve()):
-        raise ManifestError(f"`{shown}` is a link that leads out of the model's folder")
-    if not stat.S_ISREG(status.st_mode):
-        raise ManifestError(f"`{shown}` beside the model is not a file")
-    if status.st_nlink > 1:
-        raise ManifestError(
-            f"`{shown}` has {status.st_nlink} names (hard links), so it may be a file of somebody "
-            "else's; copy it into the model's folder"
-        )
-    return path
-
-
-def external_tensors(raw: memoryview, name: str) -> list[External]:
-    """Every reference of an ONNX file to bytes outside of it.
-
-    Raises:
-        ManifestError: It is cut off, is no protobuf, or is nested too deeply.
-    """
-    found: list[External] = []
-    open_messages = [(_MODEL, 0, len(raw), 0)]
-    while open_messages:
-        kind, at, stop, depth = open_messages.pop()
-        if depth > DEPTH_MAX:
-            raise ManifestError(f"`{name}` nests graphs more than {DEPTH_MAX} messages deep")
-        inner = _INNER[kind]
-        entries: dict[str, str] = {}
-        while at < stop:
-            number, begin, at = read_field(raw, at, stop, name)
-            below = inner.get(number)
-            if below is None or begin < 0:
-                continue
-            if below == _ENTRY:
-                key, value = read_entry(raw, begin, at, name)
-                entries[key] = value
-            else:
-                open_messages.append((below, begin, at, depth + 1))
-        if "location" in entries:
-            found.append(_external(entries, name))
-    return found
-
-
-def _external(entries: dict[str, str], name: str) -> External:
-    numbers = [entries.get(key, "0") for key in ("offset", "length")]
-    if not all(text.isascii() and text.isdecimal() and len(text) < 20 for text in numbers):
-        raise ManifestError(f"`{name}` has a tensor at {numbers} of a file, which are no numbers")
-    return External(entries["location"], *map(int, numbers))
-
-
-def read_entry(raw: memoryview, at: int, stop: int, name: str) -> tuple[str, str]:
-    """Key and value of an entry of a tensor's external data."""
-    texts = {1: "", 2: ""}
-    while at < stop:
-        number, begin, at = read_field(raw, at, stop, name)
-        if number in texts and begin >= 0:
-            try:
-                texts[number] = bytes(raw[begin:at]).decode()
-            except UnicodeDecodeError:
-                raise ManifestError(f"`{name}` names a file of weights in no UTF-8") from None
-    return texts[1], texts[2]
-
-
-def read_field(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int, int]:
-    """A field's number, where its bytes begin (-1 where it has none) and where it ends."""
-    tag, at = _varint(raw, at, stop, name)
-    number, wire = tag >> 3, tag & 7
-    begin = -1
-    if wire == 0:
-        _, at = _varint(raw, at, stop, name)
-    elif wire == 2:
-        length, begin = _varint(raw, at, stop, name)
-        at = begin + length
-    elif wire in (1, 5):
-        at += 8 if wire == 1 else 4
-    else:
-        raise _malformed(name, at)
-    if at > stop or not number:
-        raise _malformed(name, at)
-    return number, begin, at
-
-
-def _varint(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int]:
+        # Mapped, not read: the weights in it stay where they are.
+        raw = np.memmap(file, np.uint8, "r").data
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"`{file.name}` cannot be read: {error}") from None
     try:
-        return read_varint(raw[:stop], at)
-    except IndexError:
-        raise _malformed(name, at) from None
+        return external_tensors(raw, file.name)
+    finally:
+        raw.release()
 
 
-def _malformed(name: str, at: int) -> ManifestError:
-    return ManifestError(f"`{name}` is no ONNX model, or is cut off: byte {at} makes no sense")
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ManifestError(f"`{path.name}` cannot be read: {error.strerror}") from None
 
 
 def _size_of(path: Path) -> int:

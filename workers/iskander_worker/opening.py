@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -20,10 +20,17 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from iskander import clock
+from iskander.contract.labels import named_files
 from iskander.contract.manifest import model_file, read_manifest
 from iskander.errors import ConfigError, ManifestError
 from iskander.wire.messages import ModelSpec
-from iskander_worker.model_files import ModelFiles, inspect_files, require_pins
+from iskander_worker.model_files import (
+    ModelFiles,
+    inspect_files,
+    require_pins,
+    require_unchanged,
+    stamp_of,
+)
 from iskander_worker.signature import require_signature
 from iskander_worker.tryout import try_out
 from iskander_worker.weights import FORMAT, Entry, WeightStore
@@ -32,11 +39,12 @@ SHARED_BYTES_MIN = 1 << 20
 """Weights that are less are cheaper to have in each worker than to look after."""
 REFUSED_NS = 600 * clock.NS_PER_S
 """For so long a model that ended or hung its trial is not tried again."""
+TRIAL_S_MIN = 1.0
 TRIES = 3
 """An entry can be removed, to make room for others, between being made and being opened."""
 
-
 _UNPINNED = ("manifest.toml", "manifest.toml.sig")
+"""Of the folder itself, and of none below it."""
 
 
 class Source(NamedTuple):
@@ -60,6 +68,9 @@ class Noticing(Protocol):
 
     notices: tuple[str, ...]
 
+    def close(self) -> None:
+        """Give up what it holds."""
+
 
 ModelT = TypeVar("ModelT", bound=Noticing)
 
@@ -79,31 +90,46 @@ def opened(
         ManifestError: It is not what it should be, or cannot be served; says why.
     """
     loading = spec.loading
-    manifest = read_manifest(Path(spec.path))
-    files = inspect_files(model_file(Path(spec.path)), loading.model_bytes)
-    folder = model_file(Path(spec.path)).parent
+    file = model_file(Path(spec.path))
+    folder = file.parent
+    before = {folder / "manifest.toml": stamp_of(folder / "manifest.toml")}
+    manifest = read_manifest(file)
+    files = inspect_files(file, loading.model_bytes)
+    files.stamps.update(before)
     is_signed = require_signature(folder, loading.public_key)
     pins = manifest.sha256 if manifest is not None else {}
-    require_pins(folder, pins, files.digests, files.paths if is_signed else ())
+    wanted_pins = [*files.paths, *sorted(named_files(manifest))] if is_signed else ()
+    require_pins(folder, pins, files.digests, wanted_pins)
+
+    def make_known(spec: ModelSpec, cores: int, source: Source) -> ModelT:
+        """A model of the files that were looked at, and of no others."""
+        model = make(spec, cores, source)
+        try:
+            require_unchanged(files.stamps)
+        except ManifestError:
+            model.close()
+            raise
+        return model
+
     wanted = manifest.custom_ops if manifest is not None else ()
     source = Source(libraries=libraries_of(wanted, loading.custom_ops))
     is_shared = loading.is_shared and files.weight_bytes >= SHARED_BYTES_MIN
     if spec.execution_providers != ("cpu",) or not (loading.is_tried or is_shared):
-        return make(spec, cores, source)
+        return make_known(spec, cores, source)
     notices: tuple[str, ...] = ()
     try:
         if not loading.cache:
             raise ConfigError("loading.cache has no folder: neither it nor HOME is set")
         store = WeightStore(Path(loading.cache), loading.cache_bytes)
         key = entry_key(spec, files, source.libraries, runtime)
-        return _from_store(spec, cores, make, source, files, store=store, key=key)
+        return _from_store(spec, cores, make_known, source, files, store=store, key=key)
     except ConfigError as error:
         notices = (f"{error.message}; every worker has weights of its own",) if is_shared else ()
     if loading.is_tried:
         verdict = try_out(spec, cores, source.libraries, seconds=loading.trial_s)
         if verdict.refusal or verdict.error:
             raise ManifestError(verdict.refusal or verdict.error)
-    model = make(spec, cores, source)
+    model = make_known(spec, cores, source)
     model.notices = notices
     return model
 
@@ -117,9 +143,23 @@ def require_trusted(spec: ModelSpec) -> None:
     folder = Path(spec.path).parent
     manifest = read_manifest(Path(spec.path))
     is_signed = require_signature(folder, spec.loading.public_key)
-    found = [path for path in folder.rglob("*") if path.is_file()] if is_signed else []
-    wanted = [path.relative_to(folder).as_posix() for path in found if path.name not in _UNPINNED]
+    wanted = _files_below(folder) if is_signed else ()
     require_pins(folder, manifest.sha256 if manifest is not None else {}, {}, wanted)
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """What a signature has to cover: everything but the signed manifest and its signature.
+
+    Raises:
+        ManifestError: There is a link to a folder, in which more could lie than is seen here.
+    """
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir():
+            if path.is_symlink():
+                raise ManifestError(f"`{name[:100]}` is a link to a folder, which cannot be signed")
+        elif name not in _UNPINNED:
+            yield name
 
 
 def _from_store(
@@ -148,7 +188,7 @@ def _from_store(
         with store.locked(key, deadline_ns, alone=True):
             entry = store.find(key)
             if entry is None or _is_over(entry):
-                _add(store, key, spec, cores, source, files)
+                _add(store, key, spec, cores, source, files, deadline_ns=deadline_ns)
     raise ConfigError("loading.cache_bytes is too little: what was made is gone before it is used")
 
 
@@ -174,9 +214,18 @@ def _from_entry(
 
 
 def _add(
-    store: WeightStore, key: str, spec: ModelSpec, cores: int, source: Source, files: ModelFiles
+    store: WeightStore,
+    key: str,
+    spec: ModelSpec,
+    cores: int,
+    source: Source,
+    files: ModelFiles,
+    *,
+    deadline_ns: int,
 ) -> None:
     """Try a model out, and keep what came of it.
+
+    What took too long after a wait for others is told, and not kept: it had less than its time.
 
     Raises:
         ConfigError: The store cannot be written.
@@ -185,23 +234,29 @@ def _add(
     loading = spec.loading
     is_shared = loading.is_shared and files.weight_bytes >= SHARED_BYTES_MIN
     begun_ns = clock.now_ns()
+    whole_s = max((deadline_ns - begun_ns) / clock.NS_PER_S, TRIAL_S_MIN)
     folder = store.prepare(key)
     verdict = try_out(
         spec,
         cores,
         source.libraries,
-        seconds=loading.trial_s,
+        seconds=whole_s,
         folder=folder if is_shared else None,
     )
     note = verdict.note
     if is_shared and verdict.refusal and not verdict.is_late:
         # It may be the copy that the runtime does not stand, and not the model.
         note = f"{verdict.refusal}, when its copy was made"
-        left_s = loading.trial_s - (clock.now_ns() - begun_ns) / clock.NS_PER_S
-        verdict = try_out(spec, cores, source.libraries, seconds=max(left_s, 1.0))
-    if loading.is_tried and verdict.error:
+        left_s = whole_s - (clock.now_ns() - begun_ns) / clock.NS_PER_S
+        verdict = try_out(spec, cores, source.libraries, seconds=max(left_s, TRIAL_S_MIN))
+    is_known = not verdict.is_late or whole_s > loading.trial_s / 2
+    try:
+        require_unchanged(files.stamps)
+        if loading.is_tried and (verdict.error or not is_known):
+            raise ManifestError(verdict.error or verdict.refusal)
+    except ManifestError:
         store.discard(key)
-        raise ManifestError(verdict.error)
+        raise
     if loading.is_tried:
         store.add(key, note, verdict.refusal)
     else:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from iskander.errors import ManifestError
 from iskander.wire.varint import varint
-from iskander_worker.model_files import read_entry, read_field
+from iskander_worker.external import read_entry, read_field
 
 ALIGNMENT = 64
 _PATH = (7, 5, 13)
