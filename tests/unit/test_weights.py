@@ -151,3 +151,14 @@ def test_a_folder_that_others_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         WeightStore(tmp_path / "file", 1)
+
+
+def test_a_copy_that_is_larger_than_the_folder_may_be_is_not_kept(tmp_path: Path) -> None:
+    """Only that it was made and is too large, so that it is not made again."""
+    store = WeightStore(tmp_path / "cache", 1500)
+    make(store, "k")
+    entry = store.find("k")
+
+    assert entry is not None and entry.model is None
+    assert "its copy has 2000 bytes, and loading.cache_bytes is 1500" in entry.record.note
+    assert os.listdir(tmp_path / "cache" / "k") == [RECORD]

@@ -9,8 +9,8 @@ is, or meet a bug of the runtime. A worker has callers to lose, this process has
 
 Runs on: worker main (`try_out`), and the process that it starts.
 
-Source: setrlimit(2), where RLIMIT_DATA counts private writable memory and no mapped weights;
-prctl(2), PR_SET_PDEATHSIG.
+Source: setrlimit(2), where RLIMIT_DATA counts private writable memory and no mapped weights, and a
+write beyond RLIMIT_FSIZE fails where its signal is ignored; prctl(2), PR_SET_PDEATHSIG.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ import msgspec
 
 from iskander.errors import IskanderError, ManifestError, shorten
 from iskander.wire.messages import LoadingSpec, ModelSpec
+from iskander_worker.failures import named
 from iskander_worker.guest import own_command
 from iskander_worker.placement import set_library_environment
 from iskander_worker.weights import MODEL, WEIGHTS
 
 NICE = 5
+GRACE_S = 10.0
+"""How long the process outlives its time, where whoever waits for it does not end it."""
 STARTING_BYTES = 1 << 28
 """What Python, NumPy and the runtime take before there is a model."""
 _PR_SET_PDEATHSIG = 1
@@ -45,6 +48,9 @@ class Job(msgspec.Struct, frozen=True):
         cores: Compute threads where the model names none.
         folder: Where to save the optimised model; None where weights are not shared.
         private_bytes: Memory that it may take.
+        file_bytes: Of each file that it writes.
+        parent: The process that waits for it; it does nothing for any other.
+        seconds: After so many it ends by itself, whoever lives.
     """
 
     spec: ModelSpec
@@ -52,6 +58,9 @@ class Job(msgspec.Struct, frozen=True):
     libraries: tuple[str, ...]
     folder: str | None
     private_bytes: int
+    file_bytes: int
+    parent: int
+    seconds: float
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -89,7 +98,16 @@ def try_out(
     """
     limit = spec.loading.trial_bytes or available_bytes()
     bare = msgspec.structs.replace(spec, loading=LoadingSpec())
-    job = Job(bare, cores, libraries, None if folder is None else str(folder), limit)
+    job = Job(
+        bare,
+        cores,
+        libraries,
+        None if folder is None else str(folder),
+        private_bytes=limit,
+        file_bytes=spec.loading.cache_bytes,
+        parent=os.getpid(),
+        seconds=seconds + GRACE_S,
+    )
     child = subprocess.Popen(
         own_command("iskander_worker.tryout"),
         stdin=subprocess.PIPE,
@@ -105,8 +123,8 @@ def try_out(
             is_late=True,
         )
     finally:
-        if child.poll() is None:
-            child.kill()
+        if child.returncode is None:  # Not reaped, so its number is still that of its group.
+            os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
     if child.returncode == 0:
         return msgspec.json.decode(answer, type=Verdict)
@@ -145,17 +163,26 @@ def main() -> None:
     os.dup2(2, 1)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    if os.getppid() != job.parent:
+        os._exit(0)  # It ended before this process could ask to be ended with it.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, job.seconds)
     os.umask(0o077)
     os.nice(NICE)
     set_library_environment()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (job.private_bytes, job.private_bytes))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
     try:
         found = Verdict(note=_judge(job))
-    except IskanderError as error:
-        found = Verdict(error=error.message)
     except MemoryError:
         found = Verdict(error=f"it needs more than {job.private_bytes} bytes (loading.trial_bytes)")
+    except BaseException as error:
+        failure = named(error)
+        if not isinstance(failure, IskanderError):
+            raise
+        found = Verdict(error=failure.message)
     verdict.write(msgspec.json.encode(found))
     verdict.flush()
     # Without an orderly end: threads of the runtime could keep it, and nothing is to be saved.

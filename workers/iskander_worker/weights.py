@@ -127,6 +127,9 @@ class WeightStore:
         """
         new, folder = self._folder / f".new-{key}", self._folder / key
         try:
+            copied = sum((new / n).stat().st_size for n in (MODEL, WEIGHTS) if (new / n).exists())
+            if not note and not refusal and copied > self._bytes_max:
+                note = f"its copy has {copied} bytes, and loading.cache_bytes is {self._bytes_max}"
             names = [] if note or refusal else [n for n in (MODEL, WEIGHTS) if (new / n).exists()]
             for name in (MODEL, WEIGHTS):
                 if name not in names:
