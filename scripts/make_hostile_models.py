@@ -1,9 +1,9 @@
 """Write a folder of models that nobody should load: `python scripts/make_hostile_models.py FOLDER`.
 
-Each is a folder `FOLDER/NAME` with a `model.onnx`, meant to read other people's files, to take all
-memory, time or disk, or to end the process that opens it. `FOLDER/expected.json` has, for each, the
-words that a loader is to refuse it with; `null` where it is to be served like any other. Nothing
-here is large on disk: what is, is sparse.
+Each is a folder `FOLDER/NAME` with a `model.onnx`, or a pipeline where it has none, meant to read
+other people's files, to take all memory, time or disk, or to end the process that opens it.
+`FOLDER/expected.json` has, for each, the words that a loader is to refuse it with; `null` where it
+is to be served like any other. Nothing here is large on disk: what is, is sparse.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def deep(folder: Path) -> None:
     raw = b""
     for _ in range(500):
         for number in (6, 5, 1):  # An attribute's graph, a node's attribute, a graph's node.
-            raw = bytes([number << 3 | 2]) + length_of(raw) + raw
-    (folder / "model.onnx").write_bytes(bytes([7 << 3 | 2]) + length_of(raw) + raw)
+            raw = bytes([number << 3 | 2]) + length_of(len(raw)) + raw
+    (folder / "model.onnx").write_bytes(bytes([7 << 3 | 2]) + length_of(len(raw)) + raw)
 
 
 @case("cannot be loaded")
@@ -370,6 +370,86 @@ def sample_elsewhere(folder: Path) -> None:
     write_manifest(folder, '[warm_up]\nsamples = "../s.npz"')
 
 
+@case("is no `.npz` file")
+def damaged_sample(folder: Path) -> None:
+    """A warm-up sample that cannot be unpacked."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    np.savez_compressed(folder / "s.npz", x=np.arange(4000))
+    raw = bytearray((folder / "s.npz").read_bytes())
+    raw[60:90] = b"\xff" * 30
+    (folder / "s.npz").write_bytes(raw)
+    write_manifest(folder, '[warm_up]\nsamples = "s.npz"')
+
+
+@case("is no `.npz` file")
+def absurd_sample(folder: Path) -> None:
+    """A warm-up sample of 2^50 numbers, by its header."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    header = {"descr": "<f8", "fortran_order": False, "shape": (1 << 50,)}
+    with (
+        zipfile.ZipFile(folder / "s.npz", "w") as archive,
+        archive.open("x.npy", "w") as stream,
+    ):
+        np.lib.format.write_array_header_1_0(stream, header)
+        stream.write(bytes(32))
+    write_manifest(folder, '[warm_up]\nsamples = "s.npz"')
+
+
+@case("is a link that leads out")
+def labels_elsewhere(folder: Path) -> None:
+    """Labels that are the lines of a file of the system's."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    (folder / "labels.txt").symlink_to("/etc/passwd")
+    write_manifest(folder, "", 'type = "utf8"\nlabels = "labels.txt"\npost = ["argmax"]')
+
+
+@case("cut off")
+def long_tag(folder: Path) -> None:
+    """A graph under a tag of 35 bits, which protobuf cuts to the graph's."""
+    (folder.parent / "tagged.bin").write_bytes(bytes(4096))
+    os.link(folder.parent / "tagged.bin", folder / "weights.bin")
+    with_weights(folder, outside("weights.bin"))
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph = model.graph.SerializeToString()
+    model.ClearField("graph")
+    tag = length_of((7 << 3 | 2) | 1 << 32)
+    raw = model.SerializeToString() + tag + length_of(len(graph)) + graph
+    (folder / "model.onnx").write_bytes(raw)
+
+
+@case("leads out of the model's folder")
+def another_name(folder: Path) -> None:
+    """A step's graph that is called otherwise, with weights of the folder above."""
+    with_weights(folder, outside("../secret.bin"))
+    (folder / "model.onnx").rename(folder / "model.pb")
+    write_manifest(folder, '[[steps]]\nname = "a"\nmodel = "model.pb"')
+
+
+@case("own folder")
+def step_of_itself(folder: Path) -> None:
+    """A pipeline whose only step it is itself."""
+    write_manifest(folder, '[[steps]]\nname = "a"\nmodel = "."\nbackend = "pipeline"')
+
+
+@case("leads out of the model's folder")
+def step_of_zero(folder: Path) -> None:
+    """A step whose name no system call takes."""
+    write_manifest(folder, '[[steps]]\nname = "a"\nmodel = "a\\u0000b"')
+
+
+@case("cannot be read")
+def step_of_a_long_name(folder: Path) -> None:
+    """A step whose name no file system takes."""
+    write_manifest(folder, f'[[steps]]\nname = "a"\nmodel = "{"a" * 300}"')
+
+
+@case("cannot be loaded")
+def name_of_slashes(folder: Path) -> None:
+    """An unknown operator under a name that a pattern of paths would take a minute to search."""
+    name = "/" * 200_000
+    save(folder, [helper.make_node("Explode", ["x"], ["y"], name=name, domain="org.example")])
+
+
 @case(None)
 def names_of_all_scripts(folder: Path) -> None:
     """Tensors called in scripts that are written from right to left, and by no letter at all."""
@@ -382,23 +462,22 @@ def names_of_all_scripts(folder: Path) -> None:
     )
 
 
-def length_of(raw: bytes) -> bytes:
-    """The length of a message as protobuf has it."""
-    length, parts = len(raw), bytearray()
+def length_of(length: int) -> bytes:
+    """A length, or another whole number, as protobuf has it."""
+    parts = bytearray()
     while length > 0x7F:
         parts.append(length & 0x7F | 0x80)
         length >>= 7
     return bytes([*parts, length])
 
 
-def write_manifest(folder: Path, more: str) -> None:
+def write_manifest(folder: Path, more: str, output: str = 'type = "float32"') -> None:
     """`x` to `y`, and something else."""
     keys, _, tables = more.partition("[") if more.startswith("[") else (more, "", "")
     (folder / "manifest.toml").write_text(
         f"format = 1\n{keys}\n"
         '[[inputs]]\ncolumn = "x"\ntype = "float32"\ntensor = "x"\n'
-        '[[outputs]]\ntensor = "y"\ncolumn = "y"\ntype = "float32"\n'
-        + (f"[{tables}\n" if tables else "")
+        f'[[outputs]]\ntensor = "y"\ncolumn = "y"\n{output}\n' + (f"[{tables}\n" if tables else "")
     )
 
 

@@ -20,7 +20,7 @@ from iskander.wire.varint import read_varint
 DEPTH_MAX = 64
 """Of messages within messages; a model with a loop in a loop in a loop has about twenty."""
 FIELDS_MAX = 1 << 25
-"""Some twenty seconds; a forest of three million nodes has so many, a network some thousands."""
+"""Under a minute; a forest of three million nodes has so many, a network some thousands."""
 TENSORS_MAX = 1 << 18
 """Outside of one model file."""
 ENTRY_FIELDS_MAX = 16
