@@ -335,6 +335,13 @@ def nested_manifest(folder: Path) -> None:
     (folder / "manifest.toml").write_text("format = " + "[" * 200_000)
 
 
+@case("it is not a file")
+def pipe_of_a_manifest(folder: Path) -> None:
+    """Opening it would wait for ever."""
+    save(folder, [helper.make_node("Identity", ["x"], ["y"])])
+    os.mkfifo(folder / "manifest.toml")
+
+
 @case("larger than")
 def large_manifest(folder: Path) -> None:
     """A manifest of comments."""

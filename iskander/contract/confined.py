@@ -5,6 +5,7 @@ Read by the worker that loads the model and by the operator's tool.
 
 from __future__ import annotations
 
+import errno
 import stat
 from pathlib import Path, PurePosixPath
 
@@ -47,3 +48,15 @@ def confined(folder: Path, name: str, *, is_folder_allowed: bool = False) -> Pat
             "else's; copy it into the model's folder"
         )
     return path
+
+
+def read_plain(file: Path, bytes_max: int) -> bytes:
+    """The first bytes of a plain file; reading anything else could wait for ever.
+
+    Raises:
+        OSError: It cannot be read, or is no plain file.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a file")
+    with file.open("rb") as opened:
+        return opened.read(bytes_max)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from iskander.contract.confined import read_plain
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.parts import GraphPart, PythonPart, Steps, TorchPart
 from iskander.errors import ManifestError
@@ -155,7 +156,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """
     file = model_file(path).parent / "manifest.toml"
     try:
-        raw = file.read_bytes()
+        raw = read_plain(file, MANIFEST_BYTES_MAX + 1)
     except FileNotFoundError:
         return None
     except OSError as error:

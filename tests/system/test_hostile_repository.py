@@ -27,7 +27,6 @@ LOADING = {
 
 LATE = "it was not loaded and warmed within"
 """On a busy machine this may come before what is wrong with it."""
-UNDER_WAY = "its workers have not come yet"
 
 
 class Load(threading.Thread):
@@ -80,7 +79,7 @@ def test_hostile_models_in_a_repository_harm_nobody(tmp_path: Path) -> None:
                     told = {
                         name: "" if each["state"] == "ready" else each["reason"]
                         for name in expected
-                        if (each := found.get(name)) and each["reason"] != UNDER_WAY
+                        if (each := found.get(name)) and each["state"] != "loading"
                     }
                     return told if len(told) == len(expected) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,21 @@ def test_a_manifest_that_says_nonsense_is_refused(tmp_path: Path, text: str, wor
     (tmp_path / "manifest.toml").write_text(f"format = 1\ninputs = []\noutputs = []\n{text}\n")
     with pytest.raises(ManifestError, match=words):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.toml", "manifest.toml.sig"])
+def test_a_manifest_that_never_ends_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    """A pipe that nobody writes to, in the place of a file."""
+    public = base64.b64encode(bytes(32)).decode()
+    (tmp_path / "manifest.toml").write_text("format = 1\n")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(ManifestError, match="it is not a file"):
+        require_signature(tmp_path, public)
+    if name == "manifest.toml":
+        with pytest.raises(ManifestError, match="it is not a file"):
+            read_manifest(tmp_path)
 
 
 class Signer:

@@ -12,9 +12,12 @@ import base64
 import binascii
 from pathlib import Path
 
+from iskander.contract.confined import read_plain
+from iskander.contract.manifest import MANIFEST_BYTES_MAX
 from iskander.errors import ManifestError
 
 SIGNATURE_BYTES = 64
+FILE_BYTES_MAX = 1024
 
 
 def require_signature(folder: Path, public_key: str) -> bool:
@@ -33,8 +36,8 @@ def require_signature(folder: Path, public_key: str) -> bool:
     if not public_key:
         return False
     try:
-        manifest = (folder / "manifest.toml").read_bytes()
-        raw = (folder / "manifest.toml.sig").read_bytes()
+        manifest = read_plain(folder / "manifest.toml", MANIFEST_BYTES_MAX)
+        raw = read_plain(folder / "manifest.toml.sig", FILE_BYTES_MAX)
     except OSError as error:
         raise ManifestError(
             "loading.public_key wants signed models, and `manifest.toml` or `manifest.toml.sig` "
