@@ -29,22 +29,19 @@ def model_spec(
     """How a worker loads a configured model.
 
     Raises:
-        ConfigError: There is no file where the configuration says.
+        ConfigError: There is no file where the configuration says, or it cannot be looked at.
     """
     if model.python and not os.access(model.python, os.X_OK):
         raise ConfigError(f"models[{key}].python: `{model.name}` has no interpreter there")
-    file = model_file(Path(model.path), model.backend)
     try:
+        file = model_file(Path(model.path), model.backend)
         stat = os.stat(file)
-    except OSError as error:
+        stamps = _stamps_beside(file, model.backend)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"models[{key}].path: `{model.name}` has no model file there: {error.strerror}"
+            f"models[{key}].path: `{model.name}` has no model file there: {reason}"
         ) from None
-    manifest = file.parent / "manifest.toml"
-    # A manifest names files of labels and the like, and may be all that another backend has.
-    has_files = manifest.exists() or model.backend != "onnx"
-    beside = sorted(file.parent.iterdir()) if has_files else []
-    stamps = [(path.name, path.stat().st_mtime_ns) for path in beside if path.exists()]
     options = msgspec.json.encode(model).decode()
     return ModelSpec(
         key=key,
@@ -70,6 +67,17 @@ def model_spec(
         trusted_types=model.trusted_types,
         loading=loading,
     )
+
+
+def _stamps_beside(file: Path, backend: str) -> list[tuple[str, int]]:
+    """Names and times of what lies beside a model that may need it.
+
+    A manifest names files of labels and the like, and may be all that another backend has.
+    """
+    if backend == "onnx" and not (file.parent / "manifest.toml").exists():
+        return []
+    beside = sorted(file.parent.iterdir())
+    return [(path.name, path.stat().st_mtime_ns) for path in beside if path.exists()]
 
 
 def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) -> LoadingSpec:

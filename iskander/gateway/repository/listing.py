@@ -1,12 +1,14 @@
 """What lies in a repository's folder: models, their versions, and in what state each is.
 
-Decides nothing.
+Decides nothing. What is there and may not be read is not taken for gone: it is told of with the
+reason. Names are the bytes that the system has, whatever they mean.
 
 Runs on: any thread.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -29,6 +31,8 @@ FILES_MAX = 10_000
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 VERSION = re.compile(r"0|[1-9][0-9]{0,17}")
 NOT_OURS = ("name", "path", "version")
+NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Of errors: the others are of things that are there."""
 
 
 class Listed(NamedTuple):
@@ -37,10 +41,12 @@ class Listed(NamedTuple):
     Attributes:
         settings: What tells one state of its `model.toml` from another; empty without one.
         versions: What tells one state of a version's folder from another, by version.
+        error: Why nobody can say which versions there are; empty where they are known.
     """
 
     settings: str
     versions: dict[str, str]
+    error: str = ""
 
 
 def list_models(root: Path, marker: str) -> dict[str, Listed]:
@@ -54,42 +60,52 @@ def list_models(root: Path, marker: str) -> dict[str, Listed]:
         ConfigError: The folder cannot be read, or has too much in it.
     """
     try:
-        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        names = sorted(
+            entry.name
+            for entry in os.scandir(root)
+            if NAME.fullmatch(entry.name) and _is_folder(entry)
+        )
     except OSError as error:
         raise ConfigError(f"repository.path: {error.strerror}") from None
-    names = [name for name in names if NAME.fullmatch(name)]
     if len(names) > MODELS_MAX:
         raise ConfigError(f"repository.path has more than {MODELS_MAX} models")
-    return {name: listed for name in names if (listed := list_model(root, name, marker)).versions}
+    listed = {name: list_model(root, name, marker) for name in names}
+    return {name: each for name, each in listed.items() if each.versions or each.error}
 
 
 def list_model(root: Path, name: str, marker: str) -> Listed:
     """One model; without versions where it is not there."""
     folder = root / name
-    versions: dict[str, str] = {}
-    if NAME.fullmatch(name):
-        try:
-            found = [entry for entry in os.scandir(folder) if VERSION.fullmatch(entry.name)]
-        except OSError:
-            found = []
-        for entry in sorted(found, key=lambda entry: int(entry.name))[-VERSIONS_MAX:]:
-            stamp = stamp_of(folder / entry.name, marker)
-            if stamp:
-                versions[entry.name] = stamp
+    if not NAME.fullmatch(name):
+        return Listed("", {})
+    try:
+        found = [entry.name for entry in os.scandir(folder) if VERSION.fullmatch(entry.name)]
+    except OSError as error:
+        if error.errno in NOTHING_THERE:
+            return Listed("", {})
+        return Listed("", {}, f"its folder cannot be read: {error.strerror}")
+    versions = {
+        version: stamp
+        for version in sorted(found, key=int)[-VERSIONS_MAX:]
+        if (stamp := stamp_of(folder / version, marker))
+    }
     return Listed(_state_of(folder / SETTINGS), versions)
 
 
 def stamp_of(folder: Path, marker: str = "") -> str:
     """What tells one state of a folder from another: names, sizes, times and inodes of its files.
 
-    Empty where the folder has no files, or not the marker.
+    Empty where the folder has no files, or not the marker. What cannot be read is part of it.
     """
-    if marker and not (folder / marker).exists():
+    if marker and not _state_of(folder / marker):
         return ""
-    states = [f"{path.relative_to(folder)} {_state_of(path)}" for path in _files(folder)]
+    states: list[str] = []
+    for path in _files(folder, states):
+        states.append(f"{path.relative_to(folder)} {_state_of(path)}")
     if not states:
         return ""
-    return blake2b("\n".join(sorted(states)).encode(), digest_size=16).hexdigest()
+    text = "\n".join(sorted(states)).encode(errors="surrogateescape")
+    return blake2b(text, digest_size=16).hexdigest()
 
 
 def read_settings(root: Path, name: str, config: Config) -> ModelFile:
@@ -115,8 +131,10 @@ def read_settings(root: Path, name: str, config: Config) -> ModelFile:
         if isinstance(said.get("lane", {}), dict):
             said["lane"] = lanes | said.get("lane", {})
         settings = msgspec.convert(said, ModelFile)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{SETTINGS}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{SETTINGS} is nested too deeply") from None
     if settings.own_workers:
         raise ConfigError(
             f"{SETTINGS}: workers of its own are planned at the start, for models of [[models]]"
@@ -125,9 +143,22 @@ def read_settings(root: Path, name: str, config: Config) -> ModelFile:
     return settings
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno not in NOTHING_THERE
+
+
+def _files(folder: Path, unread: list[str]) -> Iterator[Path]:
+    """The files of a folder; what of it cannot be read is noted."""
+
+    def note(error: OSError) -> None:
+        if error.errno not in NOTHING_THERE:
+            unread.append(f"{error.filename}: {error.strerror}")
+
     count = 0
-    for parent, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder, onerror=note):
         for name in names:
             count += 1
             if count > FILES_MAX:
@@ -136,8 +167,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _state_of(path: Path) -> str:
+    """Empty where there is nothing."""
     try:
         stat = path.stat()
-    except OSError:
-        return ""
+    except OSError as error:
+        return "" if error.errno in NOTHING_THERE else f"{error.strerror}"
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
