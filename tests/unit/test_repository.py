@@ -127,6 +127,15 @@ def test_routes_change_when_all_that_they_lead_to_is_there() -> None:
     assert move(["1", "2"], ["1", "2", "3"], routing) == ([], True)
 
 
+def test_nothing_changes_while_names_lead_to_what_is_not_there() -> None:
+    """Neither routes nor versions: what they led to until now may be what would go."""
+    routing = Routing(default="stable", aliases={"stable": "4"})
+    assert move(["3"], ["3"], routing) == ([], False)
+    assert move(["2", "3"], ["3"], routing) == ([], False)
+    assert move(["3", "4"], ["4"], routing) == (["3"], True)
+    assert move(["3"], [], routing) == (["3"], True), "a model that goes takes its names along"
+
+
 def test_only_what_was_left_alone_is_followed() -> None:
     assert settled({}, {"a": 1}, {}) == {}
     assert settled({"a": 1}, {"a": 1}, {}) == {"a": 1}

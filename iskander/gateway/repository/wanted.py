@@ -71,12 +71,14 @@ class Move(NamedTuple):
 def move(served: Collection[str], wanted_now: Collection[str], routing: Routing) -> Move:
     """Let the new take the place of the old only where the new is there.
 
-    While one that is wanted does not load, everything that is served stays, and where something
-    would lead to a version that is not there, everything leads where it led.
+    While one that is wanted, or that something leads to, is not there, everything that is served
+    stays, and where something would lead to a version that is not there, everything leads where it
+    led. A model that is wanted no more is free of all that.
     """
-    is_whole = all(version in served for version in wanted_now)
+    targets = routing.targets() if wanted_now else set()
+    is_whole = all(version in served for version in targets.union(wanted_now))
     retire = [version for version in served if version not in wanted_now] if is_whole else []
-    return Move(retire, is_whole or all(target in served for target in routing.targets()))
+    return Move(retire, all(target in served for target in targets))
 
 
 def settled(
