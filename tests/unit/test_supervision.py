@@ -209,6 +209,18 @@ def test_only_one_that_serves_is_replaced(state: State) -> None:
     assert recycled.due == []
 
 
+def test_nobody_is_replaced_in_the_midst_of_a_load() -> None:
+    """What is loaded would be given up with the process."""
+    made = workers(1)
+    recycled = Recycled(made, recycle_batches=10)
+    made[0].batches, made[0].asked = 10, 7
+    recycled.recycling.look(made[0])
+    assert recycled.due == []
+    made[0].asked = None
+    recycled.recycling.look(made[0])
+    assert recycled.due == [0]
+
+
 def test_nobody_is_replaced_without_limits_or_after_the_end() -> None:
     made = workers(1)
     without = Recycled(made)

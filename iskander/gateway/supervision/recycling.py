@@ -1,7 +1,8 @@
 """Which worker is replaced in order, and when: after so many batches, or above so much memory.
 
 One at a time, until the next process is open in its place. One that does not come holds the others
-where they are: workers that serve are not given up for ones that do not start.
+where they are: workers that serve are not given up for ones that do not start. One that loads a
+model comes to the end of that first.
 
 Runs on: gateway loop.
 """
@@ -64,7 +65,7 @@ class Recycling:
 
     def look(self, worker: Worker) -> None:
         """Replace a worker that is due, unless another one is being replaced."""
-        if self._is_held or worker.state is not State.READY:
+        if self._is_held or worker.state is not State.READY or worker.asked is not None:
             return
         if any(other.is_due for other in self._workers):
             return
