@@ -6,7 +6,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from iskander.config import Config
@@ -14,6 +14,7 @@ from iskander.contract.inputs import entries_of, said
 from iskander.contract.tensors import Contract
 from iskander.errors import ModelNotFound, NotReady
 from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.repository.freshness import Freshness
 from iskander.gateway.repository.routing import Routing
 from iskander.gateway.specs import loading_spec, model_spec, quorum_of
 from iskander.gateway.supervision.readiness import reason_of
@@ -48,7 +49,7 @@ class Models:
         workers: Every place of the plan; set by the supervisor.
         is_stopping: Nothing is called ready any more.
         pending: Models whose loads of the start have not come to their end.
-        fingerprint_of: What a lane's files and settings are now.
+        freshness: Whether lanes' files are those that they were loaded from.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Models:
         self.workers: list[Worker] = []
         self.is_stopping = False
         self.pending = 0
-        self.fingerprint_of: Callable[[Lane], str] | None = None
+        self.freshness = Freshness()
         self._served: dict[str, dict[str, Lane]] = {}
         self._highest: dict[str, str] = {}
 
@@ -123,11 +124,6 @@ class Models:
             if failure.is_required
         ]
         return [f"model `{title}`: {reason}" for title, reason in reasons if reason]
-
-    def is_current(self, lane: Lane) -> bool:
-        """Whether a lane's files and settings are still those that it was loaded from."""
-        of = self.fingerprint_of
-        return of is None or of(lane) == lane.model.fingerprint
 
     @property
     def coming(self) -> list[Lane]:

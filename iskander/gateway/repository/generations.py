@@ -1,8 +1,9 @@
 """Model versions put in place of one another: loaded beside what is served, then found instead.
 
 What happens next is decided by `stages`; here it is noticed and done. A generation is loaded by one
-worker first, and by the others when that one has it. When all that serve have it, and they are
-enough, it is what those who ask find; what it replaces finishes what it accepted, and is given up.
+worker first, and by the others when that one has it. When all that serve have it, they are enough,
+and its files are still those that it began with, it is what those who ask find; what it replaces
+finishes what it accepted, and is given up.
 
 Runs on: gateway loop.
 """
@@ -17,12 +18,13 @@ import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config_models import LaneConfig
-from iskander.errors import IskanderError, LimitExceeded, ModelMoved, NotReady
+from iskander.errors import IskanderError, LimitExceeded, ManifestError, ModelMoved, NotReady
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Failure, Models
 from iskander.gateway.repository.stages import Action, Event, Stage, step
 from iskander.gateway.supervision.lifecycle import State
-from iskander.gateway.supervision.loading import Loading
+from iskander.gateway.supervision.loading import AT_WORK, Loading
+from iskander.gateway.supervision.workers import Worker
 from iskander.gateway.telemetry.recent import Recent
 from iskander.wire.messages import ModelSpec
 
@@ -30,19 +32,27 @@ log = logging.getLogger("iskander.repository")
 
 GENERATIONS_MAX = 4096
 TURN_S = 0.02
+CHANGED_MEANWHILE = "its files were changed while it was loaded"
 
 
 class Generation:
     """One.
 
     Attributes:
+        since_ns: When its stage began.
+        loading_ns: For how long it has been loaded, not counting the time behind other models.
+        seen_with: Workers that had it when its files were looked at last, by incarnation.
+        is_current: Whether that look has found what it began with.
         outcome: Done when it is served, or says why it is not.
     """
 
     def __init__(self, lane: Lane, stage: Stage) -> None:
         self.lane = lane
         self.stage = stage
-        self.since_ns = now_ns()
+        self.since_ns = self.looked_ns = now_ns()
+        self.loading_ns = 0
+        self.seen_with: frozenset[int] = frozenset()
+        self.is_current = False
         self.error: IskanderError | None = None
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -59,7 +69,7 @@ class Generations:
         models: What is served; of the configuration at first.
         loading: Gives workers their models.
         refuse_queued: Answers what waits in lanes with an error.
-        load_s: How long a generation may take to be loaded.
+        load_s: How long a generation may take to be loaded, once workers come to it.
         drain_s: How long one that was replaced may keep requests waiting.
         recent: Where the last latencies are kept.
         on_change: Called when what is served has changed.
@@ -144,13 +154,13 @@ class Generations:
             return
         self._is_looking = True
         try:
+            self._loading.replace_overdue(self._load_ns)
             for generation in list(self._all.values()):
                 event = self._event(generation)
                 if event is not None:
                     self._happened(generation, event)
         finally:
             self._is_looking = False
-        self._loading.replace_overdue(self._load_ns)
         is_busy = any(each.stage is not Stage.SERVING for each in self._all.values())
         if is_busy and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TURN_S, self._turn)
@@ -168,27 +178,57 @@ class Generations:
     def _event(self, generation: Generation) -> Event | None:
         lane, age_ns = generation.lane, now_ns() - generation.since_ns
         if generation.stage is Stage.LOADING:
-            pool = lane.pool_of(self._models.workers)
-            serving = [w for w in pool if w.state is State.READY]
-            holders = [w for w in serving if lane.model.key in w.models]
-            is_enough = len(holders) >= lane.quorum
-            if lane.refusal is not None:
-                generation.error = lane.refusal
-                return Event.REFUSED
-            if is_enough and (len(holders) == len(serving) or age_ns > self._load_ns):
-                return Event.ACCEPTED
-            if age_ns > self._load_ns:
-                generation.error = NotReady(
-                    f"{len(holders)} of {lane.quorum} workers had loaded it after "
-                    f"{self._load_ns // NS_PER_S} s"
-                )
-                return Event.OVERDUE
-        elif generation.stage is Stage.DRAINING:
+            return self._event_of_load(generation, age_ns)
+        if generation.stage is Stage.DRAINING:
             if lane.is_empty and not self._is_in_flight(lane):
                 return Event.EMPTY
             if age_ns > self._drain_ns and lane.queue.requests:
                 return Event.OVERDUE
         return None
+
+    def _event_of_load(self, generation: Generation, age_ns: int) -> Event | None:
+        lane = generation.lane
+        if lane.refusal is not None:
+            generation.error = lane.refusal
+            return Event.REFUSED
+        pool = lane.pool_of(self._models.workers)
+        serving = [w for w in pool if w.state is State.READY]
+        holders = [w for w in serving if lane.model.key in w.models]
+        self._count(generation, pool)
+        if len(holders) >= lane.quorum:
+            if len(holders) == len(serving) or age_ns > self._load_ns:
+                return self._event_of_loaded(generation, holders)
+        elif generation.loading_ns > self._load_ns:
+            generation.error = NotReady(
+                f"{len(holders)} of {lane.quorum} workers had loaded it after "
+                f"{self._load_ns // NS_PER_S} s"
+            )
+            return Event.OVERDUE
+        return None
+
+    def _event_of_loaded(self, generation: Generation, holders: list[Worker]) -> Event | None:
+        """Accept what the holders have, once its files were looked at after the last had it."""
+        held = frozenset(worker.incarnation for worker in holders)
+        if generation.seen_with != held:
+            generation.seen_with, generation.is_current = held, False
+
+            def on_known(is_current: bool) -> None:
+                if generation.seen_with == held:
+                    generation.is_current = is_current
+                    if not is_current:
+                        generation.lane.refusal = ManifestError(CHANGED_MEANWHILE)
+
+            self._models.freshness.ask(generation.lane, on_known)
+        return Event.ACCEPTED if generation.is_current else None
+
+    def _count(self, generation: Generation, pool: list[Worker]) -> None:
+        """Let time pass for a load, unless all that are to do it are at other models' loads."""
+        key, now = generation.lane.model.key, now_ns()
+        lacking = [w for w in pool if w.state in AT_WORK and key not in w.models]
+        is_behind = bool(lacking) and all(w.asked not in (None, key) for w in lacking)
+        if not is_behind:
+            generation.loading_ns += now - generation.looked_ns
+        generation.looked_ns = now
 
     def _is_in_flight(self, lane: Lane) -> bool:
         return any(

@@ -14,39 +14,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from iskander.config import Config
-from iskander.config_models import ModelConfig
 from iskander.config_repository import ModelFile
 from iskander.errors import ConfigError, IskanderError, ModelMoved, ModelNotFound, Unsupported
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Failure, Models
 from iskander.gateway.repository.following import NOTHING, follow
 from iskander.gateway.repository.generations import Generation, Generations
-from iskander.gateway.repository.listing import (
-    SETTINGS,
-    Listed,
-    list_model,
-    list_models,
-    read_settings,
-    stamp_of,
-)
+from iskander.gateway.repository.listing import SETTINGS, Listed, list_models
+from iskander.gateway.repository.reading import Found, Reader, Which
 from iskander.gateway.repository.routing import Routing
-from iskander.gateway.repository.wanted import (
-    complaint_about,
-    move,
-    routing_of,
-    wanted,
-)
-from iskander.gateway.specs import loading_spec, model_spec, quorum_of
+from iskander.gateway.repository.wanted import move, wanted
+from iskander.gateway.specs import quorum_of
 from iskander.gateway.supervision.loading import Loading
 from iskander.gateway.telemetry.recent import Recent
-from iskander.wire.messages import ModelSpec
 
 log = logging.getLogger("iskander.repository")
 
@@ -54,6 +39,8 @@ EVERYTHING = "*"
 RETRY_S = 5.0
 """How long a worker goes on without a model that others could serve, before it is asked again."""
 NOT_FOLDERS = "its models come from the server's configuration"
+UNKNOWN = "?"
+"""Stands for the versions of a model that nobody can name."""
 
 
 class Repository:
@@ -80,8 +67,7 @@ class Repository:
     ) -> None:
         self._config = config
         self._settings = config.repository
-        self._root = Path(config.repository.path)
-        self._spec_of_loading = loading_spec(config)
+        self._reader = Reader(config)
         self._models = models
         self._loading = loading
         self._generations = Generations(
@@ -94,13 +80,14 @@ class Repository:
             on_change=on_change,
         )
         self._on_change = on_change
-        self._configured = {(m.name, str(m.version)): m for m in config.models}
         self._tried: dict[str, dict[str, str]] = {}
         self._model_files: dict[str, ModelFile] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reloading: set[str] = set()
         self._retrying: asyncio.TimerHandle | None = None
-        models.fingerprint_of = self._fingerprint_of
+        models.freshness.fingerprint_of = self._fingerprint_of
+        models.freshness.on_known = on_change
 
     @property
     def is_explicit(self) -> bool:
@@ -115,12 +102,16 @@ class Repository:
         """
         if not self._settings.path:
             return
-        listed = await asyncio.to_thread(list_models, self._root, self._settings.marker)
+        settings = self._settings
+        listed = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
         asked = self._settings.load if self.is_explicit else (EVERYTHING,)
         names = set(asked) if EVERYTHING not in asked else {*listed, *asked} - {EVERYTHING}
         for name in sorted(names):
             self._models.pending += 1
-            self._spawn(self._start(name, listed.get(name, NOTHING)))
+            found = listed.get(name, NOTHING)
+            # Whether a folder that cannot be read is a model's, only who asks for it knows.
+            is_required = name in asked or not found.error
+            self._spawn(self._start(name, found, is_required=is_required))
         if not self.is_explicit:
             self._spawn(follow(self._settings, listed, self._on_model))
 
@@ -131,6 +122,7 @@ class Repository:
         for task in list(self._tasks):
             task.cancel()
         self._generations.close()
+        self._models.freshness.close()
 
     def look(self) -> None:
         """See how generations stand, and load anew what workers found to be changed."""
@@ -138,8 +130,10 @@ class Repository:
         for lane in self._models:
             if lane.is_stale:
                 lane.is_stale = False
-                log.warning("the files of %s are not those that are served", lane.title)
-                self._spawn(self._reload_quietly(lane.model.name))
+                name = lane.model.name
+                if name not in self._reloading:
+                    self._reloading.add(name)
+                    self._spawn(self._reload_quietly(name))
         is_refused = any(worker.refused for worker in self._models.workers)
         if is_refused and self._retrying is None:
             self._retrying = asyncio.get_running_loop().call_later(RETRY_S, self._retry)
@@ -154,15 +148,13 @@ class Repository:
             ModelNotFound: There is no such model, neither in the folder nor in the configuration.
             IskanderError: A version does not load; says why. What was served still is.
         """
-        if any(each == name for each, _ in self._configured):
-            await self._reload(name)
+        if self._reader.is_configured(name):
+            await self._reload(name, is_asked=True)
         else:
             listed = NOTHING
             if self._settings.path:
-                listed = await asyncio.to_thread(
-                    list_model, self._root, name, self._settings.marker
-                )
-            if not listed.versions:
+                listed = await asyncio.to_thread(self._reader.listed, name)
+            if not listed.versions and not listed.error:
                 self._models.find(name, None)  # Says what is there, where it is not.
                 raise ModelNotFound(
                     f"there is no model `{name}` in the folder any more", model=name
@@ -180,7 +172,7 @@ class Repository:
             ModelNotFound: It is not served.
             Unsupported: It is not for calls to say what is served.
         """
-        if not self._settings.path or any(each == name for each, _ in self._configured):
+        if not self._settings.path or self._reader.is_configured(name):
             self._models.find(name, version)
             raise Unsupported(f"model `{name[:100]}` stays loaded; {NOT_FOLDERS}")
         if not self.is_explicit:
@@ -214,23 +206,18 @@ class Repository:
         self.look()
 
     def _fingerprint_of(self, lane: Lane) -> str:
-        name, version = lane.model.name, lane.model.version
-        try:
-            configured = self._configured.get((name, version))
-            if configured is not None:
-                return model_spec(lane.model.key, configured, self._spec_of_loading).fingerprint
-            settings = self._model_files.get(name) or read_settings(self._root, name, self._config)
-            stamp = stamp_of(self._root / name / version, self._settings.marker)
-            return self._spec(settings, name, version, stamp).fingerprint
-        except IskanderError:
-            return ""
+        """On a thread."""
+        which = lane.model.name, lane.model.version
+        return self._reader.fingerprint_of(
+            which, lane.model.key, self._model_files.get(lane.model.name)
+        )
 
     def _on_model(self, name: str, listed: Listed) -> None:
         self._spawn(self._quietly(name, listed))
 
-    async def _start(self, name: str, listed: Listed) -> None:
+    async def _start(self, name: str, listed: Listed, *, is_required: bool) -> None:
         try:
-            await self._quietly(name, listed, is_required=True)
+            await self._quietly(name, listed, is_required=is_required)
         finally:
             self._models.pending -= 1
             self._on_change()
@@ -240,34 +227,23 @@ class Repository:
             await self._change(name, listed, is_required=is_required)
 
     async def _reload_quietly(self, name: str) -> None:
-        with contextlib.suppress(IskanderError):
-            if any(each == name for each, _ in self._configured):
-                await self._reload(name)
-            else:
-                marker = self._settings.marker
-                listed = await asyncio.to_thread(list_model, self._root, name, marker)
-                await self._change(name, listed)
+        try:
+            with contextlib.suppress(IskanderError):
+                if self._reader.is_configured(name):
+                    await self._reload(name)
+                else:
+                    await self._change(name, await asyncio.to_thread(self._reader.listed, name))
+        finally:
+            self._reloading.discard(name)
 
-    async def _reload(self, name: str) -> None:
+    async def _reload(self, name: str, *, is_asked: bool = False) -> None:
         """Load the versions of the configuration whose files have changed."""
-        begun = []
         async with self._lock(name):
-            for which, model in self._configured.items():
-                if which[0] == name:
-                    try:
-                        spec = model_spec(0, model, self._spec_of_loading)
-                    except IskanderError as error:
-                        self._fail(which, error, is_required=False)
-                        raise
-                    lane = self._served(*which)
-                    if lane is None or lane.model.fingerprint != spec.fingerprint:
-                        quorum = quorum_of(self._config, model)
-                        begun.append(
-                            self._generations.begin(spec, model.lane, quorum, is_required=False)
-                        )
-                    else:
-                        self._models.failures.pop(which, None)
+            found = await asyncio.to_thread(self._reader.of_configuration, name)
+            begun, error_at_once = self._begin_all(name, found, is_asked=is_asked)
             await _outcomes(begun)
+            if error_at_once is not None:
+                raise error_at_once
 
     async def _change(
         self, name: str, listed: Listed, *, is_asked: bool = False, is_required: bool = False
@@ -281,44 +257,37 @@ class Repository:
             is_required: The server is not ready without it.
         """
         async with self._lock(name):
-            if any(each == name for each, _ in self._configured):
+            if self._reader.is_configured(name):
                 log.error("model `%s` of the repository is one of the configuration too", name)
                 return
+            if listed.error:
+                raise self._fail(
+                    (name, UNKNOWN), ConfigError(listed.error), is_required=is_required
+                )
             try:
-                settings = await asyncio.to_thread(read_settings, self._root, name, self._config)
-                routing = routing_of(settings)
-                complaint = complaint_about(routing)
-                if complaint:
-                    raise ConfigError(f"{SETTINGS}: {complaint}")
+                settings, routing = await asyncio.to_thread(self._reader.settings, name)
             except IskanderError as error:
                 if listed.versions:
-                    self._fail((name, SETTINGS), error, is_required=is_required)
-                    raise
+                    raise self._fail((name, SETTINGS), error, is_required=is_required) from None
                 settings, routing = ModelFile(), Routing()
-            self._models.failures.pop((name, SETTINGS), None)
             self._model_files[name] = settings
             policy = self._settings.versions if settings.versions is None else settings.versions
             versions = wanted(listed.versions, policy, routing)
             for which in [which for which in self._models.failures if which[0] == name]:
                 if which[1] not in versions:
                     del self._models.failures[which]
-            begun: list[Generation] = []
-            error_at_once: IskanderError | None = None
-            for version in versions:
-                try:
-                    begun += self._begin(
-                        settings,
-                        (name, version),
-                        listed.versions[version],
-                        is_asked=is_asked,
-                        is_required=is_required,
-                    )
-                except IskanderError as error:
-                    self._fail((name, version), error, is_required=is_required)
-                    error_at_once = error
+            found = await asyncio.to_thread(
+                self._reader.of_folder,
+                name,
+                settings,
+                {version: listed.versions[version] for version in versions},
+            )
+            begun, error_at_once = self._begin_all(
+                name, found, is_asked=is_asked, is_required=is_required
+            )
             if is_required and not versions:
                 error_at_once = ModelNotFound(f"there is nothing to load of model `{name}`")
-                self._fail((name, "?"), error_at_once, is_required=True)
+                self._fail((name, UNKNOWN), error_at_once, is_required=is_required)
             try:
                 await _outcomes(begun)
             finally:
@@ -326,35 +295,56 @@ class Repository:
             if error_at_once is not None:
                 raise error_at_once
 
-    def _begin(
+    def _begin_all(
         self,
-        settings: ModelFile,
-        which: tuple[str, str],
-        stamp: str,
+        name: str,
+        found: Mapping[str, Found | IskanderError],
         *,
         is_asked: bool,
-        is_required: bool,
-    ) -> list[Generation]:
-        """Begin to load a version, where it is not served or was not tried as it is now."""
-        spec = self._spec(settings, *which, stamp)
+        is_required: bool = False,
+    ) -> tuple[list[Generation], IskanderError | None]:
+        """Begin to load versions; also the last error of those that cannot be begun."""
+        begun: list[Generation] = []
+        error_at_once: IskanderError | None = None
+        for version, each in found.items():
+            try:
+                if isinstance(each, IskanderError):
+                    raise each
+                if self._is_to_try((name, version), each.spec.fingerprint, is_asked=is_asked):
+                    quorum = quorum_of(self._config, each.settings)
+                    begin = self._generations.begin
+                    begun.append(
+                        begin(each.spec, each.settings.lane, quorum, is_required=is_required)
+                    )
+            except IskanderError as error:
+                error_at_once = self._fail((name, version), error, is_required=is_required)
+        return begun, error_at_once
+
+    def _is_to_try(self, which: Which, fingerprint: str, *, is_asked: bool) -> bool:
+        """Whether a version is neither served nor was tried as it is now."""
         tried = self._tried.setdefault(which[0], {})
         lane = self._served(*which)
-        if lane is not None and lane.model.fingerprint == spec.fingerprint:
+        if lane is not None and lane.model.fingerprint == fingerprint:
             self._models.failures.pop(which, None)
-            tried[which[1]] = spec.fingerprint
-            return []
-        if tried.get(which[1]) == spec.fingerprint and not is_asked:
-            return []
-        tried[which[1]] = spec.fingerprint
-        quorum = quorum_of(self._config, settings)
-        begin = self._generations.begin
-        return [begin(spec, settings.lane, quorum, is_required=is_required)]
+            tried[which[1]] = fingerprint
+            return False
+        if tried.get(which[1]) == fingerprint and not is_asked:
+            return False
+        tried[which[1]] = fingerprint
+        if lane is not None:
+            log.warning("the files of %s are not those that are served", lane.title)
+        return True
 
     def _move(self, name: str, versions: list[str], routing: Routing) -> None:
         served = [lane.model.version for lane in self._models if lane.model.name == name]
         what = move(served, versions, routing)
         if what.is_routed:
             self._models.route(name, routing if versions and routing != Routing() else None)
+        elif missing := sorted(routing.targets().difference(versions)):
+            text = (
+                f"names lead to versions that are not there: {', '.join(missing)}; all lead on as"
+            )
+            self._fail((name, SETTINGS), ConfigError(f"{text} before"), is_required=False)
         for version in what.retire:
             self._generations.retire(name, version)
             self._tried.get(name, {}).pop(version, None)
@@ -362,26 +352,11 @@ class Repository:
             for kept in (self._tried, self._model_files):
                 kept.pop(name, None)
 
-    def _spec(self, settings: ModelFile, name: str, version: str, stamp: str) -> ModelSpec:
-        folder = self._root / name / version
-        model = ModelConfig(
-            **{
-                key: getattr(settings, key)
-                for key in ModelConfig.__struct_fields__
-                if key not in ("name", "path", "version")
-            },
-            name=name,
-            path=str(folder),
-            version=version,
-        )
-        spec = model_spec(0, model, self._spec_of_loading)
-        options = msgspec.json.encode(model).decode()
-        return msgspec.structs.replace(spec, fingerprint=f"{stamp} {options}")
-
-    def _fail(self, which: tuple[str, str], error: IskanderError, *, is_required: bool) -> None:
+    def _fail(self, which: Which, error: IskanderError, *, is_required: bool) -> IskanderError:
         log.error("%s is not served: %s", "/".join(which), error.message)
         self._models.counts["failed"] += 1
         self._models.failures[which] = Failure(error.message, is_required)
+        return error
 
     def _served(self, name: str, version: str) -> Lane | None:
         return next(
@@ -399,7 +374,12 @@ class Repository:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a change was not followed to its end", exc_info=task.exception())
 
 
 async def _outcomes(begun: Iterable[Generation]) -> None:

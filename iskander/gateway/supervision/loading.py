@@ -4,6 +4,9 @@ The next one is asked for when the last is answered, so what is under way to a w
 than a message. A worker that cannot load what others serve, or what is only to come, goes on with
 the rest; one without a model of the configuration that nobody has is of no use, and is ended.
 
+What is served is looked at before a worker that comes later is asked for it, and again when the
+worker has it: its files may have changed, and no two workers are to hold different ones.
+
 Runs on: gateway loop.
 """
 
@@ -11,11 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from iskander.clock import now_ns
+from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.tensors import Contract, require_room
 from iskander.errors import IskanderError, ManifestError
 from iskander.gateway.lanes.lane import Lane
+from iskander.gateway.repository.freshness import Freshness
 from iskander.gateway.supervision.lifecycle import Event, State
 from iskander.gateway.supervision.workers import Worker
 from iskander.wire.messages import Load, Loaded, LoadFailed, Unload, Unloaded, encode
@@ -23,6 +28,7 @@ from iskander.wire.messages import Load, Loaded, LoadFailed, Unload, Unloaded, e
 log = logging.getLogger("iskander.supervisor")
 
 CHANGED = "its files were changed, and are not what is being served"
+AT_WORK = (State.LOADING, State.READY)
 
 
 class Loading:
@@ -32,7 +38,7 @@ class Loading:
         lanes: By the key of their model.
         workers: Every place of the plan.
         output_bytes: That a worker's results may take.
-        is_current: Whether a lane's files are still those that it was loaded from.
+        freshness: Whether a lane's files are still those that it was loaded from.
         happened: Told when a worker has all of them, or cannot have one.
         on_refused: Told what cannot be served, before `happened` is.
     """
@@ -43,14 +49,14 @@ class Loading:
         workers: Sequence[Worker],
         output_bytes: int,
         *,
-        is_current: Callable[[Lane], bool],
+        freshness: Freshness,
         happened: Callable[[Worker, Event], None],
         on_refused: Callable[[Worker, IskanderError], None],
     ) -> None:
         self._lanes = lanes
         self._workers = workers
         self._output_bytes = output_bytes
-        self._is_current = is_current
+        self._freshness = freshness
         self._happened = happened
         self._on_refused = on_refused
 
@@ -65,22 +71,22 @@ class Loading:
         for worker in self._workers:
             for key in list(worker.refused):
                 lane = self._lanes.get(key)
-                if lane is None or self._is_current(lane):
+                if lane is None:
                     del worker.refused[key]
                 else:
-                    lane.is_stale = lane.is_served
-        self.ask_all()
+                    again = partial(self._on_refused_seen, worker, worker.incarnation, lane)
+                    self._freshness.ask(lane, again)
 
     def ask_next(self, worker: Worker) -> None:
         """Ask for the first model that the worker does not have; with all of them it is loaded."""
         if worker.asked is not None:
             return
-        assert worker.channel is not None
         for key, lane in self._lanes.items():
             if self._is_due(worker, key, lane):
-                worker.loading = lane.title
-                worker.asked, worker.asked_ns = key, now_ns()
-                worker.channel.send(encode([Load(lane.model)]))
+                if lane.is_served and lane.workers:
+                    self._see(worker, lane, self._on_seen_before)
+                else:
+                    self._ask(worker, lane)
                 return
         if worker.state is State.LOADING:
             self._happened(worker, Event.LOADED)
@@ -90,8 +96,9 @@ class Loading:
         if isinstance(answer, Unloaded):
             log.info("worker %d has given generation %d up", worker.place.index, answer.model)
             return
-        worker.asked, worker.loading = None, ""
         lane = self._lanes.get(answer.model)
+        is_asked = worker.asked == answer.model
+        worker.asked, worker.loading = None, ""
         if lane is None or lane.is_over:
             if isinstance(answer, Loaded):
                 self._unload(worker, answer.model)
@@ -101,19 +108,32 @@ class Loading:
                     raise IskanderError.from_wire({"code": answer.code, "message": answer.message})
                 self._accept(lane, answer.contract)
             except IskanderError as error:
+                if isinstance(answer, Loaded):
+                    self._unload(worker, answer.model)
                 if self._refuse(worker, lane, error):
                     return
             else:
+                if lane.is_served and is_asked and worker.state in AT_WORK:
+                    self._see(worker, lane, partial(self._on_seen_after, answer))
+                    return
                 self._take(worker, lane, answer)
-        if worker.state in (State.LOADING, State.READY):
-            self.ask_next(worker)
-        # What one worker has shown to load, the others may.
-        self.ask_all()
+        self._go_on(worker)
+
+    def on_leaving(self, worker: Worker, *, is_stopping: bool) -> None:
+        """A worker leaves in order: what it was loading is for another, and not held against it.
+
+        Args:
+            worker: That leaves.
+            is_stopping: All of them do.
+        """
+        worker.asked, worker.loading = None, ""
+        if not is_stopping:
+            self.ask_all()
 
     def on_lost(self, worker: Worker) -> None:
         """A worker is gone; what nobody has loaded yet, and it was loading, is held against it."""
-        lane = self._lanes.get(worker.asked) if worker.asked is not None else None
-        if lane is not None and lane.is_coming:
+        lane = self._coming_to(worker)
+        if lane is not None:
             lane.refusal = ManifestError(f"worker {worker.place.index} ended while it loaded it")
 
     def replace_overdue(self, limit_ns: int) -> None:
@@ -122,6 +142,10 @@ class Loading:
             is_loading = worker.state is State.READY and worker.asked is not None
             if is_loading and now_ns() - worker.asked_ns > limit_ns:
                 log.error("worker %d does not come to the end of a load", worker.place.index)
+                lane = self._coming_to(worker)
+                if lane is not None and lane.contract is None:
+                    text = f"had not loaded it after {limit_ns // NS_PER_S} s"
+                    lane.refusal = ManifestError(f"worker {worker.place.index} {text}")
                 worker.is_due = True
                 self._happened(worker, Event.RECYCLE_DUE)
 
@@ -142,11 +166,73 @@ class Loading:
         if lane.is_coming and not lane.is_required and lane.contract is None:
             # Nobody knows yet whether it can be loaded, or ends who tries: one worker finds out.
             return worker.state is State.READY and all(w.asked != key for w in self._workers)
-        if lane.is_served and lane.workers and not self._is_current(lane):
-            worker.refused[key] = CHANGED
-            lane.is_stale = True
-            return False
         return True
+
+    def _ask(self, worker: Worker, lane: Lane) -> None:
+        assert worker.channel is not None
+        worker.loading = lane.title
+        worker.asked, worker.asked_ns = lane.model.key, now_ns()
+        worker.channel.send(encode([Load(lane.model)]))
+
+    def _go_on(self, worker: Worker) -> None:
+        """Ask for the next model, and others for what this worker has shown to load."""
+        if worker.state in AT_WORK:
+            self.ask_next(worker)
+        self.ask_all()
+
+    def _see(self, worker: Worker, lane: Lane, then: Callable[[Worker, Lane, bool], None]) -> None:
+        """Look at files before anything else is asked of a worker; told if it is still there."""
+        incarnation = worker.incarnation
+        worker.asked, worker.asked_ns = lane.model.key, now_ns()
+
+        def on_known(is_current: bool) -> None:
+            is_here = worker.incarnation == incarnation and worker.state in AT_WORK
+            if is_here and worker.asked == lane.model.key:
+                worker.asked = None
+                then(worker, lane, is_current)
+
+        self._freshness.ask(lane, on_known)
+
+    def _on_seen_before(self, worker: Worker, lane: Lane, is_current: bool) -> None:
+        """Ask for what is served, unless the worker would get something else."""
+        if lane.is_over:
+            self._go_on(worker)
+        elif is_current:
+            self._ask(worker, lane)
+        else:
+            worker.refused[lane.model.key] = CHANGED
+            lane.is_stale = True
+            self._go_on(worker)
+
+    def _on_seen_after(self, answer: Loaded, worker: Worker, lane: Lane, is_current: bool) -> None:
+        """Take what a worker has loaded, unless others may have something else."""
+        key = lane.model.key
+        if lane.is_over:
+            self._unload(worker, key)
+        else:
+            lane.is_stale = lane.is_stale or not is_current
+            if is_current or not any(key in other.models for other in self._workers):
+                self._take(worker, lane, answer)
+            else:
+                self._unload(worker, key)
+                self._refuse(worker, lane, ManifestError(CHANGED))
+        self._go_on(worker)
+
+    def _on_refused_seen(
+        self, worker: Worker, incarnation: int, lane: Lane, is_current: bool
+    ) -> None:
+        """Let a worker be asked again, or the change be loaded by all."""
+        if worker.incarnation == incarnation and lane.model.key in worker.refused:
+            if is_current:
+                del worker.refused[lane.model.key]
+                self.ask_all()
+            else:
+                lane.is_stale = lane.is_served
+
+    def _coming_to(self, worker: Worker) -> Lane | None:
+        """What a worker is loading, where nobody finds it yet."""
+        lane = self._lanes.get(worker.asked) if worker.asked is not None else None
+        return lane if lane is not None and lane.is_coming else None
 
     def _unload(self, worker: Worker, key: int) -> None:
         worker.models.discard(key)

@@ -118,7 +118,7 @@ class Supervisor:
             models.by_key,
             self.workers,
             usable_bytes(config.arena.output_bytes),
-            is_current=models.is_current,
+            freshness=models.freshness,
             happened=self._happened,
             on_refused=self._on_refused,
         )
@@ -385,6 +385,7 @@ class Supervisor:
         assert worker.channel is not None
         self._later(worker, self._config.server.drain_s, Event.TIMED_OUT)
         worker.channel.send(encode([Drain(self._is_stopping)]))
+        self.loading.on_leaving(worker, is_stopping=self._is_stopping)
 
     def _detach(self, worker: Worker) -> None:
         if worker.in_flight:
