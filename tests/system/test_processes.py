@@ -18,13 +18,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 from support import models
+from support.dealt import by_process, client_of
 from support.processes import Gateway, WorkerProcess, eventually, processes_of, running
 
 from iskander.client import Client
 from iskander.errors import Draining, IskanderError, NotReady
-
-CONNECTIONS = 200
-"""Enough to be dealt to each of four processes, but for one time in 10**24."""
 
 
 def served(folder: Path) -> list[dict[str, object]]:
@@ -64,19 +62,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def by_process(gateway: Gateway, count: int) -> dict[int, dict[str, Any]]:
-    """What each process says of itself, each asked over connections of its own."""
-    found: dict[int, dict[str, Any]] = {}
-    for _ in range(CONNECTIONS):
-        if len(found) == count:
-            break
-        with contextlib.suppress(flight.FlightUnavailableError, IskanderError):
-            stats = gateway.stats()
-            found[stats["process"]] = stats
-    assert sorted(found) == list(range(count))
-    return found
-
-
 def pid_of(gateway: Gateway, number: int) -> int:
     """The gateway process of that number."""
 
@@ -100,16 +85,6 @@ def worker_pid(gateway: Gateway) -> int:
 
     pid: int = eventually(find, what="one worker for both")
     return pid
-
-
-def client_of(gateway: Gateway, number: int) -> Client:
-    """A client whose connection is that process's."""
-    for _ in range(CONNECTIONS):
-        client = gateway.client()
-        if client.stats()["process"] == number:
-            return client
-        client.close()
-    raise AssertionError(f"no connection was dealt to process {number}")
 
 
 def is_right(client: Client, value: int = 5) -> bool:

@@ -15,6 +15,7 @@ import pytest
 import tritonclient.http as triton_http
 from onnx import TensorProto
 from support import models
+from support.dealt import client_of
 from support.judging import Judge
 from support.processes import BIN, Gateway, eventually, running
 from support.repositories import Folder, scaled
@@ -399,21 +400,20 @@ def test_a_model_that_does_not_load_at_the_start_is_named_and_the_rest_is_served
 def test_each_of_several_processes_follows_the_folder(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
-    with running(
-        tmp_path,
-        [],
-        repository={"path": str(tmp_path / "models"), "settle_ms": 50},
-        server={"processes": 2},
-        workers={"groups": ["0"], "reattach_s": 5.0},
-    ) as gateway:
-
-        def answers() -> set[int]:
-            found = set()
-            for _ in range(8):  # Each connection is one process's, by the kernel's choice.
-                with gateway.client() as client:
-                    found.add(factor(client))
-            return found
-
-        assert answers() == {3}
+    with (
+        running(
+            tmp_path,
+            [],
+            repository={"path": str(tmp_path / "models"), "settle_ms": 50},
+            server={"processes": 2},
+            workers={"groups": ["0"], "reattach_s": 5.0},
+        ) as gateway,
+        client_of(gateway, 0) as first,
+        client_of(gateway, 1) as second,
+    ):
+        for client in (first, second):
+            assert factor(client) == 3
         folder.put("m", 1, 5)
-        eventually(lambda: answers() == {5}, what="the change in every process")
+        for number, client in enumerate((first, second)):
+            change = f"the change in process {number}"
+            eventually(lambda client=client: factor(client) == 5, what=change)
