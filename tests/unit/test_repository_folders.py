@@ -17,7 +17,7 @@ from iskander.config_models import ModelConfig
 from iskander.config_repository import RepositoryConfig
 from iskander.errors import ConfigError
 from iskander.gateway import specs
-from iskander.gateway.repository import following, listing
+from iskander.gateway.repository import following, listing, watching
 from iskander.gateway.repository.listing import (
     Listed,
     list_model,
@@ -136,6 +136,26 @@ def test_a_look_that_fails_in_an_unknown_way_does_not_end_the_watch(
     asyncio.run(following.follow(settings, {}, lambda name, _: told.append(name)))
     assert told == ["m"]
     assert "nobody thought of this" in caplog.text
+
+
+def test_a_name_that_the_watch_does_not_understand_does_not_end_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What tells of changes knows UTF-8 only; the folder is looked at all the same."""
+
+    async def scenario() -> None:
+        turns = watching.changes(tmp_path, 0.1)
+        number = 0
+        async with asyncio.timeout(20):
+            while "cannot be watched" not in caplog.text:
+                number += 1
+                Path(os.fsdecode(os.fsencode(tmp_path) + b"/%d" % number + ODD)).touch()
+                await anext(turns)
+            await anext(turns)
+            await anext(turns)
+        await turns.aclose()
+
+    asyncio.run(scenario())
 
 
 def test_a_folder_of_models_with_an_odd_entry_is_read(tmp_path: Path) -> None:

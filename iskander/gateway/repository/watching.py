@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from watchfiles import awatch
@@ -18,11 +18,11 @@ DEBOUNCE_MS = 50
 logging.getLogger("watchfiles").setLevel(logging.WARNING)
 
 
-async def changes(root: Path, rescan_s: float) -> AsyncIterator[None]:
+async def changes(root: Path, rescan_s: float) -> AsyncGenerator[None, None]:
     """A turn for each change below a folder that is told of, and for each while without any.
 
-    A folder that cannot be watched (there are no watches left, or it is gone) is looked at every
-    `rescan_s` seconds.
+    A folder that cannot be watched (there are no watches left, it is gone, or a name in it is no
+    UTF-8) is looked at at once and every `rescan_s` seconds.
     """
     while True:
         try:
@@ -33,10 +33,12 @@ async def changes(root: Path, rescan_s: float) -> AsyncIterator[None]:
                 step=DEBOUNCE_MS // 2,
                 rust_timeout=int(rescan_s * 1000),
                 yield_on_timeout=True,
-                raise_interrupt=False,
+                ignore_permission_denied=True,
             ):
                 yield
-        except (OSError, RuntimeError) as error:
-            log.warning("the repository cannot be watched: %s", error)
+        except (OSError, RuntimeError, ExceptionGroup) as error:
+            causes = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+            log.warning("the repository cannot be watched: %s", "; ".join(map(str, causes)))
+            yield
         await asyncio.sleep(rescan_s)
         yield
