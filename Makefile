@@ -23,7 +23,7 @@ serve: setup
 	$(BIN)/iskander-gateway --config configs/quickstart.toml
 
 test: .venv/.installed-tests
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: .venv/.installed-tests
 	$(BIN)/pytest tests/unit tests/spec tests/tidy

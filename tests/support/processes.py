@@ -38,7 +38,7 @@ def eventually(
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not come true within {within_s:g} s")
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def render_config(**sections: Any) -> str:

@@ -46,6 +46,7 @@ class Load(threading.Thread):
                     scored = client.score("good", pa.record_batch({"x": [first, first + 1]}))
                     assert scored["y"].to_pylist() == [3 * first, 3 * first + 3]
                     self.count += 1
+                    self.over.wait(0.005)  # What is loaded meanwhile wants the cores, too.
         except Exception as error:
             self.error = error
 

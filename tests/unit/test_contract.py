@@ -627,7 +627,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_a_manifest_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.toml").mkdir()
 
-    with pytest.raises(ManifestError, match=r"manifest\.toml cannot be read: Is a directory"):
+    with pytest.raises(ManifestError, match=r"manifest\.toml cannot be read: it is not a file"):
         read_manifest(tmp_path)
 
 
