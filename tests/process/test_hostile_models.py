@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ from iskander.wire.messages import Done, Execute, Load, Loaded, LoadFailed, Load
 SCRIPT = models.ROOT / "scripts" / "make_hostile_models.py"
 MIB = 1 << 20
 TRIAL_S = 4.0
+ENDS = {"overflowing_division": TRIAL_S, "endless_loop": 1.0}
+"""What ends or hangs its trial, and how long that may take; for ever needs no more than a while."""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    subprocess.run([sys.executable, SCRIPT, folder], check=True)
+    return folder
 
 
 @pytest.fixture
@@ -65,11 +75,9 @@ def require_served(gateway: ScriptedGateway, batch_id: int) -> None:
 
 
 def test_no_model_of_a_hostile_folder_harms_a_worker(
-    gateway: ScriptedGateway, worker: WorkerProcess
+    gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
     """Each is refused by name, in its time; the worker is the same process, with its own memory."""
-    hostile = gateway.folder / "hostile"
-    subprocess.run([sys.executable, SCRIPT, hostile], check=True)
     expected = json.loads((hostile / "expected.json").read_text())
     loading = LoadingSpec(
         is_tried=True,
@@ -85,7 +93,8 @@ def test_no_model_of_a_hostile_folder_harms_a_worker(
     before = psutil.Process(worker.pid).memory_info().rss
 
     for number, (name, words) in enumerate(expected.items(), start=1):
-        answer = ask(gateway, hostile / name, number, loading)
+        given = msgspec.structs.replace(loading, trial_s=ENDS.get(name, TRIAL_S))
+        answer = ask(gateway, hostile / name, number, given)
         if words is None:
             assert isinstance(answer, Loaded), (name, answer)
         else:
@@ -100,29 +109,28 @@ def test_no_model_of_a_hostile_folder_harms_a_worker(
 
 
 def test_what_ended_or_hung_its_trial_is_not_tried_again_at_once(
-    gateway: ScriptedGateway, worker: WorkerProcess
+    gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
     """The next one that asks is told so; a changed file is another model."""
-    hostile = gateway.folder / "hostile"
-    subprocess.run([sys.executable, SCRIPT, hostile], check=True)
     loading = LoadingSpec(is_tried=True, trial_s=TRIAL_S, cache=str(gateway.folder / "cache"))
-    for number, name in enumerate(("overflowing_division", "endless_loop")):
-        first = ask(gateway, hostile / name, 10 + number, loading)
-        second = ask(gateway, hostile / name, 20 + number, loading)
+    for number, (name, trial_s) in enumerate(ENDS.items()):
+        bad = gateway.folder / name
+        shutil.copytree(hostile / name, bad)
+        given = msgspec.structs.replace(loading, trial_s=trial_s)
+        first = ask(gateway, bad, 10 + number, given)
+        second = ask(gateway, bad, 20 + number, given)
 
         assert isinstance(first, LoadFailed) and isinstance(second, LoadFailed)
         assert "not tried again for ten minutes" in second.message
         good = models.row_ids(gateway.folder / "good")
-        (good / "model.onnx").rename(hostile / name / "model.onnx")
-        assert isinstance(ask(gateway, hostile / name, 30 + number, loading), Loaded)
+        (good / "model.onnx").rename(bad / "model.onnx")
+        assert isinstance(ask(gateway, bad, 30 + number, loading), Loaded)
 
 
 def test_a_trial_ends_with_the_worker_that_waits_for_it(
-    gateway: ScriptedGateway, worker: WorkerProcess
+    gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
     """A worker that is killed meanwhile leaves no process that goes on looping."""
-    hostile = gateway.folder / "hostile"
-    subprocess.run([sys.executable, SCRIPT, hostile], check=True)
     loading = LoadingSpec(is_tried=True, trial_s=600.0, cache=str(gateway.folder / "cache"))
     gateway.send(Load(model_spec(hostile / "endless_loop", loading=loading)))
 

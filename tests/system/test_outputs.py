@@ -518,7 +518,10 @@ def test_other_labels_are_loaded_by_workers_that_have_the_model(tmp_path: Path) 
     ("change", "words"),
     [
         (("{top_k = 2}", "{top_k = 4}"), "at least as many numbers"),
-        (('labels = "labels.txt"', 'labels = "none.txt"'), "`none.txt` beside the model cannot be read: No such file"),
+        (
+            ('labels = "labels.txt"', 'labels = "none.txt"'),
+            "`none.txt` beside the model",
+        ),
         (('labels = "labels.txt"', 'labels = "short.txt"'), "1 lines and there are 3 classes"),
     ],
 )

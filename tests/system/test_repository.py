@@ -30,10 +30,13 @@ X = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, served: list[dict[str, Any]] | None = None, **repository: Any
+    folder: Path,
+    served: list[dict[str, Any]] | None = None,
+    groups: tuple[str, ...] = ("0", "1"),
+    **repository: Any,
 ) -> Iterator[Gateway]:
     settings = {"path": str(folder / "models"), "settle_ms": 50, **repository}
-    workers = {"groups": ["0", "1"], "reattach_s": 5.0}
+    workers = {"groups": list(groups), "reattach_s": 5.0}
     with running(folder, served or [], repository=settings, workers=workers) as gateway:
         yield gateway
         gateway.wait_idle()
@@ -147,14 +150,14 @@ def test_what_waits_when_its_model_is_replaced_is_answered_by_it(tmp_path: Path)
     folder.say("m", "max_batch_rows = 1\n")
     folder.put("m", 1, models.slow(tmp_path / "slow", 40))
     answers: dict[int, list[int]] = {}
-    with serving(tmp_path) as gateway, gateway.client() as client:
+    with serving(tmp_path, groups=("0",)) as gateway, gateway.client() as client:
 
         def ask(first: int) -> None:
             with gateway.client() as own:
                 batch = pa.record_batch({"x": pa.array([first], pa.int64())})
                 answers[first] = own.score("m", batch)["y"].to_pylist()
 
-        askers = [threading.Thread(target=ask, args=(900 + n,), daemon=True) for n in range(32)]
+        askers = [threading.Thread(target=ask, args=(900 + n,), daemon=True) for n in range(16)]
         for asker in askers:
             asker.start()
         queued = lambda: client.stats()["lanes"]["m/1"]["queued"]  # noqa: E731
@@ -164,9 +167,8 @@ def test_what_waits_when_its_model_is_replaced_is_answered_by_it(tmp_path: Path)
         assert len(answers) < len(askers), "nothing waited when it was replaced"
         assert factor(client) == 5
         eventually(lambda: len(answers) == len(askers), within_s=60, what="every answer")
-        said = "has given generation"
-        eventually(lambda: gateway.text().count(said) == 2, what="both workers without it")
-    assert answers == {900 + n: [900 + n] for n in range(32)}
+        eventually(lambda: "has given generation" in gateway.text(), what="its worker without it")
+    assert answers == {900 + n: [900 + n] for n in range(16)}
 
 
 def test_what_does_not_load_leaves_the_old_one_and_says_why(tmp_path: Path) -> None:
