@@ -32,13 +32,16 @@ def eventually(
 ) -> Any:
     """Wait for a fact; the value of the predicate once it is true."""
     deadline = time.monotonic() + within_s
+    pause_s = 0.01
     while True:
         value = predicate()
         if value:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not come true within {within_s:g} s")
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        # A long wait is not spent on asking.
+        pause_s = min(1.2 * pause_s, 0.05)
 
 
 def render_config(**sections: Any) -> str:

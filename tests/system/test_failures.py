@@ -183,6 +183,7 @@ def test_one_of_two_workers_dies_and_the_other_goes_on(tmp_path: Path) -> None:
                         outcomes.append(f"{error.code}: {error.message}")
                     else:
                         outcomes.append("whole" if count == len(sent) else "SHORT")
+                    is_over.wait(0.01)
 
         threads = [threading.Thread(target=stream, args=(n,)) for n in range(8)]
         for thread in threads:

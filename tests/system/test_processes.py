@@ -190,6 +190,7 @@ def test_a_rolling_restart_loses_nothing_and_keeps_the_worker(pair: Gateway) -> 
                 answered[0] += 1
             except Exception as error:
                 failed.append(error)
+            stop.wait(0.01)
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:

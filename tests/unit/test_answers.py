@@ -25,7 +25,7 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request, Terms
 from iskander.memory.beat import write_beat
 
-EXAMPLES, REQUESTS = 15, 1000
+EXAMPLES, REQUESTS = 10, 1000
 REFUSED, DEADLY = 7_777_777, 6_666_666
 """Values that the model refuses, and that kill the worker that runs them."""
 
