@@ -50,6 +50,16 @@ def nothing_left_behind_by_a_module(request: pytest.FixtureRequest) -> Iterator[
     yield from _compare(request)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def environment_of_its_own() -> Iterator[None]:
+    """Some converters of models set variables, which the servers of later modules would inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """What one test leaves."""

@@ -92,7 +92,7 @@ class HealthService:
 def _service_name(raw: bytes) -> str:
     try:
         name: str = health_pb2.HealthCheckRequest.FromString(raw).service
-    except DecodeError:
+    except (DecodeError, UnicodeDecodeError):
         raise MalformedInput("the message is not a HealthCheckRequest") from None
     return name
 

@@ -56,7 +56,7 @@ def read_head(head: bytes) -> Asked:
     """
     try:
         message = oip_pb2.ModelInferRequest.FromString(head)
-    except DecodeError:
+    except (DecodeError, UnicodeDecodeError):
         raise MalformedInput("the message is not a ModelInferRequest") from None
     parameters = plain(message.parameters)
     inputs, contents = [], {}

@@ -167,7 +167,7 @@ def _coded(
     async def serve(raw: bytes) -> bytes:
         try:
             request = kind.FromString(raw)
-        except DecodeError:
+        except (DecodeError, UnicodeDecodeError):
             raise MalformedInput(f"the message is not a {name}Request") from None
         response: bytes = (await answer(request)).SerializeToString()
         return response

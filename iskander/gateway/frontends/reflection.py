@@ -57,7 +57,7 @@ class ReflectionService:
             while (raw := await _next(call)) is not None:
                 try:
                     request = module.ServerReflectionRequest.FromString(bytes(raw))
-                except DecodeError:
+                except (DecodeError, UnicodeDecodeError):
                     raise MalformedInput("the message is not a ServerReflectionRequest") from None
                 await call.write(answer(request, module).SerializeToString())
         finally:
