@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import psutil
 import pytest
-from iskander_worker.tryout import Job, Verdict, try_out
+from iskander_worker.tryout import Verdict, trial_server, try_out
 from onnx import TensorProto, helper
 from support import models
 from support.processes import eventually
@@ -25,40 +22,49 @@ from iskander.wire.messages import LoadFailed, LoadingSpec, encode
 MIB = 1 << 20
 
 
-def job(folder: Path, **changes: Any) -> bytes:
-    values: dict[str, Any] = {
-        "spec": model_spec(folder),
-        "cores": 1,
-        "libraries": (),
-        "folder": None,
-        "private_bytes": 1 << 32,
-        "file_bytes": 64 * MIB,
-        "parent": os.getpid(),
-        "seconds": 60.0,
-    }
-    return msgspec.json.encode(Job(**(values | changes)))
+@pytest.fixture(autouse=True)
+def no_server_is_left() -> Iterator[None]:
+    yield
+    trial_server.end()
 
 
-def run(said: bytes) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "iskander_worker.tryout"]
-    return subprocess.run(command, input=said, capture_output=True, timeout=120, check=False)
-
-
-def test_a_trial_is_nobodys_where_its_worker_has_ended(tmp_path: Path) -> None:
-    """It sees that its parent is another one, and does nothing."""
-    folder = models.row_ids(tmp_path / "m")
-
-    assert run(job(folder)).stdout == msgspec.json.encode(Verdict())
-    assert run(job(folder, parent=1)).stdout == b""
-
-
-def test_a_trial_ends_by_itself_where_nobody_ends_it(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
     script = models.ROOT / "scripts" / "make_hostile_models.py"
-    subprocess.run([sys.executable, script, tmp_path / "hostile"], check=True)
+    subprocess.run([sys.executable, script, folder], check=True)
+    return folder
 
-    assert (
-        run(job(tmp_path / "hostile" / "endless_loop", seconds=2.0)).returncode == -signal.SIGALRM
-    )
+
+def servers() -> list[psutil.Process]:
+    """Of this process."""
+    return [each for each in psutil.Process().children() if "trial_server" in each.cmdline()[-1]]
+
+
+def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Path) -> None:
+    """One that hangs and one that ends its process cost the next ones nothing."""
+    good = model_spec(models.row_ids(tmp_path / "m"))
+    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    (server,) = servers()
+
+    late = try_out(model_spec(hostile / "endless_loop"), 1, (), seconds=1.0)
+    assert late.is_late and "1 s (loading.trial_s)" in late.refusal
+    ended = try_out(model_spec(hostile / "overflowing_division"), 1, (), seconds=60.0)
+    assert "by SIGFPE" in ended.refusal and not ended.is_late
+    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+
+    assert servers() == [server] and server.children() == []
+    assert server.num_threads() == 1
+
+
+def test_a_server_that_is_gone_is_started_anew(tmp_path: Path) -> None:
+    good = model_spec(models.row_ids(tmp_path / "m"))
+    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    (server,) = servers()
+    server.kill()
+
+    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    assert servers() != [server]
 
 
 def test_a_trial_writes_no_more_than_the_cache_may_have(tmp_path: Path) -> None:

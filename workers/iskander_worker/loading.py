@@ -19,6 +19,7 @@ from iskander.wire.messages import Loaded, LoadFailed, ModelSpec, Notice, ToGate
 from iskander_worker.failures import named
 from iskander_worker.gateways import Attachment
 from iskander_worker.session import Session
+from iskander_worker.tryout import trial_server
 
 LEAVE_S = 5.0
 """How long a worker that ends waits for a load that it began: libraries end badly in its midst."""
@@ -81,7 +82,10 @@ class Loads:
         self._waiting.clear()
         if self._running is not None:
             self._running.thread.join(LEAVE_S)
-        return self._running is None or not self._running.thread.is_alive()
+            if self._running.thread.is_alive():
+                return False
+        trial_server.end()
+        return True
 
     def _begin(self) -> None:
         if self._running is None and self._waiting:

@@ -1,56 +1,48 @@
 """A model's first opening, in a process of its own: what it may break there is nobody else's.
 
-    worker          try_out   starts the process with a limit of time, and takes its verdict
-    that process    main      limits its memory and files, opens and warms the model, and where
-                              weights are shared, saves it optimised and compares its results
+    worker          TrialServer     starts the server when a model is first tried out, asks, waits
+    that process    trial_server    imports the runtime once, and forks a process for each model
+    its forks       _judge          limit their memory and files, open and warm the model, say so
 
 A model file is a program: it may loop for ever while constants are folded, ask for all memory there
-is, or meet a bug of the runtime. A worker has callers to lose, this process has none.
+is, or meet a bug of the runtime. A worker has callers to lose, a fork has none.
 
-Runs on: worker main (`try_out`), and the process that it starts.
-
-Source: setrlimit(2), where RLIMIT_DATA counts private writable memory and no mapped weights, and a
-write beyond RLIMIT_FSIZE fails where its signal is ignored; prctl(2), PR_SET_PDEATHSIG.
+Runs on: worker main.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import resource
+import select
 import signal
 import subprocess
-import sys
+import threading
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
-from iskander.errors import IskanderError, ManifestError, shorten
+from iskander import clock
+from iskander.errors import IskanderError
 from iskander.wire.messages import LoadingSpec, ModelSpec
-from iskander_worker.failures import named
 from iskander_worker.guest import own_command
-from iskander_worker.placement import set_library_environment
-from iskander_worker.weights import MODEL, WEIGHTS
 
-NICE = 5
-GRACE_S = 10.0
-"""How long the process outlives its time, where whoever waits for it does not end it."""
+ANSWER_S = 20.0
+"""How long the server may take beyond a model's time: it starts, and ends what is late."""
 STARTING_BYTES = 1 << 28
 """What Python, NumPy and the runtime take before there is a model."""
-_PR_SET_PDEATHSIG = 1
-_SIGNAL_OF_MEMORY = signal.SIGKILL
+_LINE_BYTES = 1 << 16
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the process is to do.
+    """What is to be tried out.
 
     Attributes:
         cores: Compute threads where the model names none.
         folder: Where to save the optimised model; None where weights are not shared.
         private_bytes: Memory that it may take.
         file_bytes: Of each file that it writes.
-        parent: The process that waits for it; it does nothing for any other.
-        seconds: After so many it ends by itself, whoever lives.
+        seconds: That it may take.
     """
 
     spec: ModelSpec
@@ -59,7 +51,6 @@ class Job(msgspec.Struct, frozen=True):
     folder: str | None
     private_bytes: int
     file_bytes: int
-    parent: int
     seconds: float
 
 
@@ -79,6 +70,55 @@ class Verdict(msgspec.Struct, frozen=True):
     is_late: bool = False
 
 
+class TrialServer:
+    """The server of a worker: started for the first model, and anew where it is gone.
+
+    It goes by itself when nothing is asked of it for a while, and with its worker.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def ask(self, job: Job) -> Verdict:
+        """Have a model tried out.
+
+        Raises:
+            IskanderError: The server ends or hangs without a word: not by the model, which it
+                does not open itself.
+        """
+        line = msgspec.json.encode(job) + b"\n"
+        deadline_ns = clock.now_ns() + int((job.seconds + ANSWER_S) * clock.NS_PER_S)
+        with self._lock:
+            for _ in range(2):  # It may have been about to go.
+                server = self._server = self._server or _started()
+                answer = _answer(server, line, deadline_ns)
+                if answer:
+                    return msgspec.json.decode(answer, type=Verdict)
+                self._end()
+        raise IskanderError("the process that tries models out is gone; its log may say why")
+
+    def end(self) -> None:
+        """Give the server up, with what it is trying out."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        for stream in (server.stdin, server.stdout):
+            assert stream is not None
+            stream.close()
+        if server.poll() is None:  # Not reaped, so its number is still its own.
+            os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+trial_server = TrialServer()
+"""This process's own."""
+
+
 def try_out(
     spec: ModelSpec,
     cores: int,
@@ -95,40 +135,21 @@ def try_out(
         libraries: Of custom operators, by path.
         seconds: How long it may take.
         folder: Where the optimised model is wanted; None where it is not.
+
+    Raises:
+        IskanderError: As `TrialServer.ask`.
     """
-    limit = spec.loading.trial_bytes or available_bytes()
-    bare = msgspec.structs.replace(spec, loading=LoadingSpec())
-    job = Job(
-        bare,
-        cores,
-        libraries,
-        None if folder is None else str(folder),
-        private_bytes=limit,
-        file_bytes=spec.loading.cache_bytes,
-        parent=os.getpid(),
-        seconds=seconds + GRACE_S,
-    )
-    child = subprocess.Popen(
-        own_command("iskander_worker.tryout"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        answer, _ = child.communicate(msgspec.json.encode(job), seconds)
-    except subprocess.TimeoutExpired:
-        return Verdict(
-            refusal=f"it was not loaded and warmed within {seconds:.3g} s (loading.trial_s), in a "
-            "process of its own",
-            is_late=True,
+    return trial_server.ask(
+        Job(
+            msgspec.structs.replace(spec, loading=LoadingSpec()),
+            cores,
+            libraries,
+            None if folder is None else str(folder),
+            private_bytes=spec.loading.trial_bytes or available_bytes(),
+            file_bytes=spec.loading.cache_bytes,
+            seconds=seconds,
         )
-    finally:
-        if child.returncode is None:  # Not reaped, so its number is still that of its group.
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-    if child.returncode == 0:
-        return msgspec.json.decode(answer, type=Verdict)
-    return Verdict(refusal=f"it ended the process that tried it out {_end_of(child.returncode)}")
+    )
 
 
 def available_bytes() -> int:
@@ -148,85 +169,46 @@ def available_bytes() -> int:
     return max(min(found, default=1 << 34), STARTING_BYTES)
 
 
-def _end_of(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
-    name = signal.Signals(-code).name
-    hint = ": by the system, for its memory?" if -code == _SIGNAL_OF_MEMORY else ""
-    return f"by {name}{hint}"
+def _started() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        own_command("iskander_worker.trial_server"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
-def main() -> None:
-    """Entry point of the process."""
-    # The verdict has this descriptor to itself, whatever a library prints.
-    verdict = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    if os.getppid() != job.parent:
-        os._exit(0)  # It ended before this process could ask to be ended with it.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, job.seconds)
-    os.umask(0o077)
-    os.nice(NICE)
-    set_library_environment()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (job.private_bytes, job.private_bytes))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
+def _answer(server: subprocess.Popen[bytes], line: bytes, deadline_ns: int) -> bytes:
+    """Say a line to the server and wait for its own; empty where none comes."""
+    assert server.stdin is not None and server.stdout is not None
     try:
-        found = Verdict(note=_judge(job))
-    except MemoryError:
-        found = Verdict(error=f"it needs more than {job.private_bytes} bytes (loading.trial_bytes)")
-    except BaseException as error:
-        failure = named(error)
-        if not isinstance(failure, IskanderError):
-            raise
-        found = Verdict(error=failure.message)
-    verdict.write(msgspec.json.encode(found))
-    verdict.flush()
-    # Without an orderly end: threads of the runtime could keep it, and nothing is to be saved.
-    os._exit(0)
+        server.stdin.write(line)
+        server.stdin.flush()
+    except BrokenPipeError:
+        return b""
+    return read_line(server.stdout, (deadline_ns - clock.now_ns()) / clock.NS_PER_S)
 
 
-def _judge(job: Job) -> str:
-    """Open, warm, save and compare; why the weights cannot be shared, or nothing.
+def read_line(stream: IO[bytes], wait_s: float) -> bytes:
+    """The next line, for a stream on which nothing is said before it is asked for.
 
-    Raises:
-        ManifestError: The model cannot be served.
+    Args:
+        stream: Whose buffer is not used.
+        wait_s: For how long it is waited for.
+
+    Returns:
+        With its end; empty where it does not come in time, or the stream has ended.
     """
-    from iskander_worker.backends.onnx import OnnxModel
-    from iskander_worker.opening import Source
-    from iskander_worker.prepacked import align_weights
-    from iskander_worker.session import Session
-    from iskander_worker.warm_up import sample_results
-
-    spec, source = job.spec, Source(libraries=job.libraries)
-
-    def opened(source: Source) -> Session:
-        return Session(spec, job.cores, lambda spec, cores: OnnxModel(spec, cores, source))
-
-    if job.folder is None:
-        opened(source).warm_up(spec.rows_max)
-        return ""
-    folder = Path(job.folder)
-    try:
-        session = opened(source._replace(save_to=folder / MODEL, save_weights=WEIGHTS))
-    except ManifestError as error:
-        opened(source).warm_up(spec.rows_max)
-        return shorten(f"it cannot be saved optimised: {error.message}", 300)
-    session.warm_up(spec.rows_max)
-    try:
-        align_weights(folder / MODEL, folder / WEIGHTS)
-        shared = opened(source._replace(optimised=folder / MODEL))
-    except ManifestError as error:
-        return shorten(f"it cannot be loaded as it was saved: {error.message}", 300)
-    if shared.contract != session.contract:
-        return "its contract is another one when it is loaded as it was saved"
-    if sample_results(session, spec.rows_max) != sample_results(shared, spec.rows_max):
-        return "its results are other ones when it is loaded as it was saved"
-    return ""
-
-
-if __name__ == "__main__":
-    main()
+    line = b""
+    deadline_ns = clock.now_ns() + int(wait_s * clock.NS_PER_S)
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    while not line.endswith(b"\n"):
+        left_ms = (deadline_ns - clock.now_ns()) / clock.NS_PER_MS
+        if left_ms <= 0 or not poll.poll(left_ms):
+            return b""
+        piece = os.read(stream.fileno(), _LINE_BYTES)
+        if not piece:
+            return b""
+        line += piece
+    return line

@@ -1,0 +1,184 @@
+"""The server that tries models out: a process forked for each, with limits, and its verdict.
+
+A line on standard input is a `Job`, a line on standard output its `Verdict`. The server opens no
+model itself; what it has imported its forks need not. It goes when nobody asks for a while, and
+when who started it is gone; a fork goes with it.
+
+Runs on: a process of its own, and its forks. It has one thread, so that it may fork.
+
+Source: setrlimit(2), where RLIMIT_DATA counts private writable memory and no mapped weights, and a
+write beyond RLIMIT_FSIZE fails where its signal is ignored; prctl(2), PR_SET_PDEATHSIG; waitid(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import select
+import signal
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from iskander.errors import IskanderError, ManifestError, shorten
+from iskander_worker.failures import named
+from iskander_worker.placement import set_library_environment
+from iskander_worker.tryout import Job, Verdict, read_line
+from iskander_worker.weights import MODEL, WEIGHTS
+
+NICE = 5
+IDLE_S = 10.0
+"""The server goes when it was asked nothing for so long: it keeps some 50 MB."""
+WORDS_MAX = 4000
+_VERDICT_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+_SIGNAL_OF_MEMORY = signal.SIGKILL
+_NEEDED = ("backends.onnx", "opening", "prepacked", "session", "warm_up")
+_libc = ctypes.CDLL(None)
+
+
+def main() -> None:
+    """Entry point of the server."""
+    # The verdicts have this descriptor to themselves, whatever a library prints.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    set_library_environment()
+    for name in _NEEDED:
+        import_module(f"iskander_worker.{name}")
+    gc.freeze()  # Forks share the memory of what lives now, as long as nobody walks it.
+    while line := read_line(sys.stdin.buffer, IDLE_S):
+        verdict = _verdict(msgspec.json.decode(line, type=Job))
+        if verdict is None:
+            return
+        os.write(answers, msgspec.json.encode(verdict) + b"\n")
+
+
+def _verdict(job: Job) -> Verdict | None:
+    """Fork, and see how the fork ends; None where nobody waits for that any more."""
+    said, say = os.pipe()
+    server = os.getpid()
+    fork = os.fork()
+    if not fork:
+        _judge_and_end(job, server, say)
+    os.close(say)
+    os.setpgid(fork, fork)  # It does so too; whoever comes first.
+    ended = os.pidfd_open(fork)
+    try:
+        # On standard input nothing comes meanwhile but its end.
+        ready = select.select([ended, 0], [], [], job.seconds)[0]
+        # Not reaped yet, so its number is still that of its group: what it has forked goes too.
+        os.killpg(fork, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+        os.set_blocking(said, False)
+        with contextlib.suppress(BlockingIOError):
+            if ended in ready and code == 0:
+                return msgspec.json.decode(os.read(said, _VERDICT_BYTES), type=Verdict)
+    finally:
+        os.close(ended)
+        os.close(said)
+    if ready == [0]:
+        return None
+    if not ready:
+        return Verdict(
+            refusal=f"it was not loaded and warmed within {job.seconds:.3g} s (loading.trial_s), "
+            "in a process of its own",
+            is_late=True,
+        )
+    return Verdict(refusal=f"it ended the process that tried it out {_end_of(code)}")
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ": by the system, for its memory?" if -code == _SIGNAL_OF_MEMORY else ""
+    return f"by {name}{hint}"
+
+
+def _judge_and_end(job: Job, server: int, say: int) -> NoReturn:
+    """Main function of a fork."""
+    try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == server:  # Else it ended before this process could ask to end with it.
+            os.setpgid(0, 0)
+            _limit(job)
+            os.write(say, msgspec.json.encode(_judged(job)))
+            # Without an orderly end: threads of the runtime could keep it, nothing is to be saved.
+            os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _limit(job: Job) -> None:
+    """Take memory, files, descriptors and time from this process."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.umask(0o077)
+    os.nice(NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (job.private_bytes, job.private_bytes))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
+
+
+def _judged(job: Job) -> Verdict:
+    try:
+        return Verdict(note=_judge(job))
+    except MemoryError:
+        return Verdict(error=f"it needs more than {job.private_bytes} bytes (loading.trial_bytes)")
+    except BaseException as error:
+        failure = named(error)
+        if not isinstance(failure, IskanderError):
+            raise
+        return Verdict(error=shorten(failure.message, WORDS_MAX))
+
+
+def _judge(job: Job) -> str:
+    """Open, warm, save and compare; why the weights cannot be shared, or nothing.
+
+    Raises:
+        ManifestError: The model cannot be served.
+    """
+    from iskander_worker.backends.onnx import OnnxModel
+    from iskander_worker.opening import Source
+    from iskander_worker.prepacked import align_weights
+    from iskander_worker.session import Session
+    from iskander_worker.warm_up import sample_results
+
+    spec, source = job.spec, Source(libraries=job.libraries)
+
+    def opened(source: Source) -> Session:
+        return Session(spec, job.cores, lambda spec, cores: OnnxModel(spec, cores, source))
+
+    if job.folder is None:
+        opened(source).warm_up(spec.rows_max)
+        return ""
+    folder = Path(job.folder)
+    try:
+        session = opened(source._replace(save_to=folder / MODEL, save_weights=WEIGHTS))
+    except ManifestError as error:
+        opened(source).warm_up(spec.rows_max)
+        return shorten(f"it cannot be saved optimised: {error.message}", 300)
+    session.warm_up(spec.rows_max)
+    try:
+        align_weights(folder / MODEL, folder / WEIGHTS)
+        shared = opened(source._replace(optimised=folder / MODEL))
+    except ManifestError as error:
+        return shorten(f"it cannot be loaded as it was saved: {error.message}", 300)
+    if shared.contract != session.contract:
+        return "its contract is another one when it is loaded as it was saved"
+    if sample_results(session, spec.rows_max) != sample_results(shared, spec.rows_max):
+        return "its results are other ones when it is loaded as it was saved"
+    return ""
+
+
+if __name__ == "__main__":
+    main()
