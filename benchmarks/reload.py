@@ -21,7 +21,15 @@ import psutil
 from benchmarks.load import Load
 from benchmarks.results import Results
 from benchmarks.runner import Effort, brief, measure, say
-from benchmarks.systems import Running, free_port, gateway_command, listen, stop, wait_ready
+from benchmarks.systems import (
+    Running,
+    behind,
+    free_port,
+    gateway_command,
+    listen,
+    stop,
+    wait_ready,
+)
 from benchmarks.tables import render_table
 from benchmarks.workloads import TWO_TOWER
 from iskander.client import Client
@@ -160,7 +168,7 @@ def _serving(folder: Path) -> Iterator[Running]:
         failure = wait_ready(process, notices)
         if failure:
             raise RuntimeError(f"{failure}:\n{(folder / 'log').read_text()[-4000:]}")
-        workers = tuple(front.children(recursive=True))
+        workers = behind(front)
         yield Running(port, front, workers)
     finally:
         stop(process, workers)

@@ -139,10 +139,16 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
                 if failure:
                     tail = (folder / "log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
                     raise RuntimeError(f"{name} did not get ready ({failure}):\n{tail}")
-                workers = tuple(front.children(recursive=True))
+                workers = behind(front)
                 yield Running(port, front, workers)
             finally:
                 stop(process, workers)
+
+
+def behind(front: psutil.Process) -> tuple[psutil.Process, ...]:
+    """The processes that a system runs, but for that which tries models out, and goes by itself."""
+    everyone = front.children(recursive=True)
+    return tuple(each for each in everyone if "iskander_worker.trial_server" not in each.cmdline())
 
 
 def listen(path: Path) -> socket.socket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ DRAIN_TURN_S = 0.01
 PROGRESS_NS = NS_PER_S
 """How often the log says how far a drain is."""
 GRACE_S = 1.0
+SWITCH_S = 0.0002
+"""How soon the loop gets the interpreter back from a thread that reads files or large batches."""
 GC_THRESHOLD = 20_000
 """Requests make a dozen containers each and leave no cycles; the default would look every 50."""
 
@@ -164,6 +167,7 @@ class Server:
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
+        sys.setswitchinterval(SWITCH_S)
         self._lag.start()
         log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
         notify(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from iskander_worker import tryout
 from iskander_worker.tryout import Verdict, trial_server, try_out
 from onnx import TensorProto, helper
 from support import models
@@ -62,9 +63,20 @@ def test_a_server_that_is_gone_is_started_anew(tmp_path: Path) -> None:
     assert try_out(good, 1, (), seconds=60.0) == Verdict()
     (server,) = servers()
     server.kill()
+    eventually(lambda: server.status() == psutil.STATUS_ZOMBIE, what="its end")
 
     assert try_out(good, 1, (), seconds=60.0) == Verdict()
     assert servers() != [server]
+
+
+def test_a_server_that_is_asked_nothing_more_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves no zombie."""
+    monkeypatch.setattr(tryout, "IDLE_S", 0.1)
+    assert try_out(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0) == Verdict()
+
+    eventually(lambda: psutil.Process().children() == [], what="its end")
 
 
 def test_a_trial_writes_no_more_than_the_cache_may_have(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 EXIT_DRAINED, EXIT_NO_GATEWAY, EXIT_BUG, EXIT_MEMORY, EXIT_REFUSED = 0, 69, 70, 71, 76
 CONNECT_PAUSE_S = 0.05
 ANSWER_TIMEOUT_S = 10.0
+SWITCH_S = 0.0002
+"""How soon the working thread gets the interpreter back from the loading one; by default 5 ms,
+which a batch would wait, and so would who starts a thread until that has begun."""
 
 
 def main() -> None:
@@ -92,6 +95,7 @@ def main() -> None:
 
 def _work(arguments: argparse.Namespace) -> int:
     set_library_environment()
+    sys.setswitchinterval(SWITCH_S)
     path, group, pool = arguments.attach, arguments.group, arguments.pool
     index: int | None = None
     cpus: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """Models loaded beside the work: one at a time, on a thread that lives as long as its load.
 
 The working loop goes on with the batches of what it serves already. The runtime gives the
-interpreter up for most of a load: with a model of 160 MB the loop was held up for 3 to 9 ms.
+interpreter up for most of a load; where a load keeps it, the loop asks for it back.
 
 Runs on: worker main, but for `_Load._run`, which runs on a thread of its own.
 """

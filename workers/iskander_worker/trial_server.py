@@ -1,8 +1,8 @@
 """The server that tries models out: a process forked for each, with limits, and its verdict.
 
 A line on standard input is a `Job`, a line on standard output its `Verdict`. The server opens no
-model itself; what it has imported its forks need not. It goes when nobody asks for a while, and
-when who started it is gone; a fork goes with it.
+model itself; what it has imported its forks need not. It goes when who started it is gone, and a
+fork goes with it.
 
 Runs on: a process of its own, and its forks. It has one thread, so that it may fork.
 
@@ -34,8 +34,8 @@ from iskander_worker.tryout import Job, Verdict, read_line
 from iskander_worker.weights import MODEL, WEIGHTS
 
 NICE = 5
-IDLE_S = 10.0
-"""The server goes when it was asked nothing for so long: it keeps some 50 MB."""
+LONELY_S = 60.0
+"""The server goes when it was asked nothing for so long: who started it should have ended it."""
 WORDS_MAX = 4000
 _VERDICT_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +53,7 @@ def main() -> None:
     for name in _NEEDED:
         import_module(f"iskander_worker.{name}")
     gc.freeze()  # Forks share the memory of what lives now, as long as nobody walks it.
-    while line := read_line(sys.stdin.buffer, IDLE_S):
+    while line := read_line(sys.stdin.buffer, LONELY_S):
         verdict = _verdict(msgspec.json.decode(line, type=Job))
         if verdict is None:
             return

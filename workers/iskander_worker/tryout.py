@@ -12,6 +12,7 @@ Runs on: worker main.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -27,6 +28,8 @@ from iskander.errors import IskanderError
 from iskander.wire.messages import LoadingSpec, ModelSpec
 from iskander_worker.guest import own_command
 
+IDLE_S = 10.0
+"""The server is ended when it was asked nothing for so long: it has some 50 MB."""
 ANSWER_S = 20.0
 """How long the server may take beyond a model's time: it starts, and ends what is late."""
 STARTING_BYTES = 1 << 28
@@ -71,14 +74,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class TrialServer:
-    """The server of a worker: started for the first model, and anew where it is gone.
-
-    It goes by itself when nothing is asked of it for a while, and with its worker.
-    """
+    """The server of a worker: there while models are tried out and a little longer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
+        self._ending: threading.Timer | None = None
 
     def ask(self, job: Job) -> Verdict:
         """Have a model tried out.
@@ -90,26 +91,37 @@ class TrialServer:
         line = msgspec.json.encode(job) + b"\n"
         deadline_ns = clock.now_ns() + int((job.seconds + ANSWER_S) * clock.NS_PER_S)
         with self._lock:
-            for _ in range(2):  # It may have been about to go.
+            if self._ending is not None:
+                self._ending.cancel()
+            for _ in range(2):  # Whatever has ended it meanwhile, it is asked anew.
                 server = self._server = self._server or _started()
                 answer = _answer(server, line, deadline_ns)
                 if answer:
+                    self._end_later()
                     return msgspec.json.decode(answer, type=Verdict)
                 self._end()
         raise IskanderError("the process that tries models out is gone; its log may say why")
 
     def end(self) -> None:
-        """Give the server up, with what it is trying out."""
+        """Give the server up, once it is done with what it tries out."""
         with self._lock:
             self._end()
 
+    def _end_later(self) -> None:
+        self._ending = threading.Timer(IDLE_S, self.end)
+        self._ending.name, self._ending.daemon = "isk-trials-end", True
+        self._ending.start()
+
     def _end(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
         server, self._server = self._server, None
         if server is None:
             return
         for stream in (server.stdin, server.stdout):
             assert stream is not None
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):  # Of what could not be said to it.
+                stream.close()
         if server.poll() is None:  # Not reaped, so its number is still its own.
             os.kill(server.pid, signal.SIGKILL)
         server.wait()

@@ -153,13 +153,17 @@ def load_model(spec: ModelSpec, cores: int) -> Model:
 
 
 def _backend(name: str) -> Callable[[ModelSpec, int], Model]:
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    if name not in BUILT_IN and name not in found:
-        known = ", ".join(sorted({*BUILT_IN, *found}))
-        raise ManifestError(f"there is no backend `{name}` here; there are {known}")
+    load: Callable[[ModelSpec, int], Model]
     try:
-        load = import_module(BUILT_IN[name]).load if name in BUILT_IN else found[name].load()
+        if name in BUILT_IN:
+            load = import_module(BUILT_IN[name]).load
+        else:
+            # Only now: it looks at everything that is installed.
+            found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+            if name not in found:
+                known = ", ".join(sorted({*BUILT_IN, *found}))
+                raise ManifestError(f"there is no backend `{name}` here; there are {known}")
+            load = found[name].load()
     except ImportError as error:
         raise ManifestError(f"the backend `{name}` cannot be had here: {error}") from None
-    loaded: Callable[[ModelSpec, int], Model] = load
-    return loaded
+    return load
