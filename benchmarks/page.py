@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, probes, ramp
+from benchmarks import plots, probes, ramp, reload
 from benchmarks.cases import GOALS
 from benchmarks.results import Results, judge
 from benchmarks.tables import render_case, render_processes, render_table, render_verdicts
@@ -51,6 +51,9 @@ METHOD = """## Method
   median of those is held against its goal.
 - CPU is user and system time of the processes per request, from the kernel's accounting: of the
   process that clients talk to (front), of all processes of the server, of the clients.
+- Reloads: eight streams stay open at 400 batches/s in all. In every other window the model's folder
+  is replaced by a copy, which is tried out and loaded by a call, and again a quarter of a second
+  after it is served.
 - The policy model's 20 ms are the same for one observation and for eight that came together.
 - The wide model answers 256 bytes of a row with 4, and the echo server with 256: there a ratio to
   the echo above 1 means a smaller answer. The embedding model answers 8 bytes with 8 kB.
@@ -69,6 +72,9 @@ def write_page(results: Results, path: Path, *, images: Path | None) -> None:
     ramped = ramp.render(results)
     if ramped:
         parts.append(f"## The greatest load that is sustained\n\n{ramped}\n")
+    reloaded = reload.render(results)
+    if reloaded:
+        parts.append(f"## Reloads\n\n{reloaded}\n")
     parts.append("## Cases\n")
     for case in results.cases:
         parts.append(f"{render_case(results, case)}\n")
