@@ -148,7 +148,7 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
 def behind(front: psutil.Process) -> tuple[psutil.Process, ...]:
     """The processes that a system runs, but for that which tries models out, and goes by itself."""
     everyone = front.children(recursive=True)
-    return tuple(each for each in everyone if "iskander_worker.trial_server" not in each.cmdline())
+    return tuple(each for each in everyone if each.name() != "isk-trials")
 
 
 def listen(path: Path) -> socket.socket:

@@ -90,8 +90,10 @@ def _footprint() -> dict[str, list[str]]:
         ours |= {pid for pid, parent in parents.items() if parent in ours}
     # Those of this run only: every process of it inherits the mark.
     orphans = [pid for pid, parent in parents.items() if parent == 1 and _is_of_this_run(pid)]
+    children = _named(ours - {os.getpid()})
     return {
-        "children": _named(ours - {os.getpid()}),
+        # A worker ends what tries models out when it was not needed for a while, whatever is tested.
+        "children": [each for each in children if not each.endswith(" isk-trials")],
         "orphans": _named(orphans),
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("iskander")),
         "mappings": shared_mappings(),
