@@ -92,7 +92,7 @@ def _footprint() -> dict[str, list[str]]:
     orphans = [pid for pid, parent in parents.items() if parent == 1 and _is_of_this_run(pid)]
     children = _named(ours - {os.getpid()})
     return {
-        # A worker ends what tries models out when it was not needed for a while, whatever is tested.
+        # A worker ends what tries models out when it was not needed for a while.
         "children": [each for each in children if not each.endswith(" isk-trials")],
         "orphans": _named(orphans),
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("iskander")),
