@@ -58,6 +58,23 @@ def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Pa
     assert server.num_threads() == 1
 
 
+ENDS_IN_ORDER = """
+import os
+from iskander_worker import trial_server
+trial_server._judge_and_end = lambda *_: os._exit(0)
+trial_server.main()
+"""
+
+
+def test_a_fork_that_ends_in_order_and_says_nothing_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As code that a model brings along could have it end."""
+    monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", ENDS_IN_ORDER])
+    found = try_out(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0)
+    assert found == Verdict(refusal="it ended the process that tried it out with exit code 0")
+
+
 def test_a_server_that_is_gone_is_started_anew(tmp_path: Path) -> None:
     good = model_spec(models.row_ids(tmp_path / "m"))
     assert try_out(good, 1, (), seconds=60.0) == Verdict()

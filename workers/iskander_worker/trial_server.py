@@ -28,7 +28,6 @@ from typing import NoReturn
 import msgspec
 
 from iskander.errors import IskanderError, ManifestError, shorten
-from iskander_worker.failures import named
 from iskander_worker.placement import set_library_environment
 from iskander_worker.tryout import Job, Verdict, read_line
 from iskander_worker.weights import MODEL, WEIGHTS
@@ -40,7 +39,8 @@ WORDS_MAX = 4000
 _VERDICT_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _SIGNAL_OF_MEMORY = signal.SIGKILL
-_NEEDED = ("backends.onnx", "opening", "prepacked", "session", "warm_up")
+_NEEDED = ("backends.onnx", "failures", "opening", "prepacked", "session", "warm_up")
+"""Imported when libraries have been kept from threads of their own, and before the first fork."""
 _libc = ctypes.CDLL(None)
 
 
@@ -78,7 +78,8 @@ def _verdict(job: Job) -> Verdict | None:
         os.killpg(fork, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
         os.set_blocking(said, False)
-        with contextlib.suppress(BlockingIOError):
+        # A library that the model brings along can end its process in order, and say nothing.
+        with contextlib.suppress(BlockingIOError, msgspec.DecodeError):
             if ended in ready and code == 0:
                 return msgspec.json.decode(os.read(said, _VERDICT_BYTES), type=Verdict)
     finally:
@@ -131,6 +132,8 @@ def _limit(job: Job) -> None:
 
 
 def _judged(job: Job) -> Verdict:
+    from iskander_worker.failures import named
+
     try:
         return Verdict(note=_judge(job))
     except MemoryError:
