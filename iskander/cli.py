@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iskander import __version__
-from iskander.config import ArenaConfig
 from iskander.config_file import Loaded, load_config
 from iskander.config_reference import render_reference, render_value, settings
 from iskander.errors import ConfigError, IskanderError
 from iskander.tables import Row, render_stats, render_table
 
 if TYPE_CHECKING:
-    from iskander_worker.session import Session
-
     from iskander.contract.tensors import Contract
-    from iskander.gateway.supervision.placement import Plan
-    from iskander.wire import messages
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -159,54 +154,17 @@ def _load(arguments: argparse.Namespace) -> Loaded:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """The checks of a start, in its order, without starting; the models are loaded here."""
-    from iskander_worker.placement import set_library_environment
-
-    from iskander.contract.inputs import columns_of, entries_of
-    from iskander.contract.tensors import require_room
-    from iskander.gateway.addresses import require_addresses
-    from iskander.gateway.lanes.policies import make_policy
-    from iskander.gateway.specs import loading_spec, model_spec
-    from iskander.gateway.supervision.placement import plan
-    from iskander.gateway.supervision.topology import read_topology
-    from iskander.memory.arena import usable_bytes
+    from iskander import checking
 
     config = _load(arguments).config
-    placed = plan(config, read_topology(os.sched_getaffinity(0)))
-    require_addresses(config)
-    for model in config.models:
-        make_policy(model.lane)
-    loading = loading_spec(config)
-    specs = [model_spec(key, model, loading) for key, model in enumerate(config.models)]
-    set_library_environment()
-    rows, contracts = [], {}
-    for spec, model in zip(specs, config.models, strict=True):
-        cores = min(place.cores for place in placed.places if place.pool == spec.pool)
-        try:
-            session = _try_session(spec, model.python, cores, config.workers.start_s)
-            require_room(session.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
-        except IskanderError as error:
-            raise type(error)(f"model `{spec.name}/{spec.version}`: {error.message}") from None
-        contracts[spec.name] = session.contract
-        columns = ", ".join(
-            f"{' + '.join(columns_of(entry))} {entry.type}"
-            for entry in entries_of(session.contract)
-        )
-        made = session.contract.columns or session.contract.outputs
-        results = ", ".join(f"{column.column} {column.type}" for column in made)
-        rows.append(
-            (f"{spec.name}/{spec.version}", session.providers[0], str(session.threads), columns)
-        )
-        rows.append(("", "", "", f"-> {results}"))
-    _print_table(("model", "runs on", "threads", "columns"), rows)
-    _print("")
-    for line in _render_plan(placed):
+    found = checking.check(config)
+    for line in checking.render(found, config):
         _print(line)
-    inferential = filter(None, [config.inferential.address])
-    _print(f"\nlistens on {', '.join([*config.addresses, *inferential])}")
-    for line in _memory(config.arena, len(placed.places)):
-        _print(line)
-    return _check_sample(arguments, contracts) if arguments.sample is not None else 0
+    contracts = {each.name: each.loaded.contract for each in found.models if each.loaded}
+    code = EXIT_NO if any(each.error for each in found.models) else 0
+    if arguments.sample is None:
+        return code
+    return _check_sample(arguments, contracts) or code
 
 
 def _check_sample(arguments: argparse.Namespace, contracts: dict[str, Contract]) -> int:
@@ -225,67 +183,6 @@ def _check_sample(arguments: argparse.Namespace, contracts: dict[str, Contract])
         [(line.column, line.wanted, line.found, line.problem or "fits") for line in lines],
     )
     return EXIT_NO if any(line.problem for line in lines) else 0
-
-
-def _try_session(
-    spec: messages.ModelSpec, python: str, cores: int, wait_s: float
-) -> Session | messages.Loaded:
-    """Load and warm a model: here, or in a process like its own workers."""
-    if spec.pool:
-        from iskander.gateway.supervision.trial import try_model
-
-        return try_model(spec, python, cores, wait_s)
-    from iskander_worker.session import Session
-
-    session = Session(spec, cores)
-    session.warm_up(spec.rows_max)
-    return session
-
-
-def _render_plan(placed: Plan) -> list[str]:
-    """Where each process would run, and what could not be as it was asked for."""
-    from iskander.gateway.supervision.topology import render_cpu_list
-
-    rows = [("gateway", "-", render_cpu_list(placed.gateway) or "any", "-", "-", "-")]
-    rows += [
-        (
-            f"worker {place.index}" + (f" of {place.pool}" if place.pool else ""),
-            str(place.group),
-            render_cpu_list(place.cpus),
-            str(place.cores),
-            "-" if place.node is None else str(place.node),
-            render_cpu_list(place.domains) or "-",
-        )
-        for place in placed.places
-    ]
-    table = render_table(("process", "group", "cpus", "cores", "node", "L3"), rows)
-    return [*table, *(f"note: {note}" for note in placed.notes)]
-
-
-def _memory(arena: ArenaConfig, workers: int) -> list[str]:
-    """The arenas, and whether there is what they ask for; it is had or not when they start."""
-    from iskander.memory.backing import (
-        MIB,
-        huge_pages_free,
-        lock_limit_bytes,
-        pages_huge,
-        transparent_rule,
-    )
-
-    sizes = [arena.input_bytes] + workers * [arena.output_bytes]
-    total = f"{sum(sizes) / MIB:.0f} MiB"
-    lines = [f"shared memory {total}, taken at start"]
-    if arena.huge_pages:
-        lines.append(
-            f"huge pages: {sum(map(pages_huge, sizes))} wanted, {huge_pages_free()} reserved and "
-            f"free now; transparent ones for shared memory: {transparent_rule()}"
-        )
-    limit = lock_limit_bytes()
-    if arena.lock and limit is not None:
-        lines.append(
-            f"locked memory: {total} wanted, {limit / MIB:g} MiB allowed without CAP_IPC_LOCK"
-        )
-    return lines
 
 
 def _manifest(arguments: argparse.Namespace) -> int:

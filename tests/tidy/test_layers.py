@@ -35,9 +35,12 @@ LAYERS = {
         "", "errors", "clock", "config", "config_file", "config_models", "config_repository",
         "contract", "memory", "wire", "gateway", "_generated",
     ),
+    "iskander/checking.py": (
+        "errors", "config", "contract", "memory", "gateway", "tables", "wire", "iskander_worker",
+    ),
     "iskander/cli.py": (
-        "", "errors", "config", "config_file", "config_inferential", "config_reference", "contract",
-        "memory", "client", "gateway", "tables", "wire", "iskander_worker",
+        "", "errors", "checking", "config", "config_file", "config_inferential", "config_reference",
+        "contract", "client", "gateway", "tables", "iskander_worker",
     ),
     "workers/iskander_worker/": (
         "", "errors", "clock", "contract", "memory", "wire", "iskander_worker",

@@ -28,14 +28,13 @@ from iskander.gateway.repository.generations import Generation, Generations
 from iskander.gateway.repository.listing import SETTINGS, Listed, list_models
 from iskander.gateway.repository.reading import Found, Reader, Which
 from iskander.gateway.repository.routing import Routing
-from iskander.gateway.repository.wanted import move, wanted
+from iskander.gateway.repository.wanted import move, names_at_start, wanted
 from iskander.gateway.specs import quorum_of
 from iskander.gateway.supervision.loading import Loading
 from iskander.gateway.telemetry.recent import Recent
 
 log = logging.getLogger("iskander.repository")
 
-EVERYTHING = "*"
 RETRY_S = 5.0
 """How long a worker goes on without a model that others could serve, before it is asked again."""
 NOT_FOLDERS = "its models come from the server's configuration"
@@ -104,13 +103,12 @@ class Repository:
             return
         settings = self._settings
         listed = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
-        asked = self._settings.load if self.is_explicit else (EVERYTHING,)
-        names = set(asked) if EVERYTHING not in asked else {*listed, *asked} - {EVERYTHING}
-        for name in sorted(names):
+        for name in sorted(names_at_start(settings, listed)):
             self._models.pending += 1
             found = listed.get(name, NOTHING)
             # Whether a folder that cannot be read is a model's, only who asks for it knows.
-            is_required = name in asked or not found.error
+            is_asked = self.is_explicit and name in settings.load
+            is_required = is_asked or not found.error
             self._spawn(self._start(name, found, is_required=is_required))
         if not self.is_explicit:
             self._spawn(follow(self._settings, listed, self._on_model))

@@ -8,11 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, TypeVar
 
-from iskander.config_repository import ModelFile, Versions
+from iskander.config_repository import ModelFile, RepositoryConfig, Versions
 from iskander.gateway.repository.routing import Routing
+
+EVERYTHING = "*"
 
 Key = TypeVar("Key")
 Seen = TypeVar("Seen")
+
+
+def names_at_start(settings: RepositoryConfig, listed: Collection[str]) -> set[str]:
+    """The models of the folder that a start loads, whether they are there or not."""
+    if settings.control == "watched":
+        return set(listed)
+    asked = set(settings.load)
+    return {*listed, *asked} - {EVERYTHING} if EVERYTHING in asked else asked
 
 
 def wanted(present: Collection[str], policy: Versions, routing: Routing) -> list[str]:
