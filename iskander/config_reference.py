@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from iskander.config import Config
 from iskander.config_models import ModelConfig
+from iskander.config_repository import ModelFile
 
 
 class Setting(NamedTuple):
@@ -25,17 +26,28 @@ def settings() -> Iterator[Setting]:
     """Every setting in the order of the declarations; `[[models]]` last."""
     for section in msgspec.structs.fields(Config):
         kind = ModelConfig if section.name == "models" else section.type
-        hints = get_type_hints(kind, include_extras=True)
-        for field in msgspec.structs.fields(kind):
-            hint = hints[field.name]
-            metas = [meta for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
-            sentence = " ".join(meta.description for meta in metas if meta.description)
-            default = None if field.default is msgspec.NODEFAULT else field.default
-            is_table = isinstance(default, msgspec.Struct) or field.default_factory is dict
-            default = {} if is_table else default
-            yield Setting(
-                f"{section.name}.{field.name}", _type_text(get_args(hint)[0]), default, sentence
-            )
+        yield from _settings_of(kind, f"{section.name}.")
+
+
+def model_file_settings() -> Iterator[Setting]:
+    """What `model.toml` may say beside the settings of `[[models]]`; `path` is the key."""
+    return _settings_of(ModelFile, but=ModelConfig.__struct_fields__)
+
+
+def _settings_of(
+    kind: type[msgspec.Struct], prefix: str = "", but: tuple[str, ...] = ()
+) -> Iterator[Setting]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        if field.name in but:
+            continue
+        hint = hints[field.name]
+        metas = [meta for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
+        sentence = " ".join(meta.description for meta in metas if meta.description)
+        default = None if field.default is msgspec.NODEFAULT else field.default
+        is_table = isinstance(default, msgspec.Struct) or field.default_factory is dict
+        default = {} if is_table else default
+        yield Setting(f"{prefix}{field.name}", _type_text(get_args(hint)[0]), default, sentence)
 
 
 def render_value(value: Any) -> str:  # noqa: ANN401

@@ -17,12 +17,19 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from iskander import errors
-from iskander.config_reference import render_reference, render_value, settings
+from iskander.config_reference import (
+    Setting,
+    model_file_settings,
+    render_reference,
+    render_value,
+    settings,
+)
 from iskander.contract.schema import TABLES, keys_of, manifest_schema
 from iskander.gateway.supervision import lifecycle
 from iskander.gateway.telemetry import metrics
@@ -47,12 +54,7 @@ def pages() -> dict[str, str]:
 
 
 def configuration() -> str:
-    """Every setting."""
-    rows = [
-        f"| `{s.path}` | {_cell(s.type)} | "
-        f"{'' if s.default is None else f'`{render_value(s.default)}`'} | {_cell(s.sentence)} |"
-        for s in settings()
-    ]
+    """Every setting, and what a model of the repository may say of itself."""
     head = [
         "# Configuration",
         "",
@@ -61,10 +63,25 @@ def configuration() -> str:
         "Precedence: default < file < environment (`ISKANDER_SECTION__KEY`) < `--set`.",
         "`models` is a list: one `[[models]]` table for each model version.",
         "",
-        "| setting | type | default | meaning |",
-        "|---|---|---|---|",
+        *_setting_rows(settings()),
+        "",
+        "## `model.toml`",
+        "",
+        "Beside the versions of a model in the [repository](../repository.md): the settings of",
+        "`[[models]]` but `name`, `path` and `version`, and these.",
+        "",
+        *_setting_rows(model_file_settings()),
     ]
-    return "\n".join([*head, *rows]) + "\n"
+    return "\n".join(head) + "\n"
+
+
+def _setting_rows(found: Iterable[Setting]) -> list[str]:
+    rows = [
+        f"| `{s.path}` | {_cell(s.type)} | "
+        f"{'' if s.default is None else f'`{render_value(s.default)}`'} | {_cell(s.sentence)} |"
+        for s in found
+    ]
+    return ["| setting | type | default | meaning |", "|---|---|---|---|", *rows]
 
 
 def error_table() -> str:

@@ -23,7 +23,7 @@ LAYERS = {
     "iskander/config.py": (
         "config_loading", "config_models", "config_repository", "config_section",
     ),
-    "iskander/config_reference.py": ("config", "config_models"),
+    "iskander/config_reference.py": ("config", "config_models", "config_repository"),
     "iskander/config_inferential.py": ("errors", "config", "config_models", "config_reference"),
     "iskander/config_file.py": ("errors", "config", "config_models", "config_reference"),
     "iskander/memory/": ("errors", "memory"),

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from iskander.config import Config
 from iskander.config_repository import ModelFile
@@ -81,7 +82,8 @@ class Repository:
         self._on_change = on_change
         self._tried: dict[str, dict[str, str]] = {}
         self._model_files: dict[str, ModelFile] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        # Of the models of which something is being changed; one that nobody holds is forgotten.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reloading: set[str] = set()
         self._retrying: asyncio.TimerHandle | None = None
