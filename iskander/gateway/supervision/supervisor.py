@@ -3,7 +3,7 @@
 What to do is decided in `lifecycle`; here it is done. Reads as: an event comes in, the table says
 what the worker's place becomes and what to do, and those things are done in order. What a worker's
 silence, age or absence means is in `watch`, `recycling` and `vacancy`; how it is started is in
-`starting`, which models it gets in `loading`.
+`starting`, which place it gets in `taking_on`, which models in `loading`.
 
 Runs on: gateway loop.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +21,9 @@ import msgspec
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.errors import IskanderError, NotReady, ProtocolError
+from iskander.errors import IskanderError, NotReady
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
-from iskander.gateway.logs import log_backing
 from iskander.gateway.models import Models
 from iskander.gateway.runtime import ATTACH_SOCKET, Member
 from iskander.gateway.supervision.lifecycle import Action, Event, State, step, validate
@@ -33,14 +31,12 @@ from iskander.gateway.supervision.loading import Loading
 from iskander.gateway.supervision.reception import Reception
 from iskander.gateway.supervision.recycling import Recycling
 from iskander.gateway.supervision.starting import Starting
+from iskander.gateway.supervision.taking_on import give_memory, place_for, welcome
 from iskander.gateway.supervision.timers import Timers
 from iskander.gateway.supervision.vacancy import Vacancy
 from iskander.gateway.supervision.watch import Watch
 from iskander.gateway.supervision.workers import Place, Worker
 from iskander.memory.arena import usable_bytes
-from iskander.memory.backing import BackingOptions
-from iskander.memory.beat import BEAT_BYTES
-from iskander.wire import attach
 from iskander.wire.channel import Channel
 from iskander.wire.messages import (
     Done,
@@ -53,7 +49,6 @@ from iskander.wire.messages import (
     Notice,
     Stepped,
     Unloaded,
-    Welcome,
     decode_to_gateway,
     encode,
 )
@@ -288,59 +283,17 @@ class Supervisor:
 
     def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
         """Give a worker that came in its place, its memory and its models."""
-        worker = self._vacancy_for(pid, hello)
-        if worker is None:
-            whose = f" of model `{hello.pool}`" if hello.pool else ""
-            raise ProtocolError(
-                f"no place{whose} is free in core group {hello.group}"
-                if hello.group is not None
-                else f"every place{whose} of the plan has its worker"
-            )
+        worker = place_for(self.workers, pid, hello)
         self._incarnation += 1
         try:
-            arena = self._config.arena
-            options = BackingOptions(worker.place.node, arena.huge_pages, arena.lock)
-            worker.attach(self._incarnation, pid, arena.output_bytes, options)
-            log_backing(log, f"output arena of worker {worker.place.index}", worker.backing)
-            self._welcome(worker, connection)
+            give_memory(worker, self._incarnation, pid, self._config.arena)
+            welcome(worker, connection, self._intake.segment, self._settings, self._member)
         except (IskanderError, OSError):
             worker.detach()
             raise
         worker.channel = channel = Channel(connection)
         self._loop.add_reader(channel, self._receive, worker, channel)
         self._happened(worker, Event.ATTACHED)
-
-    def _welcome(self, worker: Worker, connection: socket.socket) -> None:
-        assert worker.output is not None and worker.beat is not None
-        welcome = Welcome(
-            incarnation=worker.incarnation,
-            index=worker.place.index,
-            group=worker.place.group,
-            cpus=worker.place.cpus,
-            cores=worker.place.cores,
-            node=worker.place.node,
-            input_bytes=len(self._intake.segment),
-            output_bytes=len(worker.output),
-            beat_bytes=BEAT_BYTES,
-            reattach_s=self._settings.reattach_s,
-            siblings=self._member.siblings,
-            has_one_pool=self._settings.thread_pool == "worker",
-        )
-        segments = (self._intake.segment.fd, worker.output.fd, worker.beat.fd)
-        read_end = worker.open_abort_pipe()
-        try:
-            attach.send_answer(connection, welcome, (*segments, read_end))
-        finally:
-            os.close(read_end)
-
-    def _vacancy_for(self, pid: int, hello: Hello) -> Worker | None:
-        """The place for a worker: where it was started for, its old one, else any in its group."""
-        vacant = (State.ABSENT, State.LOOPING, State.STARTING)
-        free = [w for w in self.workers if w.state in vacant and w.place.pool == hello.pool]
-        own = [w for w in free if w.child is not None and w.child.pid == pid]
-        old = [w for w in free if w.place.index == hello.index and w.child is None]
-        any_in_group = [w for w in free if hello.group in (None, w.place.group) and w.child is None]
-        return next(iter(own + old + any_in_group), None)
 
     def _on_refused(self, worker: Worker, error: IskanderError) -> None:
         if not worker.has_been_ready:

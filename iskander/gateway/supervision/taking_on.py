@@ -1,0 +1,94 @@
+"""Taking a worker on that has come in: which place it gets, its memory, and what it is told.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable
+
+from iskander.config import ArenaConfig, WorkersConfig
+from iskander.errors import ProtocolError
+from iskander.gateway.logs import log_backing
+from iskander.gateway.runtime import Member
+from iskander.gateway.supervision.lifecycle import State
+from iskander.gateway.supervision.workers import Worker
+from iskander.memory.backing import BackingOptions
+from iskander.memory.beat import BEAT_BYTES
+from iskander.memory.segment import Segment
+from iskander.wire import attach
+from iskander.wire.messages import Hello, Welcome
+
+log = logging.getLogger("iskander.supervisor")
+
+VACANT = (State.ABSENT, State.LOOPING, State.STARTING)
+
+
+def place_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
+    """The place that a process gets: where it was started for, its old one, else any in its group.
+
+    Raises:
+        ProtocolError: None is free.
+    """
+    free = [each for each in workers if each.state in VACANT and each.place.pool == hello.pool]
+    own = [each for each in free if each.child is not None and each.child.pid == pid]
+    unclaimed = [each for each in free if each.child is None]
+    old = [each for each in unclaimed if each.place.index == hello.index]
+    any_in_group = [each for each in unclaimed if hello.group in (None, each.place.group)]
+    for worker in own + old + any_in_group:
+        return worker
+    whose = f" of model `{hello.pool}`" if hello.pool else ""
+    raise ProtocolError(
+        f"no place{whose} is free in core group {hello.group}"
+        if hello.group is not None
+        else f"every place{whose} of the plan has its worker"
+    )
+
+
+def give_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaConfig) -> None:
+    """Make the segments that are this worker's own.
+
+    Raises:
+        SegmentError: The system has not the memory.
+    """
+    options = BackingOptions(worker.place.node, arena.huge_pages, arena.lock)
+    worker.attach(incarnation, pid, arena.output_bytes, options)
+    log_backing(log, f"output arena of worker {worker.place.index}", worker.backing)
+
+
+def welcome(
+    worker: Worker,
+    connection: socket.socket,
+    inputs: Segment,
+    settings: WorkersConfig,
+    member: Member,
+) -> None:
+    """Tell it its place, and hand it the descriptors of its memory.
+
+    Raises:
+        OSError: It is gone.
+    """
+    assert worker.output is not None and worker.beat is not None
+    answer = Welcome(
+        incarnation=worker.incarnation,
+        index=worker.place.index,
+        group=worker.place.group,
+        cpus=worker.place.cpus,
+        cores=worker.place.cores,
+        node=worker.place.node,
+        input_bytes=len(inputs),
+        output_bytes=len(worker.output),
+        beat_bytes=BEAT_BYTES,
+        reattach_s=settings.reattach_s,
+        siblings=member.siblings,
+        has_one_pool=settings.thread_pool == "worker",
+    )
+    read_end = worker.open_abort_pipe()
+    try:
+        descriptors = (inputs.fd, worker.output.fd, worker.beat.fd, read_end)
+        attach.send_answer(connection, answer, descriptors)
+    finally:
+        os.close(read_end)

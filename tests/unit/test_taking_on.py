@@ -1,0 +1,63 @@
+"""Which place a worker gets that has come in."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from iskander.errors import ProtocolError
+from iskander.gateway.supervision.lifecycle import State
+from iskander.gateway.supervision.taking_on import place_for
+from iskander.gateway.supervision.workers import Place, Worker
+from iskander.wire.messages import Hello
+
+
+class Started(NamedTuple):
+    """A process that this gateway started."""
+
+    pid: int
+
+
+def worker(index: int, group: int = 0, *, pid: int | None = None, pool: str = "") -> Worker:
+    made = Worker(Place(index, group, (0,), None, pool=pool))
+    if pid is not None:
+        child: Any = Started(pid)
+        made.child = child
+    return made
+
+
+def hello(*, group: int | None = None, index: int | None = None, pool: str = "") -> Hello:
+    return Hello(1, "", group, index, (), pool)
+
+
+def place_of(workers: list[Worker], said: Hello, pid: int = 7) -> int:
+    return place_for(workers, pid, said).place.index
+
+
+def test_a_child_gets_the_place_that_it_was_started_for() -> None:
+    assert place_of([worker(0), worker(1, pid=7)], hello(index=0)) == 1
+
+
+def test_one_that_comes_back_gets_its_old_place_and_else_any_of_its_group() -> None:
+    workers = [worker(0), worker(1), worker(2, group=1)]
+    assert place_of(workers, hello(index=1)) == 1
+    assert place_of(workers, hello(group=1, index=5)) == 2
+    assert place_of(workers, hello()) == 0
+
+
+def test_nobody_gets_a_place_that_is_another_childs_or_taken() -> None:
+    taken = worker(0)
+    taken.state = State.READY
+    with pytest.raises(ProtocolError, match="every place of the plan has its worker"):
+        place_of([taken, worker(1, pid=8)], hello(index=1))
+    with pytest.raises(ProtocolError, match="no place is free in core group 3"):
+        place_of([worker(0)], hello(group=3))
+
+
+def test_a_models_own_places_are_for_its_own_workers() -> None:
+    workers = [worker(0, pool="m/1"), worker(1)]
+    assert place_of(workers, hello()) == 1
+    assert place_of(workers, hello(pool="m/1")) == 0
+    with pytest.raises(ProtocolError, match="of model `m/2`"):
+        place_of(workers, hello(pool="m/2"))
