@@ -1,7 +1,7 @@
 """What a start would do with a configuration: its checks, in its order, without starting.
 
 The models are loaded: those of the configuration, for which a start stops where one cannot be, and
-those that are in the repository, without which it goes on.
+those that are in the repository, without which it goes on and is not ready.
 
 Runs on: the operator's tool.
 """
@@ -121,6 +121,12 @@ def _of_folder(placed: Plan, config: Config) -> Iterator[Checked]:
             continue
         policy = settings.versions if own.versions is None else own.versions
         versions = wanted(there.versions, policy, routing)
+        if not versions:
+            yield Checked(name, name, None, "there is nothing of it that is to be served")
+        missing = sorted(routing.targets().difference(versions))
+        if missing:
+            problem = f"names lead to versions that are not there: {', '.join(missing)}"
+            yield Checked(name, name, None, problem)
         stamps = {version: there.versions[version] for version in versions}
         for version, each in reader.of_folder(name, own, stamps).items():
             yield _one_of_folder(name, f"{name}/{version}", each, placed, config)
@@ -147,13 +153,22 @@ def _loaded(spec: ModelSpec, python: str, placed: Plan, config: Config) -> Loade
     if spec.pool:
         loaded = try_model(spec, python, cores, config.workers.start_s)
     else:
-        from iskander_worker.session import Session
+        loaded = _loaded_here(spec, cores)
+    require_room(loaded.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
+    return loaded
 
+
+def _loaded_here(spec: ModelSpec, cores: int) -> Loaded:
+    from iskander_worker.failures import named
+    from iskander_worker.session import Session
+
+    try:
         session = Session(spec, cores)
         session.warm_up(spec.rows_max)
-        loaded = Loaded(spec.key, session.contract, session.providers, session.threads, 0.0)
-        session.close()
-    require_room(loaded.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
+    except Exception as error:
+        raise named(error) from None
+    loaded = Loaded(spec.key, session.contract, session.providers, session.threads, 0.0)
+    session.close()
     return loaded
 
 

@@ -164,15 +164,16 @@ def _check(arguments: argparse.Namespace) -> int:
     code = EXIT_NO if any(each.error for each in found.models) else 0
     if arguments.sample is None:
         return code
-    return _check_sample(arguments, contracts) or code
+    candidates = {model.name for model in config.models} or set(contracts)
+    name = arguments.model or (candidates.pop() if len(candidates) == 1 else "")
+    return _check_sample(arguments, name, contracts) or code
 
 
-def _check_sample(arguments: argparse.Namespace, contracts: dict[str, Contract]) -> int:
+def _check_sample(arguments: argparse.Namespace, name: str, contracts: dict[str, Contract]) -> int:
     """Hold a caller's data against a model, and say what is wrong with each column."""
     from iskander.gateway.sampled import explain, read_sample
 
-    name = arguments.model or next(iter(contracts))
-    if name not in contracts or (arguments.model is None and len(contracts) > 1):
+    if name not in contracts:
         known = ", ".join(contracts)
         raise ConfigError(f"--model says which model is to take the sample: one of {known}")
     sample = read_sample(arguments.sample)

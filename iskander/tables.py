@@ -16,14 +16,14 @@ Row = tuple[str, ...]
 
 
 def render_table(head: Row, rows: Sequence[Row], *, numbers_from: int | None = None) -> list[str]:
-    """Lines with aligned columns.
+    """Lines with aligned columns; what is no letter, such as an escape, is a question mark.
 
     Args:
         head: Names of the columns.
         rows: Cells, as many in each row as there are columns.
         numbers_from: The first column that is aligned to the right; None: none is.
     """
-    table = [head, *rows]
+    table = [tuple(map(_printable, row)) for row in (head, *rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
     first = len(head) if numbers_from is None else numbers_from
     lines = []
@@ -34,6 +34,10 @@ def render_table(head: Row, rows: Sequence[Row], *, numbers_from: int | None = N
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in " ".join(text.splitlines()))
 
 
 def render_stats(stats: Mapping[str, Any]) -> list[str]:

@@ -58,21 +58,52 @@ def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Pa
     assert server.num_threads() == 1
 
 
-ENDS_IN_ORDER = """
-import os
+PLAYED = """
+import ctypes, os, signal, time
 from iskander_worker import trial_server
-trial_server._judge_and_end = lambda *_: os._exit(0)
+def judge(job):
+    {}
+trial_server._judge = judge
 trial_server.main()
+"""
+ENDS = {
+    "in order, without a word": ("os._exit(0)", "with exit code 0"),
+    "by a signal without a name": ("os.kill(os.getpid(), 40)", "by signal 40"),
+    "with all descriptors closed": ("os.closerange(0, 200)", "with exit code 1"),
+    "with its server": ("os.kill(os.getppid(), 9); time.sleep(60)", "was ended with it, twice"),
+}
+
+
+@pytest.mark.parametrize(("code", "words"), ENDS.values(), ids=ENDS)
+def test_whatever_code_a_model_brings_does_its_verdict_is_a_refusal(
+    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next model's is its own."""
+    good = model_spec(models.row_ids(tmp_path / "m"))
+    played = [sys.executable, "-c", PLAYED.format(code)]
+    with monkeypatch.context() as patch:
+        patch.setattr(tryout, "own_command", lambda _: played)
+        found = try_out(good, 1, (), seconds=60.0)
+    assert found.refusal.endswith(words) and not found.is_late
+
+    trial_server.end()
+    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+
+
+FORGES = """
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if int(name) > 2 and os.path.lexists(path) and "pipe" in os.readlink(path):
+            os.write(int(name), b'{"number": 1, "verdict": {}}' + bytes([10]))
 """
 
 
-def test_a_fork_that_ends_in_order_and_says_nothing_is_a_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As code that a model brings along could have it end."""
-    monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", ENDS_IN_ORDER])
+def test_a_fork_has_no_way_to_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all descriptors that it finds, only its own verdict's takes what it writes."""
+    played = PLAYED.replace("{}", FORGES, 1)
+    monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", played])
     found = try_out(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0)
-    assert found == Verdict(refusal="it ended the process that tried it out with exit code 0")
+    assert found != Verdict() and "exit code 0" in found.refusal
 
 
 def test_a_server_that_is_gone_is_started_anew(tmp_path: Path) -> None:

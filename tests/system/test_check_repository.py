@@ -55,6 +55,21 @@ def test_what_does_not_load_is_told_beside_what_does(tmp_path: Path) -> None:
     assert told["torn"].startswith("cannot be loaded: ") and "model.toml" in told["torn"]
 
 
+def test_what_a_start_would_not_be_ready_with_is_told(tmp_path: Path) -> None:
+    models = Folder(tmp_path / "models")
+    models.put("absent", 1, 2)
+    models.say("absent", "versions = [7]\n")
+    models.put("astray", 1, 2)
+    models.say("astray", "aliases = {canary = 9}\n")
+
+    code, told = check(configuration(tmp_path))
+
+    assert code == 1
+    assert "nothing of it that is to be served" in told["absent"]
+    assert "names lead to versions that are not there: 9" in told["astray"]
+    assert told["astray/1"] == "x int64"
+
+
 def test_with_explicit_control_only_what_is_named_is_loaded(tmp_path: Path) -> None:
     models = Folder(tmp_path / "models")
     models.put("named", 1, 2)

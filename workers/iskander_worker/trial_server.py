@@ -7,7 +7,7 @@ fork goes with it.
 Runs on: a process of its own, and its forks. It has one thread, so that it may fork.
 
 Source: setrlimit(2), where RLIMIT_DATA counts private writable memory and no mapped weights, and a
-write beyond RLIMIT_FSIZE fails where its signal is ignored; prctl(2), PR_SET_PDEATHSIG; waitid(2).
+write beyond RLIMIT_FSIZE fails where its signal is ignored; prctl(2), PR_SET_PDEATHSIG.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from typing import NoReturn
 
 import msgspec
 
+from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import IskanderError, ManifestError, shorten
 from iskander_worker.placement import set_library_environment
-from iskander_worker.tryout import Job, Verdict, read_line
+from iskander_worker.tryout import Answer, Job, Verdict, late, read_line
 from iskander_worker.weights import MODEL, WEIGHTS
 
 NICE = 5
+GRACE_S = 10.0
+"""How long a fork outlives its time where nobody ends it, whoever lives."""
 LONELY_S = 60.0
 """The server goes when it was asked nothing for so long: who started it should have ended it."""
 WORDS_MAX = 4000
@@ -46,60 +49,66 @@ _libc = ctypes.CDLL(None)
 
 def main() -> None:
     """Entry point of the server."""
-    # The verdicts have this descriptor to themselves, whatever a library prints.
+    # The answers have this descriptor to themselves, whatever a library prints.
     answers = os.dup(1)
     os.dup2(2, 1)
     Path("/proc/self/comm").write_text("isk-trials")
+    os.nice(NICE)
     set_library_environment()
     for name in _NEEDED:
         import_module(f"iskander_worker.{name}")
     gc.freeze()  # Forks share the memory of what lives now, as long as nobody walks it.
     while line := read_line(sys.stdin.buffer, LONELY_S):
-        verdict = _verdict(msgspec.json.decode(line, type=Job))
+        job = msgspec.json.decode(line, type=Job)
+        verdict = _verdict(job, answers)
         if verdict is None:
             return
-        os.write(answers, msgspec.json.encode(verdict) + b"\n")
+        os.write(answers, msgspec.json.encode(Answer(job.number, verdict)) + b"\n")
 
 
-def _verdict(job: Job) -> Verdict | None:
+def _verdict(job: Job, answers: int) -> Verdict | None:
     """Fork, and see how the fork ends; None where nobody waits for that any more."""
     said, say = os.pipe()
     server = os.getpid()
     fork = os.fork()
     if not fork:
+        os.close(answers)  # It has a word in its own verdict and in no other.
+        os.close(said)
         _judge_and_end(job, server, say)
     os.close(say)
-    os.setpgid(fork, fork)  # It does so too; whoever comes first.
     ended = os.pidfd_open(fork)
     try:
         # On standard input nothing comes meanwhile but its end.
-        ready = select.select([ended, 0], [], [], job.seconds)[0]
-        # Not reaped yet, so its number is still that of its group: what it has forked goes too.
-        os.killpg(fork, signal.SIGKILL)
+        left_s = max(job.deadline_ns - now_ns(), 0) / NS_PER_S
+        ready = select.select([ended, 0], [], [], left_s)[0]
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(ended, signal.SIGKILL)
+        # Not reaped yet, so its number is still that of its session: what it has forked goes too.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(fork, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
         os.set_blocking(said, False)
         # A library that the model brings along can end its process in order, and say nothing.
-        with contextlib.suppress(BlockingIOError, msgspec.DecodeError):
+        with contextlib.suppress(BlockingIOError, msgspec.DecodeError, UnicodeDecodeError):
             if ended in ready and code == 0:
                 return msgspec.json.decode(os.read(said, _VERDICT_BYTES), type=Verdict)
     finally:
         os.close(ended)
         os.close(said)
-    if ready == [0]:
+    if 0 in ready:
         return None
     if not ready:
-        return Verdict(
-            refusal=f"it was not loaded and warmed within {job.seconds:.3g} s (loading.trial_s), "
-            "in a process of its own",
-            is_late=True,
-        )
+        return late(job.seconds)
     return Verdict(refusal=f"it ended the process that tried it out {_end_of(code)}")
 
 
 def _end_of(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
-    name = signal.Signals(-code).name
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"  # One of the real-time ones has no name.
     hint = ": by the system, for its memory?" if -code == _SIGNAL_OF_MEMORY else ""
     return f"by {name}{hint}"
 
@@ -109,14 +118,16 @@ def _judge_and_end(job: Job, server: int, say: int) -> NoReturn:
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:  # Else it ended before this process could ask to end with it.
-            os.setpgid(0, 0)
+            os.setsid()
             _limit(job)
             os.write(say, msgspec.json.encode(_judged(job)))
             # Without an orderly end: threads of the runtime could keep it, nothing is to be saved.
             os._exit(0)
     except BaseException:
-        traceback.print_exc()
-    os._exit(1)
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def _limit(job: Job) -> None:
@@ -124,7 +135,9 @@ def _limit(job: Job) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.umask(0o077)
-    os.nice(NICE)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    left_s = max(job.deadline_ns - now_ns(), 0) / NS_PER_S
+    signal.setitimer(signal.ITIMER_REAL, left_s + GRACE_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (job.private_bytes, job.private_bytes))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -24,14 +24,13 @@ from typing import IO
 import msgspec
 
 from iskander import clock
-from iskander.errors import IskanderError
 from iskander.wire.messages import LoadingSpec, ModelSpec
 from iskander_worker.guest import own_command
 
 IDLE_S = 10.0
 """The server is ended when it was asked nothing for so long: it has some 50 MB."""
-ANSWER_S = 20.0
-"""How long the server may take beyond a model's time: it starts, and ends what is late."""
+ANSWER_S = 5.0
+"""How long the server may take to end what is late, and to say so."""
 STARTING_BYTES = 1 << 28
 """What Python, NumPy and the runtime take before there is a model."""
 _LINE_BYTES = 1 << 16
@@ -46,6 +45,8 @@ class Job(msgspec.Struct, frozen=True):
         private_bytes: Memory that it may take.
         file_bytes: Of each file that it writes.
         seconds: That it may take.
+        deadline_ns: When they are over, on the monotonic clock, which all processes share.
+        number: Of the job; its answer has the same.
     """
 
     spec: ModelSpec
@@ -55,6 +56,8 @@ class Job(msgspec.Struct, frozen=True):
     private_bytes: int
     file_bytes: int
     seconds: float
+    deadline_ns: int = 0
+    number: int = 0
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -73,48 +76,78 @@ class Verdict(msgspec.Struct, frozen=True):
     is_late: bool = False
 
 
+class Answer(msgspec.Struct, frozen=True):
+    """A verdict, and on which job."""
+
+    number: int
+    verdict: Verdict
+
+
+def late(seconds: float) -> Verdict:
+    """A model took too long."""
+    return Verdict(
+        refusal=f"it was not loaded and warmed within {seconds:.3g} s (loading.trial_s), in a "
+        "process of its own",
+        is_late=True,
+    )
+
+
 class TrialServer:
     """The server of a worker: there while models are tried out and a little longer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
-        self._ending: threading.Timer | None = None
+        self._number = 0
 
     def ask(self, job: Job) -> Verdict:
-        """Have a model tried out.
-
-        Raises:
-            IskanderError: The server ends or hangs without a word: not by the model, which it
-                does not open itself.
-        """
-        line = msgspec.json.encode(job) + b"\n"
-        deadline_ns = clock.now_ns() + int((job.seconds + ANSWER_S) * clock.NS_PER_S)
+        """Have a model tried out; its time begins now."""
+        deadline_ns = clock.now_ns() + int(job.seconds * clock.NS_PER_S)
         with self._lock:
-            if self._ending is not None:
-                self._ending.cancel()
-            for _ in range(2):  # Whatever has ended it meanwhile, it is asked anew.
-                server = self._server = self._server or _started()
-                answer = _answer(server, line, deadline_ns)
-                if answer:
-                    self._end_later()
-                    return msgspec.json.decode(answer, type=Verdict)
+            try:
+                for _ in range(2):  # Whatever has ended the server meanwhile, it is asked anew.
+                    verdict = self._asked(job, deadline_ns)
+                    if verdict is not None:
+                        self._end_later()
+                        return verdict
+                    self._end()
+            except BaseException:
                 self._end()
-        raise IskanderError("the process that tries models out is gone; its log may say why")
+                raise
+        if clock.now_ns() >= deadline_ns:
+            return late(job.seconds)
+        return Verdict(refusal="the process that tries models out was ended with it, twice")
 
     def end(self) -> None:
         """Give the server up, once it is done with what it tries out."""
         with self._lock:
             self._end()
 
+    def _asked(self, job: Job, deadline_ns: int) -> Verdict | None:
+        """What the server says of a job; None where it says nothing, or not of this one."""
+        self._number += 1
+        job = msgspec.structs.replace(job, deadline_ns=deadline_ns, number=self._number)
+        server = self._server = self._server or _started()
+        until_ns = deadline_ns + int(ANSWER_S * clock.NS_PER_S)
+        line = _answer(server, msgspec.json.encode(job) + b"\n", until_ns)
+        try:
+            answer = msgspec.json.decode(line, type=Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return answer.verdict if answer.number == self._number else None
+
     def _end_later(self) -> None:
-        self._ending = threading.Timer(IDLE_S, self.end)
-        self._ending.name, self._ending.daemon = "isk-trials-end", True
-        self._ending.start()
+        ending = threading.Timer(IDLE_S, self._end_idle, (self._number,))
+        ending.name, ending.daemon = "isk-trials-end", True
+        ending.start()
+
+    def _end_idle(self, number: int) -> None:
+        """End it, where nothing was asked since a job."""
+        with self._lock:
+            if self._number == number:
+                self._end()
 
     def _end(self) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
         server, self._server = self._server, None
         if server is None:
             return
@@ -147,9 +180,6 @@ def try_out(
         libraries: Of custom operators, by path.
         seconds: How long it may take.
         folder: Where the optimised model is wanted; None where it is not.
-
-    Raises:
-        IskanderError: As `TrialServer.ask`.
     """
     return trial_server.ask(
         Job(
