@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,11 +43,17 @@ def servers() -> list[psutil.Process]:
     return [each for each in psutil.Process().children() if "trial_server" in each.cmdline()[-1]]
 
 
+def timers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "isk-trials-end"]
+
+
 def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Path) -> None:
     """One that hangs and one that ends its process cost the next ones nothing."""
     good = model_spec(models.row_ids(tmp_path / "m"))
-    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    for _ in range(3):
+        assert try_out(good, 1, (), seconds=60.0) == Verdict()
     (server,) = servers()
+    eventually(lambda: len(timers()) == 1, what="one timer that is to end it")
 
     late = try_out(model_spec(hostile / "endless_loop"), 1, (), seconds=1.0)
     assert late.is_late and "1 s (loading.trial_s)" in late.refusal

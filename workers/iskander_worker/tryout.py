@@ -99,6 +99,7 @@ class TrialServer:
         self._lock = threading.Lock()
         self._server: subprocess.Popen[bytes] | None = None
         self._number = 0
+        self._ending: threading.Timer | None = None
 
     def ask(self, job: Job) -> Verdict:
         """Have a model tried out; its time begins now."""
@@ -137,12 +138,14 @@ class TrialServer:
         return answer.verdict if answer.number == self._number else None
 
     def _end_later(self) -> None:
-        ending = threading.Timer(IDLE_S, self._end_idle, (self._number,))
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = ending = threading.Timer(IDLE_S, self._end_idle, (self._number,))
         ending.name, ending.daemon = "isk-trials-end", True
         ending.start()
 
     def _end_idle(self, number: int) -> None:
-        """End it, where nothing was asked since a job."""
+        """End it, where nothing was asked since a job; a timer may be too late to be cancelled."""
         with self._lock:
             if self._number == number:
                 self._end()
