@@ -228,7 +228,10 @@ class Notices:
                     return line.partition("=")[2]
             assert gateway.process is not None
             if gateway.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"the gateway did not say {key}:\n{gateway.text()}")
+                code = gateway.process.poll()
+                raise AssertionError(
+                    f"the gateway did not say {key} (exit code {code}):\n{gateway.text()}"
+                )
             if select.select([self._socket], [], [], 0.05)[0]:
                 self.lines += self._socket.recv(4096).decode().splitlines()
 
