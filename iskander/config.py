@@ -15,6 +15,7 @@ from iskander.config_loading import LoadingConfig
 from iskander.config_models import LaneConfig, ModelConfig
 from iskander.config_repository import RepositoryConfig
 from iskander.config_section import MIB, Positive, Section
+from iskander.prepared import prepared
 
 HEADER_ROOM_BYTES = MIB
 """Room beside a batch's body for its metadata and padding."""
@@ -253,6 +254,7 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     ] = 256 * MIB
 
 
+@prepared
 class Config(Section, frozen=True, kw_only=True):
     """All settings."""
 

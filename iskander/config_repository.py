@@ -8,6 +8,7 @@ from msgspec import Meta, field
 
 from iskander.config_models import ModelConfig
 from iskander.config_section import Section
+from iskander.prepared import prepared
 
 ALIAS = r"^(?![0-9]+\Z)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z"
 """A name that is no version."""
@@ -71,6 +72,7 @@ class RepositoryConfig(Section, frozen=True, kw_only=True):
     ] = 30.0
 
 
+@prepared
 class ModelFile(ModelConfig, frozen=True, kw_only=True):
     """`model.toml` beside the versions of a model: settings of `[[models]]`, and which versions."""
 

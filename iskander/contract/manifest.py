@@ -16,6 +16,7 @@ from iskander.contract.confined import read_plain
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.parts import GraphPart, PythonPart, Steps, TorchPart
 from iskander.errors import ManifestError
+from iskander.prepared import prepared
 
 MANIFEST_BYTES_MAX = 1 << 20
 COLUMNS_MAX = 4096
@@ -106,6 +107,7 @@ class WarmUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relative: Annotated[float, Meta(ge=0)] = 1e-4
 
 
+@prepared
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A manifest as written, before it is held against a graph.
 

@@ -15,13 +15,14 @@ LAYERS = {
     "iskander/__init__.py": (),
     "iskander/errors.py": (),
     "iskander/clock.py": (),
-    "iskander/contract/": ("errors", "contract"),
+    "iskander/prepared.py": (),
+    "iskander/contract/": ("errors", "prepared", "contract"),
     "iskander/config_section.py": (),
     "iskander/config_models.py": ("config_section", "contract"),
     "iskander/config_loading.py": ("config_section",),
-    "iskander/config_repository.py": ("config_models", "config_section"),
+    "iskander/config_repository.py": ("config_models", "config_section", "prepared"),
     "iskander/config.py": (
-        "config_loading", "config_models", "config_repository", "config_section",
+        "config_loading", "config_models", "config_repository", "config_section", "prepared",
     ),
     "iskander/config_reference.py": ("config", "config_models", "config_repository"),
     "iskander/config_inferential.py": ("errors", "config", "config_models", "config_reference"),
@@ -32,8 +33,8 @@ LAYERS = {
     "iskander/tables.py": (),
     "iskander/embed.py": ("errors", "config_file", "gateway"),
     "iskander/gateway/": (
-        "", "errors", "clock", "config", "config_file", "config_models", "config_repository",
-        "contract", "memory", "wire", "gateway", "_generated",
+        "", "errors", "clock", "prepared", "config", "config_file", "config_models",
+        "config_repository", "contract", "memory", "wire", "gateway", "_generated",
     ),
     "iskander/checking.py": (
         "errors", "config", "contract", "memory", "gateway", "tables", "wire", "iskander_worker",
@@ -43,7 +44,7 @@ LAYERS = {
         "contract", "client", "gateway", "tables", "iskander_worker",
     ),
     "workers/iskander_worker/": (
-        "", "errors", "clock", "contract", "memory", "wire", "iskander_worker",
+        "", "errors", "clock", "prepared", "contract", "memory", "wire", "iskander_worker",
     ),
 }  # fmt: skip
 

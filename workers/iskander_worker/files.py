@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from iskander.errors import ManifestError
+from iskander.prepared import prepared
 
 HEADER_BYTES_MAX = 16 << 20
 RANK_MAX = 16
@@ -28,6 +29,7 @@ SAFETENSORS = {
 Length = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
+@prepared
 class Stored(msgspec.Struct, frozen=True):
     """A tensor in a file.
 

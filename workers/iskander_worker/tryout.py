@@ -24,6 +24,7 @@ from typing import IO
 import msgspec
 
 from iskander import clock
+from iskander.prepared import prepared
 from iskander.wire.messages import LoadingSpec, ModelSpec
 from iskander_worker.guest import own_command
 
@@ -36,6 +37,7 @@ STARTING_BYTES = 1 << 28
 _LINE_BYTES = 1 << 16
 
 
+@prepared
 class Job(msgspec.Struct, frozen=True):
     """What is to be tried out.
 
@@ -60,6 +62,7 @@ class Job(msgspec.Struct, frozen=True):
     number: int = 0
 
 
+@prepared
 class Verdict(msgspec.Struct, frozen=True):
     """How it went.
 
@@ -76,6 +79,7 @@ class Verdict(msgspec.Struct, frozen=True):
     is_late: bool = False
 
 
+@prepared
 class Answer(msgspec.Struct, frozen=True):
     """A verdict, and on which job."""
 

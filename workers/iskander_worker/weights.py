@@ -27,6 +27,7 @@ import msgspec
 
 from iskander import clock
 from iskander.errors import ConfigError, ManifestError
+from iskander.prepared import prepared
 
 FORMAT = 1
 ENTRIES_MAX = 4096
@@ -35,6 +36,7 @@ TURN_S = 0.02
 RECORD, MODEL, WEIGHTS = "entry.json", "model.onnx", "weights.bin"
 
 
+@prepared
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is known of a model that was tried out.
 

@@ -31,6 +31,7 @@ from iskander.gateway.models import Models, describe
 from iskander.gateway.repository.repository import Repository
 from iskander.gateway.sent_schema import sent_schema
 from iskander.gateway.telemetry.recent import Recent
+from iskander.prepared import prepared
 
 SERVICE = "arrow.flight.protocol.FlightService"
 PLAN_HEADER_BYTES_MAX = 65_536
@@ -220,6 +221,7 @@ class FlightService:
         raise Unsupported(f"there is no action `{name[:100]}`; there are {', '.join(ACTIONS)}")
 
 
+@prepared
 class _Query(msgspec.Struct):
     model: str
     version: str | int | None = None

@@ -30,6 +30,7 @@ from iskander.gateway.frontends.oip_http_infer import JSON_TYPE
 from iskander.gateway.frontends.oip_http_plain import plain
 from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.models import Models
+from iskander.prepared import prepared
 
 log = logging.getLogger("iskander.http")
 
@@ -43,10 +44,12 @@ Answer = Callable[[Request], Awaitable[Response]]
 Pick = Callable[[Any], Any]
 
 
+@prepared
 class _Index(msgspec.Struct):
     ready: bool = False
 
 
+@prepared
 class _Load(msgspec.Struct):
     parameters: dict[str, Any] = {}
 

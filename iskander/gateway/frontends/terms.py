@@ -26,6 +26,7 @@ from msgspec import Meta
 from iskander.clock import NS_PER_MS, wall_ns
 from iskander.errors import MalformedInput
 from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_DEFAULT, PRIORITY_MAX, Terms
+from iskander.prepared import prepared
 
 HEADER_PREFIX = "iskander-"
 REMEMBERED_MAX = 64
@@ -62,6 +63,7 @@ class SaidTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     route_key: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
+@prepared
 class _Headers(SaidTerms, frozen=True, forbid_unknown_fields=True):
     """Beside the terms: whether a batch's error ends the stream, or comes in its result's place."""
 

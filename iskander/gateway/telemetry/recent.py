@@ -16,6 +16,7 @@ import msgspec
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import MalformedInput
 from iskander.gateway.telemetry.listening import LISTENERS, HeardRing, Labels, Point
+from iskander.prepared import prepared
 
 POINTS_MAX = 1024
 NAMES_MAX = 64
@@ -35,6 +36,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     latest: float | None = None
 
 
+@prepared
 class Question(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The body of the action `metrics`.
 
