@@ -17,6 +17,7 @@ import msgspec
 from iskander.config import HEADER_ROOM_BYTES, Config
 from iskander.config_models import ModelConfig
 from iskander.config_reference import render_value, settings
+from iskander.config_repository import complaint_about_versions
 from iskander.errors import ConfigError
 
 
@@ -77,7 +78,9 @@ def load_config(
 
 def _require_relations(config: Config) -> None:
     limits, arena = config.limits, config.arena
+    complaint = complaint_about_versions(config.repository.versions)
     relations = (
+        (not complaint, f"repository.{complaint}"),
         (
             limits.bytes + HEADER_ROOM_BYTES <= limits.message_bytes,
             f"limits.message_bytes = {limits.message_bytes} is less than limits.bytes + 1 MiB: "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, field
 
 from iskander.config_models import ModelConfig
@@ -15,7 +17,23 @@ ALIAS = r"^(?![0-9]+\Z)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z"
 ALIASES_MAX = 64
 
 Version = Annotated[int, Meta(ge=0, le=10**18)]
-Versions = Annotated[str, Meta(pattern=r"^(all|latest:[1-9][0-9]{0,2})\Z")] | tuple[Version, ...]
+Versions = str | tuple[Version, ...]
+"""Held against `complaint_about_versions`, and not against a pattern of its type.
+
+msgspec 0.22 takes the pattern of a text that may also be a list for the type of the list's
+entries, and ends the process as it lets go of it. Source: TypeNode_get_traverse_ranges of its
+`_core.c`, which does not count the pattern.
+"""
+
+_POLICY = re.compile(r"all|latest:[1-9][0-9]{0,2}")
+
+
+def complaint_about_versions(versions: Versions) -> str:
+    """What is wrong with a policy; empty where nothing is."""
+    if not isinstance(versions, str) or _POLICY.fullmatch(versions):
+        return ""
+    said = msgspec.json.encode(versions).decode()
+    return f"versions = {said}: wanted `latest:N` with N from 1 to 999, `all`, or a list"
 
 
 class RepositoryConfig(Section, frozen=True, kw_only=True):

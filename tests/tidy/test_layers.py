@@ -26,7 +26,9 @@ LAYERS = {
     ),
     "iskander/config_reference.py": ("config", "config_models", "config_repository"),
     "iskander/config_inferential.py": ("errors", "config", "config_models", "config_reference"),
-    "iskander/config_file.py": ("errors", "config", "config_models", "config_reference"),
+    "iskander/config_file.py": (
+        "errors", "config", "config_models", "config_reference", "config_repository",
+    ),
     "iskander/memory/": ("errors", "memory"),
     "iskander/wire/": ("errors", "contract", "wire"),
     "iskander/client.py": ("errors",),

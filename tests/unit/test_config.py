@@ -54,7 +54,7 @@ def test_every_default_is_in_its_own_range(load: Load) -> None:
 REFUSED = [
     ("", "there is nothing to serve", "no [[models]], and no repository.path"),
     ("models = []", "there is nothing to serve", "no [[models]], and no repository.path"),
-    ("[repository]\nversions = 'newest'\n" + MODEL, 'repository.versions = "newest"', "regex"),
+    ("[repository]\nversions = 'newest'\n" + MODEL, 'repository.versions = "newest"', "latest:N"),
     ("[repository]\nmarker = 'a/b'\n" + MODEL, 'repository.marker = "a/b"', "regex"),
     (
         "[repository]\npath = 'm'\ncontrol = 'explicit'\n[server]\nprocesses = 2",

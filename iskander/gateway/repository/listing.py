@@ -20,7 +20,7 @@ import msgspec
 
 from iskander.config import Config
 from iskander.config_file import require_model
-from iskander.config_repository import ModelFile
+from iskander.config_repository import ModelFile, complaint_about_versions
 from iskander.errors import ConfigError
 
 SETTINGS = "model.toml"
@@ -135,6 +135,8 @@ def read_settings(root: Path, name: str, config: Config) -> ModelFile:
         raise ConfigError(f"{SETTINGS}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{SETTINGS} is nested too deeply") from None
+    if settings.versions is not None and (wrong := complaint_about_versions(settings.versions)):
+        raise ConfigError(f"{SETTINGS}: {wrong}")
     if settings.own_workers:
         raise ConfigError(
             f"{SETTINGS}: workers of its own are planned at the start, for models of [[models]]"
