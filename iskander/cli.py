@@ -21,11 +21,13 @@ from iskander.errors import ConfigError, IskanderError
 from iskander.tables import Row, render_stats, render_table
 
 if TYPE_CHECKING:
+    from iskander.client import Client
     from iskander.contract.tensors import Contract
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXIT_NO = 1
+TOKEN_VARIABLE = "ISKANDER_TOKEN"
 
 
 def main() -> None:
@@ -44,7 +46,9 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="iskander", description="Check, inspect and ask an Iskander model server."
+        prog="iskander",
+        description="Check, inspect and ask an Iskander model server.",
+        epilog=f"Environment: {TOKEN_VARIABLE} is shown to servers that want a token.",
     )
     parser.add_argument("--version", action="version", version=f"iskander {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -101,12 +105,12 @@ def _add_server_commands(commands: Commands) -> None:
     models = commands.add_parser(
         "models", help="list what a running server serves or loads, and what does not load and why"
     )
-    models.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    _add_address(models)
     models.set_defaults(run=_models)
 
     load = commands.add_parser("load", help="load what is there of a model, or of a changed one")
     load.add_argument("model", metavar="NAME", help="of the model")
-    load.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    _add_address(load)
     load.add_argument(
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s"
     )
@@ -117,13 +121,30 @@ def _add_server_commands(commands: Commands) -> None:
     )
     unload.add_argument("model", metavar="NAME", help="of the model")
     unload.add_argument("--version", metavar="VERSION", help="only this one (default: all)")
-    unload.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    _add_address(unload)
     unload.set_defaults(run=_unload_model)
 
     stats = commands.add_parser("stats", help="show what a running server counts")
-    stats.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    _add_address(stats)
     stats.add_argument("--json", action="store_true", help="all of it, as one JSON object")
     stats.set_defaults(run=_stats)
+
+    token = commands.add_parser(
+        "token",
+        help="make a token, print it, and enter its hash in the file of `access.tokens`",
+        description="Make a token and print it, this once; the file has its hash. A running server "
+        "reads the file when it changes.",
+    )
+    token.add_argument("name", metavar="NAME", help="whose it is: the client of its requests")
+    token.add_argument("--file", type=Path, required=True, metavar="FILE", help="tokens, TOML")
+    token.add_argument(
+        "--model",
+        action="append",
+        metavar="PATTERN",
+        help="that it may ask, such as `demo-*`; may be given again (default: all)",
+    )
+    token.add_argument("--manage", action="store_true", help="it may load and unload them too")
+    token.set_defaults(run=_token)
 
 
 def _add_config_commands(commands: Commands) -> None:
@@ -141,6 +162,17 @@ def _add_config_commands(commands: Commands) -> None:
     )
     imported.add_argument("file", type=Path, metavar="FILE", help="YAML, or JSON")
     imported.set_defaults(run=_config_import)
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
+    parser.add_argument("--tls", action="store_true", help="the server speaks TLS")
+    for name, sentence in (
+        ("roots", "of whom to believe that it is who it says (default: the system's)"),
+        ("certificate", "to show, where it wants one"),
+        ("key", "of that certificate"),
+    ):
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE.pem", help=sentence)
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -221,10 +253,21 @@ def _manifest(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _models(arguments: argparse.Namespace) -> int:
-    from iskander.client import Client
+def _client(arguments: argparse.Namespace, **options: float) -> Client:
+    """Of the server that a command is about; secrets come by the environment, which `ps` hides."""
+    from iskander.client import Client, Tls
 
-    with Client(arguments.address) as client:
+    tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
+    return Client(
+        arguments.address,
+        token=os.environ.get(TOKEN_VARIABLE),
+        tls=tls if arguments.tls or any(tls) else None,
+        **options,
+    )
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as client:
         models = client.models()
     head = ("model", "version", "state", "routes", "inputs", "outputs")
     _print_table(head, [_model_row(model) for model in models])
@@ -247,18 +290,14 @@ def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _load_model(arguments: argparse.Namespace) -> int:
-    from iskander.client import Client
-
-    with Client(arguments.address, timeout_s=arguments.timeout_s) as client:
+    with _client(arguments, timeout_s=arguments.timeout_s) as client:
         versions = client.load(arguments.model)
     _print(f"{arguments.model}: version {', '.join(versions)} served")
     return 0
 
 
 def _unload_model(arguments: argparse.Namespace) -> int:
-    from iskander.client import Client
-
-    with Client(arguments.address) as client:
+    with _client(arguments) as client:
         versions = client.unload(arguments.model, version=arguments.version)
     _print(f"{arguments.model}: version {', '.join(versions)} let go")
     return 0
@@ -267,12 +306,18 @@ def _unload_model(arguments: argparse.Namespace) -> int:
 def _stats(arguments: argparse.Namespace) -> int:
     import json
 
-    from iskander.client import Client
-
-    with Client(arguments.address) as client:
+    with _client(arguments) as client:
         stats = client.stats()
     for line in [json.dumps(stats, indent=1)] if arguments.json else render_stats(stats):
         _print(line)
+    return 0
+
+
+def _token(arguments: argparse.Namespace) -> int:
+    from iskander.tokens import add_token
+
+    models = tuple(arguments.model or "*")
+    _print(add_token(arguments.file, arguments.name, models, manage=arguments.manage))
     return 0
 
 

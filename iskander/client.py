@@ -14,13 +14,14 @@ import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.errors import IskanderError, NotReady, ProtocolError
+from iskander.errors import ConfigError, IskanderError, NotReady, ProtocolError
 
 CALL_TIMEOUT_S = 10.0
 FEEDER_STOP_S = 1.0
@@ -31,20 +32,58 @@ Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
 _FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
 
+class Tls(NamedTuple):
+    """How a server is spoken to over TLS: PEM files.
+
+    Attributes:
+        roots: Of whom to believe that a server is who it says; None: the system's.
+        certificate: That is shown to a server that wants one; with its `key`.
+        key: Of the certificate.
+    """
+
+    roots: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def options(self) -> dict[str, bytes]:
+        """As pyarrow takes them.
+
+        Raises:
+            ConfigError: A file cannot be read.
+        """
+        named = {"tls_root_certs": self.roots, "cert_chain": self.certificate}
+        named["private_key"] = self.key
+        try:
+            return {name: path.read_bytes() for name, path in named.items() if path is not None}
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
 class Client:
     """A connection to one gateway.
 
     Args:
         address: `HOST:PORT` or `unix:PATH`.
         timeout_s: For calls that answer at once; streams have their own.
+        token: Shown with every call, where the server wants one.
+        tls: The server is spoken to over TLS; None: in the clear.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        is_unix = address.startswith("unix:")
-        scheme = f"grpc+unix://{address.removeprefix('unix:')}" if is_unix else f"grpc://{address}"
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        token: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
         self._address = address
-        self._details = _Details()
-        self._flight = flight.FlightClient(scheme, middleware=[self._details])
+        self._details = _Details(token)
+        self._flight = flight.FlightClient(
+            _location(address, is_secret=tls is not None),
+            middleware=[self._details],
+            **({} if tls is None else tls.options()),
+        )
         self._options = flight.FlightCallOptions(timeout=timeout_s)
 
     def __enter__(self) -> Client:
@@ -208,14 +247,18 @@ class Client:
 
 
 class _Detail(flight.ClientMiddleware):  # type: ignore[misc]
-    """What the server said beside a call's status.
+    """What the server said beside a call's status, and what is shown to it.
 
     Read from the trailers, since pyarrow hands `extra_info` on for some statuses only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: dict[str, str]) -> None:
         super().__init__()
+        self._shown = shown
         self._wire: bytes = b""
+
+    def sending_headers(self) -> dict[str, str]:
+        return self._shown
 
     def received_headers(self, headers: dict[str, list[Any]]) -> None:
         for value in headers.get("grpc-status-details-bin", ()):
@@ -233,12 +276,13 @@ class _Detail(flight.ClientMiddleware):  # type: ignore[misc]
 class _Details(flight.ClientMiddlewareFactory):  # type: ignore[misc]
     """Gives each call its detail; a call begins on the thread that asks for `latest`."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str | None) -> None:
         super().__init__()
+        self._shown = {} if token is None else {"authorization": f"Bearer {token}"}
         self._thread = threading.local()
 
     def start_call(self, info: Any) -> _Detail:  # noqa: ANN401
-        detail = self._thread.latest = _Detail()
+        detail = self._thread.latest = _Detail(self._shown)
         return detail
 
     def latest(self) -> _Detail:
@@ -310,6 +354,12 @@ class _Feeder(threading.Thread):
         if not self.is_alive():
             with contextlib.suppress(*_FLIGHT_ERRORS):
                 self._writer.close()
+
+
+def _location(address: str, *, is_secret: bool) -> str:
+    if address.startswith("unix:"):
+        return f"grpc+unix://{address.removeprefix('unix:')}"
+    return f"grpc{'+tls' if is_secret else ''}://{address}"
 
 
 def _headers(terms: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from iskander.config_access import AccessConfig, TlsConfig
 from iskander.config_loading import LoadingConfig
 from iskander.config_models import LaneConfig, ModelConfig
 from iskander.config_repository import RepositoryConfig
@@ -267,6 +268,8 @@ class Config(Section, frozen=True, kw_only=True):
     admin: AdminConfig = AdminConfig()
     inferential: InferentialConfig = InferentialConfig()
     http: HttpConfig = HttpConfig()
+    access: AccessConfig = AccessConfig()
+    tls: TlsConfig = TlsConfig()
     repository: RepositoryConfig = RepositoryConfig()
     models: Annotated[tuple[ModelConfig, ...], Meta(description="The models to serve.")] = ()
 

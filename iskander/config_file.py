@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,7 +18,10 @@ from iskander.config import HEADER_ROOM_BYTES, Config
 from iskander.config_models import ModelConfig
 from iskander.config_reference import render_value, settings
 from iskander.config_repository import complaint_about_versions
+from iskander.config_section import Section
 from iskander.errors import ConfigError
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Loaded(NamedTuple):
@@ -38,7 +41,7 @@ def load_config(
 ) -> Loaded:
     """Read, override, type-check and cross-check a configuration.
 
-    Model paths come back absolute, and versions as text.
+    Paths come back absolute, and versions as text.
 
     Raises:
         ConfigError: The path in the file, the value and the rule that it breaks.
@@ -67,13 +70,21 @@ def load_config(
         raise ConfigError(_explain(str(error), raw)) from None
     folder = file.resolve().parent
     models = tuple(_complete(model, folder) for model in config.models)
-    repository = config.repository
-    if repository.path:
-        path = str((folder / repository.path).absolute())
-        repository = msgspec.structs.replace(repository, path=path)
-    config = msgspec.structs.replace(config, models=models, repository=repository)
+    repository = _absolute(config.repository, folder, "path")
+    access = _absolute(config.access, folder, "tokens")
+    tls = _absolute(config.tls, folder, "certificate", "key", "client_ca")
+    config = msgspec.structs.replace(
+        config, models=models, repository=repository, access=access, tls=tls
+    )
     _require_relations(config)
     return Loaded(config, origins)
+
+
+def _absolute(section: SectionT, folder: Path, *keys: str) -> SectionT:
+    """A section with its paths, those that are set, taken from the file's folder."""
+    found = {key: getattr(section, key) for key in keys}
+    paths = {key: str((folder / path).absolute()) for key, path in found.items() if path}
+    return msgspec.structs.replace(section, **paths)
 
 
 def _require_relations(config: Config) -> None:
@@ -113,6 +124,19 @@ def _require_relations(config: Config) -> None:
             config.repository.control == "watched" or config.server.processes == 1,
             "repository.control = explicit needs server.processes = 1: a call to load a model "
             "reaches one of the processes",
+        ),
+        (
+            not (config.access.tokens and config.inferential.address) or config.access.anonymous,
+            "inferential.address and access.tokens: Inferential's clients show no token; say in "
+            "access.anonymous which models they may ask",
+        ),
+        (
+            bool(config.access.tokens) or not config.access.anonymous,
+            "access.anonymous has no effect without access.tokens",
+        ),
+        (
+            bool(config.tls.certificate) or not (config.tls.key or config.tls.client_ca),
+            "tls.key and tls.client_ca have no effect without tls.certificate",
         ),
         (bool(config.addresses), "server.address is an empty list: nobody could connect"),
     )

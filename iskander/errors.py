@@ -145,6 +145,24 @@ class ModelNotFound(IskanderError):
     http_status = 404
 
 
+class Unauthenticated(IskanderError):
+    """The server wants a token, and none was shown that is valid."""
+
+    code = "unauthenticated"
+    fault = Fault.CLIENT
+    status = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class PermissionDenied(IskanderError):
+    """The token that was shown is for other models, or not for that."""
+
+    code = "permission_denied"
+    fault = Fault.CLIENT
+    status = "PERMISSION_DENIED"
+    http_status = 403
+
+
 class ModelMoved(IskanderError):
     """The model version was replaced, or given up, while a stream or request was under way."""
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from iskander.gateway.tls import options_of
 
 QUIET_S = 60.0
 """How long a connection may be without the whole head of a request."""
@@ -39,9 +42,13 @@ class Http1Port:
     Args:
         app: Answers them. It looks at `is_full` itself.
         connections_max: Connections that are served at once.
+        tls: What they are spoken to with; None: in the clear.
     """
 
-    def __init__(self, app: ASGIApp, connections_max: int) -> None:
+    def __init__(
+        self, app: ASGIApp, connections_max: int, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._tls = options_of(tls)
         self._connections_max = connections_max
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
@@ -76,7 +83,9 @@ class Http1Port:
     async def listen(self, bound: socket.socket) -> None:
         """Take connections on a socket that is bound."""
         loop = asyncio.get_running_loop()
-        self._servers.append(await loop.create_server(self._connect, sock=bound, backlog=BACKLOG))
+        self._servers.append(
+            await loop.create_server(self._connect, sock=bound, backlog=BACKLOG, **self._tls)
+        )
 
     def close_door(self) -> None:
         """Take no more connections; those that are open go on."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.gateway.tls import options_of
 
 SCRATCH_BYTES = 1 << 18
 BACKLOG = 1024
@@ -40,6 +42,7 @@ class Listening(Generic[Connection]):
 
     Args:
         connections_max: At once; more are closed as they come.
+        tls: What they are spoken to with; None: in the clear.
 
     Attributes:
         loop: Of the gateway.
@@ -47,19 +50,25 @@ class Listening(Generic[Connection]):
         connections: The open ones.
     """
 
-    def __init__(self, connections_max: int) -> None:
+    def __init__(self, connections_max: int, tls: ssl.SSLContext | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
         self._connections_max = connections_max
+        self._tls = options_of(tls)
         self._servers: list[asyncio.Server] = []
         self._caring: asyncio.TimerHandle | None = None
 
     async def listen(self, listening: socket.socket) -> None:
-        """Take connections from a socket that is bound."""
-        is_unix = listening.family == socket.AF_UNIX
-        create = self.loop.create_unix_server if is_unix else self.loop.create_server
-        self._servers.append(await create(self._connect, sock=listening, backlog=BACKLOG))
+        """Take connections from a socket that is bound; over TLS where it is not a file's."""
+        loop = self.loop
+        self._servers.append(
+            await loop.create_unix_server(self._connect, sock=listening, backlog=BACKLOG)
+            if listening.family == socket.AF_UNIX
+            else await loop.create_server(
+                self._connect, sock=listening, backlog=BACKLOG, **self._tls
+            )
+        )
         if self._caring is None:
             self._care()
 

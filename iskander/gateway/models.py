@@ -98,6 +98,10 @@ class Models:
                 self.routings[name] = routing
             self.revision += 1
 
+    def on_access(self) -> None:
+        """Who may ask for what has changed: streams have to find their model again."""
+        self.revision += 1
+
     @property
     def is_ready(self) -> bool:
         """Whether every model has the workers that it needs, and they are to be used."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
+from iskander.gateway.access import Access
 from iskander.gateway.addresses import require_addresses
 from iskander.gateway.asking import Desk
 from iskander.gateway.dispatch import Dispatcher
@@ -34,6 +35,7 @@ from iskander.gateway.telemetry.lag import LoopLag
 from iskander.gateway.telemetry.observed import Observed
 from iskander.gateway.telemetry.recent import Recent
 from iskander.gateway.telemetry.stats import collect
+from iskander.gateway.tls import Tls
 from iskander.memory.backing import BackingOptions
 
 if TYPE_CHECKING:
@@ -102,6 +104,8 @@ class Server:
             recent=self._recent,
             on_change=self._supervisor.noticed,
         )
+        self._tls = Tls(config.tls)
+        self._access = Access(config.access, self._models.on_access)
         self._health = HealthService(self._models, config.limits.streams)
         self._flight = FlightService(
             self._models,
@@ -118,6 +122,8 @@ class Server:
             self._flight,
             self._health,
             self._oip,
+            self._access,
+            self._tls,
             message_bytes=config.limits.message_bytes,
             streams=config.limits.streams,
         )
@@ -126,6 +132,7 @@ class Server:
             self._models,
             intake=self._intake,
             dispatcher=self._dispatcher,
+            grant=self._access.anonymous,
             recent=self._recent,
         )
         self._lag = LoopLag()
@@ -169,6 +176,8 @@ class Server:
         gc.set_threshold(GC_THRESHOLD)
         sys.setswitchinterval(SWITCH_S)
         self._lag.start()
+        self._access.start()
+        self._tls.start()
         log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
         notify(
             READY="1",
@@ -240,6 +249,7 @@ class Server:
             "http_address": self._http_address,
             "process": self._member.number,
             "inferential": self._inferential.stats(),
+            "access": self._access.stats(),
         }
 
     def _observe(self) -> Observed:
@@ -254,6 +264,7 @@ class Server:
             loop_lag_ns=self._lag.lag_ns,
             clients=self._inferential.sessions,
             outcomes=self._inferential.journal.outcomes,
+            refused=self._access.refused,
         )
 
     def _on_change(self) -> None:
@@ -272,7 +283,9 @@ class Server:
         if self._config.http.address:
             from iskander.gateway.frontends.oip_http_server import OipHttpServer
 
-            self._http = OipHttpServer(self._models, self._oip, self._desk, self._config.http)
+            self._http = OipHttpServer(
+                self._models, self._oip, self._desk, self._access, self._tls, self._config.http
+            )
             self._http_address = await self._http.start(is_shared=is_shared)
             log.info("the Open Inference Protocol over HTTP is on %s", self._http_address)
 
@@ -308,6 +321,8 @@ class Server:
         if self._admin is not None:
             await self._admin.stop()
         self._lag.stop()
+        self._access.stop()
+        self._tls.stop()
         self._dispatcher.close_timer()
         self._intake.close()
         self._runtime.release()

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from iskander.client import Client
+from iskander.client import Client, Tls
 
 BIN = Path(sys.executable).parent
 READY_WITHIN_S = 60.0
@@ -65,9 +65,13 @@ class Gateway:
 
     Attributes:
         prefix: What its command is given to, such as a sandbox.
+        token: That our own questions show.
+        secrecy: How they are asked over TLS; None: in the clear.
     """
 
     prefix: tuple[str, ...] = ()
+    token: str | None = None
+    secrecy: Tls | None = None
 
     def __init__(self, folder: Path, models: list[dict[str, Any]], **sections: Any) -> None:
         self.folder = folder
@@ -115,7 +119,7 @@ class Gateway:
         return self
 
     def client(self) -> Client:
-        return Client(self.address)
+        return Client(self.address, token=self.token, tls=self.secrecy)
 
     def stats(self) -> dict[str, Any]:
         with self.client() as client:
@@ -242,14 +246,19 @@ class Notices:
 
 @contextlib.contextmanager
 def running(
-    folder: Path, models: list[dict[str, Any]], *, prefix: tuple[str, ...] = (), **sections: Any
+    folder: Path,
+    models: list[dict[str, Any]],
+    *,
+    prefix: tuple[str, ...] = (),
+    secrecy: Tls | None = None,
+    **sections: Any,
 ) -> Iterator[Gateway]:
     """A gateway with all the workers that it starts, drained at the end.
 
     Where the test failed, its log is shown.
     """
     gateway = Gateway(folder, models, **sections)
-    gateway.prefix = prefix
+    gateway.prefix, gateway.secrecy = prefix, secrecy
     try:
         gateway.start(is_ready=True)
         if sections.get("workers", {}).get("spawn", True):

@@ -15,6 +15,7 @@ from support.lanes import lane_of
 
 from iskander.config import HttpConfig, LimitsConfig
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, Overloaded
+from iskander.gateway.access import EVERYTHING
 from iskander.gateway.frontends.oip_http_infer import HttpInference
 from iskander.gateway.frontends.oip_http_messages import Asked
 from iskander.gateway.lanes.request import Terms
@@ -72,7 +73,12 @@ class Client:
         self.desk: Desk | None = None
         self._pieces = [{"type": "http.request", "body": body, "more_body": False}]
         named = [(name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()]
-        self._scope = {"type": "http", "headers": named, "path_params": {"name": "m0"}}
+        self._scope = {
+            "type": "http",
+            "headers": named,
+            "path_params": {"name": "m0"},
+            "grant": EVERYTHING,
+        }
 
     async def ask(self, desk: Desk, **config: Any) -> bytes:
         """The body of the answer."""

@@ -14,6 +14,7 @@ from iskander.config import LimitsConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, ModelNotFound
+from iskander.gateway.access import EVERYTHING
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_infer
 from iskander.gateway.frontends.oip_infer import REMEMBERED_MAX, Inference
@@ -76,7 +77,7 @@ class Played:
         )
         terms = StreamTerms((("iskander-urgency", "0.5"),), deadline_ns)
         scanned = scan(request.SerializeToString())
-        parts = await self.inference.answer(scanned, terms, is_streamed=is_streamed)
+        parts = await self.inference.answer(scanned, terms, EVERYTHING, is_streamed=is_streamed)
         return oip_pb2.ModelInferResponse.FromString(b"".join(parts))
 
 
@@ -123,7 +124,7 @@ async def test_tensors_reach_the_desk_without_a_copy() -> None:
         raw_input_contents=[FIRST.tobytes()],
     ).SerializeToString()
     held = bytearray(message)
-    await played.inference.answer(scan(held), StreamTerms((), None))
+    await played.inference.answer(scan(held), StreamTerms((), None), EVERYTHING)
     held[-1] = 1
     (tensor,) = played.desk.asked[0]["offered"].tensors
     assert tensor[-1] == 1

@@ -250,3 +250,14 @@ def test_metadata_is_remembered_up_to_a_number() -> None:
     for steps in range(3 * REMEMBERED_MAX):
         assert terms.of(said(steps_remaining=steps)).steps_remaining == steps
         assert len(terms._remembered) <= REMEMBERED_MAX
+
+
+def test_who_shows_a_token_is_called_by_it() -> None:
+    """No caller can be called as one of another token is, and so take its place or its share."""
+    plain = StreamTerms((), None, "fleet").of(b"")
+    assert plain.client == "fleet" and plain.is_named
+    terms = StreamTerms([("iskander-client", "robot-7")], None, "fleet")
+    assert terms.of(b"").client == "fleet/robot-7"
+    assert terms.of(b'{"iskander": {"client": "robot-8"}}').client == "fleet/robot-8"
+    assert terms.route_key == "robot-7"  # Versions with shares stay where they were.
+    assert StreamTerms((), None, "fleet").route_key == "fleet"

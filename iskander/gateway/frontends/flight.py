@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from iskander.errors import (
     Overloaded,
     Unsupported,
 )
+from iskander.gateway.access import HEADER, Grant, token_in
 from iskander.gateway.arrow_types import output_schema
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_exchange import OPEN_S, Exchange
@@ -124,7 +126,7 @@ class FlightService:
             intake=self._intake,
             dispatcher=self._dispatcher,
             limits=self.limits,
-            find=self._find,
+            find=partial(self._find, call.grant),
             plan=self.plan,
             models=self.models,
         )
@@ -135,10 +137,16 @@ class FlightService:
             self.exchanges.discard(exchange)
 
     async def handshake(self, call: Call) -> None:
-        """Answer an opening handshake; no credentials are asked for."""
-        request = _parse(flight_pb2.HandshakeRequest, await _first(call))
+        """Answer an opening handshake.
+
+        A token that was shown as a name's password comes back as the header of the other calls.
+        """
+        raw = await _first(call)
+        request = _parse(flight_pb2.HandshakeRequest, raw)
         answer = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
         await call.write(answer.SerializeToString())
+        shown = [f"Bearer {token_in(str(said))}" for name, said in call.metadata if name == HEADER]
+        call.end(metadata=tuple((HEADER, token) for token in shown))
 
     async def list_flights(self, _: bytes, call: Call) -> None:
         """An entry for each model version that is loaded."""
@@ -174,8 +182,14 @@ class FlightService:
             bodies = [msgspec.json.encode(await self._recent.answer(action.body))]
         elif action.type == "load":
             name = _read_query("load", action.body).model
+            call.grant.require_manage(name)
             versions = await self._repository.load(name)
             bodies = [msgspec.json.encode({"model": name, "versions": versions})]
+        elif action.type == "unload":
+            wanted = _read_query("unload", action.body)
+            call.grant.require_manage(wanted.model)
+            versions = self._repository.unload(wanted.model, wanted.version_text)
+            bodies = [msgspec.json.encode({"model": wanted.model, "versions": versions})]
         else:
             bodies = self._act(action.type, action.body)
         for body in bodies:
@@ -193,8 +207,10 @@ class FlightService:
         """Not offered."""
         raise Unsupported("nothing here takes long enough to poll for; use GetFlightInfo")
 
-    def _find(self, raw: bytes, key: str) -> Lane:
-        return self.models.find(*_model_of(_parse(flight_pb2.FlightDescriptor, raw)), key)
+    def _find(self, grant: Grant, raw: bytes, key: str) -> Lane:
+        name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
+        grant.require_model(name)
+        return self.models.find(name, version, key)
 
     def _act(self, name: str, body: bytes) -> list[bytes]:
         encode = msgspec.json.encode
@@ -203,10 +219,6 @@ class FlightService:
             return [encode(readiness | {"ready": readiness["ready"] and not self.is_draining})]
         if name == "models":
             return [encode(self.models.describe_all())]
-        if name == "unload":
-            wanted = _read_query(name, body)
-            versions = self._repository.unload(wanted.model, wanted.version_text)
-            return [encode({"model": wanted.model, "versions": versions})]
         if name == "stats":
             return [encode(self._stats())]
         if name == "contract":

@@ -112,7 +112,7 @@ class Exchange:
         self._dispatcher = dispatcher
         self._limits = limits
         self._plan = plan
-        self._terms = StreamTerms(call.metadata, call.deadline_ns)
+        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
         self._codec: StreamCodec | None = None
         self._target = Target(find, models, self._terms.route_key)
         self._window: deque[_Pending | Divided | _Refused] = deque()

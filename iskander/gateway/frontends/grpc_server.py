@@ -20,6 +20,7 @@ import msgspec
 
 from iskander.config import ServerConfig
 from iskander.errors import ConfigError, IskanderError, LimitExceeded
+from iskander.gateway.access import Access
 from iskander.gateway.addresses import unix_path
 from iskander.gateway.frontends import flight, health, oip_service, reflection
 from iskander.gateway.frontends.flight import FlightService
@@ -30,6 +31,7 @@ from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.ports import BoundPath, bind, with_port
+from iskander.gateway.tls import HTTP2, Tls
 
 log = logging.getLogger("iskander.grpc")
 
@@ -41,6 +43,12 @@ CALLS_SLACK = 1000
 REQUEST_S = 30.0
 """A call whose only message has not come by then ends."""
 
+PROBES = frozenset(
+    {f"/{health.SERVICE}/Check", f"/{health.SERVICE}/Watch"}
+    | {f"/{oip_service.SERVICE}/{name}" for name in ("ServerLive", "ServerReady")}
+)
+"""Who asks whether the server is well needs no token."""
+
 Serve = Callable[[Call], Awaitable[None]]
 
 
@@ -51,6 +59,8 @@ class GrpcServer:
         flight_service: Answers the Flight calls.
         health_service: Answers the health calls.
         oip_service: Answers the Open Inference Protocol's calls.
+        access: Knows what a caller may ask.
+        tls: Of the server.
         message_bytes: The largest message taken.
         streams: Calls served at once.
     """
@@ -60,11 +70,14 @@ class GrpcServer:
         flight_service: FlightService,
         health_service: HealthService,
         oip_service: OipService,
+        access: Access,
+        tls: Tls,
         *,
         message_bytes: int,
         streams: int,
     ) -> None:
         self._paths: list[BoundPath] = []
+        self._access = access
         self._flight_methods = _flight(flight_service)
         self._methods = {
             **self._flight_methods,
@@ -76,6 +89,7 @@ class GrpcServer:
             self._serve,
             message_bytes=message_bytes + MESSAGE_SLACK_BYTES,
             calls_max=streams + CALLS_SLACK,
+            tls=tls.context(HTTP2),
         )
 
     async def start(
@@ -132,6 +146,8 @@ class GrpcServer:
         if serve is None:
             raise RpcError(Status.UNIMPLEMENTED, f"there is no method `{call.path[:200]}`")
         try:
+            if call.path not in PROBES:
+                call.grant = self._access.grant(call.metadata)
             await serve(call)
         except IskanderError as error:
             if error.fault == "server":
@@ -191,7 +207,9 @@ def _health(service: HealthService) -> dict[str, Serve]:
 
 
 def _oip(service: OipService) -> dict[str, Serve]:
-    methods = {name: _unary(answer) for name, answer in service.unary().items()}
+    methods: dict[str, Serve] = {name: _unary(answer) for name, answer in service.unary().items()}
+    for name, change in service.changes().items():
+        methods[name] = _with_request(change)
     methods["ModelInfer"] = _with_message(service.infer)
     methods["ModelStreamInfer"] = service.stream_infer
     return {f"/{oip_service.SERVICE}/{name}": serve for name, serve in methods.items()}

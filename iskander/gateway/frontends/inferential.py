@@ -11,6 +11,7 @@ from typing import Any
 
 from iskander.config import Config
 from iskander.errors import ConfigError
+from iskander.gateway.access import Grant
 from iskander.gateway.addresses import zmq_address
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.inferential_journal import Journal
@@ -31,6 +32,7 @@ class InferentialService:
         models: What is served.
         intake: The way into shared memory.
         dispatcher: The way to the workers.
+        grant: What its clients may ask, who show no token.
         recent: Where points of its measures are kept.
 
     Attributes:
@@ -47,6 +49,7 @@ class InferentialService:
         *,
         intake: Intake,
         dispatcher: Dispatcher,
+        grant: Grant,
         recent: Recent,
     ) -> None:
         self.config = config.inferential
@@ -54,6 +57,7 @@ class InferentialService:
         self.models = models
         self.intake = intake
         self.dispatcher = dispatcher
+        self.grant = grant
         self.journal = Journal(recent)
         self.sessions: dict[str, Session] = {}
         self.is_silent = self.config.errors == "silent"

@@ -195,6 +195,7 @@ class Session:
             envelope, self.name, newest_wins=service.config.newest_wins, wall_ns=wall_ns()
         )
         name, _, version = address.model.partition("/")
+        service.grant.require_model(name)
         lane = service.models.find_loaded(name, version or None, self.name)
         assert lane.contract is not None
         question: Question = read_question(lane.contract, observation)

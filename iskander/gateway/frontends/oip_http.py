@@ -21,10 +21,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from iskander._generated import oip_pb2
-from iskander.errors import Draining, IskanderError, MalformedInput, NotReady, Unsupported
+from iskander.errors import (
+    Draining,
+    IskanderError,
+    MalformedInput,
+    NotReady,
+    Unauthenticated,
+    Unsupported,
+)
+from iskander.gateway.access import Access
 from iskander.gateway.frontends.oip_http_body import RETRY_MS, Held, Room, read_body
 from iskander.gateway.frontends.oip_http_infer import JSON_TYPE
 from iskander.gateway.frontends.oip_http_plain import plain
@@ -37,6 +45,7 @@ log = logging.getLogger("iskander.http")
 ASKED_BYTES_MAX = 1 << 16
 """Of a body that is no inference."""
 _REFUSED = (429, 503)
+_PROBES = ("/v2/health/live", "/v2/health/ready")
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
@@ -61,15 +70,34 @@ class OipHttp:
         models: What is served.
         service: What is told of it.
         infer: Answers inference.
+        access: Knows what a caller may ask.
     """
 
-    def __init__(self, models: Models, service: OipService, infer: ASGIApp) -> None:
+    def __init__(self, models: Models, service: OipService, infer: ASGIApp, access: Access) -> None:
+        self._access = access
         self._models = models
         self._service = service
         self._infer = infer
 
-    def app(self) -> Starlette:
-        """The application; a path that is not named here is not found.
+    def app(self) -> ASGIApp:
+        """The application, for callers who may ask; its requests' `scope` has their `grant`."""
+        routed = self._routed()
+
+        async def granted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] not in _PROBES:
+                headers = [
+                    (name.decode("latin-1"), v.decode("latin-1")) for name, v in scope["headers"]
+                ]
+                try:
+                    scope["grant"] = self._access.grant(headers)
+                except Unauthenticated as error:
+                    return await error_response(error)(scope, receive, send)
+            return await routed(scope, receive, send)
+
+        return granted
+
+    def _routed(self) -> Starlette:
+        """A path that is not named here is not found.
 
         What a path has in braces are fields of the message that is asked for in gRPC.
         """
@@ -81,7 +109,7 @@ class OipHttp:
             Route("/v2/models/stats", self._told("ModelStatistics", plain)),
             Route("/v2/repository/index", self._index, methods=["POST"]),
             Route(f"{repository}/load", self._load, methods=["POST"]),
-            Route(f"{repository}/unload", self._told("RepositoryModelUnload"), methods=["POST"]),
+            Route(f"{repository}/unload", self._unload, methods=["POST"]),
         ]
         for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
             routes += [
@@ -158,7 +186,12 @@ class OipHttp:
         message = oip_pb2.RepositoryModelLoadRequest(**request.path_params)
         for name in asked.parameters:
             message.parameters.get_or_create(name)
-        await self._service.load(message)
+        await self._service.load(message, request.scope["grant"])
+        return Response()
+
+    async def _unload(self, request: Request) -> Response:
+        message = oip_pb2.RepositoryModelUnloadRequest(**request.path_params)
+        await self._service.unload(message, request.scope["grant"])
         return Response()
 
 
@@ -170,6 +203,8 @@ def error_response(error: IskanderError, status: int | None = None) -> Response:
     if status in _REFUSED:
         wait_ms = RETRY_MS if error.retry_after_ms is None else error.retry_after_ms
         headers["retry-after"] = str(math.ceil(wait_ms / 1000))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, Draining):
         headers["connection"] = "close"
     return _json({"error": detail.pop("message"), **detail}, status, headers)

@@ -20,6 +20,7 @@ from iskander.errors import (
     MalformedInput,
     Overloaded,
 )
+from iskander.gateway.access import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_http_body import (
     PIECE_BYTES,
@@ -80,7 +81,9 @@ class HttpInference:
             raise Overloaded("as many connections as may be are open", retry_after_ms=RETRY_MS)
         self._desk.require_open()
         path = request.path_params
-        key = _route_key(request.headers)
+        grant: Grant = scope["grant"]
+        grant.require_model(path["name"])
+        key = _route_key(request.headers, grant)
         lane = self._models.find_loaded(path["name"], path.get("version"), key)
         lane.entering += 1
         with Held(self._room) as held:
@@ -116,7 +119,7 @@ class HttpInference:
         assert contract is not None
         offered = take(contract, asked.tensors, self._desk.limits)
         chosen = choose(contract, asked, offered.rows, self._json_max)
-        terms = _terms(request.headers, asked)
+        terms = _terms(request.headers, asked, request.scope["grant"])
         results = await _unless_gone(request.receive, self._desk.ask(lane, offered, terms=terms))
         given = give(contract, offered.rows, results)
         model = (lane.model.name, lane.model.version)
@@ -145,16 +148,16 @@ def _json_bytes(headers: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _route_key(headers: Mapping[str, str]) -> str:
+def _route_key(headers: Mapping[str, str], grant: Grant) -> str:
     """By which the version is chosen: of the headers, since no body is read before that."""
     said = headers.get(f"{HEADER_PREFIX}route-key") or headers.get(f"{HEADER_PREFIX}client")
-    return said or StreamTerms((), None).route_key
+    return said or StreamTerms((), None, grant.name).route_key
 
 
-def _terms(headers: Mapping[str, str], asked: Asked) -> Terms:
+def _terms(headers: Mapping[str, str], asked: Asked, grant: Grant) -> Terms:
     """What headers and parameters say about urgency; where both do, the parameters."""
     said = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
-    return StreamTerms((), None).with_said(said_in({**said, **asked.parameters}))
+    return StreamTerms((), None, grant.name).with_said(said_in({**said, **asked.parameters}))
 
 
 async def _unless_gone(

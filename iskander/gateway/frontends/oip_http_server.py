@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from iskander.config import HttpConfig
 from iskander.errors import ConfigError
+from iskander.gateway.access import Access
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_http import OipHttp
 from iskander.gateway.frontends.oip_http_infer import HttpInference
@@ -16,6 +17,7 @@ from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.http1 import Http1Port
 from iskander.gateway.models import Models
 from iskander.gateway.ports import bind, with_port
+from iskander.gateway.tls import HTTP1, Tls
 
 
 class OipHttpServer:
@@ -25,13 +27,24 @@ class OipHttpServer:
         models: What is served.
         service: What is told of it.
         desk: Has rows computed.
+        access: Knows what a caller may ask.
+        tls: Of the server.
         config: Of the port; it has an address.
     """
 
-    def __init__(self, models: Models, service: OipService, desk: Desk, config: HttpConfig) -> None:
+    def __init__(
+        self,
+        models: Models,
+        service: OipService,
+        desk: Desk,
+        access: Access,
+        tls: Tls,
+        config: HttpConfig,
+    ) -> None:
         self._address = config.address
         infer = HttpInference(models, desk, config, lambda: self._port.is_full)
-        self._port = Http1Port(OipHttp(models, service, infer).app(), config.connections)
+        app = OipHttp(models, service, infer, access).app()
+        self._port = Http1Port(app, config.connections, tls.context(HTTP1))
 
     async def start(self, *, is_shared: bool = False) -> str:
         """Listen; the address with the port that was taken.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from iskander._generated import oip_pb2
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError
+from iskander.gateway.access import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_request import Asked, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_tensor, strings_max
@@ -38,13 +39,14 @@ class Inference:
         self._heads: dict[tuple[int, int, tuple[str, ...], bool], tuple[Contract, bytes]] = {}
 
     async def answer(
-        self, scanned: Scanned, terms: StreamTerms, *, is_streamed: bool = False
+        self, scanned: Scanned, terms: StreamTerms, grant: Grant, *, is_streamed: bool = False
     ) -> list[Message]:
         """Have a request computed.
 
         Args:
             scanned: The request.
             terms: Of its call.
+            grant: What its caller may ask.
             is_streamed: More requests may come with that call.
 
         Returns:
@@ -54,6 +56,7 @@ class Inference:
             IskanderError: Why there is none.
         """
         asked = self._read(scanned.head)
+        grant.require_model(asked.model)
         key = terms.route_key_of(asked.said)
         lane = self._models.find_loaded(asked.model, asked.version, key)
         contract = lane.contract

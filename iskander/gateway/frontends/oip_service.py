@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
 from iskander.errors import MalformedInput, Unsupported
+from iskander.gateway.access import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_describe as describe
 from iskander.gateway.frontends.oip_infer import Inference
@@ -26,6 +27,7 @@ from iskander.gateway.repository.repository import Repository
 SERVICE = "inference.GRPCInferenceService"
 
 Answer = Callable[[Any], Any]
+Change = Callable[[Any, Grant], Awaitable[Any]]
 
 
 class OipService:
@@ -51,7 +53,6 @@ class OipService:
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._repository_index,
-            "RepositoryModelUnload": self._unload,
             "SystemSharedMemoryStatus": _nothing_of("SystemSharedMemoryStatus"),
             "CudaSharedMemoryStatus": _nothing_of("CudaSharedMemoryStatus"),
             "SystemSharedMemoryUnregister": _nothing_to_unregister("SystemSharedMemoryUnregister"),
@@ -72,14 +73,20 @@ class OipService:
 
     def unary(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """The calls that answer at once, by the name of their method."""
-        coded = {name: _coded(name, _at_once(answer)) for name, answer in self._answers.items()}
-        return coded | {"RepositoryModelLoad": _coded("RepositoryModelLoad", self.load)}
+        return {name: _coded(name, answer) for name, answer in self._answers.items()}
+
+    def changes(self) -> dict[str, Callable[[bytes, Call], Awaitable[None]]]:
+        """The calls that change what is served, by the name of their method."""
+        return {
+            "RepositoryModelLoad": _permitted("RepositoryModelLoad", self.load),
+            "RepositoryModelUnload": _permitted("RepositoryModelUnload", self.unload),
+        }
 
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request."""
         with self._desk.held():
-            terms = StreamTerms(call.metadata, call.deadline_ns)
-            await call.answer(*await self._inference.answer(scan(raw), terms))
+            terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
+            await call.answer(*await self._inference.answer(scan(raw), terms, call.grant))
 
     async def stream_infer(self, call: Call) -> None:
         """Requests in, responses out; see `InferStream`."""
@@ -127,20 +134,27 @@ class OipService:
             ]
         )
 
-    async def load(self, request: Any) -> Any:  # noqa: ANN401
+    async def load(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
         """Load a model; the answer comes when it is served, or says why it is not.
 
         Raises:
             IskanderError: Why it is not.
         """
+        grant.require_manage(_named(request))
         if request.parameters:
             raise Unsupported("a load takes no parameters here; settings are in `model.toml`")
         name = _named(request)
         await self._repository.load(name)
         return oip_pb2.RepositoryModelLoadResponse(model_name=name, is_loaded=True)
 
-    def _unload(self, request: Any) -> Any:  # noqa: ANN401
+    async def unload(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
+        """Serve a model no longer.
+
+        Raises:
+            IskanderError: Why it still is.
+        """
         name = _named(request)
+        grant.require_manage(name)
         self._repository.unload(name)
         return oip_pb2.RepositoryModelUnloadResponse(model_name=name, is_unloaded=True)
 
@@ -151,28 +165,31 @@ def _named(request: Any) -> str:  # noqa: ANN401
     return name
 
 
-def _at_once(answer: Answer) -> Callable[[Any], Awaitable[Any]]:
-    async def answer_later(request: Any) -> Any:  # noqa: ANN401
-        return answer(request)
-
-    return answer_later
-
-
-def _coded(
-    name: str, answer: Callable[[Any], Awaitable[Any]]
-) -> Callable[[bytes], Awaitable[bytes]]:
+def _coded(name: str, answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
     """A call from bytes to bytes."""
-    kind = getattr(oip_pb2, f"{name}Request")
 
     async def serve(raw: bytes) -> bytes:
-        try:
-            request = kind.FromString(raw)
-        except (DecodeError, UnicodeDecodeError):
-            raise MalformedInput(f"the message is not a {name}Request") from None
-        response: bytes = (await answer(request)).SerializeToString()
+        response: bytes = answer(_parsed(name, raw)).SerializeToString()
         return response
 
     return serve
+
+
+def _permitted(name: str, change: Change) -> Callable[[bytes, Call], Awaitable[None]]:
+    """A call that not every caller may make."""
+
+    async def serve(raw: bytes, call: Call) -> None:
+        response = await change(_parsed(name, raw), call.grant)
+        await call.answer(response.SerializeToString())
+
+    return serve
+
+
+def _parsed(name: str, raw: bytes) -> Any:  # noqa: ANN401
+    try:
+        return getattr(oip_pb2, f"{name}Request").FromString(raw)
+    except (DecodeError, UnicodeDecodeError):
+        raise MalformedInput(f"the message is not a {name}Request") from None
 
 
 def _nothing_of(name: str) -> Answer:

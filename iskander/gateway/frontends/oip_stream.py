@@ -56,7 +56,7 @@ class InferStream:
         self._call = call
         self._inference = inference
         self._limits = limits
-        self._terms = StreamTerms(call.metadata, call.deadline_ns)
+        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
         self._ends_on_error = STATUS_WANTED in call.metadata
         self._window: deque[_Pending] = deque()
         self._window_bytes = 0
@@ -143,7 +143,11 @@ class InferStream:
         try:
             scanned = scan(raw)
             request_id = scanned.id
-            return in_stream(await self._inference.answer(scanned, self._terms, is_streamed=True))
+            return in_stream(
+                await self._inference.answer(
+                    scanned, self._terms, self._call.grant, is_streamed=True
+                )
+            )
         except IskanderError as named:
             error = named
         except Exception:

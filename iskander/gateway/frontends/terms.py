@@ -88,6 +88,8 @@ class StreamTerms:
     Args:
         headers: Of the call, by name.
         deadline_ns: Of the call; None where it has none.
+        name: Whose token the caller showed; empty where none is known. No caller can be called as
+            one of another token is.
 
     Attributes:
         is_in_band: An error of one batch takes the place of its result.
@@ -98,7 +100,9 @@ class StreamTerms:
         MalformedInput: A header of ours is not what it may be.
     """
 
-    def __init__(self, headers: Iterable[tuple[str, Any]], deadline_ns: int | None) -> None:
+    def __init__(
+        self, headers: Iterable[tuple[str, Any]], deadline_ns: int | None, name: str = ""
+    ) -> None:
         ours = {
             name.removeprefix(HEADER_PREFIX).replace("-", "_"): value
             for name, value in headers
@@ -113,8 +117,9 @@ class StreamTerms:
         self.is_in_band = said.errors == "in-band"
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
         self._said = said
-        self._client = said.client or f"stream {next(_numbers)}"
-        self.route_key = said.route_key or self._client
+        self._name = name
+        self._client = self._called(said.client) or f"stream {next(_numbers)}"
+        self.route_key = said.route_key or said.client or self._client
         self._default = self.with_said(said)
         self._remembered: dict[bytes, Terms] = {}
 
@@ -150,8 +155,8 @@ class StreamTerms:
         priority = _first(said.priority, stream.priority)
         stamp_ns = said.timestamp_ns
         return Terms(
-            client=said.client or self._client,
-            is_named=bool(said.client or stream.client),
+            client=self._called(said.client) if said.client else self._client,
+            is_named=bool(said.client or stream.client or self._name),
             priority=PRIORITY_DEFAULT if priority is None else priority,
             urgency=_first(said.urgency, stream.urgency) or 0.0,
             budget_ms=_first(said.deadline_ms, stream.deadline_ms),
@@ -160,6 +165,10 @@ class StreamTerms:
             age_ms=0.0 if stamp_ns is None else max(wall_ns() - stamp_ns, 0) / NS_PER_MS,
             is_newest_wins=bool(_first(said.newest_wins, stream.newest_wins)),
         )
+
+    def _called(self, said: str | None) -> str:
+        """What a client is called that says it is called so."""
+        return f"{self._name}/{said}" if self._name and said else said or self._name
 
 
 def _first(said: Any, otherwise: Any) -> Any:  # noqa: ANN401

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.gateway.access import EVERYTHING, Grant
 from iskander.gateway.http2 import frames, headers
 from iskander.gateway.http2.frames import Code
 from iskander.gateway.http2.headers import Metadata, RequestHead
@@ -51,6 +52,7 @@ class Call:
         path: `/SERVICE/METHOD`.
         metadata: What the client sent with it.
         deadline_ns: On the monotonic clock; None where it has none.
+        grant: What its caller may ask.
         on_input: Called when something came, for who does not `read`.
         on_room: Called when the client may take more, for who does not `write`.
         send_window: Bytes that the client takes of it.
@@ -77,6 +79,7 @@ class Call:
         "_received",
         "_timer",
         "deadline_ns",
+        "grant",
         "has_all_input",
         "metadata",
         "on_input",
@@ -94,6 +97,7 @@ class Call:
         self.stream_id = stream_id
         self.path = head.path
         self.metadata: Metadata = head.metadata
+        self.grant: Grant = EVERYTHING
         self.send_window = connection.output.call_window
         self.has_all_input = False
         self.on_input: Callable[[], None] | None = None

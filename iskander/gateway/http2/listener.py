@@ -6,6 +6,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 
 from iskander.gateway.http2.call import Call
@@ -24,12 +25,18 @@ class Listener(Listening[Connection]):
         serve: Answers a call, by its path; may end with `RpcError`.
         message_bytes: The largest message taken.
         calls_max: Open calls of one connection.
+        tls: What connections over TCP are spoken to with; None: in the clear.
     """
 
     def __init__(
-        self, serve: Callable[[Call], Awaitable[None]], *, message_bytes: int, calls_max: int
+        self,
+        serve: Callable[[Call], Awaitable[None]],
+        *,
+        message_bytes: int,
+        calls_max: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(CONNECTIONS_MAX)
+        super().__init__(CONNECTIONS_MAX, tls)
         self.serve = serve
         self.message_bytes = message_bytes
         self.calls_max = calls_max

@@ -25,6 +25,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from iskander import __version__
 from iskander.clock import NS_PER_S
+from iskander.errors import PermissionDenied, Unauthenticated
 from iskander.gateway.lanes.batcher import Reason
 from iskander.gateway.supervision.lifecycle import State
 from iskander.gateway.telemetry.histogram import Histogram
@@ -42,6 +43,7 @@ BASE_UNITS = ("seconds", "bytes")
 """Units that end a name, as Prometheus wants it."""
 OUTCOMES = ("completed", "withdrawn")
 OBSERVED = ("answered", "late", "unsent")
+REFUSED = (Unauthenticated.code, PermissionDenied.code)
 
 Source = TypeVar("Source")
 Readings = Iterable[tuple[tuple[str, ...], float | Histogram]]
@@ -216,6 +218,9 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
            "(its client had gone), or the code of its error.",
            lambda observed: [((name,), observed.outcomes.get(name, 0))
                              for name in sorted({*OBSERVED, *observed.outcomes})]),
+    Metric("iskander_access_refusals_total", "counter", "calls", ("code",), "Calls that showed no "
+           "token, or none that was enough.",
+           lambda observed: [((name,), observed.refused.get(name, 0)) for name in REFUSED]),
     Metric("iskander_input_capacity_bytes", "gauge", "bytes", (), "The input arena.",
            _one(lambda observed: observed.input_arena.capacity_bytes)),
     Metric("iskander_input_leased_bytes", "gauge", "bytes", (), "Leased in the input arena.",

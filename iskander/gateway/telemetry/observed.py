@@ -40,6 +40,7 @@ class Observed:
         loop_lag_ns: How late the loop was, each time that was looked.
         clients: Of Inferential, that are connected.
         outcomes: Of Inferential's observations.
+        refused: Calls that showed no token that was enough, by the errors' codes.
     """
 
     started_ns: int
@@ -51,6 +52,7 @@ class Observed:
     calls: Sized = ()
     clients: Sized = ()
     outcomes: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
     input_backing: Backing = NO_MEMORY
 
     @property

@@ -1,0 +1,290 @@
+"""Tokens, by unmodified clients of every protocol that can show one, and by one that cannot."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pyarrow as pa
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.http as triton_http
+from pyarrow import flight
+from support.models import row_ids
+from support.processes import BIN, Gateway, eventually, running
+from support.robots import address_of, ask, connected, joints, policy
+from tritonclient.utils import InferenceServerException
+
+from iskander.client import Client
+from iskander.errors import IskanderError, PermissionDenied, Unauthenticated, Unsupported
+from iskander.tokens import add_token
+
+SERVING = b"\x08\x01"
+"""A HealthCheckResponse."""
+ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
+
+
+class Served:
+    """A gateway whose models want tokens, but for `policy`."""
+
+    def __init__(self, gateway: Gateway, folder: Path, tokens: dict[str, str]) -> None:
+        self.gateway = gateway
+        self.file = folder / "tokens.toml"
+        self.tokens = tokens
+
+    def client(self, whose: str | None) -> Client:
+        return Client(self.gateway.address, token=None if whose is None else self.tokens[whose])
+
+    def header(self, whose: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.tokens[whose]}"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("access")
+    file = folder / "tokens.toml"
+    tokens = {
+        "scorer": add_token(file, "scorer", ("ids*",)),
+        "stranger": add_token(file, "stranger", ("something-else",)),
+        "operator": add_token(file, "operator", ("*",), manage=True),
+    }
+    models = [
+        {"name": "ids", "path": str(row_ids(folder / "ids"))},
+        {"name": "policy", "path": str(policy(folder / "policy"))},
+    ]
+    with running(
+        folder,
+        models,
+        workers={"count": 1},
+        access={"tokens": "tokens.toml", "anonymous": ["policy"]},
+        http={"address": "127.0.0.1:0"},
+        inferential={"address": "tcp://127.0.0.1:0"},
+    ) as gateway:
+        gateway.token = tokens["operator"]
+        yield Served(gateway, folder, tokens)
+        gateway.wait_idle()
+
+
+def test_a_flight_client_with_a_token_is_served(served: Served) -> None:
+    with served.client("scorer") as client:
+        assert client.score("ids", ROWS).num_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("whose", "error"), [(None, Unauthenticated), ("stranger", PermissionDenied)]
+)
+def test_a_flight_client_without_is_not(
+    served: Served, whose: str | None, error: type[IskanderError]
+) -> None:
+    with served.client(whose) as client, pytest.raises(error) as refused:
+        client.score("ids", ROWS)
+    assert not refused.value.retryable and refused.value.fault == "client"
+
+
+def test_pyarrow_logs_in_with_a_name_and_the_token(served: Served) -> None:
+    """The password of whatever name; what it gets back is shown with the other calls."""
+    with flight.connect(f"grpc://{served.gateway.address}") as client:
+        pair = client.authenticate_basic_token("anybody", served.tokens["scorer"])
+        assert pair == (b"authorization", f"Bearer {served.tokens['scorer']}".encode())
+        options = flight.FlightCallOptions(headers=[pair], timeout=10)
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"), options)
+        with writer:
+            writer.begin(ROWS.schema)
+            writer.write_batch(ROWS)
+            writer.done_writing()
+            assert reader.read_all().num_rows == 3
+        with pytest.raises(flight.FlightUnauthenticatedError, match="not known"):
+            client.authenticate_basic_token("anybody", "wrong")
+
+
+def test_pyarrow_shows_the_two_statuses_by_name(served: Served) -> None:
+    wrong = flight.FlightCallOptions(headers=[(b"authorization", b"Bearer no")], timeout=10)
+    stranger = [(b"authorization", f"Bearer {served.tokens['stranger']}".encode())]
+    load = flight.Action("load", b'{"model": "ids"}')
+    with flight.connect(f"grpc://{served.gateway.address}") as client:
+        with pytest.raises(flight.FlightUnauthenticatedError):
+            list(client.list_flights(options=wrong))
+        with pytest.raises(flight.FlightUnauthorizedError):
+            list(client.do_action(load, flight.FlightCallOptions(headers=stranger, timeout=10)))
+
+
+@pytest.mark.parametrize(
+    ("whose", "error"),
+    [(None, Unauthenticated), ("scorer", PermissionDenied), ("operator", Unsupported)],
+)
+def test_to_unload_takes_a_token_for_that(
+    served: Served, whose: str | None, error: type[IskanderError]
+) -> None:
+    """The last is what a model of the configuration answers to those who may ask for it."""
+    with served.client(whose) as client, pytest.raises(error):
+        client.unload("ids")
+
+
+def asked() -> list[Any]:
+    tensor = triton.InferInput("x", [3], "INT64")
+    tensor.set_data_from_numpy(np.array([1, 2, 3]))
+    return [tensor]
+
+
+def test_triton_clients_over_grpc(served: Served) -> None:
+    client = triton.InferenceServerClient(served.gateway.address)
+    try:
+        assert client.is_server_live() and client.is_server_ready()  # Probes show nothing.
+        found = client.infer("ids", asked(), headers=served.header("scorer"))
+        assert found.get_response().model_name == "ids"
+        for headers, status in (
+            ({}, "UNAUTHENTICATED"),
+            ({"authorization": "Bearer no"}, "UNAUTHENTICATED"),
+            (served.header("stranger"), "PERMISSION_DENIED"),
+        ):
+            with pytest.raises(InferenceServerException) as refused:
+                client.infer("ids", asked(), headers=headers)
+            assert refused.value.status() == f"StatusCode.{status}"
+        with pytest.raises(InferenceServerException) as refused:
+            client.load_model("ids", headers=served.header("scorer"))
+        assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
+        assert client.get_model_metadata("ids", headers=served.header("stranger")).name == "ids"
+    finally:
+        client.close()
+
+
+def test_a_stream_of_requests_is_for_those_who_may(served: Served) -> None:
+    found: list[tuple[Any, Any]] = []
+    client = triton.InferenceServerClient(served.gateway.address)
+    try:
+        client.start_stream(
+            lambda result, error: found.append((result, error)),
+            headers=served.header("stranger"),
+        )
+        client.async_stream_infer("ids", asked(), request_id="a")
+        eventually(lambda: found, what="an answer")
+        client.stop_stream()
+    finally:
+        client.close()
+    ((result, error),) = found
+    assert result is None and "is not for model `ids`" in str(error)
+
+
+def test_health_checks_show_nothing(served: Served) -> None:
+    with grpc.insecure_channel(served.gateway.address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=10) == SERVING
+
+
+def test_triton_clients_over_http(served: Served) -> None:
+    client = triton_http.InferenceServerClient(served.gateway.stats()["http_address"])
+    tensor = triton_http.InferInput("x", [3], "INT64")
+    tensor.set_data_from_numpy(np.array([1, 2, 3]))
+    try:
+        assert client.is_server_live() and client.is_server_ready()
+        client.infer("ids", [tensor], headers=served.header("scorer"))
+        for headers, status in (({}, "401"), (served.header("stranger"), "403")):
+            with pytest.raises(InferenceServerException) as refused:
+                client.infer("ids", [tensor], headers=headers)
+            assert refused.value.status() == status
+        for whose, status in (("scorer", "403"), ("operator", "501")):
+            with pytest.raises(InferenceServerException) as refused:
+                client.unload_model("ids", headers=served.header(whose))
+            assert refused.value.status() == status
+    finally:
+        client.close()
+
+
+def test_http_says_what_it_wants(served: Served) -> None:
+    """A large body too gets its answer, and is not kept."""
+    host, port = served.gateway.stats()["http_address"].split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    for body in (b"{}", b"x" * (1 << 20)):
+        connection.request("POST", "/v2/models/ids/infer", body, {"Authorization": "Bearer no"})
+        answer = connection.getresponse()
+        said = json.loads(answer.read())
+        assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert said["code"] == "unauthenticated" and not said["retryable"]
+        connection.close()
+
+
+def test_robots_ask_what_is_for_everybody(served: Served) -> None:
+    """Their clients show no token, and have no answer where they may not ask."""
+
+    def refused() -> int:
+        return int(served.gateway.stats()["access"]["refused"].get("unauthenticated", 0))
+
+    with connected(address_of(served.gateway), 1) as connection:
+        assert ask(connection.model("policy"), **joints(1)) is not None
+        before = refused()
+        connection.model("ids").observe(urgency=0.5, x=np.array([1]))
+        eventually(lambda: refused() == before + 1, what="the refusal")
+        assert ask(connection.model("policy"), **joints(2)) is not None
+
+
+def test_the_operators_tool_shows_the_token_of_its_environment(served: Served) -> None:
+    command = [BIN / "iskander", "models", "--address", served.gateway.address]
+    without = {name: value for name, value in os.environ.items() if name != "ISKANDER_TOKEN"}
+    for token, code, words in (
+        (served.tokens["scorer"], 0, "policy"),
+        ("wrong", 1, "the token is not known"),
+    ):
+        done = subprocess.run(
+            command,
+            env=without | {"ISKANDER_TOKEN": token},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code and words in done.stdout + done.stderr
+
+
+def test_the_operators_tool_makes_tokens(served: Served) -> None:
+    """A running server takes what was added, and a stream ends when its token is taken back."""
+    before = served.file.read_text()
+    command = [BIN / "iskander", "token", "visitor", "--file", served.file, "--model", "i*"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    served.tokens["visitor"] = made.stdout.strip()
+
+    def is_served() -> bool:
+        try:
+            with served.client("visitor") as client:
+                return client.score("ids", ROWS).num_rows == 3
+        except Unauthenticated:
+            return False
+
+    try:
+        eventually(is_served, what="a token that was added")
+        with served.client("visitor") as client, served.client("scorer") as other:
+            streams = [each.stream("ids", endless(served)) for each in (client, other)]
+            assert [next(stream).num_rows for stream in streams] == [3, 3]
+            served.file.write_text(before)
+            with pytest.raises(Unauthenticated, match="not valid any more"):
+                for _ in range(100_000):
+                    next(streams[0])
+            assert next(streams[1]).num_rows == 3
+            for stream in streams:
+                stream.close()
+    finally:
+        served.file.write_text(before)
+
+
+def endless(served: Served) -> Iterator[pa.RecordBatch]:
+    while served.gateway.process is not None:
+        yield ROWS
+
+
+def test_what_is_refused_is_counted(served: Served) -> None:
+    with served.client(None) as client, pytest.raises(Unauthenticated):
+        client.score("ids", ROWS)
+    stats = served.gateway.stats()
+    assert stats["access"]["tokens"] == 3 and stats["access"]["refused"]["unauthenticated"] > 0
+    host, port = stats["admin_address"].split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection.request("GET", "/metrics")
+    page = connection.getresponse().read().decode()
+    connection.close()
+    assert 'iskander_access_refusals_total{code="unauthenticated"}' in page
