@@ -23,7 +23,12 @@ from iskander.gateway.addresses import require_addresses
 from iskander.gateway.lanes.policies import make_policy
 from iskander.gateway.repository.listing import list_models
 from iskander.gateway.repository.reading import Found, Reader
-from iskander.gateway.repository.wanted import names_at_start, wanted
+from iskander.gateway.repository.wanted import (
+    complaint_about_targets,
+    names_at_start,
+    policy_of,
+    wanted,
+)
 from iskander.gateway.specs import loading_spec, model_spec
 from iskander.gateway.supervision.placement import Plan, plan
 from iskander.gateway.supervision.topology import read_topology, render_cpu_list
@@ -124,13 +129,10 @@ def _of_folder(placed: Plan, config: Config) -> Iterator[Checked]:
         except IskanderError as error:
             yield Checked(name, name, None, error.message)
             continue
-        policy = settings.versions if own.versions is None else own.versions
-        versions = wanted(there.versions, policy, routing)
+        versions = wanted(there.versions, policy_of(settings, own), routing)
         if not versions:
             yield Checked(name, name, None, "there is nothing of it that is to be served")
-        missing = sorted(routing.targets().difference(versions))
-        if missing:
-            problem = f"names lead to versions that are not there: {', '.join(missing)}"
+        if problem := complaint_about_targets(routing, versions):
             yield Checked(name, name, None, problem)
         stamps = {version: there.versions[version] for version in versions}
         for version, each in reader.of_folder(name, own, stamps).items():
@@ -158,22 +160,10 @@ def _loaded(spec: ModelSpec, python: str, placed: Plan, config: Config) -> Loade
     if spec.pool:
         loaded = try_model(spec, python, cores, config.workers.start_s)
     else:
-        loaded = _loaded_here(spec, cores)
+        from iskander_worker.trial import look
+
+        loaded = look(spec, cores)
     require_room(loaded.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
-    return loaded
-
-
-def _loaded_here(spec: ModelSpec, cores: int) -> Loaded:
-    from iskander_worker.failures import named
-    from iskander_worker.session import Session
-
-    try:
-        session = Session(spec, cores)
-        session.warm_up(spec.rows_max)
-    except Exception as error:
-        raise named(error) from None
-    loaded = Loaded(spec.key, session.contract, session.providers, session.threads, 0.0)
-    session.close()
     return loaded
 
 

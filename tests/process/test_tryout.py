@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from iskander_worker import tryout
@@ -179,3 +180,19 @@ def test_a_look_is_over_with_the_process_that_looks(
     with pytest.raises(ManifestError, match="said by the class"):
         trial.try_model(model_spec(tmp_path), "", 1, wait_s=30.0)
     eventually(lambda: not psutil.pid_exists(int(pid_file.read_text())), what="the fork's end")
+
+
+@pytest.mark.parametrize("server", [None, "import time; time.sleep(60)"])
+def test_an_order_may_be_longer_than_a_pipe_holds(
+    server: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that nobody reads is given up when the model's time is over."""
+    good = model_spec(models.row_ids(tmp_path / "m"))
+    options = {"CPUExecutionProvider": {"note": "x" * (1 << 18)}}
+    spec = msgspec.structs.replace(good, provider_options=options)
+    if server is None:
+        assert try_out(spec, 1, (), seconds=60.0).refusal == ""
+        return
+    monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", server])
+    monkeypatch.setattr(tryout, "ANSWER_S", 0.1)
+    assert try_out(spec, 1, (), seconds=0.5).is_late

@@ -29,14 +29,25 @@ def try_model(cores: int) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelSpec)
     try:
-        session = Session(spec, cores)
-        session.warm_up(spec.rows_max)
-        answer: Loaded | LoadFailed = Loaded(
-            spec.key, session.contract, session.providers, session.threads, 0.0
-        )
-    except BaseException as error:
-        failure = named(error)
-        if not isinstance(failure, IskanderError):
-            raise
+        answer: Loaded | LoadFailed = look(spec, cores)
+    except IskanderError as failure:
         answer = LoadFailed(spec.key, failure.code, failure.message)
     os.write(answer_fd, encode([answer]))
+
+
+def look(spec: ModelSpec, cores: int) -> Loaded:
+    """Load and warm a model, and let it go.
+
+    Raises:
+        IskanderError: It cannot be.
+    """
+    try:
+        session = Session(spec, cores)
+        session.warm_up(spec.rows_max)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise named(error) from None
+    loaded = Loaded(spec.key, session.contract, session.providers, session.threads, 0.0)
+    session.close()
+    return loaded

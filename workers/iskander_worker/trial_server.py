@@ -1,6 +1,6 @@
 """The server that tries models out: a process forked for each, with limits, and its verdict.
 
-A line on standard input is a `Job`, a line on standard output its `Verdict`. The server opens no
+A line on standard input is an `Order`, a line on standard output its `Answer`. The server opens no
 model itself; what it has imported its forks need not. It goes when who started it is gone, and a
 fork goes with it.
 
@@ -30,7 +30,7 @@ import msgspec
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import IskanderError, ManifestError, shorten
 from iskander_worker.placement import set_library_environment
-from iskander_worker.tryout import Answer, Job, Verdict, late, read_line
+from iskander_worker.tryout import Answer, Job, Order, Verdict, late, read_line
 from iskander_worker.weights import MODEL, WEIGHTS
 
 NICE = 5
@@ -59,14 +59,14 @@ def main() -> None:
         import_module(f"iskander_worker.{name}")
     gc.freeze()  # Forks share the memory of what lives now, as long as nobody walks it.
     while line := read_line(sys.stdin.buffer, LONELY_S):
-        job = msgspec.json.decode(line, type=Job)
-        verdict = _verdict(job, answers)
+        order = msgspec.json.decode(line, type=Order)
+        verdict = _verdict(order, answers)
         if verdict is None:
             return
-        os.write(answers, msgspec.json.encode(Answer(job.number, verdict)) + b"\n")
+        os.write(answers, msgspec.json.encode(Answer(order.number, verdict)) + b"\n")
 
 
-def _verdict(job: Job, answers: int) -> Verdict | None:
+def _verdict(order: Order, answers: int) -> Verdict | None:
     """Fork, and see how the fork ends; None where nobody waits for that any more."""
     said, say = os.pipe()
     server = os.getpid()
@@ -74,12 +74,12 @@ def _verdict(job: Job, answers: int) -> Verdict | None:
     if not fork:
         os.close(answers)  # It has a word in its own verdict and in no other.
         os.close(said)
-        _judge_and_end(job, server, say)
+        _judge_and_end(order, server, say)
     os.close(say)
     ended = os.pidfd_open(fork)
     try:
         # On standard input nothing comes meanwhile but its end.
-        left_s = max(job.deadline_ns - now_ns(), 0) / NS_PER_S
+        left_s = max(order.deadline_ns - now_ns(), 0) / NS_PER_S
         ready = select.select([ended, 0], [], [], left_s)[0]
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(ended, signal.SIGKILL)
@@ -98,7 +98,7 @@ def _verdict(job: Job, answers: int) -> Verdict | None:
     if 0 in ready:
         return None
     if not ready:
-        return late(job.seconds)
+        return late(order.job.seconds)
     return Verdict(refusal=f"it ended the process that tried it out {_end_of(code)}")
 
 
@@ -113,14 +113,14 @@ def _end_of(code: int) -> str:
     return f"by {name}{hint}"
 
 
-def _judge_and_end(job: Job, server: int, say: int) -> NoReturn:
+def _judge_and_end(order: Order, server: int, say: int) -> NoReturn:
     """Main function of a fork."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:  # Else it ended before this process could ask to end with it.
             os.setsid()
-            _limit(job)
-            os.write(say, msgspec.json.encode(_judged(job)))
+            _limit(order.job, order.deadline_ns)
+            os.write(say, msgspec.json.encode(_judged(order.job)))
             # Without an orderly end: threads of the runtime could keep it, nothing is to be saved.
             os._exit(0)
     except BaseException:
@@ -130,13 +130,13 @@ def _judge_and_end(job: Job, server: int, say: int) -> NoReturn:
         os._exit(1)
 
 
-def _limit(job: Job) -> None:
+def _limit(job: Job, deadline_ns: int) -> None:
     """Take memory, files, descriptors and time from this process."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.umask(0o077)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    left_s = max(job.deadline_ns - now_ns(), 0) / NS_PER_S
+    left_s = max(deadline_ns - now_ns(), 0) / NS_PER_S
     signal.setitimer(signal.ITIMER_REAL, left_s + GRACE_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (job.private_bytes, job.private_bytes))

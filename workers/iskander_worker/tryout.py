@@ -12,7 +12,6 @@ Runs on: worker main.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -47,8 +46,6 @@ class Job(msgspec.Struct, frozen=True):
         private_bytes: Memory that it may take.
         file_bytes: Of each file that it writes.
         seconds: That it may take.
-        deadline_ns: When they are over, on the monotonic clock, which all processes share.
-        number: Of the job; its answer has the same.
     """
 
     spec: ModelSpec
@@ -58,8 +55,20 @@ class Job(msgspec.Struct, frozen=True):
     private_bytes: int
     file_bytes: int
     seconds: float
-    deadline_ns: int = 0
-    number: int = 0
+
+
+@prepared
+class Order(msgspec.Struct, frozen=True):
+    """A job as the server gets it.
+
+    Attributes:
+        number: Of the order; its answer has the same.
+        deadline_ns: When its time is over, on the monotonic clock, which all processes share.
+    """
+
+    number: int
+    deadline_ns: int
+    job: Job
 
 
 @prepared
@@ -81,7 +90,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 @prepared
 class Answer(msgspec.Struct, frozen=True):
-    """A verdict, and on which job."""
+    """A verdict, and on which order."""
 
     number: int
     verdict: Verdict
@@ -131,10 +140,10 @@ class TrialServer:
     def _asked(self, job: Job, deadline_ns: int) -> Verdict | None:
         """What the server says of a job; None where it says nothing, or not of this one."""
         self._number += 1
-        job = msgspec.structs.replace(job, deadline_ns=deadline_ns, number=self._number)
+        order = Order(self._number, deadline_ns, job)
         server = self._server = self._server or _started()
         until_ns = deadline_ns + int(ANSWER_S * clock.NS_PER_S)
-        line = _answer(server, msgspec.json.encode(job) + b"\n", until_ns)
+        line = _answer(server, msgspec.json.encode(order) + b"\n", until_ns)
         try:
             answer = msgspec.json.decode(line, type=Answer)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -160,8 +169,7 @@ class TrialServer:
             return
         for stream in (server.stdin, server.stdout):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # Of what could not be said to it.
-                stream.close()
+            stream.close()
         if server.poll() is None:  # Not reaped, so its number is still its own.
             os.kill(server.pid, signal.SIGKILL)
         server.wait()
@@ -223,6 +231,7 @@ def _started() -> subprocess.Popen[bytes]:
         own_command("iskander_worker.trial_server"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        bufsize=0,
         start_new_session=True,
     )
 
@@ -230,12 +239,26 @@ def _started() -> subprocess.Popen[bytes]:
 def _answer(server: subprocess.Popen[bytes], line: bytes, deadline_ns: int) -> bytes:
     """Say a line to the server and wait for its own; empty where none comes."""
     assert server.stdin is not None and server.stdout is not None
-    try:
-        server.stdin.write(line)
-        server.stdin.flush()
-    except BrokenPipeError:
+    if not _write(server.stdin, line, deadline_ns):
         return b""
     return read_line(server.stdout, (deadline_ns - clock.now_ns()) / clock.NS_PER_S)
+
+
+def _write(stream: IO[bytes], line: bytes, deadline_ns: int) -> bool:
+    """Write a line, which may be longer than a pipe holds; whether all of it was taken in time."""
+    os.set_blocking(stream.fileno(), False)
+    poll = select.poll()
+    poll.register(stream, select.POLLOUT)
+    left = memoryview(line)
+    while left:
+        left_ms = (deadline_ns - clock.now_ns()) / clock.NS_PER_MS
+        if left_ms <= 0 or not poll.poll(left_ms):
+            return False
+        try:
+            left = left[os.write(stream.fileno(), left) :]
+        except BrokenPipeError:
+            return False
+    return True
 
 
 def read_line(stream: IO[bytes], wait_s: float) -> bytes:

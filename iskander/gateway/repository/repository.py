@@ -29,7 +29,13 @@ from iskander.gateway.repository.generations import Generation, Generations
 from iskander.gateway.repository.listing import SETTINGS, Listed, list_models
 from iskander.gateway.repository.reading import Found, Reader, Which
 from iskander.gateway.repository.routing import Routing
-from iskander.gateway.repository.wanted import move, names_at_start, wanted
+from iskander.gateway.repository.wanted import (
+    complaint_about_targets,
+    move,
+    names_at_start,
+    policy_of,
+    wanted,
+)
 from iskander.gateway.specs import quorum_of
 from iskander.gateway.supervision.loading import Loading
 from iskander.gateway.telemetry.recent import Recent
@@ -271,8 +277,7 @@ class Repository:
                     raise self._fail((name, SETTINGS), error, is_required=is_required) from None
                 settings, routing = ModelFile(), Routing()
             self._model_files[name] = settings
-            policy = self._settings.versions if settings.versions is None else settings.versions
-            versions = wanted(listed.versions, policy, routing)
+            versions = wanted(listed.versions, policy_of(self._settings, settings), routing)
             for which in [which for which in self._models.failures if which[0] == name]:
                 if which[1] not in versions:
                     del self._models.failures[which]
@@ -340,11 +345,9 @@ class Repository:
         what = move(served, versions, routing)
         if what.is_routed:
             self._models.route(name, routing if versions and routing != Routing() else None)
-        elif missing := sorted(routing.targets().difference(versions)):
-            text = (
-                f"names lead to versions that are not there: {', '.join(missing)}; all lead on as"
-            )
-            self._fail((name, SETTINGS), ConfigError(f"{text} before"), is_required=False)
+        elif complaint := complaint_about_targets(routing, versions):
+            error = ConfigError(f"{complaint}; all lead on as before")
+            self._fail((name, SETTINGS), error, is_required=False)
         for version in what.retire:
             self._generations.retire(name, version)
             self._tried.get(name, {}).pop(version, None)

@@ -25,6 +25,11 @@ def names_at_start(settings: RepositoryConfig, listed: Collection[str]) -> set[s
     return {*listed, *asked} - {EVERYTHING} if EVERYTHING in asked else asked
 
 
+def policy_of(settings: RepositoryConfig, own: ModelFile) -> Versions:
+    """Which versions of a model are served: as it says itself, else as all."""
+    return settings.versions if own.versions is None else own.versions
+
+
 def wanted(present: Collection[str], policy: Versions, routing: Routing) -> list[str]:
     """The versions to serve, lowest first: those of the policy, and those that something leads to.
 
@@ -64,6 +69,17 @@ def complaint_about(routing: Routing) -> str:
     if routing.split and not sum(routing.split.values()):
         return "split: every weight is 0"
     return ""
+
+
+def complaint_about_targets(routing: Routing, versions: Collection[str]) -> str:
+    """What is wrong with names that lead where nothing is; empty where nothing is wrong.
+
+    Args:
+        routing: Of a model.
+        versions: Those that are to be served.
+    """
+    missing = ", ".join(sorted(routing.targets().difference(versions)))
+    return missing and f"names lead to versions that are not there: {missing}"
 
 
 class Move(NamedTuple):
