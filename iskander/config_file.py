@@ -121,11 +121,6 @@ def _require_relations(config: Config) -> None:
             "there is nothing to serve: no [[models]], and no repository.path",
         ),
         (
-            config.repository.control == "watched" or config.server.processes == 1,
-            "repository.control = explicit needs server.processes = 1: a call to load a model "
-            "reaches one of the processes",
-        ),
-        (
             not (config.access.tokens and config.inferential.address) or config.access.anonymous,
             "inferential.address and access.tokens: Inferential's clients show no token; say in "
             "access.anonymous which models they may ask",

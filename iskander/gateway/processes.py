@@ -32,6 +32,7 @@ from iskander.config import Config
 from iskander.errors import ConfigError, IskanderError
 from iskander.gateway.addresses import require_addresses
 from iskander.gateway.ports import bind, with_port
+from iskander.gateway.repository.wishes import Wishes
 from iskander.gateway.runtime import ATTACH_SOCKET, RuntimeDirectory, process_directory
 from iskander.gateway.systemd import notify
 
@@ -172,6 +173,7 @@ class Parent:
             Process(index, process_directory(self._runtime.path, index))
             for index in range(config.server.processes)
         ]
+        Wishes(self._runtime.path).clear()
         # Workers that a service manager starts find the first process where a lone one would be.
         attach = self._runtime.path / ATTACH_SOCKET
         attach.unlink(missing_ok=True)

@@ -27,6 +27,7 @@ from iskander.gateway.intake import Intake
 from iskander.gateway.logs import log_backing
 from iskander.gateway.models import configured
 from iskander.gateway.repository.repository import Repository
+from iskander.gateway.repository.siblings import Siblings
 from iskander.gateway.runtime import Member, RuntimeDirectory
 from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.supervision.workers import Place
@@ -106,10 +107,13 @@ class Server:
         )
         self._tls = Tls(config.tls)
         self._access = Access(config.access, self._models.on_access)
+        self._siblings = Siblings(
+            self._repository, self._member, self._runtime.path, config.workers.start_s
+        )
         self._health = HealthService(self._models, config.limits.streams)
         self._flight = FlightService(
             self._models,
-            self._repository,
+            self._siblings,
             intake=self._intake,
             dispatcher=self._dispatcher,
             limits=config.limits,
@@ -117,16 +121,8 @@ class Server:
             recent=self._recent,
         )
         self._desk = Desk(self._intake, self._dispatcher, config.limits)
-        self._oip = OipService(self._models, self._desk, self._repository)
-        self._grpc = GrpcServer(
-            self._flight,
-            self._health,
-            self._oip,
-            self._access,
-            self._tls,
-            message_bytes=config.limits.message_bytes,
-            streams=config.limits.streams,
-        )
+        self._oip = OipService(self._models, self._desk, self._siblings)
+        self._grpc = self._grpc_server()
         self._inferential = InferentialService(
             config,
             self._models,
@@ -163,7 +159,7 @@ class Server:
         if not self._member.siblings:
             await self._listen()
         self._supervisor.start()
-        await self._repository.start()
+        await self._repository.start(await self._siblings.start())
         if config.workers.spawn:
             await self._supervisor.until_ready()
         if self._member.siblings:
@@ -201,6 +197,7 @@ class Server:
         self._is_stopping = self._models.is_stopping = True
         notify(STOPPING="1", STATUS="draining")
         self._health.stop()
+        self._siblings.close()
         self._repository.close()
         self._supervisor.settle()
         if self._is_started and self._config.server.lame_duck_s:
@@ -230,6 +227,7 @@ class Server:
 
     async def abandon(self) -> None:
         """End the workers and release what a failed start had taken."""
+        self._siblings.close()
         self._repository.close()
         await self._grpc.stop(0)
         await self._inferential.stop(0)
@@ -251,6 +249,18 @@ class Server:
             "inferential": self._inferential.stats(),
             "access": self._access.stats(),
         }
+
+    def _grpc_server(self) -> GrpcServer:
+        limits = self._config.limits
+        return GrpcServer(
+            self._flight,
+            self._health,
+            self._oip,
+            self._access,
+            self._tls,
+            message_bytes=limits.message_bytes,
+            streams=limits.streams,
+        )
 
     def _observe(self) -> Observed:
         return Observed(

@@ -30,7 +30,7 @@ from iskander.gateway.http2.call import Call
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models, describe
-from iskander.gateway.repository.repository import Repository
+from iskander.gateway.repository.siblings import Siblings
 from iskander.gateway.sent_schema import sent_schema
 from iskander.gateway.telemetry.recent import Recent
 from iskander.prepared import prepared
@@ -60,7 +60,7 @@ class FlightService:
 
     Args:
         models: What is served.
-        repository: Brings models and lets them go.
+        siblings: Bring models and let them go, in all processes.
         intake: The way into shared memory.
         dispatcher: The way to the workers.
         limits: Of the server.
@@ -71,7 +71,7 @@ class FlightService:
     def __init__(
         self,
         models: Models,
-        repository: Repository,
+        siblings: Siblings,
         *,
         intake: Intake,
         dispatcher: Dispatcher,
@@ -80,7 +80,7 @@ class FlightService:
         recent: Recent,
     ) -> None:
         self.models = models
-        self._repository = repository
+        self._siblings = siblings
         self._intake = intake
         self._dispatcher = dispatcher
         self.limits = limits
@@ -183,12 +183,12 @@ class FlightService:
         elif action.type == "load":
             name = _read_query("load", action.body).model
             call.grant.require_manage(name)
-            versions = await self._repository.load(name)
+            versions = await self._siblings.load(name)
             bodies = [msgspec.json.encode({"model": name, "versions": versions})]
         elif action.type == "unload":
             wanted = _read_query("unload", action.body)
             call.grant.require_manage(wanted.model)
-            versions = self._repository.unload(wanted.model, wanted.version_text)
+            versions = await self._siblings.unload(wanted.model, wanted.version_text)
             bodies = [msgspec.json.encode({"model": wanted.model, "versions": versions})]
         else:
             bodies = self._act(action.type, action.body)

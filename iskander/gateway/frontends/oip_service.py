@@ -22,7 +22,7 @@ from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
-from iskander.gateway.repository.repository import Repository
+from iskander.gateway.repository.siblings import Siblings
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -36,12 +36,12 @@ class OipService:
     Args:
         models: What is served.
         desk: Has rows computed, and knows whether the server stops.
-        repository: Brings models and lets them go.
+        siblings: Bring models and let them go, in all processes.
     """
 
-    def __init__(self, models: Models, desk: Desk, repository: Repository) -> None:
+    def __init__(self, models: Models, desk: Desk, siblings: Siblings) -> None:
         self._models = models
-        self._repository = repository
+        self._siblings = siblings
         self._desk = desk
         self._inference = Inference(models, desk)
         self._answers: dict[str, Answer] = {
@@ -144,7 +144,7 @@ class OipService:
         if request.parameters:
             raise Unsupported("a load takes no parameters here; settings are in `model.toml`")
         name = _named(request)
-        await self._repository.load(name)
+        await self._siblings.load(name)
         return oip_pb2.RepositoryModelLoadResponse(model_name=name, is_loaded=True)
 
     async def unload(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
@@ -155,7 +155,7 @@ class OipService:
         """
         name = _named(request)
         grant.require_manage(name)
-        self._repository.unload(name)
+        await self._siblings.unload(name)
         return oip_pb2.RepositoryModelUnloadResponse(model_name=name, is_unloaded=True)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +47,11 @@ class Listed(NamedTuple):
     settings: str
     versions: dict[str, str]
     error: str = ""
+
+    def without(self, versions: Collection[str]) -> Listed:
+        """The same as if some versions were not there."""
+        kept = {each: state for each, state in self.versions.items() if each not in versions}
+        return self._replace(versions=kept)
 
 
 def list_models(root: Path, marker: str) -> dict[str, Listed]:

@@ -36,6 +36,7 @@ from iskander.gateway.repository.wanted import (
     policy_of,
     wanted,
 )
+from iskander.gateway.repository.wishes import Wish
 from iskander.gateway.specs import quorum_of
 from iskander.gateway.supervision.loading import Loading
 from iskander.gateway.telemetry.recent import Recent
@@ -101,8 +102,15 @@ class Repository:
         """Whether models come and go by calls."""
         return self._settings.control == "explicit"
 
-    async def start(self) -> None:
+    def is_for_calls(self, name: str) -> bool:
+        """Whether a model comes and goes by calls, and not by the configuration or the folder."""
+        return self.is_explicit and not self._reader.is_configured(name)
+
+    async def start(self, wishes: Iterable[Wish] = ()) -> None:
         """Begin to load what is to be served from the start, and to watch the folder.
+
+        Args:
+            wishes: What calls wanted of other processes of this gateway.
 
         Raises:
             ConfigError: The folder cannot be read.
@@ -111,9 +119,14 @@ class Repository:
             return
         settings = self._settings
         listed = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
-        for name in sorted(names_at_start(settings, listed)):
-            self._models.pending += 1
+        but = {wish.model: wish.but for wish in wishes if self.is_explicit}
+        for name in sorted(names_at_start(settings, listed, wishes)):
             found = listed.get(name, NOTHING)
+            if name in but:
+                found = found.without(but[name])
+                if not found.versions:
+                    continue  # Calls have given up all that is there of it.
+            self._models.pending += 1
             # Whether a folder that cannot be read is a model's, only who asks for it knows.
             is_asked = self.is_explicit and name in settings.load
             is_required = is_asked or not found.error

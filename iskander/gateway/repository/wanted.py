@@ -5,11 +5,12 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from iskander.config_repository import ModelFile, RepositoryConfig, Versions
 from iskander.gateway.repository.routing import Routing
+from iskander.gateway.repository.wishes import Wish
 
 EVERYTHING = "*"
 
@@ -17,12 +18,24 @@ Key = TypeVar("Key")
 Seen = TypeVar("Seen")
 
 
-def names_at_start(settings: RepositoryConfig, listed: Collection[str]) -> set[str]:
-    """The models of the folder that a start loads, whether they are there or not."""
+def names_at_start(
+    settings: RepositoryConfig, listed: Collection[str], wishes: Iterable[Wish] = ()
+) -> set[str]:
+    """The models of the folder that a start loads, whether they are there or not.
+
+    Args:
+        settings: Of the repository.
+        listed: Models that are there.
+        wishes: What calls wanted since; with `explicit` control.
+    """
     if settings.control == "watched":
         return set(listed)
     asked = set(settings.load)
-    return {*listed, *asked} - {EVERYTHING} if EVERYTHING in asked else asked
+    if EVERYTHING in asked:
+        asked = {*listed, *asked} - {EVERYTHING}
+    for wish in wishes:
+        (asked.add if wish.is_loaded else asked.discard)(wish.model)
+    return asked
 
 
 def policy_of(settings: RepositoryConfig, own: ModelFile) -> Versions:
