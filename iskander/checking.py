@@ -29,11 +29,11 @@ from iskander.gateway.repository.wanted import (
     policy_of,
     wanted,
 )
+from iskander.gateway.secrets import require_secrets
 from iskander.gateway.specs import loading_spec, model_spec
 from iskander.gateway.supervision.placement import Plan, plan
 from iskander.gateway.supervision.topology import read_topology, render_cpu_list
 from iskander.gateway.supervision.trial import try_model
-from iskander.gateway.tls import HTTP2, Tls
 from iskander.memory.arena import usable_bytes
 from iskander.memory.backing import (
     MIB,
@@ -43,7 +43,6 @@ from iskander.memory.backing import (
     transparent_rule,
 )
 from iskander.tables import render_table
-from iskander.tokens import read_tokens
 from iskander.wire.messages import Loaded, ModelSpec
 
 
@@ -77,9 +76,7 @@ def check(config: Config) -> Findings:
     """
     placed = plan(config, read_topology(os.sched_getaffinity(0)))
     require_addresses(config)
-    if config.access.tokens:
-        read_tokens(Path(config.access.tokens))
-    Tls(config.tls).context(HTTP2)
+    require_secrets(config)
     for model in config.models:
         make_policy(model.lane)
     loading = loading_spec(config)

@@ -260,7 +260,7 @@ def _client(arguments: argparse.Namespace, **options: float) -> Client:
     tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
     return Client(
         arguments.address,
-        token=os.environ.get(TOKEN_VARIABLE),
+        token=os.environ.get(TOKEN_VARIABLE, "").strip() or None,
         tls=tls if arguments.tls or any(tls) else None,
         **options,
     )

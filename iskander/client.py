@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ FEEDER_STOP_S = 1.0
 Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
 """A batch, or a batch and its terms, such as `{"deadline_ms": 20, "priority": 0}`."""
 
+_TOKEN = re.compile(r"[!-~]+")
 _FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
 
@@ -67,6 +69,9 @@ class Client:
         timeout_s: For calls that answer at once; streams have their own.
         token: Shown with every call, where the server wants one.
         tls: The server is spoken to over TLS; None: in the clear.
+
+    Raises:
+        ConfigError: What is to be shown cannot be.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Client:
         token: str | None = None,
         tls: Tls | None = None,
     ) -> None:
+        if token is not None and not _TOKEN.fullmatch(token):
+            raise ConfigError("the token has letters that no token has, such as a line's end")
         self._address = address
         self._details = _Details(token)
         self._flight = flight.FlightClient(

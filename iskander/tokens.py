@@ -7,19 +7,24 @@ as a key, so that nothing slower than a hash is needed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
+from iskander.clock import pause_s
 from iskander.config_access import Token, TokenFile
 from iskander.errors import ConfigError
 
 FILE_BYTES_MAX = 4 << 20
 TOKEN_BYTES = 32
+TURNS, TURN_S = 500, 0.02
+"""How often, and how long each time, it is waited for another who adds one."""
 PREFIX = "isk_"
 """By which those who look for secrets in texts know one of ours."""
 
@@ -41,31 +46,59 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
 def add_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool = False) -> str:
     """Make a token and add it to a file, which is made where there is none; the token.
 
-    The file is replaced as a whole: who reads it meanwhile reads one state or the other.
+    The file is replaced as a whole and stays its owner's: who reads it meanwhile reads one state or
+    the other. Who adds another meanwhile waits.
 
     Raises:
         ConfigError: The file cannot be read or written, or would say what it may not.
     """
+    path = path.resolve()
+    try:
+        with _alone_in(path.parent):
+            return _added(path, name, models, manage=manage)
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be written: {error.strerror}") from None
+
+
+def _added(path: Path, name: str, models: tuple[str, ...], *, manage: bool) -> str:
     token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
     said = {"name": name, "sha256": digest(token), "models": list(models), "manage": manage}
     entry = b"\n".join(f"{key} = ".encode() + msgspec.json.encode(said[key]) for key in said)
     before = _read(path) if path.exists() else b""
     text = before + (b"\n" if before else b"") + b"[[tokens]]\n" + entry + b"\n"
     _parse(path, text)
-    mode = path.stat().st_mode & 0o777 if before else 0o600
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            if path.exists():
+                was = path.stat()
+                os.fchown(file.fileno(), was.st_uid, was.st_gid)
+                os.fchmod(file.fileno(), was.st_mode & 0o777)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path.name} cannot be written: {error.strerror}") from None
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
     return token
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep others out who add tokens to files of a folder."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(TURNS):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            pause_s(TURN_S)
+        else:
+            raise ConfigError(f"{folder.name}: another adds tokens and does not come to its end")
+        yield
+    finally:
+        os.close(held)
 
 
 def _read(path: Path) -> bytes:

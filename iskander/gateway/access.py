@@ -1,16 +1,16 @@
 """Who calls, and what that caller may ask.
 
 Tokens are looked up by their hash, so that the time that it takes tells nothing of them. The file
-is looked at again once a second; where what it says is wrong, what it said before stays in force. A
-grant that a call holds changes with the file: a token that is taken back ends its streams too.
+is followed; where what it says is wrong, what it said before stays in force. A grant that a call
+holds changes with the file, so that a token that is taken back is so for what is open too.
 
 Runs on: gateway loop. Source: RFC 6750 (bearer tokens), RFC 7617 (basic).
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import binascii
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,8 +25,12 @@ from iskander.gateway.following import Following
 from iskander.tokens import digest, read_tokens
 
 HEADER = "authorization"
+ANONYMOUS = "(anonymous)"
+"""Under this the clients of callers are counted who show no token; no token can be called so."""
 CREDENTIALS_MAX = 4096
 """Letters of a header that are looked at."""
+NAME_MAX = 128
+"""Letters of a model's name; a longer one is no model's."""
 REMEMBERED_MAX = 1024
 _EXPIRED = "the token is not valid any more"
 _WANTED = "send the header `authorization: Bearer TOKEN`"
@@ -38,7 +42,7 @@ class Grant:
     """What a caller may ask, as the file says it now.
 
     Args:
-        name: Whose it is; empty for those who show no token.
+        name: Whose it is; empty where nobody needs one.
         models: Patterns of the models that may be asked.
         may_manage: They may be loaded and unloaded too.
         refused: Where refusals are counted.
@@ -60,6 +64,23 @@ class Grant:
         self._refused = refused
         self._remembered: dict[str, bool] = {}
 
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether it is that of callers who should show a token and do not."""
+        return self.name == ANONYMOUS
+
+    def may_ask(self, model: str) -> bool:
+        """Whether a model may be asked, and its caller be told of it."""
+        may = self._remembered.get(model)
+        if may is None:
+            if len(model) > NAME_MAX:
+                return "*" in self._models  # To hear that it is not there.
+            if len(self._remembered) >= REMEMBERED_MAX:
+                self._remembered.clear()
+            may = any(fnmatchcase(model, pattern) for pattern in self._models)
+            self._remembered[model] = may
+        return may
+
     def require_model(self, model: str) -> None:
         """See to it that a model may be asked.
 
@@ -67,21 +88,9 @@ class Grant:
             Unauthenticated: The token is not valid any more, or none was shown.
             PermissionDenied: It is for other models.
         """
-        if not self.is_valid:
-            raise self._counted(Unauthenticated(_EXPIRED))
-        may = self._remembered.get(model)
-        if may is None:
-            if len(self._remembered) >= REMEMBERED_MAX:
-                self._remembered.clear()
-            may = any(fnmatchcase(model, pattern) for pattern in self._models)
-            self._remembered[model] = may
-        if may:
-            return
-        if not self.name:
-            raise self._counted(Unauthenticated(f"model `{model[:100]}` wants a token: {_WANTED}"))
-        raise self._counted(
-            PermissionDenied(f"the token of `{self.name}` is not for model `{model[:100]}`")
-        )
+        self.require_valid()
+        if not self.may_ask(model):
+            self._refuse(f"is not for model `{model[:100]}`", f"model `{model[:100]}` wants")
 
     def require_manage(self, model: str) -> None:
         """See to it that a model may be loaded and unloaded.
@@ -92,8 +101,27 @@ class Grant:
         """
         self.require_model(model)
         if not self._may_manage:
-            whose = f"the token of `{self.name}`" if self.name else "without a token one"
-            raise self._counted(PermissionDenied(f"{whose} may not load or unload models"))
+            self._refuse("may not load or unload models", "to load or unload models wants")
+
+    def require_token(self) -> None:
+        """See to it that a token was shown where one is wanted, whatever it is for.
+
+        Raises:
+            Unauthenticated: None was, or it is not valid any more.
+        """
+        self.require_valid()
+        if self.is_anonymous:
+            self._refuse("", "this wants")
+
+    def require_valid(self) -> None:
+        """See to it that the token is still one.
+
+        Raises:
+            Unauthenticated: It was taken back, or has expired.
+        """
+        if not self.is_valid:
+            self._refused[Unauthenticated.code] += 1
+            raise Unauthenticated(_EXPIRED)
 
     def take_over(self, other: Grant) -> None:
         """Say from now on what another says."""
@@ -101,12 +129,27 @@ class Grant:
         self._models, self._may_manage = other._models, other._may_manage
         self._remembered.clear()
 
-    def _counted(self, error: Unauthenticated | PermissionDenied) -> Exception:
+    def _refuse(self, what: str, who_wants: str) -> None:
+        error = (
+            Unauthenticated(f"{who_wants} a token: {_WANTED}")
+            if self.is_anonymous
+            else PermissionDenied(f"the token of `{self.name}` {what}")
+        )
         self._refused[error.code] += 1
-        return error
+        raise error
 
 
-EVERYTHING = Grant("", ("*",), may_manage=True, refused=Counter())
+class _Everything(Grant):
+    """Nothing is refused, and nothing remembered of what is asked."""
+
+    __slots__ = ()
+
+    def may_ask(self, model: str) -> bool:
+        del model
+        return True
+
+
+EVERYTHING = _Everything("", ("*",), may_manage=True, refused=Counter())
 """Of callers of a server without tokens."""
 
 
@@ -134,9 +177,12 @@ class Access:
         self._grants: dict[str, Grant] = {}
         self._expiries: dict[str, float] = {}
         self._following = Following([self._path], self._look)
-        self.anonymous = EVERYTHING
+        self._reading: asyncio.Task[None] | None = None
+        self.anonymous: Grant = EVERYTHING
         if not self._is_open:
-            self.anonymous = Grant("", config.anonymous, may_manage=False, refused=self.refused)
+            self.anonymous = Grant(
+                ANONYMOUS, config.anonymous, may_manage=False, refused=self.refused
+            )
             self._set(read_tokens(self._path))
 
     @property
@@ -144,8 +190,12 @@ class Access:
         """Those that are valid."""
         return sum(grant.is_valid for grant in self._grants.values())
 
-    def grant(self, headers: Iterable[tuple[str, Any]]) -> Grant:
+    def grant(self, headers: Iterable[tuple[str, Any]], *, is_probe: bool = False) -> Grant:
         """What a caller with these headers may ask.
+
+        Args:
+            headers: Of the call, by names in lower case.
+            is_probe: It asks whether the server is well, for which no token is needed.
 
         Raises:
             Unauthenticated: The token is not known, or not valid any more; or there is none, and
@@ -155,7 +205,7 @@ class Access:
             return EVERYTHING
         shown = next((value for name, value in headers if name == HEADER), None)
         if shown is None:
-            if self._is_closed:
+            if self._is_closed and not is_probe:
                 raise self._counted(f"this server wants a token: {_WANTED}")
             return self.anonymous
         token = token_in(str(shown))
@@ -172,6 +222,8 @@ class Access:
     def stop(self) -> None:
         """Follow it no more."""
         self._following.stop()
+        if self._reading is not None:
+            self._reading.cancel()
 
     def stats(self) -> dict[str, Any]:
         """How many tokens are valid, and what was refused; empty where nobody needs one."""
@@ -185,15 +237,20 @@ class Access:
 
     def _look(self, has_changed: bool) -> None:
         if has_changed:
-            try:
-                tokens = read_tokens(self._path)
-            except ConfigError as error:
-                log.error("access.tokens: %s; what was said before stays in force", error.message)
-            else:
-                self._set(tokens)
-                log.info("%s was read again: %d tokens", self._path.name, self.tokens)
-                self._on_change()
+            if self._reading is not None:
+                self._reading.cancel()
+            self._reading = asyncio.get_running_loop().create_task(self._read())
         if self._expire():
+            self._on_change()
+
+    async def _read(self) -> None:
+        try:
+            tokens = await asyncio.to_thread(read_tokens, self._path)
+        except ConfigError as error:
+            log.error("access.tokens: %s; what was said before stays in force", error.message)
+        else:
+            self._set(tokens)
+            log.info("%s was read again: %d tokens", self._path.name, self.tokens)
             self._on_change()
 
     def _set(self, tokens: Iterable[Token]) -> None:
@@ -225,7 +282,7 @@ def token_in(shown: str) -> str:
     if scheme.lower() == "basic":
         try:
             named = base64.b64decode(credentials.strip(), validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return ""
         return named.partition(":")[2]
     return credentials.strip() if scheme.lower() == "bearer" else ""

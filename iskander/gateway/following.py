@@ -16,15 +16,17 @@ LOOK_S = 1.0
 class Following:
     """Looks at files once a second; a look takes a few microseconds.
 
+    A change counts when two looks have found the same: what is being written is not half read.
+
     Args:
         paths: Of the files.
-        look: Called each time, with whether one of them has changed.
+        look: Called each time, with whether they have changed.
     """
 
     def __init__(self, paths: Iterable[Path], look: Callable[[bool], None]) -> None:
         self._paths = list(paths)
         self._call = look
-        self._stamps = self._seen()
+        self._followed = self._seen = self._stamps()
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -38,10 +40,13 @@ class Following:
 
     def _look(self) -> None:
         self.start()
-        before, self._stamps = self._stamps, self._seen()
-        self._call(self._stamps != before)
+        before, self._seen = self._seen, self._stamps()
+        has_changed = before == self._seen != self._followed
+        if has_changed:
+            self._followed = self._seen
+        self._call(has_changed)
 
-    def _seen(self) -> list[object]:
+    def _stamps(self) -> list[object]:
         return [_stamp_of(path) for path in self._paths]
 
 

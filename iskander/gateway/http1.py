@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from iskander.gateway.tls import options_of
+from iskander.gateway.handshakes import Door
 
 QUIET_S = 60.0
 """How long a connection may be without the whole head of a request."""
@@ -48,10 +48,10 @@ class Http1Port:
     def __init__(
         self, app: ASGIApp, connections_max: int, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._tls = options_of(tls)
+        self._tls = tls
         self._connections_max = connections_max
         self._state = ServerState()
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | Door] = []
         # A failure of the application is logged by our own handlers and answered with a bare 500.
         self._config = uvicorn.Config(
             app,
@@ -84,7 +84,9 @@ class Http1Port:
         """Take connections on a socket that is bound."""
         loop = asyncio.get_running_loop()
         self._servers.append(
-            await loop.create_server(self._connect, sock=bound, backlog=BACKLOG, **self._tls)
+            await loop.create_server(self._connect, sock=bound, backlog=BACKLOG)
+            if self._tls is None
+            else Door(bound, self._tls, self._connect, BACKLOG)
         )
 
     def close_door(self) -> None:

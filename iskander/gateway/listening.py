@@ -13,7 +13,7 @@ from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.gateway.tls import options_of
+from iskander.gateway.handshakes import Door
 
 SCRATCH_BYTES = 1 << 18
 BACKLOG = 1024
@@ -55,20 +55,18 @@ class Listening(Generic[Connection]):
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
         self._connections_max = connections_max
-        self._tls = options_of(tls)
-        self._servers: list[asyncio.Server] = []
+        self._tls = tls
+        self._servers: list[asyncio.Server | Door] = []
         self._caring: asyncio.TimerHandle | None = None
 
     async def listen(self, listening: socket.socket) -> None:
         """Take connections from a socket that is bound; over TLS where it is not a file's."""
-        loop = self.loop
-        self._servers.append(
-            await loop.create_unix_server(self._connect, sock=listening, backlog=BACKLOG)
-            if listening.family == socket.AF_UNIX
-            else await loop.create_server(
-                self._connect, sock=listening, backlog=BACKLOG, **self._tls
-            )
-        )
+        is_unix = listening.family == socket.AF_UNIX
+        if self._tls is not None and not is_unix:
+            self._servers.append(Door(listening, self._tls, self._connect, BACKLOG))
+        else:
+            create = self.loop.create_unix_server if is_unix else self.loop.create_server
+            self._servers.append(await create(self._connect, sock=listening, backlog=BACKLOG))
         if self._caring is None:
             self._care()
 

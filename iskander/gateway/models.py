@@ -48,6 +48,7 @@ class Models:
         counts: Loads, failures and unloads.
         workers: Every place of the plan; set by the supervisor.
         is_stopping: Nothing is called ready any more.
+        is_discreet: Not every caller may know what there is.
         pending: Models whose loads of the start have not come to their end.
         freshness: Whether lanes' files are those that they were loaded from.
     """
@@ -60,6 +61,7 @@ class Models:
         self.counts: Counter[str] = Counter()
         self.workers: list[Worker] = []
         self.is_stopping = False
+        self.is_discreet = False
         self.pending = 0
         self.freshness = Freshness()
         self._served: dict[str, dict[str, Lane]] = {}
@@ -97,10 +99,6 @@ class Models:
             else:
                 self.routings[name] = routing
             self.revision += 1
-
-    def on_access(self) -> None:
-        """Who may ask for what has changed: streams have to find their model again."""
-        self.revision += 1
 
     @property
     def is_ready(self) -> bool:
@@ -264,9 +262,9 @@ class Models:
                 return NotReady(text, model=name, version=which)
         served = self._served.get(name)
         if served is None:
-            known = sorted(self._served)
+            there = "" if self.is_discreet else ", ".join(sorted(self._served)) or "none"
             return ModelNotFound(
-                f"there is no model `{name[:100]}`; there are {', '.join(known) or 'none'}",
+                f"there is no model `{name[:100]}`{there and '; there are '}{there}",
                 model=name[:100],
             )
         known = sorted(served, key=version_order)

@@ -34,6 +34,7 @@ from iskander.gateway.addresses import require_addresses
 from iskander.gateway.ports import bind, with_port
 from iskander.gateway.repository.wishes import Wishes
 from iskander.gateway.runtime import ATTACH_SOCKET, RuntimeDirectory, process_directory
+from iskander.gateway.secrets import require_secrets
 from iskander.gateway.systemd import notify
 
 if TYPE_CHECKING:
@@ -225,7 +226,9 @@ class Parent:
             log.warning("asked to replace the processes while they start, stop or are replaced")
             return
         try:
-            was, is_now = _fixed(self._config), _fixed(self._read_again())
+            read = self._read_again()
+            require_secrets(read)
+            was, is_now = _fixed(self._config), _fixed(read)
             changed = [key for key in was if was[key] != is_now[key]]
         except IskanderError as error:
             log.error("the processes stay as they are: %s", error.message)

@@ -106,7 +106,8 @@ class Server:
             on_change=self._supervisor.noticed,
         )
         self._tls = Tls(config.tls)
-        self._access = Access(config.access, self._models.on_access)
+        self._access = Access(config.access, self._on_access)
+        self._models.is_discreet = bool(config.access.tokens)
         self._siblings = Siblings(
             self._repository, self._member, self._runtime.path, config.workers.start_s
         )
@@ -156,6 +157,8 @@ class Server:
 
             self._admin = AdminServer(config.admin.address, Collector(self._observed))
             self._admin_address = await self._admin.start()
+        self._access.start()
+        self._tls.start()
         if not self._member.siblings:
             await self._listen()
         self._supervisor.start()
@@ -172,8 +175,6 @@ class Server:
         gc.set_threshold(GC_THRESHOLD)
         sys.setswitchinterval(SWITCH_S)
         self._lag.start()
-        self._access.start()
-        self._tls.start()
         log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
         notify(
             READY="1",
@@ -283,6 +284,11 @@ class Server:
         self._health.publish()
         if self._member.siblings and self._is_started and not self._is_stopping:
             notify(X_ISKANDER_READY=str(int(self._models.is_ready)))
+
+    def _on_access(self) -> None:
+        """Who may ask what has changed."""
+        self._flight.look_at_grants()
+        self._oip.look_at_grants()
 
     async def _listen(self) -> None:
         is_shared = bool(self._member.siblings)

@@ -235,7 +235,7 @@ class FakeHost:
         self, serve: Callable[[Call], Awaitable[None]], message_bytes: int, calls_max: int
     ) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
-        self.message_bytes = message_bytes
+        self.message_bytes = lambda _: message_bytes
         self.calls_max = calls_max
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()

@@ -250,6 +250,7 @@ def running(
     models: list[dict[str, Any]],
     *,
     prefix: tuple[str, ...] = (),
+    token: str | None = None,
     secrecy: Tls | None = None,
     **sections: Any,
 ) -> Iterator[Gateway]:
@@ -258,7 +259,7 @@ def running(
     Where the test failed, its log is shown.
     """
     gateway = Gateway(folder, models, **sections)
-    gateway.prefix, gateway.secrecy = prefix, secrecy
+    gateway.prefix, gateway.token, gateway.secrecy = prefix, token, secrecy
     try:
         gateway.start(is_ready=True)
         if sections.get("workers", {}).get("spawn", True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +18,20 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from pyarrow import flight
+from support.dealt import by_process, client_of
 from support.models import row_ids
 from support.processes import BIN, Gateway, eventually, running
 from support.robots import address_of, ask, connected, joints, policy
 from tritonclient.utils import InferenceServerException
 
 from iskander.client import Client
-from iskander.errors import IskanderError, PermissionDenied, Unauthenticated, Unsupported
+from iskander.errors import (
+    IskanderError,
+    ModelNotFound,
+    PermissionDenied,
+    Unauthenticated,
+    Unsupported,
+)
 from iskander.tokens import add_token
 
 SERVING = b"\x08\x01"
@@ -42,7 +50,9 @@ class Served:
     def client(self, whose: str | None) -> Client:
         return Client(self.gateway.address, token=None if whose is None else self.tokens[whose])
 
-    def header(self, whose: str) -> dict[str, str]:
+    def header(self, whose: str | None) -> dict[str, str]:
+        if whose is None:
+            return {}
         return {"authorization": f"Bearer {self.tokens[whose]}"}
 
 
@@ -66,8 +76,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         access={"tokens": "tokens.toml", "anonymous": ["policy"]},
         http={"address": "127.0.0.1:0"},
         inferential={"address": "tcp://127.0.0.1:0"},
+        token=tokens["operator"],
+        limits={"streams": 8},
     ) as gateway:
-        gateway.token = tokens["operator"]
         yield Served(gateway, folder, tokens)
         gateway.wait_idle()
 
@@ -150,7 +161,10 @@ def test_triton_clients_over_grpc(served: Served) -> None:
         with pytest.raises(InferenceServerException) as refused:
             client.load_model("ids", headers=served.header("scorer"))
         assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
-        assert client.get_model_metadata("ids", headers=served.header("stranger")).name == "ids"
+        assert client.get_model_metadata("ids", headers=served.header("scorer")).name == "ids"
+        with pytest.raises(InferenceServerException) as refused:
+            client.get_model_metadata("ids", headers=served.header("stranger"))
+        assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
     finally:
         client.close()
 
@@ -176,6 +190,75 @@ def test_health_checks_show_nothing(served: Served) -> None:
     with grpc.insecure_channel(served.gateway.address) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert check(b"", timeout=10) == SERVING
+        for service, status in (
+            (b"policy", None),
+            (b"ids", grpc.StatusCode.UNAUTHENTICATED),
+            (b"no-such-model", grpc.StatusCode.UNAUTHENTICATED),
+        ):
+            named = b"\x0a" + bytes((len(service),)) + service
+            if status is None:
+                assert check(named, timeout=10) == SERVING
+                continue
+            with pytest.raises(grpc.RpcError) as refused:
+                check(named, timeout=10)
+            assert refused.value.code() is status
+
+
+def test_probes_are_small_and_few(served: Served) -> None:
+    """Who shows nothing keeps nothing of the server, and no place from those who show something."""
+    with grpc.insecure_channel(served.gateway.address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        with pytest.raises(grpc.RpcError) as refused:
+            check(b"\x0a\xff\xff\x03" + bytes(65_535), timeout=10)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watching = [watch(b"", timeout=60) for _ in range(2)]
+        assert [next(each) for each in watching] == [SERVING] * 2
+        with pytest.raises(grpc.RpcError) as refused:
+            next(watch(b"", timeout=60))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        shown = [("authorization", served.header("stranger")["authorization"])]
+        assert next(watch(b"", timeout=60, metadata=shown)) == SERVING
+        for each in watching:
+            each.cancel()
+
+
+def test_who_may_not_ask_a_model_is_not_told_of_it(served: Served) -> None:
+    for whose, names in ((None, {"policy"}), ("scorer", {"ids"}), ("operator", {"ids", "policy"})):
+        with served.client(whose) as client:
+            assert {model["name"] for model in client.models()} == names
+            assert set(client.health()["models"]) == names
+        headers = served.header(whose)
+        header = [(name.encode(), said.encode()) for name, said in headers.items()]
+        options = flight.FlightCallOptions(headers=header, timeout=10)
+        with flight.connect(f"grpc://{served.gateway.address}") as plain:
+            listed = {info.descriptor.path[0].decode() for info in plain.list_flights(b"", options)}
+        assert listed == names
+        over_grpc = triton.InferenceServerClient(served.gateway.address)
+        index = over_grpc.get_model_repository_index(headers=headers)
+        assert {model.name for model in index.models} == names
+        told = over_grpc.get_inference_statistics(headers=headers)
+        assert {each.name for each in told.model_stats} == names
+        over_grpc.close()
+    with served.client(None) as client, pytest.raises(Unauthenticated):
+        client.stats()
+    with served.client("operator") as client, pytest.raises(ModelNotFound) as absent:
+        client.score("no-such-model", ROWS)
+    assert "policy" not in absent.value.message
+
+
+def test_a_header_that_is_no_credentials_is_one_that_is_not_known(served: Served) -> None:
+    """And costs no line of the log."""
+    host, port = served.gateway.stats()["http_address"].split(":")
+    before = len(served.gateway.text())
+    for said in (b"Basic \xe9", b"Basic", b"Bearer \xff\xfe", b"\xe9" * 4000):
+        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        connection.putrequest("GET", "/v2")
+        connection.putheader("Authorization", said)
+        connection.endheaders()
+        assert connection.getresponse().status == 401
+        connection.close()
+    assert len(served.gateway.text()) == before
 
 
 def test_triton_clients_over_http(served: Served) -> None:
@@ -228,7 +311,7 @@ def test_the_operators_tool_shows_the_token_of_its_environment(served: Served) -
     command = [BIN / "iskander", "models", "--address", served.gateway.address]
     without = {name: value for name, value in os.environ.items() if name != "ISKANDER_TOKEN"}
     for token, code, words in (
-        (served.tokens["scorer"], 0, "policy"),
+        (served.tokens["operator"], 0, "policy"),
         ("wrong", 1, "the token is not known"),
     ):
         done = subprocess.run(
@@ -263,13 +346,80 @@ def test_the_operators_tool_makes_tokens(served: Served) -> None:
             assert [next(stream).num_rows for stream in streams] == [3, 3]
             served.file.write_text(before)
             with pytest.raises(Unauthenticated, match="not valid any more"):
-                for _ in range(100_000):
+                for _ in range(1_000_000):
                     next(streams[0])
             assert next(streams[1]).num_rows == 3
             for stream in streams:
                 stream.close()
     finally:
         served.file.write_text(before)
+
+
+def test_streams_that_say_nothing_end_with_their_token(served: Served) -> None:
+    before = served.file.read_text()
+    token = add_token(served.file, "leaver", ("*",))
+    header = [("authorization", f"Bearer {token}")]
+    descriptor = flight.FlightDescriptor.for_path("ids")
+    options = flight.FlightCallOptions(headers=[(h.encode(), v.encode()) for h, v in header])
+
+    def is_known() -> bool:
+        with Client(served.gateway.address, token=token) as client:
+            try:
+                return client.health()["ready"] is not None
+            except Unauthenticated:
+                return False
+
+    found: list[Any] = []
+    over_grpc = triton.InferenceServerClient(served.gateway.address)
+    try:
+        eventually(is_known, what="a token that was added")
+        with flight.connect(f"grpc://{served.gateway.address}") as client:
+            writer, reader = client.do_exchange(descriptor, options)
+            writer.begin(ROWS.schema)
+            writer.write_batch(ROWS)
+            assert reader.read_chunk().data.num_rows == 3
+            over_grpc.start_stream(
+                lambda result, error: found.append(error or result), headers=dict(header)
+            )
+            over_grpc.async_stream_infer("ids", asked())
+            eventually(lambda: found, what="an answer")
+            served.file.write_text(before)
+            with pytest.raises(flight.FlightUnauthenticatedError, match="not valid any more"):
+                reader.read_chunk()
+            eventually(lambda: len(found) == 2, what="the end of the other stream")
+            assert "not valid any more" in str(found[1])
+            with pytest.raises(flight.FlightUnauthenticatedError):
+                writer.close()
+    finally:
+        served.file.write_text(before)
+        over_grpc.close()
+
+
+def test_every_process_of_a_gateway_asks_for_tokens(tmp_path: Path) -> None:
+    """And processes are not replaced by such as could not start."""
+    file = tmp_path / "tokens.toml"
+    token = add_token(file, "scorer", ("*",))
+    good = file.read_text()
+    with running(
+        tmp_path,
+        [{"name": "ids", "path": str(row_ids(tmp_path / "ids"))}],
+        server={"processes": 2},
+        workers={"groups": ["0"], "count": 1, "reattach_s": 10.0},
+        access={"tokens": "tokens.toml"},
+        token=token,
+    ) as gateway:
+        before = {stats["pid"] for stats in by_process(gateway, 2).values()}
+        for number in range(2):
+            with client_of(gateway, number) as client:
+                assert client.score("ids", ROWS).num_rows == 3
+        for _ in range(20):
+            with Client(gateway.address) as client, pytest.raises(Unauthenticated):
+                client.score("ids", ROWS)
+        file.write_text("[")
+        gateway.signal(signal.SIGHUP)
+        eventually(lambda: "the processes stay as they are" in gateway.text(), what="the complaint")
+        assert {stats["pid"] for stats in by_process(gateway, 2).values()} == before
+        file.write_text(good)
 
 
 def endless(served: Served) -> Iterator[pa.RecordBatch]:

@@ -8,11 +8,13 @@ import os
 import socket
 import ssl
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 import tritonclient.grpc as triton
@@ -25,15 +27,18 @@ from support.processes import BIN, MIB, Gateway, eventually, running
 
 from iskander.client import Client, Tls
 from iskander.errors import NotReady
+from iskander.gateway.handshakes import HANDSHAKES_MAX
 
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 FLOAT, ELEMENTS = 1, 1024
 FILES = {"certificate": "chain.pem", "key": "key.pem"}
 
 
-def sign(folder: Path, authority: trustme.CA) -> None:
+def sign(
+    folder: Path, authority: trustme.CA, kind: trustme.KeyType = trustme.KeyType.ECDSA
+) -> None:
     """Put a certificate and its key where the server looks for them, each as a whole."""
-    made = authority.issue_cert("127.0.0.1", "localhost")
+    made = authority.issue_cert("127.0.0.1", "localhost", key_type=kind)
     for name, pem in (
         ("chain.pem", b"".join(each.bytes() for each in made.cert_chain_pems)),
         ("key.pem", made.private_key_pem.bytes()),
@@ -131,34 +136,74 @@ def test_a_socket_of_the_machine_stays_as_it_is(gateway: Gateway, folder: Path) 
 def test_who_speaks_in_the_clear_is_not_heard(gateway: Gateway) -> None:
     with Client(gateway.address, timeout_s=5) as client, pytest.raises(NotReady):
         client.stats()
-    host, port = gateway.stats()["http_address"].split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    address = gateway.stats()["http_address"]
+    connection = http.client.HTTPConnection(*where(address), timeout=20)
     connection.request("GET", "/v2")
     with pytest.raises((http.client.BadStatusLine, ConnectionError)):
         connection.getresponse()
     connection.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00", os.urandom(4096), b"GET / "])
+@pytest.mark.parametrize("said", [b"\x16\x03\x01\x02\x00", os.urandom(4096), b"GET / "])
 def test_what_is_no_handshake_costs_nobody_else_anything(gateway: Gateway, said: bytes) -> None:
-    host, port = gateway.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as peer:
+    """Its connection is closed, and nothing is logged."""
+    before = len(gateway.text())
+    with socket.create_connection(where(gateway.address), timeout=20) as peer:
         peer.sendall(said)
         with gateway.client() as client:
             assert client.score("ids", ROWS).num_rows == 3
-    assert "Traceback" not in gateway.text()
+        peer.shutdown(socket.SHUT_WR)
+        peer.settimeout(20)
+        while peer.recv(4096):  # An alert, and the end.
+            pass
+    assert len(gateway.text()) == before
+
+
+def test_handshakes_that_go_nowhere_hold_so_many_places_and_no_more(gateway: Gateway) -> None:
+    """Of both ports; who means it gets in meanwhile."""
+    process = psutil.Process(gateway.pid)
+    before = process.num_fds()
+    ports = (gateway.address, gateway.stats()["http_address"])
+    silent: list[socket.socket] = []
+    try:
+        for _ in range(2 * HANDSHAKES_MAX):
+            silent += (socket.create_connection(where(port), timeout=20) for port in ports)
+            if len(silent) % 64 == 0:
+                with Client(gateway.address, tls=gateway.secrecy, timeout_s=10) as client:
+                    assert client.stats()["ready"]
+        eventually(
+            lambda: process.num_fds() < before + 2 * HANDSHAKES_MAX + 16, what="a bound of them"
+        )
+    finally:
+        for peer in silent:
+            peer.close()
+    eventually(lambda: process.num_fds() < before + 16, what="their end")
+
+
+def where(address: str) -> tuple[str, int]:
+    host, port = address.split(":")
+    return host, int(port)
 
 
 def test_versions_that_are_broken_are_not_spoken(gateway: Gateway, roots: Path) -> None:
-    host, port = gateway.address.split(":")
-    context = ssl.create_default_context(cafile=str(roots))
-    context.set_alpn_protocols(["h2"])
-    with (
-        socket.create_connection((host, int(port)), timeout=20) as plain,
-        context.wrap_socket(plain, server_hostname="localhost") as peer,
+    for most, is_spoken in (
+        (ssl.TLSVersion.TLSv1_1, False),
+        (ssl.TLSVersion.TLSv1_2, True),
+        (ssl.TLSVersion.TLSv1_3, True),
     ):
-        assert peer.version() in ("TLSv1.2", "TLSv1.3")
-        assert peer.selected_alpn_protocol() == "h2"
+        context = ssl.create_default_context(cafile=str(roots))
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            context.minimum_version = context.maximum_version = most
+        context.set_alpn_protocols(["h2"])
+        with socket.create_connection(where(gateway.address), timeout=20) as plain:
+            if not is_spoken:
+                with pytest.raises(ssl.SSLError):
+                    context.wrap_socket(plain, server_hostname="localhost")
+                continue
+            with context.wrap_socket(plain, server_hostname="localhost") as peer:
+                assert peer.selected_alpn_protocol() == "h2"
 
 
 def test_the_operators_tool(gateway: Gateway, roots: Path) -> None:
@@ -178,9 +223,10 @@ def test_the_operators_tool(gateway: Gateway, roots: Path) -> None:
 def test_a_certificate_that_is_replaced_is_shown_from_then_on(
     gateway: Gateway, roots: Path, folder: Path
 ) -> None:
-    """Connections that are open go on; a pair that does not fit is not taken."""
+    """Connections that are open go on; a pair that does not fit is not taken; any kind of it is."""
     authority = trustme.CA()
     new_roots = roots_of(folder, authority, "new.pem")
+    http_address = gateway.stats()["http_address"]
     old = [(folder / name).read_bytes() for name in FILES.values()]
 
     def is_believed() -> bool:
@@ -197,9 +243,16 @@ def test_a_certificate_that_is_replaced_is_shown_from_then_on(
             (folder / "key.pem").write_bytes(b"no key")
             eventually(lambda: "stays in force" in gateway.text(), what="the complaint")
             assert gateway.stats()["ready"]
-            sign(folder, authority)
+            sign(folder, authority, trustme.KeyType.RSA)
             eventually(is_believed, what="the new certificate")
             assert open_before.score("ids", ROWS).num_rows == 3
+            context = ssl.create_default_context(cafile=str(new_roots))
+            over_http = http.client.HTTPSConnection(
+                *where(http_address), timeout=20, context=context
+            )
+            over_http.request("GET", "/v2/health/live")
+            assert over_http.getresponse().status == 200
+            over_http.close()
         finally:
             for name, raw in zip(FILES.values(), old, strict=True):
                 (folder / name).write_bytes(raw)
@@ -212,7 +265,8 @@ def test_clients_show_a_certificate_where_that_is_wanted(tmp_path: Path) -> None
     roots = roots_of(tmp_path, authority)
     roots_of(tmp_path, clients, "clients.pem")
     shown = clients.issue_cert("robot-7")
-    strange = trustme.CA().issue_cert("robot-7")
+    strangers = trustme.CA()
+    strange = strangers.issue_cert("robot-7")
     for name, made in (("shown", shown), ("strange", strange)):
         made.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / f"{name}.pem"))
     secrecy = Tls(roots, tmp_path / "shown.pem", tmp_path / "shown.pem")
@@ -226,12 +280,24 @@ def test_clients_show_a_certificate_where_that_is_wanted(tmp_path: Path) -> None
         with gateway.client() as client:
             assert client.score("ids", ROWS).num_rows == 3
         other = tmp_path / "strange.pem"
-        for wrong in (Tls(roots), Tls(roots, other, other)):
+        stranger = Tls(roots, other, other)
+        for wrong in (Tls(roots), stranger):
             with (
                 Client(gateway.address, tls=wrong, timeout_s=5) as client,
                 pytest.raises(NotReady),
             ):
                 client.stats()
+
+        roots_of(tmp_path, strangers, "clients.pem")
+
+        def is_let_in() -> bool:
+            with Client(gateway.address, tls=stranger, timeout_s=5) as client:
+                try:
+                    return bool(client.stats()["ready"])
+                except NotReady:
+                    return False
+
+        eventually(is_let_in, what="those that are believed now")
 
 
 def test_a_start_that_cannot_speak_it_says_why(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ LAYERS = {
         "errors", "config", "config_models", "config_reference", "config_repository",
         "config_section",
     ),
-    "iskander/tokens.py": ("errors", "config_access"),
+    "iskander/tokens.py": ("clock", "errors", "config_access"),
     "iskander/memory/": ("errors", "memory"),
     "iskander/wire/": ("errors", "contract", "wire"),
     "iskander/client.py": ("errors",),

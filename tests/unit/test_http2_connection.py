@@ -1095,8 +1095,25 @@ async def test_what_is_read_after_the_end_gives_no_window_back() -> None:
     peer.say(rst_stream(1))
     heard = len(peer.heard())
     for _ in range(3):
-        call.receive()
+        assert call.receive() is None and await call.read() is None
     assert len(peer.heard()) == heard
+
+
+@in_loop
+async def test_what_came_goes_with_its_call() -> None:
+    """A call may be in a cycle, and then be there until a collection: not so its megabytes."""
+    peer = Peer()
+    peer.open(1)
+    peer.open(3)
+    await turns()
+    whole, begun = peer.calls[1], peer.calls[3]
+    peer.say(data(1, message(bytes(MIB - 5))))
+    peer.say(data(3, message(bytes(4 * MIB))[:MIB]))
+    assert whole.has_input
+    peer.transport.abort()
+    await turns()
+    for call in (whole, begun):
+        assert not call.has_input and call._partial is None
 
 
 @in_loop

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iskander.errors import MalformedInput
+from iskander.gateway.access import ANONYMOUS
 from iskander.gateway.frontends import terms as terms_module
 from iskander.gateway.frontends.terms import REMEMBERED_MAX, StreamTerms
 from iskander.gateway.lanes.request import NEVER_NS, Terms
@@ -252,12 +253,17 @@ def test_metadata_is_remembered_up_to_a_number() -> None:
         assert len(terms._remembered) <= REMEMBERED_MAX
 
 
-def test_who_shows_a_token_is_called_by_it() -> None:
-    """No caller can be called as one of another token is, and so take its place or its share."""
-    plain = StreamTerms((), None, "fleet").of(b"")
-    assert plain.client == "fleet" and plain.is_named
+def test_no_caller_is_called_as_one_of_another_token() -> None:
+    """And so can neither take its place nor its share."""
     terms = StreamTerms([("iskander-client", "robot-7")], None, "fleet")
     assert terms.of(b"").client == "fleet/robot-7"
     assert terms.of(b'{"iskander": {"client": "robot-8"}}').client == "fleet/robot-8"
     assert terms.route_key == "robot-7"  # Versions with shares stay where they were.
-    assert StreamTerms((), None, "fleet").route_key == "fleet"
+    nobody = StreamTerms([("iskander-client", "fleet/robot-7")], None, ANONYMOUS)
+    assert nobody.of(b"").client == f"{ANONYMOUS}/fleet/robot-7"
+
+
+def test_streams_without_a_name_are_clients_of_their_own() -> None:
+    one, other = (StreamTerms((), None, "fleet").of(b"") for _ in range(2))
+    assert one.client != other.client and one.client.startswith("fleet/stream ")
+    assert not one.is_named and not other.is_named

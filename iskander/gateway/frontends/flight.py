@@ -17,6 +17,7 @@ from iskander._generated import flight_pb2
 from iskander.config import LimitsConfig
 from iskander.errors import (
     Draining,
+    IskanderError,
     MalformedInput,
     Overloaded,
     Unsupported,
@@ -87,14 +88,28 @@ class FlightService:
         self._stats = stats
         self._recent = recent
         self._plans: dict[tuple[int, bytes], Plan] = {}
-        self.exchanges: set[Exchange] = set()
+        self.exchanges: dict[Exchange, Grant] = {}
         self.is_draining = False
 
     def drain(self) -> None:
         """Take no more batches."""
         self.is_draining = True
         for exchange in list(self.exchanges):
-            exchange.drain()
+            exchange.stop(
+                Draining("the server is stopping; send the rest to another", retry_after_ms=0)
+            )
+
+    def look_at_grants(self) -> None:
+        """Who may ask what has changed."""
+        for exchange, grant in list(self.exchanges.items()):
+            lane = exchange.target.lane
+            try:
+                if lane is None:
+                    grant.require_valid()
+                else:
+                    grant.require_model(lane.model.name)
+            except IskanderError as error:
+                exchange.stop(error)
 
     def plan(self, lane: Lane, header: bytes) -> Plan:
         """The plan for a schema, made or remembered.
@@ -130,11 +145,11 @@ class FlightService:
             plan=self.plan,
             models=self.models,
         )
-        self.exchanges.add(exchange)
+        self.exchanges[exchange] = call.grant
         try:
             await exchange.run()
         finally:
-            self.exchanges.discard(exchange)
+            del self.exchanges[exchange]
 
     async def handshake(self, call: Call) -> None:
         """Answer an opening handshake.
@@ -149,20 +164,22 @@ class FlightService:
         call.end(metadata=tuple((HEADER, token) for token in shown))
 
     async def list_flights(self, _: bytes, call: Call) -> None:
-        """An entry for each model version that is loaded."""
+        """An entry for each model version that is loaded and that the caller may ask."""
         for lane in self.models:
-            if lane.contract is not None:
+            if lane.contract is not None and call.grant.may_ask(lane.model.name):
                 await call.write(_info(lane).SerializeToString())
 
-    async def get_flight_info(self, raw: bytes) -> bytes:
+    async def get_flight_info(self, raw: bytes, grant: Grant) -> bytes:
         """One model: schema of its results, and its contract as JSON in `app_metadata`."""
         name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
+        grant.require_model(name)
         info: bytes = _info(self.models.find_loaded(name, version)).SerializeToString()
         return info
 
-    async def get_schema(self, raw: bytes) -> bytes:
+    async def get_schema(self, raw: bytes, grant: Grant) -> bytes:
         """Schema of a model's results; passed-through columns come before them."""
         name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
+        grant.require_model(name)
         lane = self.models.find_loaded(name, version)
         assert lane.contract is not None
         schema = output_schema(lane.contract).serialize().to_pybytes()
@@ -179,6 +196,7 @@ class FlightService:
         """What the operator asks; bodies and results are JSON, schemas are IPC messages."""
         action = _parse(flight_pb2.Action, raw)
         if action.type == "metrics":
+            call.grant.require_token()
             bodies = [msgspec.json.encode(await self._recent.answer(action.body))]
         elif action.type == "load":
             name = _read_query("load", action.body).model
@@ -191,7 +209,7 @@ class FlightService:
             versions = await self._siblings.unload(wanted.model, wanted.version_text)
             bodies = [msgspec.json.encode({"model": wanted.model, "versions": versions})]
         else:
-            bodies = self._act(action.type, action.body)
+            bodies = self._act(action.type, action.body, call.grant)
         for body in bodies:
             await call.write(flight_pb2.Result(body=body).SerializeToString())
 
@@ -203,7 +221,7 @@ class FlightService:
         """Not offered."""
         raise Unsupported("this server stores no data; send batches with DoExchange")
 
-    async def poll_flight_info(self, raw: bytes) -> bytes:
+    async def poll_flight_info(self, raw: bytes, grant: Grant) -> bytes:
         """Not offered."""
         raise Unsupported("nothing here takes long enough to poll for; use GetFlightInfo")
 
@@ -212,17 +230,21 @@ class FlightService:
         grant.require_model(name)
         return self.models.find(name, version, key)
 
-    def _act(self, name: str, body: bytes) -> list[bytes]:
+    def _act(self, name: str, body: bytes, grant: Grant) -> list[bytes]:
         encode = msgspec.json.encode
         if name == "health":
-            readiness = self.models.readiness()
-            return [encode(readiness | {"ready": readiness["ready"] and not self.is_draining})]
+            told = self.models.readiness()
+            told["ready"] = told["ready"] and not self.is_draining
+            told["models"] = {m: told["models"][m] for m in told["models"] if grant.may_ask(m)}
+            return [encode(told)]
         if name == "models":
-            return [encode(self.models.describe_all())]
+            return [encode([m for m in self.models.describe_all() if grant.may_ask(m["name"])])]
         if name == "stats":
+            grant.require_token()
             return [encode(self._stats())]
         if name == "contract":
             wanted = _read_query(name, body)
+            grant.require_model(wanted.model)
             lane = self.models.find_loaded(wanted.model, wanted.version_text)
             assert lane.contract is not None
             schemas = (sent_schema(lane.contract), output_schema(lane.contract))

@@ -94,6 +94,9 @@ class Exchange:
         find: The lane that a descriptor's bytes mean, for a key of who asks.
         plan: The plan for a lane and a schema's header.
         models: Whose revision changes when `find` may say something else.
+
+    Attributes:
+        target: Where its batches go.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Exchange:
         self._plan = plan
         self._terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
         self._codec: StreamCodec | None = None
-        self._target = Target(find, models, self._terms.route_key)
+        self.target = Target(find, models, self._terms.route_key)
         self._window: deque[_Pending | Divided | _Refused] = deque()
         self._window_bytes = 0
         self._admission: asyncio.Task[None] | None = None
@@ -153,14 +156,12 @@ class Exchange:
                     self._withdraw(pending)
             self._window.clear()
 
-    def drain(self) -> None:
-        """Read no more; what was accepted is still answered, then the stream ends."""
+    def stop(self, error: IskanderError) -> None:
+        """Read no more; what was accepted is still answered, then the stream ends with an error."""
         if not self._is_ended:
             if self._admission is not None:
                 self._admission.cancel()
-            self._end(
-                Draining("the server is stopping; send the rest to another", retry_after_ms=0)
-            )
+            self._end(error)
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
         """Take the results of one batch, to be sent when its turn comes."""
@@ -232,8 +233,8 @@ class Exchange:
 
     def _open(self, data: FlightData) -> None:
         """Read up to the schema: which model, and what a batch of this stream means to it."""
-        self._target.look(None if data.descriptor is None else bytes(data.descriptor))
-        lane = self._target.lane
+        self.target.look(None if data.descriptor is None else bytes(data.descriptor))
+        lane = self.target.lane
         if lane is None:
             raise MalformedInput("the stream's first message has no descriptor")
         if data.header:
@@ -284,12 +285,12 @@ class Exchange:
         """Take what was read as far as can be at once; the batch that has to wait, if it has."""
         if arrived is None:
             return None
-        assert self._codec is not None and self._target.lane is not None
-        if not self._target.is_current:
+        assert self._codec is not None and self.target.lane is not None
+        if not self.target.is_current:
             self._move()
         if len(arrived.portions) > 1:
-            return divide(self._target.lane, arrived, raw_bytes, self._terms, self._on_divided)
-        pending = _Pending(self._target.lane, self, arrived, raw_bytes, self._terms)
+            return divide(self.target.lane, arrived, raw_bytes, self._terms, self._on_divided)
+        pending = _Pending(self.target.lane, self, arrived, raw_bytes, self._terms)
         if not pending.rows:
             pending.taken = self._codec.take(arrived, b"")
             self._enter(pending)
@@ -342,7 +343,7 @@ class Exchange:
     def _move(self) -> None:
         """Go on with what is served now; where the stream cannot, it ends."""
         try:
-            self._target.move()
+            self.target.move()
         except IskanderError as error:
             self._end(error)
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from iskander.errors import IskanderError, ModelMoved, PermissionDenied, Unauthenticated
+from iskander.errors import IskanderError, ModelMoved
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
 
@@ -56,7 +56,6 @@ class Target:
 
         Raises:
             ModelMoved: It does not, and the lane that was asked until now takes no more.
-            Unauthenticated, PermissionDenied: The caller may not ask it any more.
             IskanderError: The descriptor means nothing any more.
         """
         lane, descriptor = self.lane, self._descriptor
@@ -70,8 +69,6 @@ class Target:
                     "did when the stream was opened: open another",
                     retry_after_ms=0,
                 )
-        except (Unauthenticated, PermissionDenied):
-            raise
         except IskanderError:
             if not lane.is_served:
                 raise

@@ -20,7 +20,7 @@ import msgspec
 
 from iskander.config import ServerConfig
 from iskander.errors import ConfigError, IskanderError, LimitExceeded
-from iskander.gateway.access import Access
+from iskander.gateway.access import Access, Grant
 from iskander.gateway.addresses import unix_path
 from iskander.gateway.frontends import flight, health, oip_service, reflection
 from iskander.gateway.frontends.flight import FlightService
@@ -48,6 +48,7 @@ PROBES = frozenset(
     | {f"/{oip_service.SERVICE}/{name}" for name in ("ServerLive", "ServerReady")}
 )
 """Who asks whether the server is well needs no token."""
+PROBE_BYTES = 1024
 
 Serve = Callable[[Call], Awaitable[None]]
 
@@ -78,6 +79,7 @@ class GrpcServer:
     ) -> None:
         self._paths: list[BoundPath] = []
         self._access = access
+        most = message_bytes + MESSAGE_SLACK_BYTES
         self._flight_methods = _flight(flight_service)
         self._methods = {
             **self._flight_methods,
@@ -87,7 +89,7 @@ class GrpcServer:
         }
         self._listener = Listener(
             self._serve,
-            message_bytes=message_bytes + MESSAGE_SLACK_BYTES,
+            message_bytes=lambda path: PROBE_BYTES if path in PROBES else most,
             calls_max=streams + CALLS_SLACK,
             tls=tls.context(HTTP2),
         )
@@ -146,8 +148,7 @@ class GrpcServer:
         if serve is None:
             raise RpcError(Status.UNIMPLEMENTED, f"there is no method `{call.path[:200]}`")
         try:
-            if call.path not in PROBES:
-                call.grant = self._access.grant(call.metadata)
+            call.grant = self._access.grant(call.metadata, is_probe=call.path in PROBES)
             await serve(call)
         except IskanderError as error:
             if error.fault == "server":
@@ -208,8 +209,6 @@ def _health(service: HealthService) -> dict[str, Serve]:
 
 def _oip(service: OipService) -> dict[str, Serve]:
     methods: dict[str, Serve] = {name: _unary(answer) for name, answer in service.unary().items()}
-    for name, change in service.changes().items():
-        methods[name] = _with_request(change)
     methods["ModelInfer"] = _with_message(service.infer)
     methods["ModelStreamInfer"] = service.stream_infer
     return {f"/{oip_service.SERVICE}/{name}": serve for name, serve in methods.items()}
@@ -249,10 +248,10 @@ def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:
     return _with_message(lambda message, call: handler(bytes(message), call))
 
 
-def _unary(handler: Callable[[bytes], Awaitable[bytes]]) -> Serve:
+def _unary(handler: Callable[[bytes, Grant], Awaitable[bytes]]) -> Serve:
     """A method that takes one message and gives one."""
 
     async def answer(request: bytes, call: Call) -> None:
-        await call.answer(await handler(request))
+        await call.answer(await handler(request, call.grant))
 
     return _with_request(answer)

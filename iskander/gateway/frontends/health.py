@@ -13,10 +13,13 @@ from google.protobuf.message import DecodeError
 
 from iskander._generated import health_pb2
 from iskander.errors import MalformedInput, ModelNotFound, Overloaded
+from iskander.gateway.access import Grant
 from iskander.gateway.http2.call import Call
 from iskander.gateway.models import Models
 
 SERVICE = "grpc.health.v1.Health"
+ANONYMOUS_SHARE = 4
+"""Callers who show no token, where one is wanted, have this part of the places."""
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
@@ -45,13 +48,14 @@ class HealthService:
         self._is_stopped = True
         self.publish()
 
-    async def check(self, raw: bytes) -> bytes:
+    async def check(self, raw: bytes, grant: Grant) -> bytes:
         """The status now.
 
         Raises:
             ModelNotFound: No such service.
+            Unauthenticated, PermissionDenied: It is a model that the caller may not ask.
         """
-        name = _service_name(raw)
+        name = _service_name(raw, grant)
         status = self._status(name)
         if status == _Status.SERVICE_UNKNOWN:
             raise ModelNotFound(f"there is no service `{name[:100]}`")
@@ -59,9 +63,12 @@ class HealthService:
 
     async def watch(self, raw: bytes, call: Call) -> None:
         """The status now and whenever it changes."""
-        name, last = _service_name(raw), None
-        if self._watchers >= self._watchers_max:
-            raise Overloaded(f"{self._watchers_max} watchers are there, the limit")
+        name, last = _service_name(raw, call.grant), None
+        most = self._watchers_max
+        if call.grant.is_anonymous:
+            most //= ANONYMOUS_SHARE
+        if self._watchers >= most:
+            raise Overloaded(f"{most} watchers are there, the limit")
         self._watchers += 1
         try:
             while True:
@@ -89,11 +96,13 @@ class HealthService:
         return _Status.SERVING if is_serving else _Status.NOT_SERVING
 
 
-def _service_name(raw: bytes) -> str:
+def _service_name(raw: bytes, grant: Grant) -> str:
     try:
         name: str = health_pb2.HealthCheckRequest.FromString(raw).service
     except (DecodeError, UnicodeDecodeError):
         raise MalformedInput("the message is not a HealthCheckRequest") from None
+    if name:
+        grant.require_model(name.partition("/")[0])
     return name
 
 

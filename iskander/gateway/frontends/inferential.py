@@ -140,6 +140,8 @@ class InferentialService:
 
         Two of one name are two clients: what is one's is never the other's.
         """
+        if self.grant.name:
+            wanted = f"{self.grant.name}/{wanted}"
         name = wanted
         while name in self.sessions:
             self._names += 1

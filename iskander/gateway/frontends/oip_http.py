@@ -84,12 +84,13 @@ class OipHttp:
         routed = self._routed()
 
         async def granted(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["path"] not in _PROBES:
+            if scope["type"] == "http":
                 headers = [
                     (name.decode("latin-1"), v.decode("latin-1")) for name, v in scope["headers"]
                 ]
                 try:
-                    scope["grant"] = self._access.grant(headers)
+                    is_probe = scope["path"] in _PROBES
+                    scope["grant"] = self._access.grant(headers, is_probe=is_probe)
                 except Unauthenticated as error:
                     return await error_response(error)(scope, receive, send)
             return await routed(scope, receive, send)
@@ -156,7 +157,8 @@ class OipHttp:
         kind = getattr(oip_pb2, f"{name}Request")
 
         async def tell(request: Request) -> Response:
-            told = self._service.answer(name, kind(**request.path_params))
+            asked = kind(**request.path_params)
+            told = self._service.answer(name, asked, request.scope["grant"])
             return Response() if pick is None else _json(pick(told))
 
         return tell
@@ -164,22 +166,25 @@ class OipHttp:
     async def _live(self, _: Request) -> Response:
         return Response()
 
-    async def _ready(self, _: Request) -> Response:
+    async def _ready(self, request: Request) -> Response:
         reasons = self._models.reasons()
         if reasons:
-            raise NotReady("; ".join(reasons), retry_after_ms=RETRY_MS)
+            is_discreet = request.scope["grant"].is_anonymous
+            why = "the server is not ready" if is_discreet else "; ".join(reasons)
+            raise NotReady(why, retry_after_ms=RETRY_MS)
         return Response()
 
     async def _model_ready(self, request: Request) -> Response:
         asked = oip_pb2.ModelReadyRequest(**request.path_params)
-        if not self._service.answer("ModelReady", asked).ready:
+        if not self._service.answer("ModelReady", asked, request.scope["grant"]).ready:
             raise NotReady(f"model `{asked.name}` is not ready", retry_after_ms=RETRY_MS)
         return Response()
 
     async def _index(self, request: Request) -> Response:
         asked = await _read(request, _Index)
         message = oip_pb2.RepositoryIndexRequest(ready=asked.ready)
-        return _json(plain(self._service.answer("RepositoryIndex", message))["models"])
+        told = self._service.answer("RepositoryIndex", message, request.scope["grant"])
+        return _json(plain(told)["models"])
 
     async def _load(self, request: Request) -> Response:
         asked = await _read(request, _Load)

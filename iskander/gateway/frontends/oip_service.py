@@ -26,7 +26,7 @@ from iskander.gateway.repository.siblings import Siblings
 
 SERVICE = "inference.GRPCInferenceService"
 
-Answer = Callable[[Any], Any]
+Answer = Callable[[Any, Grant], Any]
 Change = Callable[[Any, Grant], Awaitable[Any]]
 
 
@@ -44,10 +44,11 @@ class OipService:
         self._siblings = siblings
         self._desk = desk
         self._inference = Inference(models, desk)
+        self._streams: set[InferStream] = set()
         self._answers: dict[str, Answer] = {
-            "ServerLive": lambda _: oip_pb2.ServerLiveResponse(live=True),
-            "ServerReady": lambda _: oip_pb2.ServerReadyResponse(ready=models.is_ready),
-            "ServerMetadata": lambda _: describe.server_metadata(),
+            "ServerLive": lambda *_: oip_pb2.ServerLiveResponse(live=True),
+            "ServerReady": lambda *_: oip_pb2.ServerReadyResponse(ready=models.is_ready),
+            "ServerMetadata": lambda *_: describe.server_metadata(),
             "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._model_config,
@@ -63,24 +64,24 @@ class OipService:
             "LogSettings": _not_offered("logging is set when the server is started"),
         }
 
-    def answer(self, name: str, request: Any) -> Any:  # noqa: ANN401
+    def answer(self, name: str, request: Any, grant: Grant) -> Any:  # noqa: ANN401
         """The answer of a call, for who has its messages in another encoding.
 
         Raises:
             IskanderError: Why there is none.
         """
-        return self._answers[name](request)
+        return self._answers[name](request, grant)
 
-    def unary(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
-        """The calls that answer at once, by the name of their method."""
-        return {name: _coded(name, answer) for name, answer in self._answers.items()}
+    def unary(self) -> dict[str, Callable[[bytes, Grant], Awaitable[bytes]]]:
+        """The calls of one message and one answer, by the name of their method."""
+        answers = {name: _at_once(answer) for name, answer in self._answers.items()}
+        answers |= {"RepositoryModelLoad": self.load, "RepositoryModelUnload": self.unload}
+        return {name: _coded(name, answer) for name, answer in answers.items()}
 
-    def changes(self) -> dict[str, Callable[[bytes, Call], Awaitable[None]]]:
-        """The calls that change what is served, by the name of their method."""
-        return {
-            "RepositoryModelLoad": _permitted("RepositoryModelLoad", self.load),
-            "RepositoryModelUnload": _permitted("RepositoryModelUnload", self.unload),
-        }
+    def look_at_grants(self) -> None:
+        """Who may ask what has changed."""
+        for stream in list(self._streams):
+            stream.look_at_grant()
 
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request."""
@@ -92,32 +93,39 @@ class OipService:
         """Requests in, responses out; see `InferStream`."""
         stream = InferStream(call, self._inference, self._desk.limits)
         with self._desk.held(stream.drain):
-            await stream.run()
+            self._streams.add(stream)
+            try:
+                await stream.run()
+            finally:
+                self._streams.discard(stream)
 
-    def _find(self, request: Any) -> Lane:  # noqa: ANN401
+    def _find(self, request: Any, grant: Grant) -> Lane:  # noqa: ANN401
+        grant.require_model(request.name)
         return self._models.find(request.name, request.version or None)
 
-    def _find_loaded(self, request: Any) -> Lane:  # noqa: ANN401
+    def _find_loaded(self, request: Any, grant: Grant) -> Lane:  # noqa: ANN401
+        grant.require_model(request.name)
         return self._models.find_loaded(request.name, request.version or None)
 
-    def _model_ready(self, request: Any) -> Any:  # noqa: ANN401
-        lane = self._find(request)
+    def _model_ready(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
+        lane = self._find(request, grant)
         is_ready = self._models.is_lane_ready(lane) and not self._models.is_stopping
         return oip_pb2.ModelReadyResponse(ready=is_ready)
 
-    def _model_metadata(self, request: Any) -> Any:  # noqa: ANN401
-        lane = self._find_loaded(request)
+    def _model_metadata(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
+        lane = self._find_loaded(request, grant)
         name = lane.model.name
         versions = [each.model.version for each in self._models if each.model.name == name]
         return describe.metadata(lane, versions)
 
-    def _model_config(self, request: Any) -> Any:  # noqa: ANN401
-        return oip_pb2.ModelConfigResponse(config=describe.config(self._find_loaded(request)))
+    def _model_config(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
+        lane = self._find_loaded(request, grant)
+        return oip_pb2.ModelConfigResponse(config=describe.config(lane))
 
-    def _model_statistics(self, request: Any) -> Any:  # noqa: ANN401
-        lanes = list(self._models)
+    def _model_statistics(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
+        lanes = [lane for lane in self._models if grant.may_ask(lane.model.name)]
         if request.name:
-            self._find(request)
+            self._find(request, grant)
             lanes = [
                 lane
                 for lane in lanes
@@ -125,12 +133,12 @@ class OipService:
             ]
         return oip_pb2.ModelStatisticsResponse(model_stats=map(describe.statistics, lanes))
 
-    def _repository_index(self, request: Any) -> Any:  # noqa: ANN401
+    def _repository_index(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
         return oip_pb2.RepositoryIndexResponse(
             models=[
                 describe.index_entry(standing)
                 for standing in self._models.index()
-                if standing.state == "READY" or not request.ready
+                if (standing.state == "READY" or not request.ready) and grant.may_ask(standing.name)
             ]
         )
 
@@ -165,22 +173,19 @@ def _named(request: Any) -> str:  # noqa: ANN401
     return name
 
 
-def _coded(name: str, answer: Answer) -> Callable[[bytes], Awaitable[bytes]]:
+def _at_once(answer: Answer) -> Change:
+    async def answer_later(request: Any, grant: Grant) -> Any:  # noqa: ANN401
+        return answer(request, grant)
+
+    return answer_later
+
+
+def _coded(name: str, answer: Change) -> Callable[[bytes, Grant], Awaitable[bytes]]:
     """A call from bytes to bytes."""
 
-    async def serve(raw: bytes) -> bytes:
-        response: bytes = answer(_parsed(name, raw)).SerializeToString()
+    async def serve(raw: bytes, grant: Grant) -> bytes:
+        response: bytes = (await answer(_parsed(name, raw), grant)).SerializeToString()
         return response
-
-    return serve
-
-
-def _permitted(name: str, change: Change) -> Callable[[bytes, Call], Awaitable[None]]:
-    """A call that not every caller may make."""
-
-    async def serve(raw: bytes, call: Call) -> None:
-        response = await change(_parsed(name, raw), call.grant)
-        await call.answer(response.SerializeToString())
 
     return serve
 
@@ -194,14 +199,14 @@ def _parsed(name: str, raw: bytes) -> Any:  # noqa: ANN401
 
 def _nothing_of(name: str) -> Answer:
     kind = getattr(oip_pb2, f"{name}Response")
-    return lambda _: kind()
+    return lambda *_: kind()
 
 
 def _nothing_to_unregister(name: str) -> Answer:
     """Tools forget all regions before they begin; that there are none is what they want."""
     kind = getattr(oip_pb2, f"{name}Response")
 
-    def answer(request: Any) -> Any:  # noqa: ANN401
+    def answer(request: Any, _: Grant) -> Any:  # noqa: ANN401
         if request.name:
             raise Unsupported("there are no regions; this server takes no shared memory")
         return kind()
@@ -210,7 +215,7 @@ def _nothing_to_unregister(name: str) -> Answer:
 
 
 def _not_offered(why: str) -> Answer:
-    def answer(_: Any) -> Any:  # noqa: ANN401
+    def answer(*_: Any) -> Any:  # noqa: ANN401
         raise Unsupported(why)
 
     return answer

@@ -62,6 +62,9 @@ class InferStream:
         self._window_bytes = 0
         self._moved = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
+        self._last_error: IskanderError = Draining(
+            "the server is stopping; send the rest to another", retry_after_ms=0
+        )
 
     async def run(self) -> None:
         """Serve the stream until its end.
@@ -83,6 +86,15 @@ class InferStream:
         """Read no more; what was accepted is still answered, then the stream ends."""
         if self._reader is not None:
             self._reader.cancel()
+
+    def look_at_grant(self) -> None:
+        """Read no more where the caller's token is not valid any more, and say so at the end."""
+        try:
+            self._call.grant.require_valid()
+        except IskanderError as error:
+            self._last_error = error
+            if self._reader is not None:
+                self._reader.cancel()
 
     async def _read_all(self) -> None:
         """Take requests until there are no more, as far as the window has room."""
@@ -129,9 +141,7 @@ class InferStream:
                 self._moved.set()
             elif not window and self._reader.done():
                 if self._reader.cancelled():
-                    raise Draining(
-                        "the server is stopping; send the rest to another", retry_after_ms=0
-                    )
+                    raise self._last_error
                 return self._reader.result()
             else:
                 self._moved.clear()

@@ -88,8 +88,8 @@ class StreamTerms:
     Args:
         headers: Of the call, by name.
         deadline_ns: Of the call; None where it has none.
-        name: Whose token the caller showed; empty where none is known. No caller can be called as
-            one of another token is.
+        name: Whose token the caller showed, which goes before what it calls itself: no caller can
+            be called as one of another token. Empty where nobody needs a token.
 
     Attributes:
         is_in_band: An error of one batch takes the place of its result.
@@ -118,7 +118,7 @@ class StreamTerms:
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
         self._said = said
         self._name = name
-        self._client = self._called(said.client) or f"stream {next(_numbers)}"
+        self._client = self._called(said.client or f"stream {next(_numbers)}")
         self.route_key = said.route_key or said.client or self._client
         self._default = self.with_said(said)
         self._remembered: dict[bytes, Terms] = {}
@@ -156,7 +156,7 @@ class StreamTerms:
         stamp_ns = said.timestamp_ns
         return Terms(
             client=self._called(said.client) if said.client else self._client,
-            is_named=bool(said.client or stream.client or self._name),
+            is_named=bool(said.client or stream.client),
             priority=PRIORITY_DEFAULT if priority is None else priority,
             urgency=_first(said.urgency, stream.urgency) or 0.0,
             budget_ms=_first(said.deadline_ms, stream.deadline_ms),
@@ -166,9 +166,9 @@ class StreamTerms:
             is_newest_wins=bool(_first(said.newest_wins, stream.newest_wins)),
         )
 
-    def _called(self, said: str | None) -> str:
+    def _called(self, said: str) -> str:
         """What a client is called that says it is called so."""
-        return f"{self._name}/{said}" if self._name and said else said or self._name
+        return f"{self._name}/{said}" if self._name else said
 
 
 def _first(said: Any, otherwise: Any) -> Any:  # noqa: ANN401

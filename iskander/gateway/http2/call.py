@@ -104,7 +104,7 @@ class Call:
         self.on_room: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._encoding = head.encoding
-        self._message_bytes_max = connection.host.message_bytes
+        self._message_bytes_max = connection.host.message_bytes(head.path)
         self._messages: deque[Message | _Compressed | RpcError | None] = deque()
         self._prefix = b""
         self._partial: memoryview | None = None
@@ -131,11 +131,13 @@ class Call:
         return bool(self._outbox)
 
     def receive(self) -> Message | None:
-        """The next message, which is there; None at the end of them.
+        """The next message, which is there; None at the end of them, or of the call.
 
         Raises:
             RpcError: It is too large, or compressed in an unknown way.
         """
+        if self._is_over:
+            return None
         messages = self._messages
         message = messages[0]
         if message is None:
@@ -191,7 +193,7 @@ class Call:
 
     async def read(self) -> Message | None:
         """As `receive`, once there is something."""
-        if not self._messages:
+        if not self._messages and not self._is_over:
             there = self._loop.create_future()
             self.on_input = partial(_wake, there)
             try:
@@ -236,7 +238,10 @@ class Call:
         """Forget the call, and end its handler where that has not ended."""
         if self._is_over:
             return
-        self._is_over = True
+        self._is_over = self._is_deaf = True
+        # It may be in a cycle with what served it, and be there until a collection.
+        self._partial = None
+        self._messages.clear()
         self._outbox.clear()
         if self._timer is not None:
             self._timer.cancel()

@@ -46,7 +46,7 @@ class Host(Protocol):
     Attributes:
         loop: Theirs.
         serve: Answers a call; ends by itself, or with `RpcError`.
-        message_bytes: The largest message taken.
+        message_bytes: The largest message that is taken, by a call's path.
         calls_max: Open calls of one connection.
         scratch: Where sockets are read into; a read is taken apart before the next.
         connections: The open ones.
@@ -54,7 +54,7 @@ class Host(Protocol):
 
     loop: asyncio.AbstractEventLoop
     serve: Callable[[Call], Awaitable[None]]
-    message_bytes: int
+    message_bytes: Callable[[str], int]
     calls_max: int
     scratch: memoryview
     connections: set[Connection]

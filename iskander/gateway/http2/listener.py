@@ -23,7 +23,7 @@ class Listener(Listening[Connection]):
 
     Args:
         serve: Answers a call, by its path; may end with `RpcError`.
-        message_bytes: The largest message taken.
+        message_bytes: The largest message that is taken, by a call's path.
         calls_max: Open calls of one connection.
         tls: What connections over TCP are spoken to with; None: in the clear.
     """
@@ -32,7 +32,7 @@ class Listener(Listening[Connection]):
         self,
         serve: Callable[[Call], Awaitable[None]],
         *,
-        message_bytes: int,
+        message_bytes: Callable[[str], int],
         calls_max: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
