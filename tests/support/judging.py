@@ -7,6 +7,7 @@ input, `{"scenario": "...", ...}`, and answers with one: `{"facts": ...}` or `{"
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -69,7 +70,11 @@ def say(answer: dict[str, Any]) -> None:
 
 
 def serve(*scenarios: Callable[..., Facts]) -> None:
-    """Run scenarios by name, until there are no more."""
+    """Run scenarios by name, until there are no more; then end.
+
+    At once: where an interpreter ends in order, grpcio can wait for a lock that a thread held which
+    had to end before it.
+    """
     by_name = {scenario.__name__: scenario for scenario in scenarios}
     for line in sys.stdin:
         wanted = json.loads(line)
@@ -77,3 +82,4 @@ def serve(*scenarios: Callable[..., Facts]) -> None:
             say({"facts": by_name[wanted.pop("scenario")](**wanted)})
         except Exception:
             say({"error": traceback.format_exc()})
+    os._exit(0)

@@ -10,6 +10,7 @@ Reads one JSON call a line on standard input and answers with one JSON line:
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ def main() -> None:
     for line in sys.stdin:
         sys.stdout.write(json.dumps(call(channel, json.loads(line))) + "\n")
         sys.stdout.flush()
+    os._exit(0)  # As judges do.
 
 
 def call(channel: grpc.Channel, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pyarrow as pa
 import pytest
-import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from pyarrow import flight
 from support.dealt import by_process, client_of
+from support.judging import Judge
 from support.models import row_ids
 from support.processes import BIN, Gateway, eventually, running
 from support.robots import address_of, ask, connected, joints, policy
@@ -34,8 +33,9 @@ from iskander.errors import (
 )
 from iskander.tokens import add_token
 
-SERVING = b"\x08\x01"
+SERVING = "0801"
 """A HealthCheckResponse."""
+JUDGE = str(Path(__file__).parent.parent / "support" / "access_judge.py")
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 
 
@@ -53,7 +53,7 @@ class Served:
     def header(self, whose: str | None) -> dict[str, str]:
         if whose is None:
             return {}
-        return {"authorization": f"Bearer {self.tokens[whose]}"}
+        return {"authorization": f"Bearer {self.tokens.get(whose, 'no-token-of-ours')}"}
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ) as gateway:
         yield Served(gateway, folder, tokens)
         gateway.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    """Clients with grpcio, which cannot be where pyarrow.flight is."""
+    judge = Judge(JUDGE)
+    yield judge
+    judge.close()
 
 
 def test_a_flight_client_with_a_token_is_served(served: Served) -> None:
@@ -138,92 +146,52 @@ def test_to_unload_takes_a_token_for_that(
         client.unload("ids")
 
 
-def asked() -> list[Any]:
-    tensor = triton.InferInput("x", [3], "INT64")
-    tensor.set_data_from_numpy(np.array([1, 2, 3]))
-    return [tensor]
+def test_triton_clients_over_grpc(served: Served, judge: Judge) -> None:
+    def call(name: str, whose: str | None, **arguments: Any) -> Any:
+        headers = served.header(whose)
+        address = served.gateway.address
+        return judge.ask("call", address=address, name=name, headers=headers, **arguments)
+
+    for probe in ("is_server_live", "is_server_ready"):
+        assert call(probe, None) is True
+    for whose, found in (
+        (None, "UNAUTHENTICATED"),
+        ("nobody", "UNAUTHENTICATED"),
+        ("stranger", "PERMISSION_DENIED"),
+        ("scorer", "ids"),
+    ):
+        assert call("infer", whose, model_name="ids") == found
+        assert call("get_model_metadata", whose, model_name="ids") == found
+    assert call("load_model", "scorer", model_name="ids") == "PERMISSION_DENIED"
+    assert call("unload_model", "operator", model_name="ids") == "UNIMPLEMENTED"
 
 
-def test_triton_clients_over_grpc(served: Served) -> None:
-    client = triton.InferenceServerClient(served.gateway.address)
-    try:
-        assert client.is_server_live() and client.is_server_ready()  # Probes show nothing.
-        found = client.infer("ids", asked(), headers=served.header("scorer"))
-        assert found.get_response().model_name == "ids"
-        for headers, status in (
-            ({}, "UNAUTHENTICATED"),
-            ({"authorization": "Bearer no"}, "UNAUTHENTICATED"),
-            (served.header("stranger"), "PERMISSION_DENIED"),
-        ):
-            with pytest.raises(InferenceServerException) as refused:
-                client.infer("ids", asked(), headers=headers)
-            assert refused.value.status() == f"StatusCode.{status}"
-        with pytest.raises(InferenceServerException) as refused:
-            client.load_model("ids", headers=served.header("scorer"))
-        assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
-        assert client.get_model_metadata("ids", headers=served.header("scorer")).name == "ids"
-        with pytest.raises(InferenceServerException) as refused:
-            client.get_model_metadata("ids", headers=served.header("stranger"))
-        assert refused.value.status() == "StatusCode.PERMISSION_DENIED"
-    finally:
-        client.close()
+def test_a_stream_of_requests_is_for_those_who_may(served: Served, judge: Judge) -> None:
+    address = served.gateway.address
+    (error,) = judge.ask("stream", address=address, headers=served.header("stranger"))
+    assert "is not for model `ids`" in error
+    assert judge.ask("stream", address=address, headers=served.header("scorer")) == [""]
 
 
-def test_a_stream_of_requests_is_for_those_who_may(served: Served) -> None:
-    found: list[tuple[Any, Any]] = []
-    client = triton.InferenceServerClient(served.gateway.address)
-    try:
-        client.start_stream(
-            lambda result, error: found.append((result, error)),
-            headers=served.header("stranger"),
-        )
-        client.async_stream_infer("ids", asked(), request_id="a")
-        eventually(lambda: found, what="an answer")
-        client.stop_stream()
-    finally:
-        client.close()
-    ((result, error),) = found
-    assert result is None and "is not for model `ids`" in str(error)
+def test_health_checks_show_nothing(served: Served, judge: Judge) -> None:
+    found = judge.ask(
+        "health", address=served.gateway.address, services=["", "policy", "ids", "no-such-model"]
+    )
+    assert found == [SERVING, SERVING, "UNAUTHENTICATED", "UNAUTHENTICATED"]
 
 
-def test_health_checks_show_nothing(served: Served) -> None:
-    with grpc.insecure_channel(served.gateway.address) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        assert check(b"", timeout=10) == SERVING
-        for service, status in (
-            (b"policy", None),
-            (b"ids", grpc.StatusCode.UNAUTHENTICATED),
-            (b"no-such-model", grpc.StatusCode.UNAUTHENTICATED),
-        ):
-            named = b"\x0a" + bytes((len(service),)) + service
-            if status is None:
-                assert check(named, timeout=10) == SERVING
-                continue
-            with pytest.raises(grpc.RpcError) as refused:
-                check(named, timeout=10)
-            assert refused.value.code() is status
-
-
-def test_probes_are_small_and_few(served: Served) -> None:
+def test_probes_are_small_and_few(served: Served, judge: Judge) -> None:
     """Who shows nothing keeps nothing of the server, and no place from those who show something."""
-    with grpc.insecure_channel(served.gateway.address) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        with pytest.raises(grpc.RpcError) as refused:
-            check(b"\x0a\xff\xff\x03" + bytes(65_535), timeout=10)
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
-        watching = [watch(b"", timeout=60) for _ in range(2)]
-        assert [next(each) for each in watching] == [SERVING] * 2
-        with pytest.raises(grpc.RpcError) as refused:
-            next(watch(b"", timeout=60))
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        shown = [("authorization", served.header("stranger")["authorization"])]
-        assert next(watch(b"", timeout=60, metadata=shown)) == SERVING
-        for each in watching:
-            each.cancel()
+    address = served.gateway.address
+    for padding, found in ((500, [SERVING]), (65_000, ["INVALID_ARGUMENT"])):
+        assert judge.ask("health", address=address, services=[""], padding=padding) == found
+    shown = [served.header(whose) for whose in (None, None, None, "stranger")]
+    found = judge.ask("watch", address=address, headers=shown)
+    assert found == [SERVING, SERVING, "RESOURCE_EXHAUSTED", SERVING]
 
 
-def test_who_may_not_ask_a_model_is_not_told_of_it(served: Served) -> None:
+def test_who_may_not_ask_a_model_is_not_told_of_it(served: Served, judge: Judge) -> None:
+    address = served.gateway.address
     for whose, names in ((None, {"policy"}), ("scorer", {"ids"}), ("operator", {"ids", "policy"})):
         with served.client(whose) as client:
             assert {model["name"] for model in client.models()} == names
@@ -231,15 +199,12 @@ def test_who_may_not_ask_a_model_is_not_told_of_it(served: Served) -> None:
         headers = served.header(whose)
         header = [(name.encode(), said.encode()) for name, said in headers.items()]
         options = flight.FlightCallOptions(headers=header, timeout=10)
-        with flight.connect(f"grpc://{served.gateway.address}") as plain:
+        with flight.connect(f"grpc://{address}") as plain:
             listed = {info.descriptor.path[0].decode() for info in plain.list_flights(b"", options)}
         assert listed == names
-        over_grpc = triton.InferenceServerClient(served.gateway.address)
-        index = over_grpc.get_model_repository_index(headers=headers)
-        assert {model.name for model in index.models} == names
-        told = over_grpc.get_inference_statistics(headers=headers)
-        assert {each.name for each in told.model_stats} == names
-        over_grpc.close()
+        for name in ("get_model_repository_index", "get_inference_statistics"):
+            told = judge.ask("call", address=address, name=name, headers=headers)
+            assert set(told) == names
     with served.client(None) as client, pytest.raises(Unauthenticated):
         client.stats()
     with served.client("operator") as client, pytest.raises(ModelNotFound) as absent:
@@ -355,22 +320,20 @@ def test_the_operators_tool_makes_tokens(served: Served) -> None:
         served.file.write_text(before)
 
 
-def test_streams_that_say_nothing_end_with_their_token(served: Served) -> None:
+def test_streams_that_say_nothing_end_with_their_token(served: Served, judge: Judge) -> None:
     before = served.file.read_text()
-    token = add_token(served.file, "leaver", ("*",))
-    header = [("authorization", f"Bearer {token}")]
+    token = served.tokens["leaver"] = add_token(served.file, "leaver", ("*",))
+    header = [(b"authorization", f"Bearer {token}".encode())]
     descriptor = flight.FlightDescriptor.for_path("ids")
-    options = flight.FlightCallOptions(headers=[(h.encode(), v.encode()) for h, v in header])
+    options = flight.FlightCallOptions(headers=header)
 
     def is_known() -> bool:
-        with Client(served.gateway.address, token=token) as client:
+        with served.client("leaver") as client:
             try:
                 return client.health()["ready"] is not None
             except Unauthenticated:
                 return False
 
-    found: list[Any] = []
-    over_grpc = triton.InferenceServerClient(served.gateway.address)
     try:
         eventually(is_known, what="a token that was added")
         with flight.connect(f"grpc://{served.gateway.address}") as client:
@@ -378,21 +341,16 @@ def test_streams_that_say_nothing_end_with_their_token(served: Served) -> None:
             writer.begin(ROWS.schema)
             writer.write_batch(ROWS)
             assert reader.read_chunk().data.num_rows == 3
-            over_grpc.start_stream(
-                lambda result, error: found.append(error or result), headers=dict(header)
-            )
-            over_grpc.async_stream_infer("ids", asked())
-            eventually(lambda: found, what="an answer")
+            judge.begin("stay", address=served.gateway.address, headers=served.header("leaver"))
+            assert judge.facts() is True  # It was answered.
             served.file.write_text(before)
             with pytest.raises(flight.FlightUnauthenticatedError, match="not valid any more"):
                 reader.read_chunk()
-            eventually(lambda: len(found) == 2, what="the end of the other stream")
-            assert "not valid any more" in str(found[1])
+            assert judge.facts() == "UNAUTHENTICATED"
             with pytest.raises(flight.FlightUnauthenticatedError):
                 writer.close()
     finally:
         served.file.write_text(before)
-        over_grpc.close()
 
 
 def test_every_process_of_a_gateway_asks_for_tokens(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 import trustme
 from cryptography.hazmat.primitives import serialization
 from pyarrow import flight
+from support.judging import Judge
 from support.models import ROOT, identity, row_ids
 from support.processes import BIN, MIB, Gateway, eventually, running
 
@@ -31,6 +31,7 @@ from iskander.gateway.handshakes import HANDSHAKES_MAX
 
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 FLOAT, ELEMENTS = 1, 1024
+JUDGE = str(ROOT / "tests" / "support" / "access_judge.py")
 FILES = {"certificate": "chain.pem", "key": "key.pem"}
 
 
@@ -112,20 +113,21 @@ def test_pyarrow_believes_who_signed(gateway: Gateway, roots: Path, folder: Path
 
 
 def test_tritons_clients(gateway: Gateway, roots: Path) -> None:
-    over_grpc = triton.InferenceServerClient(
-        gateway.address, ssl=True, root_certificates=str(roots)
-    )
-    address = gateway.stats()["http_address"]
+    judge = Judge(JUDGE)
+    over_grpc = {"address": gateway.address, "name": "infer", "model_name": "ids"}
+    try:
+        assert judge.ask("call", **over_grpc, roots=str(roots)) == "ids"
+        assert judge.ask("call", **over_grpc) == "UNAVAILABLE"
+    finally:
+        judge.close()
     context = ssl.create_default_context(cafile=str(roots))
     over_http = triton_http.InferenceServerClient(
-        address, ssl=True, ssl_context_factory=lambda: context
+        gateway.stats()["http_address"], ssl=True, ssl_context_factory=lambda: context
     )
-    for client, module in ((over_grpc, triton), (over_http, triton_http)):
-        tensor = module.InferInput("x", [3], "INT64")
-        tensor.set_data_from_numpy(np.array([1, 2, 3]))
-        assert client.is_server_ready()
-        assert client.infer("ids", [tensor]) is not None
-        client.close()
+    tensor = triton_http.InferInput("x", [3], "INT64")
+    tensor.set_data_from_numpy(np.array([1, 2, 3]))
+    assert over_http.infer("ids", [tensor]).get_response()["model_name"] == "ids"
+    over_http.close()
 
 
 def test_a_socket_of_the_machine_stays_as_it_is(gateway: Gateway, folder: Path) -> None:

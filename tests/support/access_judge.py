@@ -1,0 +1,128 @@
+"""What clients with grpcio get of a server that wants tokens, or speaks TLS; no pyarrow.flight."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support import judging
+
+HEALTH = "/grpc.health.v1.Health"
+PATIENCE_S = 20.0
+
+
+def tensors() -> list[triton.InferInput]:
+    tensor = triton.InferInput("x", [3], "INT64")
+    tensor.set_data_from_numpy(np.array([1, 2, 3]))
+    return [tensor]
+
+
+def call(address: str, name: str, roots: str = "", **arguments: Any) -> Any:
+    """A method of Triton's client: what it gives, by name where it is a message; or the status."""
+    client = triton.InferenceServerClient(address, ssl=bool(roots), root_certificates=roots or None)
+    if name == "infer":
+        arguments["inputs"] = tensors()
+    try:
+        found = getattr(client, name)(**arguments)
+    except InferenceServerException as error:
+        return str(error.status()).removeprefix("StatusCode.")
+    finally:
+        client.close()
+    if name == "infer":
+        return found.get_response().model_name
+    if name == "get_model_metadata":
+        return found.name
+    if name == "get_model_repository_index":
+        return sorted(model.name for model in found.models)
+    if name == "get_inference_statistics":
+        return sorted({each.name for each in found.model_stats})
+    return found
+
+
+def stream(address: str, headers: dict[str, str]) -> Any:
+    """One request of a stream: the text of its error, or nothing."""
+    found: list[str] = []
+    client = triton.InferenceServerClient(address)
+    client.start_stream(lambda result, error: found.append(str(error or "")), headers=headers)
+    client.async_stream_infer("ids", tensors())
+    client.stop_stream()
+    client.close()
+    return found
+
+
+def stay(address: str, headers: dict[str, str]) -> str:
+    """A stream that says nothing any more, when one request was answered; how it ends."""
+    method = "/inference.GRPCInferenceService/ModelStreamInfer"
+    with grpc.insecure_channel(address) as channel:
+        request = triton.service_pb2.ModelInferRequest(model_name="ids")
+        request.inputs.add(name="x", datatype="INT64", shape=[3])
+        request.raw_input_contents.append(np.array([1, 2, 3]).tobytes())
+        sent = [request.SerializeToString()]
+        over = grpc.StatusCode.OK
+        still = threading.Event()
+
+        def requests() -> Any:
+            yield sent[0]
+            still.wait(PATIENCE_S)
+
+        answers = channel.stream_stream(method)(
+            requests(), timeout=PATIENCE_S, metadata=list(headers.items())
+        )
+        judging.say({"facts": len(next(answers)) > 0})
+        try:
+            next(answers)
+        except grpc.RpcError as error:
+            over = error.code()
+        still.set()
+        return str(over.name)
+
+
+def health(address: str, services: list[str], padding: int = 0) -> list[str]:
+    """What checks of services answer, in hexadecimal, or the status.
+
+    Args:
+        address: Of the server.
+        services: Their names.
+        padding: Bytes, two to 65,535, of a field that means nothing to the server.
+    """
+    found = []
+    more = b"\x12" + bytes((padding & 127 | 128, padding >> 7 & 127 | 128, padding >> 14))
+    with grpc.insecure_channel(address) as channel:
+        check = channel.unary_unary(f"{HEALTH}/Check")
+        for service in services:
+            message = b"\x0a" + bytes((len(service),)) + service.encode() if service else b""
+            try:
+                message += (more + bytes(padding)) * bool(padding)
+                found.append(check(message, timeout=PATIENCE_S).hex())
+            except grpc.RpcError as error:
+                found.append(error.code().name)
+    return found
+
+
+def watch(address: str, headers: list[dict[str, str]]) -> list[str]:
+    """What watchers hear first who come one after the other and stay."""
+    found = []
+    with grpc.insecure_channel(address) as channel:
+        method = channel.unary_stream(f"{HEALTH}/Watch")
+        watching = []
+        for shown in headers:
+            watching.append(method(b"", timeout=PATIENCE_S, metadata=list(shown.items())))
+            try:
+                found.append(next(watching[-1]).hex())
+            except grpc.RpcError as error:
+                found.append(error.code().name)
+        for each in watching:
+            each.cancel()
+    return found
+
+
+if __name__ == "__main__":
+    judging.serve(call, stream, stay, health, watch)
