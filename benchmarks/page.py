@@ -45,7 +45,7 @@ METHOD = """## Method
   at which the batch was due. `sent late` is how long it waited for a free connection or for the
   client; `dropped` are batches without an answer.
 - Before anything is measured, every system's answers are compared with the model's own.
-- Every figure is the median of {rounds} rounds of {seconds:g} s (open loops have their time in
+- Every figure is the median of {rounds} rounds of {seconds} s (open loops have their time in
   their name), each after {warm_up_seconds:g} s of warm-up that is not counted. In a round the
   systems take turns, and the one to begin changes. A ratio is taken within each round, and the
   median of those is held against its goal.
@@ -85,9 +85,15 @@ def write_page(results: Results, path: Path, *, images: Path | None) -> None:
             image = images / f"{_slug(case)}.png"
             plots.draw(results, case, image)
             parts.append(f"![latencies]({image.relative_to(path.parent).as_posix()})\n")
-    parts.append(METHOD.format(**results.run["effort"]))
+    parts.append(METHOD.format(**results.run["effort"] | {"seconds": _seconds(results)}))
     parts.append(f"## Machine and versions\n\n{_render_facts(results.run)}\n")
     path.write_text("\n".join(parts), "utf-8")
+
+
+def _seconds(results: Results) -> str:
+    """How long the rounds of closed loops were, which suites may differ in."""
+    closed = {each["seconds"] for each in results.measurements if not each["arrivals_per_s"]}
+    return " or ".join(f"{seconds:g}" for seconds in sorted(closed)) or "no"
 
 
 def _slug(case: str) -> str:

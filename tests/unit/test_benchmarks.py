@@ -34,6 +34,8 @@ def measurement(system: str, round_: int, **figures: Any) -> dict[str, Any]:
         "case": CASE,
         "system": system,
         "round": round_,
+        "seconds": 5.0,
+        "arrivals_per_s": 0.0,
         **dict.fromkeys(("p50_us", "p95_us", "p99_us", "p999_us"), 100.0),
         **dict.fromkeys(("requests_per_s", "rows_per_s"), 1000.0),
         **dict.fromkeys(("server_cpu_us", "front_cpu_us", "client_cpu_us"), 50.0),
