@@ -246,7 +246,7 @@ def test_triton_clients_over_http(served: Served) -> None:
 
 
 def test_http_says_what_it_wants(served: Served) -> None:
-    """A large body too gets its answer, and is not kept."""
+    """Also to a client that is still sending a large body."""
     host, port = served.gateway.stats()["http_address"].split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     for body in (b"{}", b"x" * (1 << 20)):
