@@ -6,10 +6,11 @@ Code that decides takes `now_ns` as an argument, so that tests pass their own.
 from __future__ import annotations
 
 import time
+from typing import Final
 
-NS_PER_US = 1000
-NS_PER_MS = 1_000_000
-NS_PER_S = 1_000_000_000
+NS_PER_US: Final = 1000
+NS_PER_MS: Final = 1_000_000
+NS_PER_S: Final = 1_000_000_000
 
 now_ns = time.monotonic_ns
 wall_ns = time.time_ns

@@ -21,6 +21,8 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
+from msgspec.structs import replace
+
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config_models import LaneConfig
 from iskander.contract.columns import ColumnType
@@ -333,7 +335,7 @@ class World:
 def unnamed(trace: Sequence[Arrival]) -> list[Arrival]:
     """The same trace from clients without names, of whom no rhythm is learned."""
     return [
-        arrival._replace(terms=arrival.terms._replace(is_named=False))
+        arrival._replace(terms=replace(arrival.terms, is_named=False))
         if arrival.terms is not NO_TERMS
         else arrival
         for arrival in trace

@@ -11,9 +11,9 @@ Source: ONNX `TensorProto.DataType`, Arrow columnar format 1.5, Open Inference P
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-OFFSET_BYTES = 4
+OFFSET_BYTES: Final = 4
 """Where a string begins and ends is said by int32 numbers, as in Arrow's `utf8` and `binary`."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from iskander.contract.strings import COLUMN_BYTES_MAX, string_lengths, string_r
 from iskander.contract.tensors import TensorSpec, body_layout
 from iskander.errors import ExecutionFailed
 
-LAYOUTS_MAX = 256
+LAYOUTS_MAX: Final = 256
 
 
 class Rows(NamedTuple):

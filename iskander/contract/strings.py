@@ -16,12 +16,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Final
 
 from iskander.contract.dtypes import OFFSET_BYTES
 from iskander.contract.tensors import ALIGNMENT, TensorSpec
 from iskander.errors import LimitExceeded
 
-COLUMN_BYTES_MAX = (1 << 31) - 1
+COLUMN_BYTES_MAX: Final = (1 << 31) - 1
 """Of the strings of one column: what int32 offsets can say."""
 
 Body = bytes | bytearray | memoryview

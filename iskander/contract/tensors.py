@@ -6,6 +6,7 @@ Pure; known to the gateway and to workers.
 from __future__ import annotations
 
 from math import prod
+from typing import Final
 
 import msgspec
 
@@ -17,7 +18,7 @@ from iskander.errors import ManifestError
 
 STRING_BYTES = 256
 """The most bytes of one string in a result, where a model's settings say nothing else."""
-ALIGNMENT = 64
+ALIGNMENT: Final = 64
 """Bytes. Every buffer in an arena begins on such a boundary (Arrow's recommendation, AVX-512)."""
 
 

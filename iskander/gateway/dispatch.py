@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator
+from typing import Final
 
 from iskander.clock import NS_PER_MS, now_ns
 from iskander.errors import IskanderError
@@ -28,7 +29,7 @@ from iskander.gateway.supervision.workers import Flight, Part, Worker
 from iskander.memory.arena import Lease
 from iskander.wire.messages import Done, Execute, Failed, Slice, encode
 
-log = logging.getLogger("iskander.dispatch")
+log: Final = logging.getLogger("iskander.dispatch")
 
 
 class Dispatcher:
@@ -408,11 +409,12 @@ def _by_readiness(lane: Lane, kept: set[Worker]) -> list[Worker]:
 
 def _unlanded(flight: Flight) -> list[Request]:
     """Undo the parts of a batch that has no results; every request of it once."""
-    for request, first, rows, _ in flight.parts:
+    for part in flight.parts:
+        request = part.request
         request.running -= 1
         if request.is_over:
             continue
         if request.is_waiting:
             request.lane.queue.remove(request)
-        request.todo.append((first, rows))
+        request.todo.append((part.first, part.rows))
     return list(dict.fromkeys(part.request for part in flight.parts))

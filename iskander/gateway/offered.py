@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Iterator
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from iskander.config import LimitsConfig
@@ -24,7 +24,7 @@ from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.gateway.texts import require_string_bytes, require_strings
 
 
-class Tensor(NamedTuple):
+class Tensor(msgspec.Struct, frozen=True):
     """One tensor as it is on the wire.
 
     Attributes:
@@ -39,7 +39,7 @@ class Tensor(NamedTuple):
     data: memoryview
 
 
-class Offered(NamedTuple):
+class Offered(msgspec.Struct, frozen=True):
     """What a request wants computed.
 
     Attributes:

@@ -9,11 +9,13 @@ Pure, but for what it notes on the request.
 
 from __future__ import annotations
 
+from typing import Final
+
 from iskander.errors import Cancelled, IskanderError, PoisonedRequest
 from iskander.gateway.lanes.request import Request
 
-KILLS_MAX = 2
-LOSSES_MAX = 8
+KILLS_MAX: Final = 2
+LOSSES_MAX: Final = 8
 """Workers that may die under a request whether or not they ran it; every retry has an end."""
 
 

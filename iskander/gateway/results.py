@@ -31,7 +31,7 @@ def taken(part: Part, arena: memoryview) -> Taking:
     Returns:
         The request's results; None while rows of it are missing that other batches compute.
     """
-    request, first, rows, offset = part
+    request, first, rows, offset = part.request, part.first, part.rows, part.output_offset
     outputs = request.lane.layouts.outputs
     if rows < request.rows:
         collected = _joined if outputs.has_strings else _collected

@@ -13,11 +13,13 @@ Runs on: gateway loop, which leases both the inputs that it writes and the room 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
+from typing import Final
+
+import msgspec
 
 from iskander.errors import SegmentError
 
-GRAIN_BYTES = 4096
+GRAIN_BYTES: Final = 4096
 """Leases are multiples of this: requests of nearly one size meet at one address."""
 
 
@@ -26,7 +28,7 @@ def usable_bytes(segment_bytes: int) -> int:
     return segment_bytes // GRAIN_BYTES * GRAIN_BYTES
 
 
-class Lease(NamedTuple):
+class Lease(msgspec.Struct, frozen=True):
     """The right to one range until it is given back.
 
     Attributes:

@@ -13,7 +13,7 @@ import errno
 import os
 import resource
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 HUGE_PAGE_BYTES = 2 << 20
 """Of the pool that is asked; 1 GiB pages would waste most of an arena."""
@@ -34,7 +34,7 @@ class BackingOptions(NamedTuple):
     is_locked: bool = False
 
 
-ANY_MEMORY = BackingOptions()
+ANY_MEMORY: Final = BackingOptions()
 
 
 class Backing(NamedTuple):

@@ -11,12 +11,12 @@ Runs on: worker main (writes), gateway loop (reads).
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-BEAT_BYTES = 4096
+BEAT_BYTES: Final = 4096
 """A page: the least that can be mapped."""
 
-_BEAT = struct.Struct("<qq")
+_BEAT: Final = struct.Struct("<qq")
 
 
 class Beat(NamedTuple):

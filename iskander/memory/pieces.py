@@ -9,10 +9,11 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-WHOLE_BYTES = 4 << 20
+WHOLE_BYTES: Final = 4 << 20
 """Up to here a copy is made at once; a millisecond or two."""
-PIECE_BYTES = 1 << 20
+PIECE_BYTES: Final = 1 << 20
 
 
 def copied(target: memoryview, source: memoryview) -> Iterator[None]:

@@ -18,12 +18,13 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Final
 
-FRAME_BYTES_MAX = 1 << 18
+FRAME_BYTES_MAX: Final = 1 << 18
 """Frames are far smaller; the largest tells of a contract with a thousand columns. Both buffers
 are asked to hold one, which the system's usual ceiling (net.core.wmem_max) allows."""
 
-_NO_WAIT = int(socket.MSG_DONTWAIT)
+_NO_WAIT: Final = int(socket.MSG_DONTWAIT)
 
 
 class Channel:

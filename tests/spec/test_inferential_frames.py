@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inferential import proto
+from msgspec.structs import replace
 
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
@@ -282,7 +283,7 @@ def test_a_type_that_the_protocol_has_not() -> None:
 def test_metadata_that_is_ours(metadata: dict[str, str], wanted: dict[str, Any]) -> None:
     envelope = proto.Observation(metadata=metadata)
     terms = read_terms(envelope, "a", newest_wins=False, wall_ns=MOMENT_NS)
-    assert terms == Terms(client="a", is_named=True, priority=0)._replace(**wanted)
+    assert terms == replace(Terms(client="a", is_named=True, priority=0), **wanted)
 
 
 @pytest.mark.parametrize(

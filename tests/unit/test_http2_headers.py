@@ -77,7 +77,8 @@ class TestResponses:
 class TestRequests:
     def test_what_a_call_says_of_itself(self) -> None:
         head = request(("grpc-encoding", "gzip"), ("a", "1"), ("b", "2"), ("a", "3"))
-        assert head == ("/t/M", None, "gzip", (("a", "1"), ("b", "2"), ("a", "3")))
+        metadata = (("a", "1"), ("b", "2"), ("a", "3"))
+        assert head == headers.RequestHead("/t/M", None, "gzip", metadata)
 
     def test_what_is_the_transports_own_is_left_out(self) -> None:
         ours = [("user-agent", "x"), ("grpc-accept-encoding", "gzip"), ("grpc-internal", "x")]

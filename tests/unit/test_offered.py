@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from iskander.config import LimitsConfig
 from iskander.contract.columns import ColumnType
@@ -64,32 +65,32 @@ def test_what_is_not_a_boolean_is_not_copied() -> None:
 REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
     "nothing": ([], ContractError, "`x` is missing"),
     "one missing": ([x_of(2)], ContractError, "`flag` is missing"),
-    "one too many": ([x_of(2), flag_of(2), x_of(2)._replace(name="w")], ContractError, "no input"),
-    "another": ([x_of(2), flag_of(2)._replace(name="flags")], ContractError, "`flag` is missing"),
+    "one too many": ([x_of(2), flag_of(2), replace(x_of(2), name="w")], ContractError, "no input"),
+    "another": ([x_of(2), replace(flag_of(2), name="flags")], ContractError, "`flag` is missing"),
     "twice": ([x_of(2), x_of(2)], ContractError, "twice"),
-    "datatype": ([x_of(2)._replace(datatype="INT32"), flag_of(2)], ContractError, "wanted FP32"),
+    "datatype": ([replace(x_of(2), datatype="INT32"), flag_of(2)], ContractError, "wanted FP32"),
     "no datatype": (
-        [x_of(2)._replace(datatype="?" * 5000), flag_of(2)],
+        [replace(x_of(2), datatype="?" * 5000), flag_of(2)],
         ContractError,
         "wanted FP32",
     ),
-    "rank": ([x_of(2)._replace(shape=(4,)), flag_of(2)], ContractError, r"wanted FP32 \[4, 2\]"),
-    "no rank": ([x_of(2)._replace(shape=()), flag_of(2)], ContractError, r"\[rows, 2\], got FP32"),
-    "trailing": ([x_of(2)._replace(shape=(2, 3)), flag_of(2)], ContractError, r"\[2, 3\]"),
-    "negative trailing": ([x_of(2)._replace(shape=(2, -2)), flag_of(2)], ContractError, "-2"),
+    "rank": ([replace(x_of(2), shape=(4,)), flag_of(2)], ContractError, r"wanted FP32 \[4, 2\]"),
+    "no rank": ([replace(x_of(2), shape=()), flag_of(2)], ContractError, r"\[rows, 2\], got FP32"),
+    "trailing": ([replace(x_of(2), shape=(2, 3)), flag_of(2)], ContractError, r"\[2, 3\]"),
+    "negative trailing": ([replace(x_of(2), shape=(2, -2)), flag_of(2)], ContractError, "-2"),
     "other rows": ([x_of(2), flag_of(3)], ContractError, r"`flag`: wanted BOOL \[2\]"),
-    "negative rows": ([x_of(2)._replace(shape=(-2, 2)), flag_of(2)], MalformedInput, "rows, got"),
-    "too few bytes": ([x_of(2)._replace(shape=(3, 2)), flag_of(3)], MalformedInput, "24 bytes"),
-    "too many bytes": ([x_of(2)._replace(shape=(1, 2)), flag_of(1)], MalformedInput, "8 bytes"),
+    "negative rows": ([replace(x_of(2), shape=(-2, 2)), flag_of(2)], MalformedInput, "rows, got"),
+    "too few bytes": ([replace(x_of(2), shape=(3, 2)), flag_of(3)], MalformedInput, "24 bytes"),
+    "too many bytes": ([replace(x_of(2), shape=(1, 2)), flag_of(1)], MalformedInput, "8 bytes"),
     "boolean bits": (
-        [x_of(9), flag_of(9)._replace(data=memoryview(b"\x00\x01"))],
+        [x_of(9), replace(flag_of(9), data=memoryview(b"\x00\x01"))],
         MalformedInput,
         "9 bytes as BOOL, got 2",
     ),
     "rows": ([x_of(101), flag_of(101)], LimitExceeded, "100 rows, got 101"),
-    "absurd rows": ([x_of(1)._replace(shape=(1 << 62, 2)), flag_of(1)], LimitExceeded, "100 rows"),
+    "absurd rows": ([replace(x_of(1), shape=(1 << 62, 2)), flag_of(1)], LimitExceeded, "100 rows"),
     "bytes": (
-        [x_of(2)._replace(data=memoryview(bytes(5000))), flag_of(2)],
+        [replace(x_of(2), data=memoryview(bytes(5000))), flag_of(2)],
         LimitExceeded,
         "4096 bytes",
     ),
@@ -106,7 +107,7 @@ def test_what_does_not_meet_the_contract_is_refused_by_name(name: str) -> None:
 def test_a_contract_without_a_fixed_trailing_shape_needs_none() -> None:
     """A scalar for each row has the shape of the rows alone."""
     with pytest.raises(ContractError, match=r"wanted BOOL \[2\], got BOOL \[2, 1\]"):
-        take(CONTRACT, [x_of(2), flag_of(2)._replace(shape=(2, 1))], LIMITS)
+        take(CONTRACT, [x_of(2), replace(flag_of(2), shape=(2, 1))], LIMITS)
 
 
 @given(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from iskander.config import LimitsConfig
 from iskander.contract.columns import ColumnType
@@ -264,7 +265,7 @@ def test_strings_are_the_same_in_both_forms() -> None:
     behind = read(request(head | size), RAW_TEXTS, TEXTS)
 
     assert in_json.tensors == behind.tensors
-    given = [in_json.tensors[0]._replace(name="t")]
+    given = [replace(in_json.tensors[0], name="t")]
     for is_binary, written in ((True, RAW_TEXTS), (False, '["ä",""]'.encode())):
         parts, _ = write_answer(("m", "1"), Asked([]), given, [Wanted("t", is_binary)], 100)
         assert written in b"".join(parts)

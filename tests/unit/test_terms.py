@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from iskander.errors import MalformedInput
 from iskander.gateway.access import ANONYMOUS
@@ -100,7 +101,7 @@ def test_who_says_nothing_gets_the_defaults_and_a_name_of_its_own() -> None:
 def test_headers_are_the_terms_of_every_batch() -> None:
     terms = stream(**OF_A_CALL)
 
-    assert terms.of(b"") == terms.of(b"anything") == FULL_TERMS._replace(age_ms=0.0)
+    assert terms.of(b"") == terms.of(b"anything") == replace(FULL_TERMS, age_ms=0.0)
     with pytest.raises(MalformedInput, match="is of one batch"):
         stream(timestamp_ns=WALL_NS)
 
@@ -130,9 +131,9 @@ def test_what_a_batch_says_goes_before_what_its_stream_says(name: str, encode: A
     field = {"deadline_ms": "budget_ms", "newest_wins": "is_newest_wins", "timestamp_ns": "age_ms"}
     terms = stream(**OF_A_CALL).of(encode({"iskander": {name: other[name]}}))
 
-    wanted = FULL_TERMS._replace(age_ms=0.0)  # A stamp is of one observation.
+    wanted = replace(FULL_TERMS, age_ms=0.0)  # A stamp is of one observation.
     if name != "timestamp_ns":
-        wanted = wanted._replace(**{field.get(name, name): other[name]})
+        wanted = replace(wanted, **{field.get(name, name): other[name]})
     assert terms == wanted
 
 

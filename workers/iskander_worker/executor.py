@@ -11,6 +11,8 @@ Runs on: worker main.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from iskander.contract.rows import RowCopier, Rows
@@ -20,8 +22,8 @@ from iskander_worker.arrays import ArrayStage
 from iskander_worker.backends import Bound, Run
 from iskander_worker.session import Session
 
-BINDINGS_MAX = 512
-BINDING_BYTES_MAX = 65_536
+BINDINGS_MAX: Final = 512
+BINDING_BYTES_MAX: Final = 65_536
 """Making a binding costs some 60 us more than using one. Each keeps a few kilobytes, and memory of
 its own where it unpacks booleans or holds outputs of unknown shape: large ones are made anew."""
 

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.errors import IskanderError
@@ -25,11 +26,11 @@ from iskander.wire.messages import Leaving, Notice, Welcome, encode
 from iskander_worker.abort import Aborter
 from iskander_worker.executor import Executor
 
-BEAT_INTERVAL_S = 0.1
-RETRY_NS = 50 * NS_PER_MS
-REFUSED_NS = NS_PER_S
+BEAT_INTERVAL_S: Final = 0.1
+RETRY_NS: Final = 50 * NS_PER_MS
+REFUSED_NS: Final = NS_PER_S
 """How long one that plans another place for this worker is left alone."""
-ANSWER_NS = 10 * NS_PER_S
+ANSWER_NS: Final = 10 * NS_PER_S
 
 
 class Attachment:

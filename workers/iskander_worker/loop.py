@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from typing import Final
 
 from iskander.clock import now_ns
 from iskander.errors import Cancelled, IskanderError
@@ -29,7 +30,7 @@ from iskander.wire.messages import (
 from iskander_worker.gateways import Attachment, Gateways
 from iskander_worker.loading import Loads
 
-HOLD_NS = 100_000
+HOLD_NS: Final = 100_000
 """An answer waits for the next one where the batch between them is no larger than one that took
 less than this. Batches of a few microseconds that came together are so answered together, which
 halves the wake-ups; longer ones are answered one by one."""

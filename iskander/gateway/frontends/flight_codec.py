@@ -18,10 +18,11 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import pyarrow as pa
+from msgspec.structs import replace
 
 from iskander.config import LimitsConfig
 from iskander.contract.dtypes import OFFSET_BYTES
@@ -43,14 +44,14 @@ from iskander.gateway.frontends.flight_plan import (
 from iskander.gateway.texts import require_string_bytes, require_strings
 from iskander.memory.pieces import WHOLE_BYTES
 
-CHECKED_HEADER_BYTES_MAX = 4096
-ASSEMBLED_ROWS = 4096
+CHECKED_HEADER_BYTES_MAX: Final = 4096
+ASSEMBLED_ROWS: Final = 4096
 """Ranks and lists of more rows take milliseconds."""
-CHECKED_MAX = 64
+CHECKED_MAX: Final = 64
 """Headers remembered by a plan; batches of one size have one header, byte for byte."""
 
 
-class Arrived(NamedTuple):
+class Arrived(msgspec.Struct, frozen=True):
     """A checked batch.
 
     Attributes:
@@ -68,6 +69,10 @@ class Arrived(NamedTuple):
     kept: list[pa.Array]
     app_metadata: bytes
     portions: tuple[Portion, ...] = ()
+
+    def without_portions(self) -> Arrived:
+        """Itself, for whoever has taken them."""
+        return replace(self, portions=()) if self.portions else self
 
 
 class Unrendered(NamedTuple):
@@ -125,7 +130,8 @@ class StreamCodec:
             head_bytes = len(self._head)
             if raw[:head_bytes] == self._head:
                 # As the one before it but for the body, into which no check looks.
-                return like._replace(body=memoryview(raw)[head_bytes:])
+                body = memoryview(raw)[head_bytes:]
+                return Arrived(like.rows, body, like.tensors, like.reply, [], like.app_metadata)
         data = read_flight_data(raw)
         if not data.header:
             raise MalformedInput("a message of the stream has no record batch")
@@ -135,7 +141,7 @@ class StreamCodec:
             checked = self.plan.checked.get(bytes(data.header))
             if checked is not None and checked.tensors is arrived.tensors:
                 self._head, self._raw_bytes = bytes(raw[: data.head_bytes]), len(raw)
-                self._like = arrived._replace(body=memoryview(b""))
+                self._like = replace(arrived, body=memoryview(b""))
         return arrived
 
     def decode(self, header: memoryview, body: memoryview, app_metadata: bytes) -> Arrived | None:
@@ -168,7 +174,7 @@ class StreamCodec:
         if self.plan.is_converted or batch.is_compressed or message.version != ipc.METADATA_V5:
             plain = self._converter.plain(raw, batch, body)
             arrived = self._check(plain.batch, plain.body, plain.kept, app_metadata)
-            return arrived._replace(portions=plain.portions)
+            return replace(arrived, portions=plain.portions)
         arrived = self._check(batch, body, [], app_metadata)
         if self.plan.is_decided_by_header and len(raw) <= CHECKED_HEADER_BYTES_MAX:
             if len(self.plan.checked) >= CHECKED_MAX:

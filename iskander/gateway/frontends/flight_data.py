@@ -13,15 +13,18 @@ Pure. Source: Arrow Flight RPC, Flight.proto; protobuf encoding.
 from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from iskander.errors import MalformedInput
 from iskander.wire.varint import read_varint, varint
 
-_DESCRIPTOR, _HEADER, _APP_METADATA, _BODY = 1, 2, 3, 1000
-_HEADER_TAG = bytes([_HEADER << 3 | 2])
-_APP_METADATA_TAG = bytes([_APP_METADATA << 3 | 2])
-_BODY_TAG = b"\xc2\x3e"
+_DESCRIPTOR: Final = 1
+_HEADER: Final = 2
+_APP_METADATA: Final = 3
+_BODY: Final = 1000
+_HEADER_TAG: Final = bytes([_HEADER << 3 | 2])
+_APP_METADATA_TAG: Final = bytes([_APP_METADATA << 3 | 2])
+_BODY_TAG: Final = b"\xc2\x3e"
 
 Parts: TypeAlias = tuple[bytes | memoryview, ...]
 """A message in pieces, which follow one another on the wire."""

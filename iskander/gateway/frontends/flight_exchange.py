@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from iskander.clock import now_ns
 from iskander.config import LimitsConfig
@@ -34,9 +34,9 @@ from iskander.gateway.lanes.request import Request
 from iskander.gateway.models import Models
 from iskander.memory.pieces import WHOLE_BYTES
 
-log = logging.getLogger("iskander.flight")
+log: Final = logging.getLogger("iskander.flight")
 
-OPEN_S = 30.0
+OPEN_S: Final = 30.0
 """A stream that has not said what it is by then gives its place to another."""
 
 
@@ -66,7 +66,7 @@ class _Pending(Request):
             call_deadline_ns=terms.deadline_ns,
             bucket=arrived.portions[0].bucket if arrived.portions else 0,
         )
-        self.arrived = arrived._replace(portions=()) if arrived.portions else arrived
+        self.arrived = arrived.without_portions()
         self.taken: Any = None
         self.error: IskanderError | None = None
         self.held_bytes = max(raw_bytes, len(arrived.body)) + self.layout.output_bytes

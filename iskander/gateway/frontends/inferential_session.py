@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from iskander.clock import NS_PER_MS, now_ns, wall_ns
 from iskander.errors import Draining, IskanderError
@@ -36,9 +36,9 @@ from iskander.gateway.zmtp.connection import Connection
 if TYPE_CHECKING:
     from iskander.gateway.frontends.inferential import InferentialService
 
-log = logging.getLogger("iskander.inferential")
+log: Final = logging.getLogger("iskander.inferential")
 
-NAME_MAX = 128
+NAME_MAX: Final = 128
 """Letters of a client's name that count; it is a label of every point."""
 
 

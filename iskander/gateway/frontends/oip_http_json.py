@@ -85,10 +85,10 @@ def write_data(tensor: Tensor) -> list[Any]:
     Raises:
         ContractError: They have no JSON form; says which.
     """
-    name, datatype, shape, data = tensor
+    name, datatype, data = tensor.name, tensor.datatype, tensor.data
     require_json_form(name, datatype)
     if datatype == STRINGS:
-        return _texts(name, prod(shape), data)
+        return _texts(name, prod(tensor.shape), data)
     if datatype == "BOOL":
         booleans: list[Any] = np.frombuffer(data, np.bool_).tolist()
         return booleans

@@ -5,6 +5,8 @@ Runs on: gateway loop. Source: Open Inference Protocol v2.
 
 from __future__ import annotations
 
+from typing import Final
+
 from iskander._generated import oip_pb2
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError
@@ -19,9 +21,9 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
 from iskander.gateway.offered import Tensor, give, take
 
-REMEMBERED_MAX = 256
-REMEMBERED_BYTES_MAX = 4096
-FINAL = "triton_final_response"
+REMEMBERED_MAX: Final = 256
+REMEMBERED_BYTES_MAX: Final = 4096
+FINAL: Final = "triton_final_response"
 
 
 class Inference:

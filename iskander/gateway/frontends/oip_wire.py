@@ -11,23 +11,28 @@ encoding.
 from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
-from typing import NamedTuple
+from typing import Final
+
+import msgspec
 
 from iskander.errors import MalformedInput
 from iskander.gateway.http2.call import Message
 from iskander.wire.varint import read_varint, varint
 
-_VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
-_FIXED_BYTES = {_I64: 8, _I32: 4}
-_REQUEST_ID = 3 << 3 | _LEN
-_RAW_INPUT = 7 << 3 | _LEN
-_RESPONSE_ID = b"\x1a"
-_RAW_OUTPUT = b"\x32"
-_INFER_RESPONSE = b"\x12"
-_BROKEN = "the message is not a ModelInferRequest"
+_VARINT: Final = 0
+_I64: Final = 1
+_LEN: Final = 2
+_I32: Final = 5
+_FIXED_BYTES: Final = {_I64: 8, _I32: 4}
+_REQUEST_ID: Final = 3 << 3 | _LEN
+_RAW_INPUT: Final = 7 << 3 | _LEN
+_RESPONSE_ID: Final = b"\x1a"
+_RAW_OUTPUT: Final = b"\x32"
+_INFER_RESPONSE: Final = b"\x12"
+_BROKEN: Final = "the message is not a ModelInferRequest"
 
 
-class Scanned(NamedTuple):
+class Scanned(msgspec.Struct, frozen=True):
     """A request, taken apart.
 
     Attributes:

@@ -70,6 +70,9 @@ class _Headers(SaidTerms, frozen=True, forbid_unknown_fields=True):
     errors: Literal["end", "in-band"] = "end"
 
 
+_NOTHING = _Headers()
+
+
 class _Envelope(msgspec.Struct, frozen=True):
     iskander: msgspec.Raw = msgspec.Raw()
 
@@ -109,7 +112,7 @@ class StreamTerms:
             if name.startswith(HEADER_PREFIX)
         }
         try:
-            said = msgspec.convert(ours, _Headers, strict=False)
+            said = msgspec.convert(ours, _Headers, strict=False) if ours else _NOTHING
         except msgspec.ValidationError as error:
             raise MalformedInput(f"the call's `{HEADER_PREFIX}` headers: {error}") from None
         if said.timestamp_ns is not None:

@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,14 +30,14 @@ from iskander.gateway.http2.status import RpcError, Status
 if TYPE_CHECKING:
     from iskander.gateway.http2.connection import Connection
 
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES: Final = 4 << 20
 """What a client may send of one call before it is read."""
-PREFIX_BYTES = 5
+PREFIX_BYTES: Final = 5
 
 Message: TypeAlias = bytes | memoryview
 
-_PREFIX = struct.Struct("!BI")
-_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_PREFIX: Final = struct.Struct("!BI")
+_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class Call:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.http2 import frames, headers
@@ -21,20 +21,20 @@ from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.patience import Patience
 from iskander.gateway.http2.status import RpcError, Status
 
-FRAME_BYTES_MAX = 1 << 20
+FRAME_BYTES_MAX: Final = 1 << 20
 """Of the DATA frames that are taken; a larger message comes in several."""
-CONTROL_BYTES_MAX = 65_536
+CONTROL_BYTES_MAX: Final = 65_536
 """Of any other frame."""
-FREE_FIELDS = 32
+FREE_FIELDS: Final = 32
 """Headers of a call that cost no patience; 2000, by a table two kilobytes, take 10 ms to read."""
-GREETING_NS = 10 * NS_PER_S
+GREETING_NS: Final = 10 * NS_PER_S
 """How long a client may take to say what it speaks, and to be gone when it is told to go."""
-IDLE_NS = 60 * NS_PER_S
-PING_NS = 20 * NS_PER_S
+IDLE_NS: Final = 60 * NS_PER_S
+PING_NS: Final = 20 * NS_PER_S
 """A client that was silent for the one is asked whether it is there, and goes without an answer
 within the other."""
 _ALIVE, _LEAVING = b"iskalive", b"iskleave"
-_NOT_HTTP2 = (
+_NOT_HTTP2: Final = (
     b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\n"
     b"content-type: text/plain\r\n\r\nThis port speaks gRPC over HTTP/2.\n"
 )

@@ -7,38 +7,41 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from typing import Final
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEAD_BYTES = 9
-WINDOW_MAX = (1 << 31) - 1
-WINDOW_DEFAULT = 65_535
-FRAME_BYTES_DEFAULT = 16_384
-FRAME_BYTES_MAX = (1 << 24) - 1
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES: Final = 9
+WINDOW_MAX: Final = (1 << 31) - 1
+WINDOW_DEFAULT: Final = 65_535
+FRAME_BYTES_DEFAULT: Final = 16_384
+FRAME_BYTES_MAX: Final = (1 << 24) - 1
 
-(
-    DATA,
-    HEADERS,
-    PRIORITY,
-    RST_STREAM,
-    SETTINGS,
-    PUSH_PROMISE,
-    PING,
-    GOAWAY,
-    WINDOW_UPDATE,
-    CONTINUATION,
-) = range(10)
+DATA: Final = 0
+HEADERS: Final = 1
+PRIORITY: Final = 2
+RST_STREAM: Final = 3
+SETTINGS: Final = 4
+PUSH_PROMISE: Final = 5
+PING: Final = 6
+GOAWAY: Final = 7
+WINDOW_UPDATE: Final = 8
+CONTINUATION: Final = 9
 
-END_STREAM = ACK = 0x1
-END_HEADERS = 0x4
-PADDED = 0x8
-HAS_PRIORITY = 0x20
+END_STREAM: Final = 0x1
+ACK: Final = 0x1
+END_HEADERS: Final = 0x4
+PADDED: Final = 0x8
+HAS_PRIORITY: Final = 0x20
 
-MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = range(3, 7)
+MAX_CONCURRENT_STREAMS: Final = 3
+INITIAL_WINDOW_SIZE: Final = 4
+MAX_FRAME_SIZE: Final = 5
+MAX_HEADER_LIST_SIZE: Final = 6
 
-read_head = struct.Struct("!BHBBI").unpack_from
+read_head: Final = struct.Struct("!BHBBI").unpack_from
 """Length's high byte and low bytes, kind, flags, stream."""
-_HEAD = struct.Struct("!BHBBI")
-_SETTING = struct.Struct("!HI")
+_HEAD: Final = struct.Struct("!BHBBI")
+_SETTING: Final = struct.Struct("!HI")
 
 
 class Code(IntEnum):

@@ -13,9 +13,10 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import hpack
+import msgspec
 
 from iskander.clock import NS_PER_S, NS_PER_US
 from iskander.gateway.http2 import frames
@@ -25,17 +26,17 @@ from iskander.gateway.http2.status import RpcError, Status
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 """Names in lower case; values of names that end in `-bin` are bytes."""
 
-HEADER_LIST_BYTES_MAX = 16_384
+HEADER_LIST_BYTES_MAX: Final = 16_384
 """As gRPC counts: names, values and 32 bytes for each."""
 EXPANDED_BYTES_MAX = BLOCK_BYTES_MAX = 65_536
 """Beyond gRPC's own limit and below this, it is the call that ends and not the connection."""
-ACCEPTED_ENCODINGS = "identity,deflate,gzip"
-REMEMBERED_MAX = 16
-REMEMBERED_BYTES_MAX = 256
+ACCEPTED_ENCODINGS: Final = "identity,deflate,gzip"
+REMEMBERED_MAX: Final = 16
+REMEMBERED_BYTES_MAX: Final = 256
 """Blocks kept with their fields: a client's calls mostly begin with the same bytes."""
 
-_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
-_UNIT_NS = {
+_TIMEOUT: Final = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
+_UNIT_NS: Final = {
     "H": 3600 * NS_PER_S,
     "M": 60 * NS_PER_S,
     "S": NS_PER_S,
@@ -43,11 +44,11 @@ _UNIT_NS = {
     "u": NS_PER_US,
     "n": 1,
 }
-_IS_GRPC = re.compile(r"application/grpc(?:\Z|[+;])").match
-_UNSAFE = re.compile(rb"[^\x20-\x24\x26-\x7e]")
+_IS_GRPC: Final = re.compile(r"application/grpc(?:\Z|[+;])").match
+_UNSAFE: Final = re.compile(rb"[^\x20-\x24\x26-\x7e]")
 
 
-class RequestHead(NamedTuple):
+class RequestHead(msgspec.Struct, frozen=True):
     """What a call says before its first message.
 
     Attributes:
@@ -223,9 +224,9 @@ def _string(raw: bytes) -> bytes:
     return bytes(encoded) + raw
 
 
-RESPONSE = b"\x88" + block(
+RESPONSE: Final = b"\x88" + block(
     [("content-type", "application/grpc"), ("grpc-accept-encoding", ACCEPTED_ENCODINGS)]
 )
 """The header block that begins every response; 0x88 is `:status: 200`."""
-OK = trailers(Status.OK, "", ())
+OK: Final = trailers(Status.OK, "", ())
 """The one that ends a response as it should."""

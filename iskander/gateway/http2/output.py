@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from iskander.gateway.http2 import frames
 from iskander.gateway.http2.frames import Code, ConnectionBroken
@@ -18,11 +18,11 @@ from iskander.gateway.http2.frames import Code, ConnectionBroken
 if TYPE_CHECKING:
     from iskander.gateway.http2.call import Call, Message
 
-WRITE_BUFFER_BYTES = 1 << 20
+WRITE_BUFFER_BYTES: Final = 1 << 20
 """Beyond this, calls keep what they have to send."""
-UNREAD_BYTES_MAX = 1 << 20
+UNREAD_BYTES_MAX: Final = 1 << 20
 """Of what no window counts, behind a full socket; who leaves more unread is cut off."""
-JOINED_BYTES_MAX = 65_536
+JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
 
 

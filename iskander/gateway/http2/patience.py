@@ -8,11 +8,13 @@ Pure. Source: RFC 9113, section 10.5 (denial of service).
 
 from __future__ import annotations
 
+from typing import Final
+
 from iskander.clock import NS_PER_S
 from iskander.gateway.http2.frames import Code, ConnectionBroken
 
-AT_ONCE = 1000
-PER_S = 500
+AT_ONCE: Final = 1000
+PER_S: Final = 500
 
 
 class Patience:

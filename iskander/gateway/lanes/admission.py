@@ -10,7 +10,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from iskander.clock import NS_PER_MS
 from iskander.config_models import LaneConfig
@@ -25,11 +25,11 @@ from iskander.gateway.lanes.cost import CostModel
 from iskander.gateway.lanes.request import Request
 from iskander.gateway.lanes.waiting import WaitingQueue
 
-MISSED = (DeadlineExceeded.code, DeadlineUnreachable.code)
+MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
 """Codes of requests that are not done in time; each says when a new one may be."""
-RETRY_UNKNOWN_MS = 100
+RETRY_UNKNOWN_MS: Final = 100
 MARGIN_LEAST, MARGIN_GROWTH = 1 / 8, 1 / 2
-MARGIN_MEMORY = 64
+MARGIN_MEMORY: Final = 64
 
 
 class Margin:

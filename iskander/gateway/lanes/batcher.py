@@ -18,7 +18,9 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from iskander.clock import NS_PER_US
 from iskander.config_models import LaneConfig
@@ -26,24 +28,24 @@ from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.lanes.waiting import WaitingQueue
 
-REQUESTS_MAX = 1024
+REQUESTS_MAX: Final = 1024
 """Of one batch: its message has to fit a frame."""
-SKIPPED_MAX = 256
+SKIPPED_MAX: Final = 256
 """Requests of other shapes that are passed over in search of those that fit the first."""
-GROWTH = 8
+GROWTH: Final = 8
 """A batch whose rows cost eight times what the batch itself does, its way to the worker and back
 included, is as good as full."""
-LEAD_NS = 150 * NS_PER_US
-LEAD_SHARE = 1 / 16
+LEAD_NS: Final = 150 * NS_PER_US
+LEAD_SHARE: Final = 1 / 16
 """A batch goes to a busy worker so long before it is expected to be free: a trip between the
 processes, and a share of the run by which the expectation may be wrong."""
-DOUBT = 1 / 32
+DOUBT: Final = 1 / 32
 """Of a run, by which it may take longer without being late."""
-GIVEN_UP_FOR = 64
+GIVEN_UP_FOR: Final = 64
 """The most requests that are looked at to see whether one of them is better given up."""
-LATE_NS = 1000 * NS_PER_US
+LATE_NS: Final = 1000 * NS_PER_US
 """A timer of the loop fires up to a millisecond late, and the batch still has to go there."""
-EXPECTED_LATE_NS = 500 * NS_PER_US
+EXPECTED_LATE_NS: Final = 500 * NS_PER_US
 """The same where a client is expected, who mostly comes before the timer."""
 
 
@@ -104,7 +106,7 @@ def make_rules(config: LaneConfig, rows_max: int, rows_fixed: int | None, linger
     )
 
 
-class Formed(NamedTuple):
+class Formed(msgspec.Struct, frozen=True):
     """The next batch.
 
     Attributes:

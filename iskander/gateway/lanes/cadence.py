@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Final
 
-ALPHA = 0.3
-SAMPLES_LEAST = 4
-DEVIATION_MOST = 0.25
+ALPHA: Final = 0.3
+SAMPLES_LEAST: Final = 4
+DEVIATION_MOST: Final = 0.25
 """Of the period. Requests that come less regularly than that predict nothing."""
-CLIENTS_MAX = 1024
+CLIENTS_MAX: Final = 1024
 
 
 class _Rhythm:

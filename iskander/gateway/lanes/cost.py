@@ -11,11 +11,13 @@ Pure.
 
 from __future__ import annotations
 
-FORGET = 0.9
-OUTLIER = 2.0
-COLD = 2.0
-LEARNED_SAMPLES = 4
-SPREAD_LEAST = 1e-3
+from typing import Final
+
+FORGET: Final = 0.9
+OUTLIER: Final = 2.0
+COLD: Final = 2.0
+LEARNED_SAMPLES: Final = 4
+SPREAD_LEAST: Final = 1e-3
 """Of the batch sizes: with less there is no telling a slope from a constant."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, KeysView
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config_models import LaneConfig
@@ -41,10 +41,10 @@ from iskander.wire.messages import ModelSpec
 if TYPE_CHECKING:
     from iskander.gateway.supervision.workers import Worker
 
-RETRY_NOT_READY_MS = 500
-RETRY_MOST_MS = 60_000
-PROBE_NS = NS_PER_S
-BRIEF_NS = 100 * NS_PER_US
+RETRY_NOT_READY_MS: Final = 500
+RETRY_MOST_MS: Final = 60_000
+PROBE_NS: Final = NS_PER_S
+BRIEF_NS: Final = 100 * NS_PER_US
 """A batch that costs less than this by itself need not wait for others of its turn: a worker that
 computes while the gateway reads on is worth more. With a model of 20 us for 128 rows and four
 streams it made 1.12 times as many requests a second."""

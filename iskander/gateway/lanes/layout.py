@@ -5,6 +5,8 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+from typing import Final
+
 from iskander.contract.rows import RowCopier
 from iskander.contract.strings import COLUMN_BYTES_MAX, string_ranges
 from iskander.contract.tensors import Contract, body_layout
@@ -12,7 +14,7 @@ from iskander.errors import LimitExceeded
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import columns_without_nulls, input_schema
 
-LAYOUTS_MAX = 64
+LAYOUTS_MAX: Final = 64
 """Layouts kept by number of rows; clients send few different numbers."""
 
 

@@ -17,20 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Final, Protocol
 
 from iskander.clock import NS_PER_MS
 from iskander.config_models import LaneConfig
 from iskander.errors import ConfigError
 from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_MAX, Request
 
-ENTRY_POINTS = "iskander.policies"
-BATCH_LINGER_NS = 10 * NS_PER_MS
-CLIENTS_MAX = 4096
-STEPS = ((0, 1.0), (2, 0.7), (4, 0.4))
+ENTRY_POINTS: Final = "iskander.policies"
+BATCH_LINGER_NS: Final = 10 * NS_PER_MS
+CLIENTS_MAX: Final = 4096
+STEPS: Final = ((0, 1.0), (2, 0.7), (4, 0.4))
 """How near a client is to having nothing left to do: up to so many steps, so much of 1."""
-CADENCE_WEIGHT, URGENCY_WEIGHT, STEPS_WEIGHT, PRIORITY_WEIGHT = 45, 25, 15, 10
-_WEIGHTS = CADENCE_WEIGHT + URGENCY_WEIGHT + STEPS_WEIGHT + PRIORITY_WEIGHT
+CADENCE_WEIGHT: Final = 45
+URGENCY_WEIGHT: Final = 25
+STEPS_WEIGHT: Final = 15
+PRIORITY_WEIGHT: Final = 10
+_WEIGHTS: Final = CADENCE_WEIGHT + URGENCY_WEIGHT + STEPS_WEIGHT + PRIORITY_WEIGHT
 
 
 class Policy(Protocol):

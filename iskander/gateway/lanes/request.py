@@ -5,7 +5,9 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
 
 from iskander.clock import NS_PER_MS
 from iskander.errors import IskanderError
@@ -14,12 +16,12 @@ from iskander.memory.arena import Lease
 if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
 
-NEVER_NS = 1 << 62
-PRIORITY_DEFAULT = 1
-PRIORITY_MAX = 9
+NEVER_NS: Final = 1 << 62
+PRIORITY_DEFAULT: Final = 1
+PRIORITY_MAX: Final = 9
 
 
-class Terms(NamedTuple):
+class Terms(msgspec.Struct, frozen=True):
     """What a client says about the urgency of a request.
 
     Attributes:
@@ -45,7 +47,7 @@ class Terms(NamedTuple):
     is_newest_wins: bool = False
 
 
-NO_TERMS = Terms()
+NO_TERMS: Final = Terms()
 
 
 class Caller(Protocol):

@@ -42,7 +42,7 @@ NEVER = sys.maxsize
 Child = subprocess.Popen[bytes]
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True):
     """Rows of a request in a batch.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     output_offset: int
 
 
-class Flight(NamedTuple):
+class Flight(msgspec.Struct, frozen=True):
     """A batch that a worker has.
 
     Attributes:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from itertools import pairwise
+from typing import Final
 
 import msgspec
 
-_STEPS_US = (100, 150, 200, 300, 500, 750)
-LATENCY_BOUNDS_NS = (
+_STEPS_US: Final = (100, 150, 200, 300, 500, 750)
+LATENCY_BOUNDS_NS: Final = (
     50_000,
     75_000,
     *(step * 1000 * 10**decade for decade in range(5) for step in _STEPS_US),
@@ -31,7 +32,7 @@ by interpolation, is off by less than a third where values are spread at all eve
 usual choice, by half. A scrape pays some 60 bytes for each bound, lane and histogram.
 """
 
-ROWS_BOUNDS = tuple(1 << power for power in range(21))
+ROWS_BOUNDS: Final = tuple(1 << power for power in range(21))
 """1 to 1,048,576, the most that a batch may have by default; clients like powers of two."""
 
 

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.zmtp import frames
 from iskander.gateway.zmtp.frames import BrokenPeer
 
-GREETING_NS = 10 * NS_PER_S
+GREETING_NS: Final = 10 * NS_PER_S
 """How long a peer may take to say who it is."""
-PEERS = (b"DEALER", b"REQ", b"ROUTER")
+PEERS: Final = (b"DEALER", b"REQ", b"ROUTER")
 """Sockets that a ROUTER talks with."""
-PARTS_MAX = 16
-COMMAND_BYTES_MAX = 8192
-WRITE_BUFFER_BYTES = 1 << 20
+PARTS_MAX: Final = 16
+COMMAND_BYTES_MAX: Final = 8192
+WRITE_BUFFER_BYTES: Final = 1 << 20
 """Beyond this, what there is to send stays with whoever has it."""
-JOINED_BYTES_MAX = 65_536
+JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
-TURN_FRAMES = 64
+TURN_FRAMES: Final = 64
 """Taken apart before others have their turn."""
 
 Part = bytes | bytearray

@@ -11,17 +11,22 @@ Layout:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-MORE, LONG, COMMAND = 1, 2, 4
-GREETING_BYTES = 64
-SIGNATURE_BYTES = 10
-SHORT_BYTES_MAX = 255
-HEAD_BYTES_MAX = 9
-READY, ERROR, PING, PONG = b"READY", b"ERROR", b"PING", b"PONG"
-PING_CONTEXT_BYTES_MAX = 16
-_NULL = b"NULL".ljust(20, b"\0")
-GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _NULL + bytes(32)
+MORE: Final = 1
+LONG: Final = 2
+COMMAND: Final = 4
+GREETING_BYTES: Final = 64
+SIGNATURE_BYTES: Final = 10
+SHORT_BYTES_MAX: Final = 255
+HEAD_BYTES_MAX: Final = 9
+READY: Final = b"READY"
+ERROR: Final = b"ERROR"
+PING: Final = b"PING"
+PONG: Final = b"PONG"
+PING_CONTEXT_BYTES_MAX: Final = 16
+_NULL: Final = b"NULL".ljust(20, b"\0")
+GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _NULL + bytes(32)
 """Ours: version 3.1, no security."""
 
 
