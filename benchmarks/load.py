@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.arrivals import NS_PER_S, Pattern, arrivals_ns
-from benchmarks.sessions import Session, Target, opener
+from benchmarks.sessions import Session, Target, environment, opener
 from benchmarks.workloads import BATCHES_COUNT, Workload
 
 GRACE_S = 5.0
@@ -99,6 +99,7 @@ def merge(tallies: list[Tally]) -> Tally:
 def run_client(kind: str, port: int, load: Load, number: int, driver: Connection) -> None:
     """Main function of a client process: say when ready, take the span, give back the tally."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # Sleeps end when they should.
+    os.environ.update(environment(kind))
     open_session = opener(kind, Target(port, load.workload, load.rows))
     mine = len(range(number, load.clients, load.processes))
     clients = [_Client(open_session()) for _ in range(mine)]

@@ -29,6 +29,9 @@ GRPC_OPTIONS = [
 ]
 """A connection of its own for each session, and no bound on what it carries."""
 
+DEFAULT = "-default"
+"""Ends the kinds of sessions whose gRPC client is as it comes."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -314,9 +317,19 @@ SESSIONS: dict[str, Callable[[Target], Session]] = {
 }
 
 
+def environment(kind: str) -> dict[str, str]:
+    """What a client's process has in its environment before its first session.
+
+    Where gRPC's event engine is left out, the thread that waits for an answer reads the socket by
+    itself; with it, threads of gRPC's own do, and a batch is handed over four times.
+    """
+    return {} if kind.endswith(DEFAULT) else {"GRPC_EXPERIMENTS": "-event_engine_client"}
+
+
 def opener(kind: str, target: Target) -> Callable[[], Session]:
     """A call that opens one session after another; direct ones share the model."""
     if kind == "direct":
         model = target.workload.open_session()
         return lambda: Direct(target, model)
-    return lambda: SESSIONS[kind](target)
+    session = SESSIONS[kind.removesuffix(DEFAULT)]
+    return lambda: session(target)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Generator
-from typing import Final, NamedTuple
+from typing import Final
 
+import msgspec
 import numpy as np
 
 from iskander.contract.dtypes import OFFSET_BYTES
@@ -25,7 +26,7 @@ from iskander.errors import ExecutionFailed
 LAYOUTS_MAX: Final = 256
 
 
-class Rows(NamedTuple):
+class Rows(msgspec.Struct, frozen=True):
     """Rows of a body.
 
     Attributes:
@@ -67,9 +68,9 @@ class RowCopier:
 
     def copy(self, rows: int, source: Rows, target: Rows) -> None:
         """Copy that many rows of every column but strings, whose elements have no bits here."""
-        source_body, source_rows, first = source
-        target_body, target_rows, at = target
-        from_offsets, to_offsets = self.layout(source_rows)[0], self.layout(target_rows)[0]
+        source_body, first, target_body, at = source.body, source.first, target.body, target.first
+        from_offsets = self.layout(source.laid_out)[0]
+        to_offsets = self.layout(target.laid_out)[0]
         for bits, from_offset, to_offset in zip(self._bits, from_offsets, to_offsets, strict=True):
             if bits % 8:
                 from_bits, to_bits = source_body[from_offset:], target_body[to_offset:]
@@ -136,13 +137,13 @@ class RowCopier:
 
     def _texts(self, rows: int, source: Rows) -> list[tuple[np.ndarray, memoryview]]:
         """Of each column of strings: the offsets of some rows, and the bytes of these rows."""
-        body, laid_out, first = source
-        ranges = self.string_ranges(body, laid_out)[0]
+        body = source.body
+        ranges = self.string_ranges(body, source.laid_out)[0]
         found: list[tuple[np.ndarray, memoryview]] = []
-        for spec, offset in zip(self.specs, self.layout(laid_out)[0], strict=True):
+        for spec, offset in zip(self.specs, self.layout(source.laid_out)[0], strict=True):
             if spec.is_string:
                 begin, end = ranges[len(found)]
-                start = offset + first * spec.elements * OFFSET_BYTES
+                start = offset + source.first * spec.elements * OFFSET_BYTES
                 ends = np.frombuffer(body, np.int32, rows * spec.elements + 1, start)
                 low, high = int(ends[0]), int(ends[-1])
                 assert 0 <= low <= high <= end - begin, "strings beyond their column"

@@ -10,7 +10,7 @@ from benchmarks.results import read
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 120
-ASKED = ("echo", "iskander", "iskander-oip")
+ASKED = ("echo", "iskander", "iskander-oip", "iskander-default")
 
 
 def benchmarks(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def test_systems_are_measured_side_by_side_and_compared(tmp_path: Path) -> None:
     assert "round 1: two-tower, 128 rows, 4 clients: echo" in done.stderr
     found = read([out])
     assert [found.systems(case) for case in found.cases] == [
-        ["echo", "iskander", "iskander-oip"],
+        [*ASKED],
         ["echo", "iskander"],
     ]
     for each in found.measurements:

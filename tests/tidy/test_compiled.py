@@ -15,6 +15,7 @@ NEVER_READ = {
     "Lease",
     "Offered",
     "RequestHead",
+    "Rows",
     "Scanned",
     "Snapshot",
     "Tensor",

@@ -185,8 +185,8 @@ class ArrayStage:
             (each.rows, Rows(source[each.input_offset :], each.request_rows, each.first))
             for each in slices
         ]
-        count, (body, laid_out, first) = parts[-1]
-        last = Rows(body, laid_out, first + count - 1)
+        count, end = parts[-1]
+        last = Rows(end.body, end.laid_out, end.first + count - 1)
         missing = rows - sum(each.rows for each in slices)
         self._input = np.asarray(_whole(self._inputs.join(parts + missing * [(1, last)])))
         self._output = np.zeros(self._outputs.layout(rows)[1], np.uint8)
