@@ -14,7 +14,7 @@ RATES_PER_S = (500, 1000, 3000)
 OPEN_SECONDS, SUSTAINED_SECONDS = 30.0, 90.0
 BARE = ("direct", "echo", "iskander")
 PEERS = ("triton", "mosec", "mlserver", "inferential")
-DEFAULTS = ("echo-default", "iskander-default", "triton-default")
+OTHERWISE = ("echo-default", "iskander-default", "iskander-oip-default", "triton-polled")
 EVERYTHING = (*BARE, *PEERS)
 SERVERS = ("echo", "iskander", *PEERS)
 
@@ -88,7 +88,7 @@ def _goal_cases() -> list[Case]:
     peers = ("triton", "mosec")
     wide = ("echo", "iskander", "triton", "triton-serialized", "mosec")
     return [
-        closed(TWO_TOWER, 128, 4, (*BARE, "iskander-oip", *peers, *DEFAULTS)),
+        closed(TWO_TOWER, 128, 4, (*BARE, "iskander-oip", *peers, *OTHERWISE)),
         opened(1000, OPEN_SECONDS, ("echo", "iskander", *peers)),
         closed(TWO_TOWER, 1, 4, ("echo", "iskander", *peers)),
         closed(TWO_TOWER, 1024, 4, (*BARE, *peers)),
@@ -111,7 +111,7 @@ SUITES: dict[str, list[Case]] = {
     "goals": _goal_cases(),
     "small": [
         closed(TWO_TOWER, 128, 1, BARE),
-        closed(TWO_TOWER, 128, 4, (*BARE, "iskander-oip", *DEFAULTS[:2])),
+        closed(TWO_TOWER, 128, 4, (*BARE, "iskander-oip", *OTHERWISE[:2])),
         closed(POLICY, 1, 8, ("iskander-inferential", "inferential")),
         *(opened(rate, OPEN_SECONDS, ("echo", "iskander")) for rate in RATES_PER_S[:2]),
     ],

@@ -40,11 +40,11 @@ METHOD = """## Method
   package, and for mosec, which leaves the format to its users, raw tensor bytes over the standard
   library's HTTP client with its connection kept open. A client is a process of its own with one
   connection. In open loops 16 connections are spread over 4 processes.
-- All clients that are gRPC's, whoever is asked, run without its event engine
+- The clients of `echo`, `iskander` and `iskander-oip` run without gRPC's event engine
   (`GRPC_EXPERIMENTS=-event_engine_client`): the thread that waits for an answer then reads the
-  socket by itself, where gRPC's defaults hand a batch over four times between threads.
-  `echo-default`, `iskander-default` and `triton-default` are the same servers with gRPC's clients
-  as they come.
+  socket by itself, where gRPC by default hands a batch over four times between threads. With
+  `-default` they are as they come. Triton's are as they come, which suits Triton better;
+  `triton-polled` is without the event engine.
 - Closed loop: a client sends its next batch when the last is answered. Open loop: batches are due
   at Poisson times, whichever connection is free takes the next, and a latency counts from the time
   at which the batch was due. `sent late` is how long it waited for a free connection or for the

@@ -29,8 +29,8 @@ GRPC_OPTIONS = [
 ]
 """A connection of its own for each session, and no bound on what it carries."""
 
-DEFAULT = "-default"
-"""Ends the kinds of sessions whose gRPC client is as it comes."""
+POLLED = "-polled"
+"""Ends the kinds of sessions whose gRPC client is without its event engine."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def environment(kind: str) -> dict[str, str]:
     Where gRPC's event engine is left out, the thread that waits for an answer reads the socket by
     itself; with it, threads of gRPC's own do, and a batch is handed over four times.
     """
-    return {} if kind.endswith(DEFAULT) else {"GRPC_EXPERIMENTS": "-event_engine_client"}
+    return {"GRPC_EXPERIMENTS": "-event_engine_client"} if kind.endswith(POLLED) else {}
 
 
 def opener(kind: str, target: Target) -> Callable[[], Session]:
@@ -331,5 +331,5 @@ def opener(kind: str, target: Target) -> Callable[[], Session]:
     if kind == "direct":
         model = target.workload.open_session()
         return lambda: Direct(target, model)
-    session = SESSIONS[kind.removesuffix(DEFAULT)]
+    session = SESSIONS[kind.removesuffix(POLLED)]
     return lambda: session(target)

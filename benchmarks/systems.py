@@ -4,7 +4,7 @@
     echo          a bare pyarrow Flight server that sends every batch back (the floor)
     iskander      `iskander-gateway` by its command line, and the workers that it starts; asked by
                   Flight, with `-oip` by `tritonclient`, with `-inferential` by Inferential's client
-    ...-default   the same server, with gRPC's client as it comes (`sessions.environment`)
+    ...-default   the same servers, with gRPC's client as it comes (`sessions.environment`)
     triton        `tritonserver` of the nvidia-pytriton wheel with its Python backend
     mosec         its Rust front and one Python worker
     mlserver      with a custom runtime
@@ -275,14 +275,15 @@ def _peer(name: str) -> Command:
 
 SYSTEMS = {
     "direct": System("direct", None, "direct"),
-    "echo": System("flight", _echo, "echo"),
-    "echo-default": System("flight-default", _echo, "echo"),
-    "iskander": System("flight", _iskander, "iskander"),
-    "iskander-default": System("flight-default", _iskander, "iskander"),
-    "iskander-oip": System("rows-infer", _iskander, "iskander"),
+    "echo": System("flight-polled", _echo, "echo"),
+    "echo-default": System("flight", _echo, "echo"),
+    "iskander": System("flight-polled", _iskander, "iskander"),
+    "iskander-default": System("flight", _iskander, "iskander"),
+    "iskander-oip": System("rows-infer-polled", _iskander, "iskander"),
+    "iskander-oip-default": System("rows-infer", _iskander, "iskander"),
     "iskander-inferential": System("inferential", _iskander_inferential, "iskander-inferential"),
     "triton": System("infer", _peer("triton"), "triton"),
-    "triton-default": System("infer-default", _peer("triton"), "triton"),
+    "triton-polled": System("infer-polled", _peer("triton"), "triton"),
     "triton-serialized": System("serialized-infer", _peer("triton"), "triton"),
     "mosec": System("http", _peer("mosec"), "mosec"),
     "mlserver": System("infer", _peer("mlserver"), "mlserver"),
