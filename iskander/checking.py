@@ -19,6 +19,7 @@ from iskander.config import ArenaConfig, Config
 from iskander.contract.inputs import columns_of, entries_of
 from iskander.contract.tensors import require_room
 from iskander.errors import IskanderError
+from iskander.gateway.access.secrets import require_secrets
 from iskander.gateway.addresses import require_addresses
 from iskander.gateway.lanes.policies import make_policy
 from iskander.gateway.repository.listing import list_models
@@ -29,7 +30,6 @@ from iskander.gateway.repository.wanted import (
     policy_of,
     wanted,
 )
-from iskander.gateway.secrets import require_secrets
 from iskander.gateway.specs import loading_spec, model_spec
 from iskander.gateway.supervision.placement import Plan, plan
 from iskander.gateway.supervision.topology import read_topology, render_cpu_list

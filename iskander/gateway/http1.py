@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from iskander.gateway.handshakes import Door
+from iskander.gateway.access.handshakes import Door
 
 QUIET_S = 60.0
 """How long a connection may be without the whole head of a request."""

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.gateway.handshakes import Door
+from iskander.gateway.access.handshakes import Door
 
 SCRATCH_BYTES = 1 << 18
 BACKLOG = 1024

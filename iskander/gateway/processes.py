@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.errors import ConfigError, IskanderError
+from iskander.gateway.access.secrets import require_secrets
 from iskander.gateway.addresses import require_addresses
 from iskander.gateway.ports import bind, with_port
 from iskander.gateway.repository.wishes import Wishes
 from iskander.gateway.runtime import ATTACH_SOCKET, RuntimeDirectory, process_directory
-from iskander.gateway.secrets import require_secrets
 from iskander.gateway.systemd import notify
 
 if TYPE_CHECKING:

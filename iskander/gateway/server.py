@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.gateway.access import Access
+from iskander.gateway.access.grants import Access
+from iskander.gateway.access.tls import Tls
 from iskander.gateway.addresses import require_addresses
 from iskander.gateway.asking import Desk
 from iskander.gateway.dispatch import Dispatcher
@@ -36,7 +37,6 @@ from iskander.gateway.telemetry.lag import LoopLag
 from iskander.gateway.telemetry.observed import Observed
 from iskander.gateway.telemetry.recent import Recent
 from iskander.gateway.telemetry.stats import collect
-from iskander.gateway.tls import Tls
 from iskander.memory.backing import BackingOptions
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ import pytest
 
 from iskander.config_access import AccessConfig
 from iskander.errors import ConfigError, PermissionDenied, Unauthenticated
-from iskander.gateway import access as access_module
-from iskander.gateway import following
-from iskander.gateway.access import ANONYMOUS, EVERYTHING, Access, Grant, token_in
+from iskander.gateway.access import following, grants
+from iskander.gateway.access.grants import ANONYMOUS, EVERYTHING, Access, Grant, token_in
 from iskander.tokens import add_token, digest, read_tokens
 
 HASH = "0" * 64
@@ -83,9 +82,9 @@ def test_what_may_be_loaded_is_what_may_be_asked() -> None:
 def test_a_grant_remembers_a_bounded_number_of_names() -> None:
     """And none that is longer than a model's can be: a message may be full of one."""
     grant = granted("a*")
-    for number in range(access_module.REMEMBERED_MAX * 2):
+    for number in range(grants.REMEMBERED_MAX * 2):
         grant.require_model(f"a{number}")
-    assert len(grant._remembered) <= access_module.REMEMBERED_MAX
+    assert len(grant._remembered) <= grants.REMEMBERED_MAX
     with pytest.raises(PermissionDenied):
         grant.require_model("a" * 1_000_000)
     granted("*").require_model("a" * 1_000_000)  # It will hear that there is no such model.
@@ -108,7 +107,7 @@ def test_a_grant_remembers_a_bounded_number_of_names() -> None:
         ("Digest abc", ""),
         ("Bearer", ""),
         ("", ""),
-        ("Bearer " + "x" * 10_000, "x" * (access_module.CREDENTIALS_MAX - 7)),
+        ("Bearer " + "x" * 10_000, "x" * (grants.CREDENTIALS_MAX - 7)),
     ],
 )
 def test_the_token_of_a_header(header: str, token: str) -> None:

@@ -15,7 +15,7 @@ from support.lanes import lane_of
 
 from iskander.config import HttpConfig, LimitsConfig
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, Overloaded
-from iskander.gateway.access import EVERYTHING
+from iskander.gateway.access.grants import EVERYTHING
 from iskander.gateway.frontends.oip_http_infer import HttpInference
 from iskander.gateway.frontends.oip_http_messages import Asked
 from iskander.gateway.lanes.request import Terms

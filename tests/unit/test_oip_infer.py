@@ -14,7 +14,7 @@ from iskander.config import LimitsConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, ModelNotFound
-from iskander.gateway.access import EVERYTHING
+from iskander.gateway.access.grants import EVERYTHING
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_infer
 from iskander.gateway.frontends.oip_infer import REMEMBERED_MAX, Inference

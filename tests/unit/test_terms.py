@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from iskander.errors import MalformedInput
-from iskander.gateway.access import ANONYMOUS
+from iskander.gateway.access.grants import ANONYMOUS
 from iskander.gateway.frontends import terms as terms_module
 from iskander.gateway.frontends.terms import REMEMBERED_MAX, StreamTerms
 from iskander.gateway.lanes.request import NEVER_NS, Terms

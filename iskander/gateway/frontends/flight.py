@@ -22,7 +22,7 @@ from iskander.errors import (
     Overloaded,
     Unsupported,
 )
-from iskander.gateway.access import HEADER, Grant, token_in
+from iskander.gateway.access.grants import HEADER, Grant, token_in
 from iskander.gateway.arrow_types import output_schema
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_exchange import OPEN_S, Exchange

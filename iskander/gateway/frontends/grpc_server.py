@@ -20,7 +20,8 @@ import msgspec
 
 from iskander.config import ServerConfig
 from iskander.errors import ConfigError, IskanderError, LimitExceeded
-from iskander.gateway.access import Access, Grant
+from iskander.gateway.access.grants import Access, Grant
+from iskander.gateway.access.tls import HTTP2, Tls
 from iskander.gateway.addresses import unix_path
 from iskander.gateway.frontends import flight, health, oip_service, reflection
 from iskander.gateway.frontends.flight import FlightService
@@ -31,7 +32,6 @@ from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.ports import BoundPath, bind, with_port
-from iskander.gateway.tls import HTTP2, Tls
 
 log = logging.getLogger("iskander.grpc")
 

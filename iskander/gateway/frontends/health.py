@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from iskander._generated import health_pb2
 from iskander.errors import MalformedInput, ModelNotFound, Overloaded
-from iskander.gateway.access import Grant
+from iskander.gateway.access.grants import Grant
 from iskander.gateway.http2.call import Call
 from iskander.gateway.models import Models
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from iskander.config import Config
 from iskander.errors import ConfigError
-from iskander.gateway.access import Grant
+from iskander.gateway.access.grants import Grant
 from iskander.gateway.addresses import zmq_address
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.inferential_journal import Journal

@@ -32,7 +32,7 @@ from iskander.errors import (
     Unauthenticated,
     Unsupported,
 )
-from iskander.gateway.access import Access
+from iskander.gateway.access.grants import Access
 from iskander.gateway.frontends.oip_http_body import RETRY_MS, Held, Room, read_body
 from iskander.gateway.frontends.oip_http_infer import JSON_TYPE
 from iskander.gateway.frontends.oip_http_plain import plain

@@ -20,7 +20,7 @@ from iskander.errors import (
     MalformedInput,
     Overloaded,
 )
-from iskander.gateway.access import Grant
+from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_http_body import (
     PIECE_BYTES,

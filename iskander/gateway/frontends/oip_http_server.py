@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from iskander.config import HttpConfig
 from iskander.errors import ConfigError
-from iskander.gateway.access import Access
+from iskander.gateway.access.grants import Access
+from iskander.gateway.access.tls import HTTP1, Tls
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_http import OipHttp
 from iskander.gateway.frontends.oip_http_infer import HttpInference
@@ -17,7 +18,6 @@ from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.http1 import Http1Port
 from iskander.gateway.models import Models
 from iskander.gateway.ports import bind, with_port
-from iskander.gateway.tls import HTTP1, Tls
 
 
 class OipHttpServer:

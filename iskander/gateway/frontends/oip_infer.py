@@ -10,7 +10,7 @@ from typing import Final
 from iskander._generated import oip_pb2
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError
-from iskander.gateway.access import Grant
+from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_request import Asked, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_tensor, strings_max

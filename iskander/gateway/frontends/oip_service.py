@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
 from iskander.errors import MalformedInput, Unsupported
-from iskander.gateway.access import Grant
+from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_describe as describe
 from iskander.gateway.frontends.oip_infer import Inference

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.gateway.access import EVERYTHING, Grant
+from iskander.gateway.access.grants import EVERYTHING, Grant
 from iskander.gateway.http2 import frames, headers
 from iskander.gateway.http2.frames import Code
 from iskander.gateway.http2.headers import Metadata, RequestHead

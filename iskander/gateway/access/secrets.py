@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from iskander.config import Config
-from iskander.gateway.access import Access
-from iskander.gateway.tls import HTTP2, Tls
+from iskander.gateway.access.grants import Access
+from iskander.gateway.access.tls import HTTP2, Tls
 
 
 def require_secrets(config: Config) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from iskander.config_access import TlsConfig
 from iskander.errors import ConfigError
-from iskander.gateway.following import Following
+from iskander.gateway.access.following import Following
 
 HTTP2, HTTP1 = "h2", "http/1.1"
 

@@ -21,7 +21,7 @@ from typing import Any
 from iskander.clock import NS_PER_S, wall_ns
 from iskander.config_access import AccessConfig, Token
 from iskander.errors import ConfigError, PermissionDenied, Unauthenticated
-from iskander.gateway.following import Following
+from iskander.gateway.access.following import Following
 from iskander.tokens import digest, read_tokens
 
 HEADER = "authorization"
