@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -137,4 +138,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # Who is told to end takes the servers along that it has started, as with ^C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 from benchmarks.results import read
 
@@ -73,3 +76,22 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_word(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "skipped: mosec: `python -m benchmarks install mosec` first" in done.stderr
     assert read([tmp_path / "run.jsonl"]).systems("two-tower, 1 row, 4 clients") == ["echo"]
+
+
+def test_a_run_that_is_ended_takes_its_servers_along(tmp_path: Path) -> None:
+    command = ["run", "small", "--case", "4 clients", "--systems", "echo", "iskander"]
+    effort = ["--rounds", "2", "--seconds", "0.5", "--out", str(tmp_path / "run.jsonl")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks", *command, *effort],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stderr is not None
+        assert any("round 2" in line for line in run.stderr)
+        started = psutil.Process(run.pid).children(recursive=True)
+        assert "isk-gateway" in {process.name() for process in started}
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=LIMIT_S)
+    assert run.returncode
+    assert psutil.wait_procs(started, timeout=10)[1] == []

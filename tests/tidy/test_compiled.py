@@ -52,3 +52,14 @@ def test_fields_of_views_are_typed_where_mypyc_looks() -> None:
         source = path.read_text("utf-8")
         if tuples.search(source):
             assert "from builtins import memoryview" in source, name
+
+
+def test_constants_are_final() -> None:
+    """Any other is looked up by its name each time."""
+    constant = re.compile(r"^(_?[A-Z][A-Z0-9_]*(?:, \w+| = \w+)* = .*)", re.MULTILINE)
+    found = {
+        f"{name}: {line}"
+        for name, path in compiled().items()
+        for line in constant.findall(path.read_text("utf-8"))
+    }
+    assert found == set()

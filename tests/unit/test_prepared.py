@@ -13,6 +13,7 @@ ALL = """
 import importlib, inspect, pkgutil
 import msgspec
 import iskander, iskander_worker
+from iskander.gateway.supervision.workers import Flight, Part
 
 learned = 0
 for package in (iskander, iskander_worker):
@@ -20,10 +21,12 @@ for package in (iskander, iskander_worker):
         if module.name.endswith(("__main__", ".torch")):
             continue
         for kind in vars(importlib.import_module(module.name)).values():
+            if kind in (Flight, Part):  # Only ever made, of what is imported for types alone.
+                continue
             if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
                 try:
                     msgspec.json.Decoder(kind)
-                except (TypeError, NameError):  # It is only ever made.
+                except TypeError:  # It is only ever made.
                     continue
                 learned += 1
 assert learned > 50

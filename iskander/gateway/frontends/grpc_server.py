@@ -14,7 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -33,22 +33,22 @@ from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.ports import BoundPath, bind, with_port
 
-log = logging.getLogger("iskander.grpc")
+log: Final = logging.getLogger("iskander.grpc")
 
-MESSAGE_SLACK_BYTES = 1 << 20
+MESSAGE_SLACK_BYTES: Final = 1 << 20
 """What the transport takes beyond our own limit: up to here an error is of one batch, and a stream
 whose client asked for that goes on."""
-CALLS_SLACK = 1000
+CALLS_SLACK: Final = 1000
 """Calls of one connection beyond the streams that are served, so that those are refused by name."""
-REQUEST_S = 30.0
+REQUEST_S: Final = 30.0
 """A call whose only message has not come by then ends."""
 
-PROBES = frozenset(
+PROBES: Final = frozenset(
     {f"/{health.SERVICE}/Check", f"/{health.SERVICE}/Watch"}
     | {f"/{oip_service.SERVICE}/{name}" for name in ("ServerLive", "ServerReady")}
 )
 """Who asks whether the server is well needs no token."""
-PROBE_BYTES = 1024
+PROBE_BYTES: Final = 1024
 
 Serve = Callable[[Call], Awaitable[None]]
 

@@ -6,7 +6,7 @@ Pure. Source: Open Inference Protocol v2, `ModelInferRequest`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -17,9 +17,9 @@ from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
 
-FINAL_WANTED = "triton_enable_empty_final_response"
-_REGION = "shared_memory_region"
-_CLASSES = "classification"
+FINAL_WANTED: Final = "triton_enable_empty_final_response"
+_REGION: Final = "shared_memory_region"
+_CLASSES: Final = "classification"
 
 
 class Asked(NamedTuple):
@@ -121,4 +121,4 @@ def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-_NOTHING = memoryview(b"")
+_NOTHING: Final = memoryview(b"")

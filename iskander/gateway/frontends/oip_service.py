@@ -6,7 +6,7 @@ Runs on: gateway loop. Source: Open Inference Protocol v2 over gRPC; Triton's ex
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
@@ -24,7 +24,7 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
 from iskander.gateway.repository.siblings import Siblings
 
-SERVICE = "inference.GRPCInferenceService"
+SERVICE: Final = "inference.GRPCInferenceService"
 
 Answer = Callable[[Any, Grant], Any]
 Change = Callable[[Any, Grant], Awaitable[Any]]

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from iskander.contract.tensors import Contract
 from iskander.errors import MalformedInput
 from iskander.gateway.offered import Tensor
 
-STRINGS = "BYTES"
+STRINGS: Final = "BYTES"
 
 FIELDS: dict[str, tuple[str, str]] = {
     "BOOL": ("bool_contents", ""),
@@ -42,10 +42,10 @@ FIELDS: dict[str, tuple[str, str]] = {
 """Field of InferTensorContents, and the NumPy type of elements that are packed as numbers of any
 length; the others are as they are, and other datatypes are raw only."""
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES: Final = 1 << 20
 """Numbers that are read together; their room is a multiple of that."""
 
-_LENGTH = struct.Struct("<I")
+_LENGTH: Final = struct.Struct("<I")
 
 
 def raw_of(name: str, datatype: str, contents: Any) -> memoryview:  # noqa: ANN401

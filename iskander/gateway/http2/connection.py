@@ -33,7 +33,8 @@ IDLE_NS: Final = 60 * NS_PER_S
 PING_NS: Final = 20 * NS_PER_S
 """A client that was silent for the one is asked whether it is there, and goes without an answer
 within the other."""
-_ALIVE, _LEAVING = b"iskalive", b"iskleave"
+_ALIVE: Final = b"iskalive"
+_LEAVING: Final = b"iskleave"
 _NOT_HTTP2: Final = (
     b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\n"
     b"content-type: text/plain\r\n\r\nThis port speaks gRPC over HTTP/2.\n"
@@ -331,7 +332,7 @@ class Connection(asyncio.BufferedProtocol):
         self._patience.spend(self._heard_ns)
         if not flags & frames.ACK:
             self.output.emit(frames.frame(frames.PING, frames.ACK, 0, bytes(payload)))
-        elif payload == _LEAVING and self._is_leaving and not self._is_closing:
+        elif bytes(payload) == _LEAVING and self._is_leaving and not self._is_closing:
             self._is_closing = True
             self.output.emit(frames.goaway(self._last_id, Code.NO_ERROR))
             if not self.calls:

@@ -28,7 +28,8 @@ Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 HEADER_LIST_BYTES_MAX: Final = 16_384
 """As gRPC counts: names, values and 32 bytes for each."""
-EXPANDED_BYTES_MAX = BLOCK_BYTES_MAX = 65_536
+EXPANDED_BYTES_MAX: Final = 65_536
+BLOCK_BYTES_MAX: Final = 65_536
 """Beyond gRPC's own limit and below this, it is the call that ends and not the connection."""
 ACCEPTED_ENCODINGS: Final = "identity,deflate,gzip"
 REMEMBERED_MAX: Final = 16

@@ -28,7 +28,8 @@ from iskander.gateway.lanes.waiting import WaitingQueue
 MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
 """Codes of requests that are not done in time; each says when a new one may be."""
 RETRY_UNKNOWN_MS: Final = 100
-MARGIN_LEAST, MARGIN_GROWTH = 1 / 8, 1 / 2
+MARGIN_LEAST: Final = 1 / 8
+MARGIN_GROWTH: Final = 1 / 2
 MARGIN_MEMORY: Final = 64
 
 
