@@ -102,12 +102,19 @@ def _effort(options: argparse.Namespace) -> Effort:
     return Effort(rounds=options.rounds, seconds=options.seconds)
 
 
+def _peer(name: str) -> str:
+    if name not in REQUIREMENTS:
+        raise argparse.ArgumentTypeError(f"there are {', '.join(REQUIREMENTS)}")
+    return name
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     add = commands.add_parser("install", help="make environments for the other servers")
-    add.add_argument("peers", nargs="*", choices=[*REQUIREMENTS], metavar="PEER")
+    # argparse holds an empty list against `choices` too.
+    add.add_argument("peers", nargs="*", type=_peer, metavar="PEER", help=", ".join(REQUIREMENTS))
 
     for name, help_text in (
         ("run", "measure the cases of a suite"),

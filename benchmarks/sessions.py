@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -21,6 +23,8 @@ import pyarrow as pa
 from pyarrow import flight
 
 from benchmarks.workloads import TOLERANCE, Array, Workload, tensors
+from iskander.client.region import Region
+from iskander.wire.sharing import REGION_HEADER
 
 GRPC_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
@@ -28,6 +32,9 @@ GRPC_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
 ]
 """A connection of its own for each session, and no bound on what it carries."""
+
+SHARED_ROOM_BYTES = 1 << 16
+SHARE_S = 10.0
 
 POLLED = "-polled"
 """Ends the kinds of sessions whose gRPC client is without its event engine."""
@@ -121,7 +128,7 @@ class Flight:
         self._workload = target.workload
         self._batches = target.workload.batches(target.rows)
         descriptor = flight.FlightDescriptor.for_path(target.workload.model)
-        self._writer, self._reader = self._client.do_exchange(descriptor)
+        self._writer, self._reader = self._client.do_exchange(descriptor, self._options())
         self._writer.begin(self._batches[0].schema)
         self._write, self._read = self._writer.write_batch, self._reader.read_chunk
 
@@ -129,6 +136,9 @@ class Flight:
         """Write and read."""
         self._write(self._batches[index])
         return self._read().data
+
+    def _options(self) -> flight.FlightCallOptions:
+        return flight.FlightCallOptions()
 
     def output(self, answer: pa.RecordBatch) -> Array:
         """The model's column; of the echo, the batch that it sends back."""
@@ -145,6 +155,33 @@ class Flight:
         with contextlib.suppress(StopIteration):
             self._read()
         self._client.close()
+
+
+class SharedFlight(Flight):
+    """The same, where the server lends memory: what is large is handed over in it."""
+
+    def _options(self) -> flight.FlightCallOptions:
+        action = flight.Action("shared-memory", b"")
+        (said,) = [json.loads(each.body.to_pybytes()) for each in self._client.do_action(action)]
+        length_bytes = 2 * self._batches[0].nbytes + SHARED_ROOM_BYTES
+        self._region = Region(Path(said["path"]), length_bytes, SHARE_S)
+        headers = [(REGION_HEADER.encode(), self._region.name.encode())]
+        return flight.FlightCallOptions(headers=headers)
+
+    def call(self, index: int) -> pa.RecordBatch:
+        """Hand over and read."""
+        located = self._region.put(self._batches[index])
+        if located is None:
+            return super().call(index)
+        self._writer.write_metadata(located)
+        answer = self._read().data
+        self._region.free()
+        return answer
+
+    def close(self) -> None:
+        """As any other, and give the memory back."""
+        super().close()
+        self._region.close()
 
 
 class Infer:
@@ -309,6 +346,7 @@ class Inferential:
 
 SESSIONS: dict[str, Callable[[Target], Session]] = {
     "flight": Flight,
+    "shared-flight": SharedFlight,
     "infer": Infer,
     "rows-infer": RowsInfer,
     "serialized-infer": SerializedInfer,

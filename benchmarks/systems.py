@@ -242,7 +242,11 @@ def _echo(workload: Workload, port: int, folder: Path) -> list[str]:
 
 
 def _iskander(workload: Workload, port: int, folder: Path) -> list[str]:
-    settings = (f"server.address=127.0.0.1:{port}", f"server.runtime_directory={folder}")
+    settings = (
+        f"server.address=127.0.0.1:{port}",
+        f"server.runtime_directory={folder}",
+        f"shared_memory.path={folder}/memory",
+    )
     sets = [part for setting in settings for part in ("--set", setting)]
     return [str(gateway_command()), "--config", str(workload.config), *sets]
 
@@ -278,6 +282,7 @@ SYSTEMS = {
     "echo": System("flight-polled", _echo, "echo"),
     "echo-default": System("flight", _echo, "echo"),
     "iskander": System("flight-polled", _iskander, "iskander"),
+    "iskander-shared": System("shared-flight-polled", _iskander, "iskander"),
     "iskander-default": System("flight", _iskander, "iskander"),
     "iskander-oip": System("rows-infer-polled", _iskander, "iskander"),
     "iskander-oip-default": System("rows-infer", _iskander, "iskander"),

@@ -253,16 +253,16 @@ def _manifest(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _client(arguments: argparse.Namespace, **options: float) -> Client:
+def _client(arguments: argparse.Namespace, timeout_s: float | None = None) -> Client:
     """Of the server that a command is about; secrets come by the environment, which `ps` hides."""
-    from iskander.client import Client, Tls
+    from iskander.client import CALL_TIMEOUT_S, Client, Tls
 
     tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
     return Client(
         arguments.address,
         token=os.environ.get(TOKEN_VARIABLE, "").strip() or None,
         tls=tls if arguments.tls or any(tls) else None,
-        **options,
+        timeout_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s,
     )
 
 

@@ -195,6 +195,26 @@ class ArenaConfig(Section, frozen=True, kw_only=True):
     ] = False
 
 
+class SharedMemoryConfig(Section, frozen=True, kw_only=True):
+    """Memory that is lent to clients of this machine, for the bodies of their batches."""
+
+    path: Annotated[
+        str,
+        Meta(
+            description="Of the unix socket where they ask for it, with the mode and owner of "
+            "`server.unix_mode` and `unix_owner`; the other processes of several add their numbers "
+            "to it. Empty: none is lent."
+        ),
+    ] = ""
+    region_bytes: Annotated[
+        int, Positive, Meta(description="Bytes that one client's connection may be lent.")
+    ] = 256 * MIB
+    total_bytes: Annotated[
+        int, Positive, Meta(description="Bytes that all may be lent, by each process of several.")
+    ] = 1024 * MIB
+    regions: Annotated[int, Positive, Meta(description="Regions lent at once.")] = 64
+
+
 class AdminConfig(Section, frozen=True, kw_only=True):
     """What the operator sees."""
 
@@ -265,6 +285,7 @@ class Config(Section, frozen=True, kw_only=True):
     workers: WorkersConfig = WorkersConfig()
     loading: LoadingConfig = LoadingConfig()
     arena: ArenaConfig = ArenaConfig()
+    shared_memory: SharedMemoryConfig = SharedMemoryConfig()
     admin: AdminConfig = AdminConfig()
     inferential: InferentialConfig = InferentialConfig()
     http: HttpConfig = HttpConfig()

@@ -163,6 +163,15 @@ class PermissionDenied(IskanderError):
     http_status = 403
 
 
+class RegionNotFound(IskanderError):
+    """The shared memory that a stream names is not lent here, or no longer."""
+
+    code = "region_not_found"
+    fault = Fault.CLIENT
+    status = "NOT_FOUND"
+    http_status = 404
+
+
 class ModelMoved(IskanderError):
     """The model version was replaced, or given up, while a stream or request was under way."""
 

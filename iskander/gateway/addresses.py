@@ -36,12 +36,7 @@ def require_addresses(config: Config) -> None:
                     f"{where}: a unix socket has one listener; with server.processes above 1 "
                     "every address is HOST:PORT"
                 )
-            if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
-                raise ConfigError(
-                    f"{where}: a socket path has at most {SOCKET_PATH_BYTES_MAX} bytes"
-                )
-            if not path.is_absolute() or not path.parent.is_dir():
-                raise ConfigError(f"{where}: wanted an absolute path in a folder that is there")
+            _require_path(where, path)
             continue
         if not is_host_port(address):
             raise ConfigError(f"{where}: wanted HOST:PORT, [IPV6]:PORT or unix:PATH")
@@ -61,6 +56,22 @@ def require_addresses(config: Config) -> None:
         taken[address] = setting
     if config.inferential.address:
         _require_inferential(config, taken)
+    if config.shared_memory.path:
+        last = sharing_path(config, config.server.processes - 1)
+        _require_path(f"shared_memory.path {config.shared_memory.path}", last)
+
+
+def sharing_path(config: Config, index: int) -> Path:
+    """Where a process of several lends memory."""
+    path = config.shared_memory.path
+    return Path(f"{path}.{index}" if index else path)
+
+
+def _require_path(where: str, path: Path) -> None:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(f"{where}: a socket path has at most {SOCKET_PATH_BYTES_MAX} bytes")
+    if not path.is_absolute() or not path.parent.is_dir():
+        raise ConfigError(f"{where}: wanted an absolute path in a folder that is there")
 
 
 def zmq_address(address: str) -> str | Path | None:
@@ -88,10 +99,7 @@ def _require_inferential(config: Config, taken: Container[str]) -> None:
                 f"{where}: a unix socket has one listener; with server.processes above 1 it is "
                 "tcp://HOST:PORT"
             )
-        if len(os.fsencode(target)) > SOCKET_PATH_BYTES_MAX:
-            raise ConfigError(f"{where}: a socket path has at most {SOCKET_PATH_BYTES_MAX} bytes")
-        if not target.is_absolute() or not target.parent.is_dir():
-            raise ConfigError(f"{where}: wanted an absolute path in a folder that is there")
+        _require_path(where, target)
     elif target.endswith(":0"):
         if is_several:
             raise ConfigError(f"{where}: server.processes above 1 share a port, which is not 0")

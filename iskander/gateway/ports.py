@@ -62,20 +62,23 @@ class BoundPath:
     Args:
         path: Where; taken from whoever listened there before and is gone.
         config: Who is to own it.
+        kind: Of the socket.
 
     Raises:
         ConfigError: Another process listens there, or it cannot be given to its owner.
         OSError: It cannot be bound.
     """
 
-    def __init__(self, path: Path, config: ServerConfig) -> None:
+    def __init__(
+        self, path: Path, config: ServerConfig, kind: socket.SocketKind = socket.SOCK_STREAM
+    ) -> None:
         # Whoever binds a path takes it from the one who listens there, without a word.
         self._lock = LockFile(path.with_name(path.name + ".lock"))
         if not self._lock.take():
             raise ConfigError(f"{path}: another process listens there")
         self._path = path
         path.unlink(missing_ok=True)
-        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket = socket.socket(socket.AF_UNIX, kind)
         try:
             self.socket.bind(str(path))
             _own(path, config)

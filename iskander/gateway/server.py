@@ -16,7 +16,7 @@ from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.gateway.access.grants import Access
 from iskander.gateway.access.tls import Tls
-from iskander.gateway.addresses import require_addresses
+from iskander.gateway.addresses import require_addresses, sharing_path
 from iskander.gateway.asking import Desk
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight import FlightService
@@ -27,6 +27,7 @@ from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.intake import Intake
 from iskander.gateway.logs import log_backing
 from iskander.gateway.models import configured
+from iskander.gateway.regions import Regions
 from iskander.gateway.repository.repository import Repository
 from iskander.gateway.repository.siblings import Siblings
 from iskander.gateway.runtime import Member, RuntimeDirectory
@@ -112,6 +113,7 @@ class Server:
             self._repository, self._member, self._runtime.path, config.workers.start_s
         )
         self._health = HealthService(self._models, config.limits.streams)
+        self._regions = Regions(config.shared_memory, config.server, sharing_path(config, index))
         self._flight = FlightService(
             self._models,
             self._siblings,
@@ -120,6 +122,7 @@ class Server:
             limits=config.limits,
             stats=self.stats,
             recent=self._recent,
+            regions=self._regions,
         )
         self._desk = Desk(self._intake, self._dispatcher, config.limits)
         self._oip = OipService(self._models, self._desk, self._siblings)
@@ -217,6 +220,7 @@ class Server:
             log.warning("not finished in time: %s", self._work())
         await self._grpc.stop(GRACE_S)
         await self._inferential.stop(GRACE_S)
+        self._regions.close()
         if self._http is not None:
             await self._http.stop(GRACE_S)
         if keeps_workers():
@@ -232,6 +236,7 @@ class Server:
         self._repository.close()
         await self._grpc.stop(0)
         await self._inferential.stop(0)
+        self._regions.close()
         if self._http is not None:
             await self._http.stop(0)
         await self._supervisor.abandon()
@@ -270,6 +275,7 @@ class Server:
             input_arena=self._intake.arena,
             input_backing=self._intake.segment.backing,
             streams=self._flight.exchanges,
+            regions=self._regions.lent,
             calls=self._desk.calls,
             counts=self._dispatcher.counts,
             loop_lag_ns=self._lag.lag_ns,
@@ -296,6 +302,7 @@ class Server:
             self._config.server, self._config.addresses, is_shared=is_shared
         )
         await self._inferential.start()
+        self._regions.start()
         if self._config.http.address:
             from iskander.gateway.frontends.oip_http_server import OipHttpServer
 

@@ -13,7 +13,8 @@ the creator's mapping stays writable and nobody can make another.
 Huge pages, a lock and a node are had where the system gives them; `backing` says what was had. The
 creator's lock and policy are the memory's own, so a receiver asks for nothing.
 
-Runs on: gateway (creates) and worker (attaches). Nothing else imports mmap.
+Runs on: gateway (creates), workers and clients that share memory (attach). Nothing else imports
+mmap.
 
 Source: memfd_create(2), fcntl(2) file sealing, madvise(2), mlock(2), shmem_enabled in
 Documentation/admin-guide/mm/transhuge.rst.
@@ -119,6 +120,30 @@ class Segment:
             seals |= _F_SEAL_FUTURE_WRITE
         fcntl.fcntl(segment.fd, _F_ADD_SEALS, seals | _F_SEAL_SEAL)
         return segment
+
+    @classmethod
+    def lend(cls, label: str, length_bytes: int) -> Segment:
+        """Make a segment for another process to write; it is read here.
+
+        Nothing of it is populated: the memory is taken, and paid for, by whoever writes first.
+
+        Raises:
+            SegmentError: The system refused it.
+        """
+        length_bytes = _whole(length_bytes, mmap.PAGESIZE)
+        try:
+            fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(fd, length_bytes)
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+                return cls(fd, length_bytes, is_writable=False)
+            except OSError:
+                os.close(fd)
+                raise
+        except OSError as error:
+            raise SegmentError(
+                f"a segment of {length_bytes} bytes was refused: {error.strerror}"
+            ) from None
 
     @classmethod
     def _make(cls, label: str, length_bytes: int, options: BackingOptions, flags: int) -> Segment:

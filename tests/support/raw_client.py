@@ -3,7 +3,7 @@
 Reads one JSON call a line on standard input and answers with one JSON line:
 
     {"method": "...", "frames": [hex, ...], "deadline_s": 5, "half_close": true,
-     "read": N or null, "cancel_after": N or null}
+     "read": N or null, "cancel_after": N or null, "metadata": [[name, text], ...]}
  -> {"frames": [hex, ...], "code": "OK", "details": "...", "trailers": {...}}
 """
 
@@ -40,7 +40,8 @@ def call(channel: grpc.Channel, wanted: dict[str, Any]) -> dict[str, Any]:
             done.wait(wanted.get("deadline_s", 10))
 
     method = channel.stream_stream(wanted["method"])
-    stream = method(frames(), timeout=wanted.get("deadline_s", 10))
+    metadata = [tuple(pair) for pair in wanted.get("metadata", ())]
+    stream = method(frames(), timeout=wanted.get("deadline_s", 10), metadata=metadata)
     received = []
     try:
         for frame in stream:

@@ -29,7 +29,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     model = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads": 1}
     workers, http = {"groups": ["0"], "reattach_s": 5.0}, {"address": "127.0.0.1:0"}
     inferential = {"address": "tcp://127.0.0.1:0"}
-    with running(folder, [model], workers=workers, http=http, inferential=inferential) as ready:
+    sections = {"workers": workers, "http": http, "inferential": inferential}
+    shared_memory = {"path": str(folder / "memory")}
+    with running(folder, [model], shared_memory=shared_memory, **sections) as ready:
         yield ready
 
 

@@ -350,6 +350,7 @@ def test_discovery_and_actions(gateway: Gateway) -> None:
         "load",
         "unload",
         "contract",
+        "shared-memory",
         "stats",
         "metrics",
     }

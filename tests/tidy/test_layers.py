@@ -34,8 +34,8 @@ LAYERS = {
     ),
     "iskander/tokens.py": ("clock", "errors", "config_access"),
     "iskander/memory/": ("errors", "memory"),
-    "iskander/wire/": ("errors", "contract", "wire"),
-    "iskander/client.py": ("errors",),
+    "iskander/wire/": ("errors", "prepared", "contract", "wire"),
+    "iskander/client/": ("errors", "client", "memory", "wire"),
     "iskander/tables.py": (),
     "iskander/embed.py": ("errors", "config_file", "gateway"),
     "iskander/gateway/": (
@@ -79,7 +79,7 @@ DOORS = {
         "iskander.gateway.http1",
     ),
     "h11": (("iskander/gateway/http1.py",), "iskander.gateway.http1"),
-    "pyarrow.flight": (("iskander/client.py",), "iskander.client"),
+    "pyarrow.flight": (("iskander/client/",), "iskander.client"),
     "grpc": ((), "iskander.gateway.http2"),
     "hpack": (("iskander/gateway/http2/headers.py",), "iskander.gateway.http2"),
     "watchfiles": (
@@ -93,7 +93,7 @@ DOORS = {
         "iskander_worker.backends",
     ),
     "pyarrow": (
-        ("iskander/gateway/", "iskander/client.py", "workers/iskander_worker/arrow.py"),
+        ("iskander/gateway/", "iskander/client/", "workers/iskander_worker/arrow.py"),
         "nothing: only the worker of a model that speaks Arrow has it",
     ),
     "torch": (("workers/iskander_worker/backends/torch.py",), "iskander_worker.backends.torch"),

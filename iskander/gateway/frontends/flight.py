@@ -31,6 +31,7 @@ from iskander.gateway.http2.call import Call
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models, describe
+from iskander.gateway.regions import Regions
 from iskander.gateway.repository.siblings import Siblings
 from iskander.gateway.sent_schema import sent_schema
 from iskander.gateway.telemetry.recent import Recent
@@ -50,6 +51,8 @@ ACTIONS = {
     "are let go.",
     "contract": 'Body {"model": NAME, "version": VERSION?}. The contract as JSON, then the schemas '
     "of its inputs and results as Arrow IPC messages.",
+    "shared-memory": "Where clients of this machine ask for memory for their batches, and how much "
+    "one may have; one JSON object.",
     "stats": "What lanes, workers and memory have come to; one JSON object.",
     "metrics": 'Body {"name"?, "labels"?, "window_s"?}. The last points of each measure: count, '
     "mean, least, greatest, percentiles and the latest; one JSON object.",
@@ -67,6 +70,7 @@ class FlightService:
         limits: Of the server.
         stats: Answers the `stats` action.
         recent: Answers the `metrics` action.
+        regions: Memory that clients share.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class FlightService:
         limits: LimitsConfig,
         stats: Callable[[], dict[str, Any]],
         recent: Recent,
+        regions: Regions,
     ) -> None:
         self.models = models
         self._siblings = siblings
@@ -87,6 +92,7 @@ class FlightService:
         self.limits = limits
         self._stats = stats
         self._recent = recent
+        self._regions = regions
         self._plans: dict[tuple[int, bytes], Plan] = {}
         self.exchanges: dict[Exchange, Grant] = {}
         self.is_draining = False
@@ -142,6 +148,7 @@ class FlightService:
             dispatcher=self._dispatcher,
             limits=self.limits,
             find=partial(self._find, call.grant),
+            region=self._regions.find,
             plan=self.plan,
             models=self.models,
         )
@@ -239,6 +246,9 @@ class FlightService:
             return [encode(told)]
         if name == "models":
             return [encode([m for m in self.models.describe_all() if grant.may_ask(m["name"])])]
+        if name == "shared-memory":
+            grant.require_token()
+            return [encode(self._regions.describe())]
         if name == "stats":
             grant.require_token()
             return [encode(self._stats())]

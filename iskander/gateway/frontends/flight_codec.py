@@ -25,12 +25,17 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from iskander.config import LimitsConfig
-from iskander.contract.dtypes import OFFSET_BYTES
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import ALIGNMENT, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
-from iskander.gateway.arrow_types import columns_without_nulls, leaf_of
+from iskander.gateway.arrow_types import columns_without_nulls
+from iskander.gateway.frontends.flight_checks import (
+    forwarded_ranges,
+    require_apart,
+    require_lengths,
+    strings_range,
+)
 from iskander.gateway.frontends.flight_convert import Converter, Portion, require_bytes
 from iskander.gateway.frontends.flight_data import Parts, data_head, read_flight_data
 from iskander.gateway.frontends.flight_plan import (
@@ -41,7 +46,7 @@ from iskander.gateway.frontends.flight_plan import (
     Reply,
     require_header,
 )
-from iskander.gateway.texts import require_string_bytes, require_strings
+from iskander.gateway.texts import require_string_bytes
 from iskander.memory.pieces import WHOLE_BYTES
 
 CHECKED_HEADER_BYTES_MAX: Final = 4096
@@ -106,13 +111,18 @@ class StreamCodec:
         Raises:
             MalformedInput: It is no message of the stream.
         """
-        if len(raw) <= WHOLE_BYTES:
-            return not self.plan.makes_lists or self._is_made_small(raw)
-        return bytes(read_flight_data(raw).header[:CHECKED_HEADER_BYTES_MAX]) in self.plan.checked
+        if len(raw) <= WHOLE_BYTES and not self.plan.makes_lists:
+            return True
+        return self.is_quick_of(bytes(read_flight_data(raw).header), len(raw))
 
-    def _is_made_small(self, raw: bytes | memoryview) -> bool:
+    def is_quick_of(self, header: bytes, length: int) -> bool:
+        """The same of a message with this header and so many bytes."""
+        if length <= WHOLE_BYTES:
+            return not self.plan.makes_lists or self._is_made_small(header)
+        return header in self.plan.checked
+
+    def _is_made_small(self, header: bytes) -> bool:
         """Whether a small message of lists stays small when its rows are padded."""
-        header = bytes(read_flight_data(raw).header)
         message = ipc.read_message(header)
         if message.kind != ipc.RECORD_BATCH:
             return True
@@ -163,7 +173,7 @@ class StreamCodec:
                 f"the header announces a body of {message.body_bytes} bytes and {len(body)} came"
             )
         if message.kind == ipc.DICTIONARY_BATCH:
-            self._converter.keep_dictionary(raw, message, body)
+            self._converter.keep_dictionary(raw, message, self.own(body))
             return None
         if message.kind != ipc.RECORD_BATCH:
             what = "a second schema" if message.kind == ipc.SCHEMA else f"kind {message.kind}"
@@ -171,10 +181,13 @@ class StreamCodec:
         batch = ipc.read_batch(raw, message)
         self._require_rows(batch.rows)
         require_bytes(len(body), self._limits)
-        if self.plan.is_converted or batch.is_compressed or message.version != ipc.METADATA_V5:
-            plain = self._converter.plain(raw, batch, body)
+        is_usual = not batch.is_compressed and message.version == ipc.METADATA_V5
+        if self.plan.is_converted or not is_usual:
+            plain = self._converter.plain(raw, batch, self.own(body))
             arrived = self._check(plain.batch, plain.body, plain.kept, app_metadata)
             return replace(arrived, portions=plain.portions)
+        if not self.plan.is_decided_by_header:
+            body = self.own(body)
         arrived = self._check(batch, body, [], app_metadata)
         if self.plan.is_decided_by_header and len(raw) <= CHECKED_HEADER_BYTES_MAX:
             if len(self.plan.checked) >= CHECKED_MAX:
@@ -183,6 +196,10 @@ class StreamCodec:
                 arrived.rows, len(body), arrived.tensors, arrived.reply
             )
         return arrived
+
+    def own(self, body: memoryview) -> memoryview:
+        """A body that is to be looked into, as bytes that nobody changes."""
+        return body
 
     def take(self, arrived: Arrived, results: bytes | memoryview) -> Parts | Unrendered:
         """What `frames` wants of a batch's results: the finished message, for a plain response."""
@@ -226,7 +243,7 @@ class StreamCodec:
         length = len(body)
         tensors = []
         for column in plan.inputs:
-            _require_lengths(column, rows, nodes)
+            require_lengths(column, rows, nodes)
             for index in range(column.first_node, column.first_node + len(column.levels)):
                 if nodes[2 * index + 1]:
                     raise ContractError(
@@ -246,10 +263,9 @@ class StreamCodec:
                 )
             tensors.append((start, start + wanted))
         if plan.has_string_inputs:
-            tensors += [
-                _strings(column, rows, batch, body) for column in plan.inputs if not column.bits
-            ]
-        _require_apart(sum(stop - start for start, stop in tensors), body)
+            texts = [column for column in plan.inputs if not column.bits]
+            tensors += [strings_range(column, rows, batch, body) for column in texts]
+        require_apart(sum(stop - start for start, stop in tensors), body)
         reply: Reply | Passed | None = None
         if plan.is_response_plain:
             reply = passed = _passed(plan, batch, body)
@@ -302,15 +318,15 @@ def _passed(plan: Plan, batch: ipc.Batch, body: memoryview) -> Passed:
     reply_buffers: list[int] = []
     ranges: list[tuple[int, int, bytes]] = []
     for column in plan.forwarded:
-        _require_lengths(column, rows, nodes)
+        require_lengths(column, rows, nodes)
         first, last = column.first_node, column.first_node + len(column.levels)
         reply_nodes += nodes[2 * first : 2 * last]
-        for start, stop in _forwarded(column, rows, batch, body):
+        for start, stop in forwarded_ranges(column, rows, batch, body):
             padding = bytes(-(stop - start) % ALIGNMENT)
             ranges.append((start, stop, padding))
             reply_buffers += (end, stop - start)
             end += stop - start + len(padding)
-    _require_apart(sum(stop - start for start, stop, _ in ranges), body)
+    require_apart(sum(stop - start for start, stop, _ in ranges), body)
     return Passed(reply_nodes, reply_buffers, ranges, end)
 
 
@@ -337,76 +353,3 @@ def _reply(plan: Plan, rows: int, passed: Passed, results: bytes | memoryview) -
     nodes, buffers = plan.order.numbers(passed.nodes + nodes, behind + buffers)
     header = bytes(plan.template.render(rows, nodes, buffers, end))
     return Reply(header, data_head(header, b"", end), results_bytes, passed.ranges, end)
-
-
-def _require_apart(total: int, body: memoryview) -> None:
-    """Refuse buffers that share bytes: many columns of one small body would be a large batch."""
-    if total > len(body):
-        raise MalformedInput(
-            f"the batch's buffers overlap: they have {total} bytes in a body of {len(body)}"
-        )
-
-
-def _require_lengths(column: Column, rows: int, nodes: tuple[int, ...]) -> None:
-    for index, level in enumerate(column.levels, column.first_node):
-        length, null_count = nodes[2 * index], nodes[2 * index + 1]
-        if length != rows * level or not 0 <= null_count <= length:
-            raise MalformedInput(
-                f"column `{column.name}` says {length} values with {null_count} nulls where the "
-                f"batch's {rows} rows make {rows * level}",
-                column=column.name,
-            )
-
-
-def _strings(column: Column, rows: int, batch: ipc.Batch, body: memoryview) -> tuple[int, int]:
-    """Start and end of the bytes of an input's strings, each found to be UTF-8."""
-    at = 2 * column.values_buffer
-    ends, _, start, length = batch.buffers[at : at + 4]
-    if start < 0 or length < 0 or start + length > len(body):
-        raise MalformedInput(
-            f"column `{column.name}` has a buffer of {length} bytes at {start} of a body of "
-            f"{len(body)}",
-            column=column.name,
-        )
-    if not rows:
-        return start, start
-    count = rows * column.levels[-1]
-    offsets = body[ends : ends + (count + 1) * OFFSET_BYTES]
-    require_strings(f"column `{column.name}`", count, offsets, body[start : start + length])
-    return start, start + int.from_bytes(offsets[-OFFSET_BYTES:], "little")
-
-
-def _forwarded(
-    column: Column, rows: int, batch: ipc.Batch, body: memoryview
-) -> list[tuple[int, int]]:
-    """The ranges of a passed-through column's buffers, each found long enough."""
-    ranges = []
-    count = len(column.levels) + (1 if column.bits else 2)
-    for place in range(count):
-        at = 2 * (column.first_buffer + place)
-        start, length = batch.buffers[at], batch.buffers[at + 1]
-        wanted = 0
-        if place < len(column.levels):
-            node = 2 * (column.first_node + place)
-            wanted = (batch.nodes[node] + 7) // 8 if batch.nodes[node + 1] else 0
-        elif column.bits:
-            wanted = (rows * column.levels[-1] * column.bits + 7) // 8
-        if start < 0 or length < wanted or length < 0 or start + length > len(body):
-            raise MalformedInput(
-                f"column `{column.name}` has a buffer of {length} bytes at {start} of a body of "
-                f"{len(body)}, and needs {wanted}",
-                column=column.name,
-            )
-        ranges.append((start, start + length))
-    if not column.bits and rows:
-        buffers = [pa.py_buffer(body[start:stop]) for start, stop in ranges[-3:]]
-        null_count = batch.nodes[2 * (column.first_node + len(column.levels)) - 1]
-        buffers[0] = buffers[0] if null_count else None
-        try:
-            storage = leaf_of(column.type)
-            count = rows * column.levels[-1]
-            pa.Array.from_buffers(storage, count, buffers, null_count).validate(full=True)
-        except pa.ArrowInvalid as error:
-            text = str(error).split("\n", 1)[0]
-            raise MalformedInput(f"column `{column.name}`: {text}", column=column.name) from None
-    return ranges

@@ -14,16 +14,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
-from iskander.clock import now_ns
 from iskander.config import LimitsConfig
 from iskander.errors import Draining, IskanderError, MalformedInput
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
 from iskander.gateway.frontends.flight_divided import Divided, divide
+from iskander.gateway.frontends.flight_pending import Pending, Refused
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.frontends.flight_shared import SharedCodec
 from iskander.gateway.frontends.flight_target import Target
 from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
@@ -40,49 +42,6 @@ OPEN_S: Final = 30.0
 """A stream that has not said what it is by then gives its place to another."""
 
 
-class _Pending(Request):
-    """A batch of a stream, from admission until its response is written.
-
-    Attributes:
-        taken: What the response is made of; None until the results are there.
-        error: Why there will be none.
-        held_bytes: What it keeps of private memory at most: its body, expanded, and its results.
-    """
-
-    __slots__ = ("arrived", "error", "held_bytes", "taken")
-
-    def __init__(
-        self, lane: Lane, caller: Exchange, arrived: Arrived, raw_bytes: int, terms: StreamTerms
-    ) -> None:
-        super().__init__(
-            lane,
-            caller,
-            arrived.rows,
-            arrived.portions[0].tensors
-            if arrived.portions
-            else [arrived.body[start:stop] for start, stop in arrived.tensors],
-            terms=terms.of(arrived.app_metadata),
-            arrived_ns=now_ns(),
-            call_deadline_ns=terms.deadline_ns,
-            bucket=arrived.portions[0].bucket if arrived.portions else 0,
-        )
-        self.arrived = arrived.without_portions()
-        self.taken: Any = None
-        self.error: IskanderError | None = None
-        self.held_bytes = max(raw_bytes, len(arrived.body)) + self.layout.output_bytes
-
-
-class _Refused:
-    """Stands in the window for a batch that was not taken."""
-
-    __slots__ = ("error", "held_bytes", "taken")
-
-    def __init__(self, error: IskanderError) -> None:
-        self.error = error
-        self.taken = None
-        self.held_bytes = 0
-
-
 class Exchange:
     """One DoExchange stream.
 
@@ -92,6 +51,7 @@ class Exchange:
         dispatcher: The way to the workers.
         limits: Of the server.
         find: The lane that a descriptor's bytes mean, for a key of who asks.
+        region: The bytes that are lent to a client under a name.
         plan: The plan for a lane and a schema's header.
         models: Whose revision changes when `find` may say something else.
 
@@ -107,6 +67,7 @@ class Exchange:
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         find: Callable[[bytes, str], Lane],
+        region: Callable[[str], memoryview],
         plan: Callable[[Lane, bytes], Plan],
         models: Models,
     ) -> None:
@@ -115,10 +76,11 @@ class Exchange:
         self._dispatcher = dispatcher
         self._limits = limits
         self._plan = plan
+        self._region = region
         self._terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
         self._codec: StreamCodec | None = None
         self.target = Target(find, models, self._terms.route_key)
-        self._window: deque[_Pending | Divided | _Refused] = deque()
+        self._window: deque[Pending | Divided | Refused] = deque()
         self._window_bytes = 0
         self._admission: asyncio.Task[None] | None = None
         self._assemblies: set[asyncio.Task[None]] = set()
@@ -150,7 +112,7 @@ class Exchange:
             for assembly in self._assemblies:
                 assembly.cancel()
             for pending in self._window:
-                if isinstance(pending, _Pending):
+                if isinstance(pending, Pending):
                     self._dispatcher.withdraw(pending)
                 elif isinstance(pending, Divided):
                     self._withdraw(pending)
@@ -165,7 +127,7 @@ class Exchange:
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
         """Take the results of one batch, to be sent when its turn comes."""
-        assert isinstance(request, _Pending) and self._codec is not None
+        assert isinstance(request, Pending) and self._codec is not None
         if self._codec.is_slow(request.arrived):
             self._assemble_later(request, lambda: results)
             return
@@ -173,14 +135,14 @@ class Exchange:
         self._write_soon()
 
     def _assemble_later(
-        self, pending: _Pending | Divided, results: Callable[[], bytes | memoryview]
+        self, pending: Pending | Divided, results: Callable[[], bytes | memoryview]
     ) -> None:
         task = self._loop.create_task(self._assemble(pending, results))
         self._assemblies.add(task)
         task.add_done_callback(self._assemblies.discard)
 
     async def _assemble(
-        self, pending: _Pending | Divided, results: Callable[[], bytes | memoryview]
+        self, pending: Pending | Divided, results: Callable[[], bytes | memoryview]
     ) -> None:
         """Have a response put together by a thread."""
         codec = self._codec
@@ -194,7 +156,7 @@ class Exchange:
 
     def fail(self, request: Request, error: IskanderError) -> None:
         """Take the failure of one batch, to be told when its turn comes."""
-        assert isinstance(request, _Pending)
+        assert isinstance(request, Pending)
         request.error = error
         self._write_soon()
 
@@ -240,8 +202,15 @@ class Exchange:
         if data.header:
             lane.require_worker()
             plan = self._plan(lane, bytes(data.header))
-            self._codec = StreamCodec(plan, self._limits)
+            self._codec = self._codec_for(plan)
             self._call.send(schema_frame(plan.response_header))
+
+    def _codec_for(self, plan: Plan) -> StreamCodec:
+        name = self._terms.region
+        if not name:
+            return StreamCodec(plan, self._limits)
+        self._region(name)
+        return SharedCodec(plan, self._limits, partial(self._region, name))
 
     def _require_open(self) -> None:
         if self._codec is None:
@@ -260,7 +229,7 @@ class Exchange:
         except IskanderError as error:
             self._refuse(error)
 
-    async def _take_later(self, raw: Message, pending: _Pending | Divided | None = None) -> None:
+    async def _take_later(self, raw: Message, pending: Pending | Divided | None = None) -> None:
         """Take a batch that has to be read by a thread, or to wait until it is in the arena."""
         assert self._codec is not None
         try:
@@ -281,7 +250,7 @@ class Exchange:
         self._admission = None
         self._read()
 
-    def _begin(self, arrived: Arrived | None, raw_bytes: int) -> _Pending | Divided | None:
+    def _begin(self, arrived: Arrived | None, raw_bytes: int) -> Pending | Divided | None:
         """Take what was read as far as can be at once; the batch that has to wait, if it has."""
         if arrived is None:
             return None
@@ -290,7 +259,7 @@ class Exchange:
             self._move()
         if len(arrived.portions) > 1:
             return divide(self.target.lane, arrived, raw_bytes, self._terms, self._on_divided)
-        pending = _Pending(self.target.lane, self, arrived, raw_bytes, self._terms)
+        pending = Pending(self.target.lane, self, arrived, raw_bytes, self._terms)
         if not pending.rows:
             pending.taken = self._codec.take(arrived, b"")
             self._enter(pending)
@@ -348,7 +317,7 @@ class Exchange:
             self._end(error)
             raise
 
-    def _enter(self, pending: _Pending | Divided) -> None:
+    def _enter(self, pending: Pending | Divided) -> None:
         self._window.append(pending)
         self._window_bytes += pending.held_bytes
 
@@ -357,7 +326,7 @@ class Exchange:
         # Frames that it went through know it, and would keep the batch until a collection.
         error.__traceback__ = None
         if self._terms.is_in_band:
-            self._window.append(_Refused(error))
+            self._window.append(Refused(error))
             self._write_soon()
         else:
             self._end(error)

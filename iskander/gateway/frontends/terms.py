@@ -65,9 +65,15 @@ class SaidTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @prepared
 class _Headers(SaidTerms, frozen=True, forbid_unknown_fields=True):
-    """Beside the terms: whether a batch's error ends the stream, or comes in its result's place."""
+    """Beside the terms: what else a stream's headers may say.
+
+    Attributes:
+        errors: Whether a batch's error ends the stream, or comes in its result's place.
+        region: Name of the memory in which the client's batches may be (`wire/sharing.py`).
+    """
 
     errors: Literal["end", "in-band"] = "end"
+    region: str = ""
 
 
 _NOTHING = _Headers()
@@ -96,6 +102,7 @@ class StreamTerms:
 
     Attributes:
         is_in_band: An error of one batch takes the place of its result.
+        region: Name of the memory that the client shares; empty for none.
         deadline_ns: Of the call.
         route_key: By which the call's version is chosen, where versions have shares.
 
@@ -118,6 +125,7 @@ class StreamTerms:
         if said.timestamp_ns is not None:
             raise MalformedInput(f"`{HEADER_PREFIX}timestamp-ns` is of one batch, not of a call")
         self.is_in_band = said.errors == "in-band"
+        self.region = said.region
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
         self._said = said
         self._name = name

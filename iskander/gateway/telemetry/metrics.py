@@ -229,6 +229,10 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
            _one(lambda observed: observed.input_backing.huge_bytes)),
     Metric("iskander_input_locked_bytes", "gauge", "bytes", (), "Of the input arena that are never "
            "swapped out.", _one(lambda observed: observed.input_backing.locked_bytes)),
+    Metric("iskander_shared_regions", "gauge", "regions", (), "Regions of memory that are lent to "
+           "clients.", _one(lambda observed: len(observed.regions))),
+    Metric("iskander_shared_bytes", "gauge", "bytes", (), "Their bytes.",
+           _one(lambda observed: sum(observed.regions.values()))),
     Metric("iskander_loop_lag_seconds", "histogram", "seconds", (), "How late the gateway's loop "
            "came to what was due, looked at every 50 ms: what a message would have waited for.",
            _one(lambda observed: observed.loop_lag_ns)),

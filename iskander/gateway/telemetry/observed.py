@@ -36,6 +36,7 @@ class Observed:
         input_backing: What memory it is.
         streams: Those of Flight that are open.
         calls: Those of other protocols that are.
+        regions: Bytes of each region of memory that is lent to a client.
         counts: What the dispatcher counts.
         loop_lag_ns: How late the loop was, each time that was looked.
         clients: Of Inferential, that are connected.
@@ -50,6 +51,7 @@ class Observed:
     counts: Mapping[str, int]
     loop_lag_ns: Histogram
     calls: Sized = ()
+    regions: Mapping[str, int] = field(default_factory=dict)
     clients: Sized = ()
     outcomes: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, int] = field(default_factory=dict)

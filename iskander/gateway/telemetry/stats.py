@@ -43,6 +43,10 @@ def collect(observed: Observed) -> dict[str, Any]:
         "resident_bytes": resident_bytes(os.getpid()),
         "loop_lag_ms": _latency(observed.loop_lag_ns),
         "input_arena": _arena(observed.input_arena) | _backing(observed.input_backing),
+        "shared_memory": {
+            "regions": len(observed.regions),
+            "lent_bytes": sum(observed.regions.values()),
+        },
         "lanes": {lane.title: _lane(lane, models.is_lane_ready(lane)) for lane in models},
         "workers": [_worker(worker, now_ns()) for worker in models.workers],
     }

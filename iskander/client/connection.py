@@ -1,19 +1,13 @@
-"""A small Flight client: batches in, predictions out, errors by name.
+"""The client: calls, streams, and errors by name.
 
-Nothing here is special to this server's inside: it is pyarrow.flight, with reading and writing at
-once (a client that writes everything before it reads stops for ever on flow control) and with the
-server's error detail turned back into `IskanderError`.
-
-Runs on: the caller's threads; never in the gateway.
+Runs on: the caller's threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,16 +16,18 @@ from typing import Any, NamedTuple, TypeAlias
 import pyarrow as pa
 from pyarrow import flight
 
+from iskander.client.details import Details
+from iskander.client.feeder import FLIGHT_ERRORS, Feeder
+from iskander.client.region import Region, can_share
 from iskander.errors import ConfigError, IskanderError, NotReady, ProtocolError
+from iskander.wire.sharing import REGION_HEADER
 
 CALL_TIMEOUT_S = 10.0
-FEEDER_STOP_S = 1.0
 
 Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
 """A batch, or a batch and its terms, such as `{"deadline_ms": 20, "priority": 0}`."""
 
 _TOKEN = re.compile(r"[!-~]+")
-_FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
 
 class Tls(NamedTuple):
@@ -69,6 +65,8 @@ class Client:
         timeout_s: For calls that answer at once; streams have their own.
         token: Shown with every call, where the server wants one.
         tls: The server is spoken to over TLS; None: in the clear.
+        shared_bytes: Of memory, for each stream, in which large batches are handed over to a
+            server on this machine that lends some; 0: all go over the connection.
 
     Raises:
         ConfigError: What is to be shown cannot be.
@@ -81,16 +79,21 @@ class Client:
         timeout_s: float = CALL_TIMEOUT_S,
         token: str | None = None,
         tls: Tls | None = None,
+        shared_bytes: int = 0,
     ) -> None:
         if token is not None and not _TOKEN.fullmatch(token):
             raise ConfigError("the token has letters that no token has, such as a line's end")
         self._address = address
-        self._details = _Details(token)
+        self._details = Details(token)
         self._flight = flight.FlightClient(
             _location(address, is_secret=tls is not None),
             middleware=[self._details],
             **({} if tls is None else tls.options()),
         )
+        self._shared_bytes = shared_bytes
+        self._timeout_s = timeout_s
+        self._idle_regions: list[Region] = []
+        self._is_closed = False
         self._options = flight.FlightCallOptions(timeout=timeout_s)
 
     def __enter__(self) -> Client:
@@ -105,7 +108,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and give back memory that no stream is using."""
+        self._is_closed = True
+        while self._idle_regions:
+            self._idle_regions.pop().close()
         self._flight.close()
 
     def health(self) -> dict[str, Any]:
@@ -209,24 +215,29 @@ class Client:
         first = next(feed, None)
         if first is None:
             return
+        region = self._region(first[0].schema)
+        if region is not None:
+            headers.append((REGION_HEADER.encode(), region.name.encode()))
         path = [model] if version is None else [model, version]
         options = flight.FlightCallOptions(timeout=timeout_s, headers=headers)
         descriptor = flight.FlightDescriptor.for_path(*path)
         try:
             writer, reader = self._flight.do_exchange(descriptor, options)
-        except _FLIGHT_ERRORS as error:
+        except FLIGHT_ERRORS as error:
             # Refused before the descriptor was written.
+            self._put_by(region)
             raise self._details.latest().named(error) from error
         detail = self._details.latest()
-        feeder = _Feeder(writer, reader, first, feed)
+        feeder = Feeder(writer, reader, first, feed, region)
         feeder.start()
         try:
             for chunk in reader:
+                feeder.on_result()
                 yield _outcome(chunk)
                 if feeder.is_last_result():
                     feeder.has_ended_call = True
                     writer.done_writing()
-        except _FLIGHT_ERRORS as error:
+        except FLIGHT_ERRORS as error:
             # After the last result it does not matter how the call ends.
             if not feeder.has_ended_call:
                 feeder.finish()
@@ -234,133 +245,49 @@ class Client:
         finally:
             reader.cancel()  # Ends the call where the caller stopped early.
             feeder.finish()
+            self._put_by(region, is_used=feeder.is_alive())
         if feeder.error is not None:
             raise feeder.error
         if not feeder.has_ended_call:
             raise ProtocolError("the stream ended before every batch had its result")
+
+    def _region(self, schema: pa.Schema) -> Region | None:
+        """Memory for a stream, where it is to have some."""
+        if not self._shared_bytes or not can_share(schema):
+            return None
+        while self._idle_regions:
+            region = self._idle_regions.pop()
+            if region.is_lent:
+                region.begin()
+                return region
+            region.close()
+        path = Path(self._action("shared-memory")["path"])
+        try:
+            return Region(path, self._shared_bytes, self._timeout_s)
+        except OSError as error:
+            raise NotReady(f"no gateway of this machine lends memory at {path}: {error}") from error
+
+    def _put_by(self, region: Region | None, *, is_used: bool = False) -> None:
+        """Keep a region for the next stream, unless the last one's feed still has it."""
+        if region is None:
+            return
+        if is_used or self._is_closed:
+            region.close()
+        else:
+            self._idle_regions.append(region)
 
     def _action(self, name: str, said: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
         body = b"" if said is None else json.dumps(said).encode()
         try:
             results = self._flight.do_action(flight.Action(name, body), self._options)
             bodies = [result.body.to_pybytes() for result in results]
-        except _FLIGHT_ERRORS as error:
+        except FLIGHT_ERRORS as error:
             named = self._details.latest().named(error)
             if isinstance(named, IskanderError):
                 raise named from error
             text = str(error).split("\n", 1)[0]
             raise NotReady(f"no gateway answers at {self._address}: {text}") from error
         return json.loads(bodies[0])
-
-
-class _Detail(flight.ClientMiddleware):  # type: ignore[misc]
-    """What the server said beside a call's status, and what is shown to it.
-
-    Read from the trailers, since pyarrow hands `extra_info` on for some statuses only.
-    """
-
-    def __init__(self, shown: dict[str, str]) -> None:
-        super().__init__()
-        self._shown = shown
-        self._wire: bytes = b""
-
-    def sending_headers(self) -> dict[str, str]:
-        return self._shown
-
-    def received_headers(self, headers: dict[str, list[Any]]) -> None:
-        for value in headers.get("grpc-status-details-bin", ()):
-            self._wire = value
-
-    def named(self, error: Exception) -> Exception:
-        """The server's own error where it sent one; else the error as it is."""
-        try:
-            wire = json.loads(self._wire)
-        except ValueError:
-            return error
-        return IskanderError.from_wire(wire) if isinstance(wire, dict) else error
-
-
-class _Details(flight.ClientMiddlewareFactory):  # type: ignore[misc]
-    """Gives each call its detail; a call begins on the thread that asks for `latest`."""
-
-    def __init__(self, token: str | None) -> None:
-        super().__init__()
-        self._shown = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._thread = threading.local()
-
-    def start_call(self, info: Any) -> _Detail:  # noqa: ANN401
-        detail = self._thread.latest = _Detail(self._shown)
-        return detail
-
-    def latest(self) -> _Detail:
-        """Of the call that this thread began last."""
-        detail: _Detail = self._thread.latest
-        return detail
-
-
-class _Feeder(threading.Thread):
-    """Writes a stream's batches while its results are read.
-
-    It never says that writing is done: where a call fails, the reading thread closes the writing
-    side too, and gRPC ends the process of whoever closes it twice. The reading thread says so
-    after the last result. Where the results were there before the feed had ended, there is nobody
-    to say it, and the call is cancelled, which costs nothing any more.
-    """
-
-    def __init__(
-        self,
-        writer: Any,  # noqa: ANN401
-        reader: Any,  # noqa: ANN401
-        first: tuple[pa.RecordBatch, bytes],
-        rest: Iterator[tuple[pa.RecordBatch, bytes]],
-    ) -> None:
-        super().__init__(name="iskander-feeder", daemon=True)
-        self._writer = writer
-        self._reader = reader
-        self._feed = itertools.chain([first], rest)
-        self._schema = first[0].schema
-        self._lock = threading.Lock()
-        self._sent = 0
-        self._received = 0
-        self._is_exhausted = False
-        self.error: Exception | None = None
-        self.has_ended_call = False
-
-    def run(self) -> None:
-        try:
-            self._writer.begin(self._schema)
-            for batch, metadata in self._feed:
-                self._sent += 1
-                if metadata:
-                    self._writer.write_with_metadata(batch, metadata)
-                else:
-                    self._writer.write_batch(batch)
-        except _FLIGHT_ERRORS:
-            return  # The call has ended; the reader is told why.
-        except Exception as error:
-            self.error = error
-        with self._lock:
-            self._is_exhausted = True
-            self.has_ended_call = self.error is not None or self._received == self._sent
-        if self.has_ended_call:
-            self._reader.cancel()
-
-    def is_last_result(self) -> bool:
-        """Count a result; whether it was the last one that will come."""
-        with self._lock:
-            self._received += 1
-            return self._is_exhausted and self._received == self._sent
-
-    def finish(self) -> None:
-        """Wait for the thread, and take the call's error once more.
-
-        Where nobody asks for it, Arrow prints it to stderr. A feed that blocks keeps its thread
-        until it yields; that thread's next write fails and ends it.
-        """
-        self.join(FEEDER_STOP_S)
-        if not self.is_alive():
-            with contextlib.suppress(*_FLIGHT_ERRORS):
-                self._writer.close()
 
 
 def _location(address: str, *, is_secret: bool) -> str:

@@ -1,0 +1,230 @@
+"""Batches whose bodies are in memory that their client can change at any time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from iskander.config import LimitsConfig
+from iskander.contract.columns import parse_column_type
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import IskanderError, LimitExceeded, MalformedInput, RegionNotFound
+from iskander.gateway.frontends.flight_codec import Arrived
+from iskander.gateway.frontends.flight_data import data_head
+from iskander.gateway.frontends.flight_plan import Plan
+from iskander.gateway.frontends.flight_shared import SharedCodec
+from iskander.memory.pieces import WHOLE_BYTES
+from iskander.wire.sharing import Located, encode
+from iskander.wire.varint import varint
+
+LIMITS = LimitsConfig()
+ROWS = 100
+
+
+def spec(name: str, type_text: str) -> TensorSpec:
+    column_type = parse_column_type(type_text)
+    return TensorSpec(name, name, column_type, column_type.shape)
+
+
+class Watched(SharedCodec):
+    """Counts the copies that it makes."""
+
+    copies = 0
+
+    def own(self, body: memoryview) -> memoryview:
+        self.copies += 1
+        return super().own(body)
+
+
+class Shared:
+    """A stream's codec over a region of our own."""
+
+    def __init__(self, batch: pa.RecordBatch, *inputs: TensorSpec, **options: object) -> None:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(
+            sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)
+        ) as writer:
+            writer.write_batch(batch)
+        schema, *self.messages = [
+            (bytes(each.metadata), bytes(each.body) if each.body else b"")
+            for each in pa.ipc.MessageReader.open_stream(sink.getvalue())
+        ]
+        contract = Contract(inputs or (spec("x", "int64"),), (spec("y", "float32"),), "all", None)
+        self.region = bytearray(256 + sum(len(body) + 64 for _, body in self.messages))
+        self.is_lent = True
+        self.codec = Watched(Plan(schema[0], contract, LIMITS), LIMITS, self.find)
+
+    def find(self) -> memoryview:
+        if not self.is_lent:
+            raise RegionNotFound("gone")
+        return memoryview(self.region).toreadonly()
+
+    def located(self, number: int = -1, at: int = 72) -> bytes:
+        """The message that says where a batch is, after it was put there."""
+        header, body = self.messages[number]
+        self.region[at : at + len(body)] = body
+        return carrier(Located(header, (at, len(body)), b"mine"))
+
+    def read(self, raw: bytes) -> Arrived:
+        arrived = self.codec.read(raw)
+        assert arrived is not None
+        return arrived
+
+
+def carrier(located: object) -> bytes:
+    """FlightData with nothing but `app_metadata`."""
+    said = encode(located)
+    return b"\x1a" + varint(len(said)) + said
+
+
+def values(arrived: Arrived, number: int = 0) -> bytes:
+    if arrived.portions:
+        return bytes(arrived.portions[0].tensors[number])
+    start, stop = arrived.tensors[number]
+    return bytes(arrived.body[start:stop])
+
+
+def numbers(rows: int = ROWS) -> pa.RecordBatch:
+    return pa.record_batch([pa.array(range(rows))], names=["x"])
+
+
+def test_tensors_of_fixed_width_are_read_where_they_are() -> None:
+    shared = Shared(numbers())
+    for _ in range(2):  # Of a header that is new, and of one that is known.
+        raw = shared.located()
+        assert shared.codec.is_quick(raw)
+        arrived = shared.read(raw)
+        assert arrived.rows == ROWS
+        assert arrived.app_metadata == b"mine"
+        assert values(arrived) == np.arange(ROWS).tobytes()
+        shared.region[:] = bytes(len(shared.region))
+        assert values(arrived) == bytes(8 * ROWS)
+    assert not shared.codec.copies
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs", "options"),
+    [
+        (
+            pa.record_batch([pa.array(["a", "bc"])], names=["s"]),
+            (spec("s", "utf8"),),
+            {},
+        ),
+        (
+            pa.record_batch([pa.array([1, 2]), pa.array(["a", "bc"])], names=["x", "s"]),
+            (),
+            {},
+        ),
+        (numbers(), (), {"compression": "zstd"}),
+        (numbers(), (), {"metadata_version": pa.ipc.MetadataVersion.V4}),
+        (
+            pa.record_batch([pa.array([1, 2]), pa.array([[1], [2, 3]])], names=["x", "l"]),
+            (),
+            {},
+        ),
+    ],
+    ids=["strings in", "strings passed", "compressed", "older metadata", "lists passed"],
+)
+def test_what_is_looked_into_is_copied_first(
+    batch: pa.RecordBatch, inputs: tuple[TensorSpec, ...], options: dict[str, object]
+) -> None:
+    shared = Shared(batch, *inputs, **options)
+    arrived = shared.read(shared.located())
+    assert shared.codec.copies == 1
+    before = values(arrived)
+    kept = [column.to_pylist() for column in arrived.kept]
+    shared.region[:] = b"\xff" * len(shared.region)
+    assert values(arrived) == before
+    assert [column.to_pylist() for column in arrived.kept] == kept
+
+
+def test_dictionaries_are_copied_too() -> None:
+    batch = pa.record_batch(
+        [pa.array([1, 2]), pa.array(["a", "b"]).dictionary_encode()], names=["x", "d"]
+    )
+    shared = Shared(batch)
+    assert shared.codec.read(shared.located(0)) is None
+    assert shared.codec.copies == 1
+    shared.region[:] = b"\xff" * len(shared.region)
+    (column,) = shared.read(shared.located(1)).kept
+    assert column.to_pylist() == ["a", "b"]
+
+
+def test_a_batch_may_still_come_with_its_body() -> None:
+    shared = Shared(numbers())
+    header, body = shared.messages[-1]
+    raw = data_head(header, b"mine", len(body)) + body
+    assert shared.codec.is_quick(raw)
+    assert values(shared.read(raw)) == np.arange(ROWS).tobytes()
+
+
+def test_a_large_body_is_large_wherever_it_is() -> None:
+    rows = WHOLE_BYTES // 8 + 1
+    shared = Shared(numbers(rows))
+    raw = shared.located()
+    assert len(raw) < 1000
+    assert not shared.codec.is_quick(raw)
+    shared.read(raw)
+    assert shared.codec.is_quick(raw)  # Known, and so not looked into.
+
+
+def hostile(body: tuple[int, int]) -> tuple[Shared, bytes]:
+    shared = Shared(numbers())
+    shared.located()
+    return shared, carrier(Located(shared.messages[-1][0], body))
+
+
+@pytest.mark.parametrize(
+    "body", [(-1, 800), (0, -1), (1 << 40, 800), (0, 1 << 40), (0, 1 << 62), (1 << 62, 1 << 62)]
+)
+def test_places_that_are_not_in_the_region(body: tuple[int, int]) -> None:
+    shared, raw = hostile(body)
+    with pytest.raises(MalformedInput, match="of a region of"):
+        shared.codec.read(raw)
+
+
+def test_a_place_that_is_too_short() -> None:
+    shared, raw = hostile((0, 8 * ROWS - 1))
+    with pytest.raises(MalformedInput):
+        shared.codec.read(raw)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"header": b"x"},
+        {"header": b"x", "body": [1]},
+        {"header": b"x", "body": ["a", "b"]},
+        {"header": b"x", "body": [0, 1 << 63]},
+        {"header": b"x", "body": [0, 1], "path": "/etc/passwd"},
+    ],
+)
+def test_places_that_are_none(said: dict[str, object]) -> None:
+    shared = Shared(numbers())
+    raw = carrier(said)
+    for look in (shared.codec.is_quick, shared.codec.read):
+        with pytest.raises(IskanderError) as caught:
+            look(raw)
+            shared.codec.read(raw)
+        assert isinstance(caught.value, MalformedInput)
+
+
+def test_limits_hold_there_too() -> None:
+    shared = Shared(numbers())
+    with pytest.raises(LimitExceeded, match="header"):
+        shared.codec.read(carrier(Located(bytes(2 << 20), (0, 1))))
+
+
+def test_a_region_that_is_gone() -> None:
+    shared = Shared(numbers())
+    raw = shared.located()
+    shared.is_lent = False
+    with pytest.raises(RegionNotFound):
+        shared.codec.read(raw)
+
+
+def test_a_message_with_nothing() -> None:
+    with pytest.raises(MalformedInput, match="no record batch"):
+        Shared(numbers()).codec.read(b"")
