@@ -15,6 +15,7 @@ OPEN_SECONDS, SUSTAINED_SECONDS = 30.0, 90.0
 BARE = ("direct", "echo", "iskander")
 PEERS = ("triton", "mosec", "mlserver", "inferential")
 OTHERWISE = ("echo-default", "iskander-default", "iskander-oip-default", "triton-polled")
+WIDE_PEERS = ("triton", "triton-serialized", "triton-shared", "mosec")
 EVERYTHING = (*BARE, *PEERS)
 SERVERS = ("echo", "iskander", *PEERS)
 
@@ -86,10 +87,10 @@ _LABELS = {
 
 def _goal_cases() -> list[Case]:
     peers = ("triton", "mosec")
-    wide = ("echo", "iskander", "triton", "triton-serialized", "mosec")
+    wide = ("echo", "iskander", "iskander-shared", *WIDE_PEERS)
     return [
         closed(TWO_TOWER, 128, 4, (*BARE, "iskander-oip", *peers, *OTHERWISE)),
-        opened(1000, OPEN_SECONDS, ("echo", "iskander", *peers)),
+        opened(1000, OPEN_SECONDS, ("echo", "iskander", "iskander-busy", *peers)),
         closed(TWO_TOWER, 1, 4, ("echo", "iskander", *peers)),
         closed(TWO_TOWER, 1024, 4, (*BARE, *peers)),
         closed(WIDE, 8_192, 4, wide),
@@ -151,14 +152,17 @@ GOALS = [
     _goal(_OPEN, "p99_us", "triton", 0.4),
     _goal(_OPEN, "p99_us", "mosec", 0.7),
     _goal(_OPEN, "drops", "", 0.0),
+    _goal(_OPEN, "p50_us", "mosec", 0.9, "iskander-busy"),
+    _goal(_OPEN, "p99_us", "mosec", 0.7, "iskander-busy"),
     _goal(_ONE_ROW, "requests_per_s", "triton", 1.6),
     _goal(_ONE_ROW, "requests_per_s", "mosec", 1.2),
     _goal(_LARGE, "requests_per_s", "triton", 1.8),
     _goal(_LARGE, "requests_per_s", "mosec", 1.6),
     _goal(_LARGE, "requests_per_s", "direct", 0.6),
     *(
-        _goal(case, "rows_per_s", than, bound)
+        _goal(case, "rows_per_s", than, bound, of)
         for case in _WIDE
+        for of in ("iskander", "iskander-shared")
         for than, bound in (
             ("echo", 0.9),
             ("triton", 4.0),

@@ -209,11 +209,14 @@ class Infer:
         """Serialize, send, wait."""
         inputs = []
         for name, value, datatype in self._batches[index]:
-            shape = [len(value), *(self._value_shape if value.ndim == 1 else value.shape[1:])]
+            shape = self._shape_of(value)
             tensor = self._make_input(name, shape, datatype)
             tensor.set_data_from_numpy(value.reshape(shape))
             inputs.append(tensor)
         return self._client.infer(self._model, inputs, outputs=self._asked)
+
+    def _shape_of(self, value: Array) -> list[int]:
+        return [len(value), *(self._value_shape if value.ndim == 1 else value.shape[1:])]
 
     def output(self, answer: Any) -> Array:  # noqa: ANN401
         """As NumPy sees it."""
@@ -277,6 +280,46 @@ def _infer_request(messages: Any, workload: Workload, batch: pa.RecordBatch) -> 
         request.raw_input_contents.append(value.tobytes())
     request.outputs.add().name = workload.output
     return request
+
+
+class SharedInfer(Infer):
+    """`tritonclient` with inputs in a region that it registers: written before each request."""
+
+    _count = 0
+
+    def __init__(self, target: Target) -> None:
+        import os
+
+        from tritonclient.utils import shared_memory
+
+        super().__init__(target)
+        type(self)._count += 1
+        self._name = f"isk-bench-{os.getpid()}-{self._count}"
+        self._memory = shared_memory
+        values = self._batches[0]
+        length_bytes = sum(value.nbytes for _, value, _ in values)
+        self._region = shared_memory.create_shared_memory_region(
+            self._name, f"/{self._name}", length_bytes
+        )
+        self._client.register_system_shared_memory(self._name, f"/{self._name}", length_bytes)
+
+    def call(self, index: int) -> Any:  # noqa: ANN401
+        """Write, say where, wait."""
+        inputs, start = [], 0
+        values = self._batches[index]
+        self._memory.set_shared_memory_region(self._region, [value for _, value, _ in values])
+        for name, value, datatype in values:
+            tensor = self._make_input(name, self._shape_of(value), datatype)
+            tensor.set_shared_memory(self._name, value.nbytes, start)
+            inputs.append(tensor)
+            start += value.nbytes
+        return self._client.infer(self._model, inputs, outputs=self._asked)
+
+    def close(self) -> None:
+        """Hang up, and take the region away."""
+        self._client.unregister_system_shared_memory(self._name)
+        self._memory.destroy_shared_memory_region(self._region)
+        super().close()
 
 
 class Http:
@@ -350,6 +393,7 @@ SESSIONS: dict[str, Callable[[Target], Session]] = {
     "infer": Infer,
     "rows-infer": RowsInfer,
     "serialized-infer": SerializedInfer,
+    "shared-infer": SharedInfer,
     "http": Http,
     "inferential": Inferential,
 }

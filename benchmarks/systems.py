@@ -4,6 +4,8 @@
     echo          a bare pyarrow Flight server that sends every batch back (the floor)
     iskander      `iskander-gateway` by its command line, and the workers that it starts; asked by
                   Flight, with `-oip` by `tritonclient`, with `-inferential` by Inferential's client
+    iskander-shared   the same server; large batches are handed over in memory that it lends
+    iskander-busy     with `busy_poll_us`, for gateway and worker
     ...-default   the same servers, with gRPC's client as it comes (`sessions.environment`)
     triton        `tritonserver` of the nvidia-pytriton wheel with its Python backend
     mosec         its Rust front and one Python worker
@@ -39,6 +41,7 @@ STOP_S = 40
 LOG_TAIL_BYTES = 4000
 CHECKED_ROWS = 3
 MESSAGE_BYTES = 1 << 30
+BUSY_US = 2000
 
 REQUIREMENTS = {
     "iskander": (),
@@ -251,6 +254,12 @@ def _iskander(workload: Workload, port: int, folder: Path) -> list[str]:
     return [str(gateway_command()), "--config", str(workload.config), *sets]
 
 
+def _iskander_busy(workload: Workload, port: int, folder: Path) -> list[str]:
+    settings = (f"server.busy_poll_us={BUSY_US}", f"workers.busy_poll_us={BUSY_US}")
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [*_iskander(workload, port, folder), *sets]
+
+
 def _iskander_inferential(workload: Workload, port: int, folder: Path) -> list[str]:
     settings = (
         f"server.address=unix:{folder}/grpc",
@@ -283,12 +292,14 @@ SYSTEMS = {
     "echo-default": System("flight", _echo, "echo"),
     "iskander": System("flight-polled", _iskander, "iskander"),
     "iskander-shared": System("shared-flight-polled", _iskander, "iskander"),
+    "iskander-busy": System("flight-polled", _iskander_busy, "iskander-busy"),
     "iskander-default": System("flight", _iskander, "iskander"),
     "iskander-oip": System("rows-infer-polled", _iskander, "iskander"),
     "iskander-oip-default": System("rows-infer", _iskander, "iskander"),
     "iskander-inferential": System("inferential", _iskander_inferential, "iskander-inferential"),
     "triton": System("infer", _peer("triton"), "triton"),
     "triton-polled": System("infer-polled", _peer("triton"), "triton"),
+    "triton-shared": System("shared-infer", _peer("triton"), "triton"),
     "triton-serialized": System("serialized-infer", _peer("triton"), "triton"),
     "mosec": System("http", _peer("mosec"), "mosec"),
     "mlserver": System("infer", _peer("mlserver"), "mlserver"),

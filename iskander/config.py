@@ -60,6 +60,15 @@ class ServerConfig(Section, frozen=True, kw_only=True):
             description="Gateway processes that share the port; the workers serve all of them.",
         ),
     ] = 1
+    busy_poll_us: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="Microseconds for which the gateway goes on looking for messages after its "
+            "last work, before it sleeps: less latency for the CPU that nobody else wants.",
+        ),
+    ] = 0
     drain_s: Annotated[
         float,
         Meta(
@@ -133,6 +142,10 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
     spawn: Annotated[
         bool, Meta(description="Start the workers; false where a service manager does.")
     ] = True
+    busy_poll_us: Annotated[
+        int,
+        Meta(ge=0, le=10_000, description="The same for workers, after a batch."),
+    ] = 0
     start_s: Annotated[
         float,
         Meta(gt=0, le=86_400, description="Seconds for a worker to attach and load its models."),

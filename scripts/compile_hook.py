@@ -57,6 +57,7 @@ COMPILED = (
     "iskander/gateway/recovery.py",
     "iskander/gateway/results.py",
     "iskander/gateway/telemetry/histogram.py",
+    "iskander/gateway/waking.py",
     "iskander/gateway/zmtp/connection.py",
     "iskander/gateway/zmtp/frames.py",
     "iskander/memory/arena.py",

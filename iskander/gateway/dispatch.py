@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Final
 
-from iskander.clock import NS_PER_MS, now_ns
+from iskander.clock import now_ns
 from iskander.errors import IskanderError
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.admission import MISSED, doomed_error, expired_error
@@ -26,6 +26,7 @@ from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.recovery import after_failure, after_loss
 from iskander.gateway.results import taken
 from iskander.gateway.supervision.workers import Flight, Part, Worker
+from iskander.gateway.waking import Alarm, BusyPolling
 from iskander.memory.arena import Lease
 from iskander.wire.messages import Done, Execute, Failed, Slice, encode
 
@@ -38,10 +39,15 @@ class Dispatcher:
     Args:
         intake: Owner of the input leases.
         lanes: All of them, by the key of their model.
+        polling: Is told of work.
+
+    Attributes:
+        alarm: When it looks again by itself.
     """
 
-    def __init__(self, intake: Intake, lanes: dict[int, Lane]) -> None:
+    def __init__(self, intake: Intake, lanes: dict[int, Lane], polling: BusyPolling) -> None:
         self._intake = intake
+        self._polling = polling
         self._lanes = lanes
         self._open: dict[int, Worker] = {}
         # Of workers whose results are being taken in pieces.
@@ -49,8 +55,7 @@ class Dispatcher:
         self._batch_id = 0
         self._is_pump_due = False
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ns = NEVER_NS
+        self.alarm = Alarm(self.pump)
         self.counts: Counter[str] = Counter()
 
     @property
@@ -116,7 +121,8 @@ class Dispatcher:
                 waiting.remove(lane)
         for worker, messages in outgoing.items():
             self._send(worker, messages)
-        self._wake_at(wake_ns, now)
+        self.alarm.set(wake_ns, now)
+        self._polling.note(now)
 
     def withdraw(self, request: Request) -> None:
         """The caller has gone: forget its request, at once where no worker has it."""
@@ -183,12 +189,6 @@ class Dispatcher:
         for request in list(lane.queue):
             lane.queue.remove(request)
             self._refuse(request, error)
-
-    def close_timer(self) -> None:
-        """Forget what was to be done later."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _send_next(
         self, lane: Lane, now: int, kept: set[Worker], outgoing: dict[Worker, list[Execute]]
@@ -366,23 +366,6 @@ class Dispatcher:
             for batch_id, flight in worker.in_flight.items():
                 if flight.lane is lane and all(part.request.is_over for part in flight.parts):
                     worker.abort(batch_id)
-
-    def _wake_at(self, moment_ns: int, now: int) -> None:
-        """Look again at a moment; one that was set for earlier stays, and finds nothing to do."""
-        if moment_ns >= self._timer_ns:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._timer_ns = moment_ns
-        if moment_ns < NEVER_NS:
-            # Whole milliseconds, as the loop's timers are: never before the moment.
-            delay_s = -(-max(moment_ns - now, 0) // NS_PER_MS) / 1000
-            self._timer = self._loop.call_later(delay_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer, self._timer_ns = None, NEVER_NS
-        self.pump()
 
 
 def _layout(request: Request, rows: int) -> Layout:

@@ -38,6 +38,7 @@ from iskander.gateway.telemetry.lag import LoopLag
 from iskander.gateway.telemetry.observed import Observed
 from iskander.gateway.telemetry.recent import Recent
 from iskander.gateway.telemetry.stats import collect
+from iskander.gateway.waking import BusyPolling
 from iskander.memory.backing import BackingOptions
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ class Server:
             BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock),
         )
         log_backing(log, "input arena", self._intake.segment.backing)
-        self._dispatcher = Dispatcher(self._intake, self._models.by_key)
+        self._dispatcher = Dispatcher(
+            self._intake, self._models.by_key, BusyPolling(config.server.busy_poll_us)
+        )
         self._supervisor = Supervisor(
             config,
             places,
@@ -346,6 +349,6 @@ class Server:
         self._lag.stop()
         self._access.stop()
         self._tls.stop()
-        self._dispatcher.close_timer()
+        self._dispatcher.alarm.clear()
         self._intake.close()
         self._runtime.release()

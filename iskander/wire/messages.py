@@ -21,7 +21,7 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +112,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
         reattach_s: How long to wait for another gateway when this one is gone; 0 for ever.
         siblings: Attach sockets of the other processes of this gateway, to be served too.
         has_one_pool: Whether its ONNX models compute with one pool of threads.
+        busy_poll_us: How long to look for more before it sleeps.
     """
 
     incarnation: int
@@ -126,6 +127,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     reattach_s: float
     siblings: tuple[str, ...] = ()
     has_one_pool: bool = False
+    busy_poll_us: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

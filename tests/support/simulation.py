@@ -25,6 +25,7 @@ from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import NO_TERMS, Request, Terms
 from iskander.gateway.supervision.workers import Place, Worker
+from iskander.gateway.waking import BusyPolling
 from iskander.memory.beat import write_beat
 from iskander.wire.messages import Done, Execute, Failed, decode_to_worker
 from support.lanes import CONTRACT, Asker, lane_of
@@ -211,7 +212,7 @@ class Simulation:
         self._patches = ExitStack()
         self.intake = Intake(input_bytes, 0)
         with mock.patch.object(asyncio, "get_running_loop", lambda: self.loop):
-            self.dispatcher = Dispatcher(self.intake, self.lanes)
+            self.dispatcher = Dispatcher(self.intake, self.lanes, BusyPolling(0))
 
     def __enter__(self) -> Simulation:
         for module in (dispatch, intake):

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
+from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US, now_ns
 from iskander.errors import IskanderError
 from iskander.memory.beat import write_beat
 from iskander.memory.segment import Segment
@@ -120,6 +120,7 @@ class Gateways:
         self._greet = greet
         self._notices = notices
         self._siblings = first.welcome.siblings
+        self._busy_poll_ns = first.welcome.busy_poll_us * NS_PER_US
         self._asked: dict[str, tuple[int, socket.socket]] = {}
         self._refused_ns: dict[str, int] = {}
         self._poll = select.poll()
@@ -134,6 +135,8 @@ class Gateways:
         Args:
             wake_fd: Ends the wait, too.
         """
+        if self._busy_poll_ns:
+            self._look_busily()
         if not self._siblings and wake_fd is None:
             return self.attached
         if wake_fd is not None:
@@ -142,6 +145,12 @@ class Gateways:
         if wake_fd is not None:
             self._poll.unregister(wake_fd)
         return [each for each in self.attached if each.channel.fileno() in ready]
+
+    def _look_busily(self) -> None:
+        """Wait for a message without sleeping, for a while; others that want the core have it."""
+        until_ns = now_ns() + self._busy_poll_ns
+        while not self._poll.poll(0) and now_ns() < until_ns:
+            os.sched_yield()
 
     def beat(self, own: Attachment | None = None, batch_id: int = 0) -> None:
         """Show all of them that this worker turns.

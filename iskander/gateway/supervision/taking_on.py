@@ -85,6 +85,7 @@ def welcome(
         reattach_s=settings.reattach_s,
         siblings=member.siblings,
         has_one_pool=settings.thread_pool == "worker",
+        busy_poll_us=settings.busy_poll_us,
     )
     read_end = worker.open_abort_pipe()
     try:
