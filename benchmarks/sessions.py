@@ -165,6 +165,7 @@ class SharedFlight(Flight):
         (said,) = [json.loads(each.body.to_pybytes()) for each in self._client.do_action(action)]
         length_bytes = 2 * self._batches[0].nbytes + SHARED_ROOM_BYTES
         self._region = Region(Path(said["path"]), length_bytes, SHARE_S)
+        self._region.begin(self._batches[0].schema)
         headers = [(REGION_HEADER.encode(), self._region.name.encode())]
         return flight.FlightCallOptions(headers=headers)
 
@@ -317,7 +318,11 @@ class SharedInfer(Infer):
 
     def close(self) -> None:
         """Hang up, and take the region away."""
-        self._client.unregister_system_shared_memory(self._name)
+        from tritonclient.utils import InferenceServerException
+
+        # For a moment after the last answer the server may say that it is in use.
+        with contextlib.suppress(InferenceServerException):
+            self._client.unregister_system_shared_memory(self._name)
         self._memory.destroy_shared_memory_region(self._region)
         super().close()
 

@@ -255,12 +255,19 @@ class Client:
         """Memory for a stream, where it is to have some."""
         if not self._shared_bytes or not can_share(schema):
             return None
+        region = self._idle_region() or self._borrow()
+        region.begin(schema)
+        return region
+
+    def _idle_region(self) -> Region | None:
         while self._idle_regions:
             region = self._idle_regions.pop()
             if region.is_lent:
-                region.begin()
                 return region
             region.close()
+        return None
+
+    def _borrow(self) -> Region:
         path = Path(self._action("shared-memory")["path"])
         try:
             return Region(path, self._shared_bytes, self._timeout_s)

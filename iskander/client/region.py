@@ -56,6 +56,7 @@ class Region:
         self._connection.setblocking(False)
         self.name = lent.region
         self._length = len(self._segment)
+        self._schema_bytes = 0
         self._ranges: deque[tuple[int, int]] = deque()
         self._changed = threading.Condition()
         self._is_given_up = False
@@ -76,10 +77,10 @@ class Region:
             What says where it is; None where the batch is to be sent as any other: it is small, or
             would not fit, or the region was given up.
         """
-        if batch.nbytes < WORTH_BYTES:
+        wanted = pa.ipc.get_record_batch_size(batch)
+        if wanted < WORTH_BYTES:
             return None
-        # A stream's writer begins with the schema, which nobody reads here.
-        wanted = batch.schema.serialize().size + pa.ipc.get_record_batch_size(batch)
+        wanted += self._schema_bytes
         start = self._take(-(-wanted // ALIGNMENT) * ALIGNMENT)
         if start is None:
             return None
@@ -104,8 +105,10 @@ class Region:
             self._is_given_up = True
             self._changed.notify()
 
-    def begin(self) -> None:
-        """Be there for another stream."""
+    def begin(self, schema: pa.Schema) -> None:
+        """Be there for a stream of batches with this schema."""
+        # What writes a batch writes the schema before it, which nobody reads here.
+        self._schema_bytes = schema.serialize().size
         self._ranges.clear()
         self._is_given_up = False
 

@@ -291,6 +291,7 @@ class Handed:
 @pytest.fixture
 def region(gateway: Gateway) -> Iterator[Region]:
     lent = Region(gateway.folder / "memory", MIB, 5.0)
+    lent.begin(ids(0).schema)
     yield lent
     lent.close()
     eventually(lambda: not gateway.stats()["shared_memory"]["regions"], what="no memory lent")
@@ -341,6 +342,7 @@ def test_a_region_that_was_given_back(gateway: Gateway, region: Region) -> None:
 def test_a_client_that_writes_while_it_is_read(gateway: Gateway, region: Region) -> None:
     """Its own results are anyone's guess, and nobody else's are."""
     words = pa.record_batch([pa.array(["word"] * ROWS), ids(0).column("x")], names=["w", "x"])
+    region.begin(words.schema)
     message = region.put(words)
     assert message is not None
     is_over = threading.Event()

@@ -141,6 +141,7 @@ def until(fact: Callable[[], bool]) -> None:
 def test_a_batch_is_read_where_it_was_put(tmp_path: Path) -> None:
     with lending(tmp_path) as (regions, path, ask):
         region = Region(path, 512 * KIB, TIMEOUT_S)
+        region.begin(batch_of(1).schema)
         assert ask(lambda: dict(regions.lent)) == {region.name: 512 * KIB}
         assert len(region.name) == 32
         view = ask(lambda: regions.find(region.name))
@@ -164,6 +165,7 @@ def test_a_batch_is_read_where_it_was_put(tmp_path: Path) -> None:
 def test_what_is_small_or_too_large_is_sent_otherwise(tmp_path: Path) -> None:
     with lending(tmp_path) as (_, path, _ask):
         region = Region(path, 128 * KIB, TIMEOUT_S)
+        region.begin(batch_of(1).schema)
         assert batch_of(10).nbytes < WORTH_BYTES
         assert region.put(batch_of(10)) is None
         assert region.put(batch_of(10_000)) is None
@@ -174,6 +176,7 @@ def test_what_is_small_or_too_large_is_sent_otherwise(tmp_path: Path) -> None:
 def test_who_waits_for_a_place_goes_on_when_one_is_free_or_the_stream_ends(tmp_path: Path) -> None:
     with lending(tmp_path) as (_, path, _ask):
         region = Region(path, 160 * KIB, TIMEOUT_S)
+        region.begin(batch_of(1).schema)
         assert region.put(batch_of(4000)) is not None
         got: list[bytes | None] = []
         waiting = threading.Thread(target=lambda: got.append(region.put(batch_of(4000, 1))))
@@ -188,7 +191,7 @@ def test_who_waits_for_a_place_goes_on_when_one_is_free_or_the_stream_ends(tmp_p
         region.give_up()
         ending.join(TIMEOUT_S)
         assert got[1] is None
-        region.begin()
+        region.begin(batch_of(1).schema)
         assert region.put(batch_of(4000)) is not None
         region.close()
 
