@@ -144,7 +144,12 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
     ] = True
     busy_poll_us: Annotated[
         int,
-        Meta(ge=0, le=10_000, description="The same for workers, after a batch."),
+        Meta(
+            ge=0,
+            le=10_000,
+            description="Microseconds for which a worker goes on looking for messages after a "
+            "batch, before it sleeps.",
+        ),
     ] = 0
     start_s: Annotated[
         float,
@@ -214,16 +219,16 @@ class SharedMemoryConfig(Section, frozen=True, kw_only=True):
     path: Annotated[
         str,
         Meta(
-            description="Of the unix socket where they ask for it, with the mode and owner of "
-            "`server.unix_mode` and `unix_owner`; the other processes of several add their numbers "
-            "to it. Empty: none is lent."
+            description="Path of the unix socket at which clients ask for memory, with the mode "
+            "and owner of `server.unix_mode` and `unix_owner`; the other processes of several add "
+            "their numbers to it. Empty: none is lent."
         ),
     ] = ""
     region_bytes: Annotated[
-        int, Positive, Meta(description="Bytes that one client's connection may be lent.")
+        int, Positive, Meta(description="Bytes of one region: a client has one for each stream.")
     ] = 256 * MIB
     total_bytes: Annotated[
-        int, Positive, Meta(description="Bytes that all may be lent, by each process of several.")
+        int, Positive, Meta(description="Bytes of all regions, of each process of several.")
     ] = 1024 * MIB
     regions: Annotated[int, Positive, Meta(description="Regions lent at once.")] = 64
 

@@ -62,6 +62,7 @@ COMPILED = (
     "iskander/gateway/zmtp/frames.py",
     "iskander/memory/arena.py",
     "iskander/memory/beat.py",
+    "iskander/memory/loan.py",
     "iskander/memory/pieces.py",
     "iskander/wire/channel.py",
     "iskander/wire/varint.py",

@@ -18,8 +18,14 @@ from pyarrow import flight
 
 from iskander.client.details import Details
 from iskander.client.feeder import FLIGHT_ERRORS, Feeder
-from iskander.client.region import Region, can_share
-from iskander.errors import ConfigError, IskanderError, NotReady, ProtocolError
+from iskander.client.regions import Regions
+from iskander.errors import (
+    ConfigError,
+    IskanderError,
+    NotReady,
+    ProtocolError,
+    RegionNotFound,
+)
 from iskander.wire.sharing import REGION_HEADER
 
 CALL_TIMEOUT_S = 10.0
@@ -27,6 +33,7 @@ CALL_TIMEOUT_S = 10.0
 Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
 """A batch, or a batch and its terms, such as `{"deadline_ms": 20, "priority": 0}`."""
 
+_LENDER_GONE = "the process that lent this client memory has gone, or another answers; ask again"
 _TOKEN = re.compile(r"[!-~]+")
 
 
@@ -90,10 +97,7 @@ class Client:
             middleware=[self._details],
             **({} if tls is None else tls.options()),
         )
-        self._shared_bytes = shared_bytes
-        self._timeout_s = timeout_s
-        self._idle_regions: list[Region] = []
-        self._is_closed = False
+        self._regions = Regions(self._lender, shared_bytes, timeout_s)
         self._options = flight.FlightCallOptions(timeout=timeout_s)
 
     def __enter__(self) -> Client:
@@ -109,9 +113,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection, and give back memory that no stream is using."""
-        self._is_closed = True
-        while self._idle_regions:
-            self._idle_regions.pop().close()
+        self._regions.close()
         self._flight.close()
 
     def health(self) -> dict[str, Any]:
@@ -215,7 +217,7 @@ class Client:
         first = next(feed, None)
         if first is None:
             return
-        region = self._region(first[0].schema)
+        region = self._regions.for_stream(first[0])
         if region is not None:
             headers.append((REGION_HEADER.encode(), region.name.encode()))
         path = [model] if version is None else [model, version]
@@ -225,11 +227,11 @@ class Client:
             writer, reader = self._flight.do_exchange(descriptor, options)
         except FLIGHT_ERRORS as error:
             # Refused before the descriptor was written.
-            self._put_by(region)
             raise self._details.latest().named(error) from error
         detail = self._details.latest()
         feeder = Feeder(writer, reader, first, feed, region)
         feeder.start()
+        is_lent = True
         try:
             for chunk in reader:
                 feeder.on_result()
@@ -241,47 +243,22 @@ class Client:
             # After the last result it does not matter how the call ends.
             if not feeder.has_ended_call:
                 feeder.finish()
-                raise feeder.error or detail.named(error) from error
+                named = feeder.error or detail.named(error)
+                if isinstance(named, RegionNotFound):
+                    is_lent, named = False, NotReady(_LENDER_GONE)
+                raise named from error
         finally:
             reader.cancel()  # Ends the call where the caller stopped early.
             feeder.finish()
-            self._put_by(region, is_used=feeder.is_alive())
+            if region is not None:
+                self._regions.put_by(region, is_usable=is_lent and not feeder.is_alive())
         if feeder.error is not None:
             raise feeder.error
         if not feeder.has_ended_call:
             raise ProtocolError("the stream ended before every batch had its result")
 
-    def _region(self, schema: pa.Schema) -> Region | None:
-        """Memory for a stream, where it is to have some."""
-        if not self._shared_bytes or not can_share(schema):
-            return None
-        region = self._idle_region() or self._borrow()
-        region.begin(schema)
-        return region
-
-    def _idle_region(self) -> Region | None:
-        while self._idle_regions:
-            region = self._idle_regions.pop()
-            if region.is_lent:
-                return region
-            region.close()
-        return None
-
-    def _borrow(self) -> Region:
-        path = Path(self._action("shared-memory")["path"])
-        try:
-            return Region(path, self._shared_bytes, self._timeout_s)
-        except OSError as error:
-            raise NotReady(f"no gateway of this machine lends memory at {path}: {error}") from error
-
-    def _put_by(self, region: Region | None, *, is_used: bool = False) -> None:
-        """Keep a region for the next stream, unless the last one's feed still has it."""
-        if region is None:
-            return
-        if is_used or self._is_closed:
-            region.close()
-        else:
-            self._idle_regions.append(region)
+    def _lender(self) -> Path:
+        return Path(self._action("shared-memory")["path"])
 
     def _action(self, name: str, said: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
         body = b"" if said is None else json.dumps(said).encode()

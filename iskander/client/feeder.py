@@ -16,6 +16,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from iskander.client.region import Region
+from iskander.errors import ContractError
 
 FEEDER_STOP_S = 1.0
 FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
@@ -55,19 +56,11 @@ class Feeder(threading.Thread):
     def run(self) -> None:
         """Write until the feed or the call ends."""
         try:
-            self._writer.begin(self._schema)
+            self._begin()
             for batch, metadata in self._feed:
-                located = None if self._region is None else self._region.put(batch, metadata)
-                self._is_shared.append(located is not None)
-                self._sent += 1
-                if located is not None:
-                    self._writer.write_metadata(located)
-                elif metadata:
-                    self._writer.write_with_metadata(batch, metadata)
-                else:
-                    self._writer.write_batch(batch)
-        except FLIGHT_ERRORS:
-            return  # The call has ended; the reader is told why.
+                self._write(batch, metadata)
+        except _CallEndedError:
+            return  # The reader is told why.
         except Exception as error:
             self.error = error
         with self._lock:
@@ -75,6 +68,24 @@ class Feeder(threading.Thread):
             self.has_ended_call = self.error is not None or self._received == self._sent
         if self.has_ended_call:
             self._reader.cancel()
+
+    def _begin(self) -> None:
+        with _call_may_end():
+            self._writer.begin(self._schema)
+
+    def _write(self, batch: pa.RecordBatch, metadata: bytes) -> None:
+        if not batch.schema.equals(self._schema):
+            raise ContractError("a stream's batches have one schema, and this one has another")
+        located = None if self._region is None else self._region.put(batch, metadata)
+        self._is_shared.append(located is not None)
+        self._sent += 1
+        with _call_may_end():
+            if located is not None:
+                self._writer.write_metadata(located)
+            elif metadata:
+                self._writer.write_with_metadata(batch, metadata)
+            else:
+                self._writer.write_batch(batch)
 
     def on_result(self) -> None:
         """A result is there: what its batch had of the region, if anything, is free."""
@@ -100,3 +111,16 @@ class Feeder(threading.Thread):
         if not self.is_alive():
             with contextlib.suppress(*FLIGHT_ERRORS):
                 self._writer.close()
+
+
+class _CallEndedError(Exception):
+    """The call takes no more."""
+
+
+@contextlib.contextmanager
+def _call_may_end() -> Iterator[None]:
+    """What Flight raises inside says that; what a feed raises, whatever it is, does not."""
+    try:
+        yield
+    except FLIGHT_ERRORS as error:
+        raise _CallEndedError from error

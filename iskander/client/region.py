@@ -47,6 +47,7 @@ class Region:
     """
 
     def __init__(self, path: Path, length_bytes: int, timeout_s: float) -> None:
+        self._is_closed = True
         self._connection, lent, fd = borrow(path, length_bytes, timeout_s)
         try:
             self._segment = Segment.attach(fd, lent.bytes, is_writable=True)
@@ -56,11 +57,16 @@ class Region:
         self._connection.setblocking(False)
         self.name = lent.region
         self._length = len(self._segment)
+        self._schema = pa.schema([])
         self._schema_bytes = 0
         self._ranges: deque[tuple[int, int]] = deque()
         self._changed = threading.Condition()
         self._is_given_up = False
         self._is_closed = False
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self.close()
 
     @property
     def is_lent(self) -> bool:
@@ -71,7 +77,7 @@ class Region:
             return isinstance(error, BlockingIOError)
 
     def put(self, batch: pa.RecordBatch, app_metadata: bytes = b"") -> bytes | None:
-        """Write a batch to a free range, and wait for one where there is none.
+        """Write a batch of the stream's schema to a free range; wait where there is none.
 
         Returns:
             What says where it is; None where the batch is to be sent as any other: it is small, or
@@ -86,7 +92,7 @@ class Region:
             return None
         view = self._segment.view[start : start + wanted]
         with pa.FixedSizeBufferWriter(pa.py_buffer(view)) as sink:
-            pa.ipc.new_stream(sink, batch.schema).write_batch(batch)
+            pa.ipc.new_stream(sink, self._schema).write_batch(batch)
             end = sink.tell()
         at = _header_end(view, 0)
         body = _header_end(view, at)
@@ -107,6 +113,7 @@ class Region:
 
     def begin(self, schema: pa.Schema) -> None:
         """Be there for a stream of batches with this schema."""
+        self._schema = schema
         # What writes a batch writes the schema before it, which nobody reads here.
         self._schema_bytes = schema.serialize().size
         self._ranges.clear()

@@ -57,8 +57,11 @@ def require_addresses(config: Config) -> None:
     if config.inferential.address:
         _require_inferential(config, taken)
     if config.shared_memory.path:
-        last = sharing_path(config, config.server.processes - 1)
-        _require_path(f"shared_memory.path {config.shared_memory.path}", last)
+        where = f"shared_memory.path {config.shared_memory.path}"
+        _require_path(where, sharing_path(config, config.server.processes - 1))
+        others = [unix_path(address) for address in config.addresses]
+        if sharing_path(config, 0) in [*others, zmq_address(config.inferential.address)]:
+            raise ConfigError(f"{where} is another address of this server: each needs its own")
 
 
 def sharing_path(config: Config, index: int) -> Path:

@@ -17,7 +17,8 @@ from iskander.gateway.lanes.admission import MISSED, expired_error
 from iskander.gateway.lanes.request import Request
 from iskander.memory.arena import Arena, Lease
 from iskander.memory.backing import ANY_MEMORY, BackingOptions
-from iskander.memory.pieces import WHOLE_BYTES, copied
+from iskander.memory.loan import Range
+from iskander.memory.pieces import WHOLE_BYTES, copied, copy
 from iskander.memory.segment import Segment
 
 
@@ -62,7 +63,7 @@ class Intake:
             return False
         try:
             for target, source in self._lent(request, lease):
-                target[:] = source
+                copy(target, source)
         except BaseException:
             self.give_back(request)
             raise
@@ -111,7 +112,9 @@ class Intake:
             for _ in copied(target, source):
                 await asyncio.sleep(0)
 
-    def _lent(self, request: Request, lease: Lease) -> Iterator[tuple[memoryview, memoryview]]:
+    def _lent(
+        self, request: Request, lease: Lease
+    ) -> Iterator[tuple[memoryview, memoryview | Range]]:
         """Where in a lease each part of a request is to be copied, and the part."""
         view, header = self.segment.view, request.layout.header
         body = lease.offset + len(header)

@@ -394,6 +394,7 @@ def _fixed(config: Config) -> dict[str, object]:
         "workers.groups": workers.groups,
         "workers.count": workers.count,
         "workers.thread_pool": workers.thread_pool,
+        "workers.busy_poll_us": workers.busy_poll_us,
         "workers of models": [
             (model.pool, model.own_workers, model.python, model.intra_threads)
             for model in config.models

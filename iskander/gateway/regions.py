@@ -1,11 +1,11 @@
 """Memory lent to clients of this machine, in which the bodies of their batches come.
 
-    unix socket  ->  Borrow  ->  a sealed memfd, handed over by descriptor, under a name of chance
+    unix socket  ->  Borrow  ->  a sealed memfd, handed over as a descriptor, under a name of chance
     connection ends          ->  it is lent no longer; batches on their way have what they need
 
 A client fills its region and says over its stream where a batch is; from there on it is a batch
 like any other, copied into the input arena. So nobody but the gateway reads what a client can
-change, and nothing is read from it but bytes that become a tensor's values.
+change, and the gateway reads it once.
 
 Runs on: gateway loop.
 """
@@ -30,7 +30,7 @@ from iskander.errors import (
 )
 from iskander.gateway.doorstep import Doorstep
 from iskander.gateway.ports import BoundPath
-from iskander.memory.segment import Segment
+from iskander.memory.loan import Loan
 from iskander.wire.sharing import FRAME_BYTES_MAX, REGION_HEADER, Lent, lend, read_borrow
 
 BACKLOG = 64
@@ -41,7 +41,7 @@ NAME_BYTES = 16
 class _Region(NamedTuple):
     """Lent for as long as its connection is open."""
 
-    segment: Segment
+    loan: Loan
     connection: socket.socket
 
 
@@ -95,8 +95,8 @@ class Regions:
         for name in list(self._regions):
             self._end(name)
 
-    def find(self, name: str) -> memoryview:
-        """The bytes of a region.
+    def find(self, name: str) -> Loan:
+        """The memory of a region.
 
         Raises:
             RegionNotFound: None is lent under this name.
@@ -107,7 +107,7 @@ class Regions:
                 f"no memory is lent as `{REGION_HEADER}` says: a region ends with the connection "
                 "over which it was had; ask for another"
             )
-        return region.segment.view
+        return region.loan
 
     def describe(self) -> dict[str, Any]:
         """Where a client asks for memory, and for how much.
@@ -142,15 +142,11 @@ class Regions:
                 f"{config.regions} with {config.total_bytes}",
                 retry_after_ms=RETRY_MS,
             )
-        segment = Segment.lend("iskander-region", length_bytes)
+        loan = Loan("iskander-region", length_bytes)
         name = secrets.token_hex(NAME_BYTES)
-        try:
-            lend(connection, Lent(name, len(segment)), segment.fd)
-        except OSError:
-            segment.close()
-            raise
-        self._regions[name] = _Region(segment, connection)
-        self.lent[name] = len(segment)
+        lend(connection, Lent(name, length_bytes), loan.fd)
+        self._regions[name] = _Region(loan, connection)
+        self.lent[name] = length_bytes
         self._loop.add_reader(connection, self._end, name)
 
     def _end(self, name: str) -> None:
@@ -159,4 +155,5 @@ class Regions:
         self._loop.remove_reader(region.connection)
         region.connection.close()
         del self.lent[name]
-        region.segment.close()
+        # Where the client went first, its pages are freed by whoever lets go last: by a thread.
+        self._loop.run_in_executor(None, [region.loan].clear)

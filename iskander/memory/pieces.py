@@ -11,14 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from iskander.memory.loan import Range
+
 WHOLE_BYTES: Final = 4 << 20
 """Up to here a copy is made at once; a millisecond or two."""
 PIECE_BYTES: Final = 1 << 20
 
 
-def copied(target: memoryview, source: memoryview) -> Iterator[None]:
-    """Copy a source to a target of its length, with a pause after every piece."""
+def copy(target: memoryview, source: memoryview | Range) -> None:
+    """Copy a source to a target of its length."""
+    if isinstance(source, Range):
+        source.read_into(target)
+    else:
+        target[:] = source
+
+
+def copied(target: memoryview, source: memoryview | Range) -> Iterator[None]:
+    """The same, with a pause after every piece."""
     for start in range(0, len(source), PIECE_BYTES):
         stop = min(start + PIECE_BYTES, len(source))
-        target[start:stop] = source[start:stop]
+        copy(target[start:stop], source[start:stop])
         yield

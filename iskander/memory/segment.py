@@ -42,12 +42,14 @@ from iskander.memory.backing import (
 )
 from iskander.memory.policy import prefer_node_for
 
-_F_ADD_SEALS = 1033
+F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _F_SEAL_SEAL = 0x01
 _F_SEAL_SHRINK = 0x02
 _F_SEAL_GROW = 0x04
 _F_SEAL_FUTURE_WRITE = 0x10
+SEALED_LENGTH = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
+"""Of memory whose length nobody can change any more, nor that this is so."""
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _RESERVED = os.MFD_HUGETLB | os.MFD_HUGE_2MB
@@ -118,32 +120,8 @@ class Segment:
         seals = _F_SEAL_SHRINK | _F_SEAL_GROW
         if is_read_only:
             seals |= _F_SEAL_FUTURE_WRITE
-        fcntl.fcntl(segment.fd, _F_ADD_SEALS, seals | _F_SEAL_SEAL)
+        fcntl.fcntl(segment.fd, F_ADD_SEALS, seals | _F_SEAL_SEAL)
         return segment
-
-    @classmethod
-    def lend(cls, label: str, length_bytes: int) -> Segment:
-        """Make a segment for another process to write; it is read here.
-
-        Nothing of it is populated: the memory is taken, and paid for, by whoever writes first.
-
-        Raises:
-            SegmentError: The system refused it.
-        """
-        length_bytes = _whole(length_bytes, mmap.PAGESIZE)
-        try:
-            fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(fd, length_bytes)
-                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-                return cls(fd, length_bytes, is_writable=False)
-            except OSError:
-                os.close(fd)
-                raise
-        except OSError as error:
-            raise SegmentError(
-                f"a segment of {length_bytes} bytes was refused: {error.strerror}"
-            ) from None
 
     @classmethod
     def _make(cls, label: str, length_bytes: int, options: BackingOptions, flags: int) -> Segment:

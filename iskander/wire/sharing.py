@@ -116,6 +116,8 @@ def borrow(path: Path, length_bytes: int, timeout_s: float) -> tuple[socket.sock
         frame, descriptors, _, _ = socket.recv_fds(
             connection, FRAME_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
         )
+        if not frame:
+            raise ConnectionResetError("it hung up")
         lent = _read_lent(frame)
         if lent.error is not None:
             raise IskanderError.from_wire(lent.error)

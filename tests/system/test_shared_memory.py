@@ -22,6 +22,7 @@ from support.processes import MIB, Gateway, eventually, running, shared_mappings
 from iskander.client import Client
 from iskander.client.region import WORTH_BYTES, Region
 from iskander.errors import (
+    ContractError,
     IskanderError,
     LimitExceeded,
     NotReady,
@@ -109,7 +110,7 @@ def test_columns_that_only_pass(gateway: Gateway) -> None:
     )
     coded = pa.record_batch([words.dictionary_encode(), ids(0).column("x")], names=["word", "x"])
     with sharing(gateway) as client:
-        for sent in (batch, coded, batch.slice(700, 9000)):
+        for sent in (batch, coded, batch.slice(700, 9000), batch.select(["x", "pair"])):
             (result,) = client.stream("all", [sent])
             assert result.column("y").to_pylist() == [
                 3 * row + 1 for row in sent.column("x").to_pylist()
@@ -381,6 +382,43 @@ def test_each_process_lends_its_own(tmp_path: Path) -> None:
             with sharing(up) as client:
                 assert client.score("ids", ids(4)).column("y").to_pylist() == answers(4)
     assert not list(tmp_path.glob("memory*[!k]"))
+
+
+def test_a_region_of_another_process_is_let_go(tmp_path: Path) -> None:
+    with (
+        lender(tmp_path, server={"processes": 2}) as up,
+        client_of(up, 0) as first,
+        client_of(up, 1) as second,
+    ):
+        for client in (first, second):
+            client._regions._length_bytes = MIB
+            client.score("ids", ids(0))
+        # As where a connection was lost, and dealt to another process anew.
+        (own,) = second._regions._idle
+        own.close()
+        first._regions._idle, second._regions._idle = [], first._regions._idle
+        with pytest.raises(NotReady, match="another answers") as caught:
+            second.score("ids", ids(1))
+        assert caught.value.retryable
+        assert second.score("ids", ids(2)).column("y").to_pylist() == answers(2)
+
+
+def test_a_batch_of_another_schema_is_refused_here_and_there(gateway: Gateway) -> None:
+    other = pa.record_batch([ids(0).column("x").cast(pa.float64())], names=["x"])
+    for client in (sharing(gateway), gateway.client()):
+        with client, pytest.raises(ContractError, match="one schema"):
+            list(client.stream("ids", [ids(0), other], timeout_s=20))
+
+
+def test_what_a_feed_raises_is_raised(gateway: Gateway) -> None:
+    def feed(error: Exception) -> Iterator[pa.RecordBatch]:
+        yield ids(0)
+        raise error
+
+    for error in (OSError("the file is gone"), pa.ArrowInvalid("no such column")):
+        for client in (sharing(gateway), gateway.client()):
+            with client, pytest.raises(type(error), match=str(error)):
+                list(client.stream("ids", feed(error), timeout_s=20))
 
 
 def test_small_batches_do_not_take_that_way(gateway: Gateway) -> None:

@@ -29,10 +29,11 @@ from iskander.errors import (
     LimitExceeded,
     Overloaded,
     RegionNotFound,
+    SegmentError,
     Unsupported,
 )
 from iskander.gateway.regions import Regions
-from iskander.memory.segment import Segment
+from iskander.memory.loan import Loan, Range
 from iskander.wire.sharing import Borrow, Lent, borrow, encode, lend, read_borrow, read_located
 
 KIB = 1024
@@ -119,7 +120,7 @@ def batch_of(rows: int, seed: int = 0) -> pa.RecordBatch:
     return pa.record_batch([features, pa.array(range(rows))], names=["features", "id"])
 
 
-def read_at(view: memoryview, message: bytes) -> pa.RecordBatch:
+def read_at(loan: Loan, message: bytes) -> pa.RecordBatch:
     """The batch that a `Located` says, as Arrow reads it."""
     located = read_located(message)
     start, length = located.body
@@ -127,7 +128,7 @@ def read_at(view: memoryview, message: bytes) -> pa.RecordBatch:
     prefix = b"\xff\xff\xff\xff" + len(header).to_bytes(4, "little")
     schema = batch_of(1).schema
     return pa.ipc.read_record_batch(
-        pa.py_buffer(prefix + header + bytes(view[start : start + length])), schema
+        pa.py_buffer(prefix + header + bytes(Range(loan, start, start + length).read())), schema
     )
 
 
@@ -144,20 +145,19 @@ def test_a_batch_is_read_where_it_was_put(tmp_path: Path) -> None:
         region.begin(batch_of(1).schema)
         assert ask(lambda: dict(regions.lent)) == {region.name: 512 * KIB}
         assert len(region.name) == 32
-        view = ask(lambda: regions.find(region.name))
-        assert isinstance(view, memoryview)
-        assert view.readonly
+        loan = ask(lambda: regions.find(region.name))
+        assert isinstance(loan, Loan)
         sent = [batch_of(6000, seed) for seed in range(3)]
         put = [region.put(batch, b"mine") for batch in sent]
         for batch, message in zip(sent, put, strict=True):
             assert message is not None
             assert read_located(message).app_metadata == b"mine"
-            assert read_at(view, message).equals(batch)
+            assert read_at(loan, message).equals(batch)
         # A slice is what it shows, no more.
         region.free()
         part = region.put(sent[0].slice(100, 5000))
         assert part is not None
-        assert read_at(view, part).equals(sent[0].slice(100, 5000))
+        assert read_at(loan, part).equals(sent[0].slice(100, 5000))
         region.close()
         until(lambda: not regions.lent)
 
@@ -196,7 +196,7 @@ def test_who_waits_for_a_place_goes_on_when_one_is_free_or_the_stream_ends(tmp_p
         region.close()
 
 
-def test_the_memory_cannot_be_taken_away_nor_written_by_the_gateway(tmp_path: Path) -> None:
+def test_the_memory_cannot_be_taken_away(tmp_path: Path) -> None:
     with lending(tmp_path) as (_, path, _ask):
         connection, lent, fd = borrow(path, 64 * KIB, TIMEOUT_S)
         assert os.fstat(fd).st_size == lent.bytes == 64 * KIB
@@ -214,13 +214,13 @@ def test_a_region_ends_with_its_connection(tmp_path: Path) -> None:
     with lending(tmp_path) as (regions, path, ask):
         region = Region(path, 64 * KIB, TIMEOUT_S)
         assert region.is_lent
-        kept = ask(lambda: regions.find(region.name)[:10])
+        kept = ask(lambda: Range(regions.find(region.name), 0, 10))
         region.close()
         until(lambda: not regions.lent)
         with pytest.raises(RegionNotFound, match="ends with the connection"):
             ask(lambda: regions.find(region.name))
-        assert isinstance(kept, memoryview)
-        assert bytes(kept) == bytes(10)  # What was on its way has its bytes still.
+        assert isinstance(kept, Range)
+        assert bytes(kept.read()) == bytes(10)  # What was on its way has its bytes still.
 
 
 def test_a_client_sees_that_its_region_is_no_more(tmp_path: Path) -> None:
@@ -313,17 +313,33 @@ def test_an_answer_that_is_none() -> None:
         assert msgspec.msgpack.decode(frame, type=Lent) == Lent("name", 5)
 
 
-def test_a_lent_segment_is_populated_by_who_writes() -> None:
-    segment = Segment.lend("iskander-test", 10 * KIB)
-    assert len(segment) == 12 * KIB
-    assert os.fstat(segment.fd).st_blocks == 0
-    writer = Segment.attach(os.dup(segment.fd), len(segment), is_writable=True)
-    writer.view[5000] = 7
-    assert segment.view[5000] == 7
-    with pytest.raises(TypeError):
-        segment.view[0] = 1
-    writer.close()
-    segment.close()
+def test_a_loan_is_read_and_takes_no_memory_for_what_was_never_written() -> None:
+    loan = Loan("iskander-test", 10 * KIB)
+    fd = os.dup(loan.fd)
+    assert bytes(Range(loan, 0, len(loan)).read()) == bytes(10 * KIB)
+    assert os.fstat(fd).st_blocks == 0
+    os.pwrite(fd, b"here", 5000)
+    part = Range(loan, 4000, 6000)[1000:1004]
+    assert (len(part), bytes(part.read())) == (4, b"here")
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    where = Path(f"/proc/self/fd/{loan.fd}")
+    del loan
+    assert where.exists()
+    assert bytes(part.read()) == b"here"
+    del part
+    assert not where.exists()
+    os.close(fd)
+
+
+def test_a_read_that_the_system_refuses_is_an_error() -> None:
+    loan = Loan("iskander-test", KIB)
+    with pytest.raises(SegmentError, match="shorter"):
+        Range(loan, KIB, KIB).read_into(memoryview(bytearray(1)))
+    fd, loan.fd = loan.fd, os.open("/", os.O_RDONLY)
+    with pytest.raises(SegmentError, match="could not be read"):
+        Range(loan, 0, 1).read()
+    os.close(fd)
 
 
 def test_frames_are_read_back() -> None:

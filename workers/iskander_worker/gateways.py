@@ -121,6 +121,7 @@ class Gateways:
         self._notices = notices
         self._siblings = first.welcome.siblings
         self._busy_poll_ns = first.welcome.busy_poll_us * NS_PER_US
+        self._has_run = False
         self._asked: dict[str, tuple[int, socket.socket]] = {}
         self._refused_ns: dict[str, int] = {}
         self._poll = select.poll()
@@ -135,7 +136,8 @@ class Gateways:
         Args:
             wake_fd: Ends the wait, too.
         """
-        if self._busy_poll_ns:
+        if self._has_run:
+            self._has_run = False
             self._look_busily()
         if not self._siblings and wake_fd is None:
             return self.attached
@@ -160,6 +162,8 @@ class Gateways:
             batch_id: Of that batch.
         """
         at_ns = now_ns()
+        if own is not None and self._busy_poll_ns:
+            self._has_run = True
         for each in self.attached:
             each.beat(at_ns, batch_id if each is own else 0)
 

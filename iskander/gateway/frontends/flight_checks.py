@@ -15,11 +15,11 @@ from iskander.gateway.frontends.flight_plan import Column
 from iskander.gateway.texts import require_strings
 
 
-def require_apart(total: int, body: memoryview) -> None:
+def require_apart(total: int, length: int) -> None:
     """Refuse buffers that share bytes: many columns of one small body would be a large batch."""
-    if total > len(body):
+    if total > length:
         raise MalformedInput(
-            f"the batch's buffers overlap: they have {total} bytes in a body of {len(body)}"
+            f"the batch's buffers overlap: they have {total} bytes in a body of {length}"
         )
 
 

@@ -47,6 +47,7 @@ from iskander.gateway.frontends.flight_plan import (
     require_header,
 )
 from iskander.gateway.texts import require_string_bytes
+from iskander.memory.loan import Range
 from iskander.memory.pieces import WHOLE_BYTES
 
 CHECKED_HEADER_BYTES_MAX: Final = 4096
@@ -68,7 +69,7 @@ class Arrived(msgspec.Struct, frozen=True):
     """
 
     rows: int
-    body: memoryview
+    body: memoryview | Range
     tensors: list[tuple[int, int]]
     reply: Reply | Passed | None
     kept: list[pa.Array]
@@ -113,13 +114,13 @@ class StreamCodec:
         """
         if len(raw) <= WHOLE_BYTES and not self.plan.makes_lists:
             return True
-        return self.is_quick_of(bytes(read_flight_data(raw).header), len(raw))
+        return self._is_quick(read_flight_data(raw).header, len(raw))
 
-    def is_quick_of(self, header: bytes, length: int) -> bool:
+    def _is_quick(self, header: bytes | memoryview, length: int) -> bool:
         """The same of a message with this header and so many bytes."""
         if length <= WHOLE_BYTES:
-            return not self.plan.makes_lists or self._is_made_small(header)
-        return header in self.plan.checked
+            return not self.plan.makes_lists or self._is_made_small(bytes(header))
+        return bytes(header[:CHECKED_HEADER_BYTES_MAX]) in self.plan.checked
 
     def _is_made_small(self, header: bytes) -> bool:
         """Whether a small message of lists stays small when its rows are padded."""
@@ -154,7 +155,9 @@ class StreamCodec:
                 self._like = replace(arrived, body=memoryview(b""))
         return arrived
 
-    def decode(self, header: memoryview, body: memoryview, app_metadata: bytes) -> Arrived | None:
+    def decode(
+        self, header: memoryview, body: memoryview | Range, app_metadata: bytes
+    ) -> Arrived | None:
         """Check one message of the stream; None for a dictionary, which is kept.
 
         Raises:
@@ -166,6 +169,7 @@ class StreamCodec:
         raw = bytes(header)
         checked = self.plan.checked.get(raw)
         if checked is not None and checked.body_bytes == len(body):
+            body = self._own(body) if self.plan.forwarded else body
             return Arrived(checked.rows, body, checked.tensors, checked.reply, [], app_metadata)
         message = ipc.read_message(raw)
         if not 0 <= message.body_bytes <= len(body):
@@ -173,7 +177,8 @@ class StreamCodec:
                 f"the header announces a body of {message.body_bytes} bytes and {len(body)} came"
             )
         if message.kind == ipc.DICTIONARY_BATCH:
-            self._converter.keep_dictionary(raw, message, self.own(body))
+            require_bytes(len(body), self._limits)
+            self._converter.keep_dictionary(raw, message, self._own(body))
             return None
         if message.kind != ipc.RECORD_BATCH:
             what = "a second schema" if message.kind == ipc.SCHEMA else f"kind {message.kind}"
@@ -183,11 +188,11 @@ class StreamCodec:
         require_bytes(len(body), self._limits)
         is_usual = not batch.is_compressed and message.version == ipc.METADATA_V5
         if self.plan.is_converted or not is_usual:
-            plain = self._converter.plain(raw, batch, self.own(body))
+            plain = self._converter.plain(raw, batch, self._own(body))
             arrived = self._check(plain.batch, plain.body, plain.kept, app_metadata)
             return replace(arrived, portions=plain.portions)
-        if not self.plan.is_decided_by_header:
-            body = self.own(body)
+        if not self.plan.is_decided_by_header or self.plan.forwarded:
+            body = self._own(body)
         arrived = self._check(batch, body, [], app_metadata)
         if self.plan.is_decided_by_header and len(raw) <= CHECKED_HEADER_BYTES_MAX:
             if len(self.plan.checked) >= CHECKED_MAX:
@@ -197,9 +202,9 @@ class StreamCodec:
             )
         return arrived
 
-    def own(self, body: memoryview) -> memoryview:
-        """A body that is to be looked into, as bytes that nobody changes."""
-        return body
+    def _own(self, body: memoryview | Range) -> memoryview:
+        """A body that is to be looked into, or kept, as bytes that nobody changes."""
+        return body.read() if isinstance(body, Range) else body
 
     def take(self, arrived: Arrived, results: bytes | memoryview) -> Parts | Unrendered:
         """What `frames` wants of a batch's results: the finished message, for a plain response."""
@@ -232,7 +237,7 @@ class StreamCodec:
         return self._converter.frames(self._converter.assembled(0, kept, b""), metadata)
 
     def _check(
-        self, batch: ipc.Batch, body: memoryview, kept: list[pa.Array], app_metadata: bytes
+        self, batch: ipc.Batch, body: memoryview | Range, kept: list[pa.Array], app_metadata: bytes
     ) -> Arrived:
         plan, rows, nodes, buffers = self.plan, batch.rows, batch.nodes, batch.buffers
         if len(nodes) != 2 * plan.nodes_count or len(buffers) != 2 * plan.buffers_count:
@@ -264,8 +269,8 @@ class StreamCodec:
             tensors.append((start, start + wanted))
         if plan.has_string_inputs:
             texts = [column for column in plan.inputs if not column.bits]
-            tensors += [strings_range(column, rows, batch, body) for column in texts]
-        require_apart(sum(stop - start for start, stop in tensors), body)
+            tensors += [strings_range(column, rows, batch, _ours(body)) for column in texts]
+        require_apart(sum(stop - start for start, stop in tensors), length)
         reply: Reply | Passed | None = None
         if plan.is_response_plain:
             reply = passed = _passed(plan, batch, body)
@@ -307,11 +312,11 @@ def _plain_frame(plan: Plan, arrived: Arrived, results: bytes | memoryview) -> P
         return head, results
     passed: list[bytes | memoryview] = []
     for start, stop, padding in reply.ranges:
-        passed += (body[start:stop], padding)
+        passed += (_ours(body)[start:stop], padding)
     return head, results, *passed
 
 
-def _passed(plan: Plan, batch: ipc.Batch, body: memoryview) -> Passed:
+def _passed(plan: Plan, batch: ipc.Batch, body: memoryview | Range) -> Passed:
     """Check the passed-through columns, and lay them out one after the other."""
     rows, nodes, end = batch.rows, batch.nodes, 0
     reply_nodes: list[int] = []
@@ -321,12 +326,12 @@ def _passed(plan: Plan, batch: ipc.Batch, body: memoryview) -> Passed:
         require_lengths(column, rows, nodes)
         first, last = column.first_node, column.first_node + len(column.levels)
         reply_nodes += nodes[2 * first : 2 * last]
-        for start, stop in forwarded_ranges(column, rows, batch, body):
+        for start, stop in forwarded_ranges(column, rows, batch, _ours(body)):
             padding = bytes(-(stop - start) % ALIGNMENT)
             ranges.append((start, stop, padding))
             reply_buffers += (end, stop - start)
             end += stop - start + len(padding)
-    require_apart(sum(stop - start for start, stop, _ in ranges), body)
+    require_apart(sum(stop - start for start, stop, _ in ranges), len(body))
     return Passed(reply_nodes, reply_buffers, ranges, end)
 
 
@@ -353,3 +358,9 @@ def _reply(plan: Plan, rows: int, passed: Passed, results: bytes | memoryview) -
     nodes, buffers = plan.order.numbers(passed.nodes + nodes, behind + buffers)
     header = bytes(plan.template.render(rows, nodes, buffers, end))
     return Reply(header, data_head(header, b"", end), results_bytes, passed.ranges, end)
+
+
+def _ours(body: memoryview | Range) -> memoryview:
+    """A body of which more than tensors is read: then nobody else can change it."""
+    assert isinstance(body, memoryview)
+    return body

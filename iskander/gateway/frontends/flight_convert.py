@@ -85,14 +85,14 @@ class Converter:
             expanded += self._require_expanded(batch, body)
         if not is_delta:
             self._dictionaries.pop(dictionary, None)
-        parts = self._dictionaries.setdefault(dictionary, [])
-        parts.append((kept, expanded))
-        total = sum(size for parts in self._dictionaries.values() for _, size in parts)
-        if total > self._limits.bytes or len(parts) > DICTIONARY_PARTS_MAX:
+        known = self._dictionaries.get(dictionary, [])
+        total = expanded + sum(size for parts in self._dictionaries.values() for _, size in parts)
+        if total > self._limits.bytes or len(known) >= DICTIONARY_PARTS_MAX:
             raise LimitExceeded(
                 f"a stream's dictionaries may have {self._limits.bytes} bytes in all, and each "
-                f"{DICTIONARY_PARTS_MAX} parts; got {total} bytes and {len(parts)} parts"
+                f"{DICTIONARY_PARTS_MAX} parts; got {total} bytes and {len(known) + 1} parts"
             )
+        self._dictionaries[dictionary] = [*known, (kept, expanded)]
 
     def plain(self, header: bytes, batch: ipc.Batch, body: memoryview) -> Rewritten:
         """A batch rewritten as a plain one.

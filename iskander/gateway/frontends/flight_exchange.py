@@ -34,6 +34,7 @@ from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request
 from iskander.gateway.models import Models
+from iskander.memory.loan import Loan
 from iskander.memory.pieces import WHOLE_BYTES
 
 log: Final = logging.getLogger("iskander.flight")
@@ -51,7 +52,7 @@ class Exchange:
         dispatcher: The way to the workers.
         limits: Of the server.
         find: The lane that a descriptor's bytes mean, for a key of who asks.
-        region: The bytes that are lent to a client under a name.
+        region: The memory that is lent to a client under a name.
         plan: The plan for a lane and a schema's header.
         models: Whose revision changes when `find` may say something else.
 
@@ -67,7 +68,7 @@ class Exchange:
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         find: Callable[[bytes, str], Lane],
-        region: Callable[[str], memoryview],
+        region: Callable[[str], Loan],
         plan: Callable[[Lane, bytes], Plan],
         models: Models,
     ) -> None:

@@ -1,10 +1,10 @@
 """A stream whose client shares memory: a batch may say where its body is, instead of having one.
 
 What is told of the batch came over the stream. Of the body, which the client can change at any
-time, only tensors of fixed width are read where they are, once, into the input arena; what has to
-be looked into is copied first.
+time, tensors of fixed width are read once, straight into the input arena; what has to be looked
+into, or comes back, is read to memory of our own first.
 
-Runs on: gateway loop.
+Runs on: gateway loop; `read` of what is large on a thread.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Callable
 
-import numpy as np
-
-from iskander.config import LimitsConfig
-from iskander.errors import MalformedInput
+from iskander.config import HEADER_ROOM_BYTES, LimitsConfig
+from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import read_flight_data
 from iskander.gateway.frontends.flight_plan import Plan
+from iskander.memory.loan import Loan, Range
+from iskander.memory.pieces import WHOLE_BYTES
 from iskander.wire.sharing import Located, read_located
 
 
@@ -28,19 +28,22 @@ class SharedCodec(StreamCodec):
     Args:
         plan: Of the stream.
         limits: Of the server.
-        region: Finds the bytes that the client shares; it raises where they are not any more.
+        region: Finds the memory that the client shares; it raises where it is lent no more.
     """
 
-    def __init__(self, plan: Plan, limits: LimitsConfig, region: Callable[[], memoryview]) -> None:
+    def __init__(self, plan: Plan, limits: LimitsConfig, region: Callable[[], Loan]) -> None:
         super().__init__(plan, limits)
         self._region = region
+        self._latest: tuple[bytes | memoryview, Located | None] | None = None
 
     def is_quick(self, raw: bytes | memoryview) -> bool:
         """As of any codec; a body elsewhere counts as one that came."""
-        located = _located(raw)
+        located = self._find(raw)
         if located is None:
             return super().is_quick(raw)
-        return self.is_quick_of(located.header, len(located.header) + located.body[1])
+        length = len(located.header) + located.body[1]
+        is_kept = length > WHOLE_BYTES and bool(self.plan.forwarded)
+        return not is_kept and self._is_quick(located.header, length)
 
     def read(self, raw: bytes | memoryview) -> Arrived | None:
         """As of any codec.
@@ -48,7 +51,8 @@ class SharedCodec(StreamCodec):
         Raises:
             IskanderError: As `decode`, or there is no such place in the region.
         """
-        located = _located(raw)
+        located = self._find(raw)
+        self._latest = None
         if located is None:
             return super().read(raw)
         region, (start, length) = self._region(), located.body
@@ -56,15 +60,23 @@ class SharedCodec(StreamCodec):
             raise MalformedInput(
                 f"the batch is said to have {length} bytes at {start} of a region of {len(region)}"
             )
-        body = region[start : start + length]
+        body = Range(region, start, start + length)
         return self.decode(memoryview(located.header), body, located.app_metadata)
 
-    def own(self, body: memoryview) -> memoryview:
-        """A copy, which nobody changes; made without the interpreter's lock."""
-        return np.frombuffer(body, np.uint8).copy().data
+    def _find(self, raw: bytes | memoryview) -> Located | None:
+        """Where a message says that its batch is; None where it has one."""
+        if self._latest is None or self._latest[0] is not raw:
+            self._latest = raw, _located(raw)
+        return self._latest[1]
 
 
 def _located(raw: bytes | memoryview) -> Located | None:
-    """Where a message says that its batch is; None where it has one."""
     data = read_flight_data(raw)
-    return None if data.header or not data.app_metadata else read_located(data.app_metadata)
+    if data.header or not data.app_metadata:
+        return None
+    if len(data.app_metadata) > 2 * HEADER_ROOM_BYTES:
+        raise LimitExceeded(
+            f"what says where a batch is may have {2 * HEADER_ROOM_BYTES} bytes, got "
+            f"{len(data.app_metadata)}"
+        )
+    return read_located(data.app_metadata)

@@ -5,6 +5,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Sized
 from typing import Final
 
 from iskander.contract.rows import RowCopier
@@ -89,7 +90,7 @@ class Layouts:
             self._made[rows] = layout
         return layout
 
-    def around(self, rows: int, buffers: list[memoryview]) -> Layout:
+    def around(self, rows: int, buffers: Sequence[Sized]) -> Layout:
         """How a request of these buffers lies, where some of them are strings."""
         lengths = [len(strings) for strings in buffers[len(self._contract.inputs) :]]
         output_bytes = self.of(rows).output_bytes

@@ -5,6 +5,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from iskander.clock import NS_PER_MS
 from iskander.errors import IskanderError
 from iskander.memory.arena import Lease
+from iskander.memory.loan import Range
 
 if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
@@ -132,7 +134,7 @@ class Request:
         lane: Lane,
         caller: Caller,
         rows: int,
-        tensors: list[memoryview],
+        tensors: Sequence[memoryview | Range],
         *,
         terms: Terms = NO_TERMS,
         arrived_ns: int = 0,

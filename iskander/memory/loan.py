@@ -1,0 +1,100 @@
+"""Memory that another process fills: made and sealed here, read here, and never mapped.
+
+    Loan     a memfd of a fixed length, handed over as a descriptor; whoever has it writes to it
+    Range    a part of it, which is read once, to where the bytes are to be
+
+It is read by pread: whatever the other process does to its pages meanwhile, a read gives bytes, and
+takes no memory for those that were never written. What is read can have changed since it was last
+read, so whoever has to look at bytes before they are used reads them to memory of its own.
+
+Runs on: gateway. Source: memfd_create(2), fcntl(2) file sealing, preadv(2).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from iskander.errors import SegmentError
+from iskander.memory.segment import F_ADD_SEALS, SEALED_LENGTH
+
+
+class Loan:
+    """The memory; it goes with the last one who has a range of it, or the descriptor.
+
+    Args:
+        label: What `/proc/PID/fd` shows; not a name that anyone can open.
+        length_bytes: How much.
+
+    Attributes:
+        fd: To be handed over; the loan owns it.
+
+    Raises:
+        SegmentError: The system refused it.
+    """
+
+    def __init__(self, label: str, length_bytes: int) -> None:
+        self.fd = -1
+        self._length = length_bytes
+        try:
+            self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, length_bytes)
+            fcntl.fcntl(self.fd, F_ADD_SEALS, SEALED_LENGTH)
+        except OSError as error:
+            raise SegmentError(
+                f"a loan of {length_bytes} bytes was refused: {error.strerror}"
+            ) from None
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class Range:
+    """A part of a loan; `range_[start:stop]` is a part of it.
+
+    Args:
+        loan: Whose.
+        start: Where it begins in the loan.
+        stop: Where it ends; the range is within the loan.
+    """
+
+    def __init__(self, loan: Loan, start: int, stop: int) -> None:
+        assert 0 <= start <= stop <= len(loan)
+        self._loan = loan
+        self._start = start
+        self._stop = stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, part: slice) -> Range:
+        start, stop, _ = part.indices(len(self))
+        return Range(self._loan, self._start + start, self._start + max(start, stop))
+
+    def read_into(self, target: memoryview) -> None:
+        """Read all of it to a target of its length.
+
+        Raises:
+            SegmentError: The system did not let us.
+        """
+        at = 0
+        try:
+            while at < len(target):
+                got = os.preadv(self._loan.fd, [target[at:]], self._start + at)
+                if not got:
+                    break
+                at += got
+        except OSError as error:
+            raise SegmentError(f"lent memory could not be read: {error.strerror}") from None
+        if at < len(target):
+            raise SegmentError("lent memory is shorter than it was made")
+
+    def read(self) -> memoryview:
+        """All of it, as bytes that nobody changes."""
+        target = memoryview(bytearray(len(self)))
+        self.read_into(target)
+        return target
