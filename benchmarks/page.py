@@ -29,10 +29,13 @@ METHOD = """## Method
 - `direct` is ONNX Runtime without any server: I/O bindings used again and again, in the client's
   process. `echo` is a bare pyarrow Flight server that sends each batch back. `iskander` is
   `iskander-gateway` with the configuration under `configs/`: one worker, all else at its default;
-  `iskander-oip` is the same asked by tritonclient, `iskander-inferential` by Inferential's client.
+  `iskander-oip` is the same asked by tritonclient, `iskander-inferential` by Inferential's client;
+  `iskander-shared` has large batches in memory that it lends, each written there anew, and
+  `iskander-busy` has 2,000 us of `busy_poll_us` for gateway and worker.
   `triton` is `tritonserver` of the nvidia-pytriton wheel, its Python backend running the model;
   `triton-serialized` is the same server asked with requests that were serialized once, since
-  tritonclient spends most of its time on that. `mosec` has one Python worker and no batching, which
+  tritonclient spends most of its time on that, and `triton-shared` with inputs in a region of shared
+  memory that tritonclient registers, each written there anew. `mosec` has one Python worker and no batching, which
   made closed loops slower; `mlserver` a custom runtime in its own process; `inferential` its local
   dispatcher. All of them run the same model file in the same version of ONNX Runtime with one
   intra-op thread that does not spin. Start scripts are in `servers/`.
@@ -40,7 +43,7 @@ METHOD = """## Method
   package, and for mosec, which leaves the format to its users, raw tensor bytes over the standard
   library's HTTP client with its connection kept open. A client is a process of its own with one
   connection. In open loops 16 connections are spread over 4 processes.
-- The clients of `echo`, `iskander` and `iskander-oip` run without gRPC's event engine
+- The clients of `echo`, `iskander`, its variants and `iskander-oip` run without gRPC's event engine
   (`GRPC_EXPERIMENTS=-event_engine_client`): the thread that waits for an answer then reads the
   socket by itself, where gRPC by default hands a batch over four times between threads. With
   `-default` they are as they come. Triton's are as they come, which suits Triton better;

@@ -35,6 +35,7 @@ from iskander.gateway.lanes.batcher import Formed
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
 from iskander.gateway.supervision.workers import Place, Worker
+from iskander.gateway.waking import BusyPolling
 from iskander.wire.channel import Channel
 from iskander.wire.messages import Done, Execute, ModelSpec, decode_to_worker
 
@@ -296,7 +297,7 @@ class World:
                 self.lanes[key] = _make_lane(key, model)
             self.intake = Intake(ARENA_BYTES, 0)
             lanes: dict[int, Lane] = {**self.lanes}
-            self.dispatcher = Dispatcher(self.intake, lanes)
+            self.dispatcher = Dispatcher(self.intake, lanes, BusyPolling(0))
             self.process = Process(self, self._seed, noise)
             try:
                 self.dispatcher.open(self.process.worker)
