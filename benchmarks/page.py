@@ -34,11 +34,11 @@ METHOD = """## Method
   `iskander-busy` has 2,000 us of `busy_poll_us` for gateway and worker.
   `triton` is `tritonserver` of the nvidia-pytriton wheel, its Python backend running the model;
   `triton-serialized` is the same server asked with requests that were serialized once, since
-  tritonclient spends most of its time on that, and `triton-shared` with inputs in a region of shared
-  memory that tritonclient registers, each written there anew. `mosec` has one Python worker and no batching, which
-  made closed loops slower; `mlserver` a custom runtime in its own process; `inferential` its local
-  dispatcher. All of them run the same model file in the same version of ONNX Runtime with one
-  intra-op thread that does not spin. Start scripts are in `servers/`.
+  tritonclient spends most of its time on that, and `triton-shared` with inputs in a region of
+  shared memory that tritonclient registers, each written there anew. `mosec` has one Python worker
+  and no batching, which made closed loops slower; `mlserver` a custom runtime in its own process;
+  `inferential` its local dispatcher. All of them run the same model file in the same version of
+  ONNX Runtime with one intra-op thread that does not spin. Start scripts are in `servers/`.
 - Clients are what users of each system take: pyarrow, tritonclient over gRPC, the `inferential`
   package, and for mosec, which leaves the format to its users, raw tensor bytes over the standard
   library's HTTP client with its connection kept open. A client is a process of its own with one

@@ -1,22 +1,29 @@
-"""Memory that another process fills: made and sealed here, read here, and never mapped.
+"""Memory that another process fills: made and sealed here, and read here.
 
     Loan     a memfd of a fixed length, handed over as a descriptor; whoever has it writes to it
     Range    a part of it, which is read once, to where the bytes are to be
 
-It is read by pread: whatever the other process does to its pages meanwhile, a read gives bytes, and
-takes no memory for those that were never written. What is read can have changed since it was last
-read, so whoever has to look at bytes before they are used reads them to memory of its own.
+Bytes that were written are read from a mapping, which is twice as fast; those that were not, or
+were taken back, by pread, so that reading takes no memory for them. At a loan's end its pages are
+freed, whoever has the descriptor still. What is read can have changed since it was last read, so
+whoever has to look at bytes before they are used reads them to memory of its own.
 
-Runs on: gateway. Source: memfd_create(2), fcntl(2) file sealing, preadv(2).
+Runs on: gateway. Source: memfd_create(2), fcntl(2) file sealing, lseek(2) SEEK_HOLE, fallocate(2).
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import mmap
 import os
+from typing import Final
 
 from iskander.errors import SegmentError
 from iskander.memory.segment import F_ADD_SEALS, SEALED_LENGTH
+
+_PUNCH_HOLE: Final = 0x02 | 0x01
+"""And keep the length."""
 
 
 class Loan:
@@ -40,6 +47,7 @@ class Loan:
             self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, length_bytes)
             fcntl.fcntl(self.fd, F_ADD_SEALS, SEALED_LENGTH)
+            self._mapping = mmap.mmap(self.fd, length_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError as error:
             raise SegmentError(
                 f"a loan of {length_bytes} bytes was refused: {error.strerror}"
@@ -47,10 +55,31 @@ class Loan:
 
     def __del__(self) -> None:
         if self.fd >= 0:
+            libc, whole_pages = ctypes.CDLL(None), -(-self._length // mmap.PAGESIZE) * mmap.PAGESIZE
+            libc.fallocate(self.fd, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(whole_pages))
             os.close(self.fd)
 
     def __len__(self) -> int:
         return self._length
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Read from a place on, as much as there is room for.
+
+        Raises:
+            SegmentError: The system did not let us.
+        """
+        stop, at = start + len(target), 0
+        try:
+            if start < stop <= os.lseek(self.fd, start, os.SEEK_HOLE):
+                target[:] = memoryview(self._mapping)[start:stop]
+                return
+            while start + at < stop:
+                got = os.preadv(self.fd, [target[at:]], start + at)
+                if not got:
+                    raise SegmentError("lent memory is shorter than it was made")
+                at += got
+        except OSError as error:
+            raise SegmentError(f"lent memory could not be read: {error.strerror}") from None
 
 
 class Range:
@@ -81,17 +110,8 @@ class Range:
         Raises:
             SegmentError: The system did not let us.
         """
-        at = 0
-        try:
-            while at < len(target):
-                got = os.preadv(self._loan.fd, [target[at:]], self._start + at)
-                if not got:
-                    break
-                at += got
-        except OSError as error:
-            raise SegmentError(f"lent memory could not be read: {error.strerror}") from None
-        if at < len(target):
-            raise SegmentError("lent memory is shorter than it was made")
+        assert len(target) == len(self)
+        self._loan.read_into(target, self._start)
 
     def read(self) -> memoryview:
         """All of it, as bytes that nobody changes."""

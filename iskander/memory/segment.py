@@ -13,8 +13,8 @@ the creator's mapping stays writable and nobody can make another.
 Huge pages, a lock and a node are had where the system gives them; `backing` says what was had. The
 creator's lock and policy are the memory's own, so a receiver asks for nothing.
 
-Runs on: gateway (creates), workers and clients that share memory (attach). Nothing else imports
-mmap.
+Runs on: gateway (creates), workers and clients that share memory (attach). Nothing else
+but a loan imports mmap.
 
 Source: memfd_create(2), fcntl(2) file sealing, madvise(2), mlock(2), shmem_enabled in
 Documentation/admin-guide/mm/transhuge.rst.

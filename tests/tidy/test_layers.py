@@ -99,7 +99,10 @@ DOORS = {
     "torch": (("workers/iskander_worker/backends/torch.py",), "iskander_worker.backends.torch"),
     "skops": (("workers/iskander_worker/backends/python.py",), "iskander_worker.backends.python"),
     "yaml": (("iskander/config_inferential.py",), "tomllib"),
-    "mmap": (("iskander/memory/segment.py",), "iskander.memory.segment"),
+    "mmap": (
+        ("iskander/memory/segment.py", "iskander/memory/loan.py"),
+        "iskander.memory.segment",
+    ),
     "time": (("iskander/clock.py",), "iskander.clock"),
     "subprocess": (
         (
