@@ -8,7 +8,7 @@ were taken back, by pread, so that reading takes no memory for them. At a loan's
 freed, whoever has the descriptor still. What is read can have changed since it was last read, so
 whoever has to look at bytes before they are used reads them to memory of its own.
 
-Runs on: gateway. Source: memfd_create(2), fcntl(2) file sealing, lseek(2) SEEK_HOLE, fallocate(2).
+Runs on: gateway. Source: memfd_create(2), fcntl(2) file sealing, mincore(2), fallocate(2).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import os
 from typing import Final
 
 from iskander.errors import SegmentError
-from iskander.memory.segment import F_ADD_SEALS, SEALED_LENGTH
+from iskander.memory.segment import F_ADD_SEALS, SEALED_LENGTH, address_of
 
+_LIBC: Final = ctypes.CDLL(None)
 _PUNCH_HOLE: Final = 0x02 | 0x01
 """And keep the length."""
 
@@ -48,6 +49,7 @@ class Loan:
             os.ftruncate(self.fd, length_bytes)
             fcntl.fcntl(self.fd, F_ADD_SEALS, SEALED_LENGTH)
             self._mapping = mmap.mmap(self.fd, length_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._address = address_of(memoryview(self._mapping))
         except OSError as error:
             raise SegmentError(
                 f"a loan of {length_bytes} bytes was refused: {error.strerror}"
@@ -55,8 +57,8 @@ class Loan:
 
     def __del__(self) -> None:
         if self.fd >= 0:
-            libc, whole_pages = ctypes.CDLL(None), -(-self._length // mmap.PAGESIZE) * mmap.PAGESIZE
-            libc.fallocate(self.fd, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(whole_pages))
+            whole_pages = -(-self._length // mmap.PAGESIZE) * mmap.PAGESIZE
+            _LIBC.fallocate(self.fd, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(whole_pages))
             os.close(self.fd)
 
     def __len__(self) -> int:
@@ -69,10 +71,10 @@ class Loan:
             SegmentError: The system did not let us.
         """
         stop, at = start + len(target), 0
+        if stop <= self._length and self._is_there(start, stop):
+            target[:] = memoryview(self._mapping)[start:stop]
+            return
         try:
-            if start < stop <= os.lseek(self.fd, start, os.SEEK_HOLE):
-                target[:] = memoryview(self._mapping)[start:stop]
-                return
             while start + at < stop:
                 got = os.preadv(self.fd, [target[at:]], start + at)
                 if not got:
@@ -80,6 +82,14 @@ class Loan:
                 at += got
         except OSError as error:
             raise SegmentError(f"lent memory could not be read: {error.strerror}") from None
+
+    def _is_there(self, start: int, stop: int) -> bool:
+        """Whether all pages of a part are in memory, so that none is taken by looking at them."""
+        first = start - start % mmap.PAGESIZE
+        pages = bytearray(-(-(stop - first) // mmap.PAGESIZE))
+        vector = (ctypes.c_ubyte * len(pages)).from_buffer(pages)
+        where = ctypes.c_void_p(self._address + first)
+        return _LIBC.mincore(where, ctypes.c_size_t(stop - first), vector) == 0 and 0 not in pages
 
 
 class Range:

@@ -72,7 +72,7 @@ class Segment:
         self.fd = fd
         self._mapping = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED, prot=access)
         self.view = memoryview(self._mapping)
-        self.address = _address_of(self.view)
+        self.address = address_of(self.view)
         self.backing = Backing(length_bytes)
 
     def __repr__(self) -> str:
@@ -237,7 +237,8 @@ def _whole(length_bytes: int, page_bytes: int) -> int:
     return -(-length_bytes // page_bytes) * page_bytes
 
 
-def _address_of(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
+    """Where a view begins in this process."""
     # NumPy gives the address of read-only memory too, which ctypes does not.
     import numpy as np
 
