@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from iskander.clock import NS_PER_MS, now_ns
+from iskander.gateway import waking
 from iskander.gateway.lanes.request import NEVER_NS
 from iskander.gateway.waking import Alarm, BusyPolling
 
@@ -67,20 +68,34 @@ def yields(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_loop_is_kept_awake_for_a_spell_after_the_last_work(yields: list[int]) -> None:
-    async def test() -> int:
-        polling = BusyPolling(3000)
-        polling.note(now_ns())
-        await asyncio.sleep(0.001)
-        last = now_ns()
-        polling.note(last)
-        await asyncio.sleep(0.05)
-        return last
+def test_a_loop_is_kept_awake_for_a_spell_after_the_last_work(
+    yields: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0
+    monkeypatch.setattr(waking, "now_ns", lambda: now)
 
-    last = run(test)
-    assert len(yields) > 2
-    assert yields[-1] <= last + 5 * NS_PER_MS
-    assert yields == sorted(set(yields))  # One turn at a time, however often there was work.
+    async def turns(count: int) -> int:
+        before = len(yields)
+        for _ in range(count):
+            await asyncio.sleep(0)
+        return len(yields) - before
+
+    async def test() -> None:
+        nonlocal now
+        polling = BusyPolling(3)
+        polling.note(now)
+        polling.note(now)
+        assert await turns(5) == 5  # One each, however often there was work.
+        now = 2000
+        polling.note(now)
+        now = 4999
+        assert await turns(5) == 5
+        now = 5000
+        assert await turns(5) == 0
+        polling.note(now)
+        assert await turns(5) == 5
+
+    run(test)
 
 
 def test_it_sleeps_without_a_spell(yields: list[int]) -> None:
@@ -91,18 +106,3 @@ def test_it_sleeps_without_a_spell(yields: list[int]) -> None:
 
     run(test)
     assert not yields
-
-
-def test_others_have_their_turn_meanwhile(yields: list[int]) -> None:
-    async def test() -> list[int]:
-        polling = BusyPolling(10_000)
-        polling.note(now_ns())
-        seen = []
-        for _ in range(20):
-            await asyncio.sleep(0)
-            seen.append(len(yields))
-        return seen
-
-    seen = run(test)
-    assert seen[0] <= 1
-    assert len(set(seen)) > 1
