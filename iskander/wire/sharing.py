@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from iskander.errors import IskanderError, MalformedInput, ProtocolError
 from iskander.prepared import prepared
+
+SaidT = TypeVar("SaidT")
 
 REGION_HEADER = "iskander-region"
 FRAME_BYTES_MAX = 4096
@@ -77,10 +80,7 @@ def read_borrow(frame: bytes) -> Borrow:
     Raises:
         MalformedInput: It is no `Borrow`.
     """
-    try:
-        return _read_borrow(frame)
-    except ValueError as error:
-        raise MalformedInput(f"what was asked for was not understood: {error}") from None
+    return _read(_read_borrow, frame, "what was asked for")
 
 
 def read_located(app_metadata: bytes) -> Located:
@@ -89,10 +89,14 @@ def read_located(app_metadata: bytes) -> Located:
     Raises:
         MalformedInput: It is no `Located`.
     """
+    return _read(_read_located, app_metadata, "where the batch is")
+
+
+def _read(decode: Callable[[bytes], SaidT], said: bytes, what: str) -> SaidT:
     try:
-        return _read_located(app_metadata)
+        return decode(said)
     except ValueError as error:
-        raise MalformedInput(f"where the batch is was not understood: {error}") from None
+        raise MalformedInput(f"{what} was not understood: {error}") from None
 
 
 def lend(connection: socket.socket, lent: Lent, fd: int | None = None) -> None:

@@ -3,36 +3,60 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
+import pytest
 from support import models
-from support.processes import running
+from support.processes import Gateway, running
 
-SPELL_US = 5000
+SPELL_US = 10_000
+BATCHES = 200
+GAP_S = 0.001
 IDLE_S = 1.0
 IDLE_SHARE = 0.2
-"""Of a core, at most: a spell of 5 ms after each beat of 100 ms would be 5 %, and all of it 100."""
+"""Of a core, at most: the beats of an idle worker, and a spell at the start; busy it would be 1."""
 
 
-def test_results_are_the_same_and_idle_processes_sleep(tmp_path: Path) -> None:
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
-    with running(
-        tmp_path,
-        served,
-        server={"busy_poll_us": SPELL_US},
-        workers={"groups": ["0"], "busy_poll_us": SPELL_US},
-    ) as gateway:
-        batches = [pa.record_batch([pa.array([number])], names=["x"]) for number in range(200)]
-        with gateway.client() as client:
-            results = [each.column("y")[0].as_py() for each in client.stream("ids", batches)]
-        assert results == [3 * number + 1 for number in range(200)]
-        pids = [gateway.pid, *gateway.worker_pids()]
-        processes = [psutil.Process(pid) for pid in pids]
-        time.sleep(0.1)
-        before = [sum(process.cpu_times()[:2]) for process in processes]
-        time.sleep(IDLE_S)
-        after = [sum(process.cpu_times()[:2]) for process in processes]
-        for used in (now - then for then, now in zip(before, after, strict=True)):
-            assert used < IDLE_SHARE * IDLE_S
+    server, workers = {"busy_poll_us": SPELL_US}, {"groups": ["0"], "busy_poll_us": SPELL_US}
+    with running(tmp_path, served, server=server, workers=workers) as up:
+        yield up
+
+
+def processes_of(gateway: Gateway) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in (gateway.pid, *gateway.worker_pids())]
+
+
+def spaced() -> Iterator[pa.RecordBatch]:
+    for number in range(BATCHES):
+        time.sleep(GAP_S)
+        yield pa.record_batch([pa.array([number])], names=["x"])
+
+
+def test_they_do_not_sleep_between_batches(gateway: Gateway) -> None:
+    processes = processes_of(gateway)
+    before = [process.num_ctx_switches().voluntary for process in processes]
+    with gateway.client() as client:
+        results = [each.column("y")[0].as_py() for each in client.stream("ids", spaced())]
+    after = [process.num_ctx_switches().voluntary for process in processes]
+    assert results == [3 * number + 1 for number in range(BATCHES)]
+    # One that sleeps is woken at least once for each.
+    for sleeps in (now - then for then, now in zip(before, after, strict=True)):
+        assert sleeps < BATCHES / 2
+
+
+def test_they_sleep_when_nothing_comes(gateway: Gateway) -> None:
+    with gateway.client() as client:
+        assert client.score("ids", next(spaced())).column("y").to_pylist() == [1]
+    processes = processes_of(gateway)
+    time.sleep(0.1)
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(IDLE_S)
+    after = [sum(process.cpu_times()[:2]) for process in processes]
+    for used in (now - then for then, now in zip(before, after, strict=True)):
+        assert used < IDLE_SHARE * IDLE_S

@@ -336,6 +336,12 @@ def test_a_loan_is_read_and_takes_no_memory_for_what_was_never_written() -> None
     os.close(fd)
 
 
+def test_nothing_is_read_of_an_empty_range() -> None:
+    loan = Loan("iskander-test", 8 * KIB)
+    for at in (0, 1, 4 * KIB, 8 * KIB):
+        assert bytes(Range(loan, at, at).read()) == b""
+
+
 def test_a_read_that_the_system_refuses_is_an_error() -> None:
     loan = Loan("iskander-test", KIB)
     with pytest.raises(SegmentError, match="shorter"):
