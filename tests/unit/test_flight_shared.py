@@ -151,6 +151,15 @@ def test_what_is_looked_into_or_comes_back_is_copied_first(
     assert [column.to_pylist() for column in arrived.kept] == kept
 
 
+def test_a_response_that_waits_keeps_no_lent_memory() -> None:
+    shared = Shared(numbers())
+    waiting = shared.read(shared.located()).without_inputs()
+    assert waiting.rows == ROWS
+    where = f"/proc/self/fd/{shared.loan.fd}"
+    shared.loan = Loan("iskander-test", 8)
+    assert not os.path.lexists(where)
+
+
 def test_dictionaries_are_copied_too() -> None:
     batch = pa.record_batch(
         [pa.array([1, 2]), pa.array(["a", "b"]).dictionary_encode()], names=["x", "d"]

@@ -76,8 +76,10 @@ class Arrived(msgspec.Struct, frozen=True):
     app_metadata: bytes
     portions: tuple[Portion, ...] = ()
 
-    def without_portions(self) -> Arrived:
-        """Itself, for whoever has taken them."""
+    def without_inputs(self) -> Arrived:
+        """Itself, for whoever has taken its inputs: lent memory is not kept for its response."""
+        if isinstance(self.body, Range):
+            return replace(self, portions=(), body=memoryview(b""))
         return replace(self, portions=()) if self.portions else self
 
 

@@ -107,7 +107,7 @@ def divide(
     ]
     for request in divided.requests[1:]:
         request.is_part = True
-    divided.arrived = arrived.without_portions()
+    divided.arrived = arrived.without_inputs()
     divided.results_bytes = sum(request.layout.output_bytes for request in divided.requests)
     divided.held_bytes = max(raw_bytes, len(arrived.body)) + 2 * divided.results_bytes
     return divided

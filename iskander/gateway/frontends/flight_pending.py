@@ -43,7 +43,7 @@ class Pending(Request):
             call_deadline_ns=terms.deadline_ns,
             bucket=arrived.portions[0].bucket if arrived.portions else 0,
         )
-        self.arrived = arrived.without_portions()
+        self.arrived = arrived.without_inputs()
         self.taken: Any = None
         self.error: IskanderError | None = None
         self.held_bytes = max(raw_bytes, len(arrived.body)) + self.layout.output_bytes
