@@ -98,6 +98,16 @@ def test_whatever_code_a_model_brings_does_its_verdict_is_a_refusal(
     assert try_out(good, 1, (), seconds=60.0) == Verdict()
 
 
+def test_a_stop_of_the_whole_service_is_no_verdict_on_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches forks too, and a refusal would be remembered beyond the next start."""
+    played = PLAYED.format('[os.kill(os.getpid(), each) for each in (15, 2, 1)]; return ""')
+    monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", played])
+    spec = model_spec(models.row_ids(tmp_path / "m"))
+    assert try_out(spec, 1, (), seconds=60.0) == Verdict()
+
+
 FORGES = """
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"

@@ -42,6 +42,9 @@ WORDS_MAX = 4000
 _VERDICT_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _SIGNAL_OF_MEMORY = signal.SIGKILL
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Sent to all processes of a service that is stopped. A fork goes with its server; ended by one of
+these, it would have its model blamed, and the blame is remembered."""
 _NEEDED = ("backends.onnx", "failures", "opening", "prepacked", "session", "warm_up")
 """Imported when libraries have been kept from threads of their own, and before the first fork."""
 _libc = ctypes.CDLL(None)
@@ -135,6 +138,8 @@ def _limit(job: Job, deadline_ns: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.umask(0o077)
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     left_s = max(deadline_ns - now_ns(), 0) / NS_PER_S
     signal.setitimer(signal.ITIMER_REAL, left_s + GRACE_S)

@@ -70,6 +70,7 @@ class Converter:
         self._limits = limits
         # Each message that makes a dictionary up, and its bytes when it is expanded.
         self._dictionaries: dict[int, list[tuple[bytes, int]]] = {}
+        self._dictionaries_bytes = 0
         self._sent: dict[int, bytes] = {}
 
     def keep_dictionary(self, header: bytes, message: ipc.Message, body: memoryview) -> None:
@@ -84,15 +85,17 @@ class Converter:
         if batch.is_compressed:
             expanded += self._require_expanded(batch, body)
         if not is_delta:
-            self._dictionaries.pop(dictionary, None)
+            gone = self._dictionaries.pop(dictionary, [])
+            self._dictionaries_bytes -= sum(size for _, size in gone)
         known = self._dictionaries.get(dictionary, [])
-        total = expanded + sum(size for parts in self._dictionaries.values() for _, size in parts)
+        total = self._dictionaries_bytes + expanded
         if total > self._limits.bytes or len(known) >= DICTIONARY_PARTS_MAX:
             raise LimitExceeded(
                 f"a stream's dictionaries may have {self._limits.bytes} bytes in all, and each "
                 f"{DICTIONARY_PARTS_MAX} parts; got {total} bytes and {len(known) + 1} parts"
             )
         self._dictionaries[dictionary] = [*known, (kept, expanded)]
+        self._dictionaries_bytes = total
 
     def plain(self, header: bytes, batch: ipc.Batch, body: memoryview) -> Rewritten:
         """A batch rewritten as a plain one.
