@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.lanes import CONTRACT, MS, cost_of, lane_of, put, request_of
+from support.lanes import CONTRACT, MS, Asker, cost_of, lane_of, put, request_of
 
 from iskander.config_models import LaneConfig
 from iskander.contract.tensors import Contract
-from iskander.errors import IskanderError
+from iskander.errors import IskanderError, QueueFull
 from iskander.gateway.lanes.lane import PROBE_NS, Lane
 from iskander.gateway.lanes.policies import BATCH_LINGER_NS
 from iskander.gateway.lanes.request import NEVER_NS, Request
@@ -46,15 +46,15 @@ def come_as_part(lane: Lane, **terms: Any) -> Request:
 
 
 def test_the_oldest_gives_way_where_that_is_wanted() -> None:
-    """Whatever its rank or priority; as many as the newcomer needs, and no more."""
-    lane = open_lane(overflow="drop_oldest", queue_rows=8)
-    first, second, third = (put(lane, 2, now_ns=NOW, priority=p) for p in (0, 9, 0))
+    """Whatever its rank; as many as the newcomer needs, and no more; none that is worth more."""
+    lane = open_lane(overflow="drop_oldest", queue_rows=10)
+    urgent, first, second, third = (put(lane, 2, now_ns=NOW, priority=p) for p in (0, 5, 9, 5))
 
     _, gone = come(lane, 2)
     assert gone == []
-    _, gone = come(lane, 3, priority=9)
+    _, gone = come(lane, 3, priority=5)
     assert gone == [(first, "dropped"), (second, "dropped")]
-    assert third.is_waiting and lane.queue.rows == 7
+    assert urgent.is_waiting and third.is_waiting and lane.queue.rows == 9
 
 
 def test_the_newest_of_the_lowest_priority_gives_way_where_that_is_wanted() -> None:
@@ -67,9 +67,16 @@ def test_the_newest_of_the_lowest_priority_gives_way_where_that_is_wanted() -> N
     assert high.is_waiting and middle.is_waiting
 
 
-@pytest.mark.parametrize("priority", [5, 6, 9])
-def test_nobody_gives_way_to_one_that_is_worth_no_more(priority: int) -> None:
-    lane = open_lane(overflow="drop_lowest_priority", queue_requests=2)
+@pytest.mark.parametrize(
+    ("overflow", "priority"),
+    [
+        *(("drop_lowest_priority", priority) for priority in (5, 6, 9)),
+        *(("drop_oldest", priority) for priority in (6, 9)),
+    ],
+)
+def test_nobody_gives_way_to_one_that_is_not_worth_it(overflow: str, priority: int) -> None:
+    """To one of its own priority does the oldest only."""
+    lane = open_lane(overflow=overflow, queue_requests=2)
     waits = [put(lane, now_ns=NOW, priority=p) for p in (5, 0)]
 
     with pytest.raises(IskanderError) as caught:
@@ -151,7 +158,8 @@ def test_the_newest_wins_where_the_lane_or_the_client_says_so(settings: dict[str
 @pytest.mark.parametrize("policy", ["fifo", "deadline_aware", "round_robin"])
 def test_who_takes_the_place_of_an_older_one_takes_its_turn(policy: str) -> None:
     """Six others wait for each that is served. A client that sends one all the time is served as
-    often as any of them; it would never be if each of its requests began to wait anew."""
+    often as any of them; it would never be if each of its requests began to wait anew, and nobody
+    else if it paid for none of them."""
     lane = open_lane(policy=policy)
     order: list[str] = []
     for turn in range(350):
@@ -160,14 +168,28 @@ def test_who_takes_the_place_of_an_older_one_takes_its_turn(policy: str) -> None
         for name in sorted(names | {"robot"}):
             is_robot = name == "robot"
             now_ns = NOW + turn * MS
-            lane.put(
-                request_of(lane, client=name, is_newest_wins=is_robot, arrived_ns=now_ns), now_ns
-            )
+            request = request_of(lane, client=name, is_newest_wins=is_robot, arrived_ns=now_ns)
+            for older, _ in lane.put(request, now_ns):
+                lane.retire(older)
         first = lane.queue.first
         lane.take(first, 1)
         order.append(first.terms.client)
 
     assert order.count("robot") == pytest.approx(50, abs=2)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "deadline_aware", "round_robin"])
+def test_who_takes_the_place_of_one_that_has_begun_to_run_waits_anew(policy: str) -> None:
+    """A client whose batches are never done, as a newer one comes first, is not always next."""
+    lane = open_lane(policy=policy)
+    come(lane, 12, client="robot", is_newest_wins=True)
+    others = [put(lane, now_ns=NOW + MS, client="other") for _ in range(2)]
+    for turn in range(2, 6):
+        lane.take(lane.queue.first, 8)
+        later = {"client": "robot", "is_newest_wins": True, "now_ns": NOW + turn * MS}
+        put(lane, 12, **later)
+
+    assert not any(other.is_waiting for other in others)
 
 
 def test_in_a_full_queue_the_newest_has_the_place_of_its_older_one() -> None:
@@ -195,6 +217,19 @@ def test_the_parts_of_a_batch_take_nobody_s_place_and_are_its_own() -> None:
     part = come_as_part(lane, client="a")
 
     assert newer.is_waiting and part.is_waiting
+
+
+def test_the_parts_of_a_batch_do_not_give_way_to_each_other() -> None:
+    """To the second one another does; for the third there is no place."""
+    lane, caller = open_lane(overflow="drop_oldest", queue_requests=2), Asker()
+    first, *parts = (request_of(lane, caller=caller, is_part=bool(index)) for index in range(3))
+    lane.put(first, NOW)
+    other = put(lane, now_ns=NOW)
+
+    assert [victim for victim, _ in lane.put(parts[0], NOW)] == [other]
+    with pytest.raises(QueueFull):
+        lane.require_open(parts[1], NOW)
+    assert first.is_waiting and parts[0].is_waiting
 
 
 def test_a_batch_in_parts_is_let_in_as_one_and_has_one_beat() -> None:

@@ -118,7 +118,9 @@ class QueueMachine(RuleBasedStateMachine):
             assert queue.next_expiry_ns == NEVER_NS
             return
         assert queue.first is ranked[0]
-        assert list(queue.oldest_first()) == sorted(ranked, key=lambda r: r.number)
+        for highest in (0, 1, 2, 9):
+            older = [request for request in ranked if request.terms.priority >= highest]
+            assert list(queue.oldest_first(highest)) == sorted(older, key=lambda r: r.number)
         for above in (-1, 0, 1, 9):
             lower = [request for request in ranked if request.terms.priority > above]
             lower.sort(key=lambda r: (-r.terms.priority, -r.number))

@@ -123,7 +123,8 @@ def make_way(
         return []
     leaving: list[Request] = []
     for victim in _victims(queue, config, request):
-        if victim is not older:
+        is_of_its_batch = request.is_part and victim.caller is request.caller
+        if victim is not older and not is_of_its_batch:
             leaving.append(victim)
             load = load.without([victim])
             if full_error(load, config, request, title) is None:
@@ -134,7 +135,7 @@ def make_way(
 def _victims(queue: WaitingQueue, config: LaneConfig, request: Request) -> Iterator[Request]:
     """Who gives way to a request when the queue is full; never one that is worth more."""
     if config.overflow == "drop_oldest":
-        return queue.oldest_first()
+        return queue.oldest_first(highest=request.terms.priority)
     if config.overflow == "drop_lowest_priority":
         return queue.least_first(above=request.terms.priority)
     return iter(())

@@ -288,8 +288,9 @@ class Lane:
         assert not isinstance(way, QueueFull), "it was admitted in this turn of the loop"
         removed: list[tuple[Request, IskanderError]] = []
         if older is not None:
-            # In its place, or a client that sends fast would never come to its turn.
-            request.rank = min(request.rank, older.rank)
+            if older.waiting_rows == older.rows:
+                # In its place, or a client that sends fast would never come to its turn.
+                request.rank = min(request.rank, older.rank)
             self.queue.remove(older)
             removed.append((older, Superseded("a newer request of its client took its place")))
         if self._is_newest_kept(request):

@@ -54,7 +54,7 @@ class Policy(Protocol):
         """
 
     def on_put(self, request: Request) -> None:
-        """A request with this rank waits now."""
+        """A request with this rank waits now; one whose place it took leaves after that."""
 
     def on_taken(self, request: Request) -> None:
         """Rows of a request go to a worker."""
@@ -170,12 +170,13 @@ class RoundRobin(Fifo):
         return max(self._ends.get(request.terms.client, 0.0), self._now)
 
     def on_put(self, request: Request) -> None:
-        """The client's share has come to the end of this."""
+        """The client's share goes on by this one's rows, also where it took another's place."""
         if len(self._ends) >= CLIENTS_MAX:
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
             if len(self._ends) >= CLIENTS_MAX:
                 self._ends.clear()  # All start again together.
-        self._ends[request.terms.client] = request.rank + request.rows
+        client = request.terms.client
+        self._ends[client] = max(self._ends.get(client, 0.0), request.rank) + request.rows
 
     def on_taken(self, request: Request) -> None:
         """Virtual time goes on to what is served."""

@@ -5,6 +5,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -160,7 +161,7 @@ class Request:
         self.number = self.queued_ns = self.sent_ns = 0
         self.todo = [(0, rows)]
         self.running = 0
-        self.results: bytearray | list[tuple[int, int, memoryview]] | None = None
+        self.results: memoryview | list[tuple[int, int, memoryview]] | None = None
         self.is_alone = self.is_part = self.is_waiting = self.is_over = False
         self.kills = self.losses = 0
 

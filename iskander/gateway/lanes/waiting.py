@@ -107,9 +107,12 @@ class WaitingQueue:
         before = bisect_right(self._by_rank, rank, key=itemgetter(0))
         return sum(entry[2].waiting_rows for entry in self._by_rank[:before])
 
-    def oldest_first(self) -> Iterator[Request]:
-        """In the order in which they began to wait, the first ones cheaply."""
-        levels = (level.values() for level in self._levels.values())
+    def oldest_first(self, highest: int) -> Iterator[Request]:
+        """Those of no higher priority than `highest`, in the order in which they began to wait.
+
+        The first ones cheaply.
+        """
+        levels = (level.values() for priority, level in self._levels.items() if priority >= highest)
         return merge(*levels, key=lambda request: request.number)
 
     def least_first(self, above: int) -> Iterator[Request]:
