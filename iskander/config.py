@@ -99,6 +99,11 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         Positive,
         Meta(description="Bytes in a batch's strings: inputs and what passes beside them."),
     ] = 16 * MIB
+    result_bytes: Annotated[
+        int,
+        Positive,
+        Meta(description="Bytes of a batch's results, or of those of its rows in one bucket."),
+    ] = 1024 * MIB
     nesting: Annotated[
         int, Meta(ge=1, le=64, description="Depth of a column's type; a primitive has 1.")
     ] = 16

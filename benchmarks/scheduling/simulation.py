@@ -24,6 +24,7 @@ from unittest import mock
 from msgspec.structs import replace
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from iskander.config import LimitsConfig
 from iskander.config_models import LaneConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
@@ -295,7 +296,7 @@ class World:
         with _stands_for_asyncio(self.loop):
             for key, model in self.models.items():
                 self.lanes[key] = _make_lane(key, model)
-            self.intake = Intake(ARENA_BYTES, 0)
+            self.intake = Intake(ARENA_BYTES, LimitsConfig(arena_wait_ms=0))
             lanes: dict[int, Lane] = {**self.lanes}
             self.dispatcher = Dispatcher(self.intake, lanes, BusyPolling(0))
             self.process = Process(self, self._seed, noise)

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.errors import ArenaFull, IskanderError
+from iskander.config import LimitsConfig
+from iskander.errors import ArenaFull, IskanderError, LimitExceeded
 from iskander.gateway.lanes.admission import MISSED, expired_error
 from iskander.gateway.lanes.request import Request
 from iskander.memory.arena import Arena, Lease
@@ -27,16 +28,17 @@ class Intake:
 
     Args:
         capacity_bytes: Of the arena.
-        wait_ms: How long a request waits for room before it is refused.
+        limits: How long a request waits for room, and what its results may take.
         options: What memory the arena is to be.
     """
 
     def __init__(
-        self, capacity_bytes: int, wait_ms: int, options: BackingOptions = ANY_MEMORY
+        self, capacity_bytes: int, limits: LimitsConfig, options: BackingOptions = ANY_MEMORY
     ) -> None:
         self.segment = Segment.create("iskander-input", capacity_bytes, options, is_read_only=True)
         self.arena = Arena(capacity_bytes)
-        self._wait_ms = wait_ms
+        self._wait_ms = limits.arena_wait_ms
+        self._result_bytes = limits.result_bytes
         self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()
 
     def admit(self, request: Request) -> bool:
@@ -48,6 +50,7 @@ class Intake:
 
         Raises:
             IskanderError: As `Lane.require_open`.
+            LimitExceeded: Its results would be too large.
             SegmentError: It would not fit the empty arena.
         """
         # Step 2
@@ -55,6 +58,7 @@ class Intake:
         request.input_bytes = input_bytes = request.layout.input_bytes
         lane.hear(request)
         lane.require_open(request, now_ns())
+        self._require_results(request)
         self.arena.require_fits(input_bytes)
         if self._waiting or input_bytes > WHOLE_BYTES:
             return False
@@ -93,6 +97,15 @@ class Intake:
     def close(self) -> None:
         """Unmap the arena."""
         self.segment.close()
+
+    def _require_results(self, request: Request) -> None:
+        result_bytes = request.layout.output_bytes
+        if result_bytes > self._result_bytes:
+            raise LimitExceeded(
+                f"{request.rows} rows make {result_bytes} bytes of results and a request may have "
+                f"{self._result_bytes} (limits.result_bytes): send fewer rows",
+                wanted=self._result_bytes,
+            )
 
     async def _enter(self, request: Request) -> None:
         lease = await self._room(request)

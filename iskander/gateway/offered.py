@@ -10,7 +10,10 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -22,6 +25,10 @@ from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 from iskander.gateway.texts import require_string_bytes, require_strings
+
+PROBLEMS_MAX: Final = 8
+"""Names in one error; a client may send thousands that are wrong."""
+NAME_MAX: Final = 100
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -66,15 +73,14 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
     if contract.sources:
         bucket, contract = _of_bucket(contract, offered)
     if len(offered) < len(tensors) or len(offered) != len(contract.inputs):
-        _require_names(contract, tensors)
+        raise _misnamed(contract, tensors)
     rows = -1
     buffers = []
     strings: list[memoryview] = []
     for spec in contract.inputs:
         tensor = offered.get(spec.tensor)
         if tensor is None:
-            _require_names(contract, tensors)
-            raise AssertionError("a tensor was missing and was not")
+            raise _misnamed(contract, tensors)
         if rows < 0 and tensor.shape:
             rows = tensor.shape[0]
             _require_limits(rows, tensors, limits)
@@ -156,14 +162,16 @@ def _unpacked(data: memoryview, count: int) -> memoryview:
     return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little").data
 
 
-def _require_names(contract: Contract, tensors: list[Tensor]) -> None:
-    wanted = [spec.tensor for spec in contract.inputs]
-    got = [tensor.name for tensor in tensors]
-    problems = [f"input `{name}` is missing" for name in wanted if name not in got]
-    problems += [f"`{name}` is no input of the model" for name in got if name not in wanted]
-    problems += [f"input `{name}` is there twice" for name in sorted({*got}) if got.count(name) > 1]
-    if problems:
-        raise ContractError("; ".join(problems))
+def _misnamed(contract: Contract, tensors: list[Tensor]) -> ContractError:
+    """What is wrong with the tensors' names: the first of it."""
+    wanted = {spec.tensor: None for spec in contract.inputs}
+    got = Counter(tensor.name for tensor in tensors)
+    problems = chain(
+        (f"input `{name}` is missing" for name in wanted if name not in got),
+        (f"`{name[:NAME_MAX]}` is no input of the model" for name in got if name not in wanted),
+        (f"input `{name[:NAME_MAX]}` is there twice" for name in got if got[name] > 1),
+    )
+    return ContractError("; ".join(islice(problems, PROBLEMS_MAX)))
 
 
 def _require_limits(rows: int, tensors: list[Tensor], limits: LimitsConfig) -> None:

@@ -84,7 +84,7 @@ class Server:
         arena = config.arena
         self._intake = Intake(
             arena.input_bytes,
-            config.limits.arena_wait_ms,
+            config.limits,
             BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock),
         )
         log_backing(log, "input arena", self._intake.segment.backing)

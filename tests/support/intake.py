@@ -7,6 +7,7 @@ import functools
 from collections.abc import Awaitable, Callable
 
 from iskander.clock import now_ns
+from iskander.config import LimitsConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import (
@@ -21,7 +22,7 @@ from support.lanes import lane_of
 
 QUEUE_REQUESTS = 64
 GRAINS = 4
-FOR_EVER_MS = 3_600_000
+FOR_EVER = LimitsConfig(arena_wait_ms=3_600_000)
 """A wait that no test sees the end of."""
 
 CONTRACT = Contract(

@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 
+from iskander.config import LimitsConfig
 from iskander.contract.rows import RowCopier, Rows
 from iskander.gateway import dispatch, intake
 from iskander.gateway.dispatch import Dispatcher
@@ -210,7 +211,7 @@ class Simulation:
         self.workers: list[PlayedWorker] = []
         self._incarnation = 0
         self._patches = ExitStack()
-        self.intake = Intake(input_bytes, 0)
+        self.intake = Intake(input_bytes, LimitsConfig(arena_wait_ms=0))
         with mock.patch.object(asyncio, "get_running_loop", lambda: self.loop):
             self.dispatcher = Dispatcher(self.intake, self.lanes, BusyPolling(0))
 

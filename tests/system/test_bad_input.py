@@ -29,6 +29,7 @@ from iskander.gateway import ipc
 
 LIMITS = {"rows": 100_000, "columns": 8, "streams": 4, "string_bytes": 1000, "nesting": 3}
 LIMITS |= {"bytes": 1 << 20, "message_bytes": 3 << 20, "window_bytes": 4 << 20}
+LIMITS |= {"result_bytes": 720_000}
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,7 @@ def column(kind: str) -> pa.Array:
         ({"x": [1], "s": ["a" * 1001]}, LimitExceeded, "strings may have 1000 bytes, got 1001"),
         ({"x": [1], "n": [[[["deep"]]]]}, LimitExceeded, "`n` is nested deeper than 3"),
         ({"x": np.arange(100_001)}, LimitExceeded, "100000 rows, got 100001"),
+        ({"x": np.arange(100_000)}, LimitExceeded, "800000 bytes of results .* may have 720000"),
         ({"x": np.arange(9), "b": [b"x" * 200_000] * 9}, LimitExceeded, "1048576 bytes, got"),
     ],
 )

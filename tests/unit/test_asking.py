@@ -60,7 +60,7 @@ class Office:
     """A desk and what is behind it."""
 
     def __init__(self) -> None:
-        self.intake = Intake(ARENA_BYTES, 1000)
+        self.intake = Intake(ARENA_BYTES, LimitsConfig())
         self.dispatcher = PlayedDispatcher(self.intake)
         self.desk = Desk(self.intake, self.dispatcher, LIMITS)
         self.lane: Lane = open_lane()

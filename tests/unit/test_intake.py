@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.intake import (
     CONTRACT,
-    FOR_EVER_MS,
+    FOR_EVER,
     GRAINS,
     QUEUE_REQUESTS,
     Nobody,
@@ -24,8 +24,10 @@ from support.intake import (
 )
 
 from iskander.clock import now_ns
+from iskander.config import LimitsConfig
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import (
+    LimitExceeded,
     NotReady,
     QueueFull,
 )
@@ -44,7 +46,7 @@ def lane() -> Lane:
 @pytest.fixture
 def intake() -> Iterator[Intake]:
     """An arena of a few grains, whose waiters wait for ever."""
-    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER_MS)
+    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield intake
     intake.close()
 
@@ -89,7 +91,7 @@ async def test_a_lane_without_workers_is_refused_before_anything_is_leased(
 @in_loop
 async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> None:
     """Both sides of the limit."""
-    intake = Intake((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER_MS)
+    intake = Intake((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
     for _ in range(QUEUE_REQUESTS):
         await admit(intake, request_of(lane))
 
@@ -98,6 +100,23 @@ async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> 
 
     assert len(intake.arena) == len(lane.queue) == QUEUE_REQUESTS
     intake.close()
+
+
+@in_loop
+async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lane) -> None:
+    """Both sides of the limit, which is by the rows and not by what they take."""
+    request = request_of(lane)
+    most = request.layout.output_bytes
+    for result_bytes in (most - 1, most):
+        intake = Intake(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
+        if result_bytes < most:
+            says = rf"{request.rows} rows make {most} .* {result_bytes} \(limits.result_bytes\)"
+            with pytest.raises(LimitExceeded, match=says) as caught:
+                intake.admit(request)
+            assert not caught.value.retryable and intake.arena.leased_bytes == 0
+        else:
+            assert intake.admit(request)
+        intake.close()
 
 
 @in_loop
@@ -160,7 +179,7 @@ def test_no_order_of_events_loses_room(steps: list[tuple[str, int]]) -> None:
 
 async def _play(steps: list[tuple[str, int]]) -> None:
     lane = open_lane()
-    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER_MS)
+    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
     asked: list[tuple[Request, asyncio.Task[None]]] = []
     try:
         for step, number in steps:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.intake import (
-    FOR_EVER_MS,
+    FOR_EVER,
     GRAINS,
     QUEUE_REQUESTS,
     admit,
@@ -20,6 +20,7 @@ from support.intake import (
     turns,
 )
 
+from iskander.config import LimitsConfig
 from iskander.errors import (
     ArenaFull,
     DeadlineExceeded,
@@ -41,7 +42,7 @@ def lane() -> Lane:
 @pytest.fixture
 def intake() -> Iterator[Intake]:
     """An arena of a few grains, whose waiters wait for ever."""
-    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER_MS)
+    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield intake
     intake.close()
 
@@ -137,7 +138,7 @@ async def test_a_newcomer_does_not_overtake_who_waits(room: Room) -> None:
 @pytest.mark.parametrize("wait_ms", [0, 1])
 @in_loop
 async def test_who_waits_too_long_is_refused_and_may_come_again(lane: Lane, wait_ms: int) -> None:
-    intake = Intake(GRAIN_BYTES, wait_ms)
+    intake = Intake(GRAIN_BYTES, LimitsConfig(arena_wait_ms=wait_ms))
     holder, late = request_of(lane), request_of(lane)
     await admit(intake, holder)
 
@@ -254,7 +255,7 @@ async def test_cancelled_and_then_granted_in_one_turn(room: Room) -> None:
 @in_loop
 async def test_granted_and_too_late_in_one_turn(lane: Lane, turns_between: int) -> None:
     """Room is made just before, in, and just after the turn that ends the wait: nothing is lost."""
-    room = Room(Intake(GRAIN_BYTES, 0), lane)
+    room = Room(Intake(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0)), lane)
     await room.fill(1)
     request = request_of(lane)
     task = asyncio.create_task(admit(room.intake, request))

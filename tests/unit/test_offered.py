@@ -17,7 +17,7 @@ from iskander.contract.dtypes import DTYPES, Dtype
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.gateway.offered import Tensor, give, take
+from iskander.gateway.offered import PROBLEMS_MAX, Tensor, give, take
 
 LIMITS = LimitsConfig(rows=100, bytes=4096)
 FIXED = [dtype for dtype in DTYPES if dtype.arrow_bits and dtype.oip not in ("BF16", "BYTES")]
@@ -102,6 +102,30 @@ def test_what_does_not_meet_the_contract_is_refused_by_name(name: str) -> None:
     tensors, kind, says = REFUSED[name]
     with pytest.raises(kind, match=says):
         take(CONTRACT, tensors, LIMITS)
+
+
+class CountedName(str):
+    """A name that counts how often one is compared with another."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("name", ["t{0}", "t{0}" + "x" * 500, "t1"])
+def test_a_thousand_wrong_names_are_looked_at_once_and_a_few_are_told(name: str) -> None:
+    CountedName.compared, count = 0, 1000
+    tensors = [replace(x_of(1), name=CountedName(name.format(n))) for n in range(count)]
+
+    with pytest.raises(ContractError, match=r"`x` is missing; .*`t1") as caught:
+        take(CONTRACT, tensors, LIMITS)
+
+    assert CountedName.compared < 10 * count
+    assert caught.value.message.count(" is ") <= PROBLEMS_MAX
 
 
 def test_a_contract_without_a_fixed_trailing_shape_needs_none() -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.intake import CONTRACT, GRAINS, admit, in_loop, open_lane, request_of, turn
 from support.lanes import Asker, lane_of
+from support.lanes import request_of as lane_request_of
 from support.simulation import PlayedWorker, Simulation
 
+from iskander.config import LimitsConfig
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import QueueFull
 from iskander.gateway import intake as intake_module
 from iskander.gateway import results
 from iskander.gateway.intake import Intake
-from iskander.gateway.supervision.workers import Place, Worker
+from iskander.gateway.supervision.workers import Part, Place, Worker
 from iskander.memory import pieces
 from iskander.memory.arena import GRAIN_BYTES
 
@@ -33,7 +39,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def intake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Intake]:
     monkeypatch.setattr(intake_module, "WHOLE_BYTES", 4 * PIECE)
-    intake = Intake(GRAINS * GRAIN_BYTES, 1000)
+    intake = Intake(GRAINS * GRAIN_BYTES, LimitsConfig())
     yield intake
     intake.close()
 
@@ -157,6 +163,25 @@ def test_a_request_in_several_batches_is_put_together_in_pieces(
 
     assert values_of(asker)[:200] == list(range(200))
     assert request.is_over and gateway.is_clean()
+
+
+def test_the_first_results_of_a_large_request_touch_no_memory_for_the_others() -> None:
+    """A row of 256 KiB comes, of 1024: what is resident grows by about that, and not by all."""
+    wide = TensorSpec("y", "y", ColumnType("float32", (1 << 16,)), (1 << 16,))
+    request = lane_request_of(lane_of(contract=Contract(CONTRACT.inputs, (wide,))), 1024)
+    row = memoryview(bytes(range(256)) * 1024)
+    before = resident_bytes()
+
+    for _ in results.taken(Part(request, 1, 1, 0), row):
+        pass
+
+    assert resident_bytes() - before < 64 << 20
+    assert isinstance(request.results, memoryview)
+    assert request.results[len(row) : 2 * len(row)] == row and not any(request.results[:99])
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_results_that_were_being_taken_are_delivered_when_their_worker_is_lost(

@@ -15,6 +15,7 @@ from support.intake import Nobody, admit, in_loop
 from support.lanes import lane_of
 
 from iskander.clock import now_ns
+from iskander.config import LimitsConfig
 from iskander.contract import rows as rows_module
 from iskander.contract import strings as strings_module
 from iskander.contract.columns import ColumnType
@@ -106,7 +107,7 @@ async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
     )
     lane = lane_of(contract=contract)
     lane.workers[1] = Worker(Place(0, 0, (0,), None))
-    intake = Intake(1 << 16, 0)
+    intake = Intake(1 << 16, LimitsConfig(arena_wait_ms=0))
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(["", "q", "é", "r", "s", "tt"]), 2)
     batch = pa.record_batch(
         [pa.array(["one", "", "🦎"]), pa.array([1, 2, 3]), pairs], schema=input_schema(contract)
