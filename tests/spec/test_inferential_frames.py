@@ -20,6 +20,7 @@ import pytest
 from inferential import proto
 from msgspec.structs import replace
 
+from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import IskanderError, MalformedInput, Overloaded, Unsupported
@@ -34,7 +35,7 @@ from iskander.gateway.frontends.inferential_wire import (
 from iskander.gateway.lanes.request import Terms
 from iskander.gateway.zmtp import connection as zmtp
 from iskander.gateway.zmtp.connection import Connection, Part
-from iskander.gateway.zmtp.frames import BrokenPeer, read_properties
+from iskander.gateway.zmtp.frames import BrokenPeer, command, read_properties
 
 VECTORS = {
     name: bytes.fromhex(raw)
@@ -100,6 +101,7 @@ class Peer:
         self.connections: set[Connection] = set()
         self.identity: bytes | None = None
         self.messages: list[list[Part]] = []
+        self.arrivals: list[int] = []
         self.reasons: list[str] = []
         self.room = room
         self.transport = Transport()
@@ -115,8 +117,9 @@ class Peer:
     def is_full(self) -> bool:
         return len(self.messages) >= self.room
 
-    def take(self, parts: list[Part]) -> None:
+    def take(self, parts: list[Part], arrived_ns: int) -> None:
         self.messages.append(parts)
+        self.arrivals.append(arrived_ns)
 
     def on_room(self) -> None: ...
 
@@ -306,23 +309,76 @@ def test_terms_beyond_what_there_is(said: int, priority: int, urgency: float) ->
 
 
 def test_a_session_that_is_full_is_given_no_more() -> None:
-    """What was read already waits, and the socket is not read."""
+    """What came meanwhile waits, in order, and with the time at which it came."""
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
     large = b"\1\0\2" + (100_000).to_bytes(8, "big") + bytes(100_000)
 
     async def judge() -> None:
         peer = Peer(asyncio.get_running_loop(), room=2)
-        await peer.feed(hello + VECTORS["observation"] * 5, 1 << 20)
+        await peer.feed(hello + VECTORS["observation"] * 2, 1 << 20)
+        await peer.feed((VECTORS["observation"] + large) * 3, 1 << 20)
+        came_ns = now_ns()
         for count in (2, 3, 5):
             assert len(peer.messages) == count
-            assert not peer.transport.reading
+            assert peer.transport.reading
             peer.room = {2: 3, 3: 5, 5: 1 << 30}[count]
             peer.connection.resume()
-        assert peer.transport.reading
-        await peer.feed((VECTORS["observation"] + large) * 3, 1 << 20)
-        assert [len(parts) for parts in peer.messages[5:]] == [3, 2] * 3
+        assert [len(parts) for parts in peer.messages[2:]] == [3, 2] * 3
+        assert peer.arrivals == sorted(peer.arrivals) and peer.arrivals[-1] <= came_ns
 
     asyncio.run(judge())
+
+
+@pytest.mark.parametrize("size", [1, 300_000])
+def test_what_is_kept_for_a_session_that_is_full_is_bounded(size: int) -> None:
+    """Beyond it the socket is not read, until there is room; nothing is lost."""
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+    raw = b"\2" + size.to_bytes(8, "big") + bytes(size)
+    kept = min(zmtp.BACKLOG_MESSAGES, -(-zmtp.BACKLOG_BYTES // size))
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop(), room=0)
+        await peer.feed(hello + raw * kept, 1 << 20)
+        for _ in range(kept // zmtp.TURN_FRAMES + 2):
+            await asyncio.sleep(0)
+        assert not peer.transport.reading and not peer.messages
+        peer.room = 1 << 30
+        peer.connection.resume()
+        for _ in range(kept // zmtp.TURN_FRAMES + 2):
+            await asyncio.sleep(0)
+        assert peer.transport.reading and len(peer.messages) == kept
+
+    asyncio.run(judge())
+
+
+def test_a_peer_whose_messages_wait_is_answered_when_it_asks() -> None:
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+    ping = command(b"PING", b"\0\0abc")
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop(), room=0)
+        await peer.feed(hello + VECTORS["observation"] + ping, 1 << 20)
+        assert peer.transport.written.endswith(command(b"PONG", b"abc"))
+
+    asyncio.run(judge())
+
+
+def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:
+    """And one that has said all it wanted to may be silent."""
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+
+    async def judge(more: bytes, reasons: list[str]) -> None:
+        peer = Peer(asyncio.get_running_loop())
+        await peer.feed(hello + VECTORS["observation"] + more, 1 << 20)
+        peer.connection.look_after(now_ns() + zmtp.SILENCE_NS - NS_PER_S)
+        assert not peer.transport.is_aborted
+        peer.connection.look_after(now_ns() + zmtp.SILENCE_NS + NS_PER_S)
+        assert peer.reasons == reasons
+
+    stopped = ["a peer stopped in the midst of a message"]
+    asyncio.run(judge(b"", []))
+    for more in (b"\2\0", b"\2" + (1 << 19).to_bytes(8, "big"), b"\1\0"):
+        asyncio.run(judge(more, stopped))
 
 
 def test_small_messages_leave_others_their_turn() -> None:

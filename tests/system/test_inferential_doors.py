@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from support.models import row_ids
+from onnx import TensorProto, helper
+from support.models import row_ids, save
 from support.processes import BIN, Gateway, eventually, render_config, running, suspended
-from support.robots import PATIENCE_MS, address_of, ask, connected, observation, response
+from support.robots import (
+    PATIENCE_MS,
+    Peer,
+    address_of,
+    ask,
+    connected,
+    observation,
+    response,
+)
+
+ROWS, WIDTH = 256, 8192
 
 
 @pytest.fixture
@@ -67,6 +79,40 @@ def test_what_was_accepted_is_answered_before_it_goes(
                 result = robot.model("ids").get_result(timeout_ms=PATIENCE_MS)
                 assert result is not None and result["y"] == 3 * number + 1
             assert gateway.wait() == 0
+
+
+def test_what_was_accepted_is_sent_before_it_goes_however_slowly_it_is_read(
+    tmp_path: Path,
+) -> None:
+    models = [{"name": "wide", "path": str(wide(tmp_path / "wide")), "max_batch_rows": ROWS}]
+    with running(tmp_path, models, inferential={"address": "tcp://127.0.0.1:0"}) as gateway:
+        with Peer(address_of(gateway), b"slow") as peer:
+            peer.send(b"", *observation("wide", {"x": np.arange(ROWS)}))
+            answered = {"answered": 1}
+            eventually(lambda: gateway.stats()["inferential"]["observations"] == answered)
+            gateway.signal(signal.SIGTERM)
+            time.sleep(2.0)
+            body = peer.read()[2]
+        assert np.frombuffer(body, np.float32)[::WIDTH].tolist() == list(range(ROWS))
+        assert gateway.wait() == 0
+
+
+def wide(folder: Path) -> Path:
+    """`y` is `x` over and over: more than sockets keep."""
+    return save(
+        folder,
+        [
+            helper.make_node("Cast", ["x"], ["column"], to=TensorProto.FLOAT),
+            helper.make_node("Unsqueeze", ["column", "axis"], ["narrow"]),
+            helper.make_node("Mul", ["narrow", "ones"], ["y"]),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", WIDTH])],
+        [
+            helper.make_tensor("axis", TensorProto.INT64, [1], [1]),
+            helper.make_tensor("ones", TensorProto.FLOAT, [1, WIDTH], [1.0] * WIDTH),
+        ],
+    )
 
 
 def test_clients_go_on_when_the_server_comes_back(

@@ -2,8 +2,9 @@
 
 It has no task of its own for an observation. The connection calls `take`, lane and dispatcher call
 `deliver` or `fail`, and `_write` sends what is next, as far as the client takes it. A bounded
-window of observations is in work; while it is full the client is not read, and so a client that
-floods or does not read costs itself only.
+window of observations is in work; while it is full nothing is taken, and so a client that floods or
+does not read costs itself only. One that has failed, or whose client has given it up, has no place
+in the window any more: newer ones do not wait behind it.
 
 Runs on: gateway loop.
 """
@@ -13,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from iskander.clock import NS_PER_MS, now_ns, wall_ns
+from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, wall_ns
 from iskander.errors import Draining, IskanderError
 from iskander.gateway.frontends.inferential_terms import read_terms
 from iskander.gateway.frontends.inferential_wire import (
@@ -40,6 +42,8 @@ log: Final = logging.getLogger("iskander.inferential")
 
 NAME_MAX: Final = 128
 """Letters of a client's name that count; it is a label of every point."""
+FAILED_MAX: Final = 1024
+"""Failures that wait to be told behind results."""
 
 
 class _Pending(Request):
@@ -60,6 +64,7 @@ class _Pending(Request):
         offered: Offered,
         terms: Terms,
         *,
+        arrived_ns: int,
         address: Address,
         is_single: bool,
     ) -> None:
@@ -69,7 +74,7 @@ class _Pending(Request):
             offered.rows,
             offered.tensors,
             terms=terms,
-            arrived_ns=now_ns(),
+            arrived_ns=arrived_ns,
             bucket=offered.bucket,
         )
         self.address = address
@@ -80,16 +85,15 @@ class _Pending(Request):
 
 
 class _Refused:
-    """Stands in the window for an observation that was not taken."""
+    """Stands among a model's observations for one that was not taken."""
 
-    __slots__ = ("address", "deadline_ns", "error", "held_bytes", "taken")
+    __slots__ = ("address", "deadline_ns", "error", "taken")
 
-    def __init__(self, address: Address, error: IskanderError) -> None:
+    def __init__(self, address: Address, error: IskanderError, deadline_ns: int) -> None:
         self.address = address
-        self.error = error
+        self.error: IskanderError | None = error
         self.taken = None
-        self.held_bytes = 0
-        self.deadline_ns = NEVER_NS
+        self.deadline_ns = deadline_ns
 
 
 class Session:
@@ -108,8 +112,9 @@ class Session:
         self._connection = connection
         self._limits = service.limits
         self._windows: dict[str, deque[_Pending | _Refused]] = {}
-        self._held = self._held_bytes = 0
+        self._held = self._held_bytes = self._failed = 0
         self._admission: asyncio.Task[None] | None = None
+        self._giving_up: asyncio.TimerHandle | None = None
         self._is_write_due = self._is_lost = False
         self.name = ""
         if identity:
@@ -122,15 +127,16 @@ class Session:
             self._admission is not None
             or self._held >= self._limits.window_batches
             or self._held_bytes >= self._limits.window_bytes
+            or self._failed >= FAILED_MAX
         )
 
     @property
     def has_work(self) -> bool:
-        """Whether something that was taken is not answered."""
-        return bool(self._held or self._admission)
+        """Whether something that was taken is not answered, or an answer is not sent."""
+        return bool(self._windows or self._admission) or self._connection.has_unsent
 
-    def take(self, parts: list[Part]) -> None:
-        """Take a message."""
+    def take(self, parts: list[Part], arrived_ns: int) -> None:
+        """Take a message, which came at that time."""
         service = self._service
         try:
             observation = read_observation(parts)
@@ -143,7 +149,7 @@ class Session:
         address = Address(envelope.client.id, envelope.model_id, service.next_response())
         service.journal.received(self.labels, envelope.timestamp_ns, len(observation.payload))
         try:
-            self._ask(observation, address)
+            self._ask(observation, address, arrived_ns)
         except IskanderError as error:
             self._refuse(address, error)
         except Exception:
@@ -161,13 +167,15 @@ class Session:
         self._is_lost = True
         if self._admission is not None:
             self._admission.cancel()
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         for window in self._windows.values():
             for pending in window:
                 if isinstance(pending, _Pending):
                     self._service.dispatcher.withdraw(pending)
                 self._service.journal.unsent(self.labels)
         self._windows.clear()
-        self._held = self._held_bytes = 0
+        self._held = self._held_bytes = self._failed = 0
         self._service.on_left(self)
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
@@ -177,16 +185,22 @@ class Session:
         self._write_soon()
 
     def fail(self, request: Request, error: IskanderError) -> None:
-        """Take the failure of one observation, to be told, or not, when its turn comes."""
+        """Take the failure of one observation, to be told when its turn comes, or not at all."""
         assert isinstance(request, _Pending)
-        request.error = error
+        if self._service.is_silent:
+            self._leave(request)
+            self._service.journal.refused(self.labels, request.address.model, error)
+        else:
+            self._let_go(request)
+            self._failed += 1
+            request.error = error
         self._write_soon()
 
     def _be_called(self, name: str) -> None:
         self.name = self._service.name_for(self, name[:NAME_MAX])
         self.labels = {"client": self.name}
 
-    def _ask(self, observation: Observation, address: Address) -> None:
+    def _ask(self, observation: Observation, address: Address, arrived_ns: int) -> None:
         service = self._service
         if service.is_draining:
             raise Draining("the server is stopping; send it to another", retry_after_ms=0)
@@ -201,17 +215,31 @@ class Session:
         question: Question = read_question(lane.contract, observation)
         offered = take(lane.contract, question.tensors, self._limits)
         pending = _Pending(
-            lane, self, offered, terms, address=address, is_single=question.is_single
+            lane,
+            self,
+            offered,
+            terms,
+            arrived_ns=arrived_ns,
+            address=address,
+            is_single=question.is_single,
         )
         if not pending.rows:
-            pending.taken = b""
+            pending.taken, pending.tensors = b"", []
             self._enter(pending)
             self._write_soon()
-        elif service.intake.admit(pending):
-            self._enter(pending)
-            service.dispatcher.submit(pending)
         else:
-            self._admission = asyncio.get_running_loop().create_task(self._admit_later(pending))
+            self._admit(pending)
+
+    def _admit(self, pending: _Pending) -> None:
+        try:
+            is_there = self._service.intake.admit(pending)
+        except IskanderError as error:
+            return self._refuse(pending.address, error, pending.deadline_ns)
+        if is_there:
+            self._enter(pending)
+            return self._service.dispatcher.submit(pending)
+        self._admission = asyncio.get_running_loop().create_task(self._admit_later(pending))
+        return None
 
     async def _admit_later(self, pending: _Pending) -> None:
         try:
@@ -219,24 +247,68 @@ class Session:
             self._enter(pending)
             self._service.dispatcher.submit(pending)
         except IskanderError as error:
-            self._refuse(pending.address, error)
+            self._refuse(pending.address, error, pending.deadline_ns)
         except Exception:
             log.exception("an observation could not be admitted")
             self._refuse(pending.address, IskanderError("the server failed; its log says why"))
         self._admission = None
         self._connection.resume()
 
-    def _enter(self, pending: _Pending | _Refused) -> None:
+    def _enter(self, pending: _Pending) -> None:
         self._windows.setdefault(pending.address.model, deque()).append(pending)
         self._held += 1
         self._held_bytes += pending.held_bytes
+        if self.is_full:
+            self._give_up_soon()
 
-    def _refuse(self, address: Address, error: IskanderError) -> None:
+    def _let_go(self, pending: _Pending) -> None:
+        """Give its place in the window to another."""
+        self._held -= 1
+        self._held_bytes -= pending.held_bytes
+
+    def _leave(self, pending: _Pending) -> None:
+        """Forget one that will not be answered."""
+        self._let_go(pending)
+        window = self._windows[pending.address.model]
+        window.remove(pending)
+        if not window:
+            del self._windows[pending.address.model]
+
+    def _refuse(self, address: Address, error: IskanderError, deadline_ns: int = NEVER_NS) -> None:
         if self._service.is_silent:
             self._service.journal.refused(self.labels, address.model, error)
         else:
-            self._enter(_Refused(address, error))
+            refused = _Refused(address, error, deadline_ns)
+            self._windows.setdefault(address.model, deque()).append(refused)
+            self._failed += 1
             self._write_soon()
+
+    def _give_up_soon(self) -> None:
+        """While the window is full, let go of what is with a worker when its deadline passes."""
+        if self._giving_up is None:
+            first_ns = min((each.deadline_ns for each in self._unanswered()), default=NEVER_NS)
+            if first_ns < NEVER_NS:
+                after_s = max(first_ns - now_ns(), 0) / NS_PER_S
+                loop = asyncio.get_running_loop()
+                self._giving_up = loop.call_later(after_s, self._give_up)
+
+    def _give_up(self) -> None:
+        self._giving_up = None
+        now = now_ns()
+        for pending in [each for each in self._unanswered() if each.deadline_ns <= now]:
+            self._service.dispatcher.withdraw(pending)
+            pending.lane.count_missed(pending)
+            self._service.journal.late(self.labels)
+            self._leave(pending)
+        if self.is_full:
+            self._give_up_soon()
+        self._write_soon()
+
+    def _unanswered(self) -> Iterator[_Pending]:
+        for window in self._windows.values():
+            for pending in window:
+                if isinstance(pending, _Pending) and pending.error is None is pending.taken:
+                    yield pending
 
     def _write_soon(self) -> None:
         """Write when this turn of the loop is over: workers get their next batches before that."""
@@ -253,8 +325,11 @@ class Session:
                 if pending.taken is None and pending.error is None:
                     break
                 window.popleft()
-                self._held -= 1
-                self._held_bytes -= pending.held_bytes
+                if pending.error is None:
+                    assert isinstance(pending, _Pending)
+                    self._let_go(pending)
+                else:
+                    self._failed -= 1
                 self._answer(pending)
             if not window:
                 del self._windows[model]
@@ -270,8 +345,6 @@ class Session:
         if now > pending.deadline_ns:
             if error is None:
                 journal.late(self.labels)
-            return
-        if error is not None and self._service.is_silent:
             return
         try:
             reply = (

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 from iskander._generated import inferential_wire_pb2 as wire
-from iskander.contract.tensors import Contract
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
 from iskander.gateway.offered import Tensor, give
 
 ENVELOPE_BYTES_MAX = 65_536
+UNKNOWN_MAX = 16
+"""Tensors beyond those of the model; up to here an error names them."""
 _DATATYPES = {
     wire.FLOAT16: "FP16",
     wire.FLOAT32: "FP32",
@@ -31,7 +33,7 @@ _DATATYPES = {
 }
 _DTYPES = {name: number for number, name in _DATATYPES.items()}
 
-Part = bytes | bytearray
+Part = bytes | memoryview
 
 
 class Observation(NamedTuple):
@@ -98,15 +100,20 @@ def read_question(contract: Contract, observation: Observation) -> Question:
     A tensor is named after the input or its column. One that has the shape of a row is one row.
 
     Raises:
-        ContractError: A type that there is not, or that no client sends.
+        ContractError: Too many tensors, a type that there is not, or that no client sends.
         MalformedInput: A tensor's bytes are not in the payload.
-        Unsupported: A tensor is an encoded picture.
+        Unsupported: A tensor is an encoded picture, or a result of a type that there is not.
     """
+    for result in contract.outputs:
+        _dtype(result)
+    sent = observation.envelope.tensors
+    if len(sent) > len(contract.inputs) + UNKNOWN_MAX:
+        raise ContractError(f"the model has {len(contract.inputs)} inputs, got {len(sent)} tensors")
     names = {spec.column: spec for spec in contract.inputs}
     names |= {spec.tensor: spec for spec in contract.inputs}
     tensors = []
     is_single = True
-    for tensor in observation.envelope.tensors:
+    for tensor in sent:
         spec = names.get(tensor.key)
         shape = tuple(tensor.shape)
         if spec is not None and len(shape) == len(spec.shape):
@@ -138,14 +145,9 @@ def render_results(
     parts: list[bytes | memoryview] = [b"", b""]
     offset = 0
     for spec, tensor in zip(contract.outputs, give(contract, rows, body), strict=True):
-        dtype = _DTYPES.get(tensor.datatype)
-        if dtype is None:
-            raise Unsupported(
-                f"result `{spec.column}` is {tensor.datatype}, which Inferential has no type for"
-            )
         envelope.tensors.add(
             key=spec.column,
-            dtype=dtype,
+            dtype=_dtype(spec),
             shape=tensor.shape[1:] if is_single else tensor.shape,
             byte_offset=offset,
             byte_length=len(tensor.data),
@@ -190,6 +192,15 @@ def _datatype(tensor: Any) -> str:  # noqa: ANN401
             f"tensor `{tensor.key[:100]}` has the encoding {tensor.encoding}; only RAW is taken"
         )
     return datatype
+
+
+def _dtype(spec: TensorSpec) -> int:
+    datatype = spec.type.dtype.oip
+    if datatype not in _DTYPES:
+        raise Unsupported(
+            f"result `{spec.column}` is {datatype}, which Inferential has no type for"
+        )
+    return _DTYPES[datatype]
 
 
 def _data(tensor: Any, payload: memoryview) -> memoryview:  # noqa: ANN401

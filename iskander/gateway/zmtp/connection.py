@@ -2,7 +2,8 @@
 
 A large frame is read straight into memory of its own, and a small one copied out of what all
 connections read into. Nothing here waits: whoever takes the messages says when there is room for
-more, and until then the socket is not read.
+more. Until then some are kept, with the time at which they came, so that a peer that goes is seen
+to go and one that asks whether we are there is answered; beyond that the socket is not read.
 
 Runs on: gateway loop. Source: RFC 37/ZMTP 3.1.
 """
@@ -10,8 +11,12 @@ Runs on: gateway loop. Source: RFC 37/ZMTP 3.1.
 from __future__ import annotations
 
 import asyncio
+import select
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
+
+import numpy as np
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.zmtp import frames
@@ -19,6 +24,8 @@ from iskander.gateway.zmtp.frames import BrokenPeer
 
 GREETING_NS: Final = 10 * NS_PER_S
 """How long a peer may take to say who it is."""
+SILENCE_NS: Final = 30 * NS_PER_S
+"""How long it may say nothing in the midst of a message."""
 PEERS: Final = (b"DEALER", b"REQ", b"ROUTER")
 """Sockets that a ROUTER talks with."""
 PARTS_MAX: Final = 16
@@ -28,9 +35,13 @@ WRITE_BUFFER_BYTES: Final = 1 << 20
 JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
 TURN_FRAMES: Final = 64
-"""Taken apart before others have their turn."""
+TURN_BYTES: Final = 65_536
+"""Taken apart before others have their turn; of large frames, one more."""
+BACKLOG_MESSAGES: Final = 256
+BACKLOG_BYTES: Final = 1 << 20
+"""Kept for a session that is full; of large messages, one more."""
 
-Part = bytes | bytearray
+Part = bytes | memoryview
 
 
 class Session(Protocol):
@@ -40,8 +51,8 @@ class Session(Protocol):
     def is_full(self) -> bool:
         """Whether it takes no more for now; it calls `Connection.resume` when it does."""
 
-    def take(self, parts: list[Part]) -> None:
-        """Take a message."""
+    def take(self, parts: list[Part], arrived_ns: int) -> None:
+        """Take a message, which came at that time of the monotonic clock."""
 
     def on_room(self) -> None:
         """The peer takes messages again."""
@@ -81,17 +92,24 @@ class Connection(asyncio.BufferedProtocol):
         self._host = host
         self._transport: asyncio.Transport
         self._session: Session | None = None
-        self._made_ns = now_ns()
+        self._made_ns = self._heard_ns = now_ns()
         self._is_greeted = False
         self._is_over = False
         self._is_turn_due = False
         self._rest = b""
-        self._body: bytearray | None = None
+        self._body: memoryview | None = None
         self._body_flags = 0
         self._filled = 0
         self._parts: list[Part] = []
         self._parts_bytes = 0
+        self._backlog: deque[tuple[list[Part], int, int]] = deque()
+        self._backlog_bytes = 0
         self.is_blocked = False
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the socket has not taken all that was sent."""
+        return not self._is_over and self._transport.get_write_buffer_size() > 0
 
     # The transport's side.
 
@@ -107,6 +125,7 @@ class Connection(asyncio.BufferedProtocol):
         del error
         self._is_over = True
         self._host.connections.discard(self)
+        self._backlog.clear()
         if self._session is not None:
             self._session.on_lost()
 
@@ -124,11 +143,12 @@ class Connection(asyncio.BufferedProtocol):
         """Where the next bytes go: into the frame that they belong to, if it is a large one."""
         del sizehint
         if self._body is not None:
-            return memoryview(self._body)[self._filled :]
+            return self._body[self._filled :]
         return self._host.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take apart what has come."""
+        self._heard_ns = now_ns()
         if self._body is not None:
             self._filled += nbytes
             self._take(memoryview(b""))
@@ -154,16 +174,25 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.writelines(pieces)
 
     def resume(self) -> None:
-        """Go on reading: the session has room."""
-        if self._is_turn_due or self._is_over or self._session is None or self._session.is_full:
+        """Go on: the session has room."""
+        if self._is_turn_due or self._is_over or self._session is None:
             return
-        rest, self._rest = self._rest, b""
-        self._take(memoryview(rest))
+        self._hand_over(self._session)
+        if not self._is_turn_due and not self._is_over and not self._transport.is_reading():
+            rest, self._rest = self._rest, b""
+            self._take(memoryview(rest))
 
     def look_after(self, now: int) -> None:
-        """End the connection of a peer that has not said in time who it is."""
-        if self._session is None and now - self._made_ns > GREETING_NS:
-            self._break("a peer did not say in time who it is")
+        """End the connection of a peer that is not heard of, or has gone while it was not read."""
+        if self._session is None:
+            if now - self._made_ns > GREETING_NS:
+                self._break("a peer did not say in time who it is")
+        elif self._transport.is_reading():
+            is_amid = self._body is not None or self._rest or self._parts
+            if is_amid and now - self._heard_ns > SILENCE_NS:
+                self._break("a peer stopped in the midst of a message")
+        elif self._is_hung_up():
+            self.abort()
 
     def leave(self) -> None:
         """Say no more than what was sent, and go."""
@@ -199,16 +228,19 @@ class Connection(asyncio.BufferedProtocol):
         return frames.GREETING_BYTES
 
     def _frames(self, view: memoryview, at: int) -> None:
+        began = at
         for _ in range(TURN_FRAMES):
             if self._is_over:
                 return
-            if self._session is not None and self._session.is_full:
+            if self._is_backlog_full:
                 return self._wait(view, at)
+            if began + TURN_BYTES < at < len(view):
+                break
             if self._body is not None:
                 if self._filled < len(self._body):
                     return self._read_on()
                 body, self._body = self._body, None
-                self._on_frame(self._body_flags, body)
+                self._on_frame(self._body_flags, body.toreadonly())
                 continue
             head = frames.read_head(view, at)
             if head is None:
@@ -219,13 +251,31 @@ class Connection(asyncio.BufferedProtocol):
             if at <= len(view):
                 self._on_frame(head.flags, bytes(view[head.end : at]))
                 continue
-            self._body, self._body_flags = bytearray(head.length), head.flags
+            # Not cleared: pages of which nothing came cost nothing.
+            self._body, self._body_flags = np.empty(head.length, np.uint8).data, head.flags
             self._filled = len(view) - head.end
             self._body[: self._filled] = view[head.end :]
             at = len(view)
+        self._go_on_later()
+        return self._wait(view, at)
+
+    def _hand_over(self, session: Session) -> None:
+        """Give the session what was kept for it."""
+        for _ in range(TURN_FRAMES):
+            if not self._backlog or self._is_over or session.is_full:
+                return
+            parts, size, arrived_ns = self._backlog.popleft()
+            self._backlog_bytes -= size
+            session.take(parts, arrived_ns)
+        self._go_on_later()
+
+    @property
+    def _is_backlog_full(self) -> bool:
+        return self._backlog_bytes >= BACKLOG_BYTES or len(self._backlog) >= BACKLOG_MESSAGES
+
+    def _go_on_later(self) -> None:
         self._is_turn_due = True
         self._host.loop.call_soon(self._on_turn)
-        return self._wait(view, at)
 
     def _on_turn(self) -> None:
         self._is_turn_due = False
@@ -239,7 +289,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def _read_on(self) -> None:
         if not self._is_over and not self._transport.is_reading():
+            self._heard_ns = now_ns()
             self._transport.resume_reading()
+
+    def _is_hung_up(self) -> bool:
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def _require_limits(self, head: frames.Head) -> None:
         most = self._host.message_bytes - self._parts_bytes
@@ -258,9 +314,17 @@ class Connection(asyncio.BufferedProtocol):
         self._parts.append(body)
         self._parts_bytes += len(body)
         if not flags & frames.MORE:
-            parts, self._parts, self._parts_bytes = self._parts, [], 0
-            self._session.take(parts)
+            self._on_message(self._session)
         return None
+
+    def _on_message(self, session: Session) -> None:
+        parts, self._parts = self._parts, []
+        size, self._parts_bytes = self._parts_bytes, 0
+        if self._backlog or session.is_full:
+            self._backlog.append((parts, size, self._heard_ns))
+            self._backlog_bytes += size
+        else:
+            session.take(parts, self._heard_ns)
 
     def _on_command(self, name: bytes, data: bytes) -> None:
         if name == frames.READY and self._session is None:

@@ -103,7 +103,7 @@ def ready(**properties: bytes) -> bytes:
     return command(READY, data)
 
 
-def read_command(body: bytes | bytearray) -> tuple[bytes, bytes]:
+def read_command(body: bytes | memoryview) -> tuple[bytes, bytes]:
     """Name and data of a command.
 
     Raises:
