@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,16 @@ import msgspec
 from iskander.config import InferentialConfig
 from iskander.config_models import LaneConfig, ModelConfig
 from iskander.config_reference import render_value
-from iskander.errors import ConfigError
+from iskander.errors import FIELD_BYTES_MAX, ConfigError, shorten
 
+FILE_BYTES_MAX = 1 << 20
+NODES_MAX = 100_000
+"""Keys and values of a YAML file with its aliases written out."""
+DEPTH_MAX = 10
+KEY_LETTERS_MAX = 256
+WAIT_MS_MAX = 10_000
+INTEGER_MAX = 2**63 - 1
+"""The largest that TOML has."""
 POLICIES = (
     "deadline_aware",
     "model_deadline",
@@ -39,6 +48,10 @@ DEFAULTS = {
 }
 SAME = {
     "transport.bind": ("inferential", "address"),
+    "scheduling.strategy": ("lanes", "policy"),
+    "scheduling.overflow_policy": ("lanes", "overflow"),
+    "scheduling.batch_optimized.max_wait_ms": ("lanes", "linger_us"),
+    "scheduling.batch_optimized.max_batch_size": ("lanes", "preferred_batch_rows"),
     "scheduling.max_queue_size": ("lanes", "queue_requests"),
     "scheduling.request_ttl_ms": ("lanes", "ttl_ms"),
     "clients.defaults.latency_budget_ms": ("lanes", "patience_ms"),
@@ -67,6 +80,7 @@ DROPPED = {
     "metrics.ring_buffer_size": "1024 points of each measure are kept",
     "metrics.enabled": "it is always measured",
 }
+TABLES = {path.rpartition(".")[0] for path in (*SAME, *DROPPED)} - {""} | {"models.known"}
 
 
 class Imported(NamedTuple):
@@ -87,15 +101,23 @@ def read_inferential(file: Path) -> dict[str, Any]:
     """A file of Inferential's: JSON by its name, else YAML.
 
     Raises:
-        ConfigError: It cannot be read, or is neither.
+        ConfigError: It cannot be read, is neither, or is too large or too deep.
     """
+    name = _line(file.name)
     try:
-        text = file.read_text("utf-8")
+        with file.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ConfigError(f"{name} has more than {FILE_BYTES_MAX} bytes")
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file.name} cannot be read: {error}") from None
-    raw = _json(text, file.name) if file.suffix == ".json" else _yaml(text, file.name)
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+    try:
+        raw = _json(text, name) if file.suffix == ".json" else _yaml(text, name)
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deep") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file.name}: wanted a table of settings")
+        raise ConfigError(f"{name}: wanted a table of settings")
     return raw
 
 
@@ -105,31 +127,16 @@ def import_inferential(raw: dict[str, Any]) -> Imported:
     Raises:
         ConfigError: A setting is not what it may be.
     """
-    said = dict(_leaves(raw))
-    values = DEFAULTS | said
-    imported = Imported({"inferential": {}, "lanes": {}}, [], [])
+    values = DEFAULTS | dict(_leaves(raw))
     strategy = values["scheduling.strategy"]
+    imported = Imported({"inferential": {}, "lanes": {}}, _models(raw), [])
     for path, value in values.items():
-        section, key = SAME.get(path, ("", ""))
-        if section:
-            imported.sections[section][key] = value
-        elif path == "scheduling.strategy" and strategy in POLICIES:
-            imported.sections["lanes"]["policy"] = strategy
-        elif path == "scheduling.strategy":
-            imported.dropped.append(
-                (path, "not one of ours; iskander.embed takes a scoring function")
-            )
-        elif path == "scheduling.overflow_policy" and value in OVERFLOW:
-            imported.sections["lanes"]["overflow"] = OVERFLOW[value]
-        elif path == "scheduling.batch_optimized.max_wait_ms" and strategy == "batch_optimized":
-            imported.sections["lanes"]["linger_us"] = _microseconds(path, value)
-        elif path == "scheduling.batch_optimized.max_batch_size" and strategy == "batch_optimized":
-            imported.sections["lanes"]["preferred_batch_rows"] = [value]
+        reason = _reason(path, strategy)
+        if reason:
+            imported.dropped.append((path, reason))
         else:
-            imported.dropped.append((path, _reason(path)))
-    known = (raw.get("models") or {}).get("known") if isinstance(raw.get("models"), dict) else None
-    imported.models.extend(map(str, known or ()))
-    _check(imported)
+            section, key = SAME[path]
+            imported.sections[section][key] = _translated(path, value)
     return imported
 
 
@@ -145,7 +152,7 @@ def render_import(imported: Imported) -> str:
         lines += ["# [[models]]", '# name = "policy"', '# path = "models/policy"', ""]
     if imported.dropped:
         lines.append("# Not taken over:")
-        lines += [f"#   {path}: {reason}" for path, reason in imported.dropped]
+        lines += [f"#   {_line(path)}: {reason}" for path, reason in imported.dropped]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -164,22 +171,84 @@ def _yaml(text: str, name: str) -> Any:  # noqa: ANN401
             f"{name}: YAML is read with PyYAML, which is not installed: "
             "`pip install 'iskander[inferential]'`"
         ) from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Says where a value is that PyYAML cannot make, such as the date 2020-99-99."""
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:  # noqa: ANN401
+            try:
+                return super().construct_object(node, deep)
+            except (ArithmeticError, AttributeError, LookupError, ValueError):
+                problem = f"{node.value!r:.80} is no {node.tag.rpartition(':')[2]}"
+                raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
+
     try:
-        return yaml.safe_load(text)
+        loader = Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if not _is_bounded(node):
+            raise ConfigError(f"{name} has more than {NODES_MAX} values, its aliases written out")
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name} is not YAML: {_line(' '.join(str(error).split()))}") from None
 
 
-def _leaves(raw: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _is_bounded(node: Any) -> bool:  # noqa: ANN401
+    """Whether a YAML node is of at most `NODES_MAX`, each alias counted as what it stands for."""
+    waiting, count = [node], 1
+    while waiting and count <= NODES_MAX:
+        node = waiting.pop()
+        if node.id != "scalar":
+            inner = list(chain(*node.value)) if node.id == "mapping" else node.value
+            count += len(inner)
+            waiting += inner
+    return count <= NODES_MAX
+
+
+def _leaves(raw: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     for key, value in raw.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{path}.")
-        elif value not in ({}, []):
+        _check_key(key, above)
+        path = ".".join((*above, key))
+        if path in TABLES and value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{_shown(path, value)}: wanted a table")
+        if isinstance(value, dict) and path not in SAME:
+            yield from _leaves(value, (*above, key))
+        elif path in SAME or (path not in TABLES and value != []):
             yield path, value
 
 
-def _reason(path: str) -> str:
+def _check_key(key: Any, above: tuple[str, ...]) -> None:  # noqa: ANN401
+    if not isinstance(key, str):
+        rule = f"wanted text as a key, got {type(key).__name__}"
+    elif len(key) > KEY_LETTERS_MAX:
+        rule = f"a key has more than {KEY_LETTERS_MAX} letters"
+    elif len(above) > DEPTH_MAX:
+        rule = f"nested deeper than {DEPTH_MAX} tables"
+    else:
+        return
+    table = shorten(_line(".".join(above)), FIELD_BYTES_MAX) or "the file"
+    raise ConfigError(f"{table}: {rule}")
+
+
+def _models(raw: dict[str, Any]) -> list[str]:
+    models = list((raw.get("models") or {}).get("known") or ())
+    for model in models:
+        try:
+            msgspec.convert({"name": model, "path": model}, ModelConfig)
+        except msgspec.ValidationError:
+            path = shorten(_line(f"models.known.{model}"), FIELD_BYTES_MAX)
+            raise ConfigError(f"{path}: a model cannot be called so here") from None
+    return models
+
+
+def _reason(path: str, strategy: Any) -> str:  # noqa: ANN401
+    """Why a setting is not taken over; empty: it is."""
+    if path == "scheduling.strategy" and isinstance(strategy, str) and strategy not in POLICIES:
+        return "not one of ours; iskander.embed takes a scoring function"
+    is_of_batches = path.startswith("scheduling.batch_optimized.")
+    if path in SAME and (strategy == "batch_optimized" or not is_of_batches):
+        return ""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         reason = DROPPED.get(".".join(parts[:count]))
@@ -188,26 +257,42 @@ def _reason(path: str) -> str:
     return "there is no such setting"
 
 
-def _microseconds(path: str, value: Any) -> int:  # noqa: ANN401
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{path} = {render_value(value)}: wanted a number")
-    return round(value * 1000)
+def _translated(path: str, value: Any) -> Any:  # noqa: ANN401
+    """A value as this server says it, held against its own declarations."""
+    section, key = SAME[path]
+    try:
+        ours = _ours(key, value)
+        msgspec.convert({key: ours}, InferentialConfig if section == "inferential" else LaneConfig)
+    except (ValueError, msgspec.ValidationError) as error:
+        rule = str(error).partition(" - at")[0]
+        raise ConfigError(f"{_shown(path, value)}: {rule}") from None
+    return ours
 
 
-def _check(imported: Imported) -> None:
-    """Hold what was taken over against this server's own declarations."""
-    kinds: dict[str, Any] = {"inferential": InferentialConfig, "lanes": LaneConfig}
-    theirs = {ours: path for path, ours in SAME.items()}
-    for section, settings in imported.sections.items():
-        for key, value in settings.items():
-            try:
-                msgspec.convert({key: value}, kinds[section])
-            except msgspec.ValidationError as error:
-                path = theirs.get((section, key), f"{section}.{key}")
-                rule = str(error).partition(" - at")[0]
-                raise ConfigError(f"{path} = {render_value(value)}: {rule}") from None
-    for model in imported.models:
-        try:
-            msgspec.convert({"name": model, "path": model}, ModelConfig)
-        except msgspec.ValidationError:
-            raise ConfigError(f"models.known.{model}: a model cannot be called so here") from None
+def _ours(key: str, value: Any) -> Any:  # noqa: ANN401
+    if key == "overflow":
+        if not isinstance(value, str) or value not in OVERFLOW:
+            raise ValueError(f"unknown, wanted one of {', '.join(OVERFLOW)}")
+        return OVERFLOW[value]
+    if key == "linger_us":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= WAIT_MS_MAX:
+            raise ValueError(f"wanted a number from 0 to {WAIT_MS_MAX}")
+        return round(value * 1000)
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError("wanted one line of printable text")
+    if isinstance(value, int) and value > INTEGER_MAX:
+        raise ValueError(f"wanted at most {INTEGER_MAX}")
+    return [value] if key == "preferred_batch_rows" else value
+
+
+def _shown(path: str, value: Any) -> str:  # noqa: ANN401
+    """A setting, and its value where that is a text or a number of a sane size."""
+    if isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= INTEGER_MAX):
+        return f"{path} = {shorten(json.dumps(value), FIELD_BYTES_MAX)}"
+    return path
+
+
+def _line(text: str) -> str:
+    """A text as it is where it is one printable line, else quoted and escaped."""
+    return text if text.isprintable() else json.dumps(text)
