@@ -17,11 +17,11 @@ from onnx import TensorProto
 from support import models
 from support.dealt import client_of
 from support.judging import Judge
-from support.processes import BIN, Gateway, eventually, running
+from support.processes import BIN, Gateway, eventually, running, suspended
 from support.repositories import Folder, scaled
 
 from iskander.client import Client
-from iskander.errors import ModelMoved, ModelNotFound, NotReady, Unsupported
+from iskander.errors import IskanderError, ModelMoved, ModelNotFound, NotReady, Unsupported
 
 JUDGE = str(Path(models.__file__).with_name("repository_judge.py"))
 
@@ -342,6 +342,24 @@ def test_models_come_and_go_by_calls_of_all_kinds(tmp_path: Path, judge: Judge) 
         assert (said.returncode, said.stdout) == (0, "n: version 1 let go\n")
         assert command("unload", "n", "--address", address).returncode == 1
         gateway.wait_idle()
+
+
+def test_a_load_goes_on_when_its_caller_waits_no_longer(tmp_path: Path) -> None:
+    """Or the version before would be served beside the new one."""
+    folder = Folder(tmp_path / "models")
+    folder.put("m", 1, 3)
+    settings = {"path": str(tmp_path / "models"), "control": "explicit", "load": ["m"]}
+    with (
+        running(tmp_path, [], repository=settings, workers={"count": 1}) as gateway,
+        gateway.client() as client,
+        Client(gateway.address, timeout_s=0.5) as hasty,
+    ):
+        folder.put("m", 2, 5)
+        (worker,) = gateway.worker_pids()
+        with suspended(worker), pytest.raises(IskanderError):
+            hasty.load("m")
+        eventually(lambda: listed(client) == {"m/2": "ready"}, what="the new version alone")
+        assert factor(client) == 5
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

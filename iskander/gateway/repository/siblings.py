@@ -113,15 +113,14 @@ class Siblings:
         return await self._make(Change("unload", model, version))
 
     async def _make(self, change: Change) -> list[str]:
-        if not self._others:
-            return await self._here(change)
         if len(self._changes) >= CHANGES_MAX:
             raise Overloaded("as many changes as may be are being made", retry_after_ms=RETRY_MS)
-        task = asyncio.get_running_loop().create_task(self._everywhere(change))
+        making = self._everywhere(change) if self._others else self._here(change)
+        task = asyncio.get_running_loop().create_task(making)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         try:
-            # A caller that leaves half way would leave some processes changed and others not.
+            # A caller that leaves half way would leave what is served half changed.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if self._is_closed:
