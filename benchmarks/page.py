@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def write_page(results: Results, path: Path, *, images: Path | None) -> None:
         if images is not None:
             image = images / f"{_slug(case)}.png"
             plots.draw(results, case, image)
-            parts.append(f"![latencies]({image.relative_to(path.parent).as_posix()})\n")
+            parts.append(f"![latencies]({os.path.relpath(image, path.parent)})\n")
     parts.append(METHOD.format(**results.run["effort"] | {"seconds": _seconds(results)}))
     parts.append(f"## Machine and versions\n\n{_render_facts(results.run)}\n")
     path.write_text("\n".join(parts), "utf-8")
