@@ -347,6 +347,36 @@ def test_terms_are_taken_from_headers_and_parameters(
         client.infer("ids", [ids(1)], sequence_id=3)
 
 
+def test_a_parameter_goes_before_its_header(address: str) -> None:
+    """Also one under another name; the header alone is refused."""
+    late = {"iskander-deadline-ms": "0"}
+    assert post(address, "ids", asking([1]), late)[0] == 504
+    assert post(address, "ids", asking([1], parameters={"timeout": 30_000_000}), late)[0] == 200
+
+
+def test_what_a_client_leaves_open_may_be_null(address: str) -> None:
+    body = asking([2], id=None, outputs=None, parameters=None)
+    body["inputs"][0]["parameters"] = None
+
+    status, _, answer = post(address, "ids", body)
+
+    assert (status, answer["outputs"][0]["data"]) == (200, [7])
+    assert post(address, "", {"ready": None}, path="/v2/repository/index")[0] == 200
+
+
+def test_a_client_may_name_the_server_and_close_its_half_of_the_connection(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    body = json.dumps(asking([1])).encode()
+    head = f"POST http://{address}/v2/models/ids/infer HTTP/1.1\r\nhost: a\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["model_name"] == "ids"
+
+
 @contextlib.contextmanager
 def occupied(gateway: Gateway, address: str, requests: int) -> Iterator[None]:
     """The worker has as many requests that take minutes; their clients leave in the end."""

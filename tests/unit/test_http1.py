@@ -27,12 +27,14 @@ class App:
     Attributes:
         hold: A request is answered once this is set.
         begun: A request has come.
+        pieces: Bytes of each piece of a body that it was given.
     """
 
     def __init__(self) -> None:
         self.hold = asyncio.Event()
         self.hold.set()
         self.begun = asyncio.Event()
+        self.pieces: list[int] = []
         self.is_reading = True
         self.answer = b"ok"
         self.gone = 0
@@ -44,6 +46,7 @@ class App:
             if message["type"] == "http.disconnect":
                 self.gone += 1
                 return
+            self.pieces.append(len(message["body"]))
             if not message["more_body"]:
                 break
         await self.hold.wait()
@@ -245,6 +248,151 @@ def test_a_body_that_is_no_http_ends_its_connection_and_nothing_else(
     with caplog.at_level(logging.WARNING):
         serve(talk)
     assert "Traceback" not in caplog.text
+
+
+def chunked(chunk: bytes, count: int) -> bytes:
+    head = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head + b"%x\r\n%s\r\n" % (len(chunk), chunk) * count + b"0\r\n\r\n"
+
+
+def test_a_body_of_tiny_chunks_is_taken_in_turns() -> None:
+    """Between them the loop goes round, and no more is read than what was left over."""
+
+    async def talk(port: Port) -> None:
+        sent = chunked(b"a", 100_000)
+        async with port.connected() as (reader, writer):
+            writer.write(sent + GET)
+            answers = asyncio.create_task(both(reader))
+            left = 0
+            while not answers.done():
+                await asyncio.sleep(0)
+                each: Any
+                for each in port.http._state.connections:
+                    left = max(left, len(each.conn.trailing_data[0]))
+            assert answers.result() == [b"ok", b"ok"]
+        assert sum(port.app.pieces) == 100_000
+        assert max(port.app.pieces) <= 3 * http1.CHUNKS_A_TURN
+        assert left <= 1 << 19
+
+    async def both(reader: asyncio.StreamReader) -> list[bytes]:
+        return [await answer(reader), await answer(reader)]
+
+    serve(talk)
+
+
+def test_connections_with_tiny_chunks_share_their_turns() -> None:
+    """However many they are, the loop takes no longer to go round."""
+
+    async def talk(port: Port) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(port.connected()) for _ in range(8)]
+            for _, writer in streams:
+                writer.write(chunked(b"a", 10_000))
+            answers = asyncio.gather(*(answer(reader) for reader, _ in streams))
+            rounds = 0
+            while not answers.done():
+                await asyncio.sleep(0)
+                rounds += 1
+            assert await answers == [b"ok"] * 8
+        assert rounds > 0.8 * sum(port.app.pieces) / http1.CHUNKS_A_TURN
+
+    serve(talk)
+
+
+def test_a_body_of_tiny_chunks_that_nobody_reads_is_thrown_away() -> None:
+    async def talk(port: Port) -> None:
+        port.app.is_reading = False
+        async with port.connected() as (reader, writer):
+            writer.write(chunked(b"a", 10_000) + GET)
+            assert await answer(reader) == b"ok"
+            assert await answer(reader) == b"ok"
+
+    serve(talk)
+
+
+def test_a_client_that_leaves_amid_tiny_chunks_is_forgotten() -> None:
+    async def talk(port: Port) -> None:
+        async with port.connected() as (_, writer):
+            writer.write(chunked(b"a", 50_000)[:-5])
+            await port.app.begun.wait()
+            writer.transport.abort()
+        while port.http.connections:
+            await asyncio.sleep(0.01)
+        assert port.app.gone == 1
+        async with port.connected() as (reader, writer):
+            writer.write(GET)
+            assert await answer(reader) == b"ok"
+
+    serve(talk)
+
+
+def test_an_ordinary_body_is_taken_as_it_comes() -> None:
+    """Also one in chunks of some size."""
+
+    async def talk(port: Port) -> None:
+        length = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % LARGE_BYTES
+        for sent in (length + bytes(LARGE_BYTES), chunked(bytes(4096), LARGE_BYTES >> 12)):
+            port.app.pieces.clear()
+            async with port.connected() as (reader, writer):
+                writer.write(sent)
+                assert await answer(reader) == b"ok"
+            assert sum(port.app.pieces) == LARGE_BYTES
+            assert max(port.app.pieces) > 1 << 17
+
+    serve(talk)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_client_that_has_said_all_gets_its_answers(count: int) -> None:
+    """It closes its half of the connection; then the other half is closed too."""
+
+    async def talk(port: Port) -> None:
+        port.app.hold.clear()
+        async with port.connected() as (reader, writer):
+            writer.write(GET * count)
+            await port.app.begun.wait()
+            writer.write_eof()
+            asyncio.get_running_loop().call_later(0.1, port.app.hold.set)
+            for _ in range(count):
+                assert await answer(reader) == b"ok"
+            assert await reader.read() == b""
+        while port.http.connections:
+            await asyncio.sleep(0.01)
+
+    serve(talk)
+
+
+def test_a_client_that_closes_its_half_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have left, and then nobody wants the answer; amid a request it has, amid its answer
+    it shows whether it has."""
+    monkeypatch.setattr(http1, "HALF_CLOSED_S", 0.05)
+
+    async def talk(port: Port) -> None:
+        port.app.hold.clear()
+        async with port.connected() as (reader, writer):
+            writer.write(GET)
+            await port.app.begun.wait()
+            writer.write_eof()
+            assert await is_closed(reader)
+            assert not port.http.connections
+        port.app.hold.set()
+        port.app.answer = bytes(LARGE_BYTES)
+        async with port.connected() as (reader, writer):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(GET)
+            writer.write_eof()
+            await asyncio.sleep(0.2)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert len(await answer(reader)) == LARGE_BYTES
+        monkeypatch.setattr(http1, "HALF_CLOSED_S", 2 * WITHIN_S)
+        async with port.connected() as (reader, writer):
+            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")
+            writer.write_eof()
+            assert await is_closed(reader)
+
+    serve(talk)
 
 
 def test_a_stop_answers_what_is_under_way_and_closes_what_is_quiet() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.lanes import lane_of
 
 from iskander.config import HttpConfig, LimitsConfig
@@ -126,6 +127,31 @@ def test_a_parameter_goes_before_a_header() -> None:
 
     assert (both.client, both.budget_ms) == ("b", 30.0)
     assert stamped.age_ms > 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "parameters", "wanted"),
+    [
+        ({"iskander_priority": "5"}, {"priority": 1}, Terms(client="c", priority=0)),
+        ({"iskander_priority": "5"}, {"priority": 0}, Terms(client="c", priority=5)),
+        ({"iskander_priority": "5"}, {"iskander_priority": 0}, Terms(client="c", priority=0)),
+        ({"iskander_deadline_ms": "30"}, {"timeout": 50_000}, Terms(client="c", budget_ms=50.0)),
+        (
+            {"iskander_urgency": "1", "iskander_newest_wins": "true", "iskander_ttl_ms": "9"},
+            {"iskander_urgency": 0, "iskander_newest_wins": False},
+            Terms(client="c", urgency=0.0, is_newest_wins=False, ttl_ms=9.0),
+        ),
+    ],
+)
+def test_every_parameter_goes_before_its_header(
+    headers: dict[str, str], parameters: dict[str, Any], wanted: Terms
+) -> None:
+    desk = Desk(tripled)
+    body = json.loads(BODY) | {"parameters": parameters}
+    asyncio.run(Client(json.dumps(body).encode(), iskander_client="c", **headers).ask(desk))
+
+    (terms,) = desk.terms
+    assert terms == replace(wanted, is_named=True)
 
 
 def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:

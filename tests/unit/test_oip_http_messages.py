@@ -92,6 +92,22 @@ def test_an_output_is_of_the_form_that_it_or_the_request_says() -> None:
     assert read(request(JSON_X, parameters={"binary_data_output": True})).is_binary
 
 
+def test_null_is_as_if_it_were_not_there() -> None:
+    """So clients write what they leave open."""
+    nothing = {"id": None, "outputs": None, "parameters": None}
+    asked = read(request(JSON_X | {"parameters": None}, **nothing))
+    assert asked == read(request(JSON_X))
+
+    unsaid = {"shared_memory_region": None, "classification": None, "binary_data": None}
+    for parameters in (None, unsaid):
+        asked = read(request(JSON_X, outputs=[{"name": "y", "parameters": parameters}]))
+        assert asked.outputs == [Wanted("y", False)]
+    unsaid = {"binary_data_size": None, "shared_memory_region": None, "priority": None}
+    asked = read(request(JSON_X | {"parameters": unsaid}, parameters=unsaid))
+    assert asked == read(request(JSON_X))
+    assert read(request(BINARY_X | {"data": None}), RAW_X) == read(request(BINARY_X), RAW_X)
+
+
 MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
     "no JSON": (b"{]", None, "cannot be read"),
     "truncated": (json.dumps(request(JSON_X)).encode()[:-3], None, "truncated"),
@@ -106,6 +122,7 @@ MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
     "a fraction in a shape": (request(JSON_X | {"shape": [2.5]}), None, "shape"),
     "a huge shape": (request(JSON_X | {"shape": [2**64]}), None, "shape"),
     "a shape of many axes": (request(JSON_X | {"shape": [1] * 1000}), None, "shape"),
+    "null": (request(X | {"data": None}), None, "neither `data` nor"),
     "neither form": (request(X), None, "neither `data` nor"),
     "both forms": (request(BINARY_X | JSON_X), RAW_X, "`data` and `binary_data_size`"),
     "too few bytes": (request(BINARY_X), RAW_X[:-1], "body ends after 7"),

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from starlette.applications import Starlette
@@ -55,12 +56,12 @@ Pick = Callable[[Any], Any]
 
 @prepared
 class _Index(msgspec.Struct):
-    ready: bool = False
+    ready: bool | None = None
 
 
 @prepared
 class _Load(msgspec.Struct):
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
 
 class OipHttp:
@@ -85,6 +86,7 @@ class OipHttp:
 
         async def granted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
+                _strip_authority(scope)
                 headers = [
                     (name.decode("latin-1"), v.decode("latin-1")) for name, v in scope["headers"]
                 ]
@@ -182,14 +184,14 @@ class OipHttp:
 
     async def _index(self, request: Request) -> Response:
         asked = await _read(request, _Index)
-        message = oip_pb2.RepositoryIndexRequest(ready=asked.ready)
+        message = oip_pb2.RepositoryIndexRequest(ready=bool(asked.ready))
         told = self._service.answer("RepositoryIndex", message, request.scope["grant"])
         return _json(plain(told)["models"])
 
     async def _load(self, request: Request) -> Response:
         asked = await _read(request, _Load)
         message = oip_pb2.RepositoryModelLoadRequest(**request.path_params)
-        for name in asked.parameters:
+        for name in asked.parameters or ():
             message.parameters.get_or_create(name)
         await self._service.load(message, request.scope["grant"])
         return Response()
@@ -198,6 +200,17 @@ class OipHttp:
         message = oip_pb2.RepositoryModelUnloadRequest(**request.path_params)
         await self._service.unload(message, request.scope["grant"])
         return Response()
+
+
+def _strip_authority(scope: Scope) -> None:
+    """Leave the path of a target that names its server too, as proxies are asked.
+
+    Source: RFC 9112, section 3.2.2.
+    """
+    scheme, colon, rest = scope["raw_path"].partition(b"://")
+    if colon and scheme.lower() in (b"http", b"https"):
+        path = b"/" + rest.partition(b"/")[2]
+        scope["raw_path"], scope["path"] = path, unquote(path.decode("ascii"))
 
 
 def error_response(error: IskanderError, status: int | None = None) -> Response:

@@ -39,7 +39,7 @@ from iskander.gateway.frontends.oip_http_messages import (
     read_request,
     write_answer,
 )
-from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.frontends.oip_terms import said_in, said_over
 from iskander.gateway.frontends.terms import HEADER_PREFIX, StreamTerms
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Terms
@@ -157,7 +157,8 @@ def _route_key(headers: Mapping[str, str], grant: Grant) -> str:
 def _terms(headers: Mapping[str, str], asked: Asked, grant: Grant) -> Terms:
     """What headers and parameters say about urgency; where both do, the parameters."""
     said = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
-    return StreamTerms((), None, grant.name).with_said(said_in({**said, **asked.parameters}))
+    terms = said_over(said_in(asked.parameters), said_in(said))
+    return StreamTerms((), None, grant.name).with_said(terms)
 
 
 async def _unless_gone(

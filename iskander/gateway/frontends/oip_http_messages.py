@@ -31,6 +31,7 @@ from iskander.gateway.offered import Tensor
 
 HEADER_LENGTH = "inference-header-content-length"
 _SIZE_MAX = 2**63 - 1
+_NULL = Raw(b"null")
 
 _Size = Annotated[int, Meta(ge=0, le=_SIZE_MAX)]
 _Parameters = dict[str, Any]
@@ -40,20 +41,20 @@ class _Input(msgspec.Struct):
     name: str
     datatype: str
     shape: Annotated[tuple[_Size, ...], Meta(max_length=RANK_MAX + 1)]
-    parameters: _Parameters = {}
+    parameters: _Parameters | None = None
     data: Raw | UnsetType = UNSET
 
 
 class _Output(msgspec.Struct):
     name: str
-    parameters: _Parameters = {}
+    parameters: _Parameters | None = None
 
 
 class _Request(msgspec.Struct):
     inputs: tuple[_Input, ...]
-    outputs: tuple[_Output, ...] = ()
-    id: str = ""
-    parameters: _Parameters = {}
+    outputs: tuple[_Output, ...] | None = None
+    id: str | None = None
+    parameters: _Parameters | None = None
 
 
 _decode = msgspec.json.Decoder(_Request).decode
@@ -102,7 +103,7 @@ def read_request(
         Unsupported: A parameter asks for what is not offered here.
     """
     head = _read_json(body if json_bytes is None else body[:json_bytes])
-    for what, named in (("inputs", head.inputs), ("outputs", head.outputs)):
+    for what, named in (("inputs", head.inputs), ("outputs", head.outputs or ())):
         if len(named) > limits.columns:
             raise LimitExceeded(f"a request may have {limits.columns} {what}, got {len(named)}")
     most = strings_max(contract, limits)
@@ -125,9 +126,10 @@ def read_request(
         tensors.append(tensor_of(given.name, given.datatype, given.shape, raw, most))
     if offset != len(body):
         raise MalformedInput(f"the body goes on for {len(body) - offset} bytes behind its tensors")
-    is_binary = _flag(head.parameters, "binary_data_output", "the request", otherwise=False)
-    outputs = [_wanted(output, is_binary) for output in head.outputs] or None
-    return Asked(tensors, head.id, head.parameters, outputs, is_binary)
+    parameters = _set(head.parameters)
+    is_binary = _flag(parameters, "binary_data_output", "the request", otherwise=False)
+    outputs = [_wanted(output, is_binary) for output in head.outputs or ()] or None
+    return Asked(tensors, head.id or "", parameters, outputs, is_binary)
 
 
 def read_raw(contract: Contract, body: memoryview) -> Asked:
@@ -248,6 +250,7 @@ def _require_json_room(count: int, most: int) -> None:
 
 
 def _read_json(raw: memoryview) -> _Request:
+    """What is null in a request is as if it were not there."""
     try:
         return _decode(raw)
     except msgspec.ValidationError as error:
@@ -261,16 +264,18 @@ def _read_json(raw: memoryview) -> _Request:
 
 def _binary_bytes(given: _Input) -> int | None:
     """How many bytes behind the JSON are this input's; None where it has them in the JSON."""
-    if "shared_memory_region" in given.parameters:
+    parameters = _set(given.parameters)
+    if "shared_memory_region" in parameters:
         raise Unsupported(f"input `{given.name}`: shared memory of clients is not taken here")
-    length = given.parameters.get("binary_data_size")
+    length = parameters.get("binary_data_size")
+    has_data = given.data is not UNSET and given.data != _NULL
     if length is None:
-        if given.data is UNSET:
+        if not has_data:
             raise MalformedInput(
                 f"input `{given.name}` has neither `data` nor `binary_data_size`", tensor=given.name
             )
         return None
-    if given.data is not UNSET:
+    if has_data:
         raise MalformedInput(
             f"input `{given.name}` has `data` and `binary_data_size`", tensor=given.name
         )
@@ -282,12 +287,18 @@ def _binary_bytes(given: _Input) -> int | None:
 
 
 def _wanted(output: _Output, is_binary: bool) -> Wanted:
-    if "shared_memory_region" in output.parameters:
+    parameters = _set(output.parameters)
+    if "shared_memory_region" in parameters:
         raise Unsupported(f"output `{output.name}`: shared memory of clients is not written here")
-    if output.parameters.get("classification"):
+    if parameters.get("classification"):
         raise Unsupported(f"output `{output.name}`: classification is not offered")
     where = f"output `{output.name}`"
-    return Wanted(output.name, _flag(output.parameters, "binary_data", where, otherwise=is_binary))
+    return Wanted(output.name, _flag(parameters, "binary_data", where, otherwise=is_binary))
+
+
+def _set(parameters: _Parameters | None) -> _Parameters:
+    """Those that have a value; many clients write null for what they leave open."""
+    return {name: value for name, value in (parameters or {}).items() if value is not None}
 
 
 def _flag(parameters: _Parameters, name: str, where: str, *, otherwise: bool) -> bool:

@@ -46,6 +46,11 @@ class OipHttpServer:
         app = OipHttp(models, service, infer, access).app()
         self._port = Http1Port(app, config.connections, tls.context(HTTP1))
 
+    @property
+    def unsent(self) -> int:
+        """Connections whose clients have not read all of their answers."""
+        return self._port.unsent
+
     async def start(self, *, is_shared: bool = False) -> str:
         """Listen; the address with the port that was taken.
 

@@ -21,6 +21,7 @@ from iskander.gateway.lanes.request import PRIORITY_MAX
 
 _PREFIX = "iskander_"
 _US_PER_MS = 1000
+_DAY_US = 86_400_000_000
 _WHOLE_END = 1 << 64
 """JSON has numbers beyond, which are no number of anything."""
 _SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
@@ -45,6 +46,10 @@ def said_in(parameters: Mapping[str, Any]) -> SaidTerms | None:
     if priority:
         ours.setdefault("priority", min(priority - 1, PRIORITY_MAX))
     timeout_us = _whole(parameters, "timeout")
+    if timeout_us > _DAY_US:
+        raise MalformedInput(
+            f"parameter `timeout`: wanted at most a day, {_DAY_US} microseconds, got {timeout_us}"
+        )
     if not ours and not timeout_us:
         return None
     try:
@@ -58,6 +63,16 @@ def said_in(parameters: Mapping[str, Any]) -> SaidTerms | None:
     except msgspec.ValidationError as error:
         raise MalformedInput(f"the request's parameters: {error}") from None
     return said
+
+
+def said_over(first: SaidTerms | None, otherwise: SaidTerms | None) -> SaidTerms | None:
+    """What is said in two places: as the first says it, and the other where that is silent."""
+    if first is None or otherwise is None:
+        return first or otherwise
+    said = {
+        name: value for name, value in msgspec.structs.asdict(first).items() if value is not None
+    }
+    return msgspec.structs.replace(otherwise, **said)
 
 
 def _whole(parameters: Mapping[str, Any], name: str) -> int:
