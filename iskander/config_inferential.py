@@ -260,9 +260,10 @@ def _reason(path: str, strategy: Any) -> str:  # noqa: ANN401
 def _translated(path: str, value: Any) -> Any:  # noqa: ANN401
     """A value as this server says it, held against its own declarations."""
     section, key = SAME[path]
+    kind = InferentialConfig if section == "inferential" else LaneConfig
     try:
         ours = _ours(key, value)
-        msgspec.convert({key: ours}, InferentialConfig if section == "inferential" else LaneConfig)
+        msgspec.convert({key: ours}, kind)
     except (ValueError, msgspec.ValidationError) as error:
         rule = str(error).partition(" - at")[0]
         raise ConfigError(f"{_shown(path, value)}: {rule}") from None
