@@ -37,6 +37,7 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
 from iskander.gateway.supervision.workers import Place, Worker
 from iskander.gateway.waking import BusyPolling
+from iskander.memory.segment import Segment
 from iskander.wire.channel import Channel
 from iskander.wire.messages import Done, Execute, ModelSpec, decode_to_worker
 
@@ -226,7 +227,8 @@ class Process:
         self.batches: list[tuple[int, int, int]] = []
         self.busy_ns = 0
         self.worker = Worker(Place(0, 0, (0,), None))
-        self.worker.attach(1, os.getpid(), ARENA_BYTES)
+        output = Segment.create("iskander-output", ARENA_BYTES)
+        self.worker.attach(1, os.getpid(), output, ARENA_BYTES)
         self.worker.channel = cast(Channel, self)
         self.worker.models = set(world.models)
         self._world = world

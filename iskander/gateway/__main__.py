@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -23,10 +24,12 @@ from iskander import __version__
 from iskander.config import Config
 from iskander.config_file import load_config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
+from iskander.gateway.accepted import read_settings
 from iskander.gateway.logs import set_up_logs
 from iskander.gateway.supervision.placement import Plan, plan
 from iskander.gateway.supervision.topology import read_topology, render_cpu_list
 from iskander.gateway.supervision.workers import Place
+from iskander.gateway.systemd import keep_alive, notify, notify_reloading
 
 MMAP_THRESHOLD_BYTES = 32 << 20
 """The most that glibc takes."""
@@ -65,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.process is not None:
         _end_with_parent()
     try:
-        config = load_config(arguments.config, overrides=tuple(arguments.set)).config
+        config = _read(arguments)
         set_up_logs(config.admin, arguments.process)
         placed = plan(config, read_topology(os.sched_getaffinity(0)))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -80,6 +83,13 @@ def main(words: Sequence[str] | None = None) -> None:
         _end(error, EXIT_MEMORY)
     except IskanderError as error:
         _end(error, EXIT_NOT_READY)
+
+
+def _read(arguments: argparse.Namespace) -> Config:
+    """The settings: of the file, or for one process of several those that its parent accepted."""
+    if arguments.process is not None:
+        return read_settings(arguments.config)
+    return load_config(arguments.config, overrides=tuple(arguments.set)).config
 
 
 def _keep_large_blocks() -> None:
@@ -116,19 +126,16 @@ async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
     """Run the processes of which each is `_serve`; the exit code."""
     from iskander.gateway.processes import Parent
 
-    command = [sys.executable, "-P", "-m", "iskander.gateway", "--config", str(arguments.config)]
-    command += [part for override in arguments.set for part in ("--set", override)]
+    command = [sys.executable, "-P", "-m", "iskander.gateway"]
     Path("/proc/self/comm").write_text("isk-gateway")
-
-    def read_again() -> Config:
-        return load_config(arguments.config, overrides=tuple(arguments.set)).config
-
-    parent = Parent(config, command, read_again)
+    parent = Parent(config, command, partial(_read, arguments))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, parent.stop)
     loop.add_signal_handler(signal.SIGHUP, parent.roll)
-    return await parent.serve()
+    keep_alive()
+    code = await parent.serve()
+    return EXIT_AT_ONCE if parent.is_cut else code
 
 
 async def _serve(config: Config, places: list[Place], process: int | None) -> None:
@@ -154,13 +161,28 @@ async def _serve(config: Config, places: list[Place], process: int | None) -> No
         asked.add(number)
         stop.set()
 
+    def on_reload() -> None:
+        log.warning("SIGHUP: one process is not replaced in order; a restart applies the file")
+        if starting.done() and not stop.is_set():
+            where = ", ".join(server.addresses)
+            notify_reloading()
+            notify(READY="1", STATUS=f"serving on {where}; a restart applies the file")
+
+    def keeps_workers() -> bool:
+        # All of several end where the parent says so, with SIGINT, or is gone. One alone is
+        # replaced, and the others go on with the workers.
+        return process is not None and signal.SIGINT not in asked and _has_parent()
+
     loop = asyncio.get_running_loop()
+    starting = asyncio.create_task(server.start())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     if process is not None:
         loop.add_signal_handler(signal.SIGHUP, on_signal, signal.SIGHUP)
         loop.add_signal_handler(signal.SIGQUIT, end_now)
-    starting = asyncio.create_task(server.start())
+    else:
+        loop.add_signal_handler(signal.SIGHUP, on_reload)
+    keep_alive()
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if starting.done() and starting.exception() is not None:
@@ -169,14 +191,18 @@ async def _serve(config: Config, places: list[Place], process: int | None) -> No
         starting.result()
     starting.cancel()
     await stopping
-    await server.drain(lambda: asked == {signal.SIGHUP})
+    await server.drain(keeps_workers)
 
 
 def _end_with_parent() -> None:
     """Be stopped when the parent is gone, however it went. Source: prctl(2)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(os.environ.get(PARENT_PID, os.getppid())):
+    if not _has_parent():
         os._exit(EXIT_AT_ONCE)  # It went before that.
+
+
+def _has_parent() -> bool:
+    return os.getppid() == int(os.environ.get(PARENT_PID, os.getppid()))
 
 
 def _end(error: IskanderError, code: int) -> None:

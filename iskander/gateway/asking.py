@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from iskander.clock import now_ns
 from iskander.config import LimitsConfig
@@ -19,6 +20,19 @@ from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
 from iskander.gateway.offered import Offered
+
+SHARE: Final = 8
+"""The last eighth of the places is for callers that hold less than an eighth of them: one that
+opens calls and leaves them keeps nobody else out."""
+
+
+class _Held:
+    """A call that is held open, and by whom; None: not known."""
+
+    __slots__ = ("caller",)
+
+    def __init__(self, caller: object) -> None:
+        self.caller = caller
 
 
 class Desk:
@@ -41,7 +55,7 @@ class Desk:
         self.limits = limits
         self.is_draining = False
         self.open = 0
-        self.calls: dict[object, Callable[[], None]] = {}
+        self.calls: dict[_Held, Callable[[], None]] = {}
 
     def drain(self) -> None:
         """Take no more; what was accepted is still answered."""
@@ -50,18 +64,25 @@ class Desk:
             drain()
 
     @contextlib.contextmanager
-    def held(self, drain: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def held(
+        self, drain: Callable[[], None] = lambda: None, caller: object = None
+    ) -> Iterator[None]:
         """Hold a call open from its beginning until its answer is written.
 
         Args:
             drain: Called when the server stops; a call of many requests takes no more of them.
+            caller: Whose it is, where one can hold many.
 
         Raises:
             Draining: The server is stopping.
-            Overloaded: As many as may be are open.
+            Overloaded: As many as may be are open, of this caller or of all.
         """
-        self._require_open(len(self.calls))
-        call = object()
+        count = len(self.calls)
+        self._require_open(count)
+        share = self.limits.streams // SHARE
+        if count >= self.limits.streams - share and caller is not None:
+            self._require_share(caller, share)
+        call = _Held(caller)
         self.calls[call] = drain
         try:
             yield
@@ -127,6 +148,14 @@ class Desk:
             return await caller.results
         finally:
             self._dispatcher.withdraw(request)
+
+    def _require_share(self, caller: object, share: int) -> None:
+        if share and sum(each.caller == caller for each in self.calls) >= share:
+            raise Overloaded(
+                f"nearly {self.limits.streams} requests are open, the limit, and {share} or more "
+                "of them are this caller's",
+                retry_after_ms=1000,
+            )
 
     def _require_open(self, count: int) -> None:
         if self.is_draining:

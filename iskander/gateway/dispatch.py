@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from iskander.clock import now_ns
@@ -23,7 +23,7 @@ from iskander.gateway.lanes.batcher import Formed
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.layout import Layout
 from iskander.gateway.lanes.request import NEVER_NS, Request
-from iskander.gateway.recovery import after_failure, after_loss
+from iskander.gateway.recovery import after_failure, after_loss, unlanded, untaken
 from iskander.gateway.results import taken
 from iskander.gateway.supervision.workers import Flight, Part, Worker
 from iskander.gateway.waking import Alarm, BusyPolling
@@ -43,6 +43,7 @@ class Dispatcher:
 
     Attributes:
         alarm: When it looks again by itself.
+        end_worker: Told of a worker that cannot be sent anything: its batches come back as lost.
     """
 
     def __init__(self, intake: Intake, lanes: dict[int, Lane], polling: BusyPolling) -> None:
@@ -56,6 +57,7 @@ class Dispatcher:
         self._is_pump_due = False
         self._loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.pump)
+        self.end_worker: Callable[[Worker], None] = lambda worker: worker.kill()
         self.counts: Counter[str] = Counter()
 
     @property
@@ -161,7 +163,7 @@ class Dispatcher:
         worker.output_arena.give_back(flight.output)
         error = IskanderError.from_wire({"code": failed.code, "message": failed.message})
         is_shared = len({part.request for part in flight.parts}) > 1
-        for request in _unlanded(flight):
+        for request in unlanded(flight.parts):
             self._settle(request, after_failure(request, error, is_shared=is_shared))
 
     def on_lost(self, worker: Worker) -> None:
@@ -177,7 +179,7 @@ class Dispatcher:
         flights = dict(worker.in_flight)
         worker.in_flight.clear()
         for batch_id, flight in flights.items():
-            for request in _unlanded(flight):
+            for request in unlanded(flight.parts):
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
                     log.error("%r of client `%s`: %s", request, request.terms.client, error)
@@ -269,15 +271,14 @@ class Dispatcher:
         bucket = parts[0].request.shape
         return Execute(self._batch_id, lane.model.key, run_rows, tuple(slices), bucket)
 
-    @staticmethod
-    def _send(worker: Worker, messages: list[Execute]) -> None:
+    def _send(self, worker: Worker, messages: list[Execute]) -> None:
         """Send a worker its batches; one that takes none is ended, and they run elsewhere."""
         assert worker.channel is not None
         try:
             worker.channel.send(encode(messages))
         except OSError:
             log.exception("worker %d takes no messages: it is ended", worker.place.index)
-            worker.kill()
+            self.end_worker(worker)
 
     def _land(self, worker: Worker, batch_id: int) -> Flight | None:
         flight = worker.in_flight.pop(batch_id, None)
@@ -290,29 +291,43 @@ class Dispatcher:
         return flight
 
     def _take(self, worker: Worker, flight: Flight, run_ns: int) -> Iterator[None]:
-        """Take a batch's results out of their lease and hand them out."""
+        """Take a batch's results out of their lease and hand them out.
+
+        A request whose results cannot be taken is told so; the others of the batch get theirs.
+        """
         # Step 9
         assert worker.output is not None
-        for part in flight.parts:
-            request, results = part.request, None
-            if not request.is_over:
-                results = yield from taken(part, worker.output.view)
-            request.running -= 1
-            if request.is_over:
-                self._release(request)
-            elif results is not None:
-                self._complete(request, results, run_ns)
-        worker.output_arena.give_back(flight.output)
+        arena, view = worker.output_arena, worker.output.view
+        try:
+            for part in flight.parts:
+                request, results = part.request, None
+                failure: IskanderError | None = None
+                if not request.is_over:
+                    try:
+                        results = yield from taken(part, view)
+                    except Exception as error:
+                        failure = untaken(request, error)
+                request.running -= 1
+                if request.is_over:
+                    self._release(request)
+                elif failure is not None:
+                    self._settle(request, failure)
+                elif results is not None:
+                    self._complete(request, results, run_ns)
+        finally:
+            arena.give_back(flight.output)
 
     def _take_on(self) -> None:
         """Take the next piece of somebody's large results."""
         worker, taking = self._taking.popleft()
-        if _goes_on(taking):
-            self._taking.append((worker, taking))
-        else:
-            self.pump()  # There is room for more results.
-        if self._taking:
-            self._loop.call_soon(self._take_on)
+        try:
+            if _goes_on(taking):
+                self._taking.append((worker, taking))
+            else:
+                self.pump()  # There is room for more results.
+        finally:
+            if self._taking:
+                self._loop.call_soon(self._take_on)
 
     def _complete(self, request: Request, results: bytes | memoryview, run_ns: int) -> None:
         lane = request.lane
@@ -322,8 +337,16 @@ class Dispatcher:
         except Exception:
             # One caller's results must not keep those of the others in the same wake-up.
             log.exception("results of batch for %s could not be delivered", lane.title)
-            request.caller.fail(request, IskanderError("the server failed to take the results"))
+            self._fail(request, IskanderError("the server failed to take the results"))
         self._end(request)
+
+    @staticmethod
+    def _fail(request: Request, error: IskanderError) -> None:
+        """Tell a caller; what it fails at itself is kept from the others."""
+        try:
+            request.caller.fail(request, error)
+        except Exception:
+            log.exception("an error for %s could not be delivered", request.lane.title)
 
     def _settle(self, request: Request, error: IskanderError | None) -> None:
         """A request's rows came back without results: fail it, or let it wait again."""
@@ -344,9 +367,8 @@ class Dispatcher:
             request.lane.count_missed(request)
             if error.retry_after_ms is None:
                 error.retry_after_ms = request.lane.retry_after_ms(now_ns())
-        caller = request.caller
         self._end(request)
-        caller.fail(request, error)
+        self._fail(request, error)
 
     def _end(self, request: Request) -> None:
         """A request is answered or forsaken; its memory goes when no worker reads it."""
@@ -388,16 +410,3 @@ def _by_readiness(lane: Lane, kept: set[Worker]) -> list[Worker]:
     if len(workers) > 1:
         workers.sort(key=lambda worker: (-worker.credits, worker.busy_until_ns))
     return workers
-
-
-def _unlanded(flight: Flight) -> list[Request]:
-    """Undo the parts of a batch that has no results; every request of it once."""
-    for part in flight.parts:
-        request = part.request
-        request.running -= 1
-        if request.is_over:
-            continue
-        if request.is_waiting:
-            request.lane.queue.remove(request)
-        request.todo.append((part.first, part.rows))
-    return list(dict.fromkeys(part.request for part in flight.parts))

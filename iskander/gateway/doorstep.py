@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from iskander.errors import IskanderError
 
@@ -31,7 +31,8 @@ class Doorstep:
         listener: That listens, and does not block.
         frame_bytes: Of a first frame, at most.
         greet: Called with a connection and its first frame; whoever is taken on is its from there.
-            It may refuse by raising an `IskanderError`.
+            It may refuse by raising an `IskanderError`, also later where it returns something to
+            wait for.
         refuse: Called with a connection that is closed then, and why; an error without a text means
             that nothing was said.
     """
@@ -40,7 +41,7 @@ class Doorstep:
         self,
         listener: socket.socket,
         frame_bytes: int,
-        greet: Callable[[socket.socket, bytes], None],
+        greet: Callable[[socket.socket, bytes], Awaitable[None] | None],
         refuse: Callable[[socket.socket, Exception], None],
     ) -> None:
         self._listener = listener
@@ -86,7 +87,9 @@ class Doorstep:
         try:
             async with asyncio.timeout(GREETING_S):
                 frame = await self._loop.sock_recv(connection, self._frame_bytes)
-            self._greet(connection, frame)
+            greeted = self._greet(connection, frame)
+            if greeted is not None:
+                await greeted
         except (IskanderError, OSError) as error:
             with contextlib.suppress(OSError):
                 self._refuse(connection, error)

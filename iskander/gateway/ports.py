@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import stat
 from pathlib import Path
 
 from iskander.config import ServerConfig
@@ -65,13 +66,16 @@ class BoundPath:
         kind: Of the socket.
 
     Raises:
-        ConfigError: Another process listens there, or it cannot be given to its owner.
+        ConfigError: Another process listens there, something else than a socket is there, or it
+            cannot be given to its owner.
         OSError: It cannot be bound.
     """
 
     def __init__(
         self, path: Path, config: ServerConfig, kind: socket.SocketKind = socket.SOCK_STREAM
     ) -> None:
+        if _is_other(path):
+            raise ConfigError(f"{path}: there is a file that is no socket")
         # Whoever binds a path takes it from the one who listens there, without a word.
         self._lock = LockFile(path.with_name(path.name + ".lock"))
         if not self._lock.take():
@@ -89,8 +93,17 @@ class BoundPath:
 
     def release(self) -> None:
         """Take the files away."""
-        self._path.unlink(missing_ok=True)
+        if not _is_other(self._path):
+            self._path.unlink(missing_ok=True)
         self._lock.release()
+
+
+def _is_other(path: Path) -> bool:
+    """Whether there is something that is no socket; a link is none, wherever it leads."""
+    try:
+        return not stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _own(path: Path, config: ServerConfig) -> None:

@@ -4,15 +4,21 @@ A request is run again where that can help: inference is pure. What has failed t
 runs alone from then on, so that one caller's bad rows cost nobody else anything and the batch that
 kills workers is found.
 
-Pure, but for what it notes on the request.
+Pure, but for what it notes on the request and in the log.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import logging
+from typing import TYPE_CHECKING, Final
 
 from iskander.errors import Cancelled, IskanderError, PoisonedRequest
 from iskander.gateway.lanes.request import Request
+
+if TYPE_CHECKING:
+    from iskander.gateway.supervision.workers import Part
+
+log: Final = logging.getLogger("iskander.dispatch")
 
 KILLS_MAX: Final = 2
 LOSSES_MAX: Final = 8
@@ -55,3 +61,29 @@ def after_loss(request: Request, *, was_running: bool) -> IskanderError | None:
         "not given to another",
         model=request.lane.model.name,
     )
+
+
+def untaken(request: Request, error: Exception) -> IskanderError:
+    """The error that a request gets whose results were computed and cannot be taken.
+
+    It would be so again: nothing runs twice for that. What is no error of ours is the log's.
+    """
+    if not isinstance(error, IskanderError):
+        log.error("results for %s cannot be taken", request.lane.title, exc_info=error)
+        error = IskanderError("the server failed to take the results")
+    # Its frames hold views of the worker's arena.
+    error.__traceback__ = None
+    return error
+
+
+def unlanded(parts: list[Part]) -> list[Request]:
+    """Undo the parts of a batch that has no results; every request of it once."""
+    for part in parts:
+        request = part.request
+        request.running -= 1
+        if request.is_over:
+            continue
+        if request.is_waiting:
+            request.lane.queue.remove(request)
+        request.todo.append((part.first, part.rows))
+    return list(dict.fromkeys(part.request for part in parts))

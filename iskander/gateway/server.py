@@ -33,7 +33,7 @@ from iskander.gateway.repository.siblings import Siblings
 from iskander.gateway.runtime import Member, RuntimeDirectory
 from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.supervision.workers import Place
-from iskander.gateway.systemd import notify
+from iskander.gateway.systemd import notify, notify_changes
 from iskander.gateway.telemetry.lag import LoopLag
 from iskander.gateway.telemetry.observed import Observed
 from iskander.gateway.telemetry.recent import Recent
@@ -292,7 +292,7 @@ class Server:
         self._repository.look()
         self._health.publish()
         if self._member.siblings and self._is_started and not self._is_stopping:
-            notify(X_ISKANDER_READY=str(int(self._models.is_ready)))
+            notify_changes(X_ISKANDER_READY=str(int(self._models.is_ready)))
 
     def _on_access(self) -> None:
         """Who may ask what has changed."""
@@ -331,7 +331,10 @@ class Server:
     def _has_work(self) -> bool:
         is_asked = self._flight.exchanges or self._desk.calls or self._desk.open
         is_asked = is_asked or self._inferential.has_work
-        return bool(is_asked or self._dispatcher.in_flight or self._queued())
+        return bool(is_asked or self._dispatcher.in_flight or self._queued() or self._unsent())
+
+    def _unsent(self) -> int:
+        return self._grpc.unsent + (self._http.unsent if self._http is not None else 0)
 
     def _queued(self) -> int:
         return sum(len(lane.queue) for lane in self._models)
@@ -340,7 +343,8 @@ class Server:
         return (
             f"{len(self._flight.exchanges)} streams, {len(self._desk.calls)} calls, "
             f"{self._queued()} requests in queues, "
-            f"{self._dispatcher.in_flight} batches in flight"
+            f"{self._dispatcher.in_flight} batches in flight, "
+            f"{self._unsent()} connections with answers not read"
         )
 
     async def _release(self) -> None:

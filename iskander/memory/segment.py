@@ -145,7 +145,7 @@ class Segment:
                 with contextlib.suppress(OSError):
                     segment._mapping.madvise(mmap.MADV_HUGEPAGE)
             # Reserved pages that a node or a cgroup does not have are missed here, not before.
-            segment._mapping.madvise(_MADV_POPULATE_WRITE)
+            segment._populate(_MADV_POPULATE_WRITE)
         except OSError:
             segment.close()
             raise
@@ -185,7 +185,7 @@ class Segment:
                     f"a segment was handed over with fewer than {length_bytes} bytes"
                 )
             segment = cls(fd, length_bytes, is_writable=is_writable)
-            segment._mapping.madvise(_MADV_POPULATE_WRITE if is_writable else _MADV_POPULATE_READ)
+            segment._populate(_MADV_POPULATE_WRITE if is_writable else _MADV_POPULATE_READ)
         except OSError as error:
             os.close(fd)
             raise SegmentError(f"a segment cannot be mapped: {error.strerror}") from None
@@ -204,6 +204,19 @@ class Segment:
         with contextlib.suppress(BufferError):
             self._mapping.close()
         os.close(self.fd)
+
+    def _populate(self, advice: int) -> None:
+        """Fault all pages in: half a second a gibibyte, in which other threads go on.
+
+        `mmap.madvise` would keep the interpreter for as long.
+
+        Raises:
+            OSError: There are not that many.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        where = (ctypes.c_void_p(self.address), ctypes.c_size_t(len(self)))
+        if libc.madvise(*where, ctypes.c_int(advice)):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def _prefer(self, node: int) -> None:
         refusal = prefer_node_for(self.address, len(self), node)

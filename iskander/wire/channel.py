@@ -10,21 +10,26 @@ A SOCK_SEQPACKET unix socket keeps frames whole and in order, has no name once i
 tells of the other side's end after the last frame that it sent. Nothing is queued in this process:
 what is under way is bounded by credits, and is far less than the kernel's buffer.
 
-Source: unix(7), socket(7) (SO_RCVTIMEO).
+Source: unix(7), socket(7) (SO_RCVTIMEO), recv(2) (MSG_TRUNC).
 """
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 from collections.abc import Iterator
 from typing import Final
 
+from iskander.errors import ProtocolError
+
 FRAME_BYTES_MAX: Final = 1 << 18
 """Frames are far smaller; the largest tells of a contract with a thousand columns. Both buffers
 are asked to hold one, which the system's usual ceiling (net.core.wmem_max) allows."""
 
-_NO_WAIT: Final = int(socket.MSG_DONTWAIT)
+_WHOLE: Final = int(socket.MSG_TRUNC)
+"""Of a frame that is cut off, its whole length is told."""
+_NO_WAIT: Final = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
 
 
 class Channel:
@@ -48,7 +53,7 @@ class Channel:
             # The kernel's own timeout: one call waits and reads, where a poll would be another.
             timeval = struct.pack("@ll", int(wait_s), int(wait_s % 1 * 1_000_000))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-            self._first_flags = 0
+            self._first_flags = _WHOLE
         self._buffer = memoryview(bytearray(FRAME_BYTES_MAX))
         self._receive_into = connection.recv_into
         self._send = connection.send
@@ -62,6 +67,9 @@ class Channel:
         """Every frame that has come, each valid until the next one is asked for.
 
         To be read to its end: libuv tells only once of a socket that was reset.
+
+        Raises:
+            ProtocolError: A frame was longer than there may be, and is lost.
         """
         flags = self._first_flags
         while not self.has_ended:
@@ -75,6 +83,10 @@ class Channel:
             if not length:
                 self.has_ended = True
                 return
+            if length > FRAME_BYTES_MAX:
+                raise ProtocolError(
+                    f"a frame has {length} bytes, and may have {FRAME_BYTES_MAX}: it is lost"
+                )
             yield self._buffer[:length]
             flags = _NO_WAIT
 
@@ -82,8 +94,10 @@ class Channel:
         """Send a frame; to one who is gone, nothing happens: `receive` tells.
 
         Raises:
-            OSError: The frame is too long for the socket.
+            OSError: The frame is too long.
         """
+        if len(frame) > FRAME_BYTES_MAX:
+            raise OSError(errno.EMSGSIZE, f"a frame of {len(frame)} bytes")
         try:
             self._send(frame)
         except (BrokenPipeError, ConnectionResetError):

@@ -18,6 +18,7 @@ from support.processes import WorkerProcess, eventually, shared_mappings
 from support.scripted import ScriptedGateway, model_spec
 
 from iskander.contract.tensors import body_layout
+from iskander.wire.channel import FRAME_BYTES_MAX
 from iskander.wire.messages import (
     PROTOCOL_VERSION,
     Done,
@@ -327,10 +328,22 @@ def sequence_of(folder: Path) -> Path:
     )
 
 
+def wide(folder: Path) -> Path:
+    """Inputs whose names are longer together than a message may be."""
+    names = [f"{number:03d}".ljust(1000, "x") for number in range(300)]
+    return models.save(
+        folder,
+        [helper.make_node("Sum", names, ["y"])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows"]) for name in names],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows"])],
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda folder: folder, "no model file"),
+        (wide, f"may take {FRAME_BYTES_MAX}"),
         (sequence_of, "seq(tensor(float))"),
         (lambda folder: models.identity(folder, TensorProto.FLOAT, ["rows", "k"]), "first axis"),
     ],

@@ -28,6 +28,7 @@ from iskander.gateway.lanes.request import NO_TERMS, Request, Terms
 from iskander.gateway.supervision.workers import Place, Worker
 from iskander.gateway.waking import BusyPolling
 from iskander.memory.beat import write_beat
+from iskander.memory.segment import Segment
 from iskander.wire.messages import Done, Execute, Failed, decode_to_worker
 from support.lanes import CONTRACT, Asker, lane_of
 
@@ -240,7 +241,8 @@ class Simulation:
     def revive(self, worker: PlayedWorker, *models: int, output_bytes: int = 4 * MIB) -> None:
         """Another process in a worker's place."""
         self._incarnation += 1
-        worker.attach(self._incarnation, os.getpid(), output_bytes)
+        output = Segment.create("iskander-output", output_bytes)
+        worker.attach(self._incarnation, os.getpid(), output, output_bytes)
         worker.wire = Wire()
         worker.channel = worker.wire  # type: ignore[assignment]
         worker.ran, worker._running = [], None

@@ -154,6 +154,22 @@ def test_a_killed_process_costs_only_its_own_clients(pair: Gateway, number: int)
     assert f'iskander_process_starts_total{{process="{number}"}} 2.0' in text
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_is_asked_to_end_alone_is_replaced_and_the_worker_stays(
+    tmp_path: Path, number: int
+) -> None:
+    with gateways(tmp_path, 2, server={"drain_s": 0.5}) as pair:
+        worker, before = worker_pid(pair), pid_of(pair, number)
+        with client_of(pair, 1 - number) as other:
+            os.kill(before, signal.SIGTERM)
+            eventually(lambda: f"process {number} ended with 0" in pair.text(), what="its end")
+            for _ in range(20):
+                assert is_right(other)
+        with client_of_soon(pair, number) as again:
+            assert is_right(again)
+        assert worker_pid(pair) == worker
+
+
 def client_of_soon(gateway: Gateway, number: int) -> Client:
     """As `client_of`, once the process is there again."""
 
@@ -296,6 +312,29 @@ def test_what_takes_a_restart_is_not_replaced_by_halves(pair: Gateway) -> None:
     assert pid_of(pair, 1) == before
 
 
+def test_a_process_comes_back_as_it_was_whatever_the_file_says_meanwhile(pair: Gateway) -> None:
+    worker, before = worker_pid(pair), pid_of(pair, 0)
+    text = pair.config.read_text()
+    assert 'groups = ["0"]' in text
+    pair.config.write_text(text.replace('groups = ["0"]', 'groups = ["1"]'))
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: pid_of(pair, 0) != before, what="another process")
+    with client_of_soon(pair, 0) as again:
+        assert is_right(again)
+    assert worker_pid(pair) == worker
+    assert page(pair, "/readyz")[0] == 200
+
+
+def test_one_alone_goes_on_when_it_is_asked_to_reload(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, served(tmp_path), workers={"groups": ["0"]}) as gateway,
+        gateway.client() as client,
+    ):
+        gateway.signal(signal.SIGHUP)
+        eventually(lambda: "a restart applies the file" in gateway.text(), what="the log line")
+        assert is_right(client)
+
+
 def test_readiness_and_metrics_speak_for_all(pair: Gateway) -> None:
     assert page(pair, "/readyz") == (200, "ready\n")
     assert page(pair, "/livez") == (200, "ok\n")
@@ -377,17 +416,23 @@ def test_what_processes_cannot_share_is_refused(
         gateway.end()
 
 
-def test_a_port_that_is_taken_is_refused_even_by_one_that_shares_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["server", "http", "inferential"])
+def test_a_port_that_is_taken_is_refused_even_by_one_that_shares_it(
+    tmp_path: Path, of: str
+) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        gateway = Gateway(tmp_path, served(tmp_path), server={"processes": 2, "address": address})
+        where = f"tcp://{address}" if of == "inferential" else address
+        sections = {"server": {"processes": 2}}
+        sections.setdefault(of, {})["address"] = where  # type: ignore[assignment]
+        gateway = Gateway(tmp_path, served(tmp_path), **sections)
         try:
             gateway.start(is_ready=False)
             assert gateway.wait() == 78
-            assert "cannot listen there" in gateway.text()
+            assert f"{of}.address {address}: cannot listen there" in gateway.text()
         finally:
             gateway.end()
 

@@ -108,7 +108,7 @@ DOORS = {
         (
             "iskander/gateway/supervision/workers.py",
             "iskander/gateway/supervision/trial.py",
-            "iskander/gateway/processes.py",
+            "iskander/gateway/process.py",
             "workers/iskander_worker/tryout.py",
         ),
         "the supervisor, or iskander_worker.tryout",

@@ -228,3 +228,25 @@ async def test_a_drain_answers_what_was_accepted_and_takes_no_more() -> None:
             assert made.desk.open == 1
             made.dispatcher.answer(made.dispatcher.asked[0], b"results")
             assert await asked == b"results"
+
+
+@in_loop
+async def test_one_caller_leaves_places_for_others() -> None:
+    """Of 32, four are for callers that hold less than four."""
+    limits = LimitsConfig(streams=32)
+    async with office() as made:
+        desk = Desk(made.intake, made.dispatcher, limits)
+        with contextlib.ExitStack() as stack:
+            for _ in range(28):
+                stack.enter_context(desk.held(caller="greedy"))
+            with pytest.raises(Overloaded, match="4 or more of them are this caller's"):
+                stack.enter_context(desk.held(caller="greedy"))
+            for other in ("a", "b", "a"):
+                stack.enter_context(desk.held(caller=other))
+            stack.enter_context(desk.held())
+            with pytest.raises(Overloaded, match="32 requests are open"):
+                stack.enter_context(desk.held(caller="c"))
+        for _ in range(3):
+            with desk.held(caller="greedy"):
+                assert len(desk.calls) == 1
+        assert not desk.calls

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from iskander.errors import ProtocolError
 from iskander.wire.channel import FRAME_BYTES_MAX, Channel
 
 Pair = tuple[Channel, Channel]
@@ -152,3 +153,17 @@ def test_the_socket_can_be_left_open(pair: Pair) -> None:
     assert frames(pair[0]) == [] and not pair[0].has_ended
     socket.socket(fileno=fd).close()
     assert frames(pair[0]) == [] and pair[0].has_ended
+
+
+def test_a_frame_that_is_too_long_is_not_sent_and_one_that_came_is_named() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel, other = Channel(theirs), Channel(ours)
+    with pytest.raises(OSError, match="a frame of"):
+        other.send(bytes(FRAME_BYTES_MAX + 1))
+    ours.send(bytes(FRAME_BYTES_MAX + 1))
+    other.send(bytes(FRAME_BYTES_MAX // 2))
+    with pytest.raises(ProtocolError, match=f"{FRAME_BYTES_MAX + 1} bytes"):
+        frames(channel)
+    assert [len(frame) for frame in frames(channel)] == [FRAME_BYTES_MAX // 2]
+    for each in (channel, other):
+        each.close()

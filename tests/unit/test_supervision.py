@@ -12,9 +12,10 @@ from iskander.config import WorkersConfig
 from iskander.config_models import LaneConfig
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.supervision import recycling as recycling_module
-from iskander.gateway.supervision.lifecycle import State
+from iskander.gateway.supervision.lifecycle import Event, State
 from iskander.gateway.supervision.readiness import reason_of
 from iskander.gateway.supervision.recycling import SERVICE_LEAST_NS, Recycling
+from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.supervision.vacancy import Vacancy
 from iskander.gateway.supervision.watch import Watch
 from iskander.gateway.supervision.workers import NEVER, End, Place, Worker
@@ -378,3 +379,31 @@ def test_an_end_in_words(code: int | None, was_killed: bool, words: str, more: s
     end = End(code, was_killed)
     assert str(end) == words
     assert more in end.explanation and bool(more) == bool(end.explanation)
+
+
+def test_who_cannot_be_talked_to_is_given_up_unless_another_has_its_place() -> None:
+    happened: list[tuple[int, Event]] = []
+
+    class Played(Supervisor):
+        def __init__(self) -> None:
+            self._loop = asyncio.get_running_loop()
+
+        def _happened(self, worker: Worker, event: Event) -> None:
+            happened.append((worker.place.index, event))
+
+    async def run() -> None:
+        supervisor = Played()
+        made = workers(4)
+        made[1].state = State.LOADING
+        for worker in made:
+            supervisor._on_deaf(worker)
+        made[2].incarnation += 10
+        assert happened == []
+        await asyncio.sleep(0)
+        assert happened == [(0, Event.HUNG), (1, Event.LOAD_FAILED), (3, Event.HUNG)]
+        happened.clear()
+        supervisor._on_let_go(made[0], made[0].incarnation)
+        supervisor._on_let_go(made[2], made[2].incarnation - 10)
+        assert happened == [(0, Event.LOST)]
+
+    asyncio.run(run())

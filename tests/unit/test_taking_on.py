@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from typing import Any, NamedTuple
 
 import pytest
 
+from iskander.config import ArenaConfig
 from iskander.errors import ProtocolError
 from iskander.gateway.supervision.lifecycle import State
-from iskander.gateway.supervision.taking_on import place_for
+from iskander.gateway.supervision.taking_on import give_memory, place_for
 from iskander.gateway.supervision.workers import Place, Worker
+from iskander.memory.segment import Segment
 from iskander.wire.messages import Hello
 
 
@@ -61,3 +66,38 @@ def test_a_models_own_places_are_for_its_own_workers() -> None:
     assert place_of(workers, hello(pool="m/1")) == 0
     with pytest.raises(ProtocolError, match="of model `m/2`"):
         place_of(workers, hello(pool="m/2"))
+
+
+def test_a_place_is_nobody_elses_while_its_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that has other things to do goes on meanwhile."""
+    go_on = threading.Event()
+    create = Segment.create
+
+    def slowly(label: str, *rest: Any) -> Segment:
+        if "output" in label:
+            assert go_on.wait(10)
+        return create(label, *rest)
+
+    monkeypatch.setattr(Segment, "create", slowly)
+    arena = ArenaConfig(output_bytes=1 << 20)
+
+    async def run() -> None:
+        only = worker(0)
+        making = asyncio.create_task(give_memory(only, 1, os.getpid(), arena))
+        await asyncio.sleep(0.01)
+        with pytest.raises(ProtocolError, match="every place"):
+            place_for([only], 8, hello())
+        go_on.set()
+        await making
+        assert only.incarnation == 1 and only.output is not None
+        only.detach()
+
+        stopped = worker(0)
+        making = asyncio.create_task(give_memory(stopped, 2, os.getpid(), arena))
+        await asyncio.sleep(0)
+        stopped.state = State.STOPPED
+        with pytest.raises(ProtocolError, match="is stopped"):
+            await making
+        assert stopped.output is None
+
+    asyncio.run(run())

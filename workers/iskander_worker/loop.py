@@ -13,13 +13,16 @@ from collections.abc import Callable
 from typing import Final
 
 from iskander.clock import now_ns
-from iskander.errors import Cancelled, IskanderError
+from iskander.errors import Cancelled, IskanderError, ManifestError
+from iskander.wire.channel import FRAME_BYTES_MAX
 from iskander.wire.messages import (
     Done,
     Drain,
     Execute,
     Failed,
     Load,
+    Loaded,
+    LoadFailed,
     Stepped,
     ToGateway,
     Unload,
@@ -163,8 +166,17 @@ class WorkerLoop:
     def _answer_load(self, gateways: Gateways) -> None:
         """Tell what came of a load, where one is done and who asked for it is still there."""
         done = self._loads.take()
-        if done is not None and done[0] in gateways.attached:
-            done[0].channel.send(encode(done[1]))
+        if done is None or done[0] not in gateways.attached:
+            return
+        attachment, answers = done
+        frame = encode(answers)
+        if len(frame) > FRAME_BYTES_MAX:
+            answer = answers[-1]
+            assert isinstance(answer, Loaded | LoadFailed)
+            attachment.executor.drop(answer.model)
+            self._keep_used(gateways)
+            frame = encode([_untold(answer.model, len(frame))])
+        attachment.channel.send(frame)
 
     def _after_fork(self) -> None:
         """A child that a model's code has forked must not keep the end of this worker a secret."""
@@ -173,6 +185,15 @@ class WorkerLoop:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.is_leaving = True
+
+
+def _untold(model: int, length: int) -> LoadFailed:
+    """What to say of a model whose contract no frame holds."""
+    error = ManifestError(
+        f"what there is to tell of its inputs and outputs takes {length} bytes, and may take "
+        f"{FRAME_BYTES_MAX}: it needs fewer of them, or shorter names"
+    )
+    return LoadFailed(model, error.code, error.message)
 
 
 def _is_brief(message: Execute, attachment: Attachment) -> bool:

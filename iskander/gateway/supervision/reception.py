@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from iskander.gateway.doorstep import Doorstep
 from iskander.wire import attach
 from iskander.wire.channel import FRAME_BYTES_MAX
 from iskander.wire.messages import Hello, Refused, require_protocol
+
+TakeOn: TypeAlias = Callable[[socket.socket, int, Hello], Awaitable[None]]
 
 log = logging.getLogger("iskander.reception")
 
@@ -27,7 +30,7 @@ class Reception:
             raising an `IskanderError`, which is what the peer is told.
     """
 
-    def __init__(self, path: Path, take_on: Callable[[socket.socket, int, Hello], None]) -> None:
+    def __init__(self, path: Path, take_on: TakeOn) -> None:
         self._path = path
         self._take_on = take_on
         self._doorstep = Doorstep(
@@ -46,12 +49,14 @@ class Reception:
             self._doorstep.close()
             self._path.unlink(missing_ok=True)
 
-    def _greet(self, connection: socket.socket, frame: bytes) -> None:
+    async def _greet(self, connection: socket.socket, frame: bytes) -> None:
         attach.require_peer(connection)
         hello = attach.read_hello(frame)
         require_protocol(hello.protocol)
-        self._take_on(connection, attach.peer_of(connection).pid, hello)
+        await self._take_on(connection, attach.peer_of(connection).pid, hello)
 
     def _refuse(self, connection: socket.socket, error: Exception) -> None:
         log.warning("a worker was not taken on: %s", str(error) or "it said nothing")
+        if isinstance(error, TimeoutError):
+            return  # It may only have been slow: whom nobody answers asks again.
         attach.send_answer(connection, Refused("protocol", str(error)))

@@ -14,14 +14,14 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.errors import IskanderError, NotReady
+from iskander.errors import IskanderError, NotReady, ProtocolError
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.models import Models
@@ -48,6 +48,7 @@ from iskander.wire.messages import (
     LoadFailed,
     Notice,
     Stepped,
+    ToGateway,
     Unloaded,
     decode_to_gateway,
     encode,
@@ -95,6 +96,7 @@ class Supervisor:
         self._models = models
         self._intake = intake
         self._dispatcher = dispatcher
+        dispatcher.end_worker = self._on_deaf
         self._on_change = on_change
         self.workers = models.workers = [Worker(place, is_ours=member.is_first) for place in places]
         self._incarnation = 0
@@ -252,12 +254,7 @@ class Supervisor:
     def _receive(self, worker: Worker, channel: Channel) -> None:
         """Take everything that a worker has said, its end too."""
         dispatcher = self._dispatcher
-        for frame in channel.receive():
-            try:
-                messages = decode_to_gateway(frame)
-            except ValueError as error:
-                log.error("worker %d: a frame was not understood: %s", worker.place.index, error)
-                continue
+        for messages in self._messages(worker, channel):
             for message in messages:
                 if type(message) is Done:
                     dispatcher.on_done(worker, message)
@@ -281,12 +278,42 @@ class Supervisor:
             self._recycling.look(worker)
         dispatcher.pump()
 
-    def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
+    def _messages(self, worker: Worker, channel: Channel) -> Iterator[list[ToGateway]]:
+        """What a worker has said; one that says what is not understood is ended.
+
+        What it meant may have been the end of a batch, for which somebody would wait for ever.
+        """
+        is_read = False
+        while not is_read:
+            try:
+                for frame in channel.receive():
+                    yield decode_to_gateway(frame)
+                is_read = True
+            except (ValueError, ProtocolError) as error:
+                index = worker.place.index
+                log.error("worker %d is ended: a frame was not understood: %s", index, error)
+                self._give_up(worker, worker.incarnation)
+
+    def _on_deaf(self, worker: Worker) -> None:
+        """End a worker that takes no messages, once whoever was sending has come to an end."""
+        self._loop.call_soon(self._give_up, worker, worker.incarnation)
+
+    def _give_up(self, worker: Worker, incarnation: int) -> None:
+        """End a process with which this one cannot talk, if it is still there."""
+        if incarnation == worker.incarnation:
+            is_loading = worker.state is State.LOADING
+            self._happened(worker, Event.LOAD_FAILED if is_loading else Event.HUNG)
+
+    def _on_let_go(self, worker: Worker, incarnation: int) -> None:
+        if incarnation == worker.incarnation:
+            self._happened(worker, Event.LOST)
+
+    async def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
         """Give a worker that came in its place, its memory and its models."""
         worker = place_for(self.workers, pid, hello)
         self._incarnation += 1
         try:
-            give_memory(worker, self._incarnation, pid, self._config.arena)
+            await give_memory(worker, self._incarnation, pid, self._config.arena)
             welcome(worker, connection, self._intake.segment, self._settings, self._member)
         except (IskanderError, OSError):
             worker.detach()
@@ -361,7 +388,7 @@ class Supervisor:
             worker.kill()
         elif worker.channel is not None:
             self._loop.remove_reader(worker.channel)
-            self._loop.call_soon(self._happened, worker, Event.LOST)
+            self._loop.call_soon(self._on_let_go, worker, worker.incarnation)
 
 
 def _doing(worker: Worker) -> str:

@@ -5,6 +5,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -27,13 +28,18 @@ log = logging.getLogger("iskander.supervisor")
 VACANT = (State.ABSENT, State.LOOPING, State.STARTING)
 
 
+def is_vacant(worker: Worker) -> bool:
+    """Whether a place can have a process, and none is on its way to it."""
+    return worker.state in VACANT and not worker.is_claimed
+
+
 def place_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
     """The place that a process gets: where it was started for, its old one, else any in its group.
 
     Raises:
         ProtocolError: None is free.
     """
-    free = [each for each in workers if each.state in VACANT and each.place.pool == hello.pool]
+    free = [each for each in workers if is_vacant(each) and each.place.pool == hello.pool]
     own = [each for each in free if each.child is not None and each.child.pid == pid]
     unclaimed = [each for each in free if each.child is None]
     old = [each for each in unclaimed if each.place.index == hello.index]
@@ -48,15 +54,39 @@ def place_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
     )
 
 
-def give_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaConfig) -> None:
-    """Make the segments that are this worker's own.
+async def give_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaConfig) -> None:
+    """Make the segments that are this worker's own: the large one in a thread.
+
+    Nobody else gets the place meanwhile.
 
     Raises:
         SegmentError: The system has not the memory.
+        ProtocolError: The place is not to be filled any more.
     """
+    index = worker.place.index
     options = BackingOptions(worker.place.node, arena.huge_pages, arena.lock)
-    worker.attach(incarnation, pid, arena.output_bytes, options)
+    worker.is_claimed = True
+    making = asyncio.get_running_loop().run_in_executor(
+        None, Segment.create, f"iskander-output-{index}", arena.output_bytes, options
+    )
+    try:
+        output = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close)
+        raise
+    finally:
+        worker.is_claimed = False
+    if worker.state not in VACANT:
+        output.close()
+        raise ProtocolError(f"the place {index} is {worker.state}")
+    worker.attach(incarnation, pid, output, arena.output_bytes)
     log_backing(log, f"output arena of worker {worker.place.index}", worker.backing)
+
+
+def _close(made: asyncio.Future[Segment]) -> None:
+    """Memory came that nobody waits for any more."""
+    if made.exception() is None:
+        made.result().close()
 
 
 def welcome(

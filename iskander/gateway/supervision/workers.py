@@ -19,7 +19,7 @@ import msgspec
 
 from iskander.gateway.supervision.lifecycle import Event, State
 from iskander.memory.arena import Arena, Lease
-from iskander.memory.backing import ANY_MEMORY, NO_MEMORY, BackingOptions
+from iskander.memory.backing import NO_MEMORY
 from iskander.memory.beat import BEAT_BYTES, Beat, read_beat
 from iskander.memory.segment import Segment
 from iskander.wire.channel import Channel
@@ -176,6 +176,7 @@ class Worker:
         is_looping: It fails again and again; counts for no readiness until it has been steady.
         is_due: It is being replaced in order, because it has computed or grown enough.
         is_awaited: It is being replaced in order, and requests may wait for the next process.
+        is_claimed: A process is being taken on for it.
         is_hung: It was silent for too long, and is being ended.
         has_been_ready: Whether the place was filled once; `opened_ns` is when it last was.
         loading: The model that it was asked for last and has not answered for; empty for none.
@@ -209,6 +210,7 @@ class Worker:
         self.is_looping = False
         self.is_due = False
         self.is_awaited = False
+        self.is_claimed = False
         self.is_hung = False
         self.has_been_ready = False
         self.opened_ns = 0
@@ -283,13 +285,20 @@ class Worker:
         self,
         incarnation: int,
         pid: int,
+        output: Segment,
         output_bytes: int,
-        options: BackingOptions = ANY_MEMORY,
     ) -> None:
-        """Take on a process: memory of its own, as the options have it."""
+        """Take on a process.
+
+        Args:
+            incarnation: Its number.
+            pid: Its process.
+            output: Memory for its results; owned from here on.
+            output_bytes: That are wanted of it.
+        """
         index = self.place.index
-        self.output = Segment.create(f"iskander-output-{index}", output_bytes, options)
-        self.backing = self.output.backing
+        self.output = output
+        self.backing = output.backing
         self.notices.extend(f"output arena: {each}" for each in self.backing.complaints)
         self.beat = Segment.create(f"iskander-beat-{index}", BEAT_BYTES)
         self.output_arena = Arena(output_bytes)
