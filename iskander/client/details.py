@@ -11,7 +11,7 @@ from typing import Any
 
 from pyarrow import flight
 
-from iskander.errors import IskanderError
+from iskander.errors import DeadlineExceeded, IskanderError
 
 
 class Detail(flight.ClientMiddleware):  # type: ignore[misc]
@@ -35,10 +35,15 @@ class Detail(flight.ClientMiddleware):  # type: ignore[misc]
             self._wire = value
 
     def named(self, error: Exception) -> Exception:
-        """The server's own error where it sent one; else the error as it is."""
+        """The server's own error where it sent one; else the error as it is.
+
+        At a call's deadline it is a race which side ends it, and the error is the same.
+        """
         try:
             wire = json.loads(self._wire)
         except ValueError:
+            if isinstance(error, flight.FlightTimedOutError):
+                return DeadlineExceeded("the call's deadline has passed")
             return error
         return IskanderError.from_wire(wire) if isinstance(wire, dict) else error
 

@@ -49,6 +49,7 @@ class Models:
         workers: Every place of the plan; set by the supervisor.
         is_stopping: Nothing is called ready any more.
         is_discreet: Not every caller may know what there is.
+        is_looking: What the repository has to be loaded from the start is not known yet.
         pending: Models whose loads of the start have not come to their end.
         freshness: Whether lanes' files are those that they were loaded from.
     """
@@ -62,6 +63,7 @@ class Models:
         self.workers: list[Worker] = []
         self.is_stopping = False
         self.is_discreet = False
+        self.is_looking = False
         self.pending = 0
         self.freshness = Freshness()
         self._served: dict[str, dict[str, Lane]] = {}
@@ -108,11 +110,12 @@ class Models:
     @property
     def is_settled(self) -> bool:
         """Whether every model is ready, or known not to load."""
-        return not self.pending and all(self.is_lane_ready(lane) for lane in self)
+        is_pending = self.is_looking or self.pending
+        return not is_pending and all(self.is_lane_ready(lane) for lane in self)
 
     def is_lane_ready(self, lane: Lane) -> bool:
         """Whether one model version has the workers that it needs."""
-        return not reason_of(lane, self.workers)
+        return lane.is_ready
 
     def reasons(self) -> list[str]:
         """Why not everything is ready, a sentence each; empty where it is."""
@@ -125,7 +128,10 @@ class Models:
             for which, failure in self.failures.items()
             if failure.is_required
         ]
-        return [f"model `{title}`: {reason}" for title, reason in reasons if reason]
+        told = [f"model `{title}`: {reason}" for title, reason in reasons if reason]
+        if not told and (self.is_looking or self.pending):
+            told.append("the repository's models are being loaded")
+        return told
 
     @property
     def coming(self) -> list[Lane]:
@@ -175,7 +181,7 @@ class Models:
         """Whether all is ready, and each model version, and why not; for `health`."""
         models: dict[str, dict[str, Any]] = {}
         for lane in self:
-            reason = reason_of(lane, self.workers)
+            reason = self._reason(lane)
             model = models.setdefault(lane.model.name, {"ready": True, "versions": {}})
             model["versions"][lane.model.version] = not reason
             if reason:
@@ -194,7 +200,7 @@ class Models:
         """Every model version that is served, is coming, or should be served and does not load."""
         for lane in self:
             failure = self.failures.get((lane.model.name, lane.model.version))
-            reason = reason_of(lane, self.workers)
+            reason = self._reason(lane)
             state = "UNAVAILABLE" if reason else "READY"
             if failure is not None:
                 reason = reason or f"a change of it is not served: {failure.reason}"
@@ -240,7 +246,10 @@ class Models:
 
     def _reason(self, lane: Lane) -> str:
         reason = reason_of(lane, self.workers)
-        return reason or ("" if lane.is_served else "its workers are loading")
+        if not reason and not lane.is_served:
+            return "its workers are loading"
+        # Before the plan is made there are no workers to tell about.
+        return reason if reason or lane.is_ready else "its workers have not come yet"
 
     def _note(self, name: str) -> None:
         self.revision += 1
@@ -301,6 +310,7 @@ def configured(config: Config, recent: Recent) -> Models:
         ConfigError: There is no file where the configuration says.
     """
     models, loading = Models(), loading_spec(config)
+    models.is_looking = bool(config.repository.path)
     for key, model in enumerate(config.models):
         lane = Lane(model_spec(key, model, loading), model.lane, quorum_of(config, model), recent)
         models.by_key[key] = lane

@@ -238,9 +238,6 @@ class Streams:
             is_bad = answered < len(feed.sent) and feed.is_bad(answered)
             self._error(error, "ended with", is_bad=is_bad)
             return error.code != "draining"
-        if isinstance(error, flight.FlightTimedOutError) and self._habit.timeout_s:
-            self._ledger.note("ended by its own timeout")
-            return True
         if self.may_drain and not answered and isinstance(error, flight.FlightUnavailableError):
             self._ledger.note("nobody there")
             return False

@@ -13,6 +13,7 @@ import hpack
 
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.connection import Connection
+from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.listening import SCRATCH_BYTES
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -239,6 +240,7 @@ class FakeHost:
         self.calls_max = calls_max
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
+        self.expired = lambda _: RpcError(Status.DEADLINE_EXCEEDED, "late", (("why", "late"),))
         self.served: list[Call] = []
         self._serve = serve
 
@@ -338,11 +340,18 @@ class Wire:
     Args:
         address: Host and port.
         first: What is sent first.
+        buffer_bytes: That the system keeps of what is not read; 0 for as many as it likes.
     """
 
-    def __init__(self, address: str, first: bytes = PREFACE + settings()) -> None:
+    def __init__(
+        self, address: str, first: bytes = PREFACE + settings(), buffer_bytes: int = 0
+    ) -> None:
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), 20.0)
+        self.socket = socket.socket()
+        self.socket.settimeout(20.0)
+        if buffer_bytes:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        self.socket.connect((host, int(port)))
         self.frames: list[Frame] = []
         self.is_over = False
         self._rest = b""

@@ -30,6 +30,8 @@ from support import models, raw
 from support.grpc_judge import CHECK, WIDTH, Judge, opening, wide_batch
 from support.processes import MIB, Gateway, eventually, running, suspended
 
+from iskander.gateway.http2.status import Status
+
 SERVING = "0801"
 """A HealthCheckResponse, in hexadecimal."""
 STREAMS = 256
@@ -362,6 +364,8 @@ def test_unknown_methods_and_services_are_unimplemented(
     [
         (CHECK, [raw.field(1, b"nobody")], "NOT_FOUND", "model_not_found"),
         (CHECK, [b"\xff"], "INVALID_ARGUMENT", "malformed"),
+        (CHECK, [], "INVALID_ARGUMENT", "malformed"),
+        ("/no.such.Service/Call", [], "UNIMPLEMENTED", "unsupported"),
         (raw.EXCHANGE, [raw.descriptor("nobody")], "NOT_FOUND", "model_not_found"),
         (raw.EXCHANGE, [], "INVALID_ARGUMENT", "malformed"),
     ],
@@ -373,8 +377,13 @@ def test_an_error_has_its_name_and_its_detail_beside_its_status(
     found = judge.ask("outcome", address=gateway.address, method=method, frames=hexed)
     trailers = found["trailers"]
     assert (found["code"], trailers["iskander-code"], found["next"]) == (code, name, "OK")
-    detail = json.loads(base64.b64decode(trailers["grpc-status-details-bin"]))
-    assert (detail["code"], detail["message"]) == (name, found["details"])
+    detail = base64.b64decode(trailers["grpc-status-details-bin"])
+    if method == raw.EXCHANGE:
+        told = json.loads(detail)
+        assert (told["code"], told["message"]) == (name, found["details"])
+    else:
+        number = bytes([Status[code]])  # A google.rpc.Status.
+        assert detail == b"\x08" + number + raw.field(2, found["details"].encode())
 
 
 def test_short_connections_leave_no_descriptor(gateway: Gateway, judge: Judge) -> None:

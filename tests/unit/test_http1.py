@@ -425,3 +425,19 @@ def test_a_stop_does_not_wait_longer_than_it_may() -> None:
             assert port.app.gone == 1
 
     serve(talk)
+
+
+def test_an_answer_that_is_not_read_is_known_of() -> None:
+    async def talk(port: Port) -> None:
+        port.app.answer = bytes(LARGE_BYTES)
+        async with port.connected() as (reader, writer):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            assert port.http.unsent == 0
+            writer.write(GET)
+            while not port.http.unsent:
+                await asyncio.sleep(0.01)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert await answer(reader) == port.app.answer
+            assert port.http.unsent == 0 and port.http.connections == 1
+
+    serve(talk)

@@ -44,6 +44,7 @@ from support.http2 import (
 from support.intake import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.errors import DeadlineExceeded
 from iskander.gateway.frontends import grpc_server
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
 from iskander.gateway.http2.connection import GREETING_NS, IDLE_NS, PING_NS
@@ -991,8 +992,14 @@ async def test_a_call_whose_message_does_not_come_in_time_is_told_so(
     async def answer(request: bytes, call: Call) -> None:
         raise AssertionError
 
+    async def serve(call: Call) -> None:
+        try:
+            await grpc_server._with_request(answer)(call)
+        except DeadlineExceeded as error:
+            raise grpc_server.rpc_error(error) from None
+
     monkeypatch.setattr(grpc_server, "REQUEST_S", 0.01)
-    peer = Peer(grpc_server._with_request(answer))
+    peer = Peer(serve)
     peer.open(1)
     await until(lambda: peer.answer().is_over)
     assert peer.answer().status == Status.DEADLINE_EXCEEDED
@@ -1384,3 +1391,27 @@ async def test_nothing_is_left_of_calls_that_ended() -> None:
     assert not peer.calls and not output._held and peer.connection._data_call is None
     peer.served.clear()
     assert not calls_kept(peer)
+
+
+@in_loop
+async def test_a_connection_knows_of_what_its_client_has_not_read() -> None:
+    """In its own window, and in the socket; a call that is open and says nothing is nothing."""
+
+    async def answer(call: Call) -> None:
+        if call.has_all_input:
+            await call.answer(bytes(WINDOW_DEFAULT + 5))
+
+    peer = Peer(answer)
+    peer.open(1)
+    await turns()
+    assert not peer.connection.has_unsent
+    peer.open(3, flags=END_STREAM)
+    await turns()
+    assert peer.connection.has_unsent
+    peer.transport.room_bytes = 0
+    peer.say(window_update(0, MIB), window_update(3, MIB))
+    await turns()
+    assert peer.transport.is_full and peer.connection.has_unsent
+    peer.transport.empty()
+    await turns()
+    assert not peer.connection.has_unsent

@@ -76,7 +76,7 @@ class Played:
             }
         )
         terms = StreamTerms((("iskander-urgency", "0.5"),), deadline_ns)
-        scanned = scan(request.SerializeToString())
+        scanned = scan(request.SerializeToString(), LimitsConfig())
         parts = await self.inference.answer(scanned, terms, EVERYTHING, is_streamed=is_streamed)
         return oip_pb2.ModelInferResponse.FromString(b"".join(parts))
 
@@ -124,7 +124,7 @@ async def test_tensors_reach_the_desk_without_a_copy() -> None:
         raw_input_contents=[FIRST.tobytes()],
     ).SerializeToString()
     held = bytearray(message)
-    await played.inference.answer(scan(held), StreamTerms((), None), EVERYTHING)
+    await played.inference.answer(scan(held, LimitsConfig()), StreamTerms((), None), EVERYTHING)
     held[-1] = 1
     (tensor,) = played.desk.asked[0]["offered"].tensors
     assert tensor[-1] == 1
@@ -171,5 +171,5 @@ async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         await played.ask(parameters={"priority": {"string_param": "high"}})
     assert len(remembered) == 10
 
-    monkeypatch.setattr(oip_infer, "read_head", lambda head: pytest.fail("it is read again"))
+    monkeypatch.setattr(oip_infer, "read_head", lambda *_: pytest.fail("it is read again"))
     await played.ask(parameters={f"p{REMEMBERED_MAX}": {"bool_param": True}}, id="another")

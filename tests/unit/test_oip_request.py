@@ -7,14 +7,25 @@ from typing import Any
 import pytest
 
 from iskander._generated import oip_pb2
+from iskander.config import LimitsConfig
+from iskander.contract.columns import ColumnType
 from iskander.contract.strings import body_to_strings
-from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
-from iskander.gateway.frontends.oip_request import plain, read_head, tensors_of
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import (
+    ContractError,
+    IskanderError,
+    LimitExceeded,
+    MalformedInput,
+    Unsupported,
+)
+from iskander.gateway.frontends import oip_tensors
+from iskander.gateway.frontends.oip_request import Asked, plain, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_strings
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
 
+COLUMNS = 8
 X = {"name": "x", "datatype": "INT64", "shape": [2, 3]}
 FLAG = {"name": "flag", "datatype": "BOOL", "shape": [2]}
 
@@ -25,21 +36,40 @@ def head_of(**values: Any) -> bytes:
     ).SerializeToString()
 
 
+def read(head: bytes) -> Asked:
+    return read_head(head, COLUMNS)
+
+
+def taken_of(
+    asked: Asked, raw: list[memoryview], strings_max: int, *shape: int, **limits: int
+) -> list[Tensor]:
+    """The tensors for a model of numbers with the shape [3], unless it is said, and of strings."""
+    of_numbers, of_strings = ColumnType("int64", shape or (3,)), ColumnType("binary", ())
+    contract = Contract(
+        inputs=(
+            TensorSpec("x", "x", of_numbers, of_numbers.shape),
+            *[TensorSpec("words", "words", of_strings, ())] * bool(strings_max),
+        ),
+        outputs=(),
+    )
+    return tensors_of(asked, raw, contract, LimitsConfig(**{"rows": strings_max or 9} | limits))
+
+
 def test_what_a_request_asks_for() -> None:
-    asked = read_head(head_of(model_version="3", inputs=[X, FLAG], outputs=[{"name": "y"}]))
+    asked = read(head_of(model_version="3", inputs=[X, FLAG], outputs=[{"name": "y"}]))
     assert (asked.model, asked.version, asked.said) == ("m", "3", None)
     assert asked.inputs == [("x", "INT64", (2, 3)), ("flag", "BOOL", (2,))]
     assert asked.outputs == ("y",) and not asked.wants_final
 
 
 def test_no_version_is_the_default_one() -> None:
-    assert read_head(head_of()).version is None
+    assert read(head_of()).version is None
 
 
 def test_raw_contents_go_to_the_inputs_in_order() -> None:
-    asked = read_head(head_of(inputs=[X, FLAG]))
+    asked = read(head_of(inputs=[X, FLAG]))
     x, flag = memoryview(bytes(48)), memoryview(bytes(2))
-    assert tensors_of(asked, [x, flag], 0) == [
+    assert taken_of(asked, [x, flag], 0) == [
         Tensor("x", "INT64", (2, 3), x),
         Tensor("flag", "BOOL", (2,), flag),
     ]
@@ -47,25 +77,25 @@ def test_raw_contents_go_to_the_inputs_in_order() -> None:
 
 def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
     flag = FLAG | {"contents": {"bool_contents": [True, False]}}
-    asked = read_head(head_of(inputs=[X, flag]))
-    x, taken = tensors_of(asked, [], 0)
+    asked = read(head_of(inputs=[X, flag]))
+    x, taken = taken_of(asked, [], 0)
     assert bytes(x.data) == b"" and bytes(taken.data) == b"\x01\x00"
 
 
 @pytest.mark.parametrize("raw", [1, 3])
 def test_raw_contents_that_are_not_one_for_each_input_are_refused(raw: int) -> None:
-    asked = read_head(head_of(inputs=[X, FLAG]))
+    asked = read(head_of(inputs=[X, FLAG]))
     with pytest.raises(MalformedInput, match=f"2 inputs and {raw} raw contents"):
-        tensors_of(asked, [memoryview(b"")] * raw, 0)
+        taken_of(asked, [memoryview(b"")] * raw, 0)
 
 
 def test_raw_and_typed_contents_are_not_mixed() -> None:
-    asked = read_head(head_of(inputs=[X, FLAG | {"contents": {"bool_contents": [True]}}]))
+    asked = read(head_of(inputs=[X, FLAG | {"contents": {"bool_contents": [True]}}]))
     with pytest.raises(MalformedInput, match="all have one form"):
-        tensors_of(asked, [memoryview(b"")], 0)
+        taken_of(asked, [memoryview(b"")], 0)
 
 
-WORDS = {"name": "words", "datatype": "BYTES", "shape": [3]}
+WORDS = {"name": "words", "datatype": "BYTES", "shape": [1, 3]}
 STRINGS = [b"one", b"", b"three"]
 
 
@@ -73,17 +103,17 @@ STRINGS = [b"one", b"", b"three"]
 def test_strings_are_put_together_where_so_many_may_be(*, is_raw: bool) -> None:
     words = WORDS if is_raw else WORDS | {"contents": {"bytes_contents": STRINGS}}
     raw = [memoryview(raw_strings(STRINGS))] if is_raw else []
-    asked = read_head(head_of(inputs=[words]))
-    (taken,) = tensors_of(asked, raw, 3)
+    asked = read(head_of(inputs=[words]))
+    (taken,) = taken_of(asked, raw, 3)
     assert body_to_strings(taken.data, 3) == STRINGS
-    (left,) = tensors_of(asked, raw, 2)
+    (left,) = taken_of(asked, raw, 2)
     assert left.data is raw[0] if is_raw else not left.data
 
 
 def test_strings_that_are_not_as_many_as_the_shape_says_are_refused() -> None:
-    asked = read_head(head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}]))
+    asked = read(head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}]))
     with pytest.raises(MalformedInput, match="3 strings by its shape, got 6"):
-        tensors_of(asked, [], 10)
+        taken_of(asked, [], 10)
 
 
 REGION = {"parameters": {"shared_memory_region": {"string_param": "r"}}}
@@ -105,12 +135,72 @@ REFUSED: dict[str, tuple[dict[str, Any], type[IskanderError]]] = {
 def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
     values, kind = REFUSED[name]
     with pytest.raises(kind):
-        read_head(head_of(**values))
+        read(head_of(**values))
+
+
+TOO_MANY: dict[str, dict[str, Any]] = {
+    "inputs": {"inputs": [X] * 9},
+    "outputs": {"outputs": [{"name": "y"}] * 9},
+    "parameters": {"parameters": {f"p{number}": {"bool_param": True} for number in range(9)}},
+    "axes": {"inputs": [X | {"shape": [1 << 62] * 18}]},
+}
+
+
+@pytest.mark.parametrize("what", TOO_MANY)
+def test_more_than_a_batch_has_is_refused(what: str) -> None:
+    with pytest.raises(LimitExceeded, match=rf"may have \d+ {what}"):
+        read(head_of(**TOO_MANY[what]))
+
+
+def test_as_many_as_a_batch_has_are_taken() -> None:
+    names = [f"y{number}" for number in range(COLUMNS)]
+    asked = read(
+        head_of(
+            inputs=[X | {"shape": [1] * 17}] * COLUMNS,
+            outputs=[{"name": name} for name in names],
+            parameters={name: {"bool_param": True} for name in names},
+        )
+    )
+    assert len(asked.inputs) == COLUMNS and asked.outputs == tuple(names)
+
+
+def typed(shape: list[int], count: int) -> dict[str, Any]:
+    return X | {"datatype": "INT8", "shape": shape, "contents": {"int_contents": [1] * count}}
+
+
+LARGE: dict[str, tuple[list[dict[str, Any]], type[IskanderError], str]] = {
+    "rows": ([typed([10, 3], 30)], LimitExceeded, "9 rows, got 10"),
+    "bytes": ([typed([9, 3], 27)] * 4, LimitExceeded, "100 bytes, got 108"),
+    "beside a negative shape": (
+        [typed([-9, 30], 1), typed([9, 30], 270)],
+        LimitExceeded,
+        "got 270",
+    ),
+    "elements": ([typed([2, 3], 7)], MalformedInput, "6 elements by its shape, got 7"),
+    "no rows": ([typed([-1, 3], 3)], MalformedInput, "-3 elements"),
+    "nothing": ([typed([], 3)], MalformedInput, "1 elements by its shape, got 3"),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_typed_contents_are_held_against_the_limits_before_they_are_read(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, kind, text = LARGE[what]
+    monkeypatch.setattr(oip_tensors, "raw_of", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(kind, match=text):
+        taken_of(read(head_of(inputs=inputs)), [], 0, bytes=100)
+
+
+def test_typed_contents_that_fit_no_input_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oip_tensors, "raw_of", lambda *_: pytest.fail("it is read"))
+    (left,) = taken_of(read(head_of(inputs=[typed([1, 90], 90)])), [], 0)
+    assert left.shape == (1, 90) and not left.data
 
 
 def test_what_is_no_request_is_malformed() -> None:
     with pytest.raises(MalformedInput):
-        read_head(b"\x0a\xff")
+        read(b"\x0a\xff")
 
 
 def test_parameters_of_every_kind_are_plain_values() -> None:
@@ -141,6 +231,7 @@ def test_parameters_of_every_kind_are_plain_values() -> None:
         ({"priority": 10}, SaidTerms(priority=9)),
         ({"priority": 1 << 63}, SaidTerms(priority=9)),
         ({"priority": 5, "iskander_priority": 0}, SaidTerms(priority=0)),
+        ({"timeout": 86_400_000_000}, SaidTerms(deadline_ms=86_400_000.0)),
         ({"timeout": 1500}, SaidTerms(deadline_ms=1.5)),
         ({"timeout": 2000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=2.0)),
         ({"timeout": 4000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=3.0)),
@@ -165,7 +256,6 @@ def test_terms_in_parameters(parameters: dict[str, Any], said: SaidTerms | None)
         {"timeout": -1},
         {"timeout": "soon"},
         {"timeout": None},
-        {"timeout": 86_400_000_001},
         {"iskander_deadline_ms": -1},
         {"iskander_priority": 10},
         {"iskander_haste": 1},
@@ -175,3 +265,9 @@ def test_terms_in_parameters(parameters: dict[str, Any], said: SaidTerms | None)
 def test_terms_that_are_none_are_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(MalformedInput):
         said_in(parameters)
+
+
+def test_a_timeout_beyond_a_day_is_refused_by_its_name() -> None:
+    with pytest.raises(MalformedInput, match=r"`timeout`.*86400000000 micro") as caught:
+        said_in({"timeout": 86_400_000_001})
+    assert "deadline" not in caught.value.message

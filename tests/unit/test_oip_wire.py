@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from iskander._generated import oip_pb2
-from iskander.errors import MalformedInput
-from iskander.gateway.frontends.oip_wire import in_stream, response, scan
+from iskander.config import LimitsConfig
+from iskander.errors import LimitExceeded, MalformedInput
+from iskander.gateway.frontends.oip_wire import HEAD_BYTES_MAX, Scanned, in_stream, response, scan
+from iskander.gateway.http2.call import Message
 from iskander.wire.varint import varint
 
 REQUEST = oip_pb2.ModelInferRequest(
@@ -23,6 +28,13 @@ REQUEST = oip_pb2.ModelInferRequest(
 REQUEST.parameters["timeout"].int64_param = -1
 RAW = REQUEST.SerializeToString()
 
+COLUMNS, ROWS = 8, 100
+
+
+def scanned_of(message: Message) -> Scanned:
+    return scan(message, LimitsConfig(columns=COLUMNS, rows=ROWS))
+
+
 texts = st.text(max_size=300)
 requests = st.builds(
     oip_pb2.ModelInferRequest,
@@ -35,7 +47,7 @@ requests = st.builds(
 
 @given(requests)
 def test_a_request_is_its_parts(request: oip_pb2.ModelInferRequest) -> None:
-    scanned = scan(request.SerializeToString())
+    scanned = scanned_of(request.SerializeToString())
 
     assert [bytes(each) for each in scanned.raw] == list(request.raw_input_contents)
     assert scanned.id.decode() == request.id
@@ -48,7 +60,7 @@ def test_a_request_is_its_parts(request: oip_pb2.ModelInferRequest) -> None:
 def test_tensors_are_where_they_came() -> None:
     """No copy: what changes in the message changes in them."""
     message = np.frombuffer(bytearray(RAW), np.uint8)
-    (first, _) = scan(message.data).raw
+    (first, _) = scanned_of(message.data).raw
     at = RAW.index(bytes(range(256)))
     message[at] = 99
     assert first[0] == 99 and len(first) == 2560
@@ -62,7 +74,7 @@ def test_fields_come_in_any_order_and_the_last_id_counts() -> None:
         oip_pb2.ModelInferRequest(raw_input_contents=[b"two"], id="new"),
         oip_pb2.ModelInferRequest(model_version="2"),
     ]
-    scanned = scan(b"".join(piece.SerializeToString() for piece in pieces))
+    scanned = scanned_of(b"".join(piece.SerializeToString() for piece in pieces))
     assert [bytes(each) for each in scanned.raw] == [b"one", b"two"]
     assert scanned.id == b"new"
     head = oip_pb2.ModelInferRequest.FromString(scanned.head)
@@ -72,7 +84,7 @@ def test_fields_come_in_any_order_and_the_last_id_counts() -> None:
 def test_fields_that_are_not_known_are_left_where_they_are() -> None:
     """A number, four bytes and eight bytes under numbers that the protocol has not."""
     more = b"\x98\x06\x05" + b"\xa5\x06abcd" + b"\xa9\x06abcdefgh"
-    scanned = scan(more + RAW)
+    scanned = scanned_of(more + RAW)
     assert scanned.head.startswith(more) and len(scanned.raw) == 2
 
 
@@ -80,15 +92,97 @@ def test_the_same_request_with_other_tensors_has_the_same_head() -> None:
     other = oip_pb2.ModelInferRequest.FromString(RAW)
     other.id = "request 8"
     other.raw_input_contents[0] = b"others"
-    assert scan(other.SerializeToString()).head == scan(RAW).head
+    assert scanned_of(other.SerializeToString()).head == scanned_of(RAW).head
+
+
+def test_as_many_fields_are_taken_as_a_request_with_so_many_columns_has() -> None:
+    whole = oip_pb2.ModelInferRequest(
+        model_name="m",
+        model_version="1",
+        id="i",
+        inputs=[{"name": "x"}] * COLUMNS,
+        outputs=[{"name": "y"}] * COLUMNS,
+        parameters={f"p{number}": {"bool_param": True} for number in range(COLUMNS)},
+        raw_input_contents=[b"z"] * COLUMNS,
+    )
+    assert len(scanned_of(whole.SerializeToString()).raw) == COLUMNS
+
+
+@pytest.mark.parametrize(
+    "field",
+    [b"\x3a\x00", b"\x1a\x00", b"\x2a\x00", b"\x32\x00", b"\x22\x00", b"\x00\x00", b"\x98\x06\x05"],
+    ids=["raw", "id", "input", "output", "parameter", "zeros", "unknown"],
+)
+def test_more_fields_are_refused_before_they_are_walked(field: bytes) -> None:
+    with pytest.raises(LimitExceeded, match="fields, this one has more"):
+        scanned_of(field * 50 + b"\x0b")  # What is behind them is no request, and is not looked at.
+
+
+INPUT = oip_pb2.ModelInferRequest.InferInputTensor
+PARAMETERS = {f"p{number}": {"string_param": "v" * 1000} for number in range(1100)}
+LARGE_HEADS: dict[str, dict[str, Any]] = {
+    "name": {"model_name": "m" * (HEAD_BYTES_MAX + 1)},
+    "shape": {"inputs": [{"shape": [1 << 62] * 120_000}]},
+    "input's parameters": {"inputs": [{"parameters": PARAMETERS}]},
+    "beside contents": {
+        "inputs": [{"contents": {"int_contents": [1] * 9}, "name": "x" * HEAD_BYTES_MAX}]
+    },
+    "empty contents": {
+        "inputs": [{"contents": {"bytes_contents": [b""]}, "shape": [1 << 62] * 120_000}]
+    },
+}
+
+
+@pytest.mark.parametrize("what", LARGE_HEADS)
+def test_a_head_is_large_by_typed_contents_only(what: str) -> None:
+    raw = oip_pb2.ModelInferRequest(**LARGE_HEADS[what]).SerializeToString()
+    with pytest.raises(LimitExceeded):
+        scanned_of(raw)
+
+
+def test_typed_contents_may_be_large() -> None:
+    contents = {"bytes_contents": [b"s" * (HEAD_BYTES_MAX + 1)]}
+    request = oip_pb2.ModelInferRequest(
+        model_name="m", inputs=[{"name": "x", "contents": contents}] * 2
+    )
+    assert scanned_of(request.SerializeToString()).head == request.SerializeToString()
+
+
+@pytest.mark.parametrize("field", [b"\x42\x00", b"\xc2\x00\x00", b"\x10\x01"])
+def test_so_many_strings_as_rows_are_taken_in_a_large_head(field: bytes) -> None:
+    """And numbers that are not packed, which are as slow."""
+    long = b"\x42" + varint(HEAD_BYTES_MAX) + bytes(HEAD_BYTES_MAX)
+
+    def message(count: int) -> bytes:
+        contents = long + field * (count // 2 - 1)
+        inner = b"\x2a" + varint(len(contents)) + contents
+        return (b"\x2a" + varint(len(inner)) + inner) * 2
+
+    assert len(scanned_of(message(ROWS)).head) > HEAD_BYTES_MAX
+    with pytest.raises(LimitExceeded, match="100 strings"):
+        scanned_of(message(ROWS + 2))
+
+
+def test_many_fields_in_a_large_input_are_refused() -> None:
+    contents = INPUT(contents={"bytes_contents": [b"s" * HEAD_BYTES_MAX]}).SerializeToString()
+    inner = contents + b"\x2a\x00" * 1000
+    with pytest.raises(LimitExceeded, match="inputs may have"):
+        scanned_of(b"\x2a" + varint(len(inner)) + inner)
+
+
+@pytest.mark.parametrize("end", [b"\x2a\x85", b"\x2b", b"\x2a\x02\x0b"])
+def test_a_large_head_that_is_broken_is_refused(end: bytes) -> None:
+    inner = b"\x0a" + varint(HEAD_BYTES_MAX) + bytes(HEAD_BYTES_MAX)
+    with pytest.raises((MalformedInput, LimitExceeded)):
+        scanned_of(b"\x2a" + varint(len(inner)) + inner + end)
 
 
 def is_taken(raw: bytes) -> bool:
     """Whether a message is a request to us; if so it is the one that protobuf reads."""
     try:
-        scanned = scan(raw)
+        scanned = scanned_of(raw)
         head = oip_pb2.ModelInferRequest.FromString(scanned.head)
-    except (MalformedInput, DecodeError):
+    except (MalformedInput, LimitExceeded, DecodeError):
         return False
     head.id = scanned.id.decode()
     head.raw_input_contents.extend(map(bytes, scanned.raw))

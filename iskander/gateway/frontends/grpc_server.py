@@ -19,7 +19,14 @@ from typing import Any, Final
 import msgspec
 
 from iskander.config import ServerConfig
-from iskander.errors import ConfigError, IskanderError, LimitExceeded
+from iskander.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    IskanderError,
+    LimitExceeded,
+    MalformedInput,
+    Unsupported,
+)
 from iskander.gateway.access.grants import Access, Grant
 from iskander.gateway.access.tls import HTTP2, Tls
 from iskander.gateway.addresses import unix_path
@@ -32,6 +39,7 @@ from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.ports import BoundPath, bind, with_port
+from iskander.wire.varint import varint
 
 log: Final = logging.getLogger("iskander.grpc")
 
@@ -49,6 +57,13 @@ PROBES: Final = frozenset(
 )
 """Who asks whether the server is well needs no token."""
 PROBE_BYTES: Final = 1024
+
+_NAMED: Final = {
+    Status.RESOURCE_EXHAUSTED: LimitExceeded,
+    Status.UNIMPLEMENTED: Unsupported,
+    Status.INTERNAL: MalformedInput,
+}
+"""What the transport refuses by a status; all of it is what a client sent."""
 
 Serve = Callable[[Call], Awaitable[None]]
 
@@ -91,8 +106,14 @@ class GrpcServer:
             self._serve,
             message_bytes=lambda path: PROBE_BYTES if path in PROBES else most,
             calls_max=streams + CALLS_SLACK,
+            expired=self._expired,
             tls=tls.context(HTTP2),
         )
+
+    @property
+    def unsent(self) -> int:
+        """Connections whose clients have not read all of their answers."""
+        return self._listener.unsent
 
     async def start(
         self, config: ServerConfig, addresses: tuple[str, ...], *, is_shared: bool = False
@@ -144,46 +165,61 @@ class GrpcServer:
         return bound.socket
 
     async def _serve(self, call: Call) -> None:
-        serve = self._methods.get(call.path)
-        if serve is None:
-            raise RpcError(Status.UNIMPLEMENTED, f"there is no method `{call.path[:200]}`")
         try:
+            serve = self._methods.get(call.path)
+            if serve is None:
+                raise Unsupported(f"there is no method `{call.path[:200]}`")
             call.grant = self._access.grant(call.metadata, is_probe=call.path in PROBES)
             await serve(call)
         except IskanderError as error:
             if error.fault == "server":
                 log.warning("a call ended with %s: %s", error.code, error.message)
-            is_flight = call.path in self._flight_methods
-            raise rpc_error(error, is_flight=is_flight) from None
+            raise self._ended(call, error) from None
         except RpcError as error:
-            if error.status is Status.RESOURCE_EXHAUSTED:
-                raise rpc_error(LimitExceeded(error.message)) from None
-            raise
+            named = _NAMED.get(error.status)
+            if named is None:
+                raise
+            raise self._ended(call, named(error.message)) from None
         except Exception:
             # The call ends here and the server goes on; the text stays in the log.
             log.exception("a call failed")
-            raise rpc_error(IskanderError("the server failed; its log says why")) from None
+            failure = IskanderError("the server failed; its log says why")
+            raise self._ended(call, failure) from None
+
+    def _ended(self, call: Call, error: IskanderError) -> RpcError:
+        return rpc_error(error, is_flight=call.path in self._flight_methods)
+
+    def _expired(self, call: Call) -> RpcError:
+        return self._ended(call, DeadlineExceeded("the call's deadline has passed"))
 
 
 def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
     """How a call ends with an error: status, text, and the detail that programs read.
 
-    pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`.
+    pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`. Other clients
+    want a `google.rpc.Status` there, and some of them fail the call where it is anything else.
 
     Args:
         error: What ended it.
         is_flight: Pyarrow clients read the status, and there is one that they misread.
     """
-    trailers = [
+    status = Status[error.flight_status if is_flight and error.flight_status else error.status]
+    detail = msgspec.json.encode(error.to_wire()) if is_flight else _rpc_status(status, error)
+    trailers: list[tuple[str, str | bytes]] = [
         ("iskander-code", error.code),
         ("iskander-fault", error.fault.value),
         ("iskander-retryable", "true" if error.retryable else "false"),
-        ("grpc-status-details-bin", msgspec.json.encode(error.to_wire())),
+        ("grpc-status-details-bin", detail),
     ]
     if error.retry_after_ms is not None:
         trailers.append(("iskander-retry-after-ms", str(error.retry_after_ms)))
-    status = error.flight_status if is_flight and error.flight_status else error.status
-    return RpcError(Status[status], error.message, tuple(trailers))
+    return RpcError(status, error.message, tuple(trailers))
+
+
+def _rpc_status(status: Status, error: IskanderError) -> bytes:
+    """A `google.rpc.Status`: code and message."""
+    text = error.message.encode()
+    return b"".join((b"\x08", varint(int(status)), b"\x12", varint(len(text)), text))
 
 
 def _flight(service: FlightService) -> dict[str, Serve]:
@@ -227,7 +263,7 @@ def _with_message(handler: Callable[[Message, Call], Awaitable[Any]]) -> Serve:
     async def serve(call: Call) -> None:
         request = call.receive() if call.has_input else await _first(call)
         if request is None:
-            raise RpcError(Status.INTERNAL, "the call ended before its message")
+            raise MalformedInput("the call ended before its message")
         await handler(request, call)
 
     return serve
@@ -238,9 +274,7 @@ async def _first(call: Call) -> Message | None:
         async with asyncio.timeout(REQUEST_S):
             return await call.read()
     except TimeoutError:
-        raise RpcError(
-            Status.DEADLINE_EXCEEDED, f"the call's message did not come in {REQUEST_S:g} s"
-        ) from None
+        raise DeadlineExceeded(f"the call's message did not come in {REQUEST_S:g} s") from None
 
 
 def _with_request(handler: Callable[[bytes, Call], Awaitable[Any]]) -> Serve:

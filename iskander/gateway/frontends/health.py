@@ -1,6 +1,7 @@
 """`grpc.health.v1` on the same port: overall under the empty name, and for each model.
 
-A model is asked for as `NAME` (all its versions) or `NAME/VERSION`.
+A model is asked for as `NAME` (all its versions) or `NAME/VERSION`. One that is being loaded, or
+does not load, is not serving.
 
 Runs on: gateway loop. Source: gRPC health checking protocol v1.
 """
@@ -12,7 +13,7 @@ import asyncio
 from google.protobuf.message import DecodeError
 
 from iskander._generated import health_pb2
-from iskander.errors import MalformedInput, ModelNotFound, Overloaded
+from iskander.errors import MalformedInput, ModelNotFound, NotReady, Overloaded
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.http2.call import Call
 from iskander.gateway.models import Models
@@ -84,16 +85,27 @@ class HealthService:
             self._watchers -= 1
 
     def _status(self, name: str) -> _Status:
+        try:
+            is_serving = self._is_ready(name)
+        except ModelNotFound:
+            return _Status.SERVICE_UNKNOWN
+        is_serving = is_serving and not self._is_stopped
+        return _Status.SERVING if is_serving else _Status.NOT_SERVING
+
+    def _is_ready(self, name: str) -> bool:
+        if not name:
+            return self._models.is_ready
         model, _, version = name.partition("/")
         lanes = [
             lane
             for lane in self._models
-            if not name or (lane.model.name == model and version in ("", lane.model.version))
+            if lane.model.name == model and version in ("", lane.model.version)
         ]
-        if not lanes:
-            return _Status.SERVICE_UNKNOWN
-        is_serving = not self._is_stopped and all(lane.is_ready for lane in lanes)
-        return _Status.SERVING if is_serving else _Status.NOT_SERVING
+        try:
+            lanes = lanes or [self._models.find(model, version or None)]
+        except NotReady:
+            return False
+        return all(lane.is_ready for lane in lanes)
 
 
 def _service_name(raw: bytes, grant: Grant) -> str:

@@ -32,7 +32,13 @@ EXTENSIONS = (
 )
 """Those of Triton's that are honoured whole."""
 
-_PLATFORM, _BACKEND = "onnxruntime_onnx", "onnxruntime"
+_BACKENDS = {
+    "onnx": ("onnxruntime_onnx", "onnxruntime", "model.onnx"),
+    "python": ("", "python", "model.py"),
+    "torch": ("pytorch_libtorch", "pytorch", "model.pt2"),
+    "pipeline": ("ensemble", "", ""),
+}
+"""Triton's platform, backend and model file for each of ours; others are named as they are."""
 _DYNAMIC = -1
 _US_PER_MS = 1000
 
@@ -49,7 +55,7 @@ def metadata(lane: Lane, versions: Iterable[str]) -> Any:  # noqa: ANN401
     return oip_pb2.ModelMetadataResponse(
         name=lane.model.name,
         versions=versions,
-        platform=_PLATFORM,
+        platform=_run_by(lane)[0],
         inputs=[
             _tensor(spec, shape)
             for spec, shape in zip(contract.inputs, _shapes(contract), strict=True)
@@ -61,13 +67,14 @@ def metadata(lane: Lane, versions: Iterable[str]) -> Any:  # noqa: ANN401
 def config(lane: Lane) -> Any:  # noqa: ANN401
     """How a model that is loaded is run, in the words of Triton's ModelConfig."""
     contract, rules = lane.contract, lane.config
+    platform, backend, file = _run_by(lane)
     assert contract is not None
     return oip_pb2.ModelConfig(
         name=lane.model.name,
-        platform=_PLATFORM,
-        backend=_BACKEND,
+        platform=platform,
+        backend=backend,
         max_batch_size=lane.model.rows_max,
-        default_model_filename="model.onnx",
+        default_model_filename=file,
         input=[
             oip_pb2.ModelInput(name=spec.tensor, data_type=_data_type(spec), dims=shape)
             for spec, shape in zip(contract.inputs, _shapes(contract), strict=True)
@@ -130,6 +137,12 @@ def index_entry(standing: Standing) -> Any:  # noqa: ANN401
         state=standing.state,
         reason=standing.reason,
     )
+
+
+def _run_by(lane: Lane) -> tuple[str, str, str]:
+    """Platform, backend and model file, in Triton's words."""
+    backend = lane.model.backend
+    return _BACKENDS.get(backend, ("", backend, ""))
 
 
 def _shapes(contract: Contract) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from iskander.errors import ContractError
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_request import Asked, read_head, tensors_of
-from iskander.gateway.frontends.oip_tensors import raw_tensor, strings_max
+from iskander.gateway.frontends.oip_tensors import raw_tensor
 from iskander.gateway.frontends.oip_wire import Scanned, response
 from iskander.gateway.frontends.terms import StreamTerms
 from iskander.gateway.http2.call import Message
@@ -66,8 +66,7 @@ class Inference:
         if asked.outputs:
             _require_outputs(contract, asked.outputs)
         limits = self._desk.limits
-        most = strings_max(contract, limits)
-        offered = take(contract, tensors_of(asked, scanned.raw, most), limits)
+        offered = take(contract, tensors_of(asked, scanned.raw, contract, limits), limits)
         body = await self._desk.ask(
             lane,
             offered,
@@ -87,7 +86,7 @@ class Inference:
         """Read a request, or remember it: a client's next one differs in its tensors alone."""
         asked = self._asked.get(head)
         if asked is None:
-            asked = read_head(head)
+            asked = read_head(head, self._desk.limits.columns)
             if len(self._asked) >= REMEMBERED_MAX:
                 self._asked.clear()
             if len(head) <= REMEMBERED_BYTES_MAX:

@@ -11,8 +11,16 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
-from iskander.errors import ContractError, MalformedInput, Unsupported
-from iskander.gateway.frontends.oip_tensors import tensor_of, typed_tensor
+from iskander.config import LimitsConfig
+from iskander.contract.columns import RANK_MAX
+from iskander.contract.tensors import Contract
+from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
+from iskander.gateway.frontends.oip_tensors import (
+    require_typed,
+    strings_max,
+    tensor_of,
+    typed_tensor,
+)
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
@@ -20,6 +28,7 @@ from iskander.gateway.offered import Tensor
 FINAL_WANTED: Final = "triton_enable_empty_final_response"
 _REGION: Final = "shared_memory_region"
 _CLASSES: Final = "classification"
+_AXES_MAX: Final = RANK_MAX + 1
 
 
 class Asked(NamedTuple):
@@ -43,14 +52,16 @@ class Asked(NamedTuple):
     wants_final: bool
 
 
-def read_head(head: bytes) -> Asked:
+def read_head(head: bytes, columns: int) -> Asked:
     """Read a request.
 
     Args:
         head: A serialized ModelInferRequest without its raw contents.
+        columns: As many inputs, outputs and parameters it may have.
 
     Raises:
         MalformedInput: It is none, or a parameter is not what it may be.
+        LimitExceeded: It has more, or a tensor has more axes than any has.
         ContractError: It wants an output twice.
         Unsupported: It wants shared memory, classes or a sequence.
     """
@@ -58,22 +69,32 @@ def read_head(head: bytes) -> Asked:
         message = oip_pb2.ModelInferRequest.FromString(head)
     except (DecodeError, UnicodeDecodeError):
         raise MalformedInput("the message is not a ModelInferRequest") from None
+    for what in ("inputs", "outputs", "parameters"):
+        count = len(getattr(message, what))
+        if count > columns:
+            raise LimitExceeded(f"a request may have {columns} {what}, got {count}")
     parameters = plain(message.parameters)
     inputs, contents = [], {}
     for place, tensor in enumerate(message.inputs):
         if _REGION in tensor.parameters:
             raise Unsupported(f"input `{tensor.name[:100]}`: this server reads no shared memory")
+        if len(tensor.shape) > _AXES_MAX:
+            raise LimitExceeded(
+                f"input `{tensor.name[:100]}` may have {_AXES_MAX} axes, got {len(tensor.shape)}"
+            )
         inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
         if tensor.HasField("contents"):
             contents[place] = tensor.contents
     outputs = tuple(output.name for output in message.outputs)
+    seen = set()
     for output in message.outputs:
         if _REGION in output.parameters:
             raise Unsupported(f"output `{output.name[:100]}`: this server writes no shared memory")
         if _CLASSES in output.parameters:
             raise Unsupported(f"output `{output.name[:100]}`: classes are the client's to choose")
-        if outputs.count(output.name) > 1:
+        if output.name in seen:
             raise ContractError(f"output `{output.name[:100]}` is wanted twice")
+        seen.add(output.name)
     return Asked(
         message.model_name,
         message.model_version or None,
@@ -85,27 +106,34 @@ def read_head(head: bytes) -> Asked:
     )
 
 
-def tensors_of(asked: Asked, raw: list[memoryview], most: int) -> list[Tensor]:
+def tensors_of(
+    asked: Asked, raw: list[memoryview], contract: Contract, limits: LimitsConfig
+) -> list[Tensor]:
     """The request's tensors with their bytes, which are all raw or all typed.
 
     Args:
         asked: The request.
         raw: Its raw contents.
-        most: Strings of one tensor, as `oip_tensors.strings_max`.
+        contract: Of the model that it is for; what fits none of its inputs is not made raw.
+        limits: Of the server.
 
     Raises:
         MalformedInput: They are neither, not as many as there are inputs, or typed contents are not
             what they may be.
+        LimitExceeded: Strings or typed contents are more than is taken.
     """
     inputs, contents = asked.inputs, asked.contents
+    most = strings_max(contract, limits)
     if raw and contents:
         raise MalformedInput("some inputs have typed contents and some are raw; all have one form")
     if raw and len(raw) != len(inputs):
         raise MalformedInput(
             f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
         )
+    if contents:
+        require_typed(inputs, limits)
     return [
-        typed_tensor(*described, contents[place], most)
+        typed_tensor(*described, contents[place], contract, limits)
         if place in contents
         else tensor_of(*described, raw[place] if raw else _NOTHING, most)
         for place, described in enumerate(inputs)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from iskander._generated import oip_pb2
-from iskander.errors import MalformedInput, Unsupported
+from iskander.errors import MalformedInput, NotReady, Unsupported
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_describe as describe
@@ -85,14 +85,15 @@ class OipService:
 
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request."""
-        with self._desk.held():
+        with self._desk.held(caller=call.caller):
             terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
-            await call.answer(*await self._inference.answer(scan(raw), terms, call.grant))
+            scanned = scan(raw, self._desk.limits)
+            await call.answer(*await self._inference.answer(scanned, terms, call.grant))
 
     async def stream_infer(self, call: Call) -> None:
         """Requests in, responses out; see `InferStream`."""
         stream = InferStream(call, self._inference, self._desk.limits)
-        with self._desk.held(stream.drain):
+        with self._desk.held(stream.drain, call.caller):
             self._streams.add(stream)
             try:
                 await stream.run()
@@ -108,8 +109,11 @@ class OipService:
         return self._models.find_loaded(request.name, request.version or None)
 
     def _model_ready(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
-        lane = self._find(request, grant)
-        is_ready = self._models.is_lane_ready(lane) and not self._models.is_stopping
+        try:
+            lane = self._find(request, grant)
+            is_ready = self._models.is_lane_ready(lane) and not self._models.is_stopping
+        except NotReady:  # It is being loaded, or does not load.
+            is_ready = False
         return oip_pb2.ModelReadyResponse(ready=is_ready)
 
     def _model_metadata(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
@@ -125,12 +129,10 @@ class OipService:
     def _model_statistics(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401
         lanes = [lane for lane in self._models if grant.may_ask(lane.model.name)]
         if request.name:
-            self._find(request, grant)
-            lanes = [
-                lane
-                for lane in lanes
-                if lane.model.name == request.name and request.version in ("", lane.model.version)
-            ]
+            found = self._find(request, grant)
+            lanes = [lane for lane in lanes if lane.model.name == request.name]
+            if request.version:
+                lanes = [found]
         return oip_pb2.ModelStatisticsResponse(model_stats=map(describe.statistics, lanes))
 
     def _repository_index(self, request: Any, grant: Grant) -> Any:  # noqa: ANN401

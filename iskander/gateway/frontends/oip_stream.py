@@ -81,6 +81,10 @@ class InferStream:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            # What ended the stream knows this frame, and these know what ended it.
+            self._reader = None
+            self._window.clear()
+            tasks.clear()
 
     def drain(self) -> None:
         """Read no more; what was accepted is still answered, then the stream ends."""
@@ -151,21 +155,25 @@ class InferStream:
         """The response to one request, or in its place what went wrong."""
         request_id = b""
         try:
-            scanned = scan(raw)
+            scanned = scan(raw, self._limits)
             request_id = scanned.id
             return in_stream(
                 await self._inference.answer(
                     scanned, self._terms, self._call.grant, is_streamed=True
                 )
             )
-        except IskanderError as named:
-            error = named
+        except IskanderError as error:
+            # Frames that it went through know the message, and may be known to what knows it.
+            error.__traceback__ = None
+            if self._ends_on_error:
+                raise
+            return [error_response(error, request_id)]
         except Exception:
             log.exception("a request of a stream failed")
-            error = IskanderError("the server failed; its log says why")
-        if self._ends_on_error:
-            raise error
-        return [error_response(error, request_id)]
+            failed = "the server failed; its log says why"
+            if self._ends_on_error:
+                raise IskanderError(failed) from None
+            return [error_response(IskanderError(failed), request_id)]
 
 
 def error_response(error: IskanderError, request_id: bytes) -> bytes:

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iskander.config import LimitsConfig
+from iskander.contract.dtypes import DTYPES
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import Contract
-from iskander.errors import MalformedInput
+from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway.offered import Tensor
 
 STRINGS: Final = "BYTES"
@@ -44,6 +45,9 @@ length; the others are as they are, and other datatypes are raw only."""
 
 PIECE_BYTES: Final = 1 << 20
 """Numbers that are read together; their room is a multiple of that."""
+
+_BYTES: Final = {dtype.oip: max(dtype.arrow_bits // 8, 1) for dtype in DTYPES}
+"""Of an element; strings have more beside that."""
 
 _LENGTH: Final = struct.Struct("<I")
 
@@ -208,26 +212,59 @@ def typed_tensor(
     datatype: str,
     shape: tuple[int, ...],
     contents: Any,  # noqa: ANN401
-    most: int,
+    contract: Contract,
+    limits: LimitsConfig,
 ) -> Tensor:
-    """The same of one whose elements came as typed contents.
+    """The same of one whose elements came as typed contents; without them where it fits no input.
 
     Raises:
-        MalformedInput: They are not in the datatype's field, out of its range, or strings that are
-            not as many as the shape says.
+        MalformedInput: They are not in the datatype's field, out of its range, or not as many as
+            the shape says.
         LimitExceeded: As `tensor_of`.
     """
-    if datatype != STRINGS:
-        return Tensor(name, datatype, shape, raw_of(name, datatype, contents))
-    strings, count = strings_of(name, contents), prod(shape)
-    if count > most:
+    count = prod(shape)
+    if datatype == STRINGS:
+        strings = strings_of(name, contents)
+        if count > strings_max(contract, limits):
+            return Tensor(name, datatype, shape, memoryview(b""))
+        _require_count(name, "strings", count, len(strings))
+        return Tensor(name, datatype, shape, memoryview(strings_to_body(strings)))
+    if prod(shape[1:]) > max((spec.elements for spec in contract.inputs), default=0):
         return Tensor(name, datatype, shape, memoryview(b""))
-    if len(strings) != count:
+    if datatype in FIELDS:
+        _require_field(name, datatype, contents)
+        _require_count(name, "elements", count, len(getattr(contents, FIELDS[datatype][0])))
+    return Tensor(name, datatype, shape, raw_of(name, datatype, contents))
+
+
+def require_typed(
+    described: Iterable[tuple[str, str, tuple[int, ...]]], limits: LimitsConfig
+) -> None:
+    """Refuse typed contents that are too many by their shapes, before they are made raw.
+
+    Args:
+        described: Name, datatype and shape of each tensor.
+        limits: Of the server.
+
+    Raises:
+        LimitExceeded: Rows or bytes.
+    """
+    total = 0
+    for _, datatype, shape in described:
+        if shape and shape[0] > limits.rows:
+            raise LimitExceeded(
+                f"a batch may have {limits.rows} rows, got {shape[0]}", wanted=limits.rows
+            )
+        total += max(prod(shape), 0) * _BYTES.get(datatype, 1)
+    if total > limits.bytes:
+        raise LimitExceeded(f"a batch may have {limits.bytes} bytes, got {total}")
+
+
+def _require_count(name: str, what: str, wanted: int, got: int) -> None:
+    if wanted != got:
         raise MalformedInput(
-            f"input `{name[:100]}` has {count} strings by its shape, got {len(strings)}",
-            tensor=name,
+            f"input `{name[:100]}` has {wanted} {what} by its shape, got {got}", tensor=name
         )
-    return Tensor(name, datatype, shape, memoryview(strings_to_body(strings)))
 
 
 def raw_tensor(tensor: Tensor) -> memoryview:

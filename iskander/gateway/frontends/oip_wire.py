@@ -15,7 +15,8 @@ from typing import Final
 
 import msgspec
 
-from iskander.errors import MalformedInput
+from iskander.config import LimitsConfig
+from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway.http2.call import Message
 from iskander.wire.varint import read_varint, varint
 
@@ -26,10 +27,20 @@ _I32: Final = 5
 _FIXED_BYTES: Final = {_I64: 8, _I32: 4}
 _REQUEST_ID: Final = 3 << 3 | _LEN
 _RAW_INPUT: Final = 7 << 3 | _LEN
+_INPUT: Final = 5 << 3 | _LEN
+_CONTENTS: Final = 5 << 3 | _LEN
 _RESPONSE_ID: Final = b"\x1a"
 _RAW_OUTPUT: Final = b"\x32"
 _INFER_RESPONSE: Final = b"\x12"
 _BROKEN: Final = "the message is not a ModelInferRequest"
+
+HEAD_BYTES_MAX: Final = 1 << 20
+"""Of a request, without its id and what its tensors hold."""
+_FIELDS_EACH: Final = 4
+"""Inputs, outputs, parameters and raw contents: as many of each as a batch has columns."""
+_FIELDS_ONCE: Final = 16
+_INPUT_FIELDS: Final = 4
+"""Fields of inputs for each field of a request, in a head that is looked into."""
 
 
 class Scanned(msgspec.Struct, frozen=True):
@@ -46,14 +57,22 @@ class Scanned(msgspec.Struct, frozen=True):
     raw: list[memoryview]
 
 
-def scan(message: Message) -> Scanned:
+def scan(message: Message, limits: LimitsConfig) -> Scanned:
     """Take a ModelInferRequest apart, without a copy of its tensors.
+
+    Args:
+        message: As it came.
+        limits: Of the server: as many inputs, outputs, parameters and raw contents as columns, and
+            as many strings in typed contents as rows.
 
     Raises:
         MalformedInput: It is none.
+        LimitExceeded: It has more fields than one with so many can have, or a head that is larger
+            than it need be.
     """
     view = memoryview(message)
     position, end, kept = 0, len(view), 0
+    left = fields_max = _FIELDS_EACH * limits.columns + _FIELDS_ONCE
     pieces: list[memoryview] = []
     raw: list[memoryview] = []
     request_id = b""
@@ -64,6 +83,9 @@ def scan(message: Message) -> Scanned:
             begin, position = _value(view, position, key & 7)
             if position > end:
                 raise MalformedInput(_BROKEN)
+            left -= 1
+            if left < 0:
+                raise LimitExceeded(f"a request may have {fields_max} fields, this one has more")
             if key in (_RAW_INPUT, _REQUEST_ID):
                 if key == _RAW_INPUT:
                     raw.append(view[begin:position])
@@ -77,7 +99,10 @@ def scan(message: Message) -> Scanned:
         raise MalformedInput(_BROKEN) from None
     if kept < end:
         pieces.append(view[kept:])
-    return Scanned(b"".join(pieces), request_id, raw)
+    head = b"".join(pieces)
+    if len(head) > HEAD_BYTES_MAX:
+        _require_head(head, _INPUT_FIELDS * fields_max, limits.rows)
+    return Scanned(head, request_id, raw)
 
 
 def response(head: bytes, request_id: bytes, tensors: list[memoryview]) -> list[Message]:
@@ -93,6 +118,51 @@ def response(head: bytes, request_id: bytes, tensors: list[memoryview]) -> list[
 def in_stream(parts: list[Message]) -> list[Message]:
     """A ModelInferResponse as a ModelStreamInferResponse."""
     return [_INFER_RESPONSE + varint(sum(map(len, parts))), *parts]
+
+
+def _require_head(head: bytes, fields_max: int, elements_max: int) -> None:
+    """Refuse a head that is large by something else than the typed contents of its inputs.
+
+    Of these, elements in fields of their own are counted: each takes a runtime longer and more
+    memory than the two bytes that it may be here.
+    """
+    view = memoryview(head)
+    position, fields, elements = 0, 0, 0
+    bare = len(head)
+    try:
+        while position < len(head):
+            key, position = read_varint(view, position)
+            at, position = _value(view, position, key & 7)
+            if key != _INPUT:
+                continue
+            while at < position:
+                key, at = read_varint(view, at)
+                begin, at = _value(view, at, key & 7)
+                fields += 1
+                if key == _CONTENTS:
+                    bare -= at - begin
+                    elements += _count(view, begin, at, elements_max)
+                if fields > fields_max or elements > elements_max:
+                    raise LimitExceeded(
+                        f"a request's inputs may have {fields_max} fields, and in their typed "
+                        f"contents {elements_max} strings; send raw bytes"
+                    )
+    except IndexError:
+        raise MalformedInput(_BROKEN) from None
+    if bare > HEAD_BYTES_MAX:
+        raise LimitExceeded(
+            f"a request may have {HEAD_BYTES_MAX} bytes beside its tensors, got {bare}"
+        )
+
+
+def _count(view: memoryview, position: int, end: int, most: int) -> int:
+    """How many fields there are, or that there are more than these."""
+    count = 0
+    while position < end and count <= most:
+        key, position = read_varint(view, position)
+        _, position = _value(view, position, key & 7)
+        count += 1
+    return count
 
 
 def _value(view: memoryview, position: int, kind: int) -> tuple[int, int]:

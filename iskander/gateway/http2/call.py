@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import zlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ import numpy as np
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.access.grants import EVERYTHING, Grant
-from iskander.gateway.http2 import frames, headers
+from iskander.gateway.http2 import frames, headers, inflating
 from iskander.gateway.http2.frames import Code
 from iskander.gateway.http2.headers import Metadata, RequestHead
 from iskander.gateway.http2.status import RpcError, Status
@@ -37,7 +36,6 @@ PREFIX_BYTES: Final = 5
 Message: TypeAlias = bytes | memoryview
 
 _PREFIX: Final = struct.Struct("!BI")
-_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class Call:
@@ -61,32 +59,10 @@ class Call:
     """
 
     __slots__ = (
-        "_connection",
-        "_encoding",
-        "_filled",
-        "_has_begun",
-        "_is_compressed",
-        "_is_cut",
-        "_is_deaf",
-        "_is_over",
-        "_loop",
-        "_message_bytes_max",
-        "_messages",
-        "_outbox",
-        "_output",
-        "_partial",
-        "_prefix",
-        "_received",
-        "_timer",
-        "deadline_ns",
-        "grant",
-        "has_all_input",
-        "metadata",
-        "on_input",
-        "on_room",
-        "path",
-        "send_window",
-        "stream_id",
+        "_connection", "_encoding", "_expanding", "_filled", "_has_begun", "_is_compressed",
+        "_is_cut", "_is_deaf", "_is_over", "_loop", "_message_bytes_max", "_messages", "_outbox",
+        "_output", "_partial", "_prefix", "_received", "_timer", "deadline_ns", "grant",
+        "has_all_input", "metadata", "on_input", "on_room", "path", "send_window", "stream_id",
         "task",
     )  # fmt: skip
 
@@ -111,8 +87,9 @@ class Call:
         self._filled = 0
         self._received = 0
         self._outbox: deque[memoryview] = deque()
-        self._is_cut = False
-        self._has_begun = self._is_compressed = self._is_deaf = self._is_over = False
+        self._expanding: asyncio.Future[Message | RpcError] | None = None
+        self._has_begun = self._is_compressed = self._is_cut = False
+        self._is_deaf = self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
         self.deadline_ns: int | None = None
         if head.timeout_ns is not None:
@@ -121,9 +98,21 @@ class Call:
             self._timer = self._loop.call_later(timeout_s, self._expire)
 
     @property
+    def caller(self) -> object:
+        """Whose it is, as far as one is told from another: by name, or else by connection."""
+        return self.grant.name or self._connection
+
+    @property
     def has_input(self) -> bool:
-        """Whether `receive` has something to give: a message, the end, or what went wrong."""
-        return bool(self._messages)
+        """Whether `receive` has something to give: a message, the end, or what went wrong.
+
+        Who asks has a compressed message expanded: by a thread where it is large, and `on_input`
+        tells when that is done.
+        """
+        if not self._messages:
+            return False
+        first = self._messages[0]
+        return not isinstance(first, _Compressed) or self._expand(first)
 
     @property
     def is_blocked(self) -> bool:
@@ -131,7 +120,7 @@ class Call:
         return bool(self._outbox)
 
     def receive(self) -> Message | None:
-        """The next message, which is there; None at the end of them, or of the call.
+        """The next message, where `has_input`; None at the end of them, or of the call.
 
         Raises:
             RpcError: It is too large, or compressed in an unknown way.
@@ -144,16 +133,9 @@ class Call:
             return None
         if isinstance(message, RpcError):
             raise message
+        assert not isinstance(message, _Compressed)
         messages.popleft()
-        if isinstance(message, _Compressed):
-            try:
-                message = self._inflated(message.raw)
-            except RpcError as error:
-                messages.clear()
-                self._refuse(error)
-                raise
-        if not messages:
-            self._give_back()
+        self.give_back()
         return message
 
     def send(self, *parts: Message) -> None:
@@ -193,7 +175,7 @@ class Call:
 
     async def read(self) -> Message | None:
         """As `receive`, once there is something."""
-        if not self._messages and not self._is_over:
+        while not (self.has_input or self._is_over):
             there = self._loop.create_future()
             self.on_input = partial(_wake, there)
             try:
@@ -239,8 +221,10 @@ class Call:
         if self._is_over:
             return
         self._is_over = self._is_deaf = True
+        self._drop_partial()
+        if self._expanding is not None:
+            self._expanding.cancel()
         # It may be in a cycle with what served it, and be there until a collection.
-        self._partial = None
         self._messages.clear()
         self._outbox.clear()
         if self._timer is not None:
@@ -278,8 +262,7 @@ class Call:
                 piece = piece[count:]
                 if self._filled == len(self._partial):
                     self._arrive(self._partial)
-        if not self._messages:
-            self._give_back()
+        self.give_back()
 
     def take_end(self) -> None:
         """The client has sent everything."""
@@ -290,6 +273,25 @@ class Call:
             self._refuse(RpcError(Status.INTERNAL, "the last message is cut short"))
         else:
             self._append(None)
+
+    @property
+    def progress(self) -> int:
+        """Bytes that came of a message in pieces; -1 where the client waits for the handler."""
+        return -1 if self._messages else self._filled
+
+    def give_back(self) -> None:
+        """Let the client send more, once all is read and half of the window is used."""
+        if self._messages or self._received < WINDOW_BYTES // 2 or self._is_deaf or self._is_over:
+            return
+        size = 0 if self._partial is None else len(self._partial)
+        if size <= WINDOW_BYTES or self._connection.room.take(self, size):
+            self._output.emit(frames.window_update(self.stream_id, self._received))
+            self._received = 0
+
+    def give_up(self) -> None:
+        """Take nothing more of a message that does not come."""
+        self._drop_partial()
+        self._refuse(RpcError(Status.RESOURCE_EXHAUSTED, "others waited for the rest of a message"))
 
     def draw(self, budget: int) -> list[memoryview]:
         """The next bytes to send, at most `budget` of them."""
@@ -340,30 +342,39 @@ class Call:
         return piece[start:]
 
     def _arrive(self, message: Message) -> None:
-        self._partial = None
+        self._drop_partial()
         self._append(_Compressed(message) if self._is_compressed else message)
 
-    def _inflated(self, message: Message) -> bytes:
-        bits = _WINDOW_BITS.get(self._encoding)
-        if bits is None:
-            raise RpcError(
-                Status.UNIMPLEMENTED,
-                f"a message is compressed with `{self._encoding}`; {headers.ACCEPTED_ENCODINGS} "
-                "are understood",
-            )
-        inflater = zlib.decompressobj(bits)
-        try:
-            inflated = inflater.decompress(message, self._message_bytes_max)
-        except zlib.error:
-            raise RpcError(Status.INTERNAL, "a compressed message is broken") from None
-        if inflater.unconsumed_tail:
-            raise RpcError(
-                Status.RESOURCE_EXHAUSTED,
-                f"a message may have {self._message_bytes_max} bytes once it is expanded",
-            )
-        if not inflater.eof or inflater.unused_data:
-            raise RpcError(Status.INTERNAL, "a compressed message does not end where it ends")
-        return inflated
+    def _expand(self, message: _Compressed) -> bool:
+        """Expand the first message, or have that done; whether it is."""
+        if self._expanding is None:
+            begun = inflating.begin(message.raw, self._encoding, self._message_bytes_max)
+            if not isinstance(begun, inflating.Inflation):
+                self._replace_first(begun)
+                return True
+            self._expanding = self._loop.run_in_executor(inflating.THREADS, begun.finish)
+            self._expanding.add_done_callback(self._on_expanded)
+        return False
+
+    def _on_expanded(self, work: asyncio.Future[Message | RpcError]) -> None:
+        self._expanding = None
+        if not self._is_over:
+            self._replace_first(work.result())
+            if self.on_input is not None:
+                self.on_input()
+
+    def _replace_first(self, expanded: Message | RpcError) -> None:
+        if isinstance(expanded, RpcError):
+            self._is_deaf = True
+            self._messages.clear()
+            self._messages.append(expanded)
+        else:
+            self._messages[0] = expanded
+
+    def _drop_partial(self) -> None:
+        partial, self._partial = self._partial, None
+        if partial is not None and len(partial) > WINDOW_BYTES:
+            self._connection.room.leave(self)
 
     def _refuse(self, error: RpcError) -> None:
         """Take nothing more, and let the handler know when it has read what came before."""
@@ -375,14 +386,9 @@ class Call:
         if self.on_input is not None:
             self.on_input()
 
-    def _give_back(self) -> None:
-        """Let the client send more, once half of the window is used."""
-        if self._received >= WINDOW_BYTES // 2 and not (self._is_deaf or self._is_over):
-            self._output.emit(frames.window_update(self.stream_id, self._received))
-            self._received = 0
-
     def _expire(self) -> None:
-        self.end(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
+        error = self._connection.host.expired(self)
+        self.end(error.status, error.message, error.trailers)
 
 
 class _Compressed(NamedTuple):

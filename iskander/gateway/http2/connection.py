@@ -19,6 +19,7 @@ from iskander.gateway.http2.frames import Code, ConnectionBroken
 from iskander.gateway.http2.headers import HeaderBlocks
 from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.patience import Patience
+from iskander.gateway.http2.room import Room
 from iskander.gateway.http2.status import RpcError, Status
 
 FRAME_BYTES_MAX: Final = 1 << 20
@@ -27,6 +28,12 @@ CONTROL_BYTES_MAX: Final = 65_536
 """Of any other frame."""
 FREE_FIELDS: Final = 32
 """Headers of a call that cost no patience; 2000, by a table two kilobytes, take 10 ms to read."""
+FREE_SETTINGS: Final = 16
+"""Settings of one frame that cost no more than the frame."""
+FREE_CALLS: Final = 100
+"""Open calls whose windows a setting changes at the cost of a frame."""
+WINDOW_COST: Final = 0.1
+"""Of opening a window, where nothing was sent that used it up."""
 GREETING_NS: Final = 10 * NS_PER_S
 """How long a client may take to say what it speaks, and to be gone when it is told to go."""
 IDLE_NS: Final = 60 * NS_PER_S
@@ -51,6 +58,7 @@ class Host(Protocol):
         calls_max: Open calls of one connection.
         scratch: Where sockets are read into; a read is taken apart before the next.
         connections: The open ones.
+        expired: How a call ends that is not over by its deadline.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -59,6 +67,7 @@ class Host(Protocol):
     calls_max: int
     scratch: memoryview
     connections: set[Connection]
+    expired: Callable[[Call], RpcError]
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -68,6 +77,7 @@ class Connection(asyncio.BufferedProtocol):
         self.host = host
         self.calls: dict[int, Call] = {}
         self.output: Output
+        self.room = Room()
         self._transport: asyncio.Transport
         self._is_greeted = self._is_leaving = self._is_closing = False
         self._blocks = HeaderBlocks()
@@ -133,6 +143,11 @@ class Connection(asyncio.BufferedProtocol):
         if self._is_closing and not self.calls:
             self._transport.close()
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether anything that was said to the client still waits for it to read."""
+        return self.output.has_unsent or any(call.is_blocked for call in self.calls.values())
+
     def leave(self) -> None:
         """Ask the client to open its next calls elsewhere.
 
@@ -152,6 +167,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def look_after(self, now: int) -> None:
         """Find out whether the peer is still there; one that never said what it is goes."""
+        self.room.look_after(now)
         silent_ns = now - self._heard_ns
         if self.output.is_closed or not self._is_greeted:
             if silent_ns > GREETING_NS:
@@ -316,20 +332,22 @@ class Connection(asyncio.BufferedProtocol):
         self._patience.spend(self._heard_ns)
         if flags & frames.ACK:
             return
-        values = frames.read_settings(payload)
+        pairs = frames.read_settings(payload)
+        self._patience.spend(self._heard_ns, len(pairs) / FREE_SETTINGS)
+        values = dict(pairs)  # Of those that are said more than once, the last holds.
         # First: what a wider window lets out is more than the client takes until it has read this.
         self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        for name, value in values:
-            if name == frames.MAX_FRAME_SIZE:
-                self.output.frame_bytes = value
-            elif name == frames.INITIAL_WINDOW_SIZE:
-                self.output.set_call_window(value, self.calls.values())
+        self.output.frame_bytes = values.get(frames.MAX_FRAME_SIZE, self.output.frame_bytes)
+        window = values.get(frames.INITIAL_WINDOW_SIZE, self.output.call_window)
+        if window != self.output.call_window:
+            self._patience.spend(self._heard_ns, len(self.calls) / FREE_CALLS)
+            self.output.set_call_window(window, self.calls.values())
 
     def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
         del stream_id
         if len(payload) != 8:
             raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a ping has 8 bytes")
-        self._patience.spend(self._heard_ns)
+        self._patience.hear(self._heard_ns, 1.0, self.output.take_answers())
         if not flags & frames.ACK:
             self.output.emit(frames.frame(frames.PING, frames.ACK, 0, bytes(payload)))
         elif bytes(payload) == _LEAVING and self._is_leaving and not self._is_closing:
@@ -341,6 +359,7 @@ class Connection(asyncio.BufferedProtocol):
     def _on_window_update(self, flags: int, stream_id: int, payload: memoryview) -> None:
         del flags
         increment = frames.read_number(payload)
+        self._patience.hear(self._heard_ns, WINDOW_COST, self.output.take_answers())
         call = self.calls.get(stream_id)
         if not stream_id or call is not None:
             self.output.widen(call, increment)

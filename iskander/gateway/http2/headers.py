@@ -118,10 +118,10 @@ class HeaderBlocks:
         entries, size = table.dynamic_entries, table.maxsize
         newest, count = next(iter(entries), None), len(entries)
         try:
-            decoded: Any = self._decoder.decode(block)  # Of text, though it says bytes.
+            decoded: Any = self._decoder.decode(block, raw=True)
         except hpack.HPACKError as error:
             raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
-        fields = [(str(name), str(value)) for name, value in decoded]
+        fields = [(_text(name), _text(value)) for name, value in decoded]
         is_new = next(iter(entries), None) is not newest
         if is_new or len(entries) != count or table.maxsize != size:
             self._known.clear()
@@ -184,6 +184,14 @@ def trailers(status: Status, message: str, metadata: Sequence[tuple[str, str | b
     if message:
         fields.append(("grpc-message", _percent(message)))
     return block([*fields, *metadata])
+
+
+def _text(raw: bytes) -> str:
+    """What a header says; no bytes are wrong, since the table and the other calls are as well."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
 
 
 def _timeout_ns(value: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.connection import Connection
+from iskander.gateway.http2.status import RpcError
 from iskander.gateway.listening import Listening
 
 log = logging.getLogger("iskander.http2")
@@ -25,6 +26,7 @@ class Listener(Listening[Connection]):
         serve: Answers a call, by its path; may end with `RpcError`.
         message_bytes: The largest message that is taken, by a call's path.
         calls_max: Open calls of one connection.
+        expired: How a call ends that is not over by its deadline.
         tls: What connections over TCP are spoken to with; None: in the clear.
     """
 
@@ -34,12 +36,19 @@ class Listener(Listening[Connection]):
         *,
         message_bytes: Callable[[str], int],
         calls_max: int,
+        expired: Callable[[Call], RpcError],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(CONNECTIONS_MAX, tls)
         self.serve = serve
         self.message_bytes = message_bytes
         self.calls_max = calls_max
+        self.expired = expired
+
+    @property
+    def unsent(self) -> int:
+        """Connections whose clients have not read all that was said to them."""
+        return sum(connection.has_unsent for connection in self.connections)
 
     def connection(self) -> Connection:
         """The server's end of a new connection."""

@@ -22,6 +22,8 @@ WRITE_BUFFER_BYTES: Final = 1 << 20
 """Beyond this, calls keep what they have to send."""
 UNREAD_BYTES_MAX: Final = 1 << 20
 """Of what no window counts, behind a full socket; who leaves more unread is cut off."""
+CRUMB_BYTES: Final = 512
+"""Of a message that the client takes in smaller pieces, each is an answer to nothing."""
 JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
 
@@ -45,8 +47,14 @@ class Output:
         self._held: dict[Call, None] = {}
         self._is_paused = False
         self._unread_bytes = 0
+        self._answers = 0
         self.is_closed = False
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the socket has not taken all that was sent."""
+        return not self.is_closed and self._transport.get_write_buffer_size() > 0
 
     def emit(self, raw: bytes) -> None:
         """Send bytes that no window counts."""
@@ -62,6 +70,7 @@ class Output:
 
     def emit_block(self, stream_id: int, flags: int, block: bytes) -> None:
         """Send a header block, in as many frames as it takes."""
+        self._answers += 1
         self.emit(self.block(stream_id, flags, block))
 
     def block(self, stream_id: int, flags: int, block: bytes) -> bytes:
@@ -89,6 +98,7 @@ class Output:
         """Send a DATA frame, for which there is room, with the frames around it."""
         self._window -= size
         call.send_window -= size
+        self._answers += 1 + (size >> 14)
         if self.is_closed:
             return
         head = before + frames.head(size, frames.DATA, 0, call.stream_id)
@@ -147,6 +157,11 @@ class Output:
         self.call_window = window
         self._pour()
 
+    def take_answers(self) -> int:
+        """How many frames of answers were sent since the last time, as if of the usual size."""
+        count, self._answers = self._answers, 0
+        return count
+
     def close(self) -> None:
         """Send nothing more."""
         self.is_closed = True
@@ -161,8 +176,11 @@ class Output:
             if budget <= 0:
                 continue  # Its own window is used up; more of that brings it back.
             parts = call.draw(budget)
-            self.send(call, sum(map(len, parts)), parts)
+            size = sum(map(len, parts))
+            self.send(call, size, parts)
             if call.is_blocked:
                 held[call] = None
+                if size < CRUMB_BYTES:
+                    self._answers -= 1
             else:
                 call.sent()

@@ -1,7 +1,8 @@
 """How much work for nothing a client may make: pings, settings, resets, empty frames.
 
 Each costs an answer or a call, and carries nothing. A rate that no client needs is let through, and
-what is beyond it ends the connection.
+what is beyond it ends the connection. What a client says of an answer is free: a ping with which it
+measures the way, and the windows that it opens again.
 
 Pure. Source: RFC 9113, section 10.5 (denial of service).
 """
@@ -15,6 +16,8 @@ from iskander.gateway.http2.frames import Code, ConnectionBroken
 
 AT_ONCE: Final = 1000
 PER_S: Final = 500
+PER_ANSWER: Final = 2.0
+"""What is free for each frame of an answer: a ping, and the windows."""
 
 
 class Patience:
@@ -25,7 +28,7 @@ class Patience:
     """
 
     def __init__(self, now_ns: int) -> None:
-        self._spent = 0.0
+        self._spent = self._free = 0.0
         self._seen_ns = now_ns
 
     def spend(self, now_ns: int, cost: float = 1.0) -> None:
@@ -39,3 +42,21 @@ class Patience:
         self._seen_ns = now_ns
         if self._spent > AT_ONCE:
             raise ConnectionBroken(Code.ENHANCE_YOUR_CALM, "too many frames for nothing")
+
+    def hear(self, now_ns: int, cost: float, answers: int) -> None:
+        """Count a frame that costs nothing where it comes of what was sent.
+
+        Args:
+            now_ns: The time.
+            cost: Of the frame, where it comes of nothing.
+            answers: Frames of answers sent since it was asked last.
+
+        Raises:
+            ConnectionBroken: There were too many.
+        """
+        free = min(self._free + answers * PER_ANSWER, AT_ONCE)
+        if free >= cost:
+            self._free = free - cost
+        else:
+            self._free = free
+            self.spend(now_ns, cost)

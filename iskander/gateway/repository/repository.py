@@ -131,6 +131,7 @@ class Repository:
             is_asked = self.is_explicit and name in settings.load
             is_required = is_asked or not found.error
             self._spawn(self._start(name, found, is_required=is_required))
+        self._models.is_looking = False
         if not self.is_explicit:
             self._spawn(follow(self._settings, listed, self._on_model))
 

@@ -1,0 +1,459 @@
+"""What one client may cost all others: by frames, by settings, by what is compressed or large.
+
+The connections have no sockets, and no gateway behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import zlib
+from collections.abc import Callable
+
+import hpack
+import pytest
+from support import http2 as client
+from support.http2 import (
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    SETTINGS,
+    WINDOW_SETTING,
+    WINDOW_UPDATE,
+    Peer,
+    data,
+    frame,
+    message,
+    ping,
+    request_fields,
+    rst_stream,
+    until,
+    window_update,
+)
+from support.intake import in_loop, turns
+
+from iskander.clock import now_ns
+from iskander.gateway.http2 import inflating, room
+from iskander.gateway.http2.call import WINDOW_BYTES, Call
+from iskander.gateway.http2.patience import AT_ONCE
+from iskander.gateway.http2.status import RpcError, Status
+
+MIB = 1 << 20
+MESSAGE_BYTES = 72 * MIB
+
+
+async def answer(call: Call) -> None:
+    await call.read()
+    await call.answer(b"an answer")
+
+
+def window_setting(value: int) -> bytes:
+    return WINDOW_SETTING.to_bytes(2) + value.to_bytes(4)
+
+
+# Frames that come of what was sent.
+
+
+@in_loop
+async def test_clients_that_measure_the_way_at_each_answer_stay() -> None:
+    """grpc-go's and grpc-java's: a ping and the windows for each."""
+    peer = Peer(answer)
+    for stream_id in range(1, AT_ONCE * 4, 2):
+        peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
+        await turns()
+        peer.say(window_update(0, 14), window_update(stream_id, 14), ping())
+    assert peer.goodbye is None
+    assert peer.answer(1).status == peer.answer(stream_id).status == 0
+
+
+@in_loop
+async def test_pings_that_come_late_are_of_the_answers_before() -> None:
+    peer = Peer(answer)
+    for stream_id in range(1, AT_ONCE * 4, 2):
+        peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
+        await turns()
+        if stream_id % 20 == 19:
+            peer.say(*[ping()] * 10)
+    assert peer.goodbye is None
+
+
+@in_loop
+async def test_pings_are_not_free_for_ever_where_there_were_answers() -> None:
+    peer = Peer(answer)
+    for stream_id in range(1, 2001, 2):
+        peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
+        await turns()
+    for _ in range(AT_ONCE * 5):
+        peer.say(ping())
+    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+
+@pytest.mark.parametrize("stream_id", [0, 1, 3])
+def test_windows_that_open_for_nothing_end_the_connection(stream_id: int) -> None:
+    async def play() -> None:
+        peer = Peer()
+        peer.open(1)
+        peer.open(3)
+        peer.say(rst_stream(3))
+        for _ in range(AT_ONCE * 5):
+            peer.say(window_update(stream_id, 1))
+        assert peer.goodbye is None
+        for _ in range(AT_ONCE * 15):
+            peer.say(window_update(stream_id, 1))
+        assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+    asyncio.run(play())
+
+
+@in_loop
+async def test_a_message_taken_in_crumbs_ends_the_connection() -> None:
+    async def serve(call: Call) -> None:
+        await call.write(bytes(MIB))
+
+    peer = Peer(serve)
+    peer.say(client.settings(window=0))
+    peer.open()
+    await turns()
+    for _ in range(AT_ONCE * 20):
+        peer.say(window_update(1, 1))
+    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+
+@in_loop
+async def test_a_message_taken_in_small_windows_comes_whole() -> None:
+    sent = os.urandom(8 * MIB)
+
+    async def serve(call: Call) -> None:
+        await call.write(sent)
+
+    peer = Peer(serve)
+    peer.say(client.settings(window=2048), window_update(0, 16 * MIB))
+    peer.open(flags=END_STREAM)
+    await turns()
+    for _ in range(len(sent) // 2048 + 1):
+        peer.say(window_update(1, 1024), window_update(0, 1024))
+        peer.say(window_update(1, 1024), window_update(0, 1024))
+    await turns()
+    assert peer.goodbye is None
+    assert peer.answer().messages == [sent]
+
+
+# Settings.
+
+
+@in_loop
+async def test_of_settings_said_many_times_the_last_holds() -> None:
+    peer = Peer(calls_max=2000)
+    for stream_id in range(1, 401, 2):
+        peer.open(stream_id)
+    peer.say(window_update(1, client.WINDOW_MAX - 65_535))
+    many = b"".join(window_setting(value) for value in range(65_536 + 10_921, 65_535, -1))
+    peer.say(frame(SETTINGS, 0, many[: -len(window_setting(0))] + window_setting(65_534)))
+    assert peer.goodbye is None
+    windows = {call.send_window for call in peer.calls.values()}
+    assert windows == {65_534, client.WINDOW_MAX - 1}
+
+
+@in_loop
+async def test_settings_cost_patience_by_their_number() -> None:
+    peer = Peer()
+    for _ in range(2):
+        assert peer.goodbye is None
+        peer.say(frame(SETTINGS, 0, b"\x99\x99\0\0\0\1" * 10_922))
+    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+
+@in_loop
+async def test_settings_cost_patience_by_the_calls_that_they_change() -> None:
+    peer = Peer(calls_max=2000)
+    for stream_id in range(1, 4001, 2):
+        peer.open(stream_id)
+    for count in range(200):
+        if peer.transport.is_closed:
+            break
+        peer.say(client.settings(window=count))
+    assert peer.goodbye == client.ENHANCE_YOUR_CALM and count > 20
+
+
+@in_loop
+async def test_a_setting_that_is_wrong_is_not_mended_by_the_next() -> None:
+    peer = Peer()
+    peer.say(frame(SETTINGS, 0, window_setting(1 << 31) + window_setting(5)))
+    assert peer.goodbye == client.FLOW_CONTROL_ERROR
+
+
+# Headers.
+
+
+@in_loop
+async def test_headers_of_any_bytes_are_one_calls_and_not_the_connections() -> None:
+    peer = Peer(answer)
+    encoder = hpack.Encoder()
+    for stream_id, said in ((1, b"caf\xe9"), (3, b"caf\xe9"), (5, "caf\u00e9".encode())):
+        fields = [*request_fields(), ("who", said), ("client", "robot-7")]
+        raw = encoder.encode(fields)
+        peer.say(frame(HEADERS, stream_id, raw, END_HEADERS), data(stream_id, b"", END_STREAM))
+        await turns()
+        assert peer.goodbye is None and peer.answer(stream_id).status == 0
+    wanted = (("who", "caf\u00e9"), ("client", "robot-7"))
+    assert [call.metadata for call in peer.served] == [wanted] * 3
+
+
+@in_loop
+async def test_a_path_of_any_bytes_can_be_told_back() -> None:
+    async def refuse(call: Call) -> None:
+        raise RpcError(Status.UNIMPLEMENTED, call.path)
+
+    peer = Peer(refuse)
+    fields = [*request_fields(without=[":path"]), (":path", b"/t/\xff")]
+    peer.say(frame(HEADERS, 1, hpack.Encoder().encode(fields), END_HEADERS | END_STREAM))
+    await turns()
+    assert peer.answer().status == Status.UNIMPLEMENTED
+
+
+# Compressed messages.
+
+
+class Taker:
+    """A handler that takes what there is when it is told, as a Flight stream does.
+
+    Attributes:
+        taken: Messages, None at the end of them, or an error.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[bytes | RpcError | None] = []
+
+    async def __call__(self, call: Call) -> None:
+        over = asyncio.get_running_loop().create_future()
+
+        def take() -> None:
+            while call.has_input and not over.done():
+                try:
+                    raw = call.receive()
+                except RpcError as error:
+                    self.taken.append(error)
+                    return over.set_result(None)
+                self.taken.append(None if raw is None else bytes(raw))
+                if raw is None:
+                    return over.set_result(None)
+            return None
+
+        call.on_input = take
+        take()
+        await over
+
+
+class Reader(Taker):
+    """One that reads."""
+
+    async def __call__(self, call: Call) -> None:
+        try:
+            while (raw := await call.read()) is not None:
+                self.taken.append(bytes(raw))
+        except RpcError as error:
+            self.taken.append(error)
+        else:
+            self.taken.append(None)
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
+SIZES = [0, 1, inflating.AT_ONCE_BYTES - 1, inflating.AT_ONCE_BYTES, inflating.AT_ONCE_BYTES + 1]
+SIZES += [inflating.READ_BYTES + 1, inflating.PIECE_BYTES, 3 * MIB + 7]
+
+
+@pytest.mark.parametrize("encoding", PACKED)
+@pytest.mark.parametrize("handler", [Taker, Reader])
+@pytest.mark.parametrize("fill", [os.urandom, bytes], ids=["noise", "zeros"])
+def test_compressed_messages_of_every_size_come_in_their_order(
+    encoding: str, handler: type[Taker], fill: Callable[[int], bytes]
+) -> None:
+    async def play() -> None:
+        taker = handler()
+        peer = Peer(taker)
+        peer.open(1, ("grpc-encoding", encoding))
+        sent: list[bytes] = []
+        for size in (*SIZES, *reversed(SIZES)):
+            raw = fill(size)
+            sent += (raw, b"as it is")
+            body = message(PACKED[encoding](raw), 1) + message(b"as it is")
+            for at in range(0, len(body), MIB):
+                peer.say(data(1, body[at : at + MIB]))
+                await until(lambda: peer.calls[1]._received < WINDOW_BYTES // 2)
+        peer.say(data(1, b"", END_STREAM))
+        await until(lambda: peer.answer().is_over)
+        assert taker.taken == [*sent, None] and peer.answer().status == 0
+
+    asyncio.run(play())
+
+
+@in_loop
+async def test_a_large_message_is_expanded_beside_the_loop() -> None:
+    peer = Peer(message_bytes=MESSAGE_BYTES)
+    peer.open(1, ("grpc-encoding", "gzip"))
+    await turns()
+    call = peer.calls[1]
+    peer.say(data(1, message(gzip.compress(bytes(MESSAGE_BYTES)), 1), END_STREAM))
+    assert not call.has_input
+    told: list[bool] = []
+    call.on_input = lambda: told.append(call.has_input)
+    await until(lambda: told)
+    assert told == [True]
+    raw = call.receive()
+    assert raw is not None and len(raw) == MESSAGE_BYTES
+    assert call.has_input and call.receive() is None
+
+
+@pytest.mark.parametrize("handler", [Taker, Reader])
+def test_a_large_message_that_is_wrong_ends_the_call_behind_those_before(
+    handler: type[Taker],
+) -> None:
+    noise = os.urandom(MIB)
+    wrong = {
+        "too large": (gzip.compress(bytes(MIB + 1)), Status.RESOURCE_EXHAUSTED),
+        "cut": (gzip.compress(noise)[:-200_000], Status.INTERNAL),
+        "followed": (gzip.compress(noise) + b"more", Status.INTERNAL),
+        "followed by much": (gzip.compress(b"one") + noise[:500_000], Status.INTERNAL),
+        "broken": (gzip.compress(noise)[:500_000] + noise[:500_000], Status.INTERNAL),
+    }
+
+    async def play(raw: bytes, status: Status) -> None:
+        taker = handler()
+        peer = Peer(taker, message_bytes=MIB)
+        if len(raw) > MIB:
+            peer = Peer(taker, message_bytes=2 * MIB)
+        peer.open(1, ("grpc-encoding", "gzip"))
+        peer.say(data(1, message(b"before")))
+        body = message(raw, 1) + message(b"behind")
+        peer.say(*(data(1, body[at : at + MIB]) for at in range(0, len(body), MIB)))
+        peer.say(data(1, b"", END_STREAM))
+        await until(lambda: len(taker.taken) > 1)
+        before, error = taker.taken
+        assert before == b"before"
+        assert isinstance(error, RpcError) and error.status == status
+
+    for raw, status in wrong.values():
+        asyncio.run(play(raw, status))
+
+
+@in_loop
+async def test_a_call_that_ends_while_its_message_is_expanded_leaves_nothing() -> None:
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    taker = Reader()
+    peer = Peer(taker, message_bytes=MESSAGE_BYTES)
+    bomb = message(gzip.compress(bytes(MESSAGE_BYTES // 2)), 1)
+    for stream_id in range(1, 21, 2):
+        peer.open(stream_id, ("grpc-encoding", "gzip"))
+        peer.say(data(stream_id, bomb))
+    await turns()
+    peer.say(*(rst_stream(stream_id) for stream_id in range(1, 21, 2)))
+    await asyncio.sleep(0.5)
+    assert not taker.taken and not failed and not peer.calls
+    assert all(call.receive() is None and not call.has_input for call in peer.served)
+
+
+# Large messages.
+
+
+def granted(peer: Peer, stream_id: int) -> int:
+    updates = peer.heard(WINDOW_UPDATE)
+    return sum(each.number for each in updates if each.stream_id == stream_id)
+
+
+def begin(peer: Peer, stream_id: int, size: int) -> None:
+    """Send as much of a large message as the window takes."""
+    peer.open(stream_id)
+    raw = message(bytes(size))[:WINDOW_BYTES]
+    peer.say(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
+
+
+def end(peer: Peer, stream_id: int, size: int) -> None:
+    """Send the rest of it."""
+    left = size + 5 - WINDOW_BYTES
+    while left:
+        count = min(left, MIB)
+        peer.say(data(stream_id, bytes(count)))
+        left -= count
+
+
+@pytest.fixture
+def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "ROOM_BYTES", 20 * MIB)
+
+
+@pytest.mark.usefixtures("small_room")
+@in_loop
+async def test_large_messages_of_a_connection_come_as_far_as_there_is_room() -> None:
+    taker = Reader()
+    peer = Peer(taker, message_bytes=64 * MIB)
+    for stream_id in (1, 3, 5, 7):
+        begin(peer, stream_id, 10 * MIB)
+    assert [granted(peer, each) > 0 for each in (1, 3, 5, 7)] == [True, True, False, False]
+    begin(peer, 9, 3 * MIB)  # No more than a window.
+    await turns()
+    assert [len(each or b"") for each in taker.taken] == [3 * MIB]
+
+    end(peer, 3, 10 * MIB)
+    await turns()
+    assert len(taker.taken) == 2
+    assert [granted(peer, each) > 0 for each in (5, 7)] == [True, False]
+    peer.say(rst_stream(1))
+    assert granted(peer, 7) > 0
+    for stream_id in (5, 7):
+        end(peer, stream_id, 10 * MIB)
+    await turns()
+    assert len(taker.taken) == 4 and peer.goodbye is None
+    assert not peer.connection.room._held and peer.connection.room._taken == 0
+
+
+@pytest.mark.usefixtures("small_room")
+@in_loop
+async def test_a_message_larger_than_the_room_comes_where_it_is_alone() -> None:
+    taker = Reader()
+    peer = Peer(taker, message_bytes=64 * MIB)
+    begin(peer, 1, 5 * MIB)
+    begin(peer, 3, 40 * MIB)
+    begin(peer, 5, 5 * MIB)
+    assert granted(peer, 1) and not granted(peer, 3)
+    assert not granted(peer, 5)  # It would be passed by for ever.
+    for stream_id, size in ((1, 5), (3, 40), (5, 5)):
+        end(peer, stream_id, size * MIB)
+        await turns()
+    assert [len(each or b"") // MIB for each in taker.taken] == [5, 40, 5]
+    assert peer.goodbye is None
+
+
+@pytest.mark.usefixtures("small_room")
+@in_loop
+async def test_who_has_room_and_sends_nothing_makes_room_for_who_waits() -> None:
+    taker = Reader()
+    peer = Peer(taker, message_bytes=64 * MIB)
+    begin(peer, 1, 20 * MIB)
+    peer.connection.look_after(now := now_ns())
+    peer.connection.look_after(now + room.STALLED_NS + 1)
+    begin(peer, 3, 20 * MIB)
+    peer.connection.look_after(now)
+    peer.say(data(1, bytes(MIB)))
+    peer.connection.look_after(now + room.STALLED_NS)
+    peer.connection.look_after(now + 2 * room.STALLED_NS)
+    assert not taker.taken and not granted(peer, 3)
+    peer.connection.look_after(now + 2 * room.STALLED_NS + 1)
+    assert granted(peer, 3)
+    end(peer, 3, 20 * MIB)
+    await turns()
+    error, whole = taker.taken
+    assert isinstance(error, RpcError) and error.status == Status.RESOURCE_EXHAUSTED
+    assert isinstance(whole, bytes) and len(whole) == 20 * MIB
+
+
+# The deadline.
+
+
+@in_loop
+async def test_a_deadline_is_told_in_the_hosts_words() -> None:
+    peer = Peer()
+    peer.open(1, ("grpc-timeout", "1m"))
+    await until(lambda: peer.answer().is_over)
+    assert peer.answer().blocks[-1]["why"] == "late"

@@ -1,0 +1,103 @@
+"""How a call ends: every error has its name beside its status, in the form its readers want."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from iskander.errors import IskanderError, LimitExceeded, MalformedInput, Overloaded, Unsupported
+from iskander.gateway.frontends.grpc_server import GrpcServer, _with_message, rpc_error
+from iskander.gateway.http2.call import Call, Message
+from iskander.gateway.http2.status import RpcError, Status
+
+FLIGHT = "/arrow.flight.protocol.FlightService/DoGet"
+OTHER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+class PlayedCall(Call):
+    def __init__(self, path: str) -> None:
+        self.path, self.metadata = path, ()
+
+
+class PlayedServer(GrpcServer):
+    """Its methods end as they are told."""
+
+    def __init__(self, ends_with: Exception) -> None:
+        async def serve(_: Call) -> None:
+            raise ends_with
+
+        self._methods = {FLIGHT: serve, OTHER: serve}
+        self._flight_methods = {FLIGHT: serve}
+        self._access = self
+
+    def grant(self, *_: Any, **__: Any) -> None:
+        """Everybody may ask."""
+
+    def outcome(self, path: str) -> RpcError:
+        with pytest.raises(RpcError) as ended:
+            asyncio.run(self._serve(PlayedCall(path)))
+        return ended.value
+
+
+def code_of(error: RpcError) -> Any:
+    return dict(error.trailers)["iskander-code"]
+
+
+def test_an_unknown_method_is_unsupported() -> None:
+    ended = PlayedServer(AssertionError()).outcome("/no.such.Service/Call")
+    assert (ended.status, code_of(ended)) == (Status.UNIMPLEMENTED, "unsupported")
+    assert "/no.such.Service/Call" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("status", "named"),
+    [
+        (Status.RESOURCE_EXHAUSTED, LimitExceeded),
+        (Status.INTERNAL, MalformedInput),
+        (Status.UNIMPLEMENTED, Unsupported),
+    ],
+)
+@pytest.mark.parametrize("path", [FLIGHT, OTHER])
+def test_what_the_transport_refuses_has_a_name(
+    path: str, status: Status, named: type[IskanderError]
+) -> None:
+    ended = PlayedServer(RpcError(status, "why")).outcome(path)
+    assert (ended.status.name, code_of(ended), ended.message) == (named.status, named.code, "why")
+
+
+def test_a_failure_of_ours_has_a_name_and_no_text() -> None:
+    ended = PlayedServer(ValueError("secret")).outcome(OTHER)
+    assert (ended.status, code_of(ended)) == (Status.INTERNAL, "internal")
+    assert "secret" not in ended.message
+
+
+def test_flight_has_the_detail_as_json_and_others_have_it_as_grpcs_own_message() -> None:
+    """grpc-go before 1.59 makes INTERNAL of an error whose detail is anything else."""
+    error = Overloaded("größer", retry_after_ms=3, model="m")
+    flight, other = rpc_error(error, is_flight=True), rpc_error(error)
+
+    assert (flight.status, other.status) == (Status.UNAVAILABLE, Status.RESOURCE_EXHAUSTED)
+    told = json.loads(dict(flight.trailers)["grpc-status-details-bin"])
+    assert (told["code"], told["model"]) == ("overloaded", "m")
+    text = "größer".encode()
+    wanted = b"\x08\x08\x12" + bytes([len(text)]) + text
+    assert dict(other.trailers)["grpc-status-details-bin"] == wanted
+    for ended in (flight, other):
+        assert dict(ended.trailers)["iskander-retry-after-ms"] == "3"
+
+
+def test_a_call_that_ends_before_its_message_is_malformed() -> None:
+    class Ended(PlayedCall):
+        has_input = True
+
+        def receive(self) -> Message | None:
+            return None
+
+    async def never(*_: Any) -> None:
+        pytest.fail("it is answered")
+
+    with pytest.raises(MalformedInput, match="before its message"):
+        asyncio.run(_with_message(never)(Ended(OTHER)))
