@@ -36,6 +36,7 @@ COMPILED = (
     "iskander/gateway/frontends/oip_service.py",
     "iskander/gateway/frontends/oip_tensors.py",
     "iskander/gateway/frontends/oip_wire.py",
+    "iskander/gateway/frontends/stream_terms.py",
     "iskander/gateway/http2/call.py",
     "iskander/gateway/http2/connection.py",
     "iskander/gateway/http2/frames.py",

@@ -8,8 +8,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from iskander.clock import now_ns
@@ -26,13 +25,29 @@ SHARE: Final = 8
 opens calls and leaves them keeps nobody else out."""
 
 
-class _Held:
-    """A call that is held open, and by whom; None: not known."""
+class Held:
+    """A call that is held open while the block under it runs.
 
-    __slots__ = ("caller",)
+    Args:
+        calls: All of them.
+        drain: What tells it that the server stops.
+        caller: Whose it is; None: not known.
+    """
 
-    def __init__(self, caller: object) -> None:
+    __slots__ = ("_calls", "_drain", "caller")
+
+    def __init__(
+        self, calls: dict[Held, Callable[[], None]], drain: Callable[[], None], caller: object
+    ) -> None:
+        self._calls = calls
+        self._drain = drain
         self.caller = caller
+
+    def __enter__(self) -> None:
+        self._calls[self] = self._drain
+
+    def __exit__(self, *_: object) -> None:
+        del self._calls[self]
 
 
 class Desk:
@@ -55,7 +70,7 @@ class Desk:
         self.limits = limits
         self.is_draining = False
         self.open = 0
-        self.calls: dict[_Held, Callable[[], None]] = {}
+        self.calls: dict[Held, Callable[[], None]] = {}
 
     def drain(self) -> None:
         """Take no more; what was accepted is still answered."""
@@ -63,10 +78,7 @@ class Desk:
         for drain in list(self.calls.values()):
             drain()
 
-    @contextlib.contextmanager
-    def held(
-        self, drain: Callable[[], None] = lambda: None, caller: object = None
-    ) -> Iterator[None]:
+    def held(self, drain: Callable[[], None] = lambda: None, caller: object = None) -> Held:
         """Hold a call open from its beginning until its answer is written.
 
         Args:
@@ -82,12 +94,7 @@ class Desk:
         share = self.limits.streams // SHARE
         if count >= self.limits.streams - share and caller is not None:
             self._require_share(caller, share)
-        call = _Held(caller)
-        self.calls[call] = drain
-        try:
-            yield
-        finally:
-            del self.calls[call]
+        return Held(self.calls, drain, caller)
 
     def require_open(self) -> None:
         """Refuse a request before its bytes are looked at.

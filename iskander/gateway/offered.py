@@ -105,6 +105,17 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
     return Offered(rows, buffers + strings, bucket)
 
 
+def places(contract: Contract, rows: int) -> list[tuple[int, int]] | None:
+    """Where each result begins and ends in a body; None where `give` makes some of them first."""
+    if any(spec.type.dtype.arrow_bits <= 1 for spec in contract.outputs):
+        return None
+    offsets = body_layout(contract.outputs, rows)[0]
+    return [
+        (offset, offset + spec.buffer_bytes(rows))
+        for spec, offset in zip(contract.outputs, offsets, strict=True)
+    ]
+
+
 def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor]:
     """The results in a body, each under its tensor's name; a copy of booleans and strings only."""
     view = memoryview(body)

@@ -166,7 +166,8 @@ class TestBlocks:
         for piece in pieces[1:]:
             assert blocks.is_open
             blocks.go_on(5, memoryview(piece))
-        assert blocks.end() == (5, True, fields)
+        stream_id, is_last, ended = blocks.end()
+        assert (stream_id, is_last, ended.pairs) == (5, True, fields)
         assert not blocks.is_open
 
     def test_blocks_share_a_table(self) -> None:
@@ -175,8 +176,18 @@ class TestBlocks:
             fields = request_fields(extra=[("client", "robot-7"), ("n", str(stream_id))])
             raw = memoryview(encoder.encode(fields))
             blocks.begin(stream_id, END_HEADERS, raw)
-            assert blocks.end() == (stream_id, False, fields)
+            number, is_last, ended = blocks.end()
+            assert (number, is_last, ended.pairs) == (stream_id, False, fields)
         assert len(raw) < 20
+
+    def test_a_request_that_comes_again_is_read_once(self) -> None:
+        """Once the table does not change any more, which the first one writes to."""
+        blocks, encoder, requests = HeaderBlocks(), hpack.Encoder(), []
+        for stream_id in (1, 3, 5):
+            raw = encoder.encode(request_fields())
+            blocks.begin(stream_id, END_HEADERS, memoryview(raw))
+            requests.append(blocks.end()[2].request())
+        assert requests[0] == requests[1] and requests[1] is requests[2]
 
     @pytest.mark.parametrize("stream_id", [1, 3])
     def test_a_continuation_of_nothing_is_refused(self, stream_id: int) -> None:
@@ -242,4 +253,4 @@ class TestBlocks:
             )
             blocks.begin(1, END_HEADERS, memoryview(raw))
             wanted = [(str(name), str(value)) for name, value in plain.decode(raw)]
-            assert blocks.end()[2] == wanted == fields
+            assert blocks.end()[2].pairs == wanted == fields

@@ -17,7 +17,7 @@ from iskander.contract.dtypes import DTYPES, Dtype
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.gateway.offered import PROBLEMS_MAX, Tensor, give, take
+from iskander.gateway.offered import PROBLEMS_MAX, Tensor, give, places, take
 
 LIMITS = LimitsConfig(rows=100, bytes=4096)
 FIXED = [dtype for dtype in DTYPES if dtype.arrow_bits and dtype.oip not in ("BF16", "BYTES")]
@@ -180,6 +180,22 @@ def test_results_are_given_in_the_contracts_order_each_from_its_place() -> None:
         ("z", "INT16", (5,)),
     ]
     assert bytes(given[0].data) == y.tobytes() and bytes(given[1].data) == z.tobytes()
+
+
+@given(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4), st.integers(0, 9))
+def test_places_are_where_what_is_given_lies(dtypes: list[Dtype], rows: int) -> None:
+    """And nowhere, where a result of them is no slice of the body."""
+    specs = [spec(f"t{at}", dtype.arrow, at + 1) for at, dtype in enumerate(dtypes)]
+    contract = Contract(inputs=(), outputs=tuple(specs))
+    there = places(contract, rows)
+    if any(dtype.oip in ("BOOL", "BYTES") for dtype in dtypes):
+        assert there is None
+    else:
+        body = np.random.default_rng(rows).bytes(body_layout(contract.outputs, rows)[1])
+        assert there is not None
+        assert [body[begin:end] for begin, end in there] == [
+            bytes(each.data) for each in give(contract, rows, body)
+        ]
 
 
 def test_no_rows_give_empty_tensors() -> None:

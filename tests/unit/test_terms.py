@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from iskander.errors import MalformedInput
 from iskander.gateway.access.grants import ANONYMOUS
-from iskander.gateway.frontends import terms as terms_module
-from iskander.gateway.frontends.terms import REMEMBERED_MAX, StreamTerms
+from iskander.gateway.frontends import stream_terms as terms_module
+from iskander.gateway.frontends.stream_terms import REMEMBERED_MAX, StreamTerms
 from iskander.gateway.lanes.request import NEVER_NS, Terms
 
 NOW_NS, WALL_NS = 1_000_000_000_000, 1_700_000_000_000_000_000

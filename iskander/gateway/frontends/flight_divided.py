@@ -18,7 +18,7 @@ from iskander.errors import IskanderError
 from iskander.gateway.arrow_values import text_buffers
 from iskander.gateway.frontends.flight_codec import Arrived
 from iskander.gateway.frontends.flight_convert import Portion
-from iskander.gateway.frontends.terms import StreamTerms
+from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Request
 

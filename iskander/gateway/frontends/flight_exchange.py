@@ -27,7 +27,7 @@ from iskander.gateway.frontends.flight_pending import Pending, Refused
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.flight_shared import SharedCodec
 from iskander.gateway.frontends.flight_target import Target
-from iskander.gateway.frontends.terms import StreamTerms
+from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.status import RpcError
 from iskander.gateway.intake import Intake

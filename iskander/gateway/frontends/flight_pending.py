@@ -12,7 +12,7 @@ from typing import Any
 from iskander.clock import now_ns
 from iskander.errors import IskanderError
 from iskander.gateway.frontends.flight_codec import Arrived
-from iskander.gateway.frontends.terms import StreamTerms
+from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Caller, Request
 

@@ -40,7 +40,8 @@ from iskander.gateway.frontends.oip_http_messages import (
     write_answer,
 )
 from iskander.gateway.frontends.oip_terms import said_in, said_over
-from iskander.gateway.frontends.terms import HEADER_PREFIX, StreamTerms
+from iskander.gateway.frontends.stream_terms import StreamTerms
+from iskander.gateway.frontends.terms import HEADER_PREFIX
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import Terms
 from iskander.gateway.models import Models

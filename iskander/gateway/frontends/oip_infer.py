@@ -5,25 +5,51 @@ Runs on: gateway loop. Source: Open Inference Protocol v2.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 from iskander._generated import oip_pb2
-from iskander.contract.tensors import Contract
+from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_request import Asked, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_tensor
 from iskander.gateway.frontends.oip_wire import Scanned, response
-from iskander.gateway.frontends.terms import StreamTerms
+from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
-from iskander.gateway.offered import Tensor, give, take
+from iskander.gateway.offered import give, places, take
 
 REMEMBERED_MAX: Final = 256
 REMEMBERED_BYTES_MAX: Final = 4096
 FINAL: Final = "triton_final_response"
+
+_Key: TypeAlias = tuple[int, int, tuple[str, ...], bool]
+"""Of a kind of responses: model, rows, outputs that are wanted, whether it says that it is last."""
+
+
+class _Shape:
+    """A response but for its id and the bytes of its tensors.
+
+    Attributes:
+        contract: That it is of.
+        wanted: Numbers of the outputs that it has.
+        head: Serialized.
+        places: Where each of them begins and ends in the results; None where it is made of them.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        wanted: list[int],
+        head: bytes,
+        places: list[tuple[int, int]] | None,
+    ) -> None:
+        self.contract = contract
+        self.wanted = wanted
+        self.head = head
+        self.places = places
 
 
 class Inference:
@@ -38,7 +64,7 @@ class Inference:
         self._models = models
         self._desk = desk
         self._asked: dict[bytes, Asked] = {}
-        self._heads: dict[tuple[int, int, tuple[str, ...], bool], tuple[Contract, bytes]] = {}
+        self._shapes: dict[_Key, _Shape] = {}
 
     async def answer(
         self, scanned: Scanned, terms: StreamTerms, grant: Grant, *, is_streamed: bool = False
@@ -59,8 +85,8 @@ class Inference:
         """
         asked = self._read(scanned.head)
         grant.require_model(asked.model)
-        key = terms.route_key_of(asked.said)
-        lane = self._models.find_loaded(asked.model, asked.version, key)
+        route_key = terms.route_key_of(asked.said)
+        lane = self._models.find_loaded(asked.model, asked.version, route_key)
         contract = lane.contract
         assert contract is not None
         if asked.outputs:
@@ -73,14 +99,18 @@ class Inference:
             terms=terms.with_said(asked.said),
             call_deadline_ns=terms.deadline_ns,
         )
-        given = give(contract, offered.rows, body)
-        if asked.outputs:
-            by_name = {tensor.name: tensor for tensor in given}
-            given = [by_name[name] for name in asked.outputs]
         is_final_said = is_streamed and asked.wants_final
-        which = (lane.model.key, offered.rows, asked.outputs, is_final_said)
-        head = self._head(which, lane, contract, given)
-        return response(head, scanned.id, [raw_tensor(tensor) for tensor in given])
+        key = (lane.model.key, offered.rows, asked.outputs, is_final_said)
+        shape = self._shapes.get(key)
+        if shape is None or shape.contract is not contract:
+            shape = self._shape(key, lane, contract)
+        if shape.places is None:
+            given = give(contract, offered.rows, body)
+            tensors = [raw_tensor(given[index]) for index in shape.wanted]
+        else:
+            view = memoryview(body)
+            tensors = [view[begin:end] for begin, end in shape.places]
+        return response(shape.head, scanned.id, tensors)
 
     def _read(self, head: bytes) -> Asked:
         """Read a request, or remember it: a client's next one differs in its tensors alone."""
@@ -93,21 +123,18 @@ class Inference:
                 self._asked[head] = asked
         return asked
 
-    def _head(
-        self,
-        key: tuple[int, int, tuple[str, ...], bool],
-        lane: Lane,
-        contract: Contract,
-        given: list[Tensor],
-    ) -> bytes:
-        """All of a response but its id and its tensors, made or remembered."""
-        of, head = self._heads.get(key, (None, b""))
-        if of is not contract:
-            head = _head(lane, given, is_final_said=key[-1])
-            if len(self._heads) >= REMEMBERED_MAX:
-                self._heads.clear()
-            self._heads[key] = (contract, head)
-        return head
+    def _shape(self, key: _Key, lane: Lane, contract: Contract) -> _Shape:
+        """Make what is the same in all responses of a kind, and remember it."""
+        _, rows, outputs, is_final_said = key
+        names = [spec.tensor for spec in contract.outputs]
+        wanted = [names.index(name) for name in outputs or names]
+        there = places(contract, rows)
+        head = _head(lane, [contract.outputs[index] for index in wanted], rows, is_final_said)
+        shape = _Shape(contract, wanted, head, there and [there[index] for index in wanted])
+        if len(self._shapes) >= REMEMBERED_MAX:
+            self._shapes.clear()
+        self._shapes[key] = shape
+        return shape
 
 
 def _require_outputs(contract: Contract, wanted: tuple[str, ...]) -> None:
@@ -119,15 +146,15 @@ def _require_outputs(contract: Contract, wanted: tuple[str, ...]) -> None:
             )
 
 
-def _head(lane: Lane, given: list[Tensor], *, is_final_said: bool) -> bytes:
+def _head(lane: Lane, specs: list[TensorSpec], rows: int, is_final_said: bool) -> bytes:
     message = oip_pb2.ModelInferResponse(
         model_name=lane.model.name,
         model_version=lane.model.version,
         outputs=[
             oip_pb2.ModelInferResponse.InferOutputTensor(
-                name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
+                name=spec.tensor, datatype=spec.type.dtype.oip, shape=(rows, *spec.shape)
             )
-            for tensor in given
+            for spec in specs
         ],
     )
     if is_final_said:

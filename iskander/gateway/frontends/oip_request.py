@@ -16,6 +16,7 @@ from iskander.contract.columns import RANK_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.gateway.frontends.oip_tensors import (
+    STRINGS,
     require_typed,
     strings_max,
     tensor_of,
@@ -123,7 +124,6 @@ def tensors_of(
         LimitExceeded: Strings or typed contents are more than is taken.
     """
     inputs, contents = asked.inputs, asked.contents
-    most = strings_max(contract, limits)
     if raw and contents:
         raise MalformedInput("some inputs have typed contents and some are raw; all have one form")
     if raw and len(raw) != len(inputs):
@@ -132,6 +132,8 @@ def tensors_of(
         )
     if contents:
         require_typed(inputs, limits)
+    has_strings = any(datatype == STRINGS for _, datatype, _ in inputs)
+    most = strings_max(contract, limits) if has_strings else 0
     return [
         typed_tensor(*described, contents[place], contract, limits)
         if place in contents

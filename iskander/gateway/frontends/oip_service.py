@@ -18,7 +18,7 @@ from iskander.gateway.frontends import oip_describe as describe
 from iskander.gateway.frontends.oip_infer import Inference
 from iskander.gateway.frontends.oip_stream import InferStream
 from iskander.gateway.frontends.oip_wire import scan
-from iskander.gateway.frontends.terms import StreamTerms
+from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models

@@ -19,7 +19,7 @@ from iskander.config import LimitsConfig
 from iskander.errors import Draining, IskanderError
 from iskander.gateway.frontends.oip_infer import Inference
 from iskander.gateway.frontends.oip_wire import in_stream, scan
-from iskander.gateway.frontends.terms import StreamTerms
+from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 
 log = logging.getLogger("iskander.oip")

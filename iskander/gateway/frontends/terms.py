@@ -16,21 +16,19 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from iskander.clock import NS_PER_MS, wall_ns
 from iskander.errors import MalformedInput
-from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_DEFAULT, PRIORITY_MAX, Terms
+from iskander.gateway.lanes.request import PRIORITY_MAX
 from iskander.prepared import prepared
 
 HEADER_PREFIX = "iskander-"
-REMEMBERED_MAX = 64
-_KEY = b"iskander"
+KEY: Final = b"iskander"
+"""Without it, metadata says nothing of ours."""
 _DAY_MS = 86_400_000
 
 Milliseconds = Annotated[float, Meta(ge=0, le=_DAY_MS)]
@@ -64,7 +62,7 @@ class SaidTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @prepared
-class _Headers(SaidTerms, frozen=True, forbid_unknown_fields=True):
+class SaidHeaders(SaidTerms, frozen=True, forbid_unknown_fields=True):
     """Beside the terms: what else a stream's headers may say.
 
     Attributes:
@@ -76,7 +74,7 @@ class _Headers(SaidTerms, frozen=True, forbid_unknown_fields=True):
     region: str = ""
 
 
-_NOTHING = _Headers()
+NOTHING = SaidHeaders()
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -88,106 +86,39 @@ _MSGPACK = (
     msgspec.msgpack.Decoder(_Envelope).decode,
     msgspec.msgpack.Decoder(SaidTerms | None).decode,
 )
-_numbers = itertools.count(1)
 
 
-class StreamTerms:
-    """The terms of one stream, and of each of its batches.
+def read_headers(headers: Iterable[tuple[str, Any]]) -> SaidHeaders:
+    """What a call's headers say.
 
     Args:
-        headers: Of the call, by name.
-        deadline_ns: Of the call; None where it has none.
-        name: Whose token the caller showed, which goes before what it calls itself: no caller can
-            be called as one of another token. Empty where nobody needs a token.
-
-    Attributes:
-        is_in_band: An error of one batch takes the place of its result.
-        region: Name of the memory that the client shares; empty for none.
-        deadline_ns: Of the call.
-        route_key: By which the call's version is chosen, where versions have shares.
+        headers: By name; those of others are passed over.
 
     Raises:
-        MalformedInput: A header of ours is not what it may be.
+        MalformedInput: One of ours is not what it may be.
     """
-
-    def __init__(
-        self, headers: Iterable[tuple[str, Any]], deadline_ns: int | None, name: str = ""
-    ) -> None:
-        ours = {
-            name.removeprefix(HEADER_PREFIX).replace("-", "_"): value
-            for name, value in headers
-            if name.startswith(HEADER_PREFIX)
-        }
-        try:
-            said = msgspec.convert(ours, _Headers, strict=False) if ours else _NOTHING
-        except msgspec.ValidationError as error:
-            raise MalformedInput(f"the call's `{HEADER_PREFIX}` headers: {error}") from None
-        if said.timestamp_ns is not None:
-            raise MalformedInput(f"`{HEADER_PREFIX}timestamp-ns` is of one batch, not of a call")
-        self.is_in_band = said.errors == "in-band"
-        self.region = said.region
-        self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
-        self._said = said
-        self._name = name
-        self._client = self._called(said.client or f"stream {next(_numbers)}")
-        self.route_key = said.route_key or said.client or self._client
-        self._default = self.with_said(said)
-        self._remembered: dict[bytes, Terms] = {}
-
-    def of(self, app_metadata: bytes) -> Terms:
-        """The terms of a batch.
-
-        Raises:
-            MalformedInput: The metadata is ours and not what it may be.
-        """
-        if _KEY not in app_metadata:
-            return self._default
-        terms = self._remembered.get(app_metadata)
-        if terms is None:
-            said = _read(app_metadata)
-            if said is None:
-                return self._default
-            terms = self.with_said(said)
-            if len(self._remembered) >= REMEMBERED_MAX:
-                self._remembered.clear()
-            if said.timestamp_ns is None:
-                self._remembered[app_metadata] = terms
-        return terms
-
-    def route_key_of(self, said: SaidTerms | None) -> str:
-        """The key by which a request's version is chosen, that says these terms itself."""
-        return self.route_key if said is None else said.route_key or said.client or self.route_key
-
-    def with_said(self, said: SaidTerms | None) -> Terms:
-        """The terms of a request that says these, or nothing, itself."""
-        if said is None:
-            return self._default
-        stream = self._said
-        priority = _first(said.priority, stream.priority)
-        stamp_ns = said.timestamp_ns
-        return Terms(
-            client=self._called(said.client) if said.client else self._client,
-            is_named=bool(said.client or stream.client),
-            priority=PRIORITY_DEFAULT if priority is None else priority,
-            urgency=_first(said.urgency, stream.urgency) or 0.0,
-            budget_ms=_first(said.deadline_ms, stream.deadline_ms),
-            ttl_ms=_first(said.ttl_ms, stream.ttl_ms),
-            steps_remaining=_first(said.steps_remaining, stream.steps_remaining),
-            age_ms=0.0 if stamp_ns is None else max(wall_ns() - stamp_ns, 0) / NS_PER_MS,
-            is_newest_wins=bool(_first(said.newest_wins, stream.newest_wins)),
-        )
-
-    def _called(self, said: str) -> str:
-        """What a client is called that says it is called so."""
-        return f"{self._name}/{said}" if self._name else said
+    ours = {
+        name.removeprefix(HEADER_PREFIX).replace("-", "_"): value
+        for name, value in headers
+        if name.startswith(HEADER_PREFIX)
+    }
+    if not ours:
+        return NOTHING
+    try:
+        said = msgspec.convert(ours, SaidHeaders, strict=False)
+    except msgspec.ValidationError as error:
+        raise MalformedInput(f"the call's `{HEADER_PREFIX}` headers: {error}") from None
+    if said.timestamp_ns is not None:
+        raise MalformedInput(f"`{HEADER_PREFIX}timestamp-ns` is of one batch, not of a call")
+    return said
 
 
-def _first(said: Any, otherwise: Any) -> Any:  # noqa: ANN401
-    return otherwise if said is None else said
+def read_metadata(app_metadata: bytes) -> SaidTerms | None:
+    """What a batch's metadata says; None where it is neither JSON nor msgpack with our key.
 
-
-def _read(app_metadata: bytes) -> SaidTerms | None:
-    """What metadata says; None where it is neither JSON nor msgpack with our key."""
+    Raises:
+        MalformedInput: It is ours and not what it may be.
+    """
     read_envelope, read_terms = _JSON if app_metadata.lstrip()[:1] == b"{" else _MSGPACK
     try:
         ours = read_envelope(app_metadata).iskander

@@ -16,7 +16,7 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.http2 import frames, headers
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
 from iskander.gateway.http2.frames import Code, ConnectionBroken
-from iskander.gateway.http2.headers import HeaderBlocks
+from iskander.gateway.http2.headers import Fields, HeaderBlocks
 from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.patience import Patience
 from iskander.gateway.http2.room import Room
@@ -285,8 +285,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_block(self) -> None:
         stream_id, is_last, fields = self._blocks.end()
-        if len(fields) > FREE_FIELDS:
-            self._patience.spend(self._heard_ns, len(fields) / FREE_FIELDS)
+        count = len(fields.pairs)
+        if count > FREE_FIELDS:
+            self._patience.spend(self._heard_ns, count / FREE_FIELDS)
         call = self.calls.get(stream_id)
         if stream_id > self._last_id:
             self._open(stream_id, fields, is_last=is_last)
@@ -297,13 +298,13 @@ class Connection(asyncio.BufferedProtocol):
                 raise ConnectionBroken(Code.PROTOCOL_ERROR, "a second header block of a call")
             call.take_end()
 
-    def _open(self, stream_id: int, fields: list[tuple[str, str]], *, is_last: bool) -> None:
+    def _open(self, stream_id: int, fields: Fields, *, is_last: bool) -> None:
         self._last_id = stream_id
         if self._is_closing or len(self.calls) >= self.host.calls_max:
             self._patience.spend(self._heard_ns)
             return self.output.emit(frames.rst_stream(stream_id, Code.REFUSED_STREAM))
         try:
-            request = headers.read_request(fields)
+            request = fields.request()
         except RpcError as error:
             self._patience.spend(self._heard_ns)
             block = headers.RESPONSE + headers.trailers(error.status, error.message, ())

@@ -65,6 +65,26 @@ class RequestHead(msgspec.Struct, frozen=True):
     metadata: Metadata
 
 
+class Fields:
+    """What a header block says.
+
+    Attributes:
+        pairs: Names and values, in their order.
+    """
+
+    __slots__ = ("_request", "pairs")
+
+    def __init__(self, pairs: list[tuple[str, str]]) -> None:
+        self.pairs = pairs
+        self._request: RequestHead | None = None
+
+    def request(self) -> RequestHead:
+        """As `read_request`, which reads a block that comes again once."""
+        if self._request is None:
+            self._request = read_request(self.pairs)
+        return self._request
+
+
 class HeaderBlocks:
     """The header blocks of one connection, put together from their frames and decompressed.
 
@@ -74,7 +94,7 @@ class HeaderBlocks:
 
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
-        self._known: dict[bytes, list[tuple[str, str]]] = {}
+        self._known: dict[bytes, Fields] = {}
         self._block = bytearray()
         self._stream_id = 0
         self._is_last = False
@@ -99,7 +119,7 @@ class HeaderBlocks:
         if len(self._block) > BLOCK_BYTES_MAX:
             raise ConnectionBroken(Code.ENHANCE_YOUR_CALM, "a header block without end")
 
-    def end(self) -> tuple[int, bool, list[tuple[str, str]]]:
+    def end(self) -> tuple[int, bool, Fields]:
         """The block is complete: its stream, whether that has no input, and its fields.
 
         Raises:
@@ -112,7 +132,7 @@ class HeaderBlocks:
             fields = self._decode(block)
         return self._stream_id, self._is_last, fields
 
-    def _decode(self, block: bytes) -> list[tuple[str, str]]:
+    def _decode(self, block: bytes) -> Fields:
         """Read a block; remember it until the table that its meaning depends on changes."""
         table = self._decoder.header_table
         entries, size = table.dynamic_entries, table.maxsize
@@ -121,7 +141,7 @@ class HeaderBlocks:
             decoded: Any = self._decoder.decode(block, raw=True)
         except hpack.HPACKError as error:
             raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
-        fields = [(_text(name), _text(value)) for name, value in decoded]
+        fields = Fields([(_text(name), _text(value)) for name, value in decoded])
         is_new = next(iter(entries), None) is not newest
         if is_new or len(entries) != count or table.maxsize != size:
             self._known.clear()

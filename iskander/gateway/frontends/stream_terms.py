@@ -1,0 +1,103 @@
+"""The terms of a stream or a call, and of each of its batches: said, or by default.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, Final
+
+from iskander.clock import NS_PER_MS, wall_ns
+from iskander.gateway.frontends.terms import KEY, SaidTerms, read_headers, read_metadata
+from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_DEFAULT, Terms
+
+REMEMBERED_MAX: Final = 64
+
+_numbers = itertools.count(1)
+
+
+class StreamTerms:
+    """The terms of one stream, and of each of its batches.
+
+    Args:
+        headers: Of the call, by name.
+        deadline_ns: Of the call; None where it has none.
+        name: Whose token the caller showed, which goes before what it calls itself: no caller can
+            be called as one of another token. Empty where nobody needs a token.
+
+    Attributes:
+        is_in_band: An error of one batch takes the place of its result.
+        region: Name of the memory that the client shares; empty for none.
+        deadline_ns: Of the call.
+        route_key: By which the call's version is chosen, where versions have shares.
+
+    Raises:
+        MalformedInput: A header of ours is not what it may be.
+    """
+
+    def __init__(
+        self, headers: Iterable[tuple[str, Any]], deadline_ns: int | None, name: str = ""
+    ) -> None:
+        said = read_headers(headers)
+        self.is_in_band = said.errors == "in-band"
+        self.region = said.region
+        self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
+        self._said = said
+        self._name = name
+        self._client = self._called(said.client or f"stream {next(_numbers)}")
+        self.route_key = said.route_key or said.client or self._client
+        self._default = self.with_said(said)
+        self._remembered: dict[bytes, Terms] = {}
+
+    def of(self, app_metadata: bytes) -> Terms:
+        """The terms of a batch.
+
+        Raises:
+            MalformedInput: The metadata is ours and not what it may be.
+        """
+        if KEY not in app_metadata:
+            return self._default
+        terms = self._remembered.get(app_metadata)
+        if terms is None:
+            said = read_metadata(app_metadata)
+            if said is None:
+                return self._default
+            terms = self.with_said(said)
+            if len(self._remembered) >= REMEMBERED_MAX:
+                self._remembered.clear()
+            if said.timestamp_ns is None:
+                self._remembered[app_metadata] = terms
+        return terms
+
+    def route_key_of(self, said: SaidTerms | None) -> str:
+        """The key by which a request's version is chosen, that says these terms itself."""
+        return self.route_key if said is None else said.route_key or said.client or self.route_key
+
+    def with_said(self, said: SaidTerms | None) -> Terms:
+        """The terms of a request that says these, or nothing, itself."""
+        if said is None:
+            return self._default
+        stream = self._said
+        priority = _first(said.priority, stream.priority)
+        stamp_ns = said.timestamp_ns
+        return Terms(
+            client=self._called(said.client) if said.client else self._client,
+            is_named=bool(said.client or stream.client),
+            priority=PRIORITY_DEFAULT if priority is None else priority,
+            urgency=_first(said.urgency, stream.urgency) or 0.0,
+            budget_ms=_first(said.deadline_ms, stream.deadline_ms),
+            ttl_ms=_first(said.ttl_ms, stream.ttl_ms),
+            steps_remaining=_first(said.steps_remaining, stream.steps_remaining),
+            age_ms=0.0 if stamp_ns is None else max(wall_ns() - stamp_ns, 0) / NS_PER_MS,
+            is_newest_wins=bool(_first(said.newest_wins, stream.newest_wins)),
+        )
+
+    def _called(self, said: str) -> str:
+        """What a client is called that says it is called so."""
+        return f"{self._name}/{said}" if self._name else said
+
+
+def _first(said: Any, otherwise: Any) -> Any:  # noqa: ANN401
+    return otherwise if said is None else said
