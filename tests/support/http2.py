@@ -21,7 +21,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = rang
 WINDOW_UPDATE, CONTINUATION = 8, 9
 END_STREAM = ACK = 1
 END_HEADERS, PADDED, HAS_PRIORITY = 4, 8, 32
-WINDOW_SETTING, FRAME_SETTING = 4, 5
+TABLE_SETTING, WINDOW_SETTING, FRAME_SETTING = 1, 4, 5
 WINDOW_MAX = (1 << 31) - 1
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = range(4)
 STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR = range(5, 10)
@@ -75,8 +75,8 @@ def frame(kind: int, stream_id: int = 0, payload: bytes = b"", flags: int = 0) -
 
 
 def settings(**values: int) -> bytes:
-    """A SETTINGS frame, of `window` and `frame_bytes`."""
-    names = {"window": WINDOW_SETTING, "frame_bytes": FRAME_SETTING}
+    """A SETTINGS frame, of `table`, `window` and `frame_bytes`."""
+    names = {"table": TABLE_SETTING, "window": WINDOW_SETTING, "frame_bytes": FRAME_SETTING}
     pairs = (struct.pack("!HI", names[name], value) for name, value in values.items())
     return frame(SETTINGS, 0, b"".join(pairs))
 

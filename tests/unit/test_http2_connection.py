@@ -843,6 +843,29 @@ async def test_calls_beyond_the_limit_are_refused_and_those_below_go_on() -> Non
     assert sorted(peer.calls) == [3, 7]
 
 
+@pytest.mark.parametrize("sizes", [(4096,), (65_536,), (0,), (100, 0), (0, 4096)])
+@in_loop
+async def test_a_client_with_a_smaller_table_is_told_that_this_was_understood(
+    sizes: tuple[int, ...],
+) -> None:
+    """A strict reader breaks the connection where the next block does not say so."""
+    peer = Peer(echo)
+    strict = hpack.Decoder()
+    strict.max_allowed_table_size = min(4096, *sizes)
+    for size in sizes:
+        peer.say(client.settings(table=size))
+    for stream_id in (1, 3):
+        peer.open(stream_id, flags=END_STREAM)
+    await turns()
+
+    blocks = [each.payload for each in peer.heard(HEADERS)]
+    assert len(blocks) == 2
+    said = [dict(strict.decode(each)) for each in blocks]
+    assert said[0] == said[1] and said[0]["grpc-status"] == "0"
+    updates = [each.startswith(b"\x20") for each in blocks]
+    assert updates == [min(sizes) < 4096, False]
+
+
 # How calls end.
 
 

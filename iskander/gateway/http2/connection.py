@@ -335,11 +335,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         pairs = frames.read_settings(payload)
         self._patience.spend(self._heard_ns, len(pairs) / FREE_SETTINGS)
-        values = dict(pairs)  # Of those that are said more than once, the last holds.
         # First: what a wider window lets out is more than the client takes until it has read this.
         self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        self.output.frame_bytes = values.get(frames.MAX_FRAME_SIZE, self.output.frame_bytes)
-        window = values.get(frames.INITIAL_WINDOW_SIZE, self.output.call_window)
+        self.output.take_settings(pairs)
+        window = dict(pairs).get(frames.INITIAL_WINDOW_SIZE, self.output.call_window)
         if window != self.output.call_window:
             self._patience.spend(self._heard_ns, len(self.calls) / FREE_CALLS)
             self.output.set_call_window(window, self.calls.values())

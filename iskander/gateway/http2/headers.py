@@ -259,3 +259,7 @@ RESPONSE: Final = b"\x88" + block(
 """The header block that begins every response; 0x88 is `:status: 200`."""
 OK: Final = trailers(Status.OK, "", ())
 """The one that ends a response as it should."""
+TABLE_BYTES_DEFAULT: Final = 4096
+"""Of a client's table for our blocks."""
+NO_TABLE: Final = b"\x20"
+"""Before a block: from here on it has 0 bytes."""

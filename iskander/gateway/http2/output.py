@@ -3,7 +3,8 @@
 What a window or the socket holds back stays with its call, and is drawn from there, a frame of each
 call in turn, when there is room again.
 
-Runs on: gateway loop. Source: RFC 9113, section 5.2 (flow control) and 6.9 (WINDOW_UPDATE).
+Runs on: gateway loop. Source: RFC 9113, section 5.2 (flow control) and 6.9 (WINDOW_UPDATE); RFC
+7541, section 4.2 (the table's size).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from iskander.gateway.http2 import frames
+from iskander.gateway.http2 import frames, headers
 from iskander.gateway.http2.frames import Code, ConnectionBroken
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Output:
         self._transport = transport
         self._window = self.call_window = frames.WINDOW_DEFAULT
         self.frame_bytes = frames.FRAME_BYTES_DEFAULT
+        self._table_bytes = headers.TABLE_BYTES_DEFAULT
+        self._update = b""
         self._held: dict[Call, None] = {}
         self._is_paused = False
         self._unread_bytes = 0
@@ -74,7 +77,9 @@ class Output:
         self.emit(self.block(stream_id, flags, block))
 
     def block(self, stream_id: int, flags: int, block: bytes) -> bytes:
-        """A header block's frames."""
+        """A header block's frames; behind a smaller table the first says that it knows."""
+        if self._update:
+            block, self._update = self._update + block, b""
         return frames.header_block(stream_id, flags, block, self.frame_bytes)
 
     def can_send(self, call: Call, size: int) -> bool:
@@ -145,6 +150,15 @@ class Output:
                 self._held[call] = None
         if self._held:
             self._pour()
+
+    def take_settings(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """What the client says of the frames that it takes, and of its table."""
+        for name, value in pairs:
+            if name == frames.MAX_FRAME_SIZE:
+                self.frame_bytes = value
+            elif name == frames.HEADER_TABLE_SIZE and value < self._table_bytes:
+                # Nothing is ever put there, so that none is needed serves for every size.
+                self._table_bytes, self._update = 0, headers.NO_TABLE
 
     def set_call_window(self, window: int, calls: Iterable[Call]) -> None:
         """The client takes so much of each call, of those that are open too."""
