@@ -43,7 +43,8 @@ class Process:
         starts: How often it was started.
         failures: Ends in a row that nobody asked for.
         timer: Of its next start.
-        heard_ns: When it last said something.
+        is_heard: It has said something since it was started.
+        heard_ns: When it last did, or was started.
     """
 
     def __init__(self, index: int, folder: Path, config: Config) -> None:
@@ -56,6 +57,7 @@ class Process:
         self.failures = 0
         self.is_able = False
         self.timer: asyncio.TimerHandle | None = None
+        self.is_heard = False
         self.heard_ns = 0
         self._started_ns = 0
         self._is_asked_to_end = False
@@ -76,7 +78,8 @@ class Process:
         settings = write_settings(config, self._folder)
         self.config = config
         self.starts += 1
-        self._started_ns = now_ns()
+        self._started_ns = self.heard_ns = now_ns()
+        self.is_heard = False
         self._is_asked_to_end = False
         environment = {
             **os.environ,
@@ -121,15 +124,15 @@ class Process:
             while True:
                 lines = self.notices.recv(NOTICE_BYTES_MAX).decode(errors="replace").splitlines()
                 fields = dict(line.partition("=")[::2] for line in lines)
-                self.heard_ns = now_ns()
+                self.heard_ns, self.is_heard = now_ns(), True
                 self.admin_address = fields.get("X_ISKANDER_ADMIN", self.admin_address)
                 if "READY" in fields or "STOPPING" in fields:
                     self.is_ready = "READY" in fields
                 self.is_able = fields.get("X_ISKANDER_READY", str(int(self.is_able))) == "1"
 
     def silent_s(self, now: int) -> float:
-        """For how long it has not said that its loop turns; 0 where it starts or stops."""
-        return (now - self.heard_ns) / NS_PER_S if self.is_ready else 0.0
+        """For how long it has not said that its loop turns; 0 where there is none."""
+        return (now - self.heard_ns) / NS_PER_S if self.child is not None else 0.0
 
     def kill(self) -> None:
         """End the child, which is not asked to: another takes its place."""

@@ -20,7 +20,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -138,12 +138,13 @@ class Parent:
             log.warning("asked to replace the processes while they start, stop or are replaced")
             return
         notify_reloading()
+        before = self._config
         complaint = self._accept()
         if complaint:
             log.error(complaint)
             self._say_serving(complaint)
         else:
-            self._rolling = self._loop.create_task(self._roll())
+            self._rolling = self._loop.create_task(self._roll(before))
 
     def reasons(self) -> list[str]:
         """Why this gateway is not ready; empty where it is.
@@ -277,32 +278,47 @@ class Parent:
             process.read_notices()
             if was_away:
                 process.heard_ns = now
-            if process.silent_s(now) > HUNG_S:
-                log.error("process %d did not move for %g s: killed", process.index, HUNG_S)
+            limit_s = HUNG_S if process.is_heard else max(HUNG_S, process.config.workers.start_s)
+            if process.silent_s(now) > limit_s:
+                log.error("process %d did not move for %g s: killed", process.index, limit_s)
                 process.heard_ns = now
                 process.kill()
         self._changed.set()
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
-    async def _roll(self) -> None:
+    async def _roll(self, before: Config) -> None:
+        """Replace all; where one does not get ready, go by what was accepted before again."""
         log.info("the processes are replaced one by one")
         note = "replaced"
-        was_able = all(process.is_able for process in self.processes)
         try:
             # Process 0 last: the workers come back to it with the others there.
-            for process in reversed(self.processes):
-                await self._end(process, signal.SIGHUP)
-                self._start(process)
-                is_back = partial(_is_back, process, was_able)
-                if not await _until(is_back, self._config.workers.start_s):
-                    note = f"process {process.index} is not ready; the others stay"
-                    log.error(note)
-                    break
-                log.info("process %d is replaced", process.index)
+            late = await self._replace(reversed(self.processes))
+            if late is not None:
+                note = f"process {late.index} did not get ready: the settings before hold"
+                log.error(note)
+                self._config = before
+                settings = self._settings()
+                changed = [each for each in self.processes if each.config != settings]
+                late = await self._replace(changed or [late])
+            if late is not None:
+                note = f"process {late.index} is not ready; the others stay"
+                log.error(note)
         finally:
             self._rolling = None
             if not self._is_stopping:
                 self._say_serving(note)
+
+    async def _replace(self, processes: Iterable[Process]) -> Process | None:
+        """Replace processes, each when the one before is back; the one that is not, if any."""
+        was_able = all(process.is_able for process in self.processes if process.is_ready)
+        for process in processes:
+            await self._end(process, signal.SIGHUP)
+            self._start(process)
+            is_back = partial(_is_back, process, was_able)
+            if not await _until(is_back, self._config.workers.start_s):
+                return process
+            log.info("process %d is replaced", process.index)
+        return None
 
     async def _drain(self) -> None:
         self._is_stopping = True

@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.config import AdminConfig, Config, ServerConfig
+from iskander.config import AdminConfig, Config, ServerConfig, WorkersConfig
 from iskander.errors import ConfigError
 from iskander.gateway import processes, systemd
 from iskander.gateway.processes import Parent
@@ -39,6 +39,14 @@ signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGINT, end)
 signal.signal(signal.SIGHUP, end)
 signal.signal(signal.SIGQUIT, lambda *_: os._exit(130))
+drain_s = json.loads((folder / "settings.json").read_text())["server"]["drain_s"]
+while drain_s == 66.0:
+    say("WATCHDOG=1")
+    time.sleep(0.05)
+mute = folder.parent / "mute"
+if mute.exists():
+    mute.unlink()
+    time.sleep(60)
 say("READY=1\\nX_ISKANDER_READY=0")
 pause("able_s")
 while True:
@@ -51,17 +59,19 @@ WITHIN_S = 20.0
 class Served:
     """A parent that serves, and the settings that it would read anew."""
 
-    def __init__(self, folder: Path, drain_s: float = 5.0) -> None:
+    def __init__(self, folder: Path, drain_s: float = 5.0, start_s: float = 20.0) -> None:
         self.folder = folder
         server = ServerConfig(
             address="127.0.0.1:0", processes=2, drain_s=drain_s, runtime_directory=str(folder)
         )
-        self.config = Config(server=server, admin=AdminConfig(address=""))
+        self.config = Config(
+            server=server, admin=AdminConfig(address=""), workers=WorkersConfig(start_s=start_s)
+        )
         self.parent = Parent(self.config, [sys.executable, "-c", CHILD], self._read)
         self.code: asyncio.Task[int] = asyncio.create_task(self.parent.serve())
 
     def write(self, **server: Any) -> None:
-        """What the file says from now on."""
+        """What the file says from now on; with a `drain_s` of 66 no process gets ready."""
         self.config = replace(self.config, server=replace(self.config.server, **server))
 
     def behave(self, **pauses: float) -> None:
@@ -188,6 +198,58 @@ def test_a_process_that_does_not_move_is_not_ready_and_then_replaced(
             assert served.pid(1) == before
             await until(lambda: served.pid(1) not in (0, before) and served.is_whole())
             assert served.parent.processes[0].starts == 1
+
+    asyncio.run(run())
+
+
+def test_a_process_that_never_says_anything_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs in its start, where a roll or a crash before that went well."""
+    monkeypatch.setattr(processes, "LOOK_S", 0.05)
+    monkeypatch.setattr(processes, "HUNG_S", 1.0)
+
+    async def run() -> None:
+        async with serving(tmp_path, start_s=1.5) as served:
+            (tmp_path / "mute").touch()
+            begun_ns = now_ns()
+            os.kill(served.pid(1), signal.SIGKILL)
+            await until(lambda: served.parent.processes[1].starts == 3 and served.is_whole())
+            # A start may take longer than a loop may stand still.
+            assert now_ns() - begun_ns > 1.4 * NS_PER_S
+            assert served.parent.processes[0].starts == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("index", [1, 0])
+def test_settings_that_a_process_does_not_get_ready_with_are_taken_back(
+    tmp_path: Path, index: int
+) -> None:
+    async def run() -> None:
+        async with serving(tmp_path, start_s=2.0) as served:
+            parent, late = served.parent, served.parent.processes[index]
+            if not index:
+                served.write(drain_s=7.0)
+            else:
+                served.write(drain_s=66.0)
+            parent.roll()
+            if not index:
+                # Process 1 is through; what 0 is started with is no more what 1 was.
+                await until(lambda: parent.processes[1].starts == 2)
+                parent._config = replace(
+                    parent._config, server=replace(parent._config.server, drain_s=66.0)
+                )
+            await until(lambda: late.starts == 3 and parent._rolling is None)
+            await until(served.is_whole)
+            for number in (0, 1):
+                assert served.settings(number)["server"]["drain_s"] == 5.0
+            await replaced(served, 1, signal.SIGKILL)
+            assert served.settings(1)["server"]["drain_s"] == 5.0
+            # The next roll begins anew.
+            served.write(drain_s=8.0)
+            await roll(served)
+            assert served.settings(0)["server"]["drain_s"] == 8.0
 
     asyncio.run(run())
 
