@@ -13,7 +13,7 @@ import hpack
 
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.connection import Connection
-from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.http2.status import RpcError
 from iskander.gateway.listening import SCRATCH_BYTES
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -240,7 +240,7 @@ class FakeHost:
         self.calls_max = calls_max
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
-        self.expired = lambda _: RpcError(Status.DEADLINE_EXCEEDED, "late", (("why", "late"),))
+        self.named = lambda path, error: RpcError(error.status, error.message, (("why", path),))
         self.served: list[Call] = []
         self._serve = serve
 

@@ -33,6 +33,8 @@ from support.http2 import (
 )
 from support.processes import Gateway, eventually, running
 
+from iskander.gateway.http2.status import Status
+
 MIB = 1 << 20
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -255,7 +257,10 @@ def test_a_client_that_exceeds_the_window_goes(gateway: Gateway) -> None:
 def test_headers_that_are_too_many_end_the_call_only(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         wire.say(call(1, CHECK, message(b""), ("k", "v" * 20_000)))
-        assert wire.answer(1).status == 8
+        refused = wire.answer(1)
+        assert refused.status == Status.INVALID_ARGUMENT
+        assert refused.blocks[-1]["iskander-code"] == "limit"
+        assert refused.blocks[-1]["iskander-retryable"] == "false"
         wire.say(call(3, CHECK, message(b"")))
         assert wire.answer(3).status == 0
 

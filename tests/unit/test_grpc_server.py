@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from iskander.errors import IskanderError, LimitExceeded, MalformedInput, Overloaded, Unsupported
+from iskander.errors import (
+    DeadlineExceeded,
+    IskanderError,
+    LimitExceeded,
+    MalformedInput,
+    Overloaded,
+    Unsupported,
+)
 from iskander.gateway.frontends.grpc_server import GrpcServer, _with_message, rpc_error
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.status import RpcError, Status
@@ -58,6 +65,8 @@ def test_an_unknown_method_is_unsupported() -> None:
         (Status.RESOURCE_EXHAUSTED, LimitExceeded),
         (Status.INTERNAL, MalformedInput),
         (Status.UNIMPLEMENTED, Unsupported),
+        (Status.UNAVAILABLE, Overloaded),
+        (Status.DEADLINE_EXCEEDED, DeadlineExceeded),
     ],
 )
 @pytest.mark.parametrize("path", [FLIGHT, OTHER])
@@ -65,7 +74,8 @@ def test_what_the_transport_refuses_has_a_name(
     path: str, status: Status, named: type[IskanderError]
 ) -> None:
     ended = PlayedServer(RpcError(status, "why")).outcome(path)
-    assert (ended.status.name, code_of(ended), ended.message) == (named.status, named.code, "why")
+    status_of = named.flight_status if path == FLIGHT and named.flight_status else named.status
+    assert (ended.status.name, code_of(ended), ended.message) == (status_of, named.code, "why")
 
 
 def test_a_failure_of_ours_has_a_name_and_no_text() -> None:

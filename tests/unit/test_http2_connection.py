@@ -825,6 +825,7 @@ def test_headers_that_are_wrong_end_the_call_by_trailers_only(
         answer = peer.answer()
         assert len(answer.blocks) == 1 and answer.blocks[0][":status"] == "200"
         assert answer.status == Status.INTERNAL and answer.blocks[0]["grpc-message"]
+        assert answer.blocks[0]["why"] == "/t/M"
         assert answer.reset == (None if flags else client.NO_ERROR)
         await turns()
         assert not peer.served and not peer.calls and peer.goodbye is None
@@ -1004,6 +1005,7 @@ async def test_a_deadline_ends_the_call_and_its_handler() -> None:
     peer.open(1, ("grpc-timeout", "5m"))
     await until(lambda: peer.answer().is_over)
     assert peer.answer().status == Status.DEADLINE_EXCEEDED
+    assert peer.answer().blocks[-1]["why"] == "/t/M"
     await turns()
     assert cancelled == [True] and not peer.calls
 

@@ -25,6 +25,7 @@ from iskander.errors import (
     IskanderError,
     LimitExceeded,
     MalformedInput,
+    Overloaded,
     Unsupported,
 )
 from iskander.gateway.access.grants import Access, Grant
@@ -59,11 +60,13 @@ PROBES: Final = frozenset(
 PROBE_BYTES: Final = 1024
 
 _NAMED: Final = {
+    Status.DEADLINE_EXCEEDED: DeadlineExceeded,
     Status.RESOURCE_EXHAUSTED: LimitExceeded,
     Status.UNIMPLEMENTED: Unsupported,
     Status.INTERNAL: MalformedInput,
+    Status.UNAVAILABLE: Overloaded,
 }
-"""What the transport refuses by a status; all of it is what a client sent."""
+"""What the transport refuses, by its status."""
 
 Serve = Callable[[Call], Awaitable[None]]
 
@@ -106,7 +109,7 @@ class GrpcServer:
             self._serve,
             message_bytes=lambda path: PROBE_BYTES if path in PROBES else most,
             calls_max=streams + CALLS_SLACK,
-            expired=self._expired,
+            named=self._named,
             tls=tls.context(HTTP2),
         )
 
@@ -174,23 +177,22 @@ class GrpcServer:
         except IskanderError as error:
             if error.fault == "server":
                 log.warning("a call ended with %s: %s", error.code, error.message)
-            raise self._ended(call, error) from None
+            raise self._ended(call.path, error) from None
         except RpcError as error:
-            named = _NAMED.get(error.status)
-            if named is None:
-                raise
-            raise self._ended(call, named(error.message)) from None
+            raise self._named(call.path, error) from None
         except Exception:
             # The call ends here and the server goes on; the text stays in the log.
             log.exception("a call failed")
             failure = IskanderError("the server failed; its log says why")
-            raise self._ended(call, failure) from None
+            raise self._ended(call.path, failure) from None
 
-    def _ended(self, call: Call, error: IskanderError) -> RpcError:
-        return rpc_error(error, is_flight=call.path in self._flight_methods)
+    def _ended(self, path: str, error: IskanderError) -> RpcError:
+        return rpc_error(error, is_flight=path in self._flight_methods)
 
-    def _expired(self, call: Call) -> RpcError:
-        return self._ended(call, DeadlineExceeded("the call's deadline has passed"))
+    def _named(self, path: str, error: RpcError) -> RpcError:
+        """What the transport refused, with its details; what has them already stays as it is."""
+        known = _NAMED.get(error.status)
+        return error if known is None else self._ended(path, known(error.message))
 
 
 def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:

@@ -291,7 +291,7 @@ class Call:
     def give_up(self) -> None:
         """Take nothing more of a message that does not come."""
         self._drop_partial()
-        self._refuse(RpcError(Status.RESOURCE_EXHAUSTED, "others waited for the rest of a message"))
+        self._refuse(RpcError(Status.UNAVAILABLE, "others waited for the rest of a message"))
 
     def draw(self, budget: int) -> list[memoryview]:
         """The next bytes to send, at most `budget` of them."""
@@ -387,7 +387,8 @@ class Call:
             self.on_input()
 
     def _expire(self) -> None:
-        error = self._connection.host.expired(self)
+        late = RpcError(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
+        error = self._connection.host.named(self.path, late)
         self.end(error.status, error.message, error.trailers)
 
 

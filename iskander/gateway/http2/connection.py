@@ -58,7 +58,7 @@ class Host(Protocol):
         calls_max: Open calls of one connection.
         scratch: Where sockets are read into; a read is taken apart before the next.
         connections: The open ones.
-        expired: How a call ends that is not over by its deadline.
+        named: What is refused here, as those who called that path know it.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -67,7 +67,7 @@ class Host(Protocol):
     calls_max: int
     scratch: memoryview
     connections: set[Connection]
-    expired: Callable[[Call], RpcError]
+    named: Callable[[str, RpcError], RpcError]
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -305,9 +305,11 @@ class Connection(asyncio.BufferedProtocol):
             return self.output.emit(frames.rst_stream(stream_id, Code.REFUSED_STREAM))
         try:
             request = fields.request()
-        except RpcError as error:
+        except RpcError as refused:
             self._patience.spend(self._heard_ns)
-            block = headers.RESPONSE + headers.trailers(error.status, error.message, ())
+            error = self.host.named(fields.path, refused)
+            ends = headers.trailers(error.status, error.message, error.trailers)
+            block = headers.RESPONSE + ends
             self.output.emit_block(stream_id, frames.END_STREAM, block)
             if not is_last:
                 self.output.emit(frames.rst_stream(stream_id, Code.NO_ERROR))

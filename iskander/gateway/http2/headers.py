@@ -78,6 +78,11 @@ class Fields:
         self.pairs = pairs
         self._request: RequestHead | None = None
 
+    @property
+    def path(self) -> str:
+        """`/SERVICE/METHOD`; empty where there is none."""
+        return dict(self.pairs).get(":path", "")
+
     def request(self) -> RequestHead:
         """As `read_request`, which reads a block that comes again once."""
         if self._request is None:

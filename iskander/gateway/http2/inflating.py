@@ -89,7 +89,7 @@ class Inflation:
         except RpcError as error:
             return error
         except MemoryError:
-            return RpcError(Status.RESOURCE_EXHAUSTED, "there is no memory to expand a message")
+            return RpcError(Status.UNAVAILABLE, "there is no memory to expand a message")
 
     def whole(self) -> Message:
         """The expanded message."""

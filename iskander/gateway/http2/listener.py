@@ -26,7 +26,7 @@ class Listener(Listening[Connection]):
         serve: Answers a call, by its path; may end with `RpcError`.
         message_bytes: The largest message that is taken, by a call's path.
         calls_max: Open calls of one connection.
-        expired: How a call ends that is not over by its deadline.
+        named: What is refused here, as those who called that path know it.
         tls: What connections over TCP are spoken to with; None: in the clear.
     """
 
@@ -36,14 +36,14 @@ class Listener(Listening[Connection]):
         *,
         message_bytes: Callable[[str], int],
         calls_max: int,
-        expired: Callable[[Call], RpcError],
+        named: Callable[[str, RpcError], RpcError],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(CONNECTIONS_MAX, tls)
         self.serve = serve
         self.message_bytes = message_bytes
         self.calls_max = calls_max
-        self.expired = expired
+        self.named = named
 
     @property
     def unsent(self) -> int:
