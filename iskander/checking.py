@@ -103,9 +103,9 @@ def render(found: Findings, config: Config) -> Iterator[str]:
     )
     yield ""
     yield from _render_plan(found.placed)
-    inferential = filter(None, [config.inferential.address])
-    yield f"\nlistens on {', '.join([*config.addresses, *inferential])}"
-    yield from _memory(config.arena, len(found.placed.places))
+    others = filter(None, [config.inferential.address, config.http.address, config.admin.address])
+    yield f"\nlistens on {', '.join([*config.addresses, *others])}"
+    yield from _memory(config.arena, len(found.placed.places), config.server.processes)
 
 
 def _of_folder(placed: Plan, config: Config) -> Iterator[Checked]:
@@ -197,9 +197,9 @@ def _render_plan(placed: Plan) -> list[str]:
     return [*table, *(f"note: {note}" for note in placed.notes)]
 
 
-def _memory(arena: ArenaConfig, workers: int) -> list[str]:
+def _memory(arena: ArenaConfig, workers: int, processes: int) -> list[str]:
     """The arenas, and whether there is what they ask for; it is had or not when they start."""
-    sizes = [arena.input_bytes] + workers * [arena.output_bytes]
+    sizes = processes * ([arena.input_bytes] + workers * [arena.output_bytes])
     total = f"{sum(sizes) / MIB:.0f} MiB"
     lines = [f"shared memory {total}, taken at start"]
     if arena.huge_pages:

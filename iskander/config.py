@@ -188,7 +188,9 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
     reattach_s: Annotated[
         float,
         Meta(
-            ge=0, le=86_400, description="Seconds that workers outlive their gateway; 0: for ever."
+            ge=0,
+            le=86_400,
+            description="Seconds that workers outlive a dead gateway; 0: for ever.",
         ),
     ] = 30.0
 

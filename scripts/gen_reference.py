@@ -32,7 +32,7 @@ from iskander.config_reference import (
 )
 from iskander.contract.schema import TABLES, keys_of, manifest_schema
 from iskander.gateway.supervision import lifecycle
-from iskander.gateway.telemetry import metrics
+from iskander.gateway.telemetry import merged, metrics
 from iskander.wire import messages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,6 +180,17 @@ def metrics_table() -> str:
             f"{', '.join(f'`{label}`' for label in metric.labels)} | {_cell(metric.sentence)} |"
             for metric in declared
         ]
+    lines += [
+        "",
+        "## Of each process, where there are several",
+        "",
+        "With `server.processes` above 1 all of the others have the label `process`, too.",
+        "",
+        "| metric | kind | unit | labels | meaning |",
+        "|---|---|---|---|---|",
+        f"| `iskander_process_up` | gauge |  | `process` | {merged.UP} |",
+        f"| `iskander_process_starts_total` | counter |  | `process` | {merged.STARTS} |",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -8,9 +8,9 @@ is to be served like any other. Nothing here is large on disk: what is, is spars
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +36,11 @@ def case(words: str | None) -> Callable[[Make], Make]:
 
 def main() -> None:
     """Write all of them."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description="Write a folder of models that nobody should load."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().folder
     for name, (make, _) in CASES.items():
         (folder / name).mkdir(parents=True)
         make(folder / name)

@@ -69,7 +69,8 @@ class Client:
 
     Args:
         address: `HOST:PORT` or `unix:PATH`.
-        timeout_s: For calls that answer at once; streams have their own.
+        timeout_s: For all calls but streams, which have their own. `load` waits until the model is
+            served, and may need more.
         token: Shown with every call, where the server wants one.
         tls: The server is spoken to over TLS; None: in the clear.
         shared_bytes: Of memory, for each stream, in which large batches are handed over to a
@@ -178,9 +179,10 @@ class Client:
             model: Name of the model.
             batches: All of one schema; drawn from in a thread of its own, ahead of the results by
                 what the server lets in. A batch may come with terms of its own.
-            version: Of the model; the highest without.
+            version: Of the model, or an alias; without, what the server's routing says.
             terms: Of every batch: `client`, `priority`, `urgency`, `deadline_ms`, `ttl_ms`,
-                `steps_remaining`, `newest_wins`.
+                `steps_remaining`, `newest_wins`, `route_key`; a batch's own may have a
+                `timestamp_ns` too.
             timeout_s: For the whole stream.
 
         Raises:

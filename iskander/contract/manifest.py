@@ -41,7 +41,7 @@ class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         column: Of the batch; `a.b` is a field of a struct.
         columns: Several, packed into the tensor's last axis in this order.
         type: In which the column is sent; the tensor's own where it is not said.
-        nullable: The old word for `nulls`; only `false` is understood.
+        nullable: The old word for `nulls`; `true` wants that beside it.
         nulls: What a null becomes; it is refused where this is not said.
         fill: The value in place of nulls.
         mask: Input of the graph that says where there was a value.

@@ -56,11 +56,10 @@ class Desk:
     Args:
         intake: The way into shared memory.
         dispatcher: The way to the workers.
-        limits: Of the server; as many requests may be open as streams.
+        limits: Of the server; as many calls may be open as streams.
 
     Attributes:
         is_draining: Nothing is taken any more.
-        open: Requests that wait for their results.
         calls: Those that are held open, and what tells each that the server stops.
     """
 
@@ -69,7 +68,6 @@ class Desk:
         self._dispatcher = dispatcher
         self.limits = limits
         self.is_draining = False
-        self.open = 0
         self.calls: dict[Held, Callable[[], None]] = {}
 
     def drain(self) -> None:
@@ -101,9 +99,9 @@ class Desk:
 
         Raises:
             Draining: The server is stopping.
-            Overloaded: As many as may be are open.
+            Overloaded: As many calls as may be are open.
         """
-        self._require_open(self.open)
+        self._require_open(len(self.calls))
 
     async def ask(
         self,
@@ -113,7 +111,9 @@ class Desk:
         terms: Terms = NO_TERMS,
         call_deadline_ns: int = NEVER_NS,
     ) -> bytes | memoryview:
-        """Have rows computed. Cancelling the task that waits gives the request up.
+        """Have rows computed, for a call that is held: what it may ask at once is its own to bound.
+
+        Cancelling the task that waits gives the request up.
 
         Returns:
             The results' body, in the layout of the contract's outputs.
@@ -121,18 +121,15 @@ class Desk:
         Raises:
             IskanderError: Why there will be none.
         """
-        self.require_open()
+        self._require_running()
         if not offered.rows:
             return b""
-        self.open += 1
         try:
             return await self._ask(lane, offered, terms, call_deadline_ns)
         except IskanderError as error:
             # Frames that it went through know it, and would keep the tensors until a collection.
             error.__traceback__ = None
             raise
-        finally:
-            self.open -= 1
 
     async def _ask(
         self, lane: Lane, offered: Offered, terms: Terms, call_deadline_ns: int
@@ -164,9 +161,12 @@ class Desk:
                 retry_after_ms=1000,
             )
 
-    def _require_open(self, count: int) -> None:
+    def _require_running(self) -> None:
         if self.is_draining:
             raise Draining("the server is stopping; send it to another", retry_after_ms=0)
+
+    def _require_open(self, count: int) -> None:
+        self._require_running()
         if count >= self.limits.streams:
             raise Overloaded(
                 f"{self.limits.streams} requests are open, the limit", retry_after_ms=1000

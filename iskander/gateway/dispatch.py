@@ -365,7 +365,7 @@ class Dispatcher:
         request.lane.counts[f"{how}.{error.code}"] += 1
         if error.code in MISSED:
             request.lane.count_missed(request)
-            if error.retry_after_ms is None:
+            if error.retryable and error.retry_after_ms is None:
                 error.retry_after_ms = request.lane.retry_after_ms(now_ns())
         self._end(request)
         self._fail(request, error)

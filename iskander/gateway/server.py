@@ -329,8 +329,7 @@ class Server:
         return True
 
     def _has_work(self) -> bool:
-        is_asked = self._flight.exchanges or self._desk.calls or self._desk.open
-        is_asked = is_asked or self._inferential.has_work
+        is_asked = self._flight.exchanges or self._desk.calls or self._inferential.has_work
         return bool(is_asked or self._dispatcher.in_flight or self._queued() or self._unsent())
 
     def _unsent(self) -> int:

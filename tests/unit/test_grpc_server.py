@@ -16,7 +16,12 @@ from iskander.errors import (
     Overloaded,
     Unsupported,
 )
-from iskander.gateway.frontends.grpc_server import GrpcServer, _with_message, rpc_error
+from iskander.gateway.frontends.grpc_server import (
+    GrpcServer,
+    _message_bytes,
+    _with_message,
+    rpc_error,
+)
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.status import RpcError, Status
 
@@ -111,3 +116,23 @@ def test_a_call_that_ends_before_its_message_is_malformed() -> None:
 
     with pytest.raises(MalformedInput, match="before its message"):
         asyncio.run(_with_message(never)(Ended(OTHER)))
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        ("/inference.GRPCInferenceService/ModelInfer", 1 << 30),
+        ("/inference.GRPCInferenceService/ModelStreamInfer", 1 << 30),
+        ("/arrow.flight.protocol.FlightService/DoExchange", 1 << 30),
+        ("/inference.GRPCInferenceService/RepositoryModelLoad", 1 << 16),
+        ("/inference.GRPCInferenceService/TraceSetting", 1 << 16),
+        ("/arrow.flight.protocol.FlightService/DoAction", 1 << 16),
+        ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", 1 << 16),
+        ("/no.such.Service/Call", 1 << 16),
+        ("/inference.GRPCInferenceService/ServerLive", 1024),
+        ("/grpc.health.v1.Health/Check", 1024),
+    ],
+)
+def test_only_batches_may_be_large(path: str, most: int) -> None:
+    """What a protobuf runtime reads holds up all others meanwhile."""
+    assert _message_bytes(1 << 30, path) == most

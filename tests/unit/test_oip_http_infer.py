@@ -34,12 +34,14 @@ class Desk:
         self.limits = LimitsConfig()
         self.calls = 0
         self.terms: list[Terms] = []
+        self.callers: list[object] = []
         self._answer = answer
 
     def require_open(self) -> None: ...
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, caller: object = None) -> Iterator[None]:
+        self.callers.append(caller)
         self.calls += 1
         yield
         self.calls -= 1
@@ -79,6 +81,7 @@ class Client:
             "headers": named,
             "path_params": {"name": "m0"},
             "grant": EVERYTHING,
+            "client": ("10.0.0.9", 1234),
         }
 
     async def ask(self, desk: Desk, **config: Any) -> bytes:
@@ -152,6 +155,17 @@ def test_every_parameter_goes_before_its_header(
 
     (terms,) = desk.terms
     assert terms == replace(wanted, is_named=True)
+
+
+def test_all_connections_of_an_address_are_one_caller() -> None:
+    """Or one client would hold every place, with a connection for each."""
+
+    async def answer(_: Offered) -> bytes:
+        return bytes(16)
+
+    desk = Desk(answer)
+    asyncio.run(Client().ask(desk))
+    assert desk.callers == ["10.0.0.9"]
 
 
 def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:

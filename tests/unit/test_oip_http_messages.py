@@ -69,7 +69,8 @@ def test_a_request_of_json_is_read() -> None:
 def test_tensors_lie_behind_the_json_in_its_order_beside_those_that_are_in_it() -> None:
     second = {**BINARY_X, "name": "w"}
 
-    asked = read(request(BINARY_X, {**JSON_X, "name": "v"}, second), RAW_X + RAW_X[::-1])
+    three = Contract(inputs=tuple(spec(name, "int32") for name in "xvw"), outputs=())
+    asked = read(request(BINARY_X, {**JSON_X, "name": "v"}, second), RAW_X + RAW_X[::-1], three)
 
     assert [bytes(tensor.data) for tensor in asked.tensors] == [RAW_X, RAW_X, RAW_X[::-1]]
 
@@ -277,7 +278,7 @@ RAW_TEXTS = b"\x02\0\0\0\xc3\xa4\0\0\0\0"
 
 def test_strings_are_the_same_in_both_forms() -> None:
     head = {"name": "s", "datatype": "BYTES", "shape": [2]}
-    in_json = read(request(head | {"data": ["ä", ""]}))
+    in_json = read(request(head | {"data": ["ä", ""]}), contract=TEXTS)
     size = {"parameters": {"binary_data_size": len(RAW_TEXTS)}}
     behind = read(request(head | size), RAW_TEXTS, TEXTS)
 
@@ -303,13 +304,26 @@ def test_strings_that_are_not_as_many_as_the_shape_says_are_malformed() -> None:
 
 
 def test_strings_that_no_input_takes_so_many_of_are_left_as_they_came() -> None:
-    """Each by itself would take much more memory than in the body."""
     size = {"parameters": {"binary_data_size": 8}}
     head = {"name": "s", "datatype": "BYTES", "shape": [2]}
 
-    (tensor,) = read(request(head | size), bytes(8), CONTRACT).tensors
+    (tensor,) = read(
+        request(head | size), bytes(8), Contract(inputs=(spec("s", "int64"),), outputs=())
+    ).tensors
 
     assert bytes(tensor.data) == bytes(8)
+
+
+@pytest.mark.parametrize("names", [["other"], ["s", "other"], ["s", "s"]])
+def test_no_element_is_looked_at_where_the_names_are_not_the_models(names: list[str]) -> None:
+    """These would all be refused by themselves."""
+    size = {"parameters": {"binary_data_size": 3}}
+    described = [{"name": name, "datatype": "BYTES", "shape": [2]} for name in names]
+
+    raw = read(request(*(each | size for each in described)), bytes(3 * len(names)), TEXTS)
+    in_json = read(request(*(each | {"data": [1]} for each in described)), contract=TEXTS)
+
+    assert [bytes(each.data) for each in raw.tensors + in_json.tensors] == [b""] * 2 * len(names)
 
 
 def test_a_body_without_json_is_one_string() -> None:

@@ -20,7 +20,7 @@ from iskander.errors import (
 )
 from iskander.gateway.frontends import oip_tensors
 from iskander.gateway.frontends.oip_request import Asked, plain, read_head, tensors_of
-from iskander.gateway.frontends.oip_tensors import raw_strings
+from iskander.gateway.frontends.oip_strings import raw_strings
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
@@ -43,12 +43,14 @@ def read(head: bytes) -> Asked:
 def taken_of(
     asked: Asked, raw: list[memoryview], strings_max: int, *shape: int, **limits: int
 ) -> list[Tensor]:
-    """The tensors for a model of numbers with the shape [3], unless it is said, and of strings."""
+    """The tensors for a model with such inputs: numbers of the shape [3], unless it is said."""
     of_numbers, of_strings = ColumnType("int64", shape or (3,)), ColumnType("binary", ())
     contract = Contract(
-        inputs=(
-            TensorSpec("x", "x", of_numbers, of_numbers.shape),
-            *[TensorSpec("words", "words", of_strings, ())] * bool(strings_max),
+        inputs=tuple(
+            TensorSpec(name, name, of_strings, ())
+            if datatype == "BYTES" and strings_max
+            else TensorSpec(name, name, of_numbers, of_numbers.shape)
+            for name, datatype, _ in asked.inputs
         ),
         outputs=(),
     )

@@ -16,8 +16,6 @@ from iskander.gateway.frontends import oip_tensors
 from iskander.gateway.frontends.oip_tensors import (
     FIELDS,
     raw_of,
-    raw_strings,
-    split_strings,
     strings_of,
 )
 
@@ -112,43 +110,3 @@ def test_numbers_are_read_however_they_were_written(unknown: bytes, *, unpacked:
 @pytest.mark.parametrize("datatype", FIELDS)
 def test_no_elements_are_no_bytes_of_any_datatype(datatype: str) -> None:
     assert bytes(raw_of("x", datatype, CONTENTS())) == b""
-
-
-@given(st.lists(st.binary(max_size=300), max_size=10))
-def test_strings_come_back_as_they_went(values: list[bytes]) -> None:
-    raw = memoryview(raw_strings(values))
-    assert [bytes(each) for each in split_strings(raw, len(values))] == values
-
-
-def test_strings_are_not_copied() -> None:
-    raw = bytearray(raw_strings([b"one", b"two"]))
-    (first, _) = split_strings(memoryview(raw), 2)
-    raw[4] = ord("O")
-    assert bytes(first) == b"One"
-
-
-@pytest.mark.parametrize(
-    ("raw", "count", "says"),
-    [
-        (b"", 1, "1 strings take more than 0 bytes"),
-        (b"\x01\x00\x00", 1, "take more"),
-        (b"\x01\x00\x00\x00a", 1 << 62, "take more"),
-        (b"\x02\x00\x00\x00a", 1, "string 0 of 1 is cut short"),
-        (b"\xff\xff\xff\xffabcd", 1, "cut short"),
-        (b"\x01\x00\x00\x00ab\x00\x00", 2, "the bytes end after 1"),
-        (b"\x01\x00\x00\x00ab", 1, "1 bytes are left after 1 strings"),
-        (b"\x00\x00\x00\x00", 0, "4 bytes are left after 0 strings"),
-    ],
-)
-def test_bytes_that_are_not_so_many_strings_are_refused(raw: bytes, count: int, says: str) -> None:
-    with pytest.raises(MalformedInput, match=says):
-        split_strings(memoryview(raw), count)
-
-
-@given(st.binary(max_size=60), st.integers(0, 10))
-def test_any_bytes_are_strings_or_malformed(raw: bytes, count: int) -> None:
-    try:
-        strings = split_strings(memoryview(raw), count)
-    except MalformedInput:
-        return
-    assert raw_strings(strings) == raw and len(strings) == count  # type: ignore[arg-type]

@@ -48,8 +48,12 @@ def test_however_often_it_failed_it_is_started_again(process: Process, failures:
 def test_one_that_serves_is_silent_since_it_was_heard_last(
     process: Process, tmp_path: Path
 ) -> None:
+    assert process.silent_s(60 * NS_PER_S) == 0.0  # There is none.
+    os.close(process.start([sys.executable, "-c", "import time; time.sleep(60)"], CONFIG))
+    started = process.heard_ns
+    assert not process.is_heard and process.silent_s(started + 60 * NS_PER_S) == 60.0
     say(process, tmp_path, "WATCHDOG=1")
-    assert process.silent_s(process.heard_ns + 60 * NS_PER_S) == 0.0  # It starts.
+    assert process.is_heard and not process.is_ready and process.heard_ns > started
     say(process, tmp_path, "READY=1\nX_ISKANDER_READY=1")
     assert process.is_ready and process.is_able
     before = process.heard_ns
@@ -58,7 +62,11 @@ def test_one_that_serves_is_silent_since_it_was_heard_last(
     assert process.heard_ns > before
     assert process.is_ready and process.is_able
     say(process, tmp_path, "STOPPING=1")
-    assert process.silent_s(before + 60 * NS_PER_S) == 0.0
+    assert not process.is_ready
+    assert process.silent_s(process.heard_ns + 60 * NS_PER_S) == 60.0
+    process.kill()
+    assert process.reap() == (-9, False)
+    assert process.silent_s(process.heard_ns + 60 * NS_PER_S) == 0.0
 
 
 def test_settings_come_through_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ def main() -> None:
         prog="iskander-worker",
         description="Run models for an iskander-gateway: attach to its socket, pin this process "
         "to the cores that the gateway assigns, load the models and compute batches.",
-        epilog="Stop it with SIGTERM: it finishes its batches and exits 0. When the gateway goes "
-        "away it keeps its models and waits for the next one.",
+        epilog="Stop it with SIGTERM: it finishes its batches and exits 0. When the gateway dies "
+        "it keeps its models and waits for the next one; one that stops ends it.",
     )
     parser.add_argument(
         "--attach",

@@ -58,6 +58,12 @@ PROBES: Final = frozenset(
 )
 """Who asks whether the server is well needs no token."""
 PROBE_BYTES: Final = 1024
+BATCHES: Final = frozenset(
+    {f"/{flight.SERVICE}/{name}" for name in ("DoExchange", "DoPut")}
+    | {f"/{oip_service.SERVICE}/{name}" for name in ("ModelInfer", "ModelStreamInfer")}
+)
+"""Whose messages are as large as a batch; a protobuf runtime reads those of all others."""
+ASKED_BYTES: Final = 1 << 16
 
 _NAMED: Final = {
     Status.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -107,7 +113,7 @@ class GrpcServer:
         }
         self._listener = Listener(
             self._serve,
-            message_bytes=lambda path: PROBE_BYTES if path in PROBES else most,
+            message_bytes=partial(_message_bytes, most),
             calls_max=streams + CALLS_SLACK,
             named=self._named,
             tls=tls.context(HTTP2),
@@ -193,6 +199,13 @@ class GrpcServer:
         """What the transport refused, with its details; what has them already stays as it is."""
         known = _NAMED.get(error.status)
         return error if known is None else self._ended(path, known(error.message))
+
+
+def _message_bytes(most: int, path: str) -> int:
+    """The largest message of a method."""
+    if path in BATCHES:
+        return most
+    return PROBE_BYTES if path in PROBES else ASKED_BYTES
 
 
 def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:

@@ -49,6 +49,8 @@ from iskander.gateway.offered import give, take
 
 JSON_TYPE = "application/json"
 BINARY_TYPE = "application/octet-stream"
+AT_ONCE_BYTES = 256 << 10
+"""What is longer is read by a thread."""
 _DIGITS_MAX = 18
 
 
@@ -90,7 +92,7 @@ class HttpInference:
         with Held(self._room) as held:
             try:
                 asked = await self._read(request, lane, held)
-                with self._desk.held():
+                with self._desk.held(caller=_caller(request)):
                     parts, json_bytes = await self._ask(request, lane, asked)
                     held.add(sum(map(len, parts)))
                     await _write(request, send, parts, json_bytes)
@@ -111,7 +113,9 @@ class HttpInference:
         assert lane.contract is not None
         if json_bytes == 0:
             return read_raw(lane.contract, body)
-        return read_request(body, json_bytes, lane.contract, limits)
+        if len(body) <= AT_ONCE_BYTES:
+            return read_request(body, json_bytes, lane.contract, limits)
+        return await asyncio.to_thread(read_request, body, json_bytes, lane.contract, limits)
 
     async def _ask(
         self, request: Request, lane: Lane, asked: Asked
@@ -138,6 +142,12 @@ class HttpInference:
                 "tensors as binary data",
                 wanted=self._json_max,
             )
+
+
+def _caller(request: Request) -> object:
+    """Whose a request is, as far as one is told from another: by name, or else by address."""
+    grant: Grant = request.scope["grant"]
+    return grant.name or (request.client and request.client.host)
 
 
 def _json_bytes(headers: Mapping[str, str]) -> int | None:

@@ -20,9 +20,10 @@ from iskander.contract.columns import RANK_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.gateway.frontends.oip_http_json import read_data, require_json_form, write_data
+from iskander.gateway.frontends.oip_strings import raw_strings
 from iskander.gateway.frontends.oip_tensors import (
     STRINGS,
-    raw_strings,
+    are_named,
     raw_tensor,
     strings_max,
     tensor_of,
@@ -107,23 +108,26 @@ def read_request(
         if len(named) > limits.columns:
             raise LimitExceeded(f"a request may have {limits.columns} {what}, got {len(named)}")
     most = strings_max(contract, limits)
+    is_named = are_named((given.name for given in head.inputs), contract)
     tensors, offset = [], len(body) if json_bytes is None else json_bytes
     for given in head.inputs:
         length = _binary_bytes(given)
-        if length is None:
-            assert isinstance(given.data, Raw)
-            data = read_data(given.name, given.datatype, given.shape, given.data)
-            tensors.append(Tensor(given.name, given.datatype, given.shape, memoryview(data)))
-            continue
-        raw = body[offset : offset + length]
-        if len(raw) < length:
+        raw = body[offset : offset + (length or 0)]
+        if length is not None and len(raw) < length:
             raise MalformedInput(
                 f"input `{given.name}` has {length} bytes by its `binary_data_size`, and the "
                 f"body ends after {len(raw)} of them",
                 tensor=given.name,
             )
-        offset += length
-        tensors.append(tensor_of(given.name, given.datatype, given.shape, raw, most))
+        offset += len(raw)
+        described = given.name, given.datatype, given.shape
+        if not is_named:  # `offered.take` says what is wrong, and looks at none of them.
+            tensors.append(Tensor(*described, memoryview(b"")))
+        elif length is not None:
+            tensors.append(tensor_of(*described, raw, most))
+        else:
+            assert isinstance(given.data, Raw)
+            tensors.append(Tensor(*described, memoryview(read_data(*described, given.data))))
     if offset != len(body):
         raise MalformedInput(f"the body goes on for {len(body) - offset} bytes behind its tensors")
     parameters = _set(head.parameters)

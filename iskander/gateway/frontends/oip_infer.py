@@ -5,6 +5,7 @@ Runs on: gateway loop. Source: Open Inference Protocol v2.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final, TypeAlias
 
 from iskander._generated import oip_pb2
@@ -12,7 +13,7 @@ from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
-from iskander.gateway.frontends.oip_request import Asked, read_head, tensors_of
+from iskander.gateway.frontends.oip_request import Asked, is_for_thread, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_tensor
 from iskander.gateway.frontends.oip_wire import Scanned, response
 from iskander.gateway.frontends.stream_terms import StreamTerms
@@ -92,7 +93,11 @@ class Inference:
         if asked.outputs:
             _require_outputs(contract, asked.outputs)
         limits = self._desk.limits
-        offered = take(contract, tensors_of(asked, scanned.raw, contract, limits), limits)
+        if is_for_thread(asked):
+            tensors = await asyncio.to_thread(tensors_of, asked, scanned.raw, contract, limits)
+        else:
+            tensors = tensors_of(asked, scanned.raw, contract, limits)
+        offered = take(contract, tensors, limits)
         body = await self._desk.ask(
             lane,
             offered,
@@ -106,11 +111,11 @@ class Inference:
             shape = self._shape(key, lane, contract)
         if shape.places is None:
             given = give(contract, offered.rows, body)
-            tensors = [raw_tensor(given[index]) for index in shape.wanted]
+            parts = [raw_tensor(given[index]) for index in shape.wanted]
         else:
             view = memoryview(body)
-            tensors = [view[begin:end] for begin, end in shape.places]
-        return response(shape.head, scanned.id, tensors)
+            parts = [view[begin:end] for begin, end in shape.places]
+        return response(shape.head, scanned.id, parts)
 
     def _read(self, head: bytes) -> Asked:
         """Read a request, or remember it: a client's next one differs in its tensors alone."""

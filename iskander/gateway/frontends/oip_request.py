@@ -6,6 +6,7 @@ Pure. Source: Open Inference Protocol v2, `ModelInferRequest`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -15,8 +16,10 @@ from iskander.config import LimitsConfig
 from iskander.contract.columns import RANK_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
+from iskander.gateway.frontends.oip_strings import AT_ONCE
 from iskander.gateway.frontends.oip_tensors import (
     STRINGS,
+    are_named,
     require_typed,
     strings_max,
     tensor_of,
@@ -39,6 +42,7 @@ class Asked(NamedTuple):
         version: None where the highest is meant.
         said: What it says about its urgency; None where that is nothing.
         inputs: Name, datatype and shape of each.
+        strings: How many its inputs have by their shapes; -1 where none is of strings.
         contents: The typed contents of each input that has any, by its place.
         outputs: Those that it wants, in this order; empty for all.
         wants_final: In a stream, it wants to be told that a response is the last of its request.
@@ -48,6 +52,7 @@ class Asked(NamedTuple):
     version: str | None
     said: SaidTerms | None
     inputs: list[tuple[str, str, tuple[int, ...]]]
+    strings: int
     contents: dict[int, Any]
     outputs: tuple[str, ...]
     wants_final: bool
@@ -86,6 +91,7 @@ def read_head(head: bytes, columns: int) -> Asked:
         inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
         if tensor.HasField("contents"):
             contents[place] = tensor.contents
+    strings = [shape for _, datatype, shape in inputs if datatype == STRINGS]
     outputs = tuple(output.name for output in message.outputs)
     seen = set()
     for output in message.outputs:
@@ -101,6 +107,7 @@ def read_head(head: bytes, columns: int) -> Asked:
         message.model_version or None,
         said_in(parameters),
         inputs,
+        max(sum(prod(shape) for shape in strings), 0) if strings else -1,
         contents,
         outputs,
         parameters.get(FINAL_WANTED) is True,
@@ -115,7 +122,8 @@ def tensors_of(
     Args:
         asked: The request.
         raw: Its raw contents.
-        contract: Of the model that it is for; what fits none of its inputs is not made raw.
+        contract: Of the model that it is for. What fits none of its inputs is not looked at, and
+            nothing where they are not its inputs: `offered.take` says what is wrong.
         limits: Of the server.
 
     Raises:
@@ -132,7 +140,9 @@ def tensors_of(
         )
     if contents:
         require_typed(inputs, limits)
-    has_strings = any(datatype == STRINGS for _, datatype, _ in inputs)
+    has_strings = asked.strings >= 0
+    if (has_strings or contents) and not are_named((name for name, _, _ in inputs), contract):
+        return [Tensor(*described, _NOTHING) for described in inputs]
     most = strings_max(contract, limits) if has_strings else 0
     return [
         typed_tensor(*described, contents[place], contract, limits)
@@ -140,6 +150,11 @@ def tensors_of(
         else tensor_of(*described, raw[place] if raw else _NOTHING, most)
         for place, described in enumerate(inputs)
     ]
+
+
+def is_for_thread(asked: Asked) -> bool:
+    """Whether reading its tensors takes so long that others would wait for it."""
+    return asked.strings > AT_ONCE
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,11 @@
-"""Tensors as Open Inference Protocol clients write them: typed contents, and strings in raw bytes.
+"""Tensors as Open Inference Protocol clients write them: typed contents, and raw bytes.
 
-The raw form of a tensor of strings has, for each element, its length in four bytes, little-endian,
-and then its bytes; in the order of the elements.
-
-Pure. Source: Open Inference Protocol v2, `InferTensorContents`; Triton's binary tensor data.
+Pure. Source: Open Inference Protocol v2, `InferTensorContents`.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -19,9 +14,10 @@ from numpy.typing import NDArray
 
 from iskander.config import LimitsConfig
 from iskander.contract.dtypes import DTYPES
-from iskander.contract.strings import body_to_strings, strings_to_body
+from iskander.contract.strings import strings_to_body
 from iskander.contract.tensors import Contract
 from iskander.errors import LimitExceeded, MalformedInput
+from iskander.gateway.frontends.oip_strings import body_to_raw, raw_to_body
 from iskander.gateway.offered import Tensor
 
 STRINGS: Final = "BYTES"
@@ -48,8 +44,6 @@ PIECE_BYTES: Final = 1 << 20
 
 _BYTES: Final = {dtype.oip: max(dtype.arrow_bits // 8, 1) for dtype in DTYPES}
 """Of an element; strings have more beside that."""
-
-_LENGTH: Final = struct.Struct("<I")
 
 
 def raw_of(name: str, datatype: str, contents: Any) -> memoryview:  # noqa: ANN401
@@ -145,38 +139,12 @@ def _narrowed(values: NDArray[np.uint64], dtype: str) -> bytes:
     return narrow.tobytes()
 
 
-def raw_strings(values: Iterable[bytes]) -> bytes:
-    """Strings in the raw form."""
-    pack = _LENGTH.pack
-    return b"".join(chain.from_iterable((pack(len(value)), value) for value in values))
-
-
-def split_strings(raw: memoryview, count: int) -> Sequence[memoryview]:
-    """The strings of a raw form, without a copy.
-
-    Args:
-        raw: In single bytes.
-        count: How many there are by the tensor's shape.
-
-    Raises:
-        MalformedInput: There are more or fewer, or the last one is cut short.
-    """
-    if count * _LENGTH.size > len(raw):
-        raise MalformedInput(f"{count} strings take more than {len(raw)} bytes")
-    strings: list[memoryview] = []
-    position, end = 0, len(raw)
-    for _ in range(count):
-        if position + _LENGTH.size > end:
-            raise MalformedInput(f"wanted {count} strings, the bytes end after {len(strings)}")
-        (length,) = _LENGTH.unpack_from(raw, position)
-        position += _LENGTH.size
-        if length > end - position:
-            raise MalformedInput(f"string {len(strings)} of {count} is cut short")
-        strings.append(raw[position : position + length])
-        position += length
-    if position != end:
-        raise MalformedInput(f"{end - position} bytes are left after {count} strings")
-    return strings
+def are_named(names: Iterable[str], contract: Contract) -> bool:
+    """Whether these are the contract's inputs, each once: if not, no element is worth a look."""
+    got = list(names)
+    return len(got) == len(contract.inputs) and set(got) == {
+        spec.tensor for spec in contract.inputs
+    }
 
 
 def strings_max(contract: Contract, limits: LimitsConfig) -> int:
@@ -195,15 +163,13 @@ def tensor_of(
         datatype: As the protocol names it.
         shape: As it was said.
         raw: Its elements.
-        most: `strings_max`. One with more strings is left as it came, since it fits no contract: by
-            itself each takes much more memory than in a message.
+        most: `strings_max`. One with more strings is left as it came, since it fits no contract.
 
     Raises:
         MalformedInput: It is of strings, and they are not as many as the shape says.
-        LimitExceeded: They are longer than offsets can say.
     """
     if datatype == STRINGS and prod(shape) <= most:
-        raw = memoryview(strings_to_body(split_strings(raw, prod(shape))))
+        raw = raw_to_body(raw, prod(shape))
     return Tensor(name, datatype, shape, raw)
 
 
@@ -220,7 +186,7 @@ def typed_tensor(
     Raises:
         MalformedInput: They are not in the datatype's field, out of its range, or not as many as
             the shape says.
-        LimitExceeded: As `tensor_of`.
+        LimitExceeded: Strings are longer than offsets can say.
     """
     count = prod(shape)
     if datatype == STRINGS:
@@ -270,5 +236,5 @@ def _require_count(name: str, what: str, wanted: int, got: int) -> None:
 def raw_tensor(tensor: Tensor) -> memoryview:
     """A tensor's elements in the raw form."""
     if tensor.datatype == STRINGS:
-        return memoryview(raw_strings(body_to_strings(tensor.data, prod(tensor.shape))))
+        return body_to_raw(tensor.data, prod(tensor.shape))
     return tensor.data

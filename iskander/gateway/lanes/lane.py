@@ -253,7 +253,7 @@ class Lane:
             way = make_way(self.queue, self.config, request, self._older(request), self.title)
             error = way if isinstance(way, QueueFull) else None
         if error is not None:
-            if error.retry_after_ms is None:
+            if error.retryable and error.retry_after_ms is None:
                 error.retry_after_ms = self.retry_after_ms(now_ns)
             if error.code in MISSED:
                 self.count_missed(request)

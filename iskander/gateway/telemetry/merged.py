@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 ANSWER_S = 2.0
 PAGE_BYTES_MAX = 64 << 20
 
+UP = "Whether the gateway process answered."
+STARTS = "Starts of the gateway process."
+
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the proxies of the environment, which know nothing of this machine's own ports."""
 
@@ -52,12 +55,8 @@ class MergedPages:
             *(asyncio.to_thread(_fetch, each.admin_address) for each in self._parent.processes)
         )
         merged = _Merged()
-        up = GaugeMetricFamily(
-            "iskander_process_up", "Whether the gateway process answered.", labels=["process"]
-        )
-        starts = CounterMetricFamily(
-            "iskander_process_starts", "Starts of the gateway process.", labels=["process"]
-        )
+        up = GaugeMetricFamily("iskander_process_up", UP, labels=["process"])
+        starts = CounterMetricFamily("iskander_process_starts", STARTS, labels=["process"])
         for process, text in zip(self._parent.processes, texts, strict=True):
             index = str(process.index)
             up.add_metric([index], float(bool(text)))
