@@ -71,6 +71,9 @@ def main(words: Sequence[str] | None = None) -> None:
         config = _read(arguments)
         set_up_logs(config.admin, arguments.process)
         placed = plan(config, read_topology(os.sched_getaffinity(0)))
+        # Until the loop has handlers there is nothing to finish; asyncio's own would end the loop
+        # in the midst of a start.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.server.processes > 1 and arguments.process is None:
                 sys.exit(runner.run(_look_after(config, arguments)))
@@ -139,13 +142,8 @@ async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
 
 
 async def _serve(config: Config, places: list[Place], process: int | None) -> None:
-    # Before NumPy is imported, which starts a thread a core for work that is not done here.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from iskander.gateway.server import Server
-
     name = "isk-gateway" if process is None else f"isk-gateway-{process}"
     Path("/proc/self/comm").write_text(name)
-    server = Server(config, places, process or 0)
     stop = asyncio.Event()
     asked: set[signal.Signals] = set()
 
@@ -173,8 +171,8 @@ async def _serve(config: Config, places: list[Place], process: int | None) -> No
         # replaced, and the others go on with the workers.
         return process is not None and signal.SIGINT not in asked and _has_parent()
 
+    # Before there is anything to end; a signal is heard when the start first waits.
     loop = asyncio.get_running_loop()
-    starting = asyncio.create_task(server.start())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     if process is not None:
@@ -182,6 +180,12 @@ async def _serve(config: Config, places: list[Place], process: int | None) -> No
         loop.add_signal_handler(signal.SIGQUIT, end_now)
     else:
         loop.add_signal_handler(signal.SIGHUP, on_reload)
+    # Before NumPy is imported, which starts a thread a core for work that is not done here.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from iskander.gateway.server import Server
+
+    server = Server(config, places, process or 0)
+    starting = asyncio.create_task(server.start())
     keep_alive()
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)

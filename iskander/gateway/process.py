@@ -63,10 +63,23 @@ class Process:
         self._is_asked_to_end = False
         self._folder = folder
         self._path = folder / "notify"
-        self._path.unlink(missing_ok=True)
-        self.notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self.notices.setblocking(False)
-        self.notices.bind(str(self._path))
+        self.notices = self._listen()
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Somebody has removed the socket, so the child speaks to nobody."""
+        return not self._path.exists()
+
+    def listen_again(self) -> None:
+        """Make the socket anew, where it was, and what it lies in.
+
+        Raises:
+            OSError: It cannot be made now.
+        """
+        self.heard_ns = now_ns()
+        notices = self._listen()
+        self.notices.close()
+        self.notices = notices
 
     def start(self, command: Sequence[str], config: Config) -> int:
         """Start the process; the caller owns the pidfd that tells of its end.
@@ -102,6 +115,14 @@ class Process:
             self.child.wait()
             self.child = None
             raise
+
+    def _listen(self) -> socket.socket:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.unlink(missing_ok=True)
+        notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        notices.setblocking(False)
+        notices.bind(str(self._path))
+        return notices
 
     def reap(self) -> tuple[int, bool]:
         """Note how the child ended: its exit code, and whether it was asked to."""

@@ -82,10 +82,8 @@ class Parent:
             for index in range(config.server.processes)
         ]
         Wishes(self._runtime.path).clear()
-        # Workers that a service manager starts find the first process where a lone one would be.
         self._attach = self._runtime.path / ATTACH_SOCKET
-        self._attach.unlink(missing_ok=True)
-        self._attach.symlink_to(process_directory(self._runtime.path, 0) / ATTACH_SOCKET)
+        self._link()
         self._held: list[socket.socket] = []
         self._addresses: list[str] = []
         self._http_address = ""
@@ -247,7 +245,10 @@ class Parent:
         process.read_notices()
         code, was_asked = process.reap()
         self._changed.set()
-        if was_asked or self._is_stopping:
+        if self._is_stopping or (was_asked and self._rolling is not None):
+            return
+        if was_asked:
+            self._start(process)  # It was killed, and did not end while anybody waited.
             return
         if not self._was_ready:
             # It has said why. What cannot start now would not start later.
@@ -275,6 +276,8 @@ class Parent:
         was_away = now - self._looked_ns > SILENT_S / 2 * NS_PER_S
         self._looked_ns = now
         for process in self.processes:
+            if process.is_cut_off:
+                self._listen_again(process)
             process.read_notices()
             if was_away:
                 process.heard_ns = now
@@ -286,20 +289,42 @@ class Parent:
         self._changed.set()
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
+    def _listen_again(self, process: Process) -> None:
+        """Nobody is killed for what could not be heard."""
+        log.error(
+            "somebody removed the runtime directory: what process %d speaks to is made again; "
+            "what the process itself had there comes back when it is replaced",
+            process.index,
+        )
+        self._loop.remove_reader(process.notices)
+        try:
+            process.listen_again()
+            self._link()
+        except OSError as error:
+            log.error("it cannot be made again: %s", error.strerror)
+        else:
+            self._loop.add_reader(process.notices, self._on_notice, process)
+
+    def _link(self) -> None:
+        """Let workers of a service manager find the first process where a lone one would be."""
+        self._attach.unlink(missing_ok=True)
+        self._attach.symlink_to(process_directory(self._runtime.path, 0) / ATTACH_SOCKET)
+
     async def _roll(self, before: Config) -> None:
         """Replace all; where one does not get ready, go by what was accepted before again."""
         log.info("the processes are replaced one by one")
         note = "replaced"
+        was_able = all(process.is_able for process in self.processes)
         try:
             # Process 0 last: the workers come back to it with the others there.
-            late = await self._replace(reversed(self.processes))
+            late = await self._replace(reversed(self.processes), was_able)
             if late is not None:
                 note = f"process {late.index} did not get ready: the settings before hold"
                 log.error(note)
                 self._config = before
                 settings = self._settings()
                 changed = [each for each in self.processes if each.config != settings]
-                late = await self._replace(changed or [late])
+                late = await self._replace(changed or [late], was_able)
             if late is not None:
                 note = f"process {late.index} is not ready; the others stay"
                 log.error(note)
@@ -307,12 +332,15 @@ class Parent:
             self._rolling = None
             if not self._is_stopping:
                 self._say_serving(note)
+                for process in self.processes:
+                    self._start(process)  # One that ended too late to be replaced.
 
-    async def _replace(self, processes: Iterable[Process]) -> Process | None:
+    async def _replace(self, processes: Iterable[Process], was_able: bool) -> Process | None:
         """Replace processes, each when the one before is back; the one that is not, if any."""
-        was_able = all(process.is_able for process in self.processes if process.is_ready)
         for process in processes:
             await self._end(process, signal.SIGHUP)
+            if process.child is not None:
+                return process
             self._start(process)
             is_back = partial(_is_back, process, was_able)
             if not await _until(is_back, self._config.workers.start_s):

@@ -282,6 +282,30 @@ def test_a_worker_that_hangs_on_a_siblings_batch_is_replaced(tmp_path: Path) -> 
         assert worker_pid(gateway) != before
 
 
+def test_a_worker_whose_place_was_filled_meanwhile_makes_room(tmp_path: Path) -> None:
+    """It was busy for longer than a new process 0 waits for it."""
+    with gateways(tmp_path, 2, workers={"start_s": 5.0, "hang_s": 60.0}) as gateway:
+        busy, first = worker_pid(gateway), pid_of(gateway, 0)
+        os.kill(busy, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        eventually(
+            lambda: any(
+                each.pid != busy and "iskander_worker" in each.cmdline()
+                for each in processes_of(gateway.runtime)
+            ),
+            what="another worker",
+        )
+        os.kill(busy, signal.SIGCONT)
+        assert worker_pid(gateway) != busy
+        eventually(
+            lambda: busy not in {each.pid for each in processes_of(gateway.runtime)},
+            what="the end of the one that was busy",
+        )
+        for number in (0, 1):
+            with client_of_soon(gateway, number) as client:
+                assert is_right(client)
+
+
 def test_a_process_that_cannot_start_again_takes_nothing_from_the_others(pair: Gateway) -> None:
     worker = worker_pid(pair)
     model = pair.folder / "ids" / "model.onnx"

@@ -8,30 +8,58 @@ from pathlib import Path
 import pytest
 
 from iskander.config_repository import RepositoryConfig
-from iskander.errors import Overloaded
+from iskander.errors import ModelNotFound, NotReady, Overloaded
 from iskander.gateway.repository.wanted import names_at_start
 from iskander.gateway.repository.wishes import FOLDER, Wish, Wishes
+
+
+def keep(wishes: Wishes, wish: Wish) -> None:
+    with wishes.keeping(wish):
+        pass
 
 
 def test_a_wish_is_kept_and_replaced(tmp_path: Path) -> None:
     wishes = Wishes(tmp_path)
     (tmp_path / FOLDER).mkdir()
     assert list(wishes) == [] and wishes.of("m") == Wish("m")
-    wishes.keep(wishes.of("m").without("1"))
-    wishes.keep(wishes.of("m").without("2"))
-    wishes.keep(Wish("n" * 300 + "/../").without(None))
+    keep(wishes, wishes.of("m").without("1"))
+    keep(wishes, wishes.of("m").without("2"))
+    keep(wishes, Wish("n" * 300 + "/../").without(None))
     assert wishes.of("m") == Wish("m", is_loaded=True, but=("1", "2"))
     assert {wish.model[:1]: wish.is_loaded for wish in wishes} == {"m": True, "n": False}
-    wishes.keep(Wish("m"))
+    keep(wishes, Wish("m"))
     assert wishes.of("m") == Wish("m")
     wishes.clear()
     assert list(wishes) == []
 
 
+def test_a_wish_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    wishes = Wishes(tmp_path)
+    (tmp_path / FOLDER).mkdir()
+    keep(wishes, Wish("m", is_loaded=False))
+    with pytest.raises(ModelNotFound), wishes.keeping(Wish("m")):
+        raise ModelNotFound("it is not there")
+    assert wishes.of("m") == Wish("m", is_loaded=False)
+    assert len(list((tmp_path / FOLDER).iterdir())) == 1
+
+
+def test_where_a_wish_cannot_be_written_nothing_is_done(tmp_path: Path) -> None:
+    wishes = Wishes(tmp_path / "away")
+    with pytest.raises(NotReady, match="cannot be kept"), wishes.keeping(Wish("m")):
+        pytest.fail("it is done")
+
+    async def hold() -> None:
+        async with wishes.held("m", 1.0):
+            pytest.fail("it is held")
+
+    with pytest.raises(NotReady, match="cannot be kept"):
+        asyncio.run(hold())
+
+
 def test_a_wish_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     wishes = Wishes(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    wishes.keep(Wish("m", is_loaded=False))
+    keep(wishes, Wish("m", is_loaded=False))
     (path,) = (tmp_path / FOLDER).iterdir()
     path.write_bytes(b"{")
     assert list(wishes) == [] and wishes.of("m") == Wish("m")

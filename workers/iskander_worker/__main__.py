@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 EXIT_DRAINED, EXIT_NO_GATEWAY, EXIT_BUG, EXIT_MEMORY, EXIT_REFUSED = 0, 69, 70, 71, 76
 CONNECT_PAUSE_S = 0.05
-ANSWER_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 600.0
+"""For the gateway to answer: it makes this worker's memory first, at a second or two for a GiB. One
+that has gone hangs up."""
 SWITCH_S = 0.0002
 """How soon the working thread gets the interpreter back from the loading one; by default 5 ms,
 which a batch would wait, and so would who starts a thread until that has begun."""

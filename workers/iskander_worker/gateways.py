@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US, now_ns
-from iskander.errors import IskanderError
+from iskander.errors import IskanderError, ProtocolError
 from iskander.memory.beat import write_beat
 from iskander.memory.segment import Segment
 from iskander.wire import attach
@@ -30,7 +30,9 @@ BEAT_INTERVAL_S: Final = 0.1
 RETRY_NS: Final = 50 * NS_PER_MS
 REFUSED_NS: Final = NS_PER_S
 """How long one that plans another place for this worker is left alone."""
-ANSWER_NS: Final = 10 * NS_PER_S
+ANSWER_NS: Final = 600 * NS_PER_S
+"""For one to answer: it makes memory first, at a second or two for a GiB. One that has gone hangs
+up."""
 
 
 class Attachment:
@@ -233,7 +235,10 @@ class Gateways:
                 if self._is_at_home(answer):
                     return self._add(attachment)
                 attachment.close(is_open_until_exit=False)
-                self.is_moved |= path == self._first.path
+            elif answer.code != ProtocolError.code:
+                return connection.close()  # It has not the memory now.
+            # Planned elsewhere, or the place was filled meanwhile; others only wait for that one.
+            self.is_moved |= path == self._first.path
         return connection.close()
 
     def _is_at_home(self, welcome: Welcome) -> bool:

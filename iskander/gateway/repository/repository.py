@@ -24,6 +24,7 @@ from iskander.config_repository import ModelFile
 from iskander.errors import ConfigError, IskanderError, ModelMoved, ModelNotFound, Unsupported
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Failure, Models
+from iskander.gateway.repository.beginning import Beginning
 from iskander.gateway.repository.following import NOTHING, follow
 from iskander.gateway.repository.generations import Generation, Generations
 from iskander.gateway.repository.listing import SETTINGS, Listed, list_models
@@ -60,6 +61,9 @@ class Repository:
         refuse_queued: Answers what waits in a lane with an error.
         recent: Where the last latencies are kept.
         on_change: Called when what is served, or more of what is to be, is known.
+
+    Attributes:
+        beginning: Which models the start has yet to begin with.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Repository:
             on_change=on_change,
         )
         self._on_change = on_change
+        self.beginning = Beginning()
         self._tried: dict[str, dict[str, str]] = {}
         self._model_files: dict[str, ModelFile] = {}
         # Of the models of which something is being changed; one that nobody holds is forgotten.
@@ -116,7 +121,7 @@ class Repository:
             ConfigError: The folder cannot be read.
         """
         if not self._settings.path:
-            return
+            return self.beginning.listed()
         settings = self._settings
         listed = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
         but = {wish.model: wish.but for wish in wishes if self.is_explicit}
@@ -126,12 +131,14 @@ class Repository:
                 found = found.without(but[name])
                 if not found.versions:
                     continue  # Calls have given up all that is there of it.
+            self.beginning.expect(name)
             self._models.pending += 1
             # Whether a folder that cannot be read is a model's, only who asks for it knows.
             is_asked = self.is_explicit and name in settings.load
             is_required = is_asked or not found.error
             self._spawn(self._start(name, found, is_required=is_required))
         self._models.is_looking = False
+        self.beginning.listed()
         if not self.is_explicit:
             self._spawn(follow(self._settings, listed, self._on_model))
 
@@ -228,9 +235,7 @@ class Repository:
     def _fingerprint_of(self, lane: Lane) -> str:
         """On a thread."""
         which = lane.model.name, lane.model.version
-        return self._reader.fingerprint_of(
-            which, lane.model.key, self._model_files.get(lane.model.name)
-        )
+        return self._reader.fingerprint_of(which, lane.model.key, self._model_files.get(which[0]))
 
     def _on_model(self, name: str, listed: Listed) -> None:
         self._spawn(self._quietly(name, listed))
@@ -239,6 +244,7 @@ class Repository:
         try:
             await self._quietly(name, listed, is_required=is_required)
         finally:
+            self.beginning.begun(name)
             self._models.pending -= 1
             self._on_change()
 
@@ -304,6 +310,7 @@ class Repository:
             begun, error_at_once = self._begin_all(
                 name, found, is_asked=is_asked, is_required=is_required
             )
+            self.beginning.begun(name)
             if is_required and not versions:
                 error_at_once = ModelNotFound(f"there is nothing to load of model `{name}`")
                 self._fail((name, UNKNOWN), error_at_once, is_required=is_required)

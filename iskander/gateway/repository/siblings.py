@@ -129,11 +129,8 @@ class Siblings:
 
     async def _everywhere(self, change: Change) -> list[str]:
         async with self._wishes.held(change.model, self._load_s):
-            versions = await self._here(change)
-            if self._repository.is_for_calls(change.model):
-                wish = self._wishes.of(change.model)
-                is_load = change.action == "load"
-                self._wishes.keep(Wish(wish.model) if is_load else wish.without(change.version))
+            with self._keeping(change):
+                versions = await self._here(change)
             found = await asyncio.gather(
                 *(self._there(path, change) for path in self._others), return_exceptions=True
             )
@@ -141,6 +138,14 @@ class Siblings:
             if isinstance(each, BaseException):
                 raise each
         return versions
+
+    def _keeping(self, change: Change) -> contextlib.AbstractContextManager[None]:
+        """Keep it for processes that come later, if it can be made here."""
+        if not self._repository.is_for_calls(change.model):
+            return contextlib.nullcontext()
+        wish = self._wishes.of(change.model)
+        is_load = change.action == "load"
+        return self._wishes.keeping(Wish(wish.model) if is_load else wish.without(change.version))
 
     async def _here(self, change: Change) -> list[str]:
         if change.action == "load":
@@ -180,7 +185,10 @@ class Siblings:
         try:
             async with asyncio.timeout(SLACK_S):
                 line = await reader.readline()
-            outcome = await self._outcome_of(msgspec.json.decode(line, type=Change))
+            change = msgspec.json.decode(line, type=Change)
+            async with asyncio.timeout(self._load_s):
+                await self._repository.beginning.until(change.model)
+            outcome = await self._outcome_of(change)
             writer.write(msgspec.json.encode(outcome) + b"\n")
         except (OSError, TimeoutError, ValueError) as error:
             log.warning("another process of this gateway was not understood: %s", error)

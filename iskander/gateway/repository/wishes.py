@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.errors import Overloaded
+from iskander.errors import NotReady, Overloaded
 from iskander.prepared import prepared
 from iskander.wire.attach import LockFile
 
@@ -77,12 +77,25 @@ class Wishes:
             return msgspec.json.decode(self._path(model).read_bytes(), type=Wish)
         return Wish(model)
 
-    def keep(self, wish: Wish) -> None:
-        """Keep a wish, in the place of the one before."""
+    @contextlib.contextmanager
+    def keeping(self, wish: Wish) -> Iterator[None]:
+        """Keep a wish in the place of the one before, where what is done meanwhile succeeds.
+
+        Raises:
+            NotReady: It cannot be written, and nothing was done.
+        """
         path = self._path(wish.model)
         beside = path.with_suffix(".new")
-        beside.write_bytes(msgspec.json.encode(wish))
-        beside.replace(path)
+        try:
+            beside.write_bytes(msgspec.json.encode(wish))
+        except OSError as error:
+            raise _not_kept(error) from None
+        try:
+            yield
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
     @contextlib.asynccontextmanager
     async def held(self, model: str, wait_s: float) -> AsyncIterator[None]:
@@ -90,9 +103,13 @@ class Wishes:
 
         Raises:
             Overloaded: One of them did for as long as is waited.
+            NotReady: The folder cannot be written to.
         """
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        lock = LockFile(self._folder / f"{_digest(model)[:LOCK_DIGITS]}.lock")
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            lock = LockFile(self._folder / f"{_digest(model)[:LOCK_DIGITS]}.lock")
+        except OSError as error:
+            raise _not_kept(error) from None
         deadline_ns = now_ns() + int(wait_s * NS_PER_S)
         while not lock.take():
             if now_ns() > deadline_ns:
@@ -108,6 +125,13 @@ class Wishes:
 
     def _path(self, model: str) -> Path:
         return self._folder / f"{_digest(model)}.json"
+
+
+def _not_kept(error: OSError) -> NotReady:
+    return NotReady(
+        f"what is asked for cannot be kept for all processes: {error.strerror}",
+        retry_after_ms=RETRY_MS,
+    )
 
 
 def _digest(model: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from iskander.errors import IskanderError, ProtocolError
 from iskander.gateway.doorstep import Doorstep
 from iskander.wire import attach
 from iskander.wire.channel import FRAME_BYTES_MAX
@@ -59,4 +60,5 @@ class Reception:
         log.warning("a worker was not taken on: %s", str(error) or "it said nothing")
         if isinstance(error, TimeoutError):
             return  # It may only have been slow: whom nobody answers asks again.
-        attach.send_answer(connection, Refused("protocol", str(error)))
+        code = error.code if isinstance(error, IskanderError) else ProtocolError.code
+        attach.send_answer(connection, Refused(code, str(error)))
