@@ -16,12 +16,14 @@ import ssl
 from collections import deque
 
 import h11
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from iskander.errors import MalformedInput
 from iskander.gateway.access.handshakes import Door
 
 QUIET_S = 60.0
@@ -43,6 +45,15 @@ CONNECTIONS_SLACK = 64
 BACKLOG = 1024
 _STOP_TURN_S = 0.01
 _ABORT_S = 1.0
+
+_MALFORMED = msgspec.json.encode(
+    {
+        "error": "this is not HTTP/1.1, or not as it may be",
+        "code": MalformedInput.code,
+        "fault": MalformedInput.fault,
+        "retryable": MalformedInput.retryable,
+    }
+)
 
 
 class Http1Port:
@@ -193,7 +204,18 @@ class _Parser(h11.Connection):
         event = super().next_event()
         if type(event) is h11.Data:
             self.left -= 1
+        elif type(event) is h11.Request and _is_two_lengths(event):
+            raise h11.RemoteProtocolError("two lengths")
         return event
+
+
+def _is_two_lengths(request: h11.Request) -> bool:
+    """Whether a proxy on the way may have read another body than this server would.
+
+    Source: RFC 9112, section 6.1.
+    """
+    names = {name for name, _ in request.headers}
+    return b"content-length" in names and b"transfer-encoding" in names
 
 
 class _Connection(H11Protocol):
@@ -277,10 +299,18 @@ class _Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
+        del msg  # In uvicorn's words, and no JSON.
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # An answer has begun, or was the last.
+            return
+        headers = [("content-type", "application/json"), ("connection", "close")]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=_MALFORMED),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

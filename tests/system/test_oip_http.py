@@ -580,6 +580,29 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(address
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "garbage",
+        "POST /v2/models/ids/infer HTTP/1.1",  # Without a host.
+        "POST /v2/models/ids/infer HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2",
+        # A proxy on the way may go by the other one, and take what is behind it for a request.
+        "POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ntransfer-encoding: chunked",
+    ],
+    ids=["garbage", "no host", "two lengths", "a length and chunks"],
+)
+def test_what_is_no_request_is_told_so_in_json_and_sent_away(address: str, head: str) -> None:
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=30) as client:
+        client.sendall(f"{head}\r\n\r\n0\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in answer
+    body = answer.partition(b"\r\n\r\n")[2]
+    told = json.loads(body[body.index(b"{") : body.index(b"}") + 1])
+    assert (told["code"], told["fault"], told["retryable"]) == ("malformed", "client", False)
+
+
 # What a server does with all that.
 
 
