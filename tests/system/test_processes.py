@@ -296,6 +296,8 @@ def test_a_worker_whose_place_was_filled_meanwhile_makes_room(tmp_path: Path) ->
             what="another worker",
         )
         os.kill(busy, signal.SIGCONT)
+        with client_of_soon(gateway, 0) as client:
+            assert is_right(client)
         assert worker_pid(gateway) != busy
         eventually(
             lambda: busy not in {each.pid for each in processes_of(gateway.runtime)},
