@@ -6,6 +6,7 @@ Source: Arrow columnar format 1.5 (fixed-size list, `arrow.fixed_shape_tensor`).
 from __future__ import annotations
 
 import re
+from functools import cached_property
 
 import msgspec
 
@@ -19,7 +20,7 @@ NOT_IN_TENSORS = ("bfloat16", "binary", "utf8")
 """Arrow's `fixed_shape_tensor` holds numbers that Arrow itself knows."""
 
 
-class ColumnType(msgspec.Struct, frozen=True, array_like=True):
+class ColumnType(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The Arrow type of a column that holds a tensor: element type and shape of one row.
 
     Shape:
@@ -31,7 +32,7 @@ class ColumnType(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...] = ()
     is_tensor: bool = False
 
-    @property
+    @cached_property
     def dtype(self) -> Dtype:
         """The element type's line in the table."""
         return BY_ARROW[self.dtype_name]

@@ -5,6 +5,7 @@ Pure; known to the gateway and to workers.
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 from typing import Final
 
@@ -22,7 +23,7 @@ ALIGNMENT: Final = 64
 """Bytes. Every buffer in an arena begins on such a boundary (Arrow's recommendation, AVX-512)."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """One column and the tensor that it is.
 
     Attributes:
@@ -47,7 +48,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         """Whether its elements have a length of their own."""
         return not self.type.dtype.arrow_bits
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Elements of one row."""
         return prod(self.shape)

@@ -8,6 +8,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -17,8 +18,10 @@ from iskander.errors import Draining, IskanderError, Overloaded
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
+from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Caller, Request, Terms
 from iskander.gateway.offered import Offered
+
+log: Final = logging.getLogger("iskander.asking")
 
 SHARE: Final = 8
 """The last eighth of the places is for callers that hold less than an eighth of them: one that
@@ -26,7 +29,7 @@ opens calls and leaves them keeps nobody else out."""
 
 
 class Held:
-    """A call that is held open while the block under it runs.
+    """A call that is held open: until it is closed, or while the block under it runs.
 
     Args:
         calls: All of them.
@@ -34,20 +37,24 @@ class Held:
         caller: Whose it is; None: not known.
     """
 
-    __slots__ = ("_calls", "_drain", "caller")
+    __slots__ = ("_calls", "caller")
 
     def __init__(
         self, calls: dict[Held, Callable[[], None]], drain: Callable[[], None], caller: object
     ) -> None:
         self._calls = calls
-        self._drain = drain
         self.caller = caller
+        calls[self] = drain
+
+    def close(self) -> None:
+        """It is answered, or its client has gone; more than once is as good as once."""
+        self._calls.pop(self, None)
 
     def __enter__(self) -> None:
-        self._calls[self] = self._drain
+        pass
 
     def __exit__(self, *_: object) -> None:
-        del self._calls[self]
+        self.close()
 
 
 class Desk:
@@ -69,6 +76,8 @@ class Desk:
         self.limits = limits
         self.is_draining = False
         self.calls: dict[Held, Callable[[], None]] = {}
+        # Those that wait for room; no more than calls may be open, each of which bounds its own.
+        self._entering: dict[Request, asyncio.Task[None]] = {}
 
     def drain(self) -> None:
         """Take no more; what was accepted is still answered."""
@@ -121,20 +130,38 @@ class Desk:
         Raises:
             IskanderError: Why there will be none.
         """
-        self._require_running()
         if not offered.rows:
+            self._require_running()
             return b""
+        caller = _Caller()
         try:
-            return await self._ask(lane, offered, terms, call_deadline_ns)
+            request = self.begin(
+                lane, offered, caller, terms=terms, call_deadline_ns=call_deadline_ns
+            )
+            try:
+                return await caller.results
+            finally:
+                self.withdraw(request)
         except IskanderError as error:
             # Frames that it went through know it, and would keep the tensors until a collection.
             error.__traceback__ = None
             raise
 
-    async def _ask(
-        self, lane: Lane, offered: Offered, terms: Terms, call_deadline_ns: int
-    ) -> bytes | memoryview:
-        caller = _Caller()
+    def begin(
+        self,
+        lane: Lane,
+        offered: Offered,
+        caller: Caller,
+        *,
+        terms: Terms = NO_TERMS,
+        call_deadline_ns: int = NEVER_NS,
+    ) -> Request:
+        """The same for who does not wait: `caller` is told what came of it, or withdraws it.
+
+        Raises:
+            IskanderError: Why there will be no results; the caller is not told then.
+        """
+        self._require_running()
         request = Request(
             lane,
             caller,
@@ -145,13 +172,33 @@ class Desk:
             call_deadline_ns=call_deadline_ns,
             bucket=offered.bucket,
         )
-        if not self._intake.admit(request):
-            await self._intake.admit_later(request)
-        try:
+        if self._intake.admit(request):
             self._dispatcher.submit(request)
-            return await caller.results
-        finally:
-            self._dispatcher.withdraw(request)
+        else:
+            self._entering[request] = entering = asyncio.get_running_loop().create_task(
+                self._enter(request)
+            )
+            # Not in the task itself: one that is cancelled before its first step never begins.
+            entering.add_done_callback(lambda _: self._entering.pop(request))
+        return request
+
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for a request any more."""
+        entering = self._entering.get(request)
+        if entering is not None:
+            entering.cancel()
+        self._dispatcher.withdraw(request)
+
+    async def _enter(self, request: Request) -> None:
+        """Queue a request once it is in the arena."""
+        try:
+            await self._intake.admit_later(request)
+            self._dispatcher.submit(request)
+        except IskanderError as error:
+            request.caller.fail(request, error)
+        except Exception:
+            log.exception("%r could not be admitted", request)
+            request.caller.fail(request, IskanderError("the server failed; its log says why"))
 
     def _require_share(self, caller: object, share: int) -> None:
         if share and sum(each.caller == caller for each in self.calls) >= share:

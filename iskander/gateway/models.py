@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from iskander.config import Config
 from iskander.contract.inputs import entries_of, said
@@ -21,8 +21,8 @@ from iskander.gateway.supervision.readiness import reason_of
 from iskander.gateway.supervision.workers import Worker
 from iskander.gateway.telemetry.recent import Recent
 
-STOPPING = "the server is stopping"
-RETRY_MS = 500
+STOPPING: Final = "the server is stopping"
+RETRY_MS: Final = 500
 
 
 class Failure(NamedTuple):

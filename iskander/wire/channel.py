@@ -16,6 +16,7 @@ Source: unix(7), socket(7) (SO_RCVTIMEO), recv(2) (MSG_TRUNC).
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -55,6 +56,10 @@ class Channel:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
             self._first_flags = _WHOLE
         self._buffer = memoryview(bytearray(FRAME_BYTES_MAX))
+        # Says that nothing more has come without an exception, which takes as long as a message.
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        self._more = poll.poll
         self._receive_into = connection.recv_into
         self._send = connection.send
         self.has_ended = False
@@ -88,6 +93,8 @@ class Channel:
                     f"a frame has {length} bytes, and may have {FRAME_BYTES_MAX}: it is lost"
                 )
             yield self._buffer[:length]
+            if not self._more(0):
+                return
             flags = _NO_WAIT
 
     def send(self, frame: bytes) -> None:

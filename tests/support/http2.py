@@ -237,6 +237,7 @@ class FakeHost:
     ) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.message_bytes = lambda _: message_bytes
+        self.at_once = lambda call: False
         self.calls_max = calls_max
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()

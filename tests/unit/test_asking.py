@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import gc
 import weakref
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from support.intake import CONTRACT, in_loop, open_lane, turns
+from support.intake import in_loop, turns
+from support.office import LIMITS, office
 
 from iskander.clock import now_ns
 from iskander.config import LimitsConfig
@@ -22,70 +22,9 @@ from iskander.errors import (
     Overloaded,
 )
 from iskander.gateway.asking import Desk
-from iskander.gateway.dispatch import Dispatcher
-from iskander.gateway.intake import Intake
-from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import Request, Terms
-from iskander.gateway.offered import Offered, Tensor, take
+from iskander.gateway.lanes.request import Terms
+from iskander.gateway.offered import Offered
 from iskander.memory.arena import GRAIN_BYTES
-
-LIMITS = LimitsConfig(streams=2)
-ARENA_BYTES = 4 * GRAIN_BYTES
-
-
-class PlayedDispatcher(Dispatcher):
-    """Takes requests, and does with them what the test says."""
-
-    def __init__(self, intake: Intake) -> None:
-        self.intake = intake
-        self.asked: list[Request] = []
-        self.withdrawn: list[Request] = []
-
-    def submit(self, request: Request) -> None:
-        request.lane.put(request, now_ns())
-        self.asked.append(request)
-
-    def withdraw(self, request: Request) -> None:
-        self.withdrawn.append(request)
-        if request.lease is not None:
-            self.intake.give_back(request)
-
-    def answer(self, request: Request, output: bytes) -> None:
-        self.intake.give_back(request)
-        request.is_over = True
-        request.caller.deliver(request, output)
-
-
-class Office:
-    """A desk and what is behind it."""
-
-    def __init__(self) -> None:
-        self.intake = Intake(ARENA_BYTES, LimitsConfig())
-        self.dispatcher = PlayedDispatcher(self.intake)
-        self.desk = Desk(self.intake, self.dispatcher, LIMITS)
-        self.lane: Lane = open_lane()
-
-    def ask(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes | memoryview]:
-        return asyncio.create_task(self.desk.ask(self.lane, offered(rows), **terms))  # type: ignore[arg-type]
-
-
-@contextlib.asynccontextmanager
-async def office() -> AsyncIterator[Office]:
-    made = Office()
-    try:
-        yield made
-        await turns()
-        assert not made.desk.calls
-        assert made.intake.arena.leased_bytes == 0
-    finally:
-        made.intake.close()
-
-
-def offered(rows: int) -> Offered:
-    ids = memoryview(np.arange(rows).tobytes())
-    flags = memoryview(bytes(rows))
-    tensors = [Tensor("id", "INT64", (rows,), ids), Tensor("flag", "BOOL", (rows,), flags)]
-    return take(CONTRACT, tensors, LimitsConfig())
 
 
 @in_loop

@@ -16,11 +16,11 @@ from iskander.errors import (
     Overloaded,
     Unsupported,
 )
+from iskander.gateway.frontends.grpc_errors import rpc_error
 from iskander.gateway.frontends.grpc_server import (
     GrpcServer,
     _message_bytes,
     _with_message,
-    rpc_error,
 )
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.status import RpcError, Status

@@ -45,7 +45,7 @@ from support.intake import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import DeadlineExceeded
-from iskander.gateway.frontends import grpc_server
+from iskander.gateway.frontends import grpc_errors, grpc_server
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
 from iskander.gateway.http2.connection import GREETING_NS, IDLE_NS, PING_NS
 from iskander.gateway.http2.patience import AT_ONCE
@@ -1021,7 +1021,7 @@ async def test_a_call_whose_message_does_not_come_in_time_is_told_so(
         try:
             await grpc_server._with_request(answer)(call)
         except DeadlineExceeded as error:
-            raise grpc_server.rpc_error(error) from None
+            raise grpc_errors.rpc_error(error) from None
 
     monkeypatch.setattr(grpc_server, "REQUEST_S", 0.01)
     peer = Peer(serve)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from typing import Final
 
 from iskander_worker.backends import Run
 
-_ID_BYTES = 8
-EARLY_MAX = 16
+_ID_BYTES: Final = 8
+EARLY_MAX: Final = 16
 """Batches given up before their turn that are remembered; a worker has two at most."""
 
 

@@ -33,6 +33,7 @@ class Loads:
 
     Attributes:
         sessions: What is loaded, by fingerprint.
+        is_busy: Something is being loaded.
         wake_fd: Readable when a load is done.
     """
 
@@ -41,12 +42,8 @@ class Loads:
         self._waiting: deque[_Load] = deque()
         self._running: _Load | None = None
         self.sessions: dict[str, Session] = {}
+        self.is_busy = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is being loaded."""
-        return self._running is not None
 
     def ask(self, attachment: Attachment, spec: ModelSpec) -> None:
         """Begin to load and warm a model, or let it wait for the one before."""
@@ -64,6 +61,7 @@ class Loads:
             return None
         load.thread.join()
         self._running = None
+        self.is_busy = False
         if load.session is not None:
             self.sessions[load.spec.fingerprint] = load.session
             load.attachment.executor.sessions[load.spec.key] = load.session
@@ -90,6 +88,7 @@ class Loads:
     def _begin(self) -> None:
         if self._running is None and self._waiting:
             self._running = load = self._waiting.popleft()
+            self.is_busy = True
             load.session = session = self.sessions.get(load.spec.fingerprint)
             if session is not None:
                 load.attachment.executor.sessions[load.spec.key] = session

@@ -57,19 +57,19 @@ class WorkerLoop:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def serve(self, gateways: Gateways, *, on_turn: Callable[[], object]) -> bool:
+    def serve(self, gateways: Gateways, *, on_turn: Callable[[], bool]) -> bool:
         """Work until this worker is drained (True), or no gateway is left (False).
 
         Args:
             gateways: That this worker is attached to.
-            on_turn: Called at every turn of the loop; costs next to nothing.
+            on_turn: Called at every turn of the loop until it has done what it is for.
         """
         self._gateways = gateways
-        is_drained = is_stopping = False
+        is_drained = is_stopping = is_done = False
         loads = self._loads
         while gateways.attached:
             gateways.beat()
-            on_turn()
+            is_done = is_done or on_turn()
             if loads.is_busy:
                 self._answer_load(gateways)
             for attachment in gateways.next(loads.wake_fd if loads.is_busy else None):

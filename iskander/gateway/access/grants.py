@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from iskander.clock import NS_PER_S, wall_ns
 from iskander.config_access import AccessConfig, Token
@@ -24,18 +24,18 @@ from iskander.errors import ConfigError, PermissionDenied, Unauthenticated
 from iskander.gateway.access.following import Following
 from iskander.tokens import digest, read_tokens
 
-HEADER = "authorization"
-ANONYMOUS = "(anonymous)"
+HEADER: Final = "authorization"
+ANONYMOUS: Final = "(anonymous)"
 """Under this the clients of callers are counted who show no token; no token can be called so."""
-CREDENTIALS_MAX = 4096
+CREDENTIALS_MAX: Final = 4096
 """Letters of a header that are looked at."""
-NAME_MAX = 128
+NAME_MAX: Final = 128
 """Letters of a model's name; a longer one is no model's."""
-REMEMBERED_MAX = 1024
-_EXPIRED = "the token is not valid any more"
-_WANTED = "send the header `authorization: Bearer TOKEN`"
+REMEMBERED_MAX: Final = 1024
+_EXPIRED: Final = "the token is not valid any more"
+_WANTED: Final = "send the header `authorization: Bearer TOKEN`"
 
-log = logging.getLogger("iskander.access")
+log: Final = logging.getLogger("iskander.access")
 
 
 class Grant:
@@ -149,7 +149,7 @@ class _Everything(Grant):
         return True
 
 
-EVERYTHING = _Everything("", ("*",), may_manage=True, refused=Counter())
+EVERYTHING: Final = _Everything("", ("*",), may_manage=True, refused=Counter())
 """Of callers of a server without tokens."""
 
 

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from iskander.config import ServerConfig
 from iskander.errors import (
     ConfigError,
@@ -33,6 +31,7 @@ from iskander.gateway.access.tls import HTTP2, Tls
 from iskander.gateway.addresses import unix_path
 from iskander.gateway.frontends import flight, health, oip_service, reflection
 from iskander.gateway.frontends.flight import FlightService
+from iskander.gateway.frontends.grpc_errors import rpc_error
 from iskander.gateway.frontends.health import HealthService
 from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.frontends.reflection import ReflectionService
@@ -40,7 +39,6 @@ from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.listener import Listener
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.ports import BoundPath, bind, with_port
-from iskander.wire.varint import varint
 
 log: Final = logging.getLogger("iskander.grpc")
 
@@ -58,6 +56,7 @@ PROBES: Final = frozenset(
 )
 """Who asks whether the server is well needs no token."""
 PROBE_BYTES: Final = 1024
+MODEL_INFER: Final = f"/{oip_service.SERVICE}/ModelInfer"
 BATCHES: Final = frozenset(
     {f"/{flight.SERVICE}/{name}" for name in ("DoExchange", "DoPut")}
     | {f"/{oip_service.SERVICE}/{name}" for name in ("ModelInfer", "ModelStreamInfer")}
@@ -111,8 +110,10 @@ class GrpcServer:
             **_oip(oip_service),
             **_reflection(ReflectionService(streams)),
         }
+        self._prompt = {MODEL_INFER: oip_service.infer_at_once}
         self._listener = Listener(
             self._serve,
+            at_once=self._at_once,
             message_bytes=partial(_message_bytes, most),
             calls_max=streams + CALLS_SLACK,
             named=self._named,
@@ -173,6 +174,22 @@ class GrpcServer:
         self._paths.append(bound)
         return bound.socket
 
+    def _at_once(self, call: Call) -> bool:
+        """Answer a call without a task of its own, where its method may and its message is there.
+
+        Returns:
+            Whether that is done, or begun.
+        """
+        answer, message = self._prompt.get(call.path), call.whole
+        if answer is None or message is None:
+            return False
+        try:
+            call.grant = self._access.grant(call.metadata, is_probe=False)
+            return answer(message, call, self._refuse)
+        except Exception as error:
+            self._refuse(call, error)
+            return True
+
     async def _serve(self, call: Call) -> None:
         try:
             serve = self._methods.get(call.path)
@@ -180,17 +197,25 @@ class GrpcServer:
                 raise Unsupported(f"there is no method `{call.path[:200]}`")
             call.grant = self._access.grant(call.metadata, is_probe=call.path in PROBES)
             await serve(call)
-        except IskanderError as error:
-            if error.fault == "server":
-                log.warning("a call ended with %s: %s", error.code, error.message)
-            raise self._ended(call.path, error) from None
-        except RpcError as error:
-            raise self._named(call.path, error) from None
-        except Exception:
+        except Exception as error:
+            raise self._why(call.path, error) from None
+
+    def _refuse(self, call: Call, error: Exception) -> None:
+        """End a call with an error."""
+        why = self._why(call.path, error)
+        call.end(why.status, why.message, why.trailers)
+
+    def _why(self, path: str, error: Exception) -> RpcError:
+        """How a call of that path ends with an error."""
+        if isinstance(error, RpcError):
+            return self._named(path, error)
+        if not isinstance(error, IskanderError):
             # The call ends here and the server goes on; the text stays in the log.
-            log.exception("a call failed")
-            failure = IskanderError("the server failed; its log says why")
-            raise self._ended(call.path, failure) from None
+            log.error("a call failed", exc_info=error)
+            error = IskanderError("the server failed; its log says why")
+        elif error.fault == "server":
+            log.warning("a call ended with %s: %s", error.code, error.message)
+        return self._ended(path, error)
 
     def _ended(self, path: str, error: IskanderError) -> RpcError:
         return rpc_error(error, is_flight=path in self._flight_methods)
@@ -206,35 +231,6 @@ def _message_bytes(most: int, path: str) -> int:
     if path in BATCHES:
         return most
     return PROBE_BYTES if path in PROBES else ASKED_BYTES
-
-
-def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
-    """How a call ends with an error: status, text, and the detail that programs read.
-
-    pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`. Other clients
-    want a `google.rpc.Status` there, and some of them fail the call where it is anything else.
-
-    Args:
-        error: What ended it.
-        is_flight: Pyarrow clients read the status, and there is one that they misread.
-    """
-    status = Status[error.flight_status if is_flight and error.flight_status else error.status]
-    detail = msgspec.json.encode(error.to_wire()) if is_flight else _rpc_status(status, error)
-    trailers: list[tuple[str, str | bytes]] = [
-        ("iskander-code", error.code),
-        ("iskander-fault", error.fault.value),
-        ("iskander-retryable", "true" if error.retryable else "false"),
-        ("grpc-status-details-bin", detail),
-    ]
-    if error.retry_after_ms is not None:
-        trailers.append(("iskander-retry-after-ms", str(error.retry_after_ms)))
-    return RpcError(status, error.message, tuple(trailers))
-
-
-def _rpc_status(status: Status, error: IskanderError) -> bytes:
-    """A `google.rpc.Status`: code and message."""
-    text = error.message.encode()
-    return b"".join((b"\x08", varint(int(status)), b"\x12", varint(len(text)), text))
 
 
 def _flight(service: FlightService) -> dict[str, Serve]:

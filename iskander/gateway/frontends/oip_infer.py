@@ -53,6 +53,23 @@ class _Shape:
         self.places = places
 
 
+class Wanted:
+    """What a request wants, as far as it is known before its tensors are.
+
+    Attributes:
+        asked: The request.
+        lane: Of the model version.
+        contract: By which it is answered, whatever the lane has by then.
+        id: Of the request, in UTF-8.
+    """
+
+    def __init__(self, asked: Asked, lane: Lane, contract: Contract, request_id: bytes) -> None:
+        self.asked = asked
+        self.lane = lane
+        self.contract = contract
+        self.id = request_id
+
+
 class Inference:
     """Answers requests, each by itself.
 
@@ -84,38 +101,56 @@ class Inference:
         Raises:
             IskanderError: Why there is none.
         """
-        asked = self._read(scanned.head)
-        grant.require_model(asked.model)
-        route_key = terms.route_key_of(asked.said)
-        lane = self._models.find_loaded(asked.model, asked.version, route_key)
-        contract = lane.contract
-        assert contract is not None
-        if asked.outputs:
-            _require_outputs(contract, asked.outputs)
+        wanted = self.find(scanned, terms, grant)
+        asked, lane = wanted.asked, wanted.lane
         limits = self._desk.limits
         if is_for_thread(asked):
-            tensors = await asyncio.to_thread(tensors_of, asked, scanned.raw, contract, limits)
+            tensors = await asyncio.to_thread(
+                tensors_of, asked, scanned.raw, wanted.contract, limits
+            )
         else:
-            tensors = tensors_of(asked, scanned.raw, contract, limits)
-        offered = take(contract, tensors, limits)
+            tensors = tensors_of(asked, scanned.raw, wanted.contract, limits)
+        offered = take(wanted.contract, tensors, limits)
         body = await self._desk.ask(
             lane,
             offered,
             terms=terms.with_said(asked.said),
             call_deadline_ns=terms.deadline_ns,
         )
+        return self.response(wanted, offered.rows, body, is_streamed=is_streamed)
+
+    def find(self, scanned: Scanned, terms: StreamTerms, grant: Grant) -> Wanted:
+        """Find what a request wants.
+
+        Raises:
+            IskanderError: Why it cannot be had.
+        """
+        asked = self._read(scanned.head)
+        grant.require_model(asked.model)
+        lane = self._models.find_loaded(asked.model, asked.version, terms.route_key_of(asked.said))
+        contract = lane.contract
+        assert contract is not None
+        if asked.outputs:
+            _require_outputs(contract, asked.outputs)
+        return Wanted(asked, lane, contract, scanned.id)
+
+    def response(
+        self, wanted: Wanted, rows: int, body: bytes | memoryview, *, is_streamed: bool = False
+    ) -> list[Message]:
+        """A ModelInferResponse in parts, with the results in a body."""
+        asked, lane, contract = wanted.asked, wanted.lane, wanted.contract
         is_final_said = is_streamed and asked.wants_final
-        key = (lane.model.key, offered.rows, asked.outputs, is_final_said)
+        key = (lane.model.key, rows, asked.outputs, is_final_said)
         shape = self._shapes.get(key)
         if shape is None or shape.contract is not contract:
             shape = self._shape(key, lane, contract)
         if shape.places is None:
-            given = give(contract, offered.rows, body)
+            given = give(contract, rows, body)
             parts = [raw_tensor(given[index]) for index in shape.wanted]
         else:
             view = memoryview(body)
             parts = [view[begin:end] for begin, end in shape.places]
-        return response(shape.head, scanned.id, parts)
+        return response(shape.head, wanted.id, parts)
 
     def _read(self, head: bytes) -> Asked:
         """Read a request, or remember it: a client's next one differs in its tensors alone."""

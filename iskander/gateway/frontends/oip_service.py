@@ -17,6 +17,7 @@ from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_describe as describe
 from iskander.gateway.frontends.oip_infer import Inference
 from iskander.gateway.frontends.oip_stream import InferStream
+from iskander.gateway.frontends.oip_unary import Refuse, UnaryInfer
 from iskander.gateway.frontends.oip_wire import scan
 from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
@@ -82,6 +83,17 @@ class OipService:
         """Who may ask what has changed."""
         for stream in list(self._streams):
             stream.look_at_grant()
+
+    def infer_at_once(self, message: Message, call: Call, refuse: Refuse) -> bool:
+        """Answer a call whose message is there, in this turn and that in which the results come.
+
+        Returns:
+            Whether that is so; otherwise it is for `infer`.
+
+        Raises:
+            IskanderError: Why there is no answer.
+        """
+        return UnaryInfer(self._inference, self._desk, call, refuse).begin(message)
 
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request."""

@@ -6,11 +6,18 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Final
 
 from iskander.clock import NS_PER_MS, wall_ns
-from iskander.gateway.frontends.terms import KEY, SaidTerms, read_headers, read_metadata
+from iskander.gateway.frontends.terms import (
+    HEADER_PREFIX,
+    KEY,
+    NOTHING,
+    SaidTerms,
+    read_headers,
+    read_metadata,
+)
 from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_DEFAULT, Terms
 
 REMEMBERED_MAX: Final = 64
@@ -38,9 +45,10 @@ class StreamTerms:
     """
 
     def __init__(
-        self, headers: Iterable[tuple[str, Any]], deadline_ns: int | None, name: str = ""
+        self, headers: Sequence[tuple[str, Any]], deadline_ns: int | None, name: str = ""
     ) -> None:
-        said = read_headers(headers)
+        is_ours = any(name.startswith(HEADER_PREFIX) for name, _ in headers)
+        said = read_headers(headers) if is_ours else NOTHING
         self.is_in_band = said.errors == "in-band"
         self.region = said.region
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
@@ -48,7 +56,7 @@ class StreamTerms:
         self._name = name
         self._client = self._called(said.client or f"stream {next(_numbers)}")
         self.route_key = said.route_key or said.client or self._client
-        self._default = self.with_said(said)
+        self._default = Terms(client=self._client) if said is NOTHING else self._with(said)
         self._remembered: dict[bytes, Terms] = {}
 
     def of(self, app_metadata: bytes) -> Terms:
@@ -77,8 +85,9 @@ class StreamTerms:
 
     def with_said(self, said: SaidTerms | None) -> Terms:
         """The terms of a request that says these, or nothing, itself."""
-        if said is None:
-            return self._default
+        return self._default if said is None else self._with(said)
+
+    def _with(self, said: SaidTerms) -> Terms:
         stream = self._said
         priority = _first(said.priority, stream.priority)
         stamp_ns = said.timestamp_ns

@@ -26,7 +26,7 @@ from iskander.errors import MalformedInput
 from iskander.gateway.lanes.request import PRIORITY_MAX
 from iskander.prepared import prepared
 
-HEADER_PREFIX = "iskander-"
+HEADER_PREFIX: Final = "iskander-"
 KEY: Final = b"iskander"
 """Without it, metadata says nothing of ours."""
 _DAY_MS = 86_400_000
@@ -74,7 +74,7 @@ class SaidHeaders(SaidTerms, frozen=True, forbid_unknown_fields=True):
     region: str = ""
 
 
-NOTHING = SaidHeaders()
+NOTHING: Final = SaidHeaders()
 
 
 class _Envelope(msgspec.Struct, frozen=True):

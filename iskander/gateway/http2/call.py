@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from iskander.gateway.access.grants import EVERYTHING, Grant
 from iskander.gateway.http2 import frames, headers, inflating
 from iskander.gateway.http2.frames import Code
 from iskander.gateway.http2.headers import Metadata, RequestHead
+from iskander.gateway.http2.inflating import Compressed
 from iskander.gateway.http2.status import RpcError, Status
 
 if TYPE_CHECKING:
@@ -51,19 +52,21 @@ class Call:
         metadata: What the client sent with it.
         deadline_ns: On the monotonic clock; None where it has none.
         grant: What its caller may ask.
+        on_gone: Called when it ends before its answer, for who has no `task`.
         on_input: Called when something came, for who does not `read`.
         on_room: Called when the client may take more, for who does not `write`.
         send_window: Bytes that the client takes of it.
         has_all_input: The client has said that it sends no more.
-        task: Its handler's.
+        is_over: It has its status, or nobody is there for one.
+        task: Its handler's, where that is one.
     """
 
     __slots__ = (
         "_connection", "_encoding", "_expanding", "_filled", "_has_begun", "_is_compressed",
-        "_is_cut", "_is_deaf", "_is_over", "_loop", "_message_bytes_max", "_messages", "_outbox",
+        "_is_cut", "_is_deaf", "_loop", "_message_bytes_max", "_messages", "_outbox",
         "_output", "_partial", "_prefix", "_received", "_timer", "deadline_ns", "grant",
-        "has_all_input", "metadata", "on_input", "on_room", "path", "send_window", "stream_id",
-        "task",
+        "has_all_input", "is_over", "metadata", "on_gone", "on_input", "on_room", "path",
+        "send_window", "stream_id", "task",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, stream_id: int, head: RequestHead) -> None:
@@ -76,12 +79,13 @@ class Call:
         self.grant: Grant = EVERYTHING
         self.send_window = connection.output.call_window
         self.has_all_input = False
+        self.on_gone: Callable[[], None] | None = None
         self.on_input: Callable[[], None] | None = None
         self.on_room: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._encoding = head.encoding
         self._message_bytes_max = connection.host.message_bytes(head.path)
-        self._messages: deque[Message | _Compressed | RpcError | None] = deque()
+        self._messages: deque[Message | Compressed | RpcError | None] = deque()
         self._prefix = b""
         self._partial: memoryview | None = None
         self._filled = 0
@@ -89,7 +93,7 @@ class Call:
         self._outbox: deque[memoryview] = deque()
         self._expanding: asyncio.Future[Message | RpcError] | None = None
         self._has_begun = self._is_compressed = self._is_cut = False
-        self._is_deaf = self._is_over = False
+        self._is_deaf = self.is_over = False
         self._timer: asyncio.TimerHandle | None = None
         self.deadline_ns: int | None = None
         if head.timeout_ns is not None:
@@ -112,7 +116,16 @@ class Call:
         if not self._messages:
             return False
         first = self._messages[0]
-        return not isinstance(first, _Compressed) or self._expand(first)
+        return not isinstance(first, Compressed) or self._expand(first)
+
+    @property
+    def whole(self) -> Message | None:
+        """The one message that its input is, where all of that is there; it is not received yet."""
+        messages = self._messages
+        if not self.has_all_input or len(messages) != 2:
+            return None
+        first = messages[0]
+        return first if isinstance(first, (bytes, memoryview)) else None
 
     @property
     def is_blocked(self) -> bool:
@@ -125,7 +138,7 @@ class Call:
         Raises:
             RpcError: It is too large, or compressed in an unknown way.
         """
-        if self._is_over:
+        if self.is_over:
             return None
         messages = self._messages
         message = messages[0]
@@ -133,14 +146,14 @@ class Call:
             return None
         if isinstance(message, RpcError):
             raise message
-        assert not isinstance(message, _Compressed)
+        assert not isinstance(message, Compressed)
         messages.popleft()
         self.give_back()
         return message
 
     def send(self, *parts: Message) -> None:
         """Send one message, made of these parts, which must not change any more."""
-        if self._is_over:
+        if self.is_over:
             return
         output = self._output
         if not self._has_begun:
@@ -158,10 +171,14 @@ class Call:
 
     async def answer(self, *parts: Message) -> None:
         """Write the only message of a response and its status, at once where there is room."""
-        output, size = self._output, PREFIX_BYTES + sum(map(len, parts))
-        if self._is_over or not (self.has_all_input and output.can_send(self, size)):
+        if not self.try_answer(parts):
             await self.write(*parts)
-            return
+
+    def try_answer(self, parts: Sequence[Message]) -> bool:
+        """Send the only message of a response and its status, where there is room; whether so."""
+        output, size = self._output, PREFIX_BYTES + sum(map(len, parts))
+        if self.is_over or not (self.has_all_input and output.can_send(self, size)):
+            return False
         assert not self._has_begun
         prefix = _PREFIX.pack(0, size - PREFIX_BYTES)
         output.send(
@@ -172,10 +189,11 @@ class Call:
             after=output.block(self.stream_id, frames.END_STREAM, headers.OK),
         )
         self.close()
+        return True
 
     async def read(self) -> Message | None:
         """As `receive`, once there is something."""
-        while not (self.has_input or self._is_over):
+        while not (self.has_input or self.is_over):
             there = self._loop.create_future()
             self.on_input = partial(_wake, there)
             try:
@@ -202,7 +220,7 @@ class Call:
         metadata: tuple[tuple[str, str | bytes], ...] = (),
     ) -> None:
         """Send the status; nothing where the call is over already."""
-        if self._is_over:
+        if self.is_over:
             return
         block = headers.trailers(status, message, metadata)
         if not self._has_begun:
@@ -218,9 +236,9 @@ class Call:
 
     def close(self) -> None:
         """Forget the call, and end its handler where that has not ended."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = self._is_deaf = True
+        self.is_over = self._is_deaf = True
         self._drop_partial()
         if self._expanding is not None:
             self._expanding.cancel()
@@ -231,6 +249,9 @@ class Call:
             self._timer.cancel()
             self._timer = None
         self._connection.forget(self)
+        gone, self.on_gone = self.on_gone, None
+        if gone is not None:
+            gone()
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
 
@@ -281,7 +302,7 @@ class Call:
 
     def give_back(self) -> None:
         """Let the client send more, once all is read and half of the window is used."""
-        if self._messages or self._received < WINDOW_BYTES // 2 or self._is_deaf or self._is_over:
+        if self._messages or self._received < WINDOW_BYTES // 2 or self._is_deaf or self.is_over:
             return
         size = 0 if self._partial is None else len(self._partial)
         if size <= WINDOW_BYTES or self._connection.room.take(self, size):
@@ -343,9 +364,9 @@ class Call:
 
     def _arrive(self, message: Message) -> None:
         self._drop_partial()
-        self._append(_Compressed(message) if self._is_compressed else message)
+        self._append(Compressed(message) if self._is_compressed else message)
 
-    def _expand(self, message: _Compressed) -> bool:
+    def _expand(self, message: Compressed) -> bool:
         """Expand the first message, or have that done; whether it is."""
         if self._expanding is None:
             begun = inflating.begin(message.raw, self._encoding, self._message_bytes_max)
@@ -358,7 +379,7 @@ class Call:
 
     def _on_expanded(self, work: asyncio.Future[Message | RpcError]) -> None:
         self._expanding = None
-        if not self._is_over:
+        if not self.is_over:
             self._replace_first(work.result())
             if self.on_input is not None:
                 self.on_input()
@@ -381,7 +402,7 @@ class Call:
         self._is_deaf = True
         self._append(error)
 
-    def _append(self, message: Message | _Compressed | RpcError | None) -> None:
+    def _append(self, message: Message | Compressed | RpcError | None) -> None:
         self._messages.append(message)
         if self.on_input is not None:
             self.on_input()
@@ -390,12 +411,6 @@ class Call:
         late = RpcError(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
         error = self._connection.host.named(self.path, late)
         self.end(error.status, error.message, error.trailers)
-
-
-class _Compressed(NamedTuple):
-    """A message that is expanded when it is read: one at a time, however small many are."""
-
-    raw: Message
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

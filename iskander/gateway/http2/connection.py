@@ -9,14 +9,15 @@ Runs on: gateway loop. Source: RFC 9113.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Final, Protocol, cast
+from collections.abc import Callable
+from typing import Final, cast
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.http2 import frames, headers
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
 from iskander.gateway.http2.frames import Code, ConnectionBroken
 from iskander.gateway.http2.headers import Fields, HeaderBlocks
+from iskander.gateway.http2.host import Host
 from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.patience import Patience
 from iskander.gateway.http2.room import Room
@@ -48,28 +49,6 @@ _NOT_HTTP2: Final = (
 )
 
 
-class Host(Protocol):
-    """What the connections of one server share.
-
-    Attributes:
-        loop: Theirs.
-        serve: Answers a call; ends by itself, or with `RpcError`.
-        message_bytes: The largest message that is taken, by a call's path.
-        calls_max: Open calls of one connection.
-        scratch: Where sockets are read into; a read is taken apart before the next.
-        connections: The open ones.
-        named: What is refused here, as those who called that path know it.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    serve: Callable[[Call], Awaitable[None]]
-    message_bytes: Callable[[str], int]
-    calls_max: int
-    scratch: memoryview
-    connections: set[Connection]
-    named: Callable[[str, RpcError], RpcError]
-
-
 class Connection(asyncio.BufferedProtocol):
     """The server's end of a connection."""
 
@@ -78,6 +57,7 @@ class Connection(asyncio.BufferedProtocol):
         self.calls: dict[int, Call] = {}
         self.output: Output
         self.room = Room()
+        self._opened: list[Call] = []
         self._transport: asyncio.Transport
         self._is_greeted = self._is_leaving = self._is_closing = False
         self._blocks = HeaderBlocks()
@@ -129,6 +109,8 @@ class Connection(asyncio.BufferedProtocol):
                 self._take(view)
             elif self._greet(view):
                 self._take(view[len(frames.PREFACE) :])
+            if self._opened:
+                self._begin()
         except ConnectionBroken as error:
             self._break(error.code, str(error))
 
@@ -317,8 +299,15 @@ class Connection(asyncio.BufferedProtocol):
         call = self.calls[stream_id] = Call(self, stream_id, request)
         if is_last:
             call.take_end()
-        call.task = self.host.loop.create_task(_run(self.host, call))
+        self._opened.append(call)
         return None
+
+    def _begin(self) -> None:
+        """Begin to answer the calls that were opened, with what has come of them by now."""
+        opened, self._opened = self._opened, []
+        for call in opened:
+            if not (call.is_over or self.host.at_once(call)):
+                call.task = self.host.loop.create_task(_run(self.host, call))
 
     def _on_rst_stream(self, flags: int, stream_id: int, payload: memoryview) -> None:
         del flags
@@ -390,6 +379,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_calls(self) -> None:
         self.output.close()
+        self._opened.clear()
         for call in list(self.calls.values()):
             call.close()
 

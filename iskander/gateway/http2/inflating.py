@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,12 @@ def begin(raw: Message, encoding: str, bytes_max: int) -> Message | RpcError | I
         return inflation.whole() if inflation.begin() else inflation
     except RpcError as error:
         return error
+
+
+class Compressed(NamedTuple):
+    """A message that is expanded when it is read: one at a time, however small many are."""
+
+    raw: bytes | memoryview
 
 
 class Inflation:

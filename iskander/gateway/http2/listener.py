@@ -24,6 +24,8 @@ class Listener(Listening[Connection]):
 
     Args:
         serve: Answers a call, by its path; may end with `RpcError`.
+        at_once: Answers one without a task, where nothing has to be waited for first; whether it
+            does.
         message_bytes: The largest message that is taken, by a call's path.
         calls_max: Open calls of one connection.
         named: What is refused here, as those who called that path know it.
@@ -34,6 +36,7 @@ class Listener(Listening[Connection]):
         self,
         serve: Callable[[Call], Awaitable[None]],
         *,
+        at_once: Callable[[Call], bool],
         message_bytes: Callable[[str], int],
         calls_max: int,
         named: Callable[[str, RpcError], RpcError],
@@ -41,6 +44,7 @@ class Listener(Listening[Connection]):
     ) -> None:
         super().__init__(CONNECTIONS_MAX, tls)
         self.serve = serve
+        self.at_once = at_once
         self.message_bytes = message_bytes
         self.calls_max = calls_max
         self.named = named

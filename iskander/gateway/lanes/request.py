@@ -153,7 +153,7 @@ class Request:
         self.arrived_ns = arrived_ns
         self.deadline_ns = call_deadline_ns
         self.expires_ns = min(call_deadline_ns, arrived_ns + lane.ttl_ns)
-        if terms is not NO_TERMS or lane.has_limits:
+        if lane.has_limits or terms.budget_ms is not None or terms.ttl_ms is not None:
             self._limit()
         self.lease: Lease | None = None
         self.body_offset = self.input_bytes = 0

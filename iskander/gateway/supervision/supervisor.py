@@ -14,18 +14,19 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.errors import IskanderError, NotReady, ProtocolError
+from iskander.errors import IskanderError, NotReady
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.models import Models
 from iskander.gateway.runtime import ATTACH_SOCKET, Member
+from iskander.gateway.supervision.hearing import Hearing
 from iskander.gateway.supervision.lifecycle import Action, Event, State, step, validate
 from iskander.gateway.supervision.loading import Loading
 from iskander.gateway.supervision.reception import Reception
@@ -39,9 +40,7 @@ from iskander.gateway.supervision.workers import Place, Worker
 from iskander.memory.arena import usable_bytes
 from iskander.wire.channel import Channel
 from iskander.wire.messages import (
-    Done,
     Drain,
-    Failed,
     Hello,
     Leaving,
     Loaded,
@@ -50,7 +49,6 @@ from iskander.wire.messages import (
     Stepped,
     ToGateway,
     Unloaded,
-    decode_to_gateway,
     encode,
 )
 
@@ -99,6 +97,7 @@ class Supervisor:
         dispatcher.end_worker = self._on_deaf
         self._on_change = on_change
         self.workers = models.workers = [Worker(place, is_ours=member.is_first) for place in places]
+        self._hearing = Hearing(dispatcher, self)
         self._incarnation = 0
         self._is_stopping = False
         self._reception = Reception(folder / ATTACH_SOCKET, self._take_on)
@@ -251,48 +250,34 @@ class Supervisor:
         self._changed.set()
         self._on_change()
 
-    def _receive(self, worker: Worker, channel: Channel) -> None:
-        """Take everything that a worker has said, its end too."""
-        dispatcher = self._dispatcher
-        for messages in self._messages(worker, channel):
-            for message in messages:
-                if type(message) is Done:
-                    dispatcher.on_done(worker, message)
-                elif type(message) is Failed:
-                    dispatcher.on_failed(worker, message)
-                elif isinstance(message, Stepped):
-                    self._models.by_key[message.model].measures.on_stepped(message.steps)
-                elif isinstance(message, Leaving):
-                    self._happened(worker, Event.LEFT)
-                elif isinstance(message, Notice):
-                    worker.notices.append(message.text)
-                    log.warning("worker %d: %s", worker.place.index, message.text)
-                else:
-                    assert isinstance(message, Loaded | LoadFailed | Unloaded)
-                    self.loading.on_answer(worker, message)
-                    self.noticed()
-        if channel.has_ended:
-            self._loop.remove_reader(channel)
-            self._happened(worker, Event.LOST)
-        elif worker.batches >= worker.recycle_at:
-            self._recycling.look(worker)
-        dispatcher.pump()
+    def on_message(self, worker: Worker, message: ToGateway) -> None:
+        """A worker has said something that is not about a batch."""
+        if isinstance(message, Stepped):
+            self._models.by_key[message.model].measures.on_stepped(message.steps)
+        elif isinstance(message, Leaving):
+            self._happened(worker, Event.LEFT)
+        elif isinstance(message, Notice):
+            worker.notices.append(message.text)
+            log.warning("worker %d: %s", worker.place.index, message.text)
+        else:
+            assert isinstance(message, Loaded | LoadFailed | Unloaded)
+            self.loading.on_answer(worker, message)
+            self.noticed()
 
-    def _messages(self, worker: Worker, channel: Channel) -> Iterator[list[ToGateway]]:
-        """What a worker has said; one that says what is not understood is ended.
+    def on_garbled(self, worker: Worker, error: Exception) -> None:
+        """End a worker that was not understood: somebody might wait for ever for what it meant."""
+        index = worker.place.index
+        log.error("worker %d is ended: a frame was not understood: %s", index, error)
+        self._give_up(worker, worker.incarnation)
 
-        What it meant may have been the end of a batch, for which somebody would wait for ever.
-        """
-        is_read = False
-        while not is_read:
-            try:
-                for frame in channel.receive():
-                    yield decode_to_gateway(frame)
-                is_read = True
-            except (ValueError, ProtocolError) as error:
-                index = worker.place.index
-                log.error("worker %d is ended: a frame was not understood: %s", index, error)
-                self._give_up(worker, worker.incarnation)
+    def on_end(self, worker: Worker, channel: Channel) -> None:
+        """A worker has gone."""
+        self._loop.remove_reader(channel)
+        self._happened(worker, Event.LOST)
+
+    def on_worn(self, worker: Worker) -> None:
+        """A worker has run as many batches as it should."""
+        self._recycling.look(worker)
 
     def _on_deaf(self, worker: Worker) -> None:
         """End a worker that takes no messages, once whoever was sending has come to an end."""
@@ -319,7 +304,7 @@ class Supervisor:
             worker.detach()
             raise
         worker.channel = channel = Channel(connection)
-        self._loop.add_reader(channel, self._receive, worker, channel)
+        self._loop.add_reader(channel, self._hearing.take, worker, channel)
         self._happened(worker, Event.ATTACHED)
 
     def _on_refused(self, worker: Worker, error: IskanderError) -> None:

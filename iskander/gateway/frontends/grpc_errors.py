@@ -1,0 +1,41 @@
+"""Errors as gRPC says them: a status, a text, and details in trailers that programs read.
+
+Runs on: gateway loop. Source: gRPC's status codes; `google.rpc.Status`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from iskander.errors import IskanderError
+from iskander.gateway.http2.status import RpcError, Status
+from iskander.wire.varint import varint
+
+
+def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
+    """How a call ends with an error: status, text, and the detail that programs read.
+
+    pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`. Other clients
+    want a `google.rpc.Status` there, and some of them fail the call where it is anything else.
+
+    Args:
+        error: What ended it.
+        is_flight: Pyarrow clients read the status, and there is one that they misread.
+    """
+    status = Status[error.flight_status if is_flight and error.flight_status else error.status]
+    detail = msgspec.json.encode(error.to_wire()) if is_flight else _rpc_status(status, error)
+    trailers: list[tuple[str, str | bytes]] = [
+        ("iskander-code", error.code),
+        ("iskander-fault", error.fault.value),
+        ("iskander-retryable", "true" if error.retryable else "false"),
+        ("grpc-status-details-bin", detail),
+    ]
+    if error.retry_after_ms is not None:
+        trailers.append(("iskander-retry-after-ms", str(error.retry_after_ms)))
+    return RpcError(status, error.message, tuple(trailers))
+
+
+def _rpc_status(status: Status, error: IskanderError) -> bytes:
+    """A `google.rpc.Status`: code and message."""
+    text = error.message.encode()
+    return b"".join((b"\x08", varint(int(status)), b"\x12", varint(len(text)), text))
