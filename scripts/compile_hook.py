@@ -77,6 +77,8 @@ COMPILED = (
     "iskander_worker/gateways.py",
     "iskander_worker/loop.py",
 )
+FLAGS = "-fvisibility=hidden"
+"""Nobody else calls these functions: so they call each other directly, and not by a table."""
 BUILD = """
 import sys
 from mypyc.build import mypycify
@@ -99,7 +101,8 @@ class CompileHook(BuildHookInterface[Any]):
         self._folder = folder = Path(tempfile.mkdtemp(prefix="iskander-compile-"))
         for package, source in PACKAGES.items():
             shutil.copytree(Path(self.root) / source, folder / package)
-        environment = os.environ | {"MYPYPATH": ""}
+        flags = f"{os.environ.get('CFLAGS', '')} {FLAGS}".strip()
+        environment = os.environ | {"MYPYPATH": "", "CFLAGS": flags}
         command = [sys.executable, "-c", BUILD, *COMPILED]
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False

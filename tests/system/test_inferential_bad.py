@@ -229,8 +229,11 @@ def test_a_flood_costs_nobody_else_anything(gateway: Gateway, address: str, is_b
 
 
 def test_a_client_that_does_not_read_stalls_only_itself(gateway: Gateway, address: str) -> None:
-    """What it does not take is bounded, and all of it is there, in order, when it does."""
-    rows, count = 100_000, 60
+    """What it does not take is bounded, and all of it is there, in order, when it does.
+
+    It sends more than both ends' sockets may hold, which the system lets grow to 32 MiB each.
+    """
+    rows, count = 100_000, 150
     large = np.zeros(rows, np.int64)
     sent = threading.Event()
 
