@@ -272,12 +272,13 @@ def test_new_streams_are_refused_while_draining(tmp_path: Path) -> None:
 
 def test_a_health_watch_hears_of_the_drain_before_it_ends(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
-        watch = "/grpc.health.v1.Health/Watch"
+        health = "/grpc.health.v1.Health/"
         with raw.RawClient(gateway.address) as client:
+            client.call(health + "Check", [b""], deadline_s=30)  # It is there, and connected.
             heard: list[dict[str, object]] = []
 
             def listen() -> None:
-                heard.append(client.call(watch, [b""], deadline_s=30))
+                heard.append(client.call(health + "Watch", [b""], deadline_s=30))
 
             thread = threading.Thread(target=listen)
             thread.start()

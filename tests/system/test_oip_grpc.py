@@ -432,8 +432,12 @@ def send_one_by_one(gateway: Gateway, judge: Judge, priorities: list[int]) -> No
 
 
 def test_urgent_requests_go_first(tmp_path: Path, judge: Judge) -> None:
-    """The first two a worker has; all others wait."""
-    path = models.row_ids(tmp_path / "ids")
+    """The first two a worker has; all others wait.
+
+    Each takes milliseconds: answers that reach the client together come to its callbacks as they
+    like.
+    """
+    path = models.looping(tmp_path / "ids", turns=500, turns_row=0)
     model = {"name": "ids", "path": str(path), "intra_threads": 1, "max_batch_rows": 1}
     priorities = [0, 0, 9, 10, 1, 2, 0, 1, 255]
     with running(
