@@ -26,10 +26,12 @@ from iskander.gateway.process import Process
 from iskander.gateway.processes import Parent
 
 CHILD = """
-import json, os, pathlib, signal, socket, sys, time
+import contextlib, json, os, pathlib, signal, socket, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).parent
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-def say(text): channel.sendto(text.encode(), os.environ["NOTIFY_SOCKET"])
+def say(text):
+    with contextlib.suppress(OSError):
+        channel.sendto(text.encode(), os.environ["NOTIFY_SOCKET"])
 def pause(name):
     path = folder.parent / name
     time.sleep(float(path.read_text()) if path.exists() else 0)
