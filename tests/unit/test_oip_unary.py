@@ -72,13 +72,13 @@ class Server:
         frames = [data(stream_id, piece) for piece in pieces[:-1]]
         self.peer.say(*frames, data(stream_id, pieces[-1], END_STREAM), cut=cut)
 
-    def ask_whole(self, stream_id: int = 1, rows: int = 4) -> None:
-        """All of a call in one read."""
+    def ask_whole(self, stream_id: int = 1, rows: int = 4, then: bytes = b"") -> None:
+        """All of a call in one read, and what comes with it."""
         said: list[bytes] = []
         say, self.peer.say = self.peer.say, lambda *parts, **_: said.extend(parts)  # type: ignore[method-assign]
         self.ask(stream_id, rows)
         self.peer.say = say  # type: ignore[method-assign]
-        self.peer.say(*said)
+        self.peer.say(*said, then)
 
     def refuse_at_once(self) -> None:
         """Fail every request from here on while it is put into the queue."""
@@ -175,10 +175,14 @@ async def test_what_is_refused_while_it_is_queued_ends_the_call_once() -> None:
 
 @in_loop
 async def test_a_client_that_resets_its_call_gives_its_request_up() -> None:
+    """In the read that brought the call it has none yet, and is not begun."""
     async with server() as served:
-        served.ask_whole()
+        served.ask_whole(3, then=rst_stream(3))
+        await turns()
+        assert not served.asked and not served.peer.served and not served.office.desk.calls
+        served.ask_whole(5)
         (request,) = served.asked
-        served.peer.say(rst_stream(1))
+        served.peer.say(rst_stream(5))
         assert served.office.dispatcher.withdrawn == [request]
         # What comes too late meets nobody.
         request.caller.deliver(request, SCORES.tobytes())
