@@ -46,18 +46,64 @@ class Tensor(msgspec.Struct, frozen=True):
     data: memoryview
 
 
-class Offered(msgspec.Struct, frozen=True):
+class Offered:
     """What a request wants computed.
 
-    Attributes:
+    Args:
+        rows: Of each tensor.
         tensors: Bytes of each of the contract's inputs, in its order, as Arrow buffers have them;
             then the bytes of each that is strings, whose first buffer has the offsets.
         bucket: Number of the bucket whose lengths they have.
     """
 
-    rows: int
-    tensors: list[memoryview]
-    bucket: int = 0
+    __slots__ = ("bucket", "rows", "tensors")
+
+    def __init__(self, rows: int, tensors: list[memoryview], bucket: int = 0) -> None:
+        self.rows = rows
+        self.tensors = tensors
+        self.bucket = bucket
+
+
+class Fit:
+    """How the raw tensors of one request became what it offered.
+
+    It is as true of every other that says the same of its tensors, and has as many bytes.
+
+    Args:
+        contract: That they were held against.
+        lengths: Bytes of each raw tensor.
+        order: Number of the raw tensor that each input is.
+        offered: What came of them.
+    """
+
+    __slots__ = ("_bucket", "_lengths", "_order", "_rows", "contract")
+
+    def __init__(
+        self, contract: Contract, lengths: list[int], order: list[int], offered: Offered
+    ) -> None:
+        self.contract = contract
+        self._lengths = lengths
+        self._order = order
+        self._rows = offered.rows
+        self._bucket = offered.bucket
+
+    def offered(self, raw: list[memoryview]) -> Offered | None:
+        """What a request offers with these tensors; None where they are not of the same length."""
+        if len(raw) != len(self._lengths):
+            return None
+        for tensor, length in zip(raw, self._lengths, strict=True):
+            if len(tensor) != length:
+                return None
+        return Offered(self._rows, [raw[number] for number in self._order], self._bucket)
+
+
+def fit_of(contract: Contract, raw: list[memoryview], offered: Offered) -> Fit | None:
+    """How raw tensors fitted; None where some did not become an input as they were."""
+    numbers = {id(tensor): number for number, tensor in enumerate(raw)}
+    order = [numbers[id(tensor)] for tensor in offered.tensors if id(tensor) in numbers]
+    if len(order) < len(offered.tensors):
+        return None
+    return Fit(contract, list(map(len, raw)), order, offered)
 
 
 def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Offered:

@@ -166,7 +166,7 @@ async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     played = Played()
     for number in range(REMEMBERED_MAX + 10):
         await played.ask(parameters={f"p{number}": {"bool_param": True}})
-    remembered = played.inference._asked
+    remembered = played.inference._known
     assert len(remembered) == 10
     await played.ask(parameters={"p" * 5000: {"bool_param": True}})
     with pytest.raises(IskanderError):

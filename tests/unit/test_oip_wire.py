@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from iskander._generated import oip_pb2
 from iskander.config import LimitsConfig
 from iskander.errors import LimitExceeded, MalformedInput
-from iskander.gateway.frontends.oip_wire import HEAD_BYTES_MAX, Scanned, in_stream, response, scan
+from iskander.gateway.frontends.oip_wire import (
+    HEAD_BYTES_MAX,
+    Scanned,
+    in_stream,
+    raw_head,
+    scan,
+    with_id,
+)
 from iskander.gateway.http2.call import Message
 from iskander.wire.varint import varint
 
@@ -218,9 +225,9 @@ def test_any_bytes_are_the_request_that_protobuf_reads_or_none(raw: bytes) -> No
 @given(texts, st.lists(st.binary(max_size=300), max_size=4))
 def test_a_response_is_put_together(request_id: str, tensors: list[bytes]) -> None:
     head = oip_pb2.ModelInferResponse(model_name="m", outputs=[{"name": "y", "shape": [3]}])
-    parts = response(
-        head.SerializeToString(), request_id.encode(), [memoryview(each) for each in tensors]
-    )
+    parts: list[Message] = [with_id(head.SerializeToString(), request_id.encode())]
+    for tensor in tensors:
+        parts += (raw_head(len(tensor)), tensor)
 
     whole = oip_pb2.ModelInferResponse.FromString(b"".join(parts))
     streamed = oip_pb2.ModelStreamInferResponse.FromString(b"".join(in_stream(parts)))

@@ -15,12 +15,12 @@ from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_request import Asked, is_for_thread, read_head, tensors_of
 from iskander.gateway.frontends.oip_tensors import raw_tensor
-from iskander.gateway.frontends.oip_wire import Scanned, response
+from iskander.gateway.frontends.oip_wire import Scanned, raw_head, with_id
 from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
-from iskander.gateway.offered import give, places, take
+from iskander.gateway.offered import Fit, Offered, fit_of, give, places, take
 
 REMEMBERED_MAX: Final = 256
 REMEMBERED_BYTES_MAX: Final = 4096
@@ -37,15 +37,18 @@ class _Shape:
         contract: That it is of.
         wanted: Numbers of the outputs that it has.
         head: Serialized.
-        places: Where each of them begins and ends in the results; None where it is made of them.
+        places: What is before each of them on the wire, and where it begins and ends in the
+            results; None where it is made of them.
     """
+
+    __slots__ = ("contract", "head", "places", "wanted")
 
     def __init__(
         self,
         contract: Contract,
         wanted: list[int],
         head: bytes,
-        places: list[tuple[int, int]] | None,
+        places: list[tuple[bytes, int, int]] | None,
     ) -> None:
         self.contract = contract
         self.wanted = wanted
@@ -53,18 +56,37 @@ class _Shape:
         self.places = places
 
 
+class Known:
+    """Requests that differ in their tensors' bytes alone, as a client's mostly do.
+
+    Attributes:
+        asked: What they say.
+        fit: How the tensors of the last one fitted its model; None where that is to be found out.
+    """
+
+    __slots__ = ("asked", "fit")
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.fit: Fit | None = None
+
+
 class Wanted:
     """What a request wants, as far as it is known before its tensors are.
 
     Attributes:
         asked: The request.
+        known: What is known of requests like it.
         lane: Of the model version.
         contract: By which it is answered, whatever the lane has by then.
         id: Of the request, in UTF-8.
     """
 
-    def __init__(self, asked: Asked, lane: Lane, contract: Contract, request_id: bytes) -> None:
-        self.asked = asked
+    __slots__ = ("asked", "contract", "id", "known", "lane")
+
+    def __init__(self, known: Known, lane: Lane, contract: Contract, request_id: bytes) -> None:
+        self.asked = known.asked
+        self.known = known
         self.lane = lane
         self.contract = contract
         self.id = request_id
@@ -81,7 +103,7 @@ class Inference:
     def __init__(self, models: Models, desk: Desk) -> None:
         self._models = models
         self._desk = desk
-        self._asked: dict[bytes, Asked] = {}
+        self._known: dict[bytes, Known] = {}
         self._shapes: dict[_Key, _Shape] = {}
 
     async def answer(
@@ -102,17 +124,14 @@ class Inference:
             IskanderError: Why there is none.
         """
         wanted = self.find(scanned, terms, grant)
-        asked, lane = wanted.asked, wanted.lane
-        limits = self._desk.limits
+        asked, contract, limits = wanted.asked, wanted.contract, self._desk.limits
         if is_for_thread(asked):
-            tensors = await asyncio.to_thread(
-                tensors_of, asked, scanned.raw, wanted.contract, limits
-            )
+            tensors = await asyncio.to_thread(tensors_of, asked, scanned.raw, contract, limits)
+            offered = take(contract, tensors, limits)
         else:
-            tensors = tensors_of(asked, scanned.raw, wanted.contract, limits)
-        offered = take(wanted.contract, tensors, limits)
+            offered = self.offered(wanted, scanned.raw)
         body = await self._desk.ask(
-            lane,
+            wanted.lane,
             offered,
             terms=terms.with_said(asked.said),
             call_deadline_ns=terms.deadline_ns,
@@ -125,14 +144,31 @@ class Inference:
         Raises:
             IskanderError: Why it cannot be had.
         """
-        asked = self._read(scanned.head)
+        known = self._read(scanned.head)
+        asked = known.asked
         grant.require_model(asked.model)
         lane = self._models.find_loaded(asked.model, asked.version, terms.route_key_of(asked.said))
         contract = lane.contract
         assert contract is not None
         if asked.outputs:
             _require_outputs(contract, asked.outputs)
-        return Wanted(asked, lane, contract, scanned.id)
+        return Wanted(known, lane, contract, scanned.id)
+
+    def offered(self, wanted: Wanted, raw: list[memoryview]) -> Offered:
+        """What a request offers, which is for no thread to read.
+
+        Raises:
+            IskanderError: It is not what its model takes.
+        """
+        known, contract = wanted.known, wanted.contract
+        if known.fit is not None and known.fit.contract is contract:
+            offered = known.fit.offered(raw)
+            if offered is not None:
+                return offered
+        limits = self._desk.limits
+        offered = take(contract, tensors_of(known.asked, raw, contract, limits), limits)
+        known.fit = fit_of(contract, raw, offered)
+        return offered
 
     def response(
         self, wanted: Wanted, rows: int, body: bytes | memoryview, *, is_streamed: bool = False
@@ -144,24 +180,28 @@ class Inference:
         shape = self._shapes.get(key)
         if shape is None or shape.contract is not contract:
             shape = self._shape(key, lane, contract)
+        parts: list[Message] = [with_id(shape.head, wanted.id)]
         if shape.places is None:
             given = give(contract, rows, body)
-            parts = [raw_tensor(given[index]) for index in shape.wanted]
+            for index in shape.wanted:
+                tensor = raw_tensor(given[index])
+                parts += (raw_head(len(tensor)), tensor)
         else:
             view = memoryview(body)
-            parts = [view[begin:end] for begin, end in shape.places]
-        return response(shape.head, wanted.id, parts)
+            for raw, begin, end in shape.places:
+                parts += (raw, view[begin:end])
+        return parts
 
-    def _read(self, head: bytes) -> Asked:
-        """Read a request, or remember it: a client's next one differs in its tensors alone."""
-        asked = self._asked.get(head)
-        if asked is None:
-            asked = read_head(head, self._desk.limits.columns)
-            if len(self._asked) >= REMEMBERED_MAX:
-                self._asked.clear()
+    def _read(self, head: bytes) -> Known:
+        """Read a request, or remember it."""
+        known = self._known.get(head)
+        if known is None:
+            known = Known(read_head(head, self._desk.limits.columns))
+            if len(self._known) >= REMEMBERED_MAX:
+                self._known.clear()
             if len(head) <= REMEMBERED_BYTES_MAX:
-                self._asked[head] = asked
-        return asked
+                self._known[head] = known
+        return known
 
     def _shape(self, key: _Key, lane: Lane, contract: Contract) -> _Shape:
         """Make what is the same in all responses of a kind, and remember it."""
@@ -169,8 +209,12 @@ class Inference:
         names = [spec.tensor for spec in contract.outputs]
         wanted = [names.index(name) for name in outputs or names]
         there = places(contract, rows)
+        framed: list[tuple[bytes, int, int]] | None = None
+        if there is not None:
+            spans = [there[index] for index in wanted]
+            framed = [(raw_head(end - begin), begin, end) for begin, end in spans]
         head = _head(lane, [contract.outputs[index] for index in wanted], rows, is_final_said)
-        shape = _Shape(contract, wanted, head, there and [there[index] for index in wanted])
+        shape = _Shape(contract, wanted, head, framed)
         if len(self._shapes) >= REMEMBERED_MAX:
             self._shapes.clear()
         self._shapes[key] = shape

@@ -16,12 +16,11 @@ from typing import TypeAlias
 from iskander.errors import IskanderError
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_infer import Inference, Wanted
-from iskander.gateway.frontends.oip_request import is_for_thread, tensors_of
+from iskander.gateway.frontends.oip_request import is_for_thread
 from iskander.gateway.frontends.oip_wire import scan
 from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.lanes.request import Request
-from iskander.gateway.offered import take
 
 Refuse: TypeAlias = Callable[[Call, Exception], None]
 
@@ -76,14 +75,13 @@ class UnaryInfer:
         self._refuse(self._call, error)
 
     def _ask(self, message: Message) -> bool:
-        call, limits = self._call, self._desk.limits
-        scanned = scan(message, limits)
+        call = self._call
+        scanned = scan(message, self._desk.limits)
         terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
         self._wanted = wanted = self._inference.find(scanned, terms, call.grant)
         if is_for_thread(wanted.asked):
             return False
-        tensors = tensors_of(wanted.asked, scanned.raw, wanted.contract, limits)
-        offered = take(wanted.contract, tensors, limits)
+        offered = self._inference.offered(wanted, scanned.raw)
         if not offered.rows:
             self._answer(0, b"")
             return True

@@ -13,8 +13,6 @@ from __future__ import annotations
 from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import Final
 
-import msgspec
-
 from iskander.config import LimitsConfig
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway.http2.call import Message
@@ -43,18 +41,21 @@ _INPUT_FIELDS: Final = 4
 """Fields of inputs for each field of a request, in a head that is looked into."""
 
 
-class Scanned(msgspec.Struct, frozen=True):
+class Scanned:
     """A request, taken apart.
 
-    Attributes:
+    Args:
         head: What is neither the id nor a tensor's bytes; still a ModelInferRequest.
-        id: As it came, in UTF-8.
+        request_id: As it came, in UTF-8.
         raw: The tensors' bytes, in the order of the inputs; empty where they are in `head`.
     """
 
-    head: bytes
-    id: bytes
-    raw: list[memoryview]
+    __slots__ = ("head", "id", "raw")
+
+    def __init__(self, head: bytes, request_id: bytes, raw: list[memoryview]) -> None:
+        self.head = head
+        self.id = request_id
+        self.raw = raw
 
 
 def scan(message: Message, limits: LimitsConfig) -> Scanned:
@@ -79,8 +80,8 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
     try:
         while position < end:
             start = position
-            key, position = read_varint(view, position)
-            begin, position = _value(view, position, key & 7)
+            key, position = read_varint(message, position)
+            begin, position = _value(message, position, key & 7)
             if position > end:
                 raise MalformedInput(_BROKEN)
             left -= 1
@@ -99,20 +100,22 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
         raise MalformedInput(_BROKEN) from None
     if kept < end:
         pieces.append(view[kept:])
-    head = b"".join(pieces)
+    head = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
     if len(head) > HEAD_BYTES_MAX:
         _require_head(head, _INPUT_FIELDS * fields_max, limits.rows)
     return Scanned(head, request_id, raw)
 
 
-def response(head: bytes, request_id: bytes, tensors: list[memoryview]) -> list[Message]:
-    """A ModelInferResponse in parts: everything else serialized, the id, each tensor's bytes."""
-    if request_id:
-        head = b"".join((head, _RESPONSE_ID, varint(len(request_id)), request_id))
-    parts: list[Message] = [head]
-    for tensor in tensors:
-        parts += (_RAW_OUTPUT + varint(len(tensor)), tensor)
-    return parts
+def with_id(head: bytes, request_id: bytes) -> bytes:
+    """A ModelInferResponse, still without its tensors' bytes, and the id of its request."""
+    if not request_id:
+        return head
+    return b"".join((head, _RESPONSE_ID, varint(len(request_id)), request_id))
+
+
+def raw_head(length: int) -> bytes:
+    """What is before the bytes of each tensor of a ModelInferResponse, behind all else of it."""
+    return _RAW_OUTPUT + varint(length)
 
 
 def in_stream(parts: list[Message]) -> list[Message]:
@@ -165,13 +168,13 @@ def _count(view: memoryview, position: int, end: int, most: int) -> int:
     return count
 
 
-def _value(view: memoryview, position: int, kind: int) -> tuple[int, int]:
+def _value(message: Message, position: int, kind: int) -> tuple[int, int]:
     """Where a field's value begins and where it ends, which may be behind the message."""
     if kind == _LEN:
-        length, position = read_varint(view, position)
+        length, position = read_varint(message, position)
         return position, position + length
     if kind == _VARINT:
-        return position, read_varint(view, position)[1]
+        return position, read_varint(message, position)[1]
     if kind in _FIXED_BYTES:
         return position, position + _FIXED_BYTES[kind]
     raise MalformedInput(_BROKEN)

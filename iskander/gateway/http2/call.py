@@ -11,7 +11,6 @@ Runs on: gateway loop. Source: gRPC over HTTP/2 (Length-Prefixed-Message, Traile
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ import numpy as np
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.access.grants import EVERYTHING, Grant
 from iskander.gateway.http2 import frames, headers, inflating
-from iskander.gateway.http2.frames import Code
+from iskander.gateway.http2.frames import PREFIX_BYTES, Code
 from iskander.gateway.http2.headers import Metadata, RequestHead
 from iskander.gateway.http2.inflating import Compressed
 from iskander.gateway.http2.status import RpcError, Status
@@ -32,11 +31,8 @@ if TYPE_CHECKING:
 
 WINDOW_BYTES: Final = 4 << 20
 """What a client may send of one call before it is read."""
-PREFIX_BYTES: Final = 5
 
 Message: TypeAlias = bytes | memoryview
-
-_PREFIX: Final = struct.Struct("!BI")
 
 
 class Call:
@@ -90,7 +86,7 @@ class Call:
         self._partial: memoryview | None = None
         self._filled = 0
         self._received = 0
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[memoryview] | None = None
         self._expanding: asyncio.Future[Message | RpcError] | None = None
         self._has_begun = self._is_compressed = self._is_cut = False
         self._is_deaf = self.is_over = False
@@ -160,13 +156,16 @@ class Call:
             self._has_begun = True
             output.emit_block(self.stream_id, 0, headers.RESPONSE)
         size = sum(map(len, parts))
-        prefix = _PREFIX.pack(0, size)
+        prefix = frames.prefix(size)
         size += PREFIX_BYTES
-        if not self._outbox and output.can_send(self, size):
+        outbox = self._outbox
+        if not outbox and output.can_send(self, size):
             output.send(self, size, (prefix, *parts))
             return
-        self._outbox.append(memoryview(prefix))
-        self._outbox += (memoryview(part) for part in parts if part)
+        if outbox is None:
+            outbox = self._outbox = deque()
+        outbox.append(memoryview(prefix))
+        outbox.extend(memoryview(part) for part in parts if part)
         output.hold(self)
 
     async def answer(self, *parts: Message) -> None:
@@ -176,18 +175,11 @@ class Call:
 
     def try_answer(self, parts: Sequence[Message]) -> bool:
         """Send the only message of a response and its status, where there is room; whether so."""
-        output, size = self._output, PREFIX_BYTES + sum(map(len, parts))
-        if self.is_over or not (self.has_all_input and output.can_send(self, size)):
+        output, length = self._output, sum(map(len, parts))
+        if self.is_over or not (self.has_all_input and output.can_answer(self, length)):
             return False
         assert not self._has_begun
-        prefix = _PREFIX.pack(0, size - PREFIX_BYTES)
-        output.send(
-            self,
-            size,
-            (prefix, *parts),
-            before=output.block(self.stream_id, 0, headers.RESPONSE),
-            after=output.block(self.stream_id, frames.END_STREAM, headers.OK),
-        )
+        output.answer(self, length, parts)
         self.close()
         return True
 
@@ -244,7 +236,7 @@ class Call:
             self._expanding.cancel()
         # It may be in a cycle with what served it, and be there until a collection.
         self._messages.clear()
-        self._outbox.clear()
+        self._outbox = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -267,7 +259,7 @@ class Call:
         if self._received > WINDOW_BYTES:
             raise frames.ConnectionBroken(Code.FLOW_CONTROL_ERROR, "more DATA than the window")
         if self._partial is None and not self._prefix and len(piece) > PREFIX_BYTES:
-            compressed, length = _PREFIX.unpack_from(piece)
+            compressed, length = frames.read_prefix(piece)
             if length + PREFIX_BYTES == len(piece) <= self._message_bytes_max and not compressed:
                 # One whole message: most of those that are small.
                 if not self._is_deaf:
@@ -336,14 +328,14 @@ class Call:
     def _begin(self, piece: memoryview) -> memoryview:
         """Read a message's prefix, and the message where it is whole; what is left."""
         if not self._prefix and len(piece) >= PREFIX_BYTES:
-            compressed, length = _PREFIX.unpack_from(piece)
+            compressed, length = frames.read_prefix(piece)
             start = PREFIX_BYTES
         else:
             start = PREFIX_BYTES - len(self._prefix)
             self._prefix += piece[:start]
             if len(self._prefix) < PREFIX_BYTES:
                 return piece[:0]
-            compressed, length = _PREFIX.unpack(self._prefix)
+            compressed, length = frames.read_prefix(self._prefix)
         self._prefix = b""
         self._is_compressed = compressed != 0
         if length > self._message_bytes_max:

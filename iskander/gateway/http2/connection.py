@@ -9,7 +9,6 @@ Runs on: gateway loop. Source: RFC 9113.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final, cast
 
 from iskander.clock import NS_PER_S, now_ns
@@ -193,7 +192,8 @@ class Connection(asyncio.BufferedProtocol):
             at = min(self._data_left, end)
             self._take_data(view[:at])
         while end - at >= frames.HEAD_BYTES:
-            high, low, kind, flags, stream_id = frames.read_head(view, at)
+            head: tuple[int, int, int, int, int] = frames.read_head(view, at)
+            high, low, kind, flags, stream_id = head
             stream_id &= frames.WINDOW_MAX
             length = high << 16 | low
             if self._blocks.is_open and kind != frames.CONTINUATION:
@@ -210,13 +210,31 @@ class Connection(asyncio.BufferedProtocol):
             if stop > end:
                 break
             at = stop
-            on_frame = _ON_FRAME.get(kind)
-            if on_frame is None:
-                self._patience.spend(self._heard_ns)  # Unknown kinds are passed over.
-            else:
-                on_frame(self, flags, stream_id, view[start:stop])
+            self._on_frame(kind, flags, stream_id, view[start:stop])
         if at < end:
             self._rest = bytes(view[at:])
+
+    def _on_frame(self, kind: int, flags: int, stream_id: int, payload: memoryview) -> None:
+        if kind == frames.HEADERS:
+            self._on_headers(flags, stream_id, payload)
+        elif kind == frames.WINDOW_UPDATE:
+            self._on_window_update(stream_id, payload)
+        elif kind == frames.DATA:
+            self._on_padded_data(flags, stream_id, payload)
+        elif kind == frames.PING:
+            self._on_ping(flags, payload)
+        elif kind == frames.RST_STREAM:
+            self._on_rst_stream(stream_id, payload)
+        elif kind == frames.SETTINGS:
+            self._on_settings(flags, payload)
+        elif kind == frames.CONTINUATION:
+            self._on_continuation(flags, stream_id, payload)
+        elif kind == frames.GOAWAY:
+            self._on_goaway(payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a client cannot push")
+        else:
+            self._patience.spend(self._heard_ns)  # Priorities and unknown kinds are passed over.
 
     def _begin_data(self, length: int, flags: int, stream_id: int) -> None:
         if not 0 < stream_id <= self._last_id:
@@ -309,8 +327,7 @@ class Connection(asyncio.BufferedProtocol):
             if not (call.is_over or self.host.at_once(call)):
                 call.task = self.host.loop.create_task(_run(self.host, call))
 
-    def _on_rst_stream(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        del flags
+    def _on_rst_stream(self, stream_id: int, payload: memoryview) -> None:
         frames.read_number(payload)
         self._patience.spend(self._heard_ns)
         if stream_id > self._last_id:
@@ -319,8 +336,7 @@ class Connection(asyncio.BufferedProtocol):
         if call is not None:
             call.close()
 
-    def _on_settings(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        del stream_id
+    def _on_settings(self, flags: int, payload: memoryview) -> None:
         self._patience.spend(self._heard_ns)
         if flags & frames.ACK:
             return
@@ -334,8 +350,7 @@ class Connection(asyncio.BufferedProtocol):
             self._patience.spend(self._heard_ns, len(self.calls) / FREE_CALLS)
             self.output.set_call_window(window, self.calls.values())
 
-    def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        del stream_id
+    def _on_ping(self, flags: int, payload: memoryview) -> None:
         if len(payload) != 8:
             raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a ping has 8 bytes")
         self._patience.hear(self._heard_ns, 1.0, self.output.take_answers())
@@ -347,27 +362,17 @@ class Connection(asyncio.BufferedProtocol):
             if not self.calls:
                 self._transport.close()
 
-    def _on_window_update(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        del flags
+    def _on_window_update(self, stream_id: int, payload: memoryview) -> None:
         increment = frames.read_number(payload)
         self._patience.hear(self._heard_ns, WINDOW_COST, self.output.take_answers())
         call = self.calls.get(stream_id)
         if not stream_id or call is not None:
             self.output.widen(call, increment)
 
-    def _on_goaway(self, flags: int, stream_id: int, payload: memoryview) -> None:
+    def _on_goaway(self, payload: memoryview) -> None:
         """The client opens nothing more; what it opened is finished."""
-        del flags, stream_id
         self._patience.spend(self._heard_ns)
         frames.read_number(payload)
-
-    def _on_priority(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        del flags, stream_id, payload
-        self._patience.spend(self._heard_ns)
-
-    def _on_push_promise(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        del flags, stream_id, payload
-        raise ConnectionBroken(Code.PROTOCOL_ERROR, "a client cannot push")
 
     def _break(self, code: Code, message: str) -> None:
         self.output.emit(frames.goaway(self._last_id, code, message))
@@ -394,17 +399,3 @@ async def _run(host: Host, call: Call) -> None:
         raise
     else:
         call.end()
-
-
-_ON_FRAME: dict[int, Callable[[Connection, int, int, memoryview], None]] = {
-    frames.DATA: Connection._on_padded_data,
-    frames.HEADERS: Connection._on_headers,
-    frames.PRIORITY: Connection._on_priority,
-    frames.RST_STREAM: Connection._on_rst_stream,
-    frames.SETTINGS: Connection._on_settings,
-    frames.PUSH_PROMISE: Connection._on_push_promise,
-    frames.PING: Connection._on_ping,
-    frames.GOAWAY: Connection._on_goaway,
-    frames.WINDOW_UPDATE: Connection._on_window_update,
-    frames.CONTINUATION: Connection._on_continuation,
-}

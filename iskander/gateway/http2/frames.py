@@ -1,6 +1,6 @@
 """HTTP/2 frames: kinds, flags, errors, and the bytes of those that a server sends.
 
-Pure. Source: RFC 9113, sections 4, 6 and 7.
+Pure. Source: RFC 9113, sections 4, 6 and 7; gRPC over HTTP/2 (Length-Prefixed-Message).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Final
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES: Final = 9
+PREFIX_BYTES: Final = 5
+"""Before each message of a call, in its DATA."""
 WINDOW_MAX: Final = (1 << 31) - 1
 WINDOW_DEFAULT: Final = 65_535
 FRAME_BYTES_DEFAULT: Final = 16_384
@@ -42,6 +44,8 @@ MAX_HEADER_LIST_SIZE: Final = 6
 read_head: Final = struct.Struct("!BHBBI").unpack_from
 """Length's high byte and low bytes, kind, flags, stream."""
 _HEAD: Final = struct.Struct("!BHBBI")
+_PREFIX: Final = struct.Struct("!BI")
+_NUMBER: Final = struct.Struct("!I")
 _SETTING: Final = struct.Struct("!HI")
 
 
@@ -77,6 +81,17 @@ def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """A whole frame."""
     return head(len(payload), kind, flags, stream_id) + payload
+
+
+def prefix(length: int) -> bytes:
+    """The bytes before a message that is not compressed."""
+    return _PREFIX.pack(0, length)
+
+
+def read_prefix(raw: bytes | memoryview) -> tuple[int, int]:
+    """Whether the message behind it is compressed, and its length."""
+    said: tuple[int, int] = _PREFIX.unpack_from(raw)
+    return said
 
 
 def settings(values: dict[int, int]) -> bytes:
@@ -134,9 +149,10 @@ def read_number(payload: memoryview) -> int:
     Raises:
         ConnectionBroken: There are too few bytes.
     """
-    if len(payload) < 4:
+    if len(payload) < _NUMBER.size:
         raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a frame too short")
-    return int.from_bytes(payload[:4]) & WINDOW_MAX
+    number: tuple[int] = _NUMBER.unpack_from(payload)
+    return number[0] & WINDOW_MAX
 
 
 def unpadded(payload: memoryview, flags: int) -> memoryview:
@@ -145,6 +161,8 @@ def unpadded(payload: memoryview, flags: int) -> memoryview:
     Raises:
         ConnectionBroken: There is more padding than payload.
     """
+    if not flags & (PADDED | HAS_PRIORITY):
+        return payload
     start, end = 0, len(payload)
     if flags & PADDED:
         start = 1

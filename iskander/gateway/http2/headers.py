@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import hpack
-import msgspec
 
 from iskander.clock import NS_PER_S, NS_PER_US
 from iskander.gateway.http2 import frames
@@ -49,20 +48,25 @@ _IS_GRPC: Final = re.compile(r"application/grpc(?:\Z|[+;])").match
 _UNSAFE: Final = re.compile(rb"[^\x20-\x24\x26-\x7e]")
 
 
-class RequestHead(msgspec.Struct, frozen=True):
+class RequestHead:
     """What a call says before its first message.
 
-    Attributes:
+    Args:
         path: `/SERVICE/METHOD`.
         timeout_ns: Until its deadline; None where it has none.
         encoding: Of its compressed messages.
         metadata: All that is not the transport's own.
     """
 
-    path: str
-    timeout_ns: int | None
-    encoding: str
-    metadata: Metadata
+    __slots__ = ("encoding", "metadata", "path", "timeout_ns")
+
+    def __init__(
+        self, path: str, timeout_ns: int | None, encoding: str, metadata: Metadata
+    ) -> None:
+        self.path = path
+        self.timeout_ns = timeout_ns
+        self.encoding = encoding
+        self.metadata = metadata
 
 
 class Fields:
@@ -100,14 +104,14 @@ class HeaderBlocks:
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
         self._known: dict[bytes, Fields] = {}
-        self._block = bytearray()
+        self._block = b""
         self._stream_id = 0
         self._is_last = False
         self.is_open = False
 
     def begin(self, stream_id: int, flags: int, payload: memoryview) -> None:
         """Take a HEADERS frame."""
-        self._block = bytearray(frames.unpadded(payload, flags))
+        self._block = bytes(frames.unpadded(payload, flags))
         self._stream_id = stream_id
         self._is_last = bool(flags & frames.END_STREAM)
         self.is_open = True
@@ -131,7 +135,7 @@ class HeaderBlocks:
             ConnectionBroken: It cannot be decompressed, and so none after it can.
         """
         self.is_open = False
-        block, self._block = bytes(self._block), bytearray()
+        block, self._block = self._block, b""
         fields = self._known.get(block)
         if fields is None:
             fields = self._decode(block)
@@ -258,11 +262,11 @@ def _string(raw: bytes) -> bytes:
     return bytes(encoded) + raw
 
 
-RESPONSE: Final = b"\x88" + block(
+RESPONSE: Final[bytes] = b"\x88" + block(
     [("content-type", "application/grpc"), ("grpc-accept-encoding", ACCEPTED_ENCODINGS)]
 )
 """The header block that begins every response; 0x88 is `:status: 200`."""
-OK: Final = trailers(Status.OK, "", ())
+OK: Final[bytes] = trailers(Status.OK, "", ())
 """The one that ends a response as it should."""
 TABLE_BYTES_DEFAULT: Final = 4096
 """Of a client's table for our blocks."""

@@ -10,6 +10,7 @@ Runs on: gateway loop. Source: RFC 9113, section 5.2 (flow control) and 6.9 (WIN
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,20 @@ CRUMB_BYTES: Final = 512
 """Of a message that the client takes in smaller pieces, each is an answer to nothing."""
 JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
+
+_KIND_BYTES: Final = 5
+"""Of a frame's head, before its stream."""
+
+
+def _begun(flags: int, block: bytes) -> bytes:
+    return frames.head(len(block), frames.HEADERS, flags, 0)[:_KIND_BYTES]
+
+
+_RESPONSE_HEAD: Final = _begun(frames.END_HEADERS, headers.RESPONSE)
+_OK_HEAD: Final = _begun(frames.END_HEADERS | frames.END_STREAM, headers.OK)
+_BEFORE: Final = struct.Struct(f"!{_KIND_BYTES}sI{len(headers.RESPONSE)}s BHBBI BI").pack
+"""Of a response, before its message: headers, the head of a DATA frame, the message's prefix."""
+_AFTER: Final = struct.Struct(f"!{_KIND_BYTES}sI{len(headers.OK)}s").pack
 
 
 class Output:
@@ -91,26 +106,34 @@ class Output:
             and not self._is_paused
         )
 
-    def send(
-        self,
-        call: Call,
-        size: int,
-        parts: Sequence[Message],
-        *,
-        before: bytes = b"",
-        after: bytes = b"",
-    ) -> None:
-        """Send a DATA frame, for which there is room, with the frames around it."""
+    def send(self, call: Call, size: int, parts: Sequence[Message]) -> None:
+        """Send a DATA frame, for which there is room."""
+        self._send(call, size, [frames.head(size, frames.DATA, 0, call.stream_id), *parts])
+
+    def can_answer(self, call: Call, length: int) -> bool:
+        """Whether a response of one message goes out whole, at once."""
+        return not self._update and self.can_send(call, frames.PREFIX_BYTES + length)
+
+    def answer(self, call: Call, length: int, parts: Sequence[Message]) -> None:
+        """Send a response of one message, for which there is room, and its status."""
+        stream_id, size = call.stream_id, frames.PREFIX_BYTES + length
+        before = _BEFORE(
+            *(_RESPONSE_HEAD, stream_id, headers.RESPONSE),
+            *(size >> 16, size & 0xFFFF, frames.DATA, 0, stream_id, 0, length),
+        )
+        self._send(call, size, [before, *parts, _AFTER(_OK_HEAD, stream_id, headers.OK)])
+
+    def _send(self, call: Call, size: int, raw: list[Message]) -> None:
+        """Send what has a DATA frame of that size in it."""
         self._window -= size
         call.send_window -= size
         self._answers += 1 + (size >> 14)
         if self.is_closed:
             return
-        head = before + frames.head(size, frames.DATA, 0, call.stream_id)
         if size <= JOINED_BYTES_MAX:
-            self._transport.write(b"".join((head, *parts, after)))
+            self._transport.write(b"".join(raw))
         else:
-            self._transport.writelines((head, *parts, after))
+            self._transport.writelines(raw)
 
     def hold(self, call: Call) -> None:
         """Send what a call has as soon as there is room."""
