@@ -62,6 +62,7 @@ COMPILED = (
     "iskander/gateway/recovery.py",
     "iskander/gateway/results.py",
     "iskander/gateway/supervision/hearing.py",
+    "iskander/gateway/supervision/workers.py",
     "iskander/gateway/telemetry/histogram.py",
     "iskander/gateway/waking.py",
     "iskander/gateway/zmtp/connection.py",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -24,8 +24,9 @@ from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.layout import Layout
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.recovery import after_failure, after_loss, unlanded, untaken
-from iskander.gateway.results import taken
+from iskander.gateway.results import taken, taken_at_once
 from iskander.gateway.supervision.workers import Flight, Part, Worker
+from iskander.gateway.telemetry.counts import Counts
 from iskander.gateway.waking import Alarm, BusyPolling
 from iskander.memory.arena import Lease
 from iskander.wire.messages import Done, Execute, Failed, Slice, encode
@@ -58,7 +59,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.pump)
         self.end_worker: Callable[[Worker], None] = lambda worker: worker.kill()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counts()
 
     @property
     def in_flight(self) -> int:
@@ -88,9 +89,7 @@ class Dispatcher:
         """
         lane = request.lane
         if not lane.queue.requests:
-            # Idle time is not saved up: a lane that had nothing to run starts level with the rest.
-            theirs = (worker.virtual_ns for worker in lane.workers.values())
-            lane.virtual_ns = max(lane.virtual_ns, min(theirs, default=0.0))
+            lane.catch_up()
         for victim, error in lane.put(request, now_ns()):
             self._refuse(victim, error)
         if self._is_pump_due:
@@ -250,7 +249,8 @@ class Dispatcher:
         slices: list[Slice] = []
         waits_ns: list[int] = []
         rows, offset = 0, output.offset
-        for (request, wanted), size in zip(formed.picks, sizes, strict=True):
+        for index, (request, wanted) in enumerate(formed.picks):
+            size = sizes[index]
             first, count = lane.take(request, wanted)
             request.running += 1
             request.sent_ns = now
@@ -300,11 +300,14 @@ class Dispatcher:
         arena, view = worker.output_arena, worker.output.view
         try:
             for part in flight.parts:
-                request, results = part.request, None
+                request = part.request
+                results: bytes | memoryview | None = None
                 failure: IskanderError | None = None
                 if not request.is_over:
                     try:
-                        results = yield from taken(part, view)
+                        results = taken_at_once(part, view)
+                        if results is None:
+                            results = yield from taken(part, view)
                     except Exception as error:
                         failure = untaken(request, error)
                 request.running -= 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config import LimitsConfig
@@ -125,19 +124,20 @@ class Intake:
             for _ in copied(target, source):
                 await asyncio.sleep(0)
 
-    def _lent(
-        self, request: Request, lease: Lease
-    ) -> Iterator[tuple[memoryview, memoryview | Range]]:
+    def _lent(self, request: Request, lease: Lease) -> list[tuple[memoryview, memoryview | Range]]:
         """Where in a lease each part of a request is to be copied, and the part."""
-        view, header = self.segment.view, request.layout.header
-        body = lease.offset + len(header)
+        view, layout = self.segment.view, request.layout
+        body = lease.offset + len(layout.header)
         request.lease = lease
         request.body_offset = body
-        view[lease.offset : body] = header
-        for tensor, offset in zip(request.tensors, request.layout.offsets, strict=True):
-            start = body + offset
-            yield view[start : start + len(tensor)], tensor
+        assert len(request.tensors) == len(layout.offsets), "of another contract"
+        view[lease.offset : body] = layout.header
+        lent: list[tuple[memoryview, memoryview | Range]] = []
+        for index, tensor in enumerate(request.tensors):
+            start = body + layout.offsets[index]
+            lent.append((view[start : start + len(tensor)], tensor))
         request.tensors = []
+        return lent
 
     async def _room(self, request: Request) -> Lease:
         room: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()

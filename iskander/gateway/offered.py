@@ -91,8 +91,8 @@ class Fit:
         """What a request offers with these tensors; None where they are not of the same length."""
         if len(raw) != len(self._lengths):
             return None
-        for tensor, length in zip(raw, self._lengths, strict=True):
-            if len(tensor) != length:
+        for number, length in enumerate(self._lengths):
+            if len(raw[number]) != length:
                 return None
         return Offered(self._rows, [raw[number] for number in self._order], self._bucket)
 

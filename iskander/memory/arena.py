@@ -15,8 +15,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final
 
-import msgspec
-
 from iskander.errors import SegmentError
 
 GRAIN_BYTES: Final = 4096
@@ -28,18 +26,21 @@ def usable_bytes(segment_bytes: int) -> int:
     return segment_bytes // GRAIN_BYTES * GRAIN_BYTES
 
 
-class Lease(msgspec.Struct, frozen=True):
+class Lease:
     """The right to one range until it is given back.
 
-    Attributes:
+    Args:
         offset: Where the range begins, in bytes from the segment's start.
         length_bytes: Its length, a multiple of the grain.
-        generation: Never used twice; a lease that is given back twice is recognised by it.
+        generation: Never used twice, so that one can be told from another of the same range.
     """
 
-    offset: int
-    length_bytes: int
-    generation: int
+    __slots__ = ("generation", "length_bytes", "offset")
+
+    def __init__(self, offset: int, length_bytes: int, generation: int) -> None:
+        self.offset = offset
+        self.length_bytes = length_bytes
+        self.generation = generation
 
 
 class Arena:
@@ -105,7 +106,7 @@ class Arena:
 
     def is_live(self, lease: Lease) -> bool:
         """Whether the lease has not been given back."""
-        return self._live.get(lease.offset) == lease
+        return self._live.get(lease.offset) is lease
 
     def give_back(self, lease: Lease) -> None:
         """Return a range, and join it with its free neighbours.
@@ -113,7 +114,7 @@ class Arena:
         Raises:
             SegmentError: The lease is stale: its range is free or somebody else's by now.
         """
-        if self._live.get(lease.offset) != lease:
+        if self._live.get(lease.offset) is not lease:
             raise SegmentError(f"lease {lease.generation} was given back before")
         del self._live[lease.offset]
         self.leased_bytes -= lease.length_bytes

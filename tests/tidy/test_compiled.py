@@ -12,7 +12,7 @@ SOURCES = {"iskander": "iskander", "iskander_worker": "workers/iskander_worker"}
 NEVER_READ = {
     "Arrived",
     "Formed",
-    "Lease",
+    "Place",
     "Rows",
     "Snapshot",
     "Tensor",

@@ -156,7 +156,7 @@ async def test_a_write_that_fails_gives_its_lease_back(intake: Intake, lane: Lan
     request = request_of(lane)
     request.tensors.pop()
 
-    with pytest.raises(ValueError):
+    with pytest.raises(AssertionError):
         await admit(intake, request)
 
     assert (intake.arena.leased_bytes, len(lane.queue)) == (0, 0)

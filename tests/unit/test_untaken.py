@@ -28,12 +28,18 @@ def worker(gateway: Simulation) -> PlayedWorker:
 
 
 class Untakeable:
-    """In the place of `results.taken`: does it, but for some requests."""
+    """In the place of what takes results: does it, but for some requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         self.requests: set[Request] = set()
         self._error = error
         monkeypatch.setattr(dispatch, "taken", self._taken)
+        monkeypatch.setattr(dispatch, "taken_at_once", self._taken_at_once)
+
+    def _taken_at_once(self, part: Part, arena: memoryview) -> bytes | None:
+        if part.request in self.requests:
+            raise self._error
+        return results.taken_at_once(part, arena)
 
     def _taken(self, part: Part, arena: memoryview) -> results.Taking:
         if part.request in self.requests:
@@ -124,6 +130,7 @@ def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_take
         raise MemoryError
 
     monkeypatch.setattr(dispatch, "taken", taken)
+    monkeypatch.setattr(dispatch, "taken_at_once", lambda *_: None)
     computed, waiting = gateway.ask(0, 8), gateway.ask(0, 8)
     gateway.loop.turn()
     worker.run(worker.sent[0])

@@ -7,7 +7,6 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, KeysView
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +34,7 @@ from iskander.gateway.lanes.measures import Measures
 from iskander.gateway.lanes.policies import make_policy
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.lanes.waiting import WaitingQueue
+from iskander.gateway.telemetry.counts import Counts
 from iskander.gateway.telemetry.recent import Recent
 from iskander.wire.messages import ModelSpec
 
@@ -96,7 +96,7 @@ class Lane:
         self.costs: dict[int, CostModel] = {}
         self.virtual_ns = 0.0
         self.outstanding: dict[str, int] = {}
-        self.counts: Counter[str] = Counter()
+        self.counts = Counts()
         self.measures = Measures(model, recent or Recent())
         self.rules = Rules(model.rows_max)
         self._policy = make_policy(config)
@@ -353,6 +353,11 @@ class Lane:
         if request.deadline_ns < NEVER_NS:
             counts["deadline.hit" if now_ns <= request.deadline_ns else "deadline.missed"] += 1
         self.measures.on_completed(request, run_ns, now_ns)
+
+    def catch_up(self) -> None:
+        """Start level with the rest where nothing waits: idle time is not saved up."""
+        least = min([worker.virtual_ns for worker in self.workers.values()], default=0.0)
+        self.virtual_ns = max(self.virtual_ns, least)
 
     def retire(self, request: Request) -> None:
         """Count a request no longer; once for each that was put."""

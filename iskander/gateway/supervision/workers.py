@@ -13,7 +13,7 @@ import sys
 from collections import Counter, deque
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -28,40 +28,43 @@ if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
     from iskander.gateway.lanes.request import Request
 
-CREDITS = 2
+CREDITS: Final = 2
 """One batch running and one waiting, so that a worker never idles between two."""
 
-STORY_LENGTH = 32
-NOTICES_MAX = 8
-EXIT_LACKS = 78
+STORY_LENGTH: Final = 32
+NOTICES_MAX: Final = 8
+EXIT_LACKS: Final = 78
 """Of a worker whose interpreter cannot run it."""
-NEVER = sys.maxsize
+NEVER: Final = sys.maxsize
 """More batches than a process will compute."""
 
 
 Child = subprocess.Popen[bytes]
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part:
     """Rows of a request in a batch.
 
-    Attributes:
+    Args:
         request: Whose rows.
         first: The first of them in the request.
         rows: How many.
         output_offset: Where the body of their results begins in the worker's output arena.
     """
 
-    request: Request
-    first: int
-    rows: int
-    output_offset: int
+    __slots__ = ("first", "output_offset", "request", "rows")
+
+    def __init__(self, request: Request, first: int, rows: int, output_offset: int) -> None:
+        self.request = request
+        self.first = first
+        self.rows = rows
+        self.output_offset = output_offset
 
 
-class Flight(msgspec.Struct, frozen=True):
+class Flight:
     """A batch that a worker has.
 
-    Attributes:
+    Args:
         lane: Of its model version.
         parts: In the order of the batch.
         output: Room for all results.
@@ -70,12 +73,23 @@ class Flight(msgspec.Struct, frozen=True):
         expected_ns: Its run time by the learned cost; 0 where nothing is learned yet.
     """
 
-    lane: Lane
-    parts: list[Part]
-    output: Lease
-    run_rows: int
-    sent_ns: int
-    expected_ns: int
+    __slots__ = ("expected_ns", "lane", "output", "parts", "run_rows", "sent_ns")
+
+    def __init__(
+        self,
+        lane: Lane,
+        parts: list[Part],
+        output: Lease,
+        run_rows: int,
+        sent_ns: int,
+        expected_ns: int,
+    ) -> None:
+        self.lane = lane
+        self.parts = parts
+        self.output = output
+        self.run_rows = run_rows
+        self.sent_ns = sent_ns
+        self.expected_ns = expected_ns
 
 
 class End(NamedTuple):

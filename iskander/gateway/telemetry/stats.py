@@ -8,7 +8,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections.abc import Mapping
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +166,7 @@ def _ranges(histogram: Histogram) -> dict[str, int]:
     return {bound: count for bound, count in zip(bounds, counts, strict=True) if count}
 
 
-def _counts(counts: Counter[str], prefix: str) -> dict[str, int]:
+def _counts(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
     return {
         key.removeprefix(prefix): count for key, count in counts.items() if key.startswith(prefix)
     }
