@@ -118,7 +118,8 @@ class Dispatcher:
             lane = min(waiting, key=_virtual_ns) if len(waiting) > 1 else waiting[0]
             again_ns = self._send_next(lane, now, kept, outgoing)
             if again_ns:
-                wake_ns = min(wake_ns, again_ns, lane.queue.next_expiry_ns)
+                again_ns = min(again_ns, lane.queue.next_expiry_ns)
+                wake_ns = min(wake_ns, again_ns)
                 waiting.remove(lane)
         for worker, messages in outgoing.items():
             self._send(worker, messages)
@@ -140,10 +141,11 @@ class Dispatcher:
     def on_done(self, worker: Worker, done: Done) -> None:
         """A worker has computed a batch."""
         # Step 8
-        flight = self._land(worker, done.batch_id)
+        now = now_ns()
+        flight = self._land(worker, done.batch_id, now)
         if flight is None:
             return
-        lane, now = flight.lane, now_ns()
+        lane = flight.lane
         worker.batches += 1
         lane.on_ran(worker, flight.run_rows, done.run_ns, now)
         lane.virtual_ns += (done.run_ns - flight.expected_ns) / lane.config.weight
@@ -156,7 +158,7 @@ class Dispatcher:
 
     def on_failed(self, worker: Worker, failed: Failed) -> None:
         """A worker could not compute a batch."""
-        flight = self._land(worker, failed.batch_id)
+        flight = self._land(worker, failed.batch_id, now_ns())
         if flight is None:
             return
         worker.output_arena.give_back(flight.output)
@@ -280,14 +282,15 @@ class Dispatcher:
             log.exception("worker %d takes no messages: it is ended", worker.place.index)
             self.end_worker(worker)
 
-    def _land(self, worker: Worker, batch_id: int) -> Flight | None:
+    def _land(self, worker: Worker, batch_id: int, now: int) -> Flight | None:
         flight = worker.in_flight.pop(batch_id, None)
         if flight is None:
             self.counts["late_messages"] += 1
             return None
         worker.credits += 1
-        left_ns = sum(other.expected_ns for other in worker.in_flight.values())
-        worker.busy_until_ns = now_ns() + left_ns
+        worker.busy_until_ns = now
+        for other in worker.in_flight.values():
+            worker.busy_until_ns += other.expected_ns
         return flight
 
     def _take(self, worker: Worker, flight: Flight, run_ns: int) -> Iterator[None]:

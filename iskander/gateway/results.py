@@ -31,7 +31,7 @@ def taken_at_once(part: Part, arena: memoryview) -> bytes | None:
     outputs = request.lane.layouts.outputs
     if outputs.has_strings:
         output = output[: outputs.string_ranges(output, part.rows)[1]]
-    return bytes(output)
+    return output.tobytes()
 
 
 def taken(part: Part, arena: memoryview) -> Taking:

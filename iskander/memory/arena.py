@@ -119,15 +119,21 @@ class Arena:
         del self._live[lease.offset]
         self.leased_bytes -= lease.length_bytes
         start, length = lease.offset, lease.length_bytes
-        index = bisect_left(self._free_starts, start)
-        if index < len(self._free_starts) and self._free_starts[index] == start + length:
-            length += self._free_lengths[index]
-            del self._free_starts[index], self._free_lengths[index]
-        if index and self._free_starts[index - 1] + self._free_lengths[index - 1] == start:
-            self._free_lengths[index - 1] += length
+        starts, lengths = self._free_starts, self._free_lengths
+        index = bisect_left(starts, start)
+        is_before_free = index < len(starts) and starts[index] == start + length
+        is_behind_free = index > 0 and starts[index - 1] + lengths[index - 1] == start
+        if is_before_free and is_behind_free:
+            lengths[index - 1] += length + lengths[index]
+            del starts[index], lengths[index]
+        elif is_before_free:
+            starts[index] = start
+            lengths[index] += length
+        elif is_behind_free:
+            lengths[index - 1] += length
         else:
-            self._free_starts.insert(index, start)
-            self._free_lengths.insert(index, length)
+            starts.insert(index, start)
+            lengths.insert(index, length)
 
     def validate(self) -> None:
         """Assert that leases and free ranges tile the arena without overlap; for tests."""

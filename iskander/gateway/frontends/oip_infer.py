@@ -187,9 +187,9 @@ class Inference:
                 tensor = raw_tensor(given[index])
                 parts += (raw_head(len(tensor)), tensor)
         else:
-            view = memoryview(body)
             for raw, begin, end in shape.places:
-                parts += (raw, view[begin:end])
+                is_all = end - begin == len(body)
+                parts += (raw, body if is_all else memoryview(body)[begin:end])
         return parts
 
     def _read(self, head: bytes) -> Known:

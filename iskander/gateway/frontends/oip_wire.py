@@ -74,7 +74,7 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
     view = memoryview(message)
     position, end, kept = 0, len(view), 0
     left = fields_max = _FIELDS_EACH * limits.columns + _FIELDS_ONCE
-    pieces: list[memoryview] = []
+    pieces: list[Message] = []
     raw: list[memoryview] = []
     request_id = b""
     try:
@@ -91,16 +91,16 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
                 if key == _RAW_INPUT:
                     raw.append(view[begin:position])
                 else:
-                    request_id = bytes(view[begin:position])
+                    request_id = view[begin:position].tobytes()
                 if kept < start:
-                    pieces.append(view[kept:start])
+                    pieces.append(message[kept:start])
                 kept = position
         request_id.decode()
     except (IndexError, UnicodeDecodeError):
         raise MalformedInput(_BROKEN) from None
     if kept < end:
-        pieces.append(view[kept:])
-    head = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        pieces.append(message[kept:])
+    head = b"".join(pieces)
     if len(head) > HEAD_BYTES_MAX:
         _require_head(head, _INPUT_FIELDS * fields_max, limits.rows)
     return Scanned(head, request_id, raw)

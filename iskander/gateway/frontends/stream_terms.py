@@ -14,6 +14,7 @@ from iskander.gateway.frontends.terms import (
     HEADER_PREFIX,
     KEY,
     NOTHING,
+    SaidHeaders,
     SaidTerms,
     read_headers,
     read_metadata,
@@ -47,17 +48,19 @@ class StreamTerms:
     def __init__(
         self, headers: Sequence[tuple[str, Any]], deadline_ns: int | None, name: str = ""
     ) -> None:
-        is_ours = any(name.startswith(HEADER_PREFIX) for name, _ in headers)
-        said = read_headers(headers) if is_ours else NOTHING
-        self.is_in_band = said.errors == "in-band"
-        self.region = said.region
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
-        self._said = said
         self._name = name
+        self._said = said = _said_in(headers)
+        self._remembered: dict[bytes, Terms] | None = None
+        if said is NOTHING:
+            self.is_in_band, self.region = False, ""
+            self._client = self.route_key = self._called(f"stream {next(_numbers)}")
+            self._default = Terms(self._client)
+            return
+        self.is_in_band, self.region = said.errors == "in-band", said.region
         self._client = self._called(said.client or f"stream {next(_numbers)}")
         self.route_key = said.route_key or said.client or self._client
-        self._default = Terms(client=self._client) if said is NOTHING else self._with(said)
-        self._remembered: dict[bytes, Terms] = {}
+        self._default = self._with(said)
 
     def of(self, app_metadata: bytes) -> Terms:
         """The terms of a batch.
@@ -67,6 +70,8 @@ class StreamTerms:
         """
         if KEY not in app_metadata:
             return self._default
+        if self._remembered is None:
+            self._remembered = {}
         terms = self._remembered.get(app_metadata)
         if terms is None:
             said = read_metadata(app_metadata)
@@ -106,6 +111,13 @@ class StreamTerms:
     def _called(self, said: str) -> str:
         """What a client is called that says it is called so."""
         return f"{self._name}/{said}" if self._name else said
+
+
+def _said_in(headers: Sequence[tuple[str, Any]]) -> SaidHeaders:
+    for name, _ in headers:
+        if name.startswith(HEADER_PREFIX):
+            return read_headers(headers)
+    return NOTHING
 
 
 def _first(said: Any, otherwise: Any) -> Any:  # noqa: ANN401

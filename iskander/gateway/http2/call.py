@@ -175,7 +175,9 @@ class Call:
 
     def try_answer(self, parts: Sequence[Message]) -> bool:
         """Send the only message of a response and its status, where there is room; whether so."""
-        output, length = self._output, sum(map(len, parts))
+        output, length = self._output, 0
+        for part in parts:
+            length += len(part)
         if self.is_over or not (self.has_all_input and output.can_answer(self, length)):
             return False
         assert not self._has_begun
@@ -263,7 +265,7 @@ class Call:
             if length + PREFIX_BYTES == len(piece) <= self._message_bytes_max and not compressed:
                 # One whole message: most of those that are small.
                 if not self._is_deaf:
-                    self._append(bytes(piece[PREFIX_BYTES:]))
+                    self._append(piece[PREFIX_BYTES:].tobytes())
                 return
         while piece and not self._is_deaf:
             if self._partial is None:

@@ -111,7 +111,7 @@ class HeaderBlocks:
 
     def begin(self, stream_id: int, flags: int, payload: memoryview) -> None:
         """Take a HEADERS frame."""
-        self._block = bytes(frames.unpadded(payload, flags))
+        self._block = frames.unpadded(payload, flags).tobytes()
         self._stream_id = stream_id
         self._is_last = bool(flags & frames.END_STREAM)
         self.is_open = True

@@ -39,8 +39,9 @@ def _begun(flags: int, block: bytes) -> bytes:
 
 _RESPONSE_HEAD: Final = _begun(frames.END_HEADERS, headers.RESPONSE)
 _OK_HEAD: Final = _begun(frames.END_HEADERS | frames.END_STREAM, headers.OK)
-_BEFORE: Final = struct.Struct(f"!{_KIND_BYTES}sI{len(headers.RESPONSE)}s BHBBI BI").pack
-"""Of a response, before its message: headers, the head of a DATA frame, the message's prefix."""
+_BEFORE: Final = struct.Struct(f"!{_KIND_BYTES}sI{len(headers.RESPONSE)}s BHxxI xI").pack
+"""Of a response, before its message: headers, the head of a DATA frame, the message's prefix. The
+kind and flags of DATA are 0, and so is the prefix of what is not compressed."""
 _AFTER: Final = struct.Struct(f"!{_KIND_BYTES}sI{len(headers.OK)}s").pack
 
 
@@ -117,10 +118,8 @@ class Output:
     def answer(self, call: Call, length: int, parts: Sequence[Message]) -> None:
         """Send a response of one message, for which there is room, and its status."""
         stream_id, size = call.stream_id, frames.PREFIX_BYTES + length
-        before = _BEFORE(
-            *(_RESPONSE_HEAD, stream_id, headers.RESPONSE),
-            *(size >> 16, size & 0xFFFF, frames.DATA, 0, stream_id, 0, length),
-        )
+        high, low = size >> 16, size & 0xFFFF
+        before = _BEFORE(_RESPONSE_HEAD, stream_id, headers.RESPONSE, high, low, stream_id, length)
         self._send(call, size, [before, *parts, _AFTER(_OK_HEAD, stream_id, headers.OK)])
 
     def _send(self, call: Call, size: int, raw: list[Message]) -> None:

@@ -150,8 +150,14 @@ def form(
     is_simple = not queue.bound and not rules.linger_ns and not rules.has_shapes
     if is_simple and queue.rows < target:
         # Nobody to wait for and nothing to be late for: all that waits goes together.
-        picks = [(request, request.todo[0][1]) for request in islice(queue, REQUESTS_MAX)]
-        rows = sum(rows for _, rows in picks)
+        picks: list[tuple[Request, int]] = []
+        rows = 0
+        for request in queue:
+            count = request.todo[0][1]
+            picks.append((request, count))
+            rows += count
+            if len(picks) == REQUESTS_MAX:
+                break
         kept_ns = _kept_ns(cost, rules.run_rows(rows), rows, free_ns) if free_ns else 0
         is_kept = kept_ns > now_ns
         return Formed(picks, rows, Reason.IDLE, kept_ns if is_kept else 0, is_kept, [])

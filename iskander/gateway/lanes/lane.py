@@ -356,8 +356,12 @@ class Lane:
 
     def catch_up(self) -> None:
         """Start level with the rest where nothing waits: idle time is not saved up."""
-        least = min([worker.virtual_ns for worker in self.workers.values()], default=0.0)
-        self.virtual_ns = max(self.virtual_ns, least)
+        least: Worker | None = None
+        for worker in self.workers.values():
+            if least is None or worker.virtual_ns < least.virtual_ns:
+                least = worker
+        if least is not None:
+            self.virtual_ns = max(self.virtual_ns, least.virtual_ns)
 
     def retire(self, request: Request) -> None:
         """Count a request no longer; once for each that was put."""

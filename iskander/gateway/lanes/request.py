@@ -19,7 +19,8 @@ from iskander.memory.loan import Range
 if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
 
-NEVER_NS: Final = 1 << 62
+NEVER_NS: Final = 1 << 61
+"""Seventy years after the start; with now added to it, it still is a number of one machine word."""
 PRIORITY_DEFAULT: Final = 1
 PRIORITY_MAX: Final = 9
 
