@@ -74,6 +74,7 @@ COMPILED = (
     "iskander/wire/channel.py",
     "iskander/wire/varint.py",
     "iskander_worker/abort.py",
+    "iskander_worker/backends/onnx_binding.py",
     "iskander_worker/executor.py",
     "iskander_worker/gateways.py",
     "iskander_worker/loop.py",

@@ -15,7 +15,6 @@ from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Generator
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from iskander.contract.dtypes import OFFSET_BYTES
@@ -26,18 +25,21 @@ from iskander.errors import ExecutionFailed
 LAYOUTS_MAX: Final = 256
 
 
-class Rows(msgspec.Struct, frozen=True):
+class Rows:
     """Rows of a body.
 
-    Attributes:
+    Args:
         body: From its beginning; writable where rows are copied to.
         laid_out: Rows that the body is laid out for.
         first: The first of the rows that are meant.
     """
 
-    body: memoryview
-    laid_out: int
-    first: int
+    __slots__ = ("body", "first", "laid_out")
+
+    def __init__(self, body: memoryview, laid_out: int, first: int) -> None:
+        self.body = body
+        self.laid_out = laid_out
+        self.first = first
 
 
 class RowCopier:
@@ -71,7 +73,8 @@ class RowCopier:
         source_body, first, target_body, at = source.body, source.first, target.body, target.first
         from_offsets = self.layout(source.laid_out)[0]
         to_offsets = self.layout(target.laid_out)[0]
-        for bits, from_offset, to_offset in zip(self._bits, from_offsets, to_offsets, strict=True):
+        for index, bits in enumerate(self._bits):
+            from_offset, to_offset = from_offsets[index], to_offsets[index]
             if bits % 8:
                 from_bits, to_bits = source_body[from_offset:], target_body[to_offset:]
                 _copy_bits(rows * bits, from_bits, first * bits, to_bits, at * bits)

@@ -13,7 +13,6 @@ NEVER_READ = {
     "Arrived",
     "Formed",
     "Place",
-    "Rows",
     "Snapshot",
     "Tensor",
     "Terms",

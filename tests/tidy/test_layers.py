@@ -89,7 +89,10 @@ DOORS = {
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
     "google.protobuf": (("iskander/gateway/frontends/",), "the frontends"),
     "onnxruntime": (
-        ("workers/iskander_worker/backends/onnx.py",),
+        (
+            "workers/iskander_worker/backends/onnx.py",
+            "workers/iskander_worker/backends/onnx_binding.py",
+        ),
         "iskander_worker.backends",
     ),
     "pyarrow": (

@@ -61,11 +61,11 @@ def test_a_run_given_up_ends_the_runtime_s_too() -> None:
 
 
 def test_a_run_given_up_before_the_runtime_sees_it_is_ended_all_the_same() -> None:
-    from iskander_worker.backends.onnx import _options
+    from iskander_worker.backends.onnx_binding import options_of
 
     run = Run()
     run.abort()
-    assert _options(run).terminate
+    assert options_of(run).terminate
 
 
 def computed(outputs: dict[str, np.ndarray], error: BaseException | None = None) -> np.ndarray:

@@ -81,15 +81,16 @@ class Executor:
 
     def _binding(self, message: Execute, input_address: int, output_address: int) -> Bound:
         key = (message.model, message.bucket, message.rows, input_address, output_address)
+        binding = self._bindings.get(key)
+        if binding is not None:
+            return binding
         session = self.sessions[message.model].bucket(message.bucket)
-        binding = self._bindings.pop(key, None)
-        if binding is None:
-            self._require_inside(message)
-            binding = session.bind(message.rows, input_address, output_address)
-            if len(self._bindings) >= BINDINGS_MAX:
-                self._bindings.pop(next(iter(self._bindings)))
+        self._require_inside(message)
+        binding = session.bind(message.rows, input_address, output_address)
+        if len(self._bindings) >= BINDINGS_MAX:
+            del self._bindings[next(iter(self._bindings))]  # The oldest.
         if session.is_binding_reusable and binding.own_bytes <= BINDING_BYTES_MAX:
-            self._bindings[key] = binding  # Last in the dict's order: the least recent is first.
+            self._bindings[key] = binding
         return binding
 
     def _make_stage(self, message: Execute) -> _Stage | ArrayStage:

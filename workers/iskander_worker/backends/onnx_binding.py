@@ -1,0 +1,136 @@
+"""Tensors bound to a batch's buffers, and a run on them.
+
+Runs on: worker main.
+
+Source: ONNX Runtime 1.31 Python API (`IOBinding`, `RunOptions`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
+from iskander.errors import ExecutionFailed
+from iskander_worker.backends import Run
+from iskander_worker.tensors import memory, packed, plain
+
+BFLOAT16: Final = 16
+"""As ONNX numbers it."""
+
+
+class Binding:
+    """Tensors bound to addresses; running it reads the inputs and writes the outputs there.
+
+    Booleans are bits in Arrow and bytes in a tensor, and outputs of unknown shape cannot be bound
+    ahead: both go through memory of the binding's own.
+
+    Args:
+        session: Of the model.
+        contract: Of the model.
+        rows: Of every batch that this binding runs.
+        input_address: Where the inputs' body begins.
+        output_address: Where the results' body is to begin.
+    """
+
+    __slots__ = ("_io", "_packed", "_rows", "_session", "_unbound", "_unpacked", "own_bytes")
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        contract: Contract,
+        rows: int,
+        input_address: int,
+        output_address: int,
+    ) -> None:
+        self._session = session
+        self._rows = rows
+        self._io = io = session.io_binding()
+        self._unpacked: list[tuple[np.ndarray, np.ndarray]] = []
+        self._packed: list[tuple[np.ndarray, np.ndarray]] = []
+        self._unbound: list[tuple[int, TensorSpec, np.ndarray]] = []
+        self.own_bytes = 0
+        offsets, _ = body_layout(contract.inputs, rows)
+        for spec, offset in zip(contract.inputs, offsets, strict=True):
+            address, shape = input_address + offset, (rows, *spec.shape)
+            if spec.type.dtype_name == "bool":
+                tensor = np.empty(shape, np.bool_)
+                self._unpacked.append((memory(address, spec.buffer_bytes(rows)), tensor))
+                self.own_bytes += tensor.nbytes
+                address = tensor.ctypes.data
+            io.bind_input(spec.tensor, "cpu", 0, _element(spec), shape, address)
+        offsets, _ = body_layout(contract.outputs, rows)
+        for position, (spec, offset) in enumerate(zip(contract.outputs, offsets, strict=True)):
+            address, shape = output_address + offset, (rows, *spec.shape)
+            target = memory(address, spec.buffer_bytes(rows))
+            if not spec.is_bound:
+                io.bind_output(spec.tensor, "cpu")
+                self._unbound.append((position, spec, target))
+                self.own_bytes += rows * spec.elements * np.dtype(spec.type.dtype.numpy).itemsize
+                continue
+            if spec.type.dtype_name == "bool":
+                tensor = np.empty(shape, np.bool_)
+                self._packed.append((tensor, target))
+                self.own_bytes += tensor.nbytes
+                address = tensor.ctypes.data
+            io.bind_output(spec.tensor, "cpu", 0, _element(spec), shape, address)
+
+    def run(self, run: Run) -> None:
+        """Compute the batch.
+
+        Args:
+            run: This one; it is given up between two nodes.
+
+        Raises:
+            ExecutionFailed: The runtime refused, or an output has not the shape of the contract.
+        """
+        for bits, tensor in self._unpacked:
+            flat = tensor.view(np.uint8).reshape(-1)
+            flat[:] = np.unpackbits(bits, count=flat.size, bitorder="little")
+        for _, spec, _ in self._unbound:
+            # Again each time: the runtime keeps the last run's output bound, with its shape.
+            self._io.bind_output(spec.tensor, "cpu")
+        try:
+            self._session.run_with_iobinding(self._io, run.native or options_of(run))
+        except Exception as error:
+            raise ExecutionFailed(plain(error)) from None
+        for tensor, bits in self._packed:
+            bits[:] = packed(tensor)
+        if self._unbound:
+            self._copy_unbound()
+
+    def _copy_unbound(self) -> None:
+        outputs = self._io.get_outputs()
+        for position, spec, target in self._unbound:
+            value, wanted = outputs[position], [self._rows, *spec.shape]
+            if value.shape() != wanted:
+                raise ExecutionFailed(
+                    f"output `{spec.tensor}` has the shape {value.shape()} for this batch, "
+                    f"and the contract says {wanted}"
+                )
+            if spec.type.dtype_name == "bool":
+                target[:] = packed(value.numpy())
+            else:
+                target[:] = memory(value.data_ptr(), len(target))
+
+
+def options_of(run: Run) -> ort.RunOptions:
+    """The options of a run that meets this runtime first; they are kept with it.
+
+    Setting `terminate` on them from another thread gives the run up. The entry is the runtime's own
+    default, said aloud: its Python wrapper asks for it before every run, and where it is not set
+    the answer is an exception, which takes as long as a small model.
+    """
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", "0")
+    run.native = options
+    if run.is_aborted:  # Looked at after they are there: whoever aborts now sets it on them.
+        options.terminate = True
+    return options
+
+
+def _element(spec: TensorSpec) -> np.dtype[Any] | int:
+    """What the runtime wants to be told of a tensor's elements."""
+    return BFLOAT16 if spec.type.dtype_name == "bfloat16" else np.dtype(spec.type.dtype.numpy)
