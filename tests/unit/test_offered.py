@@ -17,7 +17,7 @@ from iskander.contract.dtypes import DTYPES, Dtype
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.gateway.offered import PROBLEMS_MAX, Tensor, give, places, take
+from iskander.gateway.offered import PROBLEMS_MAX, Tensor, fit_of, give, places, take
 
 LIMITS = LimitsConfig(rows=100, bytes=4096)
 FIXED = [dtype for dtype in DTYPES if dtype.arrow_bits and dtype.oip not in ("BF16", "BYTES")]
@@ -60,6 +60,35 @@ def test_what_is_not_a_boolean_is_not_copied() -> None:
     x = x_of(4)
     offered = take(CONTRACT, [x, flag_of(4)], LIMITS)
     assert offered.tensors[0] is x.data
+
+
+PLAIN = Contract(inputs=(spec("x", "float32", 2), spec("n", "int64")), outputs=CONTRACT.outputs)
+
+
+def n_of(rows: int) -> Tensor:
+    return tensor("n", "INT64", np.arange(rows))
+
+
+def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None:
+    """In the contract's order, whatever its own; one of other lengths is for `take` to judge."""
+    first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    fit = fit_of(PLAIN, [first.tensors[1], first.tensors[0]], first)
+    assert fit is not None and fit.contract is PLAIN
+
+    n, x = memoryview(b"n" * 32), memoryview(b"x" * 32)
+    offered = fit.offered([n, x])
+
+    assert offered is not None and (offered.rows, offered.bucket) == (4, 0)
+    assert offered.tensors[0] is x and offered.tensors[1] is n
+    for raw in ([n], [n, x, x], [n[:24], x], [n, x[:24]], []):
+        assert fit.offered(raw) is None
+
+
+def test_what_is_made_of_a_tensor_fits_by_no_length() -> None:
+    x, flag = x_of(4), flag_of(4)
+    assert fit_of(CONTRACT, [x.data, flag.data], take(CONTRACT, [x, flag], LIMITS)) is None
+    typed = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    assert fit_of(PLAIN, [], typed) is None
 
 
 REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {

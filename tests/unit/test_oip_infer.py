@@ -14,7 +14,7 @@ from iskander._generated import oip_pb2
 from iskander.config import LimitsConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.errors import ContractError, IskanderError, ModelNotFound
+from iskander.errors import ContractError, IskanderError, MalformedInput, ModelNotFound
 from iskander.gateway.access.grants import EVERYTHING
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_infer
@@ -175,6 +175,35 @@ async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(oip_infer, "read_head", lambda *_: pytest.fail("it is read again"))
     await played.ask(parameters={f"p{REMEMBERED_MAX}": {"bool_param": True}}, id="another")
+
+
+@in_loop
+async def test_a_request_like_one_before_is_held_against_its_lengths_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And one with other lengths against the contract, whatever was before it."""
+    played = Played()
+    await played.ask()
+    for length in (16, 32, 0):
+        with pytest.raises(MalformedInput, match=f"24 bytes as INT64, got {length}"):
+            await played.ask(raw_input_contents=[bytes(length)])
+    with pytest.raises(MalformedInput, match="wanted one for each"):
+        await played.ask(raw_input_contents=[FIRST.tobytes()] * 2)
+
+    monkeypatch.setattr(oip_infer, "take", lambda *_: pytest.fail("it is looked at again"))
+    await played.ask(raw_input_contents=[(FIRST + 7).tobytes()], id="another")
+    (tensor,) = played.desk.asked[-1]["offered"].tensors
+    assert bytes(tensor) == (FIRST + 7).tobytes()
+
+
+@in_loop
+async def test_a_request_like_one_before_is_held_against_the_models_new_contract() -> None:
+    played = Played()
+    await played.ask()
+    lane = played.inference._models.find_loaded("m0", None, "")
+    lane.contract = replace(CONTRACT, inputs=(spec("x", "float64"),))
+    with pytest.raises(ContractError, match="wanted FP64"):
+        await played.ask()
 
 
 @in_loop

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.http2 import (
     END_STREAM,
+    HEADERS,
     RST_STREAM,
     Peer,
     data,
@@ -135,6 +136,21 @@ async def test_a_whole_call_is_asked_and_answered_without_a_task() -> None:
         assert served.peer.answer().status == GRPC_OK
         assert served.response().raw_output_contents == [SCORES.tobytes()]
         assert not served.peer.served and not served.peer.calls
+
+
+@in_loop
+async def test_a_client_with_a_smaller_table_is_told_before_the_first_answer() -> None:
+    """A strict reader breaks the connection where the first block does not say so."""
+    async with server() as served:
+        served.peer.say(settings(table=0))
+        for stream_id in (1, 3):
+            served.ask_whole(stream_id)
+            served.office.dispatcher.answer(served.asked[-1], SCORES.tobytes())
+            await turns()
+            assert served.peer.answer(stream_id).status == GRPC_OK
+        first, _, *others = (each.payload for each in served.peer.heard(HEADERS))
+        assert first.startswith(b"\x20")
+        assert not any(other.startswith(b"\x20") for other in others)
 
 
 @in_loop
