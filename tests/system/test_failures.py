@@ -349,7 +349,9 @@ def test_what_a_worker_owes_a_dead_gateway_means_nothing_to_the_next(tmp_path: P
 
     The next gateway takes both, and its first batches are answered with their own rows.
     """
-    first = Gateway(tmp_path, served(tmp_path), workers=dict(TWO)).start()
+    # However long its batch takes here, it comes back.
+    two = TWO | {"reattach_s": 60.0}
+    first = Gateway(tmp_path, served(tmp_path), workers=two).start()
     try:
         pids = set(first.worker_pids())
         with first.client() as client:
@@ -368,11 +370,11 @@ def test_what_a_worker_owes_a_dead_gateway_means_nothing_to_the_next(tmp_path: P
             first.wait()
             thread.join()
         server = {"address": first.address, "runtime_directory": str(first.runtime)}
-        second = Gateway(tmp_path, served(tmp_path), workers=dict(TWO), server=server)
+        second = Gateway(tmp_path, served(tmp_path), workers=two, server=server)
         second.start()
         try:
             assert all(score_is_right(second) for _ in range(20))
-            eventually(lambda: set(second.worker_pids()) == pids, what="both workers")
+            eventually(lambda: set(second.worker_pids()) == pids, 60.0, what="both workers")
             assert all(score_is_right(second) for _ in range(20))
             assert second.stats()["late_messages"] == 0
             assert second.stop() == 0
