@@ -24,14 +24,13 @@ Taking: TypeAlias = Generator[None, None, bytes | memoryview | None]
 def taken_at_once(part: Part, arena: memoryview) -> bytes | None:
     """Copy a request's results where they are small and all there; None where `taken` does."""
     request, offset = part.request, part.output_offset
-    size = request.layout.output_bytes
-    if part.rows < request.rows or size > WHOLE_BYTES:
+    if part.rows < request.rows:
         return None
-    output = arena[offset : offset + size]
+    output = arena[offset : offset + request.layout.output_bytes]
     outputs = request.lane.layouts.outputs
     if outputs.has_strings:
         output = output[: outputs.string_ranges(output, part.rows)[1]]
-    return output.tobytes()
+    return output.tobytes() if output.nbytes <= WHOLE_BYTES else None
 
 
 def taken(part: Part, arena: memoryview) -> Taking:
