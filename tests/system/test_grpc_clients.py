@@ -32,6 +32,7 @@ from support.processes import MIB, Gateway, eventually, running, suspended
 
 from iskander.gateway.http2.status import Status
 
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 SERVING = "0801"
 """A HealthCheckResponse, in hexadecimal."""
 STREAMS = 256
@@ -367,6 +368,8 @@ def test_unknown_methods_and_services_are_unimplemented(
         (CHECK, [b"\xff"], "INVALID_ARGUMENT", "malformed"),
         (CHECK, [], "INVALID_ARGUMENT", "malformed"),
         ("/no.such.Service/Call", [], "UNIMPLEMENTED", "unsupported"),
+        (INFER, [b"\xff"], "INVALID_ARGUMENT", "malformed"),
+        (INFER, [raw.field(1, b"nobody")], "NOT_FOUND", "model_not_found"),
         (raw.EXCHANGE, [raw.descriptor("nobody")], "NOT_FOUND", "model_not_found"),
         (raw.EXCHANGE, [], "INVALID_ARGUMENT", "malformed"),
     ],
@@ -383,8 +386,9 @@ def test_an_error_has_its_name_and_its_detail_beside_its_status(
         told = json.loads(detail)
         assert (told["code"], told["message"]) == (name, found["details"])
     else:
-        number = bytes([Status[code]])  # A google.rpc.Status.
-        assert detail == b"\x08" + number + raw.field(2, found["details"].encode())
+        number = bytes([Status[code]])  # A google.rpc.Status, with the same in its ErrorInfo.
+        assert detail.startswith(b"\x08" + number + raw.field(2, found["details"].encode()))
+        assert raw.field(1, b"code") + raw.field(2, name.encode()) in detail
 
 
 def test_short_connections_leave_no_descriptor(gateway: Gateway, judge: Judge) -> None:

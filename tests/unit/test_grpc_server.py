@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from support import raw
 
 from iskander.errors import (
     DeadlineExceeded,
@@ -97,8 +98,13 @@ def test_flight_has_the_detail_as_json_and_others_have_it_as_grpcs_own_message()
     assert (flight.status, other.status) == (Status.UNAVAILABLE, Status.RESOURCE_EXHAUSTED)
     told = json.loads(dict(flight.trailers)["grpc-status-details-bin"])
     assert (told["code"], told["model"]) == ("overloaded", "m")
-    text = "größer".encode()
-    wanted = b"\x08\x08\x12" + bytes([len(text)]) + text
+    info = raw.field(1, b"OVERLOADED") + raw.field(2, b"iskander")
+    for name, value in told.items():
+        if name != "message":
+            text = value if isinstance(value, str) else json.dumps(value)
+            info += raw.field(3, raw.field(1, name.encode()) + raw.field(2, text.encode()))
+    detail = raw.field(1, b"type.googleapis.com/google.rpc.ErrorInfo") + raw.field(2, info)
+    wanted = b"\x08\x08" + raw.field(2, "größer".encode()) + raw.field(3, detail)
     assert dict(other.trailers)["grpc-status-details-bin"] == wanted
     for ended in (flight, other):
         assert dict(ended.trailers)["iskander-retry-after-ms"] == "3"

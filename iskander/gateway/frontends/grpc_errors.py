@@ -1,15 +1,20 @@
 """Errors as gRPC says them: a status, a text, and details in trailers that programs read.
 
-Runs on: gateway loop. Source: gRPC's status codes; `google.rpc.Status`.
+Runs on: gateway loop. Source: gRPC's status codes; `google.rpc.Status` and `google.rpc.ErrorInfo`.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
-from iskander.errors import IskanderError
+from iskander.errors import FIELD_BYTES_MAX, IskanderError, shorten
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.wire.varint import varint
+
+DOMAIN: Final = "iskander"
+_ERROR_INFO: Final = "type.googleapis.com/google.rpc.ErrorInfo"
 
 
 def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
@@ -36,6 +41,17 @@ def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
 
 
 def _rpc_status(status: Status, error: IskanderError) -> bytes:
-    """A `google.rpc.Status`: code and message."""
-    text = error.message.encode()
-    return b"".join((b"\x08", varint(int(status)), b"\x12", varint(len(text)), text))
+    """A `google.rpc.Status`: code, message, and as its one detail what the error knows beside."""
+    info = _field(1, error.code.upper()) + _field(2, DOMAIN)
+    for name, value in error.to_wire().items():
+        if name != "message":
+            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            info += _field(3, _field(1, name) + _field(2, shorten(text, FIELD_BYTES_MAX)))
+    detail = _field(1, _ERROR_INFO) + _field(2, info)
+    return b"\x08" + varint(int(status)) + _field(2, error.message) + _field(3, detail)
+
+
+def _field(number: int, value: str | bytes) -> bytes:
+    """A field of a protobuf message: a string, or a message in it."""
+    raw = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + varint(len(raw)) + raw
