@@ -124,6 +124,14 @@ def described(address: str) -> Facts:
         }
 
 
+def readiness(address: str, model: str) -> Facts:
+    """Of a server and of its model, and what the index says of that."""
+    with triton.InferenceServerClient(address) as client:
+        (listed,) = client.get_model_repository_index(as_json=True)["models"]
+        ready = [client.is_server_live(), client.is_server_ready(), client.is_model_ready(model)]
+        return [*ready, listed["state"]]
+
+
 def managed(address: str) -> Facts:
     """What of a repository's management is done, and what is refused."""
     with triton.InferenceServerClient(address) as client:
@@ -562,6 +570,7 @@ def _end(call: Any) -> Facts:
 if __name__ == "__main__":
     judging.serve(
         described,
+        readiness,
         managed,
         other_layout,
         statistics,

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -43,6 +45,14 @@ def control(address: str, call: str, name: str) -> Facts:
         return None
 
 
+def unload_by_first_field(address: str, name: str) -> Facts:
+    """As KServe's clients do, which have the model's name where Triton's have the repository's."""
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        request = service_pb2.RepositoryModelUnloadRequest(repository_name=name)
+        return stub.RepositoryModelUnload(request, timeout=PATIENCE_S).SerializeToString().hex()
+
+
 def index(address: str) -> Facts:
     """State and reason of each version."""
     with triton.InferenceServerClient(address) as client:
@@ -50,4 +60,4 @@ def index(address: str) -> Facts:
         return {f"{m['name']}/{m['version']}": (m["state"], m.get("reason", "")) for m in found}
 
 
-judging.serve(factors, control, index)
+judging.serve(factors, control, unload_by_first_field, index)

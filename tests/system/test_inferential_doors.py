@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import subprocess
@@ -28,6 +29,8 @@ from support.robots import (
     observation,
     response,
 )
+
+from iskander.config_file import load_config
 
 ROWS, WIDTH = 256, 8192
 
@@ -233,6 +236,57 @@ def test_what_several_processes_cannot_share(
     done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert "server.processes above 1" in done.stderr
+
+
+def test_only_the_newest_waits_where_the_server_says_so(
+    tmp_path: Path, models: list[dict[str, Any]]
+) -> None:
+    """Of clients that say nothing of it."""
+    inferential = {"address": "tcp://127.0.0.1:0", "newest_wins": True}
+    with running(tmp_path, models, workers={"count": 1}, inferential=inferential) as gateway:
+        (pid,) = gateway.worker_pids()
+        with connected(address_of(gateway), "robot") as robot:
+            model = robot.model("ids")
+            with suspended(pid):
+                for number in range(8):
+                    model.observe(x=np.array(number))
+                eventually(
+                    lambda: gateway.stats()["inferential"]["observations"].get("superseded", 0) >= 5
+                )
+            found: list[int] = []
+            while not found or found[-1] != 22:
+                result = model.get_result(timeout_ms=PATIENCE_MS)
+                assert result is not None
+                found.append(int(result["y"]))
+            assert len(found) <= 3
+            assert model.get_result(timeout_ms=200) is None
+
+
+def test_a_configuration_of_inferentials_own_server_is_taken_over(
+    tmp_path: Path, models: list[dict[str, Any]]
+) -> None:
+    """What the command prints runs here, and says what it left out."""
+    theirs = tmp_path / "robots.json"
+    transport = {"bind": "tcp://127.0.0.1:6123", "recv_hwm": 7}
+    theirs.write_text(json.dumps({"transport": transport}))
+
+    def importing() -> subprocess.CompletedProcess[str]:
+        command = [str(BIN / "iskander"), "config", "import-inferential", str(theirs)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    done = importing()
+    assert done.returncode == 0 and done.stderr == ""
+    assert "transport.recv_hwm" in done.stdout
+    config = tmp_path / "iskander.toml"
+    config.write_text(render_config(models=models) + done.stdout)
+    check = [str(BIN / "iskander"), "check", str(config)]
+    assert subprocess.run(check, check=False, timeout=60).returncode == 0
+    assert load_config(config, environment={}).config.inferential.address == transport["bind"]
+
+    theirs.write_text('{"transport": "zmq"}')
+    done = importing()
+    assert done.returncode == 1 and done.stdout == ""
+    assert 'transport = "zmq": wanted a table' in done.stderr
 
 
 def test_it_costs_nothing_where_it_is_not_served(

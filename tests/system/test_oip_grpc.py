@@ -625,6 +625,36 @@ def test_a_full_queue_is_resource_exhausted(tmp_path: Path, judge: Judge, filler
         gateway.wait_idle()
 
 
+def test_a_deadline_that_passes_here_is_deadline_exceeded(
+    tmp_path: Path, judge: Judge, filler: Judge
+) -> None:
+    path = models.row_ids(tmp_path / "ids")
+    model = {"name": "ids", "path": str(path), "intra_threads": 1, "max_batch_rows": 1}
+    with running(tmp_path, [model], workers=ROOM["workers"]) as gateway:
+        with suspended(gateway.worker_pids()[0]):
+            send_one_by_one(gateway, filler, [0, 0])
+            soon = {"timeout": oip_pb2.InferParameter(int64_param=300_000)}
+            one = request_of(x={"shape": [1]}, raw=[bytes(8)], parameters=soon)
+            messages = [one.SerializeToString().hex()]
+            (late,) = judge.ask("raw_call", address=gateway.address, messages=messages)
+        assert (late[0], late[2]["iskander-code"]) == ("DEADLINE_EXCEEDED", "deadline_exceeded")
+        assert late[2]["iskander-retryable"] == "false"
+        assert len(filler.facts()) == 2
+        gateway.wait_idle()
+
+
+def test_a_model_without_a_worker_is_unavailable(tmp_path: Path, judge: Judge) -> None:
+    path = models.row_ids(tmp_path / "ids")
+    workers = ROOM["workers"] | {"spawn": False}
+    with running(tmp_path, [{"name": "ids", "path": str(path)}], workers=workers) as gateway:
+        asked = {"address": gateway.address, "messages": [GOOD.hex()]}
+        (refused,) = judge.ask("raw_call", **asked)
+        told = judge.ask("readiness", address=gateway.address, model="ids")
+        assert told == [True, False, False, "UNAVAILABLE"]
+    assert (refused[0], refused[2]["iskander-code"]) == ("UNAVAILABLE", "not_ready")
+    assert (refused[2]["iskander-fault"], refused[2]["iskander-retryable"]) == ("operator", "true")
+
+
 def test_a_server_that_stops_answers_what_it_has_taken(tmp_path: Path, judge: Judge) -> None:
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1}

@@ -150,10 +150,16 @@ def test_server_and_models_are_told_as_over_grpc(client: triton.InferenceServerC
     told = client.get_model_metadata("wide")
     assert told["inputs"] == [{"name": "features", "datatype": "FP32", "shape": [-1, 64]}]
     assert sorted(client.get_model_metadata("ids")["versions"]) == ["1", "7"]
+    assert client.get_model_metadata("ids", "7")["inputs"][0]["name"] == "x"
     config = client.get_model_config("wide")
+    assert client.get_model_config("wide", "1") == config
     assert config["input"][0]["dims"] == [64]
     assert config["input"][0]["data_type"] == "TYPE_FP32"
     assert config["max_batch_size"] > 0
+    for unknown in (client.get_model_metadata, client.get_model_config):
+        with pytest.raises(InferenceServerException, match="has no version `2`") as error:
+            unknown("ids", "2")
+        assert error.value.status() == "404"
 
 
 def test_statistics_count_what_was_asked(client: triton.InferenceServerClient) -> None:
@@ -378,18 +384,33 @@ def test_a_client_may_name_the_server_and_close_its_half_of_the_connection(addre
 
 
 @contextlib.contextmanager
-def occupied(gateway: Gateway, address: str, requests: int) -> Iterator[None]:
-    """The worker has as many requests that take minutes; their clients leave in the end."""
+def occupied(
+    gateway: Gateway, address: str, requests: int, *, waiting: int = 0, client: str = ""
+) -> Iterator[None]:
+    """The worker has as many requests that take minutes; their clients leave in the end.
+
+    Args:
+        gateway: Under test.
+        address: Of its HTTP port.
+        requests: That the worker has.
+        waiting: That are in the queue beside them.
+        client: Whose all of them are; empty: nobody says so.
+    """
     host, _, port = address.rpartition(":")
     body = json.dumps(asking([SLOW_UNITS])).encode()
-    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    named = f"iskander-client: {client}\r\n" if client else ""
+    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nhost: a\r\n{named}content-length: {len(body)}"
+    wanted = [requests, waiting]
+
+    def held() -> list[int]:
+        stats = gateway.stats()
+        return [stats["workers"][0]["in_flight"], stats["lanes"]["slow/1"]["queued"]]
+
     with contextlib.ExitStack() as clients:
-        for _ in range(requests):
-            client = clients.enter_context(socket.create_connection((host, int(port))))
-            client.sendall(head.encode() + body)
-        eventually(
-            lambda: gateway.stats()["workers"][0]["in_flight"] == requests, what="the requests"
-        )
+        for _ in range(requests + waiting):
+            left = clients.enter_context(socket.create_connection((host, int(port))))
+            left.sendall(head.encode() + b"\r\n\r\n" + body)
+        eventually(lambda: held() == wanted, what="the requests")
         yield
 
 
@@ -614,6 +635,29 @@ def test_overload_says_when_to_come_back(tmp_path: Path) -> None:
         with occupied(gateway, address, requests=1):
             status, headers, answer = post(address, "slow", asking([1]))
     assert (status, answer["code"], answer["retryable"]) == (503, "overloaded", True)
+    assert int(headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("lanes", "status", "code"),
+    [
+        ({"client_requests": 3}, 429, "client_over_share"),
+        ({"queue_requests": 1}, 503, "queue_full"),
+    ],
+)
+def test_whose_share_or_queue_is_full_is_told_when_to_come_back(
+    tmp_path: Path, lanes: dict[str, int], status: int, code: str
+) -> None:
+    with running(
+        tmp_path, [slow_model(tmp_path)], workers=dict(ONE), http=dict(HTTP), lanes=lanes
+    ) as gateway:
+        address = address_of(gateway)
+        with occupied(gateway, address, requests=2, waiting=1, client="robot"):
+            said, headers, told = post(
+                address, "slow", asking([1]), headers={"iskander-client": "robot"}
+            )
+    assert (said, told["code"]) == (status, code)
+    assert told["retryable"] is True
     assert int(headers["retry-after"]) >= 1
 
 

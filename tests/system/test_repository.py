@@ -20,6 +20,7 @@ from support.judging import Judge
 from support.processes import BIN, Gateway, eventually, running, suspended
 from support.repositories import Folder, scaled
 
+from iskander._generated import oip_pb2
 from iskander.client import Client
 from iskander.errors import IskanderError, ModelMoved, ModelNotFound, NotReady, Unsupported
 
@@ -319,6 +320,12 @@ def test_models_come_and_go_by_calls_of_all_kinds(tmp_path: Path, judge: Judge) 
         assert judge.ask("index", address=address)["m/2"] == ["READY", ""]
         assert judge.ask("factors", address=address) == [13]
         assert judge.ask("control", address=address, call="unload", name="m") is None
+        assert "m" not in {title[0] for title in judge.ask("index", address=address)}
+        assert judge.ask("control", address=address, call="load", name="m") is None
+        answer = judge.ask("unload_by_first_field", address=address, name="m")
+        assert oip_pb2.RepositoryModelUnloadResponse.FromString(bytes.fromhex(answer)) == (
+            oip_pb2.RepositoryModelUnloadResponse(model_name="m", is_unloaded=True)
+        )
         assert "m" not in {title[0] for title in judge.ask("index", address=address)}
         assert "there is no model `x`" in judge.ask(
             "control", address=address, call="load", name="x"

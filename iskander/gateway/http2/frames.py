@@ -20,7 +20,6 @@ FRAME_BYTES_MAX: Final = (1 << 24) - 1
 
 DATA: Final = 0
 HEADERS: Final = 1
-PRIORITY: Final = 2
 RST_STREAM: Final = 3
 SETTINGS: Final = 4
 PUSH_PROMISE: Final = 5

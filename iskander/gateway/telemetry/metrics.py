@@ -1,7 +1,7 @@
 """Every metric, declared once: name, kind, unit, labels, sentence, and where its value is read.
 
 The reference page comes from the tables below, and so does what Prometheus gets. Values are read
-when they are asked for; the path of a batch counts in a `Counter` and a `Histogram` and no more.
+when they are asked for; the path of a batch counts in `Counts` and a `Histogram` and no more.
 A scrape is made in short turns, so that no batch waits for a long page.
 
 Runs on: gateway loop. Source: Prometheus text format 0.0.4 and OpenMetrics 1.0.

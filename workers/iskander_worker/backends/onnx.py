@@ -1,8 +1,8 @@
-"""The backend `onnx`: an ONNX Runtime session, its execution provider, threads and I/O bindings.
+"""The backend `onnx`: an ONNX Runtime session, its execution provider and threads.
 
 Runs on: worker main; `read_graph` also in the operator's tool.
 
-Source: ONNX Runtime 1.31 Python API (`SessionOptions`, `IOBinding`).
+Source: ONNX Runtime 1.31 Python API (`SessionOptions`).
 """
 
 from __future__ import annotations
