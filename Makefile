@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup quickstart serve test test-fast lint fmt bench bench-peers bench-scheduling docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast test-kserve lint fmt bench bench-peers bench-scheduling docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -27,6 +27,13 @@ test: .venv/.installed-tests
 
 test-fast: .venv/.installed-tests
 	$(BIN)/pytest tests/unit tests/spec tests/tidy
+
+# KServe's client wants an older psutil than the server, and so an environment of its own.
+test-kserve: .venv/.installed-tests
+	[ -d build/kserve ] || $(PYTHON) -m venv build/kserve
+	build/kserve/bin/python -m pip install --quiet --disable-pip-version-check kserve
+	KSERVE_PYTHON=$(CURDIR)/build/kserve/bin/python \
+	    $(BIN)/pytest tests/system/test_oip_kserve.py tests/system/test_protocols_page.py
 
 lint: setup
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test,lint]'

@@ -1,9 +1,6 @@
 """KServe's own gRPC client against the Open Inference Protocol.
 
-It wants an older psutil than this server, and so an environment of its own:
-
-    python -m venv /tmp/kserve && /tmp/kserve/bin/pip install kserve
-    KSERVE_PYTHON=/tmp/kserve/bin/python pytest tests/system/test_oip_kserve.py
+It wants an older psutil than this server, and so an environment of its own: `make test-kserve`.
 """
 
 from __future__ import annotations

@@ -2,51 +2,83 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.models import ROOT, TWO_TOWER
 from support.processes import Gateway, running
+from support.robots import address_of, ask, connected
 
 PAGE = (ROOT / "docs" / "protocols.md").read_text()
 GRPC, HTTP, ZMQ = "127.0.0.1:50051", "127.0.0.1:8000", "127.0.0.1:5555"
-COMMANDS = {"python": [sys.executable, "-c"], "sh": ["sh", "-c"]}
+KSERVE_PYTHON = os.environ.get("KSERVE_PYTHON", "")
+"""KServe's client wants an environment of its own: see test_oip_kserve.py."""
+MODEL = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads": 1}
+WORKERS: dict[str, Any] = {"groups": ["0"], "reattach_s": 5.0}
 SNIPPETS = {
-    f"{heading}, {language}": (language, code)
-    for heading, section in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-    for language, code in re.findall(r"^```(python|sh)\n(.*?)^```", section, re.M | re.S)
+    f"{heading}, {number}": (language, code)
+    for heading, section in re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", PAGE, re.M | re.S)
+    for number, (language, code) in enumerate(
+        re.findall(r"^```(python|sh)\n(.*?)^```", section, re.M | re.S), 1
+    )
+}
+CLIENTS = {
+    "from pyarrow import flight",
+    "from iskander.client import Client",
+    "shared_bytes=",
+    "import tritonclient.grpc as triton",
+    "import tritonclient.grpc.aio as triton",
+    "start_stream",
+    "service_pb2_grpc.GRPCInferenceServiceStub",
+    "from kserve",
+    "curl",
+    "import tritonclient.http as triton",
+    "from inferential import Connection",
+    "from inferential import AsyncConnection",
 }
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("protocols")
-    model = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads": 1}
-    workers, http = {"groups": ["0"], "reattach_s": 5.0}, {"address": "127.0.0.1:0"}
+    http = {"address": "127.0.0.1:0"}
     inferential = {"address": "tcp://127.0.0.1:0"}
-    sections = {"workers": workers, "http": http, "inferential": inferential}
+    sections = {"workers": WORKERS, "http": http, "inferential": inferential}
     shared_memory = {"path": str(folder / "memory")}
-    with running(folder, [model], shared_memory=shared_memory, **sections) as ready:
+    with running(folder, [MODEL], shared_memory=shared_memory, **sections) as ready:
         yield ready
+
+
+def command_of(language: str, code: str) -> list[str]:
+    if language == "sh":
+        if shutil.which("curl") is None:
+            pytest.skip("curl is not installed")
+        return ["sh", "-c", code]
+    if "kserve" not in code:
+        return [sys.executable, "-c", code]
+    if not KSERVE_PYTHON:
+        pytest.skip("KSERVE_PYTHON names no Python that has KServe's client")
+    return [KSERVE_PYTHON, "-c", code]
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_runs_and_prints_scores(gateway: Gateway, name: str, tmp_path: Path) -> None:
     language, code = SNIPPETS[name]
-    if code.startswith("curl") and shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
     stats = gateway.stats()
     asked = stats["inferential"]["address"].removeprefix("tcp://")
     assert any(address in code for address in (GRPC, HTTP, ZMQ))
     for address, real in ((GRPC, gateway.address), (HTTP, stats["http_address"]), (ZMQ, asked)):
         code = code.replace(address, real)
     done = subprocess.run(
-        [*COMMANDS[language], code],
+        command_of(language, code),
         capture_output=True,
         text=True,
         timeout=60,
@@ -55,7 +87,33 @@ def test_a_snippet_runs_and_prints_scores(gateway: Gateway, name: str, tmp_path:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d\.\d", done.stdout)
+    assert "rror" not in done.stdout
 
 
-def test_there_are_snippets() -> None:
-    assert {language for language, _ in SNIPPETS.values()} == set(COMMANDS)
+def test_every_client_has_its_snippet() -> None:
+    code = [snippet for _, snippet in SNIPPETS.values()]
+    assert [mark for mark in CLIENTS if not any(mark in each for each in code)] == []
+
+
+def test_the_program_that_embeds_the_gateway_serves_and_prints_its_measures(
+    tmp_path: Path,
+) -> None:
+    (code,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.M | re.S)
+    program = tmp_path / "program.py"
+    program.write_text(code.replace('"iskander.toml"', "__import__('sys').argv[-1]"))
+    with (
+        running(
+            tmp_path,
+            [MODEL],
+            prefix=(sys.executable, str(program)),
+            workers=WORKERS,
+            lanes={"policy": "shortest_plan_first"},
+            inferential={"address": "tcp://127.0.0.1:0"},
+        ) as gateway,
+        connected(address_of(gateway), "robot-7") as robot,
+    ):
+        model = robot.model("movielens-two-tower")
+        answer = ask(model, user_id=np.array(1), item_id=np.array(50), steps_remaining=3)
+        assert answer is not None
+    said = gateway.log.read_text()
+    assert re.search(r"^e2e_latency_ms \d+\.\d+ \{.*'client': 'robot-7'", said, re.M)
