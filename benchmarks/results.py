@@ -111,11 +111,14 @@ def write(path: Path, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, A
 def read(paths: Iterable[Path]) -> Results:
     """Results of one run, or of several on the same machine with the same versions.
 
+    What one file measured again is more rounds of the same.
+
     Raises:
         ValueError: A file is no results file, or they are of different machines or versions.
     """
     results = Results()
     for path in paths:
+        before = max((each["round"] for each in results.measurements), default=0)
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
             try:
                 record = json.loads(line)
@@ -125,7 +128,7 @@ def read(paths: Iterable[Path]) -> Results:
             if kind == "run":
                 _join(results, record, path)
             elif kind == "measurement":
-                results.measurements.append(record)
+                results.measurements.append(record | {"round": before + record["round"]})
             else:
                 results.probes.append(record)
     if not results.run:

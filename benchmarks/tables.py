@@ -22,6 +22,9 @@ COLUMNS = {
 METRICS = COLUMNS | {"front_cpu_us": "front CPU µs"}
 """With those that have no column: what users talk to is not a process of its own everywhere."""
 
+ROUNDS_SHOWN = 9
+"""Of a goal; of more than these the least and the greatest."""
+
 
 def render_case(results: Results, case: str) -> str:
     """A table of medians, a system a line."""
@@ -65,7 +68,7 @@ def render_verdicts(verdicts: list[Verdict]) -> str:
             verdict.goal.than or "-",
             f"{'≥' if verdict.goal.sense == 'least' else '≤'} {verdict.goal.bound:.2f}",
             _ratio(verdict.value),
-            " ".join(_ratio(value) for value in verdict.rounds),
+            _rounds(verdict.rounds),
             verdict.word,
         ]
         for verdict in verdicts
@@ -84,6 +87,14 @@ def render_table(headings: list[str], rows: list[list[str]]) -> str:
         return "| " + " | ".join([first, *others]) + " |"
 
     return "\n".join([line(headings), line(rules), *map(line, rows)])
+
+
+def _rounds(values: list[float | None]) -> str:
+    """Each of them where they are few."""
+    known = [value for value in values if value is not None]
+    if len(values) <= ROUNDS_SHOWN or len(known) < len(values):
+        return " ".join(map(_ratio, values))
+    return f"{len(known)}, from {_ratio(min(known))} to {_ratio(max(known))}"
 
 
 def _asked(system: str) -> str:

@@ -163,6 +163,21 @@ def test_files_of_different_machines_do_not_go_together(tmp_path: Path) -> None:
     assert read(paths).run["versions"]["commit"] == "abc, def"
 
 
+def test_what_two_files_measured_are_rounds_of_one(tmp_path: Path) -> None:
+    """A ratio is of one round of one of them."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path, factor in zip(paths, (2, 3), strict=True):
+        rounds = [
+            measurement(system, number, requests_per_s=1000.0 * rate)
+            for number in (1, 2)
+            for system, rate in (("iskander", factor * number), ("triton", number))
+        ]
+        list(write(path, [RUN, *rounds]))
+    goal = Goal(case=CASE, metric="requests_per_s", than="triton", sense="least", bound=2.5)
+    (verdict,) = judge(read(paths), [goal])
+    assert (verdict.rounds, verdict.value) == ([2, 2, 3, 3], 2.5)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "no json"])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
