@@ -9,6 +9,7 @@ Source: `InferentialConfig` of the package `inferential` 1.4.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -55,7 +56,6 @@ SAME = {
     "scheduling.max_queue_size": ("lanes", "queue_requests"),
     "scheduling.request_ttl_ms": ("lanes", "ttl_ms"),
     "clients.defaults.latency_budget_ms": ("lanes", "patience_ms"),
-    "observations.max_staleness_ms": ("lanes", "staleness_ms"),
 }
 """What is said here by another name. A budget was for the order only there, as patience is."""
 DROPPED = {
@@ -76,10 +76,14 @@ DROPPED = {
     "clients.known": 'a client says its own budget, as in observe(..., deadline_ms="30")',
     "clients.accept_unknown": "every client is served",
     "response_tracking": "rhythms are learned as they are, and a client is gone when it hangs up",
+    "observations.max_staleness_ms": "it was never held to there; lanes.staleness_ms is here",
     "observations.temporal_alignment_threshold_ms": "it warned in the log only",
     "metrics.ring_buffer_size": "1024 points of each measure are kept",
     "metrics.enabled": "it is always measured",
 }
+UNNAMED = "a name here has letters, digits and _ . : - only: its clients have to ask for another"
+ADDRESS = re.compile(r"(tcp://(\*|[^*/]+):\d{1,5}|ipc://.+)\Z")
+UNREACHABLE = "inferential.address has to be set, to tcp://HOST:PORT or ipc://PATH"
 TABLES = {path.rpartition(".")[0] for path in (*SAME, *DROPPED)} - {""} | {"models.known"}
 
 
@@ -128,10 +132,15 @@ def import_inferential(raw: dict[str, Any]) -> Imported:
         ConfigError: A setting is not what it may be.
     """
     values = DEFAULTS | dict(_leaves(raw))
-    strategy = values["scheduling.strategy"]
-    imported = Imported({"inferential": {}, "lanes": {}}, _models(raw), [])
+    models = (raw.get("models") or {}).get("known") or ()
+    unnamed = [model for model in models if not _is_name(model)]
+    imported = Imported(
+        {"inferential": {}, "lanes": {}},
+        [model for model in models if model not in unnamed],
+        [(shorten(_line(f"models.known.{model}"), FIELD_BYTES_MAX), UNNAMED) for model in unnamed],
+    )
     for path, value in values.items():
-        reason = _reason(path, strategy)
+        reason = _reason(path, values)
         if reason:
             imported.dropped.append((path, reason))
         else:
@@ -231,19 +240,20 @@ def _check_key(key: Any, above: tuple[str, ...]) -> None:  # noqa: ANN401
     raise ConfigError(f"{table}: {rule}")
 
 
-def _models(raw: dict[str, Any]) -> list[str]:
-    models = list((raw.get("models") or {}).get("known") or ())
-    for model in models:
-        try:
-            msgspec.convert({"name": model, "path": model}, ModelConfig)
-        except msgspec.ValidationError:
-            path = shorten(_line(f"models.known.{model}"), FIELD_BYTES_MAX)
-            raise ConfigError(f"{path}: a model cannot be called so here") from None
-    return models
+def _is_name(model: str) -> bool:
+    """Whether a model can be called so here."""
+    try:
+        msgspec.convert({"name": model, "path": model}, ModelConfig)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
-def _reason(path: str, strategy: Any) -> str:  # noqa: ANN401
+def _reason(path: str, values: dict[str, Any]) -> str:
     """Why a setting is not taken over; empty: it is."""
+    strategy, bind = values["scheduling.strategy"], values["transport.bind"]
+    if path == "transport.bind" and isinstance(bind, str) and bind.isprintable():
+        return "" if ADDRESS.match(bind) else UNREACHABLE
     if path == "scheduling.strategy" and isinstance(strategy, str) and strategy not in POLICIES:
         return "not one of ours; iskander.embed takes a scoring function"
     is_of_batches = path.startswith("scheduling.batch_optimized.")

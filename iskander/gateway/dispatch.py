@@ -337,6 +337,7 @@ class Dispatcher:
 
     def _complete(self, request: Request, results: bytes | memoryview, run_ns: int) -> None:
         lane = request.lane
+        request.run_ns = run_ns
         lane.on_completed(request, run_ns, now_ns())
         try:
             request.caller.deliver(request, results)

@@ -225,7 +225,8 @@ def test_observations_of_many_clients_run_in_one_batch(gateway: Gateway, address
 def test_what_is_counted(gateway: Gateway, address: str) -> None:
     with connected(address, "counted") as connection:
         before = gateway.stats()["inferential"]["observations"].get("answered", 0)
-        assert ask(connection.model("policy"), **joints(0)) is not None
+        result = ask(connection.model("policy"), **joints(0))
+        assert result is not None
         stats = gateway.stats()["inferential"]
         assert stats["observations"]["answered"] == before + 1
         assert stats["address"] == address
@@ -239,6 +240,7 @@ def test_what_is_counted(gateway: Gateway, address: str) -> None:
             for name in ("e2e_latency_ms", "inference_latency_ms")
         )
         assert 0 < run < total
+        assert result["inference_latency_ms"] == pytest.approx(run)
     eventually(lambda: gateway.stats()["inferential"]["clients"] == 0, what="no clients")
     gateway.wait_idle()
 

@@ -109,6 +109,32 @@ def test_a_late_answer_is_never_the_next_ones(
             assert result is not None and result["y"] == 3 * number + 1
 
 
+def test_one_that_is_due_soon_makes_room_before_one_that_is_due_late(tmp_path: Path) -> None:
+    """Each waits for a worker of its own; the later deadline was there first."""
+    path = str(row_ids(tmp_path / "ids"))
+    models = [{"name": name, "path": path, "workers": 1} for name in ("late", "soon", "next")]
+    with (
+        running(
+            tmp_path,
+            models,
+            workers={"count": 1, "hang_s": 60},
+            limits={"window_batches": 2},
+            inferential={"address": "tcp://127.0.0.1:0"},
+        ) as gateway,
+        connected(address_of(gateway), "robot") as robot,
+        contextlib.ExitStack() as hanging,
+    ):
+        late, soon, after = (robot.model(name) for name in ("late", "soon", "next"))
+        pids = {each["pool"]: each["pid"] for each in gateway.stats()["workers"]}
+        hanging.enter_context(suspended(pids["late"]))
+        late.observe(x=np.array(1), deadline_ms="60000")
+        assert ask(soon, x=np.array(2), deadline_ms="60000") is not None
+        hanging.enter_context(suspended(pids["soon"]))
+        soon.observe(x=np.array(3), deadline_ms="100")
+        result = ask(after, x=np.array(4))
+        assert result is not None and result["y"] == 13
+
+
 def test_what_came_while_the_window_was_full_has_waited_since_it_came(
     gateway: Gateway, address: str, worker: int
 ) -> None:

@@ -22,6 +22,8 @@ from iskander.config_inferential import (
     FILE_BYTES_MAX,
     OVERFLOW,
     SAME,
+    UNNAMED,
+    UNREACHABLE,
     WAIT_MS_MAX,
     import_inferential,
     read_inferential,
@@ -71,11 +73,12 @@ def test_what_means_something_here_is_taken_over(tmp_path: Path) -> None:
     assert model.name == "manipulation-policy"
     lane = model.lane
     assert (lane.policy, lane.queue_requests, lane.ttl_ms) == ("batch_optimized", 20, 250)
-    assert (lane.overflow, lane.linger_us, lane.staleness_ms) == ("reject", 2500, 90)
+    assert (lane.overflow, lane.linger_us, lane.staleness_ms) == ("reject", 2500, 0)
     assert (lane.preferred_batch_rows, lane.patience_ms) == ((16,), 50)
     assert [path for path, _ in result.dropped] == [
         "transport.recv_hwm",
         "models.known.manipulation-policy.max_inflight",
+        "observations.max_staleness_ms",
     ]
 
 
@@ -113,7 +116,6 @@ def test_every_setting_of_theirs_is_taken_over_or_has_a_reason(tmp_path: Path) -
     [
         ("scheduling: {request_ttl_ms: soon}", 'scheduling.request_ttl_ms = "soon"'),
         ("scheduling: {max_queue_size: 0}", "scheduling.max_queue_size = 0"),
-        ("models: {known: {'a b': {}}}", "models.known.a b"),
         ("- 1", "wanted a table"),
         ("a: [", "is not YAML"),
     ],
@@ -163,7 +165,6 @@ BATCHED_JSON = """
         ("scheduling: {request_ttl_ms: .nan}", "scheduling.request_ttl_ms = NaN: Expected"),
         (r'transport: {bind: "a\nb"}', r'transport.bind = "a\nb": wanted one line'),
         (f'transport: {{bind: "{"b" * 9000}\\n"}}', "...: wanted one line of printable text"),
-        (r'models: {known: {"a\nb": {}}}', r'"models.known.a\nb": a model cannot be called so'),
         ("a: 2020-99-99", "line 1, column 4"),
         ("a: 2020-99-99", "'2020-99-99' is no timestamp"),
         ("a: !!int x", "'x' is no int"),
@@ -197,7 +198,6 @@ def test_a_bad_file_is_one_line_that_says_which_key_and_why(
         (BATCHED_JSON % ("9" * 5000), "robots.json is not JSON"),
         (r'{"transport": {"bind": "\ud800"}}', r'transport.bind = "\ud800": wanted one line'),
         ('{"a": ' * 100_000, "robots.json is nested too deep"),
-        (r'{"models": {"known": {"\ud800": {}}}}', r'"models.known.\ud800": a model cannot be'),
         ("[" * 100_000, "robots.json is nested too deep"),
         ('{"a": ' * 500 + "1" + "}" * 500, "nested deeper than 10 tables"),
     ],
@@ -205,6 +205,40 @@ def test_a_bad_file_is_one_line_that_says_which_key_and_why(
 )
 def test_and_so_is_bad_json(tmp_path: Path, text: str, wanted: str) -> None:
     assert wanted in refused(tmp_path, text, "robots.json")
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("lerobot/pi0", "models.known.lerobot/pi0"),
+        ("a b", "models.known.a b"),
+        ("a\nb", r'"models.known.a\nb"'),
+        ("\ud800", r'"models.known.\ud800"'),
+        ("", "models.known."),
+    ],
+)
+def test_a_model_that_cannot_be_called_so_is_named_and_the_rest_is_taken(
+    tmp_path: Path, name: str, shown: str
+) -> None:
+    text = json.dumps({"models": {"known": {name: {}, "arm": {}}}})
+    result = imported(tmp_path, text, "robots.json")
+    assert result.models == ["arm"]
+    assert f"#   {shown}: {UNNAMED}\n" in render_import(result)
+
+
+@pytest.mark.parametrize("bind", ["inproc://x", "tcp://*:*", "*:5555", "tcp://", "udp://a:1"])
+def test_an_address_that_is_none_here_is_named(tmp_path: Path, bind: str) -> None:
+    result = imported(tmp_path, json.dumps({"transport": {"bind": bind}}), "robots.json")
+    assert "address" not in result.sections["inferential"]
+    assert ("transport.bind", UNREACHABLE) in result.dropped
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://*:1", "tcp://10.0.0.1:65535", "ipc:///a/b", "tcp://[::1]:5"]
+)
+def test_an_address_is_taken_over(tmp_path: Path, bind: str) -> None:
+    result = imported(tmp_path, json.dumps({"transport": {"bind": bind}}), "robots.json")
+    assert result.sections["inferential"] == {"address": bind}
 
 
 def test_a_table_within_itself_is_refused() -> None:

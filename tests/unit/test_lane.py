@@ -10,6 +10,7 @@ from support.lanes import CONTRACT, MS, Asker, cost_of, lane_of, put, request_of
 from iskander.config_models import LaneConfig
 from iskander.contract.tensors import Contract
 from iskander.errors import IskanderError, QueueFull
+from iskander.gateway.lanes.admission import PASSED_MAX
 from iskander.gateway.lanes.lane import PROBE_NS, Lane
 from iskander.gateway.lanes.policies import BATCH_LINGER_NS
 from iskander.gateway.lanes.request import NEVER_NS, Request
@@ -55,6 +56,28 @@ def test_the_oldest_gives_way_where_that_is_wanted() -> None:
     _, gone = come(lane, 3, priority=5)
     assert gone == [(first, "dropped"), (second, "dropped")]
     assert urgent.is_waiting and third.is_waiting and lane.queue.rows == 9
+
+
+def test_what_is_urgent_does_not_give_way_to_what_is_less() -> None:
+    """However old it is; the oldest of the others does, and nobody where there is none."""
+    lane = open_lane(overflow="drop_oldest", queue_requests=2)
+    urgent, idle = (put(lane, now_ns=NOW, urgency=urgency) for urgency in (0.9, 0.1))
+
+    assert come(lane, urgency=0.5)[1] == [(idle, "dropped")]
+    with pytest.raises(IskanderError) as caught:
+        come(lane, urgency=0.4)
+    assert caught.value.code == "queue_full" and urgent.is_waiting
+    assert come(lane, urgency=0.9)[1] == [(urgent, "dropped")]
+
+
+def test_a_search_for_one_that_gives_way_has_an_end() -> None:
+    lane = open_lane(overflow="drop_oldest", queue_requests=PASSED_MAX + 1)
+    for _ in range(PASSED_MAX):
+        put(lane, now_ns=NOW, urgency=1.0)
+    behind = put(lane, now_ns=NOW)
+    with pytest.raises(IskanderError):
+        come(lane)
+    assert behind.is_waiting
 
 
 def test_the_newest_of_the_lowest_priority_gives_way_where_that_is_wanted() -> None:

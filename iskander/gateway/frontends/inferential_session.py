@@ -115,6 +115,7 @@ class Session:
         self._held = self._held_bytes = self._failed = 0
         self._admission: asyncio.Task[None] | None = None
         self._giving_up: asyncio.TimerHandle | None = None
+        self._giving_up_ns = NEVER_NS
         self._is_write_due = self._is_lost = False
         self.name = ""
         if identity:
@@ -285,15 +286,16 @@ class Session:
 
     def _give_up_soon(self) -> None:
         """While the window is full, let go of what is with a worker when its deadline passes."""
-        if self._giving_up is None:
-            first_ns = min((each.deadline_ns for each in self._unanswered()), default=NEVER_NS)
-            if first_ns < NEVER_NS:
-                after_s = max(first_ns - now_ns(), 0) / NS_PER_S
-                loop = asyncio.get_running_loop()
-                self._giving_up = loop.call_later(after_s, self._give_up)
+        first_ns = min((each.deadline_ns for each in self._unanswered()), default=NEVER_NS)
+        if first_ns < self._giving_up_ns:
+            if self._giving_up is not None:
+                self._giving_up.cancel()
+            after_s = max(first_ns - now_ns(), 0) / NS_PER_S
+            self._giving_up = asyncio.get_running_loop().call_later(after_s, self._give_up)
+            self._giving_up_ns = first_ns
 
     def _give_up(self) -> None:
-        self._giving_up = None
+        self._giving_up, self._giving_up_ns = None, NEVER_NS
         now = now_ns()
         for pending in [each for each in self._unanswered() if each.deadline_ns <= now]:
             self._service.dispatcher.withdraw(pending)
@@ -350,7 +352,7 @@ class Session:
             reply = (
                 render_error(pending.address, error, wall_ns())
                 if error is not None
-                else self._results(pending, now)
+                else self._results(pending)
             )
         except IskanderError as unsaid:
             journal.refused(self.labels, pending.address.model, unsaid)
@@ -362,7 +364,7 @@ class Session:
             journal.answered()
 
     @staticmethod
-    def _results(pending: _Pending | _Refused, now: int) -> list[bytes | memoryview]:
+    def _results(pending: _Pending | _Refused) -> list[bytes | memoryview]:
         assert isinstance(pending, _Pending) and pending.taken is not None
         assert pending.lane.contract is not None
         return render_results(
@@ -371,6 +373,6 @@ class Session:
             pending.rows,
             pending.taken,
             is_single=pending.is_single,
-            latency_ms=(now - pending.sent_ns) / NS_PER_MS if pending.sent_ns else 0.0,
+            latency_ms=pending.run_ns / NS_PER_MS,
             wall_ns=wall_ns(),
         )

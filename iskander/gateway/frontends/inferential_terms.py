@@ -76,4 +76,8 @@ def _read_metadata(metadata: Mapping[str, str]) -> SaidTerms:
     try:
         return msgspec.convert(ours, SaidTerms, strict=False)
     except msgspec.ValidationError as error:
-        raise MalformedInput(f"the observation's metadata: {error}") from None
+        name = str(error).rpartition("$.")[2].rstrip("`")
+        wanted = "true or false" if name == "newest_wins" else f"milliseconds from 0 to {_DAY_MS}"
+        raise MalformedInput(
+            f"the observation's metadata: `{name}` is {ours.get(name, '')[:100]!r}, wanted {wanted}"
+        ) from None

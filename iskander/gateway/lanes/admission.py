@@ -28,6 +28,8 @@ from iskander.gateway.lanes.waiting import WaitingQueue
 MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
 """Codes of requests that are not done in time; each says when a new one may be."""
 RETRY_UNKNOWN_MS: Final = 100
+PASSED_MAX: Final = 64
+"""More urgent requests that are passed over in search of one to give way: each newcomer looks."""
 MARGIN_LEAST: Final = 1 / 8
 MARGIN_GROWTH: Final = 1 / 2
 MARGIN_MEMORY: Final = 64
@@ -135,10 +137,23 @@ def make_way(
 def _victims(queue: WaitingQueue, config: LaneConfig, request: Request) -> Iterator[Request]:
     """Who gives way to a request when the queue is full; never one that is worth more."""
     if config.overflow == "drop_oldest":
-        return queue.oldest_first(highest=request.terms.priority)
+        oldest = queue.oldest_first(highest=request.terms.priority)
+        return _no_more_urgent(oldest, request.terms.urgency)
     if config.overflow == "drop_lowest_priority":
         return queue.least_first(above=request.terms.priority)
     return iter(())
+
+
+def _no_more_urgent(oldest: Iterator[Request], urgency: float) -> Iterator[Request]:
+    """Those that are not more urgent than that; not behind `PASSED_MAX` that are."""
+    passed = 0
+    for request in oldest:
+        if request.terms.urgency <= urgency:
+            yield request
+        else:
+            passed += 1
+            if passed == PASSED_MAX:
+                return
 
 
 def full_error(load: Load, config: LaneConfig, request: Request, title: str) -> QueueFull | None:
@@ -209,8 +224,13 @@ def late_error(
 def expired_error(request: Request, now_ns: int) -> DeadlineExceeded:
     """The error of a request that left the queue because its time had passed."""
     waited_ms = (now_ns - request.arrived_ns) / NS_PER_MS
-    what = "deadline" if request.expires_ns == request.deadline_ns else "time to wait"
-    return DeadlineExceeded(f"its {what} passed after {waited_ms:.1f} ms, before it ran")
+    what = f"its time to wait passed after {waited_ms:.1f} ms"
+    limit_ms, age_ms = request.lane.config.staleness_ms, request.terms.age_ms + waited_ms
+    if request.expires_ns == request.deadline_ns:
+        what = f"its deadline passed after {waited_ms:.1f} ms"
+    elif limit_ms and age_ms >= limit_ms:
+        what = f"by its client's clock it was {age_ms:g} ms old, and may be {limit_ms:g}"
+    return DeadlineExceeded(f"{what}, before it ran")
 
 
 def doomed_error(request: Request, now_ns: int) -> DeadlineUnreachable:

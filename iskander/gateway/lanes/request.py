@@ -90,6 +90,7 @@ class Request:
         number: Order of admission.
         queued_ns: When it was admitted.
         sent_ns: When its last rows were sent to a worker.
+        run_ns: How long the batch ran that gave the last of its results.
         todo: Ranges of rows (first, count) that no worker has.
         running: Batches that have rows of it.
         results: Of a request that runs in pieces, while they come in: where they belong, or, with
@@ -123,6 +124,7 @@ class Request:
         "rank",
         "results",
         "rows",
+        "run_ns",
         "running",
         "sent_ns",
         "shape",
@@ -159,7 +161,7 @@ class Request:
         self.lease: Lease | None = None
         self.body_offset = self.input_bytes = 0
         self.rank = 0.0
-        self.number = self.queued_ns = self.sent_ns = 0
+        self.number = self.queued_ns = self.sent_ns = self.run_ns = 0
         self.todo = [(0, rows)]
         self.running = 0
         self.results: memoryview | list[tuple[int, int, memoryview]] | None = None

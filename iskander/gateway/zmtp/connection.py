@@ -39,7 +39,7 @@ TURN_BYTES: Final = 65_536
 """Taken apart before others have their turn; of large frames, one more."""
 BACKLOG_MESSAGES: Final = 256
 BACKLOG_BYTES: Final = 1 << 20
-"""Kept for a session that is full; of large messages, one more."""
+"""Kept for a session that is full, whichever is reached first; of large messages, one more."""
 
 Part = bytes | memoryview
 
