@@ -94,7 +94,11 @@ def write_page(results: Results, path: Path, *, images: Path | None) -> None:
             image = images / f"{_slug(case)}.png"
             plots.draw(results, case, image)
             parts.append(f"![latencies]({os.path.relpath(image, path.parent)})\n")
-    parts.append(METHOD.format(**results.run["effort"] | {"seconds": _seconds(results)}))
+    parts.append(
+        METHOD.format(
+            **results.run["effort"] | {"seconds": _seconds(results), "rounds": results.rounds}
+        )
+    )
     parts.append(f"## Machine and versions\n\n{_render_facts(results.run)}\n")
     path.write_text("\n".join(parts), "utf-8")
 

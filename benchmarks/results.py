@@ -21,7 +21,7 @@ Measurement = dict[str, Any]
 
 @dataclass
 class Results:
-    """One results file.
+    """What one results file has, or several.
 
     Attributes:
         run: What was measured on, with which versions and effort.
@@ -49,6 +49,14 @@ class Results:
         return [
             each for each in self.measurements if each["case"] == case and each["system"] == system
         ]
+
+    @property
+    def rounds(self) -> str:
+        """How many a system was measured in; of how many to how many where they differ."""
+        counts = {
+            len(self.of(case, system)) for case in self.cases for system in self.systems(case)
+        }
+        return " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else "no"
 
     def median(self, case: str, system: str, metric: str) -> float | None:
         """Over the rounds; None where a round has no such figure."""

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 from kserve import InferInput, InferRequest
-from kserve.inference_client import InferenceGRPCClient
+from kserve.inference_client import InferenceGRPCClient, InferenceRESTClient, RESTConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import judging
@@ -38,6 +38,26 @@ async def _everything(address: str) -> Facts:
         }
 
 
+def over_rest(base_url: str) -> Facts:
+    """The same by its client for HTTP."""
+    return asyncio.run(asyncio.wait_for(_over_rest(base_url), judging.PATIENCE_S))
+
+
+async def _over_rest(base_url: str) -> Facts:
+    client = InferenceRESTClient(RESTConfig(protocol="v2"))
+    try:
+        tensor = InferInput("x", [5], "INT64", list(range(5)))
+        response = await client.infer(base_url, InferRequest("ids", [tensor]), model_name="ids")
+        return {
+            "live": await client.is_server_live(base_url),
+            "ready": await client.is_server_ready(base_url),
+            "model_ready": await client.is_model_ready(base_url, "ids"),
+            "answer": response.outputs[0].as_numpy().tolist(),
+        }
+    finally:
+        await client.close()
+
+
 async def _ask(client: InferenceGRPCClient, model: str, tensor: InferInput) -> Any:
     request = InferRequest(model, [tensor], request_id="7", parameters={"priority": 1})
     try:
@@ -48,4 +68,4 @@ async def _ask(client: InferenceGRPCClient, model: str, tensor: InferInput) -> A
 
 
 if __name__ == "__main__":
-    judging.serve(everything)
+    judging.serve(everything, over_rest)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -408,6 +410,18 @@ def test_workers_of_a_gateway_that_never_comes_back_end(tmp_path: Path) -> None:
         gateway.end()
 
 
+def told_to_pyarrow(address: str) -> dict[str, Any]:
+    """What a client that has only pyarrow can read of the error for a batch."""
+    with flight.connect(f"grpc://{address}") as client:
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
+        with pytest.raises(flight.FlightUnavailableError) as error:
+            writer.begin(BATCH.schema)
+            writer.write_batch(BATCH)
+            reader.read_chunk()
+        told: dict[str, Any] = json.loads(error.value.extra_info)
+        return told
+
+
 def test_workers_started_by_hand(tmp_path: Path) -> None:
     """`spawn = false`: the gateway listens, says not ready, and takes whoever attaches."""
     workers = dict(TWO, spawn=False)
@@ -415,6 +429,7 @@ def test_workers_started_by_hand(tmp_path: Path) -> None:
         assert gateway.stats()["ready"] is False
         with gateway.client() as client, pytest.raises(NotReady):
             client.score("ids", BATCH)
+        assert told_to_pyarrow(gateway.address)["code"] == "not_ready"
         by_hand = [
             WorkerProcess(gateway.attach_socket, tmp_path, "--group", str(group))
             for group in (1, 0)

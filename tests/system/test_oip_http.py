@@ -448,7 +448,9 @@ def curl(*arguments: str) -> bytes:
 
 def test_curl_is_answered(address: str) -> None:
     url = f"http://{address}/v2"
-    assert curl(f"{url}/health/ready", "-w", "%{http_code}") == b"200"
+    assert curl(f"{url}/health/ready", "-w", "%{http_code}") == b'{"ready":true}200'
+    assert json.loads(curl(f"{url}/health/live")) == {"live": True}
+    assert json.loads(curl(f"{url}/models/ids/ready")) == {"name": "ids", "ready": True}
     answer = json.loads(curl(f"{url}/models/ids/infer", "-d", json.dumps(asking([1, 2], id="a"))))
     assert answer == {
         "model_name": "ids",

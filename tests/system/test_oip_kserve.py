@@ -1,4 +1,4 @@
-"""KServe's own gRPC client against the Open Inference Protocol.
+"""KServe's own clients against the Open Inference Protocol.
 
 It wants an older psutil than this server, and so an environment of its own: `make test-kserve`.
 """
@@ -23,11 +23,17 @@ def test_kserves_client_gets_what_it_asks_for(tmp_path: Path) -> None:
     model = {"name": "ids", "path": str(path), "intra_threads": 1}
     judge = Judge(SCRIPT, PYTHON)
     try:
-        with running(tmp_path, [model], workers={"groups": ["0"], "reattach_s": 5.0}) as gateway:
+        workers = {"groups": ["0"], "reattach_s": 5.0}
+        with running(
+            tmp_path, [model], workers=workers, http={"address": "127.0.0.1:0"}
+        ) as gateway:
             found = judge.ask("everything", address=gateway.address)
+            url = f"http://{gateway.stats()['http_address']}"
+            told = judge.ask("over_rest", base_url=url)
     finally:
         judge.close()
     answer = ["7", [1, 4, 7, 10, 13]]
+    assert told == {"live": True, "ready": True, "model_ready": True, "answer": answer[1]}
     assert found == {
         "live": True,
         "ready": True,

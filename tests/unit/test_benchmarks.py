@@ -178,6 +178,12 @@ def test_what_two_files_measured_are_rounds_of_one(tmp_path: Path) -> None:
     assert (verdict.rounds, verdict.value) == ([2, 2, 3, 3], 2.5)
 
 
+def test_the_rounds_of_a_page_are_those_that_were_measured() -> None:
+    assert results(measurement("echo", 1), measurement("echo", 2)).rounds == "2"
+    once = [measurement("echo", 1), measurement("mosec", 1), measurement("mosec", 2)]
+    assert (results(*once).rounds, results().rounds) == ("1 to 2", "no")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "no json"])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from support import raw
@@ -14,6 +15,7 @@ from iskander.errors import (
     IskanderError,
     LimitExceeded,
     MalformedInput,
+    ModelNotFound,
     Overloaded,
     Unsupported,
 )
@@ -106,6 +108,9 @@ def test_flight_has_the_detail_as_json_and_others_have_it_as_grpcs_own_message()
     detail = raw.field(1, b"type.googleapis.com/google.rpc.ErrorInfo") + raw.field(2, info)
     wanted = b"\x08\x08" + raw.field(2, "größer".encode()) + raw.field(3, detail)
     assert dict(other.trailers)["grpc-status-details-bin"] == wanted
+    assert dict(flight.trailers)["x-arrow-status"] == "5"
+    assert "x-arrow-status" not in dict(other.trailers)
+    assert "x-arrow-status" not in dict(rpc_error(ModelNotFound("m"), is_flight=True).trailers)
     for ended in (flight, other):
         assert dict(ended.trailers)["iskander-retry-after-ms"] == "3"
 
@@ -142,3 +147,16 @@ def test_a_call_that_ends_before_its_message_is_malformed() -> None:
 def test_only_batches_may_be_large(path: str, most: int) -> None:
     """What a protobuf runtime reads holds up all others meanwhile."""
     assert _message_bytes(1 << 30, path) == most
+
+
+@pytest.mark.parametrize("is_flight", [True, False])
+@pytest.mark.parametrize("letter", ["a", "%", "\x7f", "\n", "é", "🤖", '"'])
+def test_an_error_of_any_text_stays_below_what_grpc_takes(letter: str, is_flight: bool) -> None:
+    """In trailers of 8 KiB, whose bytes are percent-encoded and in base64."""
+    said = letter * 100_000
+    error = ModelNotFound(said, retry_after_ms=2**53, model=said, tensor=said, wanted=2**53)
+    ended = rpc_error(error, is_flight=is_flight)
+    size = len(quote(ended.message)) + 100
+    for name, value in ended.trailers:
+        size += len(name) + 32 + (len(value) * 4 // 3 if isinstance(value, bytes) else len(value))
+    assert size < 8192

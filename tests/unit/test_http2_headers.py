@@ -184,10 +184,13 @@ class TestBlocks:
         """Once the table does not change any more, which the first one writes to."""
         blocks, encoder, requests = HeaderBlocks(), hpack.Encoder(), []
         for stream_id in (1, 3, 5):
-            raw = encoder.encode(request_fields())
+            raw = encoder.encode(request_fields(extra=[("client", "robot-7")]))
             blocks.begin(stream_id, END_HEADERS, memoryview(raw))
             requests.append(blocks.end()[2].request())
-        assert requests[0].metadata == requests[1].metadata and requests[1] is requests[2]
+        first, again, _ = requests
+        assert again is requests[2]
+        assert (first.path, first.metadata) == (again.path, again.metadata)
+        assert (first.path, first.metadata) == ("/t/M", (("client", "robot-7"),))
 
     @pytest.mark.parametrize("stream_id", [1, 3])
     def test_a_continuation_of_nothing_is_refused(self, stream_id: int) -> None:

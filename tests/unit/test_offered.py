@@ -17,7 +17,7 @@ from iskander.contract.dtypes import DTYPES, Dtype
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.gateway.offered import PROBLEMS_MAX, Tensor, fit_of, give, places, take
+from iskander.gateway.offered import PROBLEMS_MAX, Offered, Tensor, fit_of, give, places, take
 
 LIMITS = LimitsConfig(rows=100, bytes=4096)
 FIXED = [dtype for dtype in DTYPES if dtype.arrow_bits and dtype.oip not in ("BF16", "BYTES")]
@@ -82,6 +82,15 @@ def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None
     assert offered.tensors[0] is x and offered.tensors[1] is n
     for raw in ([n], [n, x, x], [n[:24], x], [n, x[:24]], []):
         assert fit.offered(raw) is None
+
+
+def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
+    first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    raw = [first.tensors[1], first.tensors[0]]
+    fit = fit_of(PLAIN, raw, Offered(4, first.tensors, 3))
+    assert fit is not None
+    offered = fit.offered(raw)
+    assert offered is not None and offered.bucket == 3
 
 
 def test_what_is_made_of_a_tensor_fits_by_no_length() -> None:

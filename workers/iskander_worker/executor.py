@@ -25,7 +25,8 @@ from iskander_worker.session import Session
 BINDINGS_MAX: Final = 512
 BINDING_BYTES_MAX: Final = 65_536
 """Making a binding costs some 60 us more than using one. Each keeps a few kilobytes, and memory of
-its own where it unpacks booleans or holds outputs of unknown shape: large ones are made anew."""
+its own where it unpacks booleans or holds outputs of unknown shape: large ones are made anew. The
+oldest goes first, used or not: to know when each was used would cost something every time."""
 
 
 class Executor:
@@ -87,9 +88,9 @@ class Executor:
         session = self.sessions[message.model].bucket(message.bucket)
         self._require_inside(message)
         binding = session.bind(message.rows, input_address, output_address)
-        if len(self._bindings) >= BINDINGS_MAX:
-            del self._bindings[next(iter(self._bindings))]  # The oldest.
         if session.is_binding_reusable and binding.own_bytes <= BINDING_BYTES_MAX:
+            if len(self._bindings) >= BINDINGS_MAX:
+                del self._bindings[next(iter(self._bindings))]
             self._bindings[key] = binding
         return binding
 

@@ -14,14 +14,31 @@ from iskander.gateway.http2.status import RpcError, Status
 from iskander.wire.varint import varint
 
 DOMAIN: Final = "iskander"
+ARROW_IO_ERROR: Final = "5"
+"""`arrow::StatusCode::IOError`."""
+_IO_ERRORS: Final = frozenset(
+    {
+        Status.CANCELLED,
+        Status.UNKNOWN,
+        Status.DEADLINE_EXCEEDED,
+        Status.PERMISSION_DENIED,
+        Status.ABORTED,
+        Status.INTERNAL,
+        Status.UNAVAILABLE,
+        Status.UNAUTHENTICATED,
+    }
+)
+"""What pyarrow makes a `FlightError` of; others are Arrow's own errors, without room for a detail,
+and would be something else with it."""
 _ERROR_INFO: Final = "type.googleapis.com/google.rpc.ErrorInfo"
 
 
 def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
     """How a call ends with an error: status, text, and the detail that programs read.
 
-    pyarrow gives the `grpc-status-details-bin` trailer to its users as `extra_info`. Other clients
-    want a `google.rpc.Status` there, and some of them fail the call where it is anything else.
+    pyarrow gives the `grpc-status-details-bin` trailer to its users as the `extra_info` of a
+    `FlightError`, where Arrow's own status is said as well. Other clients want a
+    `google.rpc.Status` there, and some of them fail the call where it is anything else.
 
     Args:
         error: What ended it.
@@ -37,6 +54,8 @@ def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
     ]
     if error.retry_after_ms is not None:
         trailers.append(("iskander-retry-after-ms", str(error.retry_after_ms)))
+    if is_flight and status in _IO_ERRORS:
+        trailers.append(("x-arrow-status", ARROW_IO_ERROR))
     return RpcError(status, error.message, tuple(trailers))
 
 

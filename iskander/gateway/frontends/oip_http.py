@@ -166,7 +166,7 @@ class OipHttp:
         return tell
 
     async def _live(self, _: Request) -> Response:
-        return Response()
+        return _json({"live": True})
 
     async def _ready(self, request: Request) -> Response:
         reasons = self._models.reasons()
@@ -174,13 +174,13 @@ class OipHttp:
             is_discreet = request.scope["grant"].is_anonymous
             why = "the server is not ready" if is_discreet else "; ".join(reasons)
             raise NotReady(why, retry_after_ms=RETRY_MS)
-        return Response()
+        return _json({"ready": True})
 
     async def _model_ready(self, request: Request) -> Response:
         asked = oip_pb2.ModelReadyRequest(**request.path_params)
         if not self._service.answer("ModelReady", asked, request.scope["grant"]).ready:
             raise NotReady(f"model `{asked.name}` is not ready", retry_after_ms=RETRY_MS)
-        return Response()
+        return _json({"name": asked.name, "ready": True})
 
     async def _index(self, request: Request) -> Response:
         asked = await _read(request, _Index)

@@ -168,7 +168,7 @@ def _route_key(headers: Mapping[str, str], grant: Grant) -> str:
 def _terms(headers: Mapping[str, str], asked: Asked, grant: Grant) -> Terms:
     """What headers and parameters say about urgency; where both do, the parameters."""
     said = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
-    terms = said_over(said_in(asked.parameters), said_in(said))
+    terms = said_over(said_in(asked.parameters), said_in(said, f"`{HEADER_PREFIX}` headers"))
     return StreamTerms((), None, grant.name).with_said(terms)
 
 

@@ -169,7 +169,10 @@ def tensor_of(
         MalformedInput: It is of strings, and they are not as many as the shape says.
     """
     if datatype == STRINGS and prod(shape) <= most:
-        raw = raw_to_body(raw, prod(shape))
+        try:
+            raw = raw_to_body(raw, prod(shape))
+        except MalformedInput as error:
+            raise MalformedInput(f"tensor `{name[:100]}`: {error.message}") from None
     return Tensor(name, datatype, shape, raw)
 
 

@@ -27,8 +27,12 @@ _WHOLE_END = 1 << 64
 _SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 
 
-def said_in(parameters: Mapping[str, Any]) -> SaidTerms | None:
+def said_in(parameters: Mapping[str, Any], where: str = "parameters") -> SaidTerms | None:
     """The terms in a request's parameters; None where there are none.
+
+    Args:
+        parameters: With others among them.
+        where: What to call them in an error.
 
     Raises:
         MalformedInput: One is not what it may be.
@@ -61,7 +65,7 @@ def said_in(parameters: Mapping[str, Any]) -> SaidTerms | None:
             fields = msgspec.structs.asdict(said) | {"deadline_ms": timeout_ms}
             said = msgspec.convert(fields, SaidTerms)
     except msgspec.ValidationError as error:
-        raise MalformedInput(f"the request's parameters: {error}") from None
+        raise MalformedInput(f"the request's {where}: {error}") from None
     return said
 
 

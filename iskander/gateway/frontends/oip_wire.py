@@ -46,15 +46,15 @@ class Scanned:
 
     Args:
         head: What is neither the id nor a tensor's bytes; still a ModelInferRequest.
-        request_id: As it came, in UTF-8.
+        id: As it came, in UTF-8.
         raw: The tensors' bytes, in the order of the inputs; empty where they are in `head`.
     """
 
     __slots__ = ("head", "id", "raw")
 
-    def __init__(self, head: bytes, request_id: bytes, raw: list[memoryview]) -> None:
+    def __init__(self, head: bytes, id: bytes, raw: list[memoryview]) -> None:
         self.head = head
-        self.id = request_id
+        self.id = id
         self.raw = raw
 
 

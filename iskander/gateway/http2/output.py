@@ -88,15 +88,14 @@ class Output:
                 self._transport.abort()
 
     def emit_block(self, stream_id: int, flags: int, block: bytes) -> None:
-        """Send a header block, in as many frames as it takes."""
-        self._answers += 1
-        self.emit(self.block(stream_id, flags, block))
+        """Send a header block, in as many frames as it takes.
 
-    def block(self, stream_id: int, flags: int, block: bytes) -> bytes:
-        """A header block's frames; behind a smaller table the first says that it knows."""
+        Behind a smaller table the first says that it is known.
+        """
+        self._answers += 1
         if self._update:
             block, self._update = self._update + block, b""
-        return frames.header_block(stream_id, flags, block, self.frame_bytes)
+        self.emit(frames.header_block(stream_id, flags, block, self.frame_bytes))
 
     def can_send(self, call: Call, size: int) -> bool:
         """Whether a message goes out whole, at once, in one frame."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from iskander.gateway.lanes.lane import Lane
 
 NEVER_NS: Final = 1 << 61
-"""Seventy years after the start; with now added to it, it still is a number of one machine word."""
+"""Seventy years after the machine's start; with now added to it, it still is one machine word."""
 PRIORITY_DEFAULT: Final = 1
 PRIORITY_MAX: Final = 9
 
