@@ -81,8 +81,12 @@ DROPPED = {
     "metrics.ring_buffer_size": "1024 points of each measure are kept",
     "metrics.enabled": "it is always measured",
 }
-UNNAMED = "a name here has letters, digits and _ . : - only: its clients have to ask for another"
-ADDRESS = re.compile(r"(tcp://(\*|[^*/]+):\d{1,5}|ipc://.+)\Z")
+UNNAMED = (
+    "a name here has at most 128 letters, digits and _ . : - within: its clients have to ask for "
+    "another"
+)
+ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})\Z|ipc:///.+\Z")
+PORT_MAX = 65_535
 UNREACHABLE = "inferential.address has to be set, to tcp://HOST:PORT or ipc://PATH"
 TABLES = {path.rpartition(".")[0] for path in (*SAME, *DROPPED)} - {""} | {"models.known"}
 
@@ -240,6 +244,12 @@ def _check_key(key: Any, above: tuple[str, ...]) -> None:  # noqa: ANN401
     raise ConfigError(f"{table}: {rule}")
 
 
+def _is_address(bind: str) -> bool:
+    """Whether a ZeroMQ address is one that this server listens on."""
+    found = ADDRESS.match(bind)
+    return found is not None and int(found["port"] or 0) <= PORT_MAX
+
+
 def _is_name(model: str) -> bool:
     """Whether a model can be called so here."""
     try:
@@ -253,7 +263,7 @@ def _reason(path: str, values: dict[str, Any]) -> str:
     """Why a setting is not taken over; empty: it is."""
     strategy, bind = values["scheduling.strategy"], values["transport.bind"]
     if path == "transport.bind" and isinstance(bind, str) and bind.isprintable():
-        return "" if ADDRESS.match(bind) else UNREACHABLE
+        return "" if _is_address(bind) else UNREACHABLE
     if path == "scheduling.strategy" and isinstance(strategy, str) and strategy not in POLICIES:
         return "not one of ours; iskander.embed takes a scoring function"
     is_of_batches = path.startswith("scheduling.batch_optimized.")

@@ -399,7 +399,7 @@ def test_a_client_that_leaves_is_waited_for_by_nobody(
 
 def test_a_server_that_has_nothing_to_do_does_nothing(gateway: Gateway, address: str) -> None:
     """Less than a hundredth of a core, with clients that are connected and silent."""
-    window_s = 4.0
+    window_s = 8.0
     with contextlib.ExitStack() as stack:
         for number in range(8):
             robot = stack.enter_context(connected(address, f"idle-{number}"))

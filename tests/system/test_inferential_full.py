@@ -17,6 +17,8 @@ from support.models import row_ids, save
 from support.processes import MIB, Gateway, eventually, running, suspended
 from support.robots import GREETING, PATIENCE_MS, Peer, address_of, ask, connected, observation
 
+from iskander.gateway.frontends.inferential_session import FAILED_MAX
+
 MANY = 30
 """More than `limits.window_batches`, which are 8 in tests."""
 MESSAGE_BYTES = 20 * MIB
@@ -126,12 +128,36 @@ def test_one_that_is_due_soon_makes_room_before_one_that_is_due_late(tmp_path: P
     ):
         late, soon, after = (robot.model(name) for name in ("late", "soon", "next"))
         pids = {each["pool"]: each["pid"] for each in gateway.stats()["workers"]}
-        hanging.enter_context(suspended(pids["late"]))
+        hanging.enter_context(suspended(pids["late/1"]))
         late.observe(x=np.array(1), deadline_ms="60000")
         assert ask(soon, x=np.array(2), deadline_ms="60000") is not None
-        hanging.enter_context(suspended(pids["soon"]))
+        hanging.enter_context(suspended(pids["soon/1"]))
         soon.observe(x=np.array(3), deadline_ms="100")
         result = ask(after, x=np.array(4))
+        assert result is not None and result["y"] == 13
+
+
+def test_failures_that_nobody_was_told_of_make_room_when_what_they_wait_for_is_late(
+    tmp_path: Path,
+) -> None:
+    path = str(row_ids(tmp_path / "ids"))
+    models = [{"name": name, "path": path, "workers": 1} for name in ("late", "next")]
+    with (
+        running(
+            tmp_path,
+            models,
+            workers={"count": 1, "hang_s": 60},
+            inferential={"address": "tcp://127.0.0.1:0", "errors": "metadata"},
+        ) as gateway,
+        connected(address_of(gateway), "robot") as robot,
+    ):
+        late, after = (robot.model(name) for name in ("late", "next"))
+        pids = {each["pool"]: each["pid"] for each in gateway.stats()["workers"]}
+        with suspended(pids["late/1"]):
+            late.observe(x=np.array(1), deadline_ms="500")
+            for _ in range(FAILED_MAX + 100):
+                late.observe(unknown=np.array(1))
+            result = ask(after, x=np.array(4))
         assert result is not None and result["y"] == 13
 
 

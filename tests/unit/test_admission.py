@@ -142,8 +142,16 @@ def test_the_name_of_a_client_does_not_make_an_error_long() -> None:
     [
         ({}, {"budget_ms": 0.0}, "its deadline passed"),
         ({}, {"ttl_ms": 0.0}, "its time to wait passed"),
-        ({"staleness_ms": 5.0}, {"age_ms": 5.0}, "it was 5 ms old, and may be 5,"),
-        ({"staleness_ms": 5.0}, {"age_ms": 50.0}, "it was 50 ms old, and may be 5,"),
+        (
+            {"staleness_ms": 5.0},
+            {"age_ms": 5.0},
+            "by its client's clock it was 5.0 ms old, and may be 5.0,",
+        ),
+        (
+            {"staleness_ms": 5.0},
+            {"age_ms": 50.0},
+            "by its client's clock it was 50.0 ms old, and may be 5.0,",
+        ),
     ],
 )
 def test_whose_time_has_passed_is_refused(

@@ -226,7 +226,20 @@ def test_a_model_that_cannot_be_called_so_is_named_and_the_rest_is_taken(
     assert f"#   {shown}: {UNNAMED}\n" in render_import(result)
 
 
-@pytest.mark.parametrize("bind", ["inproc://x", "tcp://*:*", "*:5555", "tcp://", "udp://a:1"])
+@pytest.mark.parametrize(
+    "bind",
+    [
+        "inproc://x",
+        "tcp://*:*",
+        "*:5555",
+        "tcp://",
+        "udp://a:1",
+        "tcp://a b:1",
+        "tcp://::1:5",
+        "ipc://*",
+        "tcp://*:99999",
+    ],
+)
 def test_an_address_that_is_none_here_is_named(tmp_path: Path, bind: str) -> None:
     result = imported(tmp_path, json.dumps({"transport": {"bind": bind}}), "robots.json")
     assert "address" not in result.sections["inferential"]

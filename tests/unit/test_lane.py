@@ -70,6 +70,12 @@ def test_what_is_urgent_does_not_give_way_to_what_is_less() -> None:
     assert come(lane, urgency=0.9)[1] == [(urgent, "dropped")]
 
 
+def test_a_higher_priority_goes_before_any_urgency() -> None:
+    lane = open_lane(overflow="drop_oldest", queue_requests=1)
+    low = put(lane, now_ns=NOW, priority=9, urgency=1.0)
+    assert come(lane, priority=0, urgency=0.0)[1] == [(low, "dropped")]
+
+
 def test_a_search_for_one_that_gives_way_has_an_end() -> None:
     lane = open_lane(overflow="drop_oldest", queue_requests=PASSED_MAX + 1)
     for _ in range(PASSED_MAX):

@@ -25,6 +25,7 @@ _IO_ERRORS: Final = frozenset(
         Status.ABORTED,
         Status.INTERNAL,
         Status.UNAVAILABLE,
+        Status.DATA_LOSS,
         Status.UNAUTHENTICATED,
     }
 )

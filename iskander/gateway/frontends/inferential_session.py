@@ -193,8 +193,8 @@ class Session:
             self._service.journal.refused(self.labels, request.address.model, error)
         else:
             self._let_go(request)
-            self._failed += 1
             request.error = error
+            self._count_failed()
         self._write_soon()
 
     def _be_called(self, name: str) -> None:
@@ -240,7 +240,7 @@ class Session:
             self._enter(pending)
             return self._service.dispatcher.submit(pending)
         self._admission = asyncio.get_running_loop().create_task(self._admit_later(pending))
-        return None
+        return self._give_up_soon()
 
     async def _admit_later(self, pending: _Pending) -> None:
         try:
@@ -281,11 +281,17 @@ class Session:
         else:
             refused = _Refused(address, error, deadline_ns)
             self._windows.setdefault(address.model, deque()).append(refused)
-            self._failed += 1
+            self._count_failed()
             self._write_soon()
 
+    def _count_failed(self) -> None:
+        """One more waits to be told."""
+        self._failed += 1
+        if self.is_full:
+            self._give_up_soon()
+
     def _give_up_soon(self) -> None:
-        """While the window is full, let go of what is with a worker when its deadline passes."""
+        """Let go of what is with a worker when its deadline passes: nothing more is read before."""
         first_ns = min((each.deadline_ns for each in self._unanswered()), default=NEVER_NS)
         if first_ns < self._giving_up_ns:
             if self._giving_up is not None:

@@ -22,7 +22,7 @@ from iskander.errors import (
 )
 from iskander.gateway.lanes.batcher import Rules
 from iskander.gateway.lanes.cost import CostModel
-from iskander.gateway.lanes.request import Request
+from iskander.gateway.lanes.request import Request, Terms
 from iskander.gateway.lanes.waiting import WaitingQueue
 
 MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
@@ -138,17 +138,18 @@ def _victims(queue: WaitingQueue, config: LaneConfig, request: Request) -> Itera
     """Who gives way to a request when the queue is full; never one that is worth more."""
     if config.overflow == "drop_oldest":
         oldest = queue.oldest_first(highest=request.terms.priority)
-        return _no_more_urgent(oldest, request.terms.urgency)
+        return _no_more_urgent(oldest, request.terms)
     if config.overflow == "drop_lowest_priority":
         return queue.least_first(above=request.terms.priority)
     return iter(())
 
 
-def _no_more_urgent(oldest: Iterator[Request], urgency: float) -> Iterator[Request]:
-    """Those that are not more urgent than that; not behind `PASSED_MAX` that are."""
+def _no_more_urgent(oldest: Iterator[Request], than: Terms) -> Iterator[Request]:
+    """Those of a lower priority, or no more urgent; not behind `PASSED_MAX` that are."""
     passed = 0
     for request in oldest:
-        if request.terms.urgency <= urgency:
+        terms = request.terms
+        if terms.priority > than.priority or terms.urgency <= than.urgency:
             yield request
         else:
             passed += 1
@@ -229,7 +230,8 @@ def expired_error(request: Request, now_ns: int) -> DeadlineExceeded:
     if request.expires_ns == request.deadline_ns:
         what = f"its deadline passed after {waited_ms:.1f} ms"
     elif limit_ms and age_ms >= limit_ms:
-        what = f"by its client's clock it was {age_ms:g} ms old, and may be {limit_ms:g}"
+        whose = "by its client's clock " if request.terms.age_ms else ""
+        what = f"{whose}it was {age_ms:.1f} ms old, and may be {limit_ms:.1f}"
     return DeadlineExceeded(f"{what}, before it ran")
 
 
