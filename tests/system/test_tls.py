@@ -328,6 +328,7 @@ def test_a_start_that_cannot_speak_it_says_why(tmp_path: Path) -> None:
         ({"key": "key.pem"}, "no effect without tls.certificate"),
     ):
         changes = ["--set", "server.address=127.0.0.1:0"]
+        changes += ["--set", f"server.runtime_directory={tmp_path / 'run'}"]
         for name, value in settings.items():
             changes += ["--set", f"tls.{name}={value}"]
         for command, code in (
@@ -339,3 +340,4 @@ def test_a_start_that_cannot_speak_it_says_why(tmp_path: Path) -> None:
             )
             assert done.returncode == code and words in done.stderr, done.stderr
             assert "Traceback" not in done.stderr
+            assert not (tmp_path / "run" / "attach.sock").exists()

@@ -34,20 +34,19 @@ class Reception:
     def __init__(self, path: Path, take_on: TakeOn) -> None:
         self._path = path
         self._take_on = take_on
-        self._doorstep = Doorstep(
-            attach.listen(str(path)), FRAME_BYTES_MAX, self._greet, self._refuse
-        )
-        self._is_closed = False
+        self._doorstep: Doorstep | None = None
 
     def open(self) -> None:
         """Begin to let workers in."""
+        listening = attach.listen(str(self._path))
+        self._doorstep = Doorstep(listening, FRAME_BYTES_MAX, self._greet, self._refuse)
         self._doorstep.open()
 
     def close(self) -> None:
         """Let nobody in any more."""
-        if not self._is_closed:
-            self._is_closed = True
+        if self._doorstep is not None:
             self._doorstep.close()
+            self._doorstep = None
             self._path.unlink(missing_ok=True)
 
     async def _greet(self, connection: socket.socket, frame: bytes) -> None:
