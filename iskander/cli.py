@@ -343,8 +343,11 @@ def _config_reference(arguments: argparse.Namespace) -> int:
 
 def _config_import(arguments: argparse.Namespace) -> int:
     from iskander.config_inferential import import_inferential, read_inferential, render_import
+    from iskander.gateway.addresses import zmq_address
 
-    sys.stdout.write(render_import(import_inferential(read_inferential(arguments.file))))
+    theirs = read_inferential(arguments.file)
+    ours = import_inferential(theirs, lambda bind: zmq_address(bind) is not None)
+    sys.stdout.write(render_import(ours))
     return 0
 
 

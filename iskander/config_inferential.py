@@ -9,8 +9,7 @@ Source: `InferentialConfig` of the package `inferential` 1.4.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,8 +84,6 @@ UNNAMED = (
     "a name here has at most 128 letters, digits and _ . : - within: its clients have to ask for "
     "another"
 )
-ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})\Z|ipc:///.+\Z")
-PORT_MAX = 65_535
 UNREACHABLE = "inferential.address has to be set, to tcp://HOST:PORT or ipc://PATH"
 TABLES = {path.rpartition(".")[0] for path in (*SAME, *DROPPED)} - {""} | {"models.known"}
 
@@ -129,8 +126,12 @@ def read_inferential(file: Path) -> dict[str, Any]:
     return raw
 
 
-def import_inferential(raw: dict[str, Any]) -> Imported:
+def import_inferential(raw: dict[str, Any], is_address: Callable[[str], bool]) -> Imported:
     """Take over what means something here.
+
+    Args:
+        raw: The configuration.
+        is_address: Whether this server could listen at a ZeroMQ address.
 
     Raises:
         ConfigError: A setting is not what it may be.
@@ -144,7 +145,7 @@ def import_inferential(raw: dict[str, Any]) -> Imported:
         [(shorten(_line(f"models.known.{model}"), FIELD_BYTES_MAX), UNNAMED) for model in unnamed],
     )
     for path, value in values.items():
-        reason = _reason(path, values)
+        reason = _reason(path, values, is_address)
         if reason:
             imported.dropped.append((path, reason))
         else:
@@ -244,12 +245,6 @@ def _check_key(key: Any, above: tuple[str, ...]) -> None:  # noqa: ANN401
     raise ConfigError(f"{table}: {rule}")
 
 
-def _is_address(bind: str) -> bool:
-    """Whether a ZeroMQ address is one that this server listens on."""
-    found = ADDRESS.match(bind)
-    return found is not None and int(found["port"] or 0) <= PORT_MAX
-
-
 def _is_name(model: str) -> bool:
     """Whether a model can be called so here."""
     try:
@@ -259,11 +254,11 @@ def _is_name(model: str) -> bool:
     return True
 
 
-def _reason(path: str, values: dict[str, Any]) -> str:
+def _reason(path: str, values: dict[str, Any], is_address: Callable[[str], bool]) -> str:
     """Why a setting is not taken over; empty: it is."""
     strategy, bind = values["scheduling.strategy"], values["transport.bind"]
     if path == "transport.bind" and isinstance(bind, str) and bind.isprintable():
-        return "" if _is_address(bind) else UNREACHABLE
+        return "" if is_address(bind) else UNREACHABLE
     if path == "scheduling.strategy" and isinstance(strategy, str) and strategy not in POLICIES:
         return "not one of ours; iskander.embed takes a scoring function"
     is_of_batches = path.startswith("scheduling.batch_optimized.")

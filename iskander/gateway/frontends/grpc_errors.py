@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from iskander.errors import FIELD_BYTES_MAX, IskanderError, shorten
+from iskander.errors import IskanderError
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.wire.varint import varint
 
@@ -66,7 +66,7 @@ def _rpc_status(status: Status, error: IskanderError) -> bytes:
     for name, value in error.to_wire().items():
         if name != "message":
             text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-            info += _field(3, _field(1, name) + _field(2, shorten(text, FIELD_BYTES_MAX)))
+            info += _field(3, _field(1, name) + _field(2, text))
     detail = _field(1, _ERROR_INFO) + _field(2, info)
     return b"\x08" + varint(int(status)) + _field(2, error.message) + _field(3, detail)
 
