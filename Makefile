@@ -8,7 +8,7 @@ BIN := .venv/bin
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml scripts/setup.sh
-	PYTHON=$(PYTHON) sh scripts/setup.sh .
+	PYTHON=$(PYTHON) sh scripts/setup.sh '.[http]'
 	touch $@
 
 # The tests want clients and trainers of others, which a first look at the server need not wait for.

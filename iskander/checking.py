@@ -20,7 +20,7 @@ from iskander.contract.inputs import columns_of, entries_of
 from iskander.contract.tensors import require_room
 from iskander.errors import IskanderError
 from iskander.gateway.access.secrets import require_secrets
-from iskander.gateway.addresses import require_addresses
+from iskander.gateway.addresses import admin_address, require_addresses
 from iskander.gateway.lanes.policies import make_policy
 from iskander.gateway.repository.listing import list_models
 from iskander.gateway.repository.reading import Found, Reader
@@ -103,8 +103,8 @@ def render(found: Findings, config: Config) -> Iterator[str]:
     )
     yield ""
     yield from _render_plan(found.placed)
-    others = filter(None, [config.inferential.address, config.http.address, config.admin.address])
-    yield f"\nlistens on {', '.join([*config.addresses, *others])}"
+    others = [config.inferential.address, config.http.address, admin_address(config.admin)]
+    yield f"\nlistens on {', '.join([*config.addresses, *filter(None, others)])}"
     yield from _memory(config.arena, len(found.placed.places), config.server.processes)
 
 

@@ -247,7 +247,7 @@ class AdminConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(
             description="`HOST:PORT` of `/livez`, `/readyz` and `/metrics` over HTTP. Port 0 takes "
-            "a free one; empty: none."
+            "a free one; empty: none. It wants the extra `http`; without it the default is none."
         ),
     ] = "127.0.0.1:50052"
     log_level: Annotated[
@@ -289,7 +289,11 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     """The Open Inference Protocol over HTTP. All clients wait while one's JSON is parsed."""
 
     address: Annotated[
-        str, Meta(description="`HOST:PORT`, its own. Port 0 takes a free one; empty: none.")
+        str,
+        Meta(
+            description="`HOST:PORT`, its own. Port 0 takes a free one; empty: none. It wants the "
+            "extra `http`."
+        ),
     ] = ""
     connections: Annotated[int, Positive, Meta(description="Connections served at once.")] = 1024
     json_bytes: Annotated[

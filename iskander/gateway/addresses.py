@@ -1,27 +1,36 @@
 """Where the gateway listens: addresses and owners found right before anything is started.
 
-`iskander check` and the gateway ask the same.
+So is what HTTP takes, which not everybody installs. `iskander check` and the gateway ask the same.
 """
 
 from __future__ import annotations
 
 import grp
+import importlib.util
+import logging
 import os
 import pwd
 import re
 from collections.abc import Container
 from pathlib import Path
 
-from iskander.config import Config, ServerConfig
+from iskander.config import AdminConfig, Config, ServerConfig
 from iskander.errors import ConfigError
 from iskander.wire.attach import SOCKET_PATH_BYTES_MAX
 
 _HOST_PORT = re.compile(r"(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(\d{1,5})\Z")
 PORT_MAX = 65_535
+HTTP_PACKAGES = ("h11", "starlette", "uvicorn")
+HTTP_INSTALL = "`pip install 'iskander[http]'`"
+
+log = logging.getLogger("iskander.addresses")
 
 
 def require_addresses(config: Config) -> None:
     """Refuse an address that nobody could listen on, and an owner that is not there.
+
+    The default of the admin port asks for nothing that is not installed: without it there is no
+    such port, which is logged.
 
     Raises:
         ConfigError: Which address, and what is wrong with it.
@@ -41,19 +50,7 @@ def require_addresses(config: Config) -> None:
         if not is_host_port(address):
             raise ConfigError(f"{where}: wanted HOST:PORT, [IPV6]:PORT or unix:PATH")
     taken = {address: "server.address" for address in config.addresses}
-    for setting, address in (
-        ("admin.address", config.admin.address),
-        ("http.address", config.http.address),
-    ):
-        if not address:
-            continue
-        if not is_host_port(address):
-            raise ConfigError(f"{setting} {address}: wanted HOST:PORT or [IPV6]:PORT")
-        if address in taken and not address.endswith(":0"):
-            raise ConfigError(
-                f"{setting} {address} is {taken[address]} too: each needs its own port"
-            )
-        taken[address] = setting
+    _require_http(config, taken)
     if config.inferential.address:
         _require_inferential(config, taken)
     if config.shared_memory.path:
@@ -62,6 +59,39 @@ def require_addresses(config: Config) -> None:
         others = [unix_path(address) for address in config.addresses]
         if sharing_path(config, 0) in [*others, zmq_address(config.inferential.address)]:
             raise ConfigError(f"{where} is another address of this server: each needs its own")
+
+
+def admin_address(config: AdminConfig) -> str:
+    """Where the admin port is to be; empty where there is none."""
+    is_default = config.address == AdminConfig().address
+    return "" if is_default and _missing_of_http() else config.address
+
+
+def _missing_of_http() -> str:
+    """A package that is not there; empty where all are."""
+    return next((name for name in HTTP_PACKAGES if importlib.util.find_spec(name) is None), "")
+
+
+def _require_http(config: Config, taken: dict[str, str]) -> None:
+    """Look at the ports of HTTP, and add them to those that are taken."""
+    missing = _missing_of_http()
+    if config.admin.address and not admin_address(config.admin):
+        log.warning("no admin port: %s is not installed: %s", missing, HTTP_INSTALL)
+    for setting, address in (
+        ("admin.address", admin_address(config.admin)),
+        ("http.address", config.http.address),
+    ):
+        if not address:
+            continue
+        if missing:
+            raise ConfigError(f"{setting} {address}: {missing} is not installed: {HTTP_INSTALL}")
+        if not is_host_port(address):
+            raise ConfigError(f"{setting} {address}: wanted HOST:PORT or [IPV6]:PORT")
+        if address in taken and not address.endswith(":0"):
+            raise ConfigError(
+                f"{setting} {address} is {taken[address]} too: each needs its own port"
+            )
+        taken[address] = setting
 
 
 def sharing_path(config: Config, index: int) -> Path:

@@ -31,7 +31,7 @@ from iskander.config import Config
 from iskander.errors import ConfigError, IskanderError
 from iskander.gateway.accepted import fixed
 from iskander.gateway.access.secrets import require_secrets
-from iskander.gateway.addresses import require_addresses, zmq_address
+from iskander.gateway.addresses import admin_address, require_addresses, zmq_address
 from iskander.gateway.ports import bind, with_port
 from iskander.gateway.process import BACKOFF_MOST_S, Process
 from iskander.gateway.repository.wishes import Wishes
@@ -182,12 +182,11 @@ class Parent:
     def _settings(self) -> Config:
         """What a process is started with: what was accepted, with the ports that were taken."""
         config = self._config
-        admin_address = "127.0.0.1:0" if config.admin.address else ""
         return replace(
             config,
             server=replace(config.server, address=tuple(self._addresses)),
             http=replace(config.http, address=self._http_address),
-            admin=replace(config.admin, address=admin_address),
+            admin=replace(config.admin, address="127.0.0.1:0" if self._admin else ""),
         )
 
     async def _hold_ports(self) -> None:
@@ -214,11 +213,11 @@ class Parent:
         return with_port(address, held[0])
 
     async def _start_admin(self) -> None:
-        if self._config.admin.address:
+        if address := admin_address(self._config.admin):
             from iskander.gateway.telemetry.admin import AdminServer
             from iskander.gateway.telemetry.merged import MergedPages
 
-            self._admin = AdminServer(self._config.admin.address, MergedPages(self))
+            self._admin = AdminServer(address, MergedPages(self))
             await self._admin.start()
 
     def _start(self, process: Process) -> None:

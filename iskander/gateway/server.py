@@ -16,7 +16,7 @@ from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.gateway.access.grants import Access
 from iskander.gateway.access.tls import Tls
-from iskander.gateway.addresses import require_addresses, sharing_path
+from iskander.gateway.addresses import admin_address, require_addresses, sharing_path
 from iskander.gateway.asking import Desk
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight import FlightService
@@ -157,11 +157,11 @@ class Server:
             IskanderError: An address, a model or a worker failed; says which.
         """
         config = self._config
-        if config.admin.address:
+        if address := admin_address(config.admin):
             from iskander.gateway.telemetry.admin import AdminServer  # A tenth of a second.
             from iskander.gateway.telemetry.metrics import Collector
 
-            self._admin = AdminServer(config.admin.address, Collector(self._observed))
+            self._admin = AdminServer(address, Collector(self._observed))
             self._admin_address = await self._admin.start()
         self._access.start()
         self._tls.start()
