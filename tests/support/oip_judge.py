@@ -282,7 +282,8 @@ def typed(address: str, model: str, tensors: dict[str, Any]) -> Facts:
         tensor = request.inputs.add(name=name, datatype=datatype, shape=shape)
         values = array_of(datatype, shape, raw).reshape(-1).tolist()
         getattr(tensor.contents, TYPED[datatype]).extend(values)
-    with grpc.insecure_channel(address) as channel:
+    unbounded = [("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(address, options=unbounded) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         return facts_of(triton.InferResult(stub.ModelInfer(request, timeout=PATIENCE_S)))
 

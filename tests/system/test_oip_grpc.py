@@ -229,10 +229,16 @@ def test_no_rows_give_no_rows(gateway: Gateway, judge: Judge) -> None:
     assert found["outputs"] == {"y": ["INT64", [0], ""]}
 
 
-def test_a_tensor_of_megabytes_comes_back_as_it_went(gateway: Gateway, judge: Judge) -> None:
-    values = np.random.default_rng(1).integers(0, 1 << 30, 3 * MIB).astype(np.float32)
-    sent = {"x": tensor("FP32", values)}
-    found = judge.ask("infer", address=gateway.address, model="same-FP32", tensors=sent)
+@pytest.mark.parametrize("way", ["infer", "typed"])
+@pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL"])
+def test_a_tensor_of_megabytes_comes_back_as_it_went(
+    gateway: Gateway, judge: Judge, datatype: str, way: str
+) -> None:
+    """Typed whole numbers so many that a thread reads them, too."""
+    dtype = {"FP32": np.float32, "INT64": np.int64, "BOOL": np.bool_}[datatype]
+    values = np.random.default_rng(1).integers(0, 1 << 30, MIB) % 1009
+    sent = {"x": tensor(datatype, values.astype(dtype))}
+    found = judge.ask(way, address=gateway.address, model=f"same-{datatype}", tensors=sent)
     assert found["outputs"] == {"y": sent["x"]}
 
 

@@ -162,6 +162,7 @@ PURE = (
     "iskander/gateway/frontends/oip_request.py",
     "iskander/gateway/frontends/oip_tensors.py",
     "iskander/gateway/frontends/oip_terms.py",
+    "iskander/gateway/frontends/oip_typed.py",
     "iskander/gateway/frontends/oip_wire.py",
     "iskander/gateway/frontends/flight_results.py",
     "iskander/gateway/casts.py",

@@ -18,10 +18,11 @@ from iskander.errors import (
     MalformedInput,
     Unsupported,
 )
-from iskander.gateway.frontends import oip_tensors
+from iskander.gateway.frontends import oip_typed
 from iskander.gateway.frontends.oip_request import Asked, plain, read_head, tensors_of
 from iskander.gateway.frontends.oip_strings import raw_strings
 from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.frontends.oip_wire import scan
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
 
@@ -41,9 +42,15 @@ def read(head: bytes) -> Asked:
 
 
 def taken_of(
-    asked: Asked, raw: list[memoryview], strings_max: int, *shape: int, **limits: int
+    message: bytes, raw: list[memoryview], strings_max: int, *shape: int, **limits: int
 ) -> list[Tensor]:
-    """The tensors for a model with such inputs: numbers of the shape [3], unless it is said."""
+    """The tensors for a model with such inputs: numbers of the shape [3], unless it is said.
+
+    The raw contents are left where they are.
+    """
+    scanned = scan(message, LimitsConfig())
+    scanned.raw = raw
+    asked = read(scanned.head)
     of_numbers, of_strings = ColumnType("int64", shape or (3,)), ColumnType("binary", ())
     contract = Contract(
         inputs=tuple(
@@ -54,7 +61,7 @@ def taken_of(
         ),
         outputs=(),
     )
-    return tensors_of(asked, raw, contract, LimitsConfig(**{"rows": strings_max or 9} | limits))
+    return tensors_of(asked, scanned, contract, LimitsConfig(**{"rows": strings_max or 9} | limits))
 
 
 def test_what_a_request_asks_for() -> None:
@@ -69,9 +76,9 @@ def test_no_version_is_the_default_one() -> None:
 
 
 def test_raw_contents_go_to_the_inputs_in_order() -> None:
-    asked = read(head_of(inputs=[X, FLAG]))
+    message = head_of(inputs=[X, FLAG])
     x, flag = memoryview(bytes(48)), memoryview(bytes(2))
-    assert taken_of(asked, [x, flag], 0) == [
+    assert taken_of(message, [x, flag], 0) == [
         Tensor("x", "INT64", (2, 3), x),
         Tensor("flag", "BOOL", (2,), flag),
     ]
@@ -79,22 +86,22 @@ def test_raw_contents_go_to_the_inputs_in_order() -> None:
 
 def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
     flag = FLAG | {"contents": {"bool_contents": [True, False]}}
-    asked = read(head_of(inputs=[X, flag]))
-    x, taken = taken_of(asked, [], 0)
+    x, taken = taken_of(head_of(inputs=[X, flag]), [], 0)
     assert bytes(x.data) == b"" and bytes(taken.data) == b"\x01\x00"
 
 
 @pytest.mark.parametrize("raw", [1, 3])
 def test_raw_contents_that_are_not_one_for_each_input_are_refused(raw: int) -> None:
-    asked = read(head_of(inputs=[X, FLAG]))
+    message = head_of(inputs=[X, FLAG])
     with pytest.raises(MalformedInput, match=f"2 inputs and {raw} raw contents"):
-        taken_of(asked, [memoryview(b"")] * raw, 0)
+        taken_of(message, [memoryview(b"")] * raw, 0)
 
 
 def test_raw_and_typed_contents_are_not_mixed() -> None:
-    asked = read(head_of(inputs=[X, FLAG | {"contents": {"bool_contents": [True]}}]))
-    with pytest.raises(MalformedInput, match="all have one form"):
-        taken_of(asked, [memoryview(b"")], 0)
+    inputs = [X, FLAG | {"contents": {"bool_contents": [True]}}]
+    scanned = scan(head_of(inputs=inputs, raw_input_contents=[b"raw"]), LimitsConfig())
+    with pytest.raises(MalformedInput, match="`flag` has typed contents beside raw ones"):
+        read(scanned.head)
 
 
 WORDS = {"name": "words", "datatype": "BYTES", "shape": [1, 3]}
@@ -105,17 +112,17 @@ STRINGS = [b"one", b"", b"three"]
 def test_strings_are_put_together_where_so_many_may_be(*, is_raw: bool) -> None:
     words = WORDS if is_raw else WORDS | {"contents": {"bytes_contents": STRINGS}}
     raw = [memoryview(raw_strings(STRINGS))] if is_raw else []
-    asked = read(head_of(inputs=[words]))
-    (taken,) = taken_of(asked, raw, 3)
+    message = head_of(inputs=[words])
+    (taken,) = taken_of(message, raw, 3)
     assert body_to_strings(taken.data, 3) == STRINGS
-    (left,) = taken_of(asked, raw, 2)
+    (left,) = taken_of(message, raw, 2)
     assert left.data is raw[0] if is_raw else not left.data
 
 
 def test_strings_that_are_not_as_many_as_the_shape_says_are_refused() -> None:
-    asked = read(head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}]))
+    message = head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}])
     with pytest.raises(MalformedInput, match="3 strings by its shape, got 6"):
-        taken_of(asked, [], 10)
+        taken_of(message, [], 10)
 
 
 REGION = {"parameters": {"shared_memory_region": {"string_param": "r"}}}
@@ -189,14 +196,14 @@ def test_typed_contents_are_held_against_the_limits_before_they_are_read(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, kind, text = LARGE[what]
-    monkeypatch.setattr(oip_tensors, "raw_of", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(oip_typed, "_varints", lambda *_: pytest.fail("it is read"))
     with pytest.raises(kind, match=text):
-        taken_of(read(head_of(inputs=inputs)), [], 0, bytes=100)
+        taken_of(head_of(inputs=inputs), [], 0, bytes=100)
 
 
 def test_typed_contents_that_fit_no_input_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oip_tensors, "raw_of", lambda *_: pytest.fail("it is read"))
-    (left,) = taken_of(read(head_of(inputs=[typed([1, 90], 90)])), [], 0)
+    monkeypatch.setattr(oip_typed, "read_field", lambda *_: pytest.fail("it is read"))
+    (left,) = taken_of(head_of(inputs=[typed([1, 90], 90)]), [], 0)
     assert left.shape == (1, 90) and not left.data
 
 

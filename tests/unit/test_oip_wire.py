@@ -134,6 +134,10 @@ LARGE_HEADS: dict[str, dict[str, Any]] = {
     "beside contents": {
         "inputs": [{"contents": {"int_contents": [1] * 9}, "name": "x" * HEAD_BYTES_MAX}]
     },
+    "contents beside raw ones": {
+        "inputs": [{"contents": {"bytes_contents": [b"s" * HEAD_BYTES_MAX]}}],
+        "raw_input_contents": [b"raw"],
+    },
     "empty contents": {
         "inputs": [{"contents": {"bytes_contents": [b""]}, "shape": [1 << 62] * 120_000}]
     },
@@ -147,41 +151,104 @@ def test_a_head_is_large_by_typed_contents_only(what: str) -> None:
         scanned_of(raw)
 
 
+TYPED = {"int64_contents": [1, -1, 1 << 40], "bytes_contents": [b"s" * 300]}
+
+
+@given(
+    st.lists(
+        st.builds(INPUT, name=texts, contents=st.none() | st.just(TYPED), shape=st.just([3, 1])),
+        max_size=3,
+    ),
+    texts,
+)
+def test_typed_contents_are_taken_out(inputs: list[Any], request_id: str) -> None:
+    request = oip_pb2.ModelInferRequest(model_name="m", id=request_id, inputs=inputs)
+    scanned = scanned_of(request.SerializeToString())
+
+    got = [contents_of(scanned.typed[number]) for number in sorted(scanned.typed)]
+    assert got == [each.contents for each in inputs if each.HasField("contents")]
+    assert all(inputs[number].HasField("contents") for number in scanned.typed)
+    for each in inputs:
+        each.ClearField("contents")
+    bare = oip_pb2.ModelInferRequest(model_name="m", inputs=inputs)
+    assert oip_pb2.ModelInferRequest.FromString(scanned.head) == bare
+
+
+def contents_of(raw: memoryview) -> oip_pb2.InferTensorContents:
+    return oip_pb2.InferTensorContents.FromString(bytes(raw))
+
+
+def test_typed_contents_are_where_they_came() -> None:
+    """No copy: what changes in the message changes in them."""
+    contents = {"fp32_contents": [1.5] * 9}
+    request = oip_pb2.ModelInferRequest(id="i", inputs=[{"name": "x", "contents": contents}] * 2)
+    message = np.frombuffer(bytearray(request.SerializeToString()), np.uint8)
+    typed = scanned_of(message.data).typed
+    message[:] = 99
+    assert [set(each) for each in typed.values()] == [{99}, {99}]
+
+
+def test_typed_contents_in_pieces_are_put_together() -> None:
+    """As protobuf does with a message in a message that comes again."""
+    pieces = [INPUT(name="x"), INPUT(contents=TYPED), INPUT(shape=[7]), INPUT(contents=TYPED)]
+    inner = b"".join(piece.SerializeToString() for piece in pieces)
+    scanned = scanned_of(b"\x2a" + varint(len(inner)) + inner)
+    twice = {name: values * 2 for name, values in TYPED.items()}
+    assert contents_of(scanned.typed[0]) == oip_pb2.InferTensorContents(**twice)
+    (bare,) = oip_pb2.ModelInferRequest.FromString(scanned.head).inputs
+    assert bare == INPUT(name="x", shape=[7])
+
+
+def test_typed_contents_come_before_and_behind_an_id() -> None:
+    request = oip_pb2.ModelInferRequest(id="i", inputs=[{"name": "x", "contents": TYPED}])
+    raw = request.SerializeToString()
+    scanned = scanned_of(raw * 2)
+    assert scanned.id == b"i" and len(scanned.typed) == 2
+    assert scanned.head == oip_pb2.ModelInferRequest(inputs=[{"name": "x"}] * 2).SerializeToString()
+
+
+def test_the_same_request_with_other_numbers_has_the_same_head() -> None:
+    heads = {
+        scanned_of(
+            oip_pb2.ModelInferRequest(
+                inputs=[{"name": "x", "contents": {"int64_contents": [1 << 30] * count}}]
+            ).SerializeToString()
+        ).head
+        for count in (0, 1, 7, 1000)
+    }
+    assert len(heads) == 1
+
+
+def test_beside_raw_contents_typed_ones_are_left_to_be_refused() -> None:
+    request = oip_pb2.ModelInferRequest(
+        inputs=[{"name": "x", "contents": TYPED}], raw_input_contents=[b"raw"]
+    )
+    scanned = scanned_of(request.SerializeToString())
+    assert not scanned.typed
+    assert oip_pb2.ModelInferRequest.FromString(scanned.head).inputs == request.inputs
+
+
 def test_typed_contents_may_be_large() -> None:
     contents = {"bytes_contents": [b"s" * (HEAD_BYTES_MAX + 1)]}
     request = oip_pb2.ModelInferRequest(
         model_name="m", inputs=[{"name": "x", "contents": contents}] * 2
     )
-    assert scanned_of(request.SerializeToString()).head == request.SerializeToString()
+    scanned = scanned_of(request.SerializeToString())
+    assert len(scanned.head) < 20
+    assert [len(each) for each in scanned.typed.values()] == [HEAD_BYTES_MAX + 5] * 2
 
 
-@pytest.mark.parametrize("field", [b"\x42\x00", b"\xc2\x00\x00", b"\x10\x01"])
-def test_so_many_strings_as_rows_are_taken_in_a_large_head(field: bytes) -> None:
-    """And numbers that are not packed, which are as slow."""
-    long = b"\x42" + varint(HEAD_BYTES_MAX) + bytes(HEAD_BYTES_MAX)
-
-    def message(count: int) -> bytes:
-        contents = long + field * (count // 2 - 1)
-        inner = b"\x2a" + varint(len(contents)) + contents
-        return (b"\x2a" + varint(len(inner)) + inner) * 2
-
-    assert len(scanned_of(message(ROWS)).head) > HEAD_BYTES_MAX
-    with pytest.raises(LimitExceeded, match="100 strings"):
-        scanned_of(message(ROWS + 2))
-
-
-def test_many_fields_in_a_large_input_are_refused() -> None:
-    contents = INPUT(contents={"bytes_contents": [b"s" * HEAD_BYTES_MAX]}).SerializeToString()
-    inner = contents + b"\x2a\x00" * 1000
+@pytest.mark.parametrize("contents", [b"", b"\x2a\x00"])
+def test_many_fields_of_inputs_are_refused(contents: bytes) -> None:
+    inner = contents + b"\x08\x00" * 1000
     with pytest.raises(LimitExceeded, match="inputs may have"):
         scanned_of(b"\x2a" + varint(len(inner)) + inner)
 
 
-@pytest.mark.parametrize("end", [b"\x2a\x85", b"\x2b", b"\x2a\x02\x0b"])
-def test_a_large_head_that_is_broken_is_refused(end: bytes) -> None:
-    inner = b"\x0a" + varint(HEAD_BYTES_MAX) + bytes(HEAD_BYTES_MAX)
-    with pytest.raises((MalformedInput, LimitExceeded)):
-        scanned_of(b"\x2a" + varint(len(inner)) + inner + end)
+@pytest.mark.parametrize("end", [b"\x2a\x85", b"\x2b", b"\x2a\x02\x0b", b"\x2a\x02\x2a\x01"])
+def test_inputs_that_are_broken_are_refused(end: bytes) -> None:
+    with pytest.raises(MalformedInput):
+        scanned_of(b"\x2a\x02\x2a\x00" + end)
 
 
 def is_taken(raw: bytes) -> bool:
@@ -189,6 +256,8 @@ def is_taken(raw: bytes) -> bool:
     try:
         scanned = scanned_of(raw)
         head = oip_pb2.ModelInferRequest.FromString(scanned.head)
+        for number, contents in scanned.typed.items():
+            head.inputs[number].contents.MergeFromString(bytes(contents))
     except (MalformedInput, LimitExceeded, DecodeError):
         return False
     head.id = scanned.id.decode()
@@ -218,6 +287,10 @@ def test_a_request_that_is_cut_short_is_taken_only_where_it_is_one() -> None:
 @example(b"\x1a\x02\xff\xfe")
 @example(b"\x38\x05")
 @example(b"\x02\x00")
+@example(b"\x2a\x04\x2a\x02\x10\x05")
+@example(b"\x2a\x04\x2a\x02\x12\x05")
+@example(b"\x2a\x03\xaa\x00\x00")
+@example(b"\x2a\x02\x28\x05")
 def test_any_bytes_are_the_request_that_protobuf_reads_or_none(raw: bytes) -> None:
     is_taken(raw)
 

@@ -125,11 +125,11 @@ class Inference:
         """
         wanted = self.find(scanned, terms, grant)
         asked, contract, limits = wanted.asked, wanted.contract, self._desk.limits
-        if is_for_thread(asked):
-            tensors = await asyncio.to_thread(tensors_of, asked, scanned.raw, contract, limits)
+        if is_for_thread(asked, scanned):
+            tensors = await asyncio.to_thread(tensors_of, asked, scanned, contract, limits)
             offered = take(contract, tensors, limits)
         else:
-            offered = self.offered(wanted, scanned.raw)
+            offered = self.offered(wanted, scanned)
         body = await self._desk.ask(
             wanted.lane,
             offered,
@@ -154,19 +154,19 @@ class Inference:
             _require_outputs(contract, asked.outputs)
         return Wanted(known, lane, contract, scanned.id)
 
-    def offered(self, wanted: Wanted, raw: list[memoryview]) -> Offered:
+    def offered(self, wanted: Wanted, scanned: Scanned) -> Offered:
         """What a request offers, which is for no thread to read.
 
         Raises:
             IskanderError: It is not what its model takes.
         """
-        known, contract = wanted.known, wanted.contract
+        known, contract, raw = wanted.known, wanted.contract, scanned.raw
         if known.fit is not None and known.fit.contract is contract:
             offered = known.fit.offered(raw)
             if offered is not None:
                 return offered
         limits = self._desk.limits
-        offered = take(contract, tensors_of(known.asked, raw, contract, limits), limits)
+        offered = take(contract, tensors_of(known.asked, scanned, contract, limits), limits)
         known.fit = fit_of(contract, raw, offered)
         return offered
 

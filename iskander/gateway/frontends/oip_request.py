@@ -20,12 +20,12 @@ from iskander.gateway.frontends.oip_strings import AT_ONCE
 from iskander.gateway.frontends.oip_tensors import (
     STRINGS,
     are_named,
-    require_typed,
     strings_max,
     tensor_of,
-    typed_tensor,
 )
 from iskander.gateway.frontends.oip_terms import said_in
+from iskander.gateway.frontends.oip_typed import are_slow, require_typed, typed_tensor
+from iskander.gateway.frontends.oip_wire import Scanned
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
 
@@ -43,7 +43,6 @@ class Asked(NamedTuple):
         said: What it says about its urgency; None where that is nothing.
         inputs: Name, datatype and shape of each.
         strings: How many its inputs have by their shapes; -1 where none is of strings.
-        contents: The typed contents of each input that has any, by its place.
         outputs: Those that it wants, in this order; empty for all.
         wants_final: In a stream, it wants to be told that a response is the last of its request.
     """
@@ -53,7 +52,6 @@ class Asked(NamedTuple):
     said: SaidTerms | None
     inputs: list[tuple[str, str, tuple[int, ...]]]
     strings: int
-    contents: dict[int, Any]
     outputs: tuple[str, ...]
     wants_final: bool
 
@@ -62,11 +60,12 @@ def read_head(head: bytes, columns: int) -> Asked:
     """Read a request.
 
     Args:
-        head: A serialized ModelInferRequest without its raw contents.
+        head: A serialized ModelInferRequest, as `Scanned` has it.
         columns: As many inputs, outputs and parameters it may have.
 
     Raises:
-        MalformedInput: It is none, or a parameter is not what it may be.
+        MalformedInput: It is none, its inputs are raw and typed, or a parameter is not what it may
+            be.
         LimitExceeded: It has more, or a tensor has more axes than any has.
         ContractError: It wants an output twice.
         Unsupported: It wants shared memory, classes or a sequence.
@@ -80,17 +79,20 @@ def read_head(head: bytes, columns: int) -> Asked:
         if count > columns:
             raise LimitExceeded(f"a request may have {columns} {what}, got {count}")
     parameters = plain(message.parameters)
-    inputs, contents = [], {}
-    for place, tensor in enumerate(message.inputs):
+    inputs = []
+    for tensor in message.inputs:
         if _REGION in tensor.parameters:
             raise Unsupported(f"input `{tensor.name[:100]}`: this server reads no shared memory")
         if len(tensor.shape) > _AXES_MAX:
             raise LimitExceeded(
                 f"input `{tensor.name[:100]}` may have {_AXES_MAX} axes, got {len(tensor.shape)}"
             )
-        inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
         if tensor.HasField("contents"):
-            contents[place] = tensor.contents
+            raise MalformedInput(
+                f"input `{tensor.name[:100]}` has typed contents beside raw ones; all inputs have "
+                "one form"
+            )
+        inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
     strings = [shape for _, datatype, shape in inputs if datatype == STRINGS]
     outputs = tuple(output.name for output in message.outputs)
     seen = set()
@@ -108,53 +110,49 @@ def read_head(head: bytes, columns: int) -> Asked:
         said_in(parameters),
         inputs,
         max(sum(prod(shape) for shape in strings), 0) if strings else -1,
-        contents,
         outputs,
         parameters.get(FINAL_WANTED) is True,
     )
 
 
 def tensors_of(
-    asked: Asked, raw: list[memoryview], contract: Contract, limits: LimitsConfig
+    asked: Asked, scanned: Scanned, contract: Contract, limits: LimitsConfig
 ) -> list[Tensor]:
     """The request's tensors with their bytes, which are all raw or all typed.
 
     Args:
         asked: The request.
-        raw: Its raw contents.
+        scanned: With its bytes.
         contract: Of the model that it is for. What fits none of its inputs is not looked at, and
             nothing where they are not its inputs: `offered.take` says what is wrong.
         limits: Of the server.
 
     Raises:
-        MalformedInput: They are neither, not as many as there are inputs, or typed contents are not
-            what they may be.
+        MalformedInput: They are not as many as there are inputs, or not what they may be.
         LimitExceeded: Strings or typed contents are more than is taken.
     """
-    inputs, contents = asked.inputs, asked.contents
-    if raw and contents:
-        raise MalformedInput("some inputs have typed contents and some are raw; all have one form")
+    inputs, raw, typed = asked.inputs, scanned.raw, scanned.typed
     if raw and len(raw) != len(inputs):
         raise MalformedInput(
             f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
         )
-    if contents:
+    if typed:
         require_typed(inputs, limits)
     has_strings = asked.strings >= 0
-    if (has_strings or contents) and not are_named((name for name, _, _ in inputs), contract):
+    if (has_strings or typed) and not are_named((name for name, _, _ in inputs), contract):
         return [Tensor(*described, _NOTHING) for described in inputs]
     most = strings_max(contract, limits) if has_strings else 0
     return [
-        typed_tensor(*described, contents[place], contract, limits)
-        if place in contents
+        typed_tensor(*described, typed[place], contract, limits)
+        if place in typed
         else tensor_of(*described, raw[place] if raw else _NOTHING, most)
         for place, described in enumerate(inputs)
     ]
 
 
-def is_for_thread(asked: Asked) -> bool:
+def is_for_thread(asked: Asked, scanned: Scanned) -> bool:
     """Whether reading its tensors takes so long that others would wait for it."""
-    return asked.strings > AT_ONCE
+    return asked.strings > AT_ONCE or are_slow(asked.inputs, scanned.typed)
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,9 +79,9 @@ class UnaryInfer:
         scanned = scan(message, self._desk.limits)
         terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
         self._wanted = wanted = self._inference.find(scanned, terms, call.grant)
-        if is_for_thread(wanted.asked):
+        if is_for_thread(wanted.asked, scanned):
             return False
-        offered = self._inference.offered(wanted, scanned.raw)
+        offered = self._inference.offered(wanted, scanned)
         if not offered.rows:
             self._answer(0, b"")
             return True
