@@ -24,6 +24,7 @@ COMPILED = (
     "iskander/gateway/access/grants.py",
     "iskander/gateway/asking.py",
     "iskander/gateway/dispatch.py",
+    "iskander/gateway/ending.py",
     "iskander/gateway/frontends/flight_checks.py",
     "iskander/gateway/frontends/flight_codec.py",
     "iskander/gateway/frontends/flight_data.py",

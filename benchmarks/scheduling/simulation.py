@@ -29,7 +29,7 @@ from iskander.config_models import LaneConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import IskanderError
-from iskander.gateway import dispatch, intake
+from iskander.gateway import dispatch, ending, intake
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.batcher import Formed
@@ -373,7 +373,7 @@ def _stands_for_asyncio(loop: Loop) -> Iterator[None]:
     """Let what asks for the running loop, or for the time, have this one's."""
     outer = asyncio._get_running_loop()
     with ExitStack() as stack:
-        for module in (dispatch, intake):
+        for module in (dispatch, ending, intake):
             stack.enter_context(mock.patch.object(module, "now_ns", lambda: loop.now_ns))
         asyncio._set_running_loop(cast(Any, loop))
         try:

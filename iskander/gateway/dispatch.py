@@ -1,8 +1,8 @@
-"""Batches to workers, and results back: who runs what next, completion, failure, loss.
+"""Batches to workers, and what comes of them: who runs what next, results, failure, loss.
 
 A worker with a credit gets the next batch of the lane that has had the least of the workers' time
 for its weight. Every answer names the batch that it is about; one that names none in flight is
-late, and is counted and dropped.
+late, and is counted and dropped. What then becomes of its requests is in `ending`.
 
 Runs on: gateway loop.
 """
@@ -17,8 +17,9 @@ from typing import Final
 
 from iskander.clock import now_ns
 from iskander.errors import IskanderError
+from iskander.gateway.ending import Ending
 from iskander.gateway.intake import Intake
-from iskander.gateway.lanes.admission import MISSED, doomed_error, expired_error
+from iskander.gateway.lanes.admission import doomed_error, expired_error
 from iskander.gateway.lanes.batcher import Formed
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.layout import Layout
@@ -48,7 +49,7 @@ class Dispatcher:
     """
 
     def __init__(self, intake: Intake, lanes: dict[int, Lane], polling: BusyPolling) -> None:
-        self._intake = intake
+        self._ending = Ending(intake)
         self._polling = polling
         self._lanes = lanes
         self._open: dict[int, Worker] = {}
@@ -91,7 +92,7 @@ class Dispatcher:
         if not lane.queue.requests:
             lane.catch_up()
         for victim, error in lane.put(request, now_ns()):
-            self._refuse(victim, error)
+            self._ending.refuse(victim, error)
         if self._is_pump_due:
             return
         if lane.has_idle_worker_for_brief_batches:
@@ -112,7 +113,7 @@ class Dispatcher:
             if lane.queue.next_expiry_ns <= now:
                 for request in lane.queue.expired(now):
                     lane.queue.remove(request)
-                    self._refuse(request, expired_error(request, now))
+                    self._ending.refuse(request, expired_error(request, now))
         kept: set[Worker] = set()
         while waiting:
             lane = min(waiting, key=_virtual_ns) if len(waiting) > 1 else waiting[0]
@@ -134,7 +135,7 @@ class Dispatcher:
         lane.counts["withdrawn"] += 1
         if request.is_waiting:
             lane.queue.remove(request)
-        self._end(request)
+        self._ending.forsake(request)
         if request.running:
             self._abort_unwanted(lane)
 
@@ -165,7 +166,7 @@ class Dispatcher:
         error = IskanderError.from_wire({"code": failed.code, "message": failed.message})
         is_shared = len({part.request for part in flight.parts}) > 1
         for request in unlanded(flight.parts):
-            self._settle(request, after_failure(request, error, is_shared=is_shared))
+            self._ending.settle(request, after_failure(request, error, is_shared=is_shared))
 
     def on_lost(self, worker: Worker) -> None:
         """A worker's process is gone, and what it ran with it; that runs again elsewhere.
@@ -184,14 +185,14 @@ class Dispatcher:
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
                     log.error("%r of client `%s`: %s", request, request.terms.client, error)
-                self._settle(request, error)
+                self._ending.settle(request, error)
         self.pump()
 
     def refuse_queued(self, lane: Lane, error: IskanderError) -> None:
         """Answer everything that waits in a lane."""
         for request in list(lane.queue):
             lane.queue.remove(request)
-            self._refuse(request, error)
+            self._ending.refuse(request, error)
 
     def _send_next(
         self, lane: Lane, now: int, kept: set[Worker], outgoing: dict[Worker, list[Execute]]
@@ -214,7 +215,7 @@ class Dispatcher:
             if formed.doomed:
                 for request in formed.doomed:
                     lane.queue.remove(request)
-                    self._refuse(request, doomed_error(request, now))
+                    self._ending.refuse(request, doomed_error(request, now))
                 return 0
             if formed.hold_ns > now:
                 if formed.is_kept:
@@ -315,11 +316,11 @@ class Dispatcher:
                         failure = untaken(request, error)
                 request.running -= 1
                 if request.is_over:
-                    self._release(request)
+                    self._ending.release(request)
                 elif failure is not None:
-                    self._settle(request, failure)
+                    self._ending.settle(request, failure)
                 elif results is not None:
-                    self._complete(request, results, run_ns)
+                    self._ending.complete(request, results, run_ns)
         finally:
             arena.give_back(flight.output)
 
@@ -334,60 +335,6 @@ class Dispatcher:
         finally:
             if self._taking:
                 self._loop.call_soon(self._take_on)
-
-    def _complete(self, request: Request, results: bytes | memoryview, run_ns: int) -> None:
-        lane = request.lane
-        request.run_ns = run_ns
-        lane.on_completed(request, run_ns, now_ns())
-        try:
-            request.caller.deliver(request, results)
-        except Exception:
-            # One caller's results must not keep those of the others in the same wake-up.
-            log.exception("results of batch for %s could not be delivered", lane.title)
-            self._fail(request, IskanderError("the server failed to take the results"))
-        self._end(request)
-
-    @staticmethod
-    def _fail(request: Request, error: IskanderError) -> None:
-        """Tell a caller; what it fails at itself is kept from the others."""
-        try:
-            request.caller.fail(request, error)
-        except Exception:
-            log.exception("an error for %s could not be delivered", request.lane.title)
-
-    def _settle(self, request: Request, error: IskanderError | None) -> None:
-        """A request's rows came back without results: fail it, or let it wait again."""
-        if request.is_over:
-            self._release(request)
-        elif error is None:
-            request.lane.counts["retried"] += 1
-            request.lane.put_back(request, now_ns())
-        else:
-            if request.is_waiting:
-                request.lane.queue.remove(request)
-            self._refuse(request, error, "failed")
-
-    def _refuse(self, request: Request, error: IskanderError, how: str = "refused") -> None:
-        """Answer a request that is not in the queue any more with an error."""
-        request.lane.counts[f"{how}.{error.code}"] += 1
-        if error.code in MISSED:
-            request.lane.count_missed(request)
-            if error.retryable and error.retry_after_ms is None:
-                error.retry_after_ms = request.lane.retry_after_ms(now_ns())
-        self._end(request)
-        self._fail(request, error)
-
-    def _end(self, request: Request) -> None:
-        """A request is answered or forsaken; its memory goes when no worker reads it."""
-        request.is_over = True
-        request.results = None
-        request.todo = []
-        request.lane.retire(request)
-        self._release(request)
-
-    def _release(self, request: Request) -> None:
-        if not request.running and request.lease is not None:
-            self._intake.give_back(request)
 
     def _abort_unwanted(self, lane: Lane) -> None:
         """Give up batches of which every request is over."""

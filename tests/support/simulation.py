@@ -20,7 +20,7 @@ import numpy as np
 
 from iskander.config import LimitsConfig
 from iskander.contract.rows import RowCopier, Rows
-from iskander.gateway import dispatch, intake
+from iskander.gateway import dispatch, ending, intake
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
@@ -217,7 +217,7 @@ class Simulation:
             self.dispatcher = Dispatcher(self.intake, self.lanes, BusyPolling(0))
 
     def __enter__(self) -> Simulation:
-        for module in (dispatch, intake):
+        for module in (dispatch, ending, intake):
             patch = mock.patch.object(module, "now_ns", lambda: self.loop.now_ns)
             self._patches.enter_context(patch)
         return self

@@ -75,17 +75,15 @@ class Wanted:
     """What a request wants, as far as it is known before its tensors are.
 
     Attributes:
-        asked: The request.
-        known: What is known of requests like it.
+        known: What it says, and what is known of others that say the same.
         lane: Of the model version.
         contract: By which it is answered, whatever the lane has by then.
         id: Of the request, in UTF-8.
     """
 
-    __slots__ = ("asked", "contract", "id", "known", "lane")
+    __slots__ = ("contract", "id", "known", "lane")
 
     def __init__(self, known: Known, lane: Lane, contract: Contract, request_id: bytes) -> None:
-        self.asked = known.asked
         self.known = known
         self.lane = lane
         self.contract = contract
@@ -124,7 +122,7 @@ class Inference:
             IskanderError: Why there is none.
         """
         wanted = self.find(scanned, terms, grant)
-        asked, contract, limits = wanted.asked, wanted.contract, self._desk.limits
+        asked, contract, limits = wanted.known.asked, wanted.contract, self._desk.limits
         if is_for_thread(asked, scanned):
             tensors = await asyncio.to_thread(tensors_of, asked, scanned, contract, limits)
             offered = take(contract, tensors, limits)
@@ -174,7 +172,7 @@ class Inference:
         self, wanted: Wanted, rows: int, body: bytes | memoryview, *, is_streamed: bool = False
     ) -> list[Message]:
         """A ModelInferResponse in parts, with the results in a body."""
-        asked, lane, contract = wanted.asked, wanted.lane, wanted.contract
+        asked, lane, contract = wanted.known.asked, wanted.lane, wanted.contract
         is_final_said = is_streamed and asked.wants_final
         key = (lane.model.key, rows, asked.outputs, is_final_said)
         shape = self._shapes.get(key)

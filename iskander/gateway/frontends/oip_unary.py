@@ -79,7 +79,7 @@ class UnaryInfer:
         scanned = scan(message, self._desk.limits)
         terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
         self._wanted = wanted = self._inference.find(scanned, terms, call.grant)
-        if is_for_thread(wanted.asked, scanned):
+        if is_for_thread(wanted.known.asked, scanned):
             return False
         offered = self._inference.offered(wanted, scanned)
         if not offered.rows:
@@ -91,7 +91,7 @@ class UnaryInfer:
             wanted.lane,
             offered,
             self,
-            terms=terms.with_said(wanted.asked.said),
+            terms=terms.with_said(wanted.known.asked.said),
             call_deadline_ns=terms.deadline_ns,
         )
         if call.on_gone is not None:  # It was not refused meanwhile.
