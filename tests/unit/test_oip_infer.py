@@ -189,6 +189,8 @@ async def test_a_request_like_one_before_is_held_against_its_lengths_alone(
             await played.ask(raw_input_contents=[bytes(length)])
     with pytest.raises(MalformedInput, match="wanted one for each"):
         await played.ask(raw_input_contents=[FIRST.tobytes()] * 2)
+    typed = {"name": "x", "datatype": "INT64", "shape": [3], "contents": {"int64_contents": FIRST}}
+    await played.ask(inputs=[typed], raw_input_contents=[])
 
     monkeypatch.setattr(oip_infer, "take", lambda *_: pytest.fail("it is looked at again"))
     await played.ask(raw_input_contents=[(FIRST + 7).tobytes()], id="another")

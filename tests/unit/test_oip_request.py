@@ -19,8 +19,14 @@ from iskander.errors import (
     Unsupported,
 )
 from iskander.gateway.frontends import oip_typed
-from iskander.gateway.frontends.oip_request import Asked, plain, read_head, tensors_of
-from iskander.gateway.frontends.oip_strings import raw_strings
+from iskander.gateway.frontends.oip_request import (
+    Asked,
+    is_for_thread,
+    plain,
+    read_head,
+    tensors_of,
+)
+from iskander.gateway.frontends.oip_strings import AT_ONCE, AT_ONCE_BYTES, raw_strings
 from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.frontends.oip_wire import scan
 from iskander.gateway.frontends.terms import SaidTerms
@@ -121,7 +127,7 @@ def test_strings_are_put_together_where_so_many_may_be(*, is_raw: bool) -> None:
 
 def test_strings_that_are_not_as_many_as_the_shape_says_are_refused() -> None:
     message = head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}])
-    with pytest.raises(MalformedInput, match="3 strings by its shape, got 6"):
+    with pytest.raises(MalformedInput, match="shape has 3 strings, got 6"):
         taken_of(message, [], 10)
 
 
@@ -185,9 +191,9 @@ LARGE: dict[str, tuple[list[dict[str, Any]], type[IskanderError], str]] = {
         LimitExceeded,
         "got 270",
     ),
-    "elements": ([typed([2, 3], 7)], MalformedInput, "6 elements by its shape, got 7"),
+    "elements": ([typed([2, 3], 7)], MalformedInput, "shape has 6 elements, got 7"),
     "no rows": ([typed([-1, 3], 3)], MalformedInput, "-3 elements"),
-    "nothing": ([typed([], 3)], MalformedInput, "1 elements by its shape, got 3"),
+    "nothing": ([typed([], 3)], MalformedInput, "shape has 1 elements, got 3"),
 }
 
 
@@ -205,6 +211,25 @@ def test_typed_contents_that_fit_no_input_are_not_read(monkeypatch: pytest.Monke
     monkeypatch.setattr(oip_typed, "read_field", lambda *_: pytest.fail("it is read"))
     (left,) = taken_of(head_of(inputs=[typed([1, 90], 90)]), [], 0)
     assert left.shape == (1, 90) and not left.data
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "length", "is_slow"),
+    [
+        ("BYTES", [9], AT_ONCE_BYTES, False),
+        ("BYTES", [9], AT_ONCE_BYTES + 1, True),
+        ("BYTES", [AT_ONCE], 9, False),
+        ("BYTES", [AT_ONCE + 1], 9, True),
+        ("INT64", [AT_ONCE + 1], AT_ONCE_BYTES + 1, False),
+    ],
+)
+def test_many_strings_and_long_ones_are_for_a_thread(
+    datatype: str, shape: list[int], length: int, *, is_slow: bool
+) -> None:
+    head = head_of(inputs=[{"name": "x", "datatype": datatype, "shape": shape}])
+    scanned = scan(head, LimitsConfig())
+    scanned.raw = [memoryview(bytes(length))]
+    assert is_for_thread(read(head), scanned) is is_slow
 
 
 def test_what_is_no_request_is_malformed() -> None:

@@ -9,6 +9,7 @@ import asyncio
 from typing import Final, TypeAlias
 
 from iskander._generated import oip_pb2
+from iskander.config import LimitsConfig
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError
 from iskander.gateway.access.grants import Grant
@@ -124,8 +125,7 @@ class Inference:
         wanted = self.find(scanned, terms, grant)
         asked, contract, limits = wanted.known.asked, wanted.contract, self._desk.limits
         if is_for_thread(asked, scanned):
-            tensors = await asyncio.to_thread(tensors_of, asked, scanned, contract, limits)
-            offered = take(contract, tensors, limits)
+            offered = await asyncio.to_thread(_offered, asked, scanned, contract, limits)
         else:
             offered = self.offered(wanted, scanned)
         body = await self._desk.ask(
@@ -164,8 +164,9 @@ class Inference:
             if offered is not None:
                 return offered
         limits = self._desk.limits
-        offered = take(contract, tensors_of(known.asked, scanned, contract, limits), limits)
-        known.fit = fit_of(contract, raw, offered)
+        offered = _offered(known.asked, scanned, contract, limits)
+        if raw:
+            known.fit = fit_of(contract, raw, offered)
         return offered
 
     def response(
@@ -217,6 +218,11 @@ class Inference:
             self._shapes.clear()
         self._shapes[key] = shape
         return shape
+
+
+def _offered(asked: Asked, scanned: Scanned, contract: Contract, limits: LimitsConfig) -> Offered:
+    """What a request's tensors are to its model; on any thread."""
+    return take(contract, tensors_of(asked, scanned, contract, limits), limits)
 
 
 def _require_outputs(contract: Contract, wanted: tuple[str, ...]) -> None:

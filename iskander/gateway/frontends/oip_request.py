@@ -16,7 +16,7 @@ from iskander.config import LimitsConfig
 from iskander.contract.columns import RANK_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
-from iskander.gateway.frontends.oip_strings import AT_ONCE
+from iskander.gateway.frontends.oip_strings import AT_ONCE, AT_ONCE_BYTES
 from iskander.gateway.frontends.oip_tensors import (
     STRINGS,
     are_named,
@@ -24,7 +24,7 @@ from iskander.gateway.frontends.oip_tensors import (
     tensor_of,
 )
 from iskander.gateway.frontends.oip_terms import said_in
-from iskander.gateway.frontends.oip_typed import are_slow, require_typed, typed_tensor
+from iskander.gateway.frontends.oip_typed import are_slow, require_typed, typed_tensors
 from iskander.gateway.frontends.oip_wire import Scanned
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import Tensor
@@ -141,18 +141,22 @@ def tensors_of(
     has_strings = asked.strings >= 0
     if (has_strings or typed) and not are_named((name for name, _, _ in inputs), contract):
         return [Tensor(*described, _NOTHING) for described in inputs]
+    if typed:
+        return typed_tensors(inputs, typed, contract, limits)
     most = strings_max(contract, limits) if has_strings else 0
     return [
-        typed_tensor(*described, typed[place], contract, limits)
-        if place in typed
-        else tensor_of(*described, raw[place] if raw else _NOTHING, most)
+        tensor_of(*described, raw[place] if raw else _NOTHING, most)
         for place, described in enumerate(inputs)
     ]
 
 
 def is_for_thread(asked: Asked, scanned: Scanned) -> bool:
     """Whether reading its tensors takes so long that others would wait for it."""
-    return asked.strings > AT_ONCE or are_slow(asked.inputs, scanned.typed)
+    if scanned.typed:
+        return are_slow(asked.inputs, scanned.typed)
+    if asked.strings < 0:
+        return False
+    return asked.strings > AT_ONCE or sum(map(len, scanned.raw)) > AT_ONCE_BYTES
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from iskander.errors import MalformedInput
 
 AT_ONCE: Final = 16_384
 """So many strings take a few milliseconds; more are for a thread."""
+AT_ONCE_BYTES: Final = 1 << 20
+"""The same of their bytes."""
 LENGTH_BYTES: Final = 4
 
 

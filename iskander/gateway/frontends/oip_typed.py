@@ -14,9 +14,9 @@ fields.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,21 @@ from iskander.contract.dtypes import DTYPES, OFFSET_BYTES
 from iskander.contract.strings import COLUMN_BYTES_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import LimitExceeded, MalformedInput
-from iskander.gateway.frontends.oip_tensors import NAME_MAX, STRINGS, strings_max
+from iskander.gateway.frontends.oip_tensors import NAME_MAX, STRINGS, strings_max, tensor_of
 from iskander.gateway.frontends.oip_wire import FIXED_BYTES, I32, I64, LEN, VARINT, read_field
 from iskander.gateway.offered import Tensor
+
+CONTENTS: Final = {
+    1: ("bool_contents", VARINT),
+    2: ("int_contents", VARINT),
+    3: ("int64_contents", VARINT),
+    4: ("uint_contents", VARINT),
+    5: ("uint64_contents", VARINT),
+    6: ("fp32_contents", I32),
+    7: ("fp64_contents", I64),
+    8: ("bytes_contents", LEN),
+}
+"""Fields of InferTensorContents by number: name, and kind of an element that is not packed."""
 
 
 class _Field(NamedTuple):
@@ -36,100 +48,93 @@ class _Field(NamedTuple):
 
     Attributes:
         number: Of the field.
-        kind: Of an element that is not packed with others.
-        dtype: NumPy type of whole numbers; empty for elements that stay as they are.
+        wide: NumPy type of the field's whole numbers; empty for what is no whole number.
+        narrow: That of the datatype.
     """
 
     number: int
-    kind: int
-    dtype: str = ""
+    wide: str = ""
+    narrow: str = ""
 
-
-NAMES: Final = {
-    1: "bool_contents",
-    2: "int_contents",
-    3: "int64_contents",
-    4: "uint_contents",
-    5: "uint64_contents",
-    6: "fp32_contents",
-    7: "fp64_contents",
-    8: "bytes_contents",
-}
-"""Fields of InferTensorContents."""
 
 FIELDS: Final = {
-    "BOOL": _Field(1, VARINT, "?"),
-    "INT8": _Field(2, VARINT, "<i1"),
-    "INT16": _Field(2, VARINT, "<i2"),
-    "INT32": _Field(2, VARINT, "<i4"),
-    "INT64": _Field(3, VARINT, "<i8"),
-    "UINT8": _Field(4, VARINT, "<u1"),
-    "UINT16": _Field(4, VARINT, "<u2"),
-    "UINT32": _Field(4, VARINT, "<u4"),
-    "UINT64": _Field(5, VARINT, "<u8"),
-    "FP32": _Field(6, I32),
-    "FP64": _Field(7, I64),
-    STRINGS: _Field(8, LEN),
+    "BOOL": _Field(1, "<u8", "?"),
+    "INT8": _Field(2, "<i4", "<i1"),
+    "INT16": _Field(2, "<i4", "<i2"),
+    "INT32": _Field(2, "<i4", "<i4"),
+    "INT64": _Field(3, "<i8", "<i8"),
+    "UINT8": _Field(4, "<u4", "<u1"),
+    "UINT16": _Field(4, "<u4", "<u2"),
+    "UINT32": _Field(4, "<u4", "<u4"),
+    "UINT64": _Field(5, "<u8", "<u8"),
+    "FP32": _Field(6),
+    "FP64": _Field(7),
+    STRINGS: _Field(8),
 }
 """Other datatypes have raw contents only."""
 
+FIELDS_MAX: Final = 1 << 20
+"""In all typed contents of a request: strings, and numbers that are not packed. They take a thread
+half a second."""
+FIELDS_SPARE: Final = 16
+"""More than elements: packed ones that are empty, and some that nobody knows."""
+AT_ONCE: Final = 8192
+"""So many fields take a few milliseconds; more are for a thread."""
 AT_ONCE_BYTES: Final = 256 << 10
-"""So many bytes of whole numbers take a few milliseconds; more are for a thread."""
+"""The same of packed whole numbers, and of what is put together."""
 PIECE_BYTES: Final = 1 << 20
 """Numbers that are read together; their room is a multiple of that."""
 NUMBER_BYTES_MAX: Final = 10
-FIELD_MAX: Final = (1 << 29) - 1
 
 _BYTES: Final = {dtype.oip: max(dtype.arrow_bits // 8, 1) for dtype in DTYPES}
 """Of an element; strings have more beside that."""
+_NOTHING: Final = memoryview(b"")
+
+_Described: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""Name, datatype and shape of a tensor."""
 
 
-def typed_tensor(
-    name: str,
-    datatype: str,
-    shape: tuple[int, ...],
-    contents: memoryview,
+def typed_tensors(
+    described: Sequence[_Described],
+    typed: Mapping[int, memoryview],
     contract: Contract,
     limits: LimitsConfig,
-) -> Tensor:
-    """A tensor whose elements came as typed contents; without them where it fits no input.
+) -> list[Tensor]:
+    """Tensors whose elements came as typed contents; without them where they fit no input.
 
     Args:
-        name: Of the tensor.
-        datatype: As the protocol names it.
-        shape: As it was said.
-        contents: An InferTensorContents.
-        contract: Of the model that it is for.
-        limits: Of the server: strings, and numbers that are not packed, as many as rows.
+        described: As `require_typed` lets them pass.
+        typed: An InferTensorContents of each that has elements, by its place.
+        contract: Of the model that they are for.
+        limits: Of the server.
 
     Raises:
-        MalformedInput: The datatype has no typed contents, the elements are in another one's field,
+        MalformedInput: A datatype has no typed contents, or elements are in another one's field,
             out of its range, or not as many as the shape says.
         LimitExceeded: Strings, or numbers that are not packed, are more than is taken.
     """
-    if datatype not in FIELDS:
-        raise MalformedInput(
-            f"input `{name[:NAME_MAX]}`: {datatype[:20]} has no typed contents, send its raw bytes",
-            tensor=name,
-        )
-    reader = _Reader(name, datatype, contents, limits.rows)
-    if datatype == STRINGS:
-        is_fit = prod(shape) <= strings_max(contract, limits)
-        read = reader.strings
-    else:
-        is_fit = prod(shape[1:]) <= max((spec.elements for spec in contract.inputs), default=0)
-        read = reader.numbers
-    return Tensor(name, datatype, shape, read(prod(shape)) if is_fit else memoryview(b""))
+    strings = strings_max(contract, limits)
+    elements = max((spec.elements for spec in contract.inputs), default=0)
+    left = FIELDS_MAX
+    tensors = []
+    for place, (name, datatype, shape) in enumerate(described):
+        if place not in typed:
+            tensors.append(tensor_of(name, datatype, shape, _NOTHING, strings))
+            continue
+        reader = _Reader(name, datatype, prod(shape), typed[place], left)
+        data = _NOTHING
+        if datatype == STRINGS:
+            if prod(shape) <= strings:
+                data = reader.strings()
+        elif prod(shape[1:]) <= elements:
+            data = reader.numbers()
+        left = reader.left
+        tensors.append(Tensor(name, datatype, shape, data))
+    return tensors
 
 
-def require_typed(
-    described: Iterable[tuple[str, str, tuple[int, ...]]], limits: LimitsConfig
-) -> None:
+def require_typed(described: Iterable[_Described], limits: LimitsConfig) -> None:
     """Refuse typed contents that are too many by their shapes, before they are read.
-
-    Args:
-        described: Name, datatype and shape of each tensor.
-        limits: Of the server.
 
     Raises:
         LimitExceeded: Rows or bytes.
@@ -145,54 +150,82 @@ def require_typed(
         raise LimitExceeded(f"a batch may have {limits.bytes} bytes, got {total}")
 
 
-def are_slow(
-    described: list[tuple[str, str, tuple[int, ...]]], typed: Mapping[int, memoryview]
-) -> bool:
-    """Whether there are so many whole numbers that others would wait for them.
+def are_slow(described: Sequence[_Described], typed: Mapping[int, memoryview]) -> bool:
+    """Whether typed contents take so long to read that others would wait for it."""
+    fields = size = 0
+    for place, contents in typed.items():
+        _, datatype, shape = described[place]
+        if datatype not in FIELDS:
+            continue
+        is_packed = _is_packed(contents, FIELDS[datatype].number)
+        if not is_packed:
+            fields += min(len(contents) // 2, _fields_max(prod(shape)))
+        if not is_packed or FIELDS[datatype].wide:
+            size += len(contents)
+    return fields > AT_ONCE or size > AT_ONCE_BYTES
 
-    Args:
-        described: Name, datatype and shape of each tensor.
-        typed: Typed contents, by the number of the tensor.
-    """
-    return any(
-        len(contents) > AT_ONCE_BYTES
-        and described[number][1] in FIELDS
-        and FIELDS[described[number][1]].kind == VARINT
-        for number, contents in typed.items()
-    )
+
+def _is_packed(contents: memoryview, number: int) -> bool:
+    """Whether all that there is are numbers in one piece."""
+    try:
+        key, _, end = read_field(contents, 0, len(contents))
+    except (IndexError, MalformedInput):
+        return False
+    kind = CONTENTS[number][1]
+    return kind != LEN and key == number << 3 | LEN and end == len(contents)
+
+
+def _fields_max(count: int) -> int:
+    """How many fields so many elements may be in."""
+    return max(count, 0) + FIELDS_SPARE
 
 
 class _Reader:
-    """Reads one tensor's contents."""
+    """Reads one tensor's contents.
 
-    def __init__(self, name: str, datatype: str, contents: memoryview, fields_max: int) -> None:
+    Args:
+        name: Of the tensor.
+        datatype: As the protocol names it.
+        count: Elements by the tensor's shape.
+        contents: An InferTensorContents.
+        left: Fields that it may have, beside what its count lets it have.
+
+    Raises:
+        MalformedInput: The datatype has no typed contents.
+
+    Attributes:
+        left: What it left of these.
+    """
+
+    def __init__(
+        self, name: str, datatype: str, count: int, contents: memoryview, left: int
+    ) -> None:
         self._name = name
         self._datatype = datatype
-        self._field = FIELDS[datatype]
+        self._count = count
         self._contents = contents
-        self._fields_max = fields_max
+        self.left = left
+        if datatype not in FIELDS:
+            raise self._malformed(f"{datatype[:20]} has no typed contents, send its raw bytes")
+        self._field = FIELDS[datatype]
 
-    def numbers(self, count: int) -> memoryview:
-        """So many numbers in the raw form; a copy of whole ones only, and of what is in pieces."""
-        packed, kind = self._packed(), self._field.kind
-        if kind != VARINT:
-            self._require(count, len(packed) // FIXED_BYTES[kind], "elements")
+    def numbers(self) -> memoryview:
+        """Numbers in the raw form; a copy of whole ones only, and of what is in pieces."""
+        packed, (number, wide, narrow) = self._packed(), self._field
+        if not wide:
+            self._require(len(packed) // FIXED_BYTES[CONTENTS[number][1]], "elements")
             return packed
         data = np.frombuffer(packed, np.uint8)
-        self._require(count, int(np.count_nonzero(data < 0x80)), "elements")
-        dtype = self._field.dtype
-        if dtype == "?" and not (data > 1).any():
+        self._require(int(np.count_nonzero(data < 0x80)), "elements")
+        if narrow == "?" and not (data > 1).any():
             return packed
         try:
-            return memoryview(b"".join(_narrowed(piece, dtype) for piece in _varints(data)))
+            return memoryview(b"".join(_narrowed(each, wide, narrow) for each in _varints(data)))
         except OverflowError:
-            raise MalformedInput(
-                f"input `{self._name[:NAME_MAX]}` has a value that is no {self._datatype}",
-                tensor=self._name,
-            ) from None
+            raise self._malformed(f"there is a value that is no {self._datatype}") from None
 
-    def strings(self, count: int) -> memoryview:
-        """So many strings in the form of `strings_to_body`; 0.4 us of CPU for each."""
+    def strings(self) -> memoryview:
+        """Strings in the form of `strings_to_body`; 0.4 us of CPU for each."""
         contents = self._contents
         if len(contents) > COLUMN_BYTES_MAX:
             raise LimitExceeded(f"the strings of a tensor may have {COLUMN_BYTES_MAX} bytes")
@@ -200,17 +233,17 @@ class _Reader:
         for begin, end in self._values():
             texts += contents[begin:end]
             ends.append(len(texts))
-        self._require(count, len(ends) - 1, "strings")
+        self._require(len(ends) - 1, "strings")
         assert ends.itemsize == OFFSET_BYTES
         return memoryview(b"".join((ends, texts)))
 
     def _packed(self) -> memoryview:
         """The numbers' bytes: nearly always in one piece, which stays where it is."""
-        first, joined = memoryview(b""), bytearray()
+        first, joined, kind = _NOTHING, bytearray(), CONTENTS[self._field.number][1]
         for begin, end in self._values():
             piece = self._contents[begin:end]
-            if _is_cut(piece, self._field.kind):
-                raise self._broken()
+            if _is_cut(piece, kind):
+                raise self._malformed("its typed contents are no message")
             if not first:
                 first = piece
                 continue
@@ -219,13 +252,23 @@ class _Reader:
 
     def _values(self) -> Iterator[tuple[int, int]]:
         """Where the values of the datatype's field are: each an element, or some of them packed."""
-        contents, (number, kind, _) = self._contents, self._field
-        position, end, left = 0, len(contents), self._fields_max
-        plain = number << 3 | LEN
+        contents, number = self._contents, self._field.number
+        position, end, most = 0, len(contents), _fields_max(self._count)
+        packed = number << 3 | LEN
         while position < end:
-            left -= 1
+            most -= 1
+            self.left -= 1
+            if most < 0:
+                raise self._malformed(
+                    f"its typed contents have more fields than its shape elements, {self._count}"
+                )
+            if self.left < 0:
+                raise LimitExceeded(
+                    f"the typed contents of a request may have {FIELDS_MAX} strings, and numbers "
+                    "that are not packed; send raw bytes"
+                )
             # Half the time for what there may be most of: short strings.
-            if contents[position] == plain and position + 1 < end and left >= 0:
+            if contents[position] == packed and position + 1 < end:
                 length = contents[position + 1]
                 if length < 0x80 and position + 2 + length <= end:
                     position += 2 + length
@@ -234,37 +277,23 @@ class _Reader:
             try:
                 key, begin, position = read_field(contents, position, end)
             except (IndexError, MalformedInput):
-                raise self._broken() from None
-            if left < 0:
-                raise LimitExceeded(
-                    f"input `{self._name[:NAME_MAX]}`: typed contents may have {self._fields_max} "
-                    "strings, or numbers that are not packed; send raw bytes"
-                )
-            found = key >> 3
-            if not 0 < found <= FIELD_MAX:
-                raise self._broken()
+                raise self._malformed("its typed contents are no message") from None
+            found, found_kind = key >> 3, key & 7
+            if found not in CONTENTS or found_kind not in (LEN, CONTENTS[found][1]):
+                continue
             if found == number:
-                if key & 7 in (kind, LEN):
-                    yield begin, position
-            elif found in NAMES and begin < position:
-                raise MalformedInput(
-                    f"input `{self._name[:NAME_MAX]}`: {self._datatype} is in `{NAMES[number]}`, "
-                    f"got `{NAMES[found]}`",
-                    tensor=self._name,
+                yield begin, position
+            elif begin < position:
+                raise self._malformed(
+                    f"{self._datatype} is in `{CONTENTS[number][0]}`, got `{CONTENTS[found][0]}`"
                 )
 
-    def _require(self, wanted: int, got: int, what: str) -> None:
-        if wanted != got:
-            raise MalformedInput(
-                f"input `{self._name[:NAME_MAX]}` has {wanted} {what} by its shape, got {got}",
-                tensor=self._name,
-            )
+    def _require(self, got: int, what: str) -> None:
+        if self._count != got:
+            raise self._malformed(f"its shape has {self._count} {what}, got {got}")
 
-    def _broken(self) -> MalformedInput:
-        return MalformedInput(
-            f"the typed contents of input `{self._name[:NAME_MAX]}` are no message",
-            tensor=self._name,
-        )
+    def _malformed(self, what: str) -> MalformedInput:
+        return MalformedInput(f"input `{self._name[:NAME_MAX]}`: {what}", tensor=self._name)
 
 
 def _is_cut(packed: memoryview, kind: int) -> bool:
@@ -302,17 +331,17 @@ def _varints(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint64]]:
         begin = int(ends[-1]) + 1
 
 
-def _narrowed(values: NDArray[np.uint64], dtype: str) -> bytes:
-    """Numbers as elements of a datatype; those that are negative came as 64 bits.
+def _narrowed(values: NDArray[np.uint64], wide: str, narrow: str) -> bytes:
+    """Whole numbers as elements of a datatype; what a field has no room for is cut off, as always.
 
     Raises:
         OverflowError: One does not fit.
     """
-    if dtype == "?":
+    if narrow == "?":
         are_set: bytes = (values != 0).tobytes()
         return are_set
-    wide = values.view(np.int64) if dtype[1] == "i" else values
-    narrow = wide.astype(dtype)
-    if not np.array_equal(wide, narrow):
+    read = values.astype(wide)
+    elements = read.astype(narrow)
+    if not np.array_equal(read, elements):
         raise OverflowError
-    return narrow.tobytes()
+    return elements.tobytes()

@@ -31,6 +31,9 @@ _RAW_INPUT: Final = 7 << 3 | LEN
 _RESPONSE_ID: Final = b"\x1a"
 _RAW_OUTPUT: Final = b"\x32"
 _INFER_RESPONSE: Final = b"\x12"
+_KEY_BYTES_MAX: Final = 5
+_KEY_MIN: Final = 1 << 3
+_KEY_MAX: Final = (1 << 32) - 1
 _BROKEN: Final = "the message is not a ModelInferRequest"
 
 HEAD_BYTES_MAX: Final = 1 << 20
@@ -107,12 +110,7 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
             typed = _cut_contents(view, inputs, _INPUT_FIELDS * fields_max, cuts)
     except (IndexError, UnicodeDecodeError):
         raise MalformedInput(_BROKEN) from None
-    head = _without(message, cuts)
-    if len(head) > HEAD_BYTES_MAX:
-        raise LimitExceeded(
-            f"a request may have {HEAD_BYTES_MAX} bytes beside its tensors, got {len(head)}"
-        )
-    return Scanned(head, request_id, raw, typed)
+    return Scanned(_without(message, cuts), request_id, raw, typed)
 
 
 def read_field(message: Message, position: int, end: int) -> tuple[int, int, int]:
@@ -128,6 +126,8 @@ def read_field(message: Message, position: int, end: int) -> tuple[int, int, int
         IndexError: The same.
     """
     key, begin = read_varint(message, position)
+    if begin - position > _KEY_BYTES_MAX or not _KEY_MIN <= key <= _KEY_MAX:
+        raise MalformedInput(_BROKEN)
     kind = key & 7
     if kind == LEN:
         length, begin = read_varint(message, begin)
@@ -152,7 +152,7 @@ def _cut_contents(
         view: The request.
         inputs: Where each begins, where its value does, and where both end.
         fields_max: Of all inputs.
-        cuts: An input that has contents is replaced by one without.
+        cuts: An input that has contents has another length without them.
 
     Returns:
         Those of each input that has any, by its number.
@@ -160,29 +160,39 @@ def _cut_contents(
     typed: dict[int, memoryview] = {}
     left = fields_max
     for number, (start, begin, end) in enumerate(inputs):
-        position = kept = begin
-        pieces: list[memoryview] = []
-        contents: list[memoryview] = []
+        position = begin
         while position < end:
             key_at = position
             key, value_at, position = read_field(view, position, end)
             left -= 1
             if left < 0:
                 raise LimitExceeded(f"a request's inputs may have {fields_max} fields")
-            if key == _CONTENTS:
-                contents.append(view[value_at:position])
-                pieces.append(view[kept:key_at])
-                kept = position
-        if contents:
-            bare = b"".join((*pieces, view[kept:end]))
-            cuts.append((start, end, b"".join((_INPUT_KEY, varint(len(bare)), bare))))
-            typed[number] = contents[0] if len(contents) == 1 else memoryview(b"".join(contents))
+            if key != _CONTENTS:
+                continue
+            if number in typed:
+                raise MalformedInput("an input has its contents twice")
+            typed[number] = view[value_at:position]
+            cuts += (
+                (start, begin, _INPUT_KEY + varint(end - begin - (position - key_at))),
+                (key_at, position, b""),
+            )
     cuts.sort()
     return typed
 
 
 def _without(message: Message, cuts: list[_Cut]) -> bytes:
-    """What is left of a message."""
+    """What is left of a message.
+
+    Raises:
+        LimitExceeded: It is more than need be.
+    """
+    size = len(message)
+    for begin, end, instead in cuts:
+        size += len(instead) - (end - begin)
+    if size > HEAD_BYTES_MAX:
+        raise LimitExceeded(
+            f"a request may have {HEAD_BYTES_MAX} bytes beside its tensors, got {size}"
+        )
     pieces: list[Message] = []
     kept = 0
     for begin, end, instead in cuts:
