@@ -208,7 +208,7 @@ def test_typed_contents_are_held_against_the_limits_before_they_are_read(
 
 
 def test_typed_contents_that_fit_no_input_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oip_typed, "read_field", lambda *_: pytest.fail("it is read"))
+    monkeypatch.setattr(oip_typed._Reader, "numbers", lambda *_: pytest.fail("it is read"))
     (left,) = taken_of(head_of(inputs=[typed([1, 90], 90)]), [], 0)
     assert left.shape == (1, 90) and not left.data
 

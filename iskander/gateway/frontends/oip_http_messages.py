@@ -28,7 +28,7 @@ from iskander.gateway.frontends.oip_tensors import (
     strings_max,
     tensor_of,
 )
-from iskander.gateway.offered import Tensor
+from iskander.gateway.offered import NAME_MAX, Tensor
 
 HEADER_LENGTH = "inference-header-content-length"
 _SIZE_MAX = 2**63 - 1
@@ -183,7 +183,7 @@ def choose(contract: Contract, asked: Asked, rows: int, json_bytes_max: int) -> 
         spec = specs.get(name)
         if spec is None:
             raise ContractError(
-                f"`{name[:100]}` is no output of the model, which has {', '.join(specs)}",
+                f"`{name[:NAME_MAX]}` is no output of the model, which has {', '.join(specs)}",
                 tensor=name,
             )
         if name in seen:

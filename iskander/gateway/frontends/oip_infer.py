@@ -21,7 +21,7 @@ from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
-from iskander.gateway.offered import Fit, Offered, fit_of, give, places, take
+from iskander.gateway.offered import NAME_MAX, Fit, Offered, fit_of, give, places, take
 
 REMEMBERED_MAX: Final = 256
 REMEMBERED_BYTES_MAX: Final = 4096
@@ -230,7 +230,7 @@ def _require_outputs(contract: Contract, wanted: tuple[str, ...]) -> None:
     for name in wanted:
         if name not in known:
             raise ContractError(
-                f"`{name[:100]}` is no output of the model; it has {', '.join(known)}"
+                f"`{name[:NAME_MAX]}` is no output of the model; it has {', '.join(known)}"
             )
 
 

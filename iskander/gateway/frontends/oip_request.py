@@ -18,7 +18,9 @@ from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.gateway.frontends.oip_strings import AT_ONCE, AT_ONCE_BYTES
 from iskander.gateway.frontends.oip_tensors import (
+    NOTHING,
     STRINGS,
+    Described,
     are_named,
     strings_max,
     tensor_of,
@@ -27,7 +29,7 @@ from iskander.gateway.frontends.oip_terms import said_in
 from iskander.gateway.frontends.oip_typed import are_slow, require_typed, typed_tensors
 from iskander.gateway.frontends.oip_wire import Scanned
 from iskander.gateway.frontends.terms import SaidTerms
-from iskander.gateway.offered import Tensor
+from iskander.gateway.offered import NAME_MAX, Tensor
 
 FINAL_WANTED: Final = "triton_enable_empty_final_response"
 _REGION: Final = "shared_memory_region"
@@ -50,7 +52,7 @@ class Asked(NamedTuple):
     model: str
     version: str | None
     said: SaidTerms | None
-    inputs: list[tuple[str, str, tuple[int, ...]]]
+    inputs: list[Described]
     strings: int
     outputs: tuple[str, ...]
     wants_final: bool
@@ -81,28 +83,27 @@ def read_head(head: bytes, columns: int) -> Asked:
     parameters = plain(message.parameters)
     inputs = []
     for tensor in message.inputs:
+        where = f"input `{tensor.name[:NAME_MAX]}`"
         if _REGION in tensor.parameters:
-            raise Unsupported(f"input `{tensor.name[:100]}`: this server reads no shared memory")
+            raise Unsupported(f"{where}: this server reads no shared memory")
         if len(tensor.shape) > _AXES_MAX:
-            raise LimitExceeded(
-                f"input `{tensor.name[:100]}` may have {_AXES_MAX} axes, got {len(tensor.shape)}"
-            )
+            raise LimitExceeded(f"{where} may have {_AXES_MAX} axes, got {len(tensor.shape)}")
         if tensor.HasField("contents"):
             raise MalformedInput(
-                f"input `{tensor.name[:100]}` has typed contents beside raw ones; all inputs have "
-                "one form"
+                f"{where} has typed contents beside raw ones; all inputs have one form"
             )
         inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
     strings = [shape for _, datatype, shape in inputs if datatype == STRINGS]
     outputs = tuple(output.name for output in message.outputs)
     seen = set()
     for output in message.outputs:
+        where = f"output `{output.name[:NAME_MAX]}`"
         if _REGION in output.parameters:
-            raise Unsupported(f"output `{output.name[:100]}`: this server writes no shared memory")
+            raise Unsupported(f"{where}: this server writes no shared memory")
         if _CLASSES in output.parameters:
-            raise Unsupported(f"output `{output.name[:100]}`: classes are the client's to choose")
+            raise Unsupported(f"{where}: classes are the client's to choose")
         if output.name in seen:
-            raise ContractError(f"output `{output.name[:100]}` is wanted twice")
+            raise ContractError(f"{where} is wanted twice")
         seen.add(output.name)
     return Asked(
         message.model_name,
@@ -140,12 +141,12 @@ def tensors_of(
         require_typed(inputs, limits)
     has_strings = asked.strings >= 0
     if (has_strings or typed) and not are_named((name for name, _, _ in inputs), contract):
-        return [Tensor(*described, _NOTHING) for described in inputs]
+        return [Tensor(*described, NOTHING) for described in inputs]
     if typed:
         return typed_tensors(inputs, typed, contract, limits)
     most = strings_max(contract, limits) if has_strings else 0
     return [
-        tensor_of(*described, raw[place] if raw else _NOTHING, most)
+        tensor_of(*described, raw[place] if raw else NOTHING, most)
         for place, described in enumerate(inputs)
     ]
 
@@ -166,6 +167,3 @@ def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
         choice = parameter.WhichOneof("parameter_choice")
         read[name] = None if choice is None else getattr(parameter, choice)
     return read
-
-
-_NOTHING: Final = memoryview(b"")

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from iskander.config import LimitsConfig
 from iskander.contract.tensors import Contract
 from iskander.errors import MalformedInput
 from iskander.gateway.frontends.oip_strings import body_to_raw, raw_to_body
-from iskander.gateway.offered import Tensor
+from iskander.gateway.offered import NAME_MAX, Tensor
 
 STRINGS: Final = "BYTES"
-NAME_MAX: Final = 100
-"""Of a tensor's name in an error."""
+NOTHING: Final = memoryview(b"")
+
+Described: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""Name, datatype and shape of a tensor."""
 
 
 def are_named(names: Iterable[str], contract: Contract) -> bool:

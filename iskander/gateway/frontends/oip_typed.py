@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,15 @@ from iskander.contract.dtypes import DTYPES, OFFSET_BYTES
 from iskander.contract.strings import COLUMN_BYTES_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import LimitExceeded, MalformedInput
-from iskander.gateway.frontends.oip_tensors import NAME_MAX, STRINGS, strings_max, tensor_of
+from iskander.gateway.frontends.oip_tensors import (
+    NOTHING,
+    STRINGS,
+    Described,
+    strings_max,
+    tensor_of,
+)
 from iskander.gateway.frontends.oip_wire import FIXED_BYTES, I32, I64, LEN, VARINT, read_field
-from iskander.gateway.offered import Tensor
+from iskander.gateway.offered import NAME_MAX, Tensor
 
 CONTENTS: Final = {
     1: ("bool_contents", VARINT),
@@ -88,14 +94,10 @@ NUMBER_BYTES_MAX: Final = 10
 
 _BYTES: Final = {dtype.oip: max(dtype.arrow_bits // 8, 1) for dtype in DTYPES}
 """Of an element; strings have more beside that."""
-_NOTHING: Final = memoryview(b"")
-
-_Described: TypeAlias = tuple[str, str, tuple[int, ...]]
-"""Name, datatype and shape of a tensor."""
 
 
 def typed_tensors(
-    described: Sequence[_Described],
+    described: Sequence[Described],
     typed: Mapping[int, memoryview],
     contract: Contract,
     limits: LimitsConfig,
@@ -119,10 +121,10 @@ def typed_tensors(
     tensors = []
     for place, (name, datatype, shape) in enumerate(described):
         if place not in typed:
-            tensors.append(tensor_of(name, datatype, shape, _NOTHING, strings))
+            tensors.append(tensor_of(name, datatype, shape, NOTHING, strings))
             continue
         reader = _Reader(name, datatype, prod(shape), typed[place], left)
-        data = _NOTHING
+        data = NOTHING
         if datatype == STRINGS:
             if prod(shape) <= strings:
                 data = reader.strings()
@@ -133,7 +135,7 @@ def typed_tensors(
     return tensors
 
 
-def require_typed(described: Iterable[_Described], limits: LimitsConfig) -> None:
+def require_typed(described: Iterable[Described], limits: LimitsConfig) -> None:
     """Refuse typed contents that are too many by their shapes, before they are read.
 
     Raises:
@@ -150,7 +152,7 @@ def require_typed(described: Iterable[_Described], limits: LimitsConfig) -> None
         raise LimitExceeded(f"a batch may have {limits.bytes} bytes, got {total}")
 
 
-def are_slow(described: Sequence[_Described], typed: Mapping[int, memoryview]) -> bool:
+def are_slow(described: Sequence[Described], typed: Mapping[int, memoryview]) -> bool:
     """Whether typed contents take so long to read that others would wait for it."""
     fields = size = 0
     for place, contents in typed.items():
@@ -239,7 +241,7 @@ class _Reader:
 
     def _packed(self) -> memoryview:
         """The numbers' bytes: nearly always in one piece, which stays where it is."""
-        first, joined, kind = _NOTHING, bytearray(), CONTENTS[self._field.number][1]
+        first, joined, kind = NOTHING, bytearray(), CONTENTS[self._field.number][1]
         for begin, end in self._values():
             piece = self._contents[begin:end]
             if _is_cut(piece, kind):
