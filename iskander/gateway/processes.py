@@ -19,7 +19,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,11 +27,11 @@ from msgspec.structs import replace
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config import Config
-from iskander.errors import ConfigError, IskanderError
+from iskander.errors import IskanderError
 from iskander.gateway.accepted import fixed
 from iskander.gateway.access.secrets import require_secrets
-from iskander.gateway.addresses import admin_address, require_addresses, zmq_address
-from iskander.gateway.ports import bind, with_port
+from iskander.gateway.addresses import admin_address, require_addresses
+from iskander.gateway.held_ports import HeldPorts
 from iskander.gateway.process import BACKOFF_MOST_S, Process
 from iskander.gateway.repository.wishes import Wishes
 from iskander.gateway.runtime import ATTACH_SOCKET, RuntimeDirectory, process_directory
@@ -84,9 +83,7 @@ class Parent:
         Wishes(self._runtime.path).clear()
         self._attach = self._runtime.path / ATTACH_SOCKET
         self._link()
-        self._held: list[socket.socket] = []
-        self._addresses: list[str] = []
-        self._http_address = ""
+        self._ports = HeldPorts()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._is_stopping = self._was_ready = self.is_cut = False
@@ -106,7 +103,7 @@ class Parent:
             ConfigError: Nobody can listen at an address.
         """
         try:
-            await self._hold_ports()
+            await self._ports.hold(self._config)
             await self._start_admin()
             for process in self.processes:
                 self._loop.add_reader(process.notices, self._on_notice, process)
@@ -181,36 +178,9 @@ class Parent:
 
     def _settings(self) -> Config:
         """What a process is started with: what was accepted, with the ports that were taken."""
-        config = self._config
-        return replace(
-            config,
-            server=replace(config.server, address=tuple(self._addresses)),
-            http=replace(config.http, address=self._http_address),
-            admin=replace(config.admin, address="127.0.0.1:0" if self._admin else ""),
-        )
-
-    async def _hold_ports(self) -> None:
-        """Find the ports, and keep others from them while a process is replaced."""
-        for address in self._config.addresses:
-            self._addresses.append(await self._hold_port("server.address", address))
-        http, inferential = self._config.http, zmq_address(self._config.inferential.address)
-        if http.address:
-            self._http_address = await self._hold_port("http.address", http.address)
-        if isinstance(inferential, str):
-            await self._hold_port("inferential.address", inferential)
-
-    async def _hold_port(self, setting: str, address: str) -> str:
-        try:
-            # Not shared, to see that nobody listens there; then shared with the processes.
-            for probe in await bind(address, is_shared=False):
-                probe.close()
-            held = await bind(address, is_shared=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{setting} {address}: cannot listen there: {error.strerror}"
-            ) from None
-        self._held += held
-        return with_port(address, held[0])
+        config = self._ports.said_in(self._config)
+        own_admin = "127.0.0.1:0" if self._admin else ""
+        return replace(config, admin=replace(config.admin, address=own_admin))
 
     async def _start_admin(self) -> None:
         if address := admin_address(self._config.admin):
@@ -260,12 +230,13 @@ class Parent:
     def _say_ready(self) -> None:
         if not self._was_ready and all(process.is_ready for process in self.processes):
             self._was_ready = True
-            where = ", ".join(self._addresses)
+            addresses = self._ports.addresses
+            where = ", ".join(addresses)
             log.info("%d processes are ready on %s", len(self.processes), where)
-            notify(READY="1", STATUS=f"serving on {where}", X_ISKANDER_ADDRESS=self._addresses[0])
+            notify(READY="1", STATUS=f"serving on {where}", X_ISKANDER_ADDRESS=addresses[0])
 
     def _say_serving(self, note: str) -> None:
-        where = ", ".join(self._addresses)
+        where = ", ".join(self._ports.addresses)
         notify(READY="1", STATUS=f"serving on {where}; {note}")
 
     def _look(self) -> None:
@@ -381,8 +352,7 @@ class Parent:
             self._loop.remove_reader(process.notices)
             process.signal(signal.SIGKILL)
             process.close()
-        for held in self._held:
-            held.close()
+        self._ports.close()
         self._attach.unlink(missing_ok=True)
         self._runtime.release()
 
