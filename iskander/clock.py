@@ -13,5 +13,6 @@ NS_PER_MS: Final = 1_000_000
 NS_PER_S: Final = 1_000_000_000
 
 now_ns = time.monotonic_ns
+thread_cpu_ns = time.thread_time_ns
 wall_ns = time.time_ns
 pause_s = time.sleep

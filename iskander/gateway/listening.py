@@ -10,10 +10,12 @@ import contextlib
 import socket
 import ssl
 from abc import abstractmethod
+from collections import Counter
 from typing import Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.access.handshakes import Door
+from iskander.gateway.turns import TurnScheduler
 
 SCRATCH_BYTES = 1 << 18
 BACKLOG = 1024
@@ -48,12 +50,16 @@ class Listening(Generic[Connection]):
         loop: Of the gateway.
         scratch: Where sockets are read into; a read is taken apart before the next.
         connections: The open ones.
+        turns: Where connections wait whose input was not all processed.
+        ended: Connections that the server ended, by reason.
     """
 
     def __init__(self, connections_max: int, tls: ssl.SSLContext | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
+        self.turns = TurnScheduler(self.loop)
+        self.ended: Counter[str] = Counter()
         self._connections_max = connections_max
         self._tls = tls
         self._servers: list[asyncio.Server | Door] = []
@@ -95,12 +101,17 @@ class Listening(Generic[Connection]):
                 while self.connections:
                     await asyncio.sleep(0)
 
+    def count_ended(self, reason: str) -> None:
+        """Count a connection that the server ended."""
+        self.ended[reason] += 1
+
     @abstractmethod
     def connection(self) -> asyncio.BaseProtocol:
         """The server's end of a new connection."""
 
     def on_too_many(self) -> None:
-        """A connection is closed as it comes: there are as many as may be."""
+        """Count a connection that is closed at once, since there are as many as may be."""
+        self.count_ended("too_many_connections")
 
     def on_cut(self, count: int) -> None:
         """So many connections did not end in time."""

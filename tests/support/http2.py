@@ -15,6 +15,7 @@ from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.connection import Connection
 from iskander.gateway.http2.status import RpcError
 from iskander.gateway.listening import SCRATCH_BYTES
+from iskander.gateway.turns import TurnScheduler
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = range(8)
@@ -108,7 +109,8 @@ def request_fields(path: str = "/t/M", extra: Fields = (), without: Sequence[str
     """The headers of a call."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "here")]
     fields += [("te", "trailers"), ("content-type", "application/grpc")]
-    return [*(field for field in fields if field[0] not in without), *extra]
+    fields = [*(field for field in fields if field[0] not in without), *extra]
+    return sorted(fields, key=lambda field: not field[0].startswith(":"))
 
 
 def block(fields: Fields) -> bytes:
@@ -178,6 +180,7 @@ class FakeTransport(asyncio.Transport):
         super().__init__()
         self.written = bytearray()
         self.is_closed = self.is_aborted = self.has_eof = self.is_full = False
+        self.is_paused = False
         self.room_bytes: int | None = None
         self.protocol: Connection
         self._unread = 0
@@ -193,6 +196,13 @@ class FakeTransport(asyncio.Transport):
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         for part in list_of_data:
             self.write(part)
+
+    def pause_reading(self) -> None:
+        assert not self.is_paused
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
 
     def fill(self) -> None:
         """The socket takes no more."""
@@ -241,6 +251,9 @@ class FakeHost:
         self.calls_max = calls_max
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
+        self.turns = TurnScheduler(self.loop)
+        self.ended: list[str] = []
+        self.count_ended = self.ended.append
         self.named = lambda path, error: RpcError(error.status, error.message, (("why", path),))
         self.served: list[Call] = []
         self._serve = serve
@@ -293,6 +306,8 @@ class Peer:
             piece = raw[at : at + cut]
             self.connection.get_buffer(-1)[: len(piece)] = piece
             self.connection.buffer_updated(len(piece))
+            while self.transport.is_paused and not self.transport.is_closed:
+                self.host.turns._run()
             # What is kept of a read must not be in the buffer of all connections.
             self.host.scratch[: len(piece)] = b"\xaa" * len(piece)
 

@@ -36,7 +36,7 @@ from support.intake import in_loop, turns
 from iskander.clock import now_ns
 from iskander.gateway.http2 import inflating, room
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
-from iskander.gateway.http2.patience import AT_ONCE
+from iskander.gateway.http2.rate_limit import BURST
 from iskander.gateway.http2.status import RpcError, Status
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def window_setting(value: int) -> bytes:
 async def test_clients_that_measure_the_way_at_each_answer_stay() -> None:
     """grpc-go's and grpc-java's: a ping and the windows for each."""
     peer = Peer(answer)
-    for stream_id in range(1, AT_ONCE * 4, 2):
+    for stream_id in range(1, BURST * 4, 2):
         peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
         peer.say(window_update(0, 14), window_update(stream_id, 14), ping())
@@ -70,7 +70,7 @@ async def test_clients_that_measure_the_way_at_each_answer_stay() -> None:
 @in_loop
 async def test_pings_that_come_late_are_of_the_answers_before() -> None:
     peer = Peer(answer)
-    for stream_id in range(1, AT_ONCE * 4, 2):
+    for stream_id in range(1, BURST * 4, 2):
         peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
         if stream_id % 20 == 19:
@@ -84,7 +84,7 @@ async def test_pings_are_not_free_for_ever_where_there_were_answers() -> None:
     for stream_id in range(1, 2001, 2):
         peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
-    for _ in range(AT_ONCE * 5):
+    for _ in range(BURST * 5):
         peer.say(ping())
     assert peer.goodbye == client.ENHANCE_YOUR_CALM
 
@@ -96,10 +96,10 @@ def test_windows_that_open_for_nothing_end_the_connection(stream_id: int) -> Non
         peer.open(1)
         peer.open(3)
         peer.say(rst_stream(3))
-        for _ in range(AT_ONCE * 5):
+        for _ in range(BURST * 5):
             peer.say(window_update(stream_id, 1))
         assert peer.goodbye is None
-        for _ in range(AT_ONCE * 15):
+        for _ in range(BURST * 15):
             peer.say(window_update(stream_id, 1))
         assert peer.goodbye == client.ENHANCE_YOUR_CALM
 
@@ -115,7 +115,7 @@ async def test_a_message_taken_in_crumbs_ends_the_connection() -> None:
     peer.say(client.settings(window=0))
     peer.open()
     await turns()
-    for _ in range(AT_ONCE * 20):
+    for _ in range(BURST * 20):
         peer.say(window_update(1, 1))
     assert peer.goodbye == client.ENHANCE_YOUR_CALM
 
@@ -206,7 +206,7 @@ async def test_a_path_of_any_bytes_can_be_told_back() -> None:
         raise RpcError(Status.UNIMPLEMENTED, call.path)
 
     peer = Peer(refuse)
-    fields = [*request_fields(without=[":path"]), (":path", b"/t/\xff")]
+    fields = [(":path", b"/t/\xff"), *request_fields(without=[":path"])]
     peer.say(frame(HEADERS, 1, hpack.Encoder().encode(fields), END_HEADERS | END_STREAM))
     await turns()
     assert peer.answer().status == Status.UNIMPLEMENTED
@@ -405,7 +405,7 @@ async def test_large_messages_of_a_connection_come_as_far_as_there_is_room() -> 
         end(peer, stream_id, 10 * MIB)
     await turns()
     assert len(taker.taken) == 4 and peer.goodbye is None
-    assert not peer.connection.room._held and peer.connection.room._taken == 0
+    assert not peer.connection.streams.room._held and peer.connection.streams.room._taken == 0
 
 
 @pytest.mark.usefixtures("small_room")

@@ -81,7 +81,7 @@ DOORS = {
     "h11": (("iskander/gateway/http1.py",), "iskander.gateway.http1"),
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),
     "grpc": ((), "iskander.gateway.http2"),
-    "hpack": (("iskander/gateway/http2/headers.py",), "iskander.gateway.http2"),
+    "hpack": (("iskander/gateway/http2/header_blocks.py",), "iskander.gateway.http2"),
     "watchfiles": (
         ("iskander/gateway/repository/watching.py",),
         "iskander.gateway.repository.watching",

@@ -45,14 +45,17 @@ from support.intake import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import DeadlineExceeded
+from iskander.gateway import turns as turns_of_loop
 from iskander.gateway.frontends import grpc_errors, grpc_server
+from iskander.gateway.http2 import connection, frames
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
-from iskander.gateway.http2.connection import GREETING_NS, IDLE_NS, PING_NS
-from iskander.gateway.http2.patience import AT_ONCE
+from iskander.gateway.http2.connection import GREETING_NS, HEADERS_NS, IDLE_NS, PING_NS
+from iskander.gateway.http2.rate_limit import BURST
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.listening import SCRATCH_BYTES
 
 WINDOW_DEFAULT = 65_535
+ODD = range(1, 1601, 2)
 FRAME_DEFAULT = 16_384
 MIB = 1 << 20
 
@@ -104,7 +107,7 @@ def calls_kept(peer: Peer) -> list[Call]:
     """Wherever they are."""
     gc.collect()
     found = [each for each in gc.get_objects() if type(each) is Call]
-    return [call for call in found if call._connection is peer.connection]
+    return [call for call in found if call._streams is peer.connection.streams]
 
 
 def waiting(peer: Peer) -> int:
@@ -113,6 +116,8 @@ def waiting(peer: Peer) -> int:
 
 
 # The beginning.
+
+INVALID_PREFACE = frames.goaway(0, frames.Code.PROTOCOL_ERROR, "invalid connection preface")
 
 
 @in_loop
@@ -143,14 +148,19 @@ def test_a_preface_that_comes_in_pieces(cut: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.1\r\n"]
+    ("said", "answer"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 505 "),
+        (b"\x16\x03\x01\x02\x00\x01", INVALID_PREFACE),
+        (b"PRI * HTTP/2.1\r\n", INVALID_PREFACE),
+    ],
 )
-def test_what_is_not_http2_is_told_so_and_goes(said: bytes) -> None:
+def test_what_is_not_http2_is_told_so_and_goes(said: bytes, answer: bytes) -> None:
     async def play() -> None:
         peer = Peer(greets=False)
         start = len(peer.transport.written)
         peer.say(said)
-        assert bytes(peer.transport.written[start:]).startswith(b"HTTP/1.1 505 ")
+        assert bytes(peer.transport.written[start:]).startswith(answer)
         assert peer.transport.is_closed
         await turns()
         assert not peer.host.connections
@@ -367,20 +377,42 @@ async def test_a_client_that_exceeds_the_window_goes() -> None:
 
 
 @in_loop
-async def test_padding_is_given_back_at_once() -> None:
+async def test_padding_counts_in_the_windows_and_is_given_back() -> None:
+    reader = Reader()
+    peer = Peer(reader)
+    peer.open()
+    await turns()
+    frame_bytes = len(message(b"x")) + 256
+    count = WINDOW_BYTES // 2 // frame_bytes + 1
+    for _ in range(count):
+        peer.say(data(1, message(b"x"), padding=255))
+    await turns()
+    updates = [each.number for each in peer.heard(WINDOW_UPDATE) if each.stream_id == 1]
+    assert updates == [count * frame_bytes]
+    assert peer.connection.streams._received == count * frame_bytes
+    assert peer.goodbye is None
+
+
+@in_loop
+async def test_padding_without_payload_fills_the_window_as_well() -> None:
     peer = Peer()
     peer.open()
-    peer.say(data(1, message(b"x"), padding=200))
-    assert (1, 201) in [(each.stream_id, each.number) for each in peer.heard(WINDOW_UPDATE)]
-    assert peer.connection._received == len(message(b"x")) + 201
+    peer.say(data(1, message(b"not read")))
+    for _ in range(WINDOW_BYTES // 256 + 1):
+        peer.say(data(1, message(bytes(300)), padding=255))
+    assert peer.goodbye == client.FLOW_CONTROL_ERROR
 
 
 @in_loop
 async def test_all_bytes_of_a_connection_are_given_back() -> None:
     """A gibibyte and more, of a call that is over."""
-    peer = Peer()
+
+    async def refuse(call: Call) -> None:
+        raise RpcError(Status.NOT_FOUND, "not here")
+
+    peer = Peer(refuse)
     peer.open()
-    peer.say(rst_stream(1))
+    await turns()
     piece = data(1, bytes(MIB))
     for _ in range(1025):
         peer.say(piece)
@@ -550,11 +582,37 @@ BROKEN: dict[str, tuple[bytes, int]] = {
     ),
     "an even stream": (client.headers(2), client.PROTOCOL_ERROR),
     "stream 0": (client.headers(0), client.PROTOCOL_ERROR),
-    "trailers without an end": (opened(client.headers(1)), client.PROTOCOL_ERROR),
-    "trailers behind the end": (
-        opened(client.headers(1, flags=END_HEADERS | END_STREAM), is_ended=True),
+    "a stream that depends on itself": (
+        frame(HEADERS, 1, b"\0\0\0\1\x10" + FIELDS, END_HEADERS | client.HAS_PRIORITY),
         client.PROTOCOL_ERROR,
     ),
+    "a lower stream than before": (
+        client.headers(5) + client.headers(3),
+        client.STREAM_CLOSED,
+    ),
+    "data of a call that the client reset": (
+        opened(rst_stream(1), data(1, b"x")),
+        client.STREAM_CLOSED,
+    ),
+    "headers of a call that the client reset": (
+        opened(rst_stream(1), client.headers(1)),
+        client.STREAM_CLOSED,
+    ),
+    "a priority of stream 0": (frame(client.PRIORITY, 0, b"12345"), client.PROTOCOL_ERROR),
+    "a short priority": (frame(client.PRIORITY, 1, b"1234"), client.FRAME_SIZE_ERROR),
+    "a priority on itself": (frame(client.PRIORITY, 1, b"\0\0\0\1\0"), client.PROTOCOL_ERROR),
+    "a reset of stream 0": (opened(rst_stream(0)), client.PROTOCOL_ERROR),
+    "a long reset": (opened(frame(RST_STREAM, 1, b"12345")), client.FRAME_SIZE_ERROR),
+    "settings of a stream": (frame(SETTINGS, 1), client.PROTOCOL_ERROR),
+    "an acknowledgement with settings": (
+        frame(SETTINGS, 0, b"\0\4\0\0\0\1", client.ACK),
+        client.FRAME_SIZE_ERROR,
+    ),
+    "a push setting of 2": (frame(SETTINGS, 0, b"\0\2\0\0\0\2"), client.PROTOCOL_ERROR),
+    "a ping of a stream": (frame(PING, 1, b"12345678"), client.PROTOCOL_ERROR),
+    "a goodbye of a stream": (opened(frame(GOAWAY, 1, bytes(8))), client.PROTOCOL_ERROR),
+    "a window of an idle stream": (window_update(1, 5), client.PROTOCOL_ERROR),
+    "a long window": (frame(WINDOW_UPDATE, 0, b"12345"), client.FRAME_SIZE_ERROR),
     "a continuation of nothing": (
         frame(client.CONTINUATION, 1, FIELDS, END_HEADERS),
         client.PROTOCOL_ERROR,
@@ -591,12 +649,7 @@ BROKEN: dict[str, tuple[bytes, int]] = {
     "a short goodbye": (frame(GOAWAY, 0, b"123"), client.FRAME_SIZE_ERROR),
     "a short window": (frame(WINDOW_UPDATE, 0, b"123"), client.FRAME_SIZE_ERROR),
     "a window over the top": (window_update(0, WINDOW_MAX), client.FLOW_CONTROL_ERROR),
-    "a call's window over the top": (
-        opened(window_update(1, WINDOW_MAX)),
-        client.FLOW_CONTROL_ERROR,
-    ),
     "a window that does not grow": (window_update(0, 0), client.PROTOCOL_ERROR),
-    "a call's window that does not grow": (opened(window_update(1, 0)), client.PROTOCOL_ERROR),
     "a setting that takes a window over the top": (
         opened(window_update(1, WINDOW_MAX - WINDOW_DEFAULT), client.settings(window=65_536)),
         client.FLOW_CONTROL_ERROR,
@@ -623,6 +676,71 @@ def test_frames_that_break_the_connection(case: str, cut: int) -> None:
     asyncio.run(play())
 
 
+RESETS: dict[str, tuple[bytes, int]] = {
+    "trailers without an end": (client.headers(1, [("a", "b")]), client.PROTOCOL_ERROR),
+    "trailers with a path": (
+        client.headers(1, [(":path", "b")], END_HEADERS | END_STREAM),
+        client.PROTOCOL_ERROR,
+    ),
+    "trailers in upper case": (
+        client.headers(1, [("A", "b")], END_HEADERS | END_STREAM),
+        client.PROTOCOL_ERROR,
+    ),
+    "headers behind the end": (
+        data(1, b"", END_STREAM) + client.headers(1, [("a", "b")], END_HEADERS | END_STREAM),
+        client.STREAM_CLOSED,
+    ),
+    "a window over the top": (window_update(1, WINDOW_MAX), client.FLOW_CONTROL_ERROR),
+    "a window that does not grow": (window_update(1, 0), client.PROTOCOL_ERROR),
+}
+
+
+@pytest.mark.parametrize("case", RESETS)
+@pytest.mark.parametrize("cut", [1, 1 << 18])
+def test_frames_that_break_a_call_and_not_the_connection(case: str, cut: int) -> None:
+    raw, code = RESETS[case]
+
+    async def play() -> None:
+        peer = Peer()
+        peer.open(1)
+        peer.say(raw, cut=cut)
+        await turns()
+        assert peer.answer(1).reset == code
+        assert peer.goodbye is None and not peer.calls
+        peer.say(ping())
+        assert len(peer.heard(PING)) == 1
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("length", [4, 6, 10])
+@pytest.mark.parametrize("cut", [1, 1 << 18])
+def test_data_that_content_length_does_not_allow_resets_the_call(length: int, cut: int) -> None:
+    async def play() -> None:
+        peer = Peer(echo)
+        peer.open(1, ("content-length", str(length)))
+        peer.say(data(1, message(b"")), data(1, b"", END_STREAM), cut=cut)
+        await turns()
+        assert peer.answer(1).reset == client.PROTOCOL_ERROR
+        peer.open(3, ("content-length", "6"))
+        peer.say(data(3, message(b"x"), END_STREAM, padding=3), cut=cut)
+        await turns()
+        assert peer.answer(3).messages == [b"x"] and peer.goodbye is None
+
+    asyncio.run(play())
+
+
+@in_loop
+async def test_streams_that_the_client_has_reset_by_its_errors_are_counted() -> None:
+    """The requests are served and thrown away, as in a rapid reset (CVE-2025-8671)."""
+    peer = Peer(calls_max=5)
+    for stream_id in range(1, 2 * BURST * 2, 2):
+        if peer.transport.is_closed:
+            break
+        peer.say(client.headers(stream_id), window_update(stream_id, 0))
+    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+
 HARMLESS = {
     "an unknown frame": frame(99, 1, b"whatever", 255),
     "priority": frame(client.PRIORITY, 7, b"12345"),
@@ -641,29 +759,23 @@ HARMLESS = {
 
 @pytest.mark.parametrize("case", HARMLESS)
 def test_frames_that_are_passed_over(case: str) -> None:
+    """Call 1 was ended by the server, and the client may not know yet."""
+
     async def play() -> None:
-        peer = Peer(echo)
+        async def serve(call: Call) -> None:
+            if call.stream_id == 1:
+                raise RpcError(Status.NOT_FOUND, "not here")
+            await echo(call)
+
+        peer = Peer(serve)
         peer.open(1)
         await turns()
-        peer.say(rst_stream(1))
-        await turns()
+        assert peer.answer(1).status == Status.NOT_FOUND
         peer.open(3)
         peer.say(HARMLESS[case], data(3, message(b"still"), END_STREAM))
         await turns()
         assert peer.goodbye is None
         assert peer.answer(3).messages == [b"still"] and peer.answer(3).status == 0
-        assert peer.answer(1).blocks == []
-
-    asyncio.run(play())
-
-
-def test_ids_that_go_backwards_open_nothing() -> None:
-    async def play() -> None:
-        peer = Peer()
-        peer.open(5)
-        peer.open(3)
-        await turns()
-        assert [call.stream_id for call in peer.served] == [5]
 
     asyncio.run(play())
 
@@ -687,6 +799,8 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "unknown frames": lambda _: frame(99),
     "empty data": lambda _: data(1),
     "padding only": lambda _: data(1, b"", padding=9),
+    "empty messages": lambda _: data(1, message(b"")),
+    "empty messages, many in a frame": lambda _: data(1, message(b"") * 100),
     "resets of nothing": lambda _: rst_stream(1),
     "rapid resets": lambda n: client.headers(2 * n + 3) + rst_stream(2 * n + 3),
     "calls that are none": lambda n: client.headers(2 * n + 3, [("a", "b")]),
@@ -706,14 +820,13 @@ def test_floods_end_the_connection(flood: str) -> None:
         peer = Peer(calls_max=5)
         peer.open(1)
         if flood.startswith("headers"):
-            peer.open(3)
-            peer.say(rst_stream(3))
-        for count in range(AT_ONCE * 3):
+            peer.say(client.headers(3, request_fields(without=["content-type"])))
+        for count in range(BURST * 3):
             if peer.transport.is_closed:
                 break
             peer.say(FLOODS[flood](count))
         assert peer.goodbye == client.ENHANCE_YOUR_CALM
-        assert count > AT_ONCE // 2
+        assert count > BURST // 2 or "many" in flood
         await turns()
         assert not peer.host.connections and not peer.calls
 
@@ -721,15 +834,83 @@ def test_floods_end_the_connection(flood: str) -> None:
 
 
 @in_loop
-async def test_headers_cost_patience_by_their_number() -> None:
-    """Two kilobytes are two thousand headers by a table, and ten milliseconds of work."""
+async def test_headers_are_charged_by_the_work_of_decoding_them() -> None:
+    """One kilobyte is a thousand headers by a table, and five milliseconds of work."""
     peer = Peer()
-    raw = b"\x40\0\0" + b"\xbe" * 2000
+    raw = b"\x40\0\0" + b"\xbe" * 1000
     count = 0
-    while not peer.transport.is_closed and count < 100:
+    while not peer.transport.is_closed and count < 200:
         count += 1
         peer.say(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
     assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+
+@in_loop
+async def test_huffman_codes_are_charged_by_the_work_of_decoding_them() -> None:
+    peer = Peer()
+    raw = hpack.Encoder().encode(request_fields(extra=[("k", "a" * 20_000)]))
+    count = 0
+    while not peer.transport.is_closed and count < 200:
+        count += 1
+        peer.say(frame(HEADERS, 2 * count + 1, raw, END_HEADERS | END_STREAM))
+    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+
+@in_loop
+async def test_fragments_of_a_message_end_the_connection() -> None:
+    peer = Peer()
+    peer.open()
+    peer.say(data(1, message(bytes(100_000))[:10]))
+    count = 0
+    while not peer.transport.is_closed and count < 20 * BURST:
+        count += 1
+        peer.say(data(1, b"x"))
+    assert peer.goodbye == client.ENHANCE_YOUR_CALM
+
+
+@in_loop
+async def test_a_frame_that_does_not_end_ends_the_connection() -> None:
+    for raw in (client.headers(1, flags=0), client.headers(1)[:20], ping()[:3]):
+        peer = Peer()
+        peer.say(raw)
+        now = now_ns()
+        peer.connection.look_after(now + HEADERS_NS // 2)
+        assert peer.goodbye is None
+        peer.connection.look_after(now + HEADERS_NS + NS_PER_S)
+        assert peer.goodbye == client.ENHANCE_YOUR_CALM
+        assert peer.host.ended == ["headers_timeout"]
+
+
+@in_loop
+async def test_a_read_is_processed_in_turns_and_nothing_of_it_is_lost() -> None:
+    reader = Reader()
+    peer = Peer(reader, calls_max=1000)
+    raw = b"".join(client.headers(n) + data(n, message(b"%d" % n), END_STREAM) for n in ODD)
+    peer.connection.get_buffer(-1)[: len(raw)] = raw
+    peer.connection.buffer_updated(len(raw))
+    assert peer.transport.is_paused and 0 < len(peer.calls) < len(ODD)
+    peer.host.scratch[: len(raw)] = b"\xaa" * len(raw)
+    await until(lambda: len(reader.messages) == len(ODD))
+    assert sorted(map(int, reader.messages)) == list(ODD)
+    assert not peer.transport.is_paused and not peer.connection._rest
+
+
+@in_loop
+async def test_a_frame_of_many_messages_is_processed_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = Reader()
+    peer = Peer(reader)
+    peer.open()
+    sent = [b"%d" % n for n in range(5000)]
+    raw = data(1, b"".join(map(message, sent)), END_STREAM)
+    monkeypatch.setattr(connection, "QUANTUM_NS", 0)
+    monkeypatch.setattr(turns_of_loop, "QUANTUM_NS", 2)
+    peer.connection.get_buffer(-1)[: len(raw)] = raw
+    peer.connection.buffer_updated(len(raw))
+    assert peer.transport.is_paused and peer.connection.streams.has_data_left
+    await until(lambda: reader.has_ended)
+    assert reader.messages == sent and peer.goodbye is None
 
 
 @in_loop
@@ -1413,7 +1594,7 @@ async def test_nothing_is_left_of_calls_that_ended() -> None:
         await turns()
         assert peer.answer(stream_id).status == 0 if stream_id < 20 else True
     output = peer.connection.output
-    assert not peer.calls and not output._held and peer.connection._data_call is None
+    assert not peer.calls and not output._held and peer.connection.streams._data_call is None
     peer.served.clear()
     assert not calls_kept(peer)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from iskander.clock import NS_PER_S
 from iskander.gateway.http2 import frames
 from iskander.gateway.http2.frames import Code, ConnectionBroken
-from iskander.gateway.http2.patience import AT_ONCE, PER_S, Patience
+from iskander.gateway.http2.rate_limit import BURST, PER_S, RateLimiter
 
 stream_ids = st.integers(1, frames.WINDOW_MAX)
 
@@ -115,20 +115,20 @@ def test_more_padding_than_payload_is_refused(raw: bytes, flags: int) -> None:
 
 
 def test_patience_has_an_end_and_comes_back_with_time() -> None:
-    patience = Patience(0)
-    for _ in range(AT_ONCE):
-        patience.spend(0)
+    patience = RateLimiter(0)
+    for _ in range(BURST):
+        patience.charge(0)
     for second in (1, 2):
         for _ in range(PER_S):
-            patience.spend(second * NS_PER_S)
+            patience.charge(second * NS_PER_S)
     with pytest.raises(ConnectionBroken) as caught:
-        patience.spend(2 * NS_PER_S)
+        patience.charge(2 * NS_PER_S)
     assert caught.value.code is Code.ENHANCE_YOUR_CALM
 
 
 def test_patience_is_not_saved_up() -> None:
-    patience = Patience(0)
-    for _ in range(AT_ONCE):
-        patience.spend(1000 * NS_PER_S)
+    patience = RateLimiter(0)
+    for _ in range(BURST):
+        patience.charge(1000 * NS_PER_S)
     with pytest.raises(ConnectionBroken):
-        patience.spend(1000 * NS_PER_S)
+        patience.charge(1000 * NS_PER_S)

@@ -22,15 +22,19 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.access.grants import EVERYTHING, Grant
 from iskander.gateway.http2 import frames, headers, inflating
 from iskander.gateway.http2.frames import PREFIX_BYTES, Code
-from iskander.gateway.http2.headers import Metadata, RequestHead
+from iskander.gateway.http2.headers import Metadata
 from iskander.gateway.http2.inflating import Compressed
+from iskander.gateway.http2.request_head import RequestHead
 from iskander.gateway.http2.status import RpcError, Status
 
 if TYPE_CHECKING:
-    from iskander.gateway.http2.connection import Connection
+    from iskander.gateway.http2.streams import Streams
 
 WINDOW_BYTES: Final = 4 << 20
 """What a client may send of one call before it is read."""
+
+MESSAGES_A_TAKE: Final = 32
+"""Messages, or pieces of one, that are taken before the clock is looked at again."""
 
 Message: TypeAlias = bytes | memoryview
 
@@ -39,7 +43,7 @@ class Call:
     """One call of one connection.
 
     Args:
-        connection: Whose stream it is.
+        streams: Of its connection.
         stream_id: Of the connection.
         head: What the client said first.
 
@@ -47,6 +51,7 @@ class Call:
         path: `/SERVICE/METHOD`.
         metadata: What the client sent with it.
         deadline_ns: On the monotonic clock; None where it has none.
+        empty_messages: Messages of 0 bytes that came and are not charged yet.
         grant: What its caller may ask.
         on_gone: Called when it ends before its answer, for who has no `task`.
         on_input: Called when something came, for who does not `read`.
@@ -58,29 +63,31 @@ class Call:
     """
 
     __slots__ = (
-        "_connection", "_encoding", "_expanding", "_filled", "_has_begun", "_is_compressed",
-        "_is_cut", "_is_deaf", "_loop", "_message_bytes_max", "_messages", "_outbox",
-        "_output", "_partial", "_prefix", "_received", "_timer", "deadline_ns", "grant",
-        "has_all_input", "is_over", "metadata", "on_gone", "on_input", "on_room", "path",
+        "_content_left", "_encoding", "_expanding", "_filled", "_has_begun", "_is_compressed",
+        "_is_cut", "_is_deaf", "_loop", "_message_bytes_max", "_messages", "_outbox", "_output",
+        "_partial", "_prefix", "_received", "_streams", "_timer", "deadline_ns", "empty_messages",
+        "grant", "has_all_input", "is_over", "metadata", "on_gone", "on_input", "on_room", "path",
         "send_window", "stream_id", "task",
     )  # fmt: skip
 
-    def __init__(self, connection: Connection, stream_id: int, head: RequestHead) -> None:
-        self._connection = connection
-        self._output = connection.output
-        self._loop = connection.host.loop
+    def __init__(self, streams: Streams, stream_id: int, head: RequestHead) -> None:
+        self._streams = streams
+        self._output = streams.output
+        self._loop = streams.host.loop
         self.stream_id = stream_id
         self.path = head.path
         self.metadata: Metadata = head.metadata
         self.grant: Grant = EVERYTHING
-        self.send_window = connection.output.call_window
+        self.send_window = streams.output.call_window
         self.has_all_input = False
         self.on_gone: Callable[[], None] | None = None
         self.on_input: Callable[[], None] | None = None
         self.on_room: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._encoding = head.encoding
-        self._message_bytes_max = connection.host.message_bytes(head.path)
+        self._content_left = head.content_bytes
+        self.empty_messages = 0
+        self._message_bytes_max = streams.host.message_bytes(head.path)
         self._messages: deque[Message | Compressed | RpcError | None] = deque()
         self._prefix = b""
         self._partial: memoryview | None = None
@@ -100,7 +107,7 @@ class Call:
     @property
     def caller(self) -> object:
         """Whose it is, as far as one is told from another: by name, or else by connection."""
-        return self.grant.name or self._connection
+        return self.grant.name or self._streams
 
     @property
     def has_input(self) -> bool:
@@ -242,7 +249,7 @@ class Call:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._connection.forget(self)
+        self._streams.forget(self)
         gone, self.on_gone = self.on_gone, None
         if gone is not None:
             gone()
@@ -251,23 +258,41 @@ class Call:
 
     # For the connection.
 
-    def take(self, piece: memoryview) -> None:
-        """Take bytes of DATA frames, cut anywhere.
+    def take_frame(self, length: int, padding: int) -> bool:
+        """Count a DATA frame, before its payload; return whether `content-length` allows it.
 
         Raises:
-            ConnectionBroken: They are more than was asked for.
+            ConnectionBroken: The frame is larger than the window.
         """
-        self._received += len(piece)
+        self._received += length + padding
         if self._received > WINDOW_BYTES:
             raise frames.ConnectionBroken(Code.FLOW_CONTROL_ERROR, "more DATA than the window")
-        if self._partial is None and not self._prefix and len(piece) > PREFIX_BYTES:
+        if self._content_left >= 0:
+            self._content_left -= length
+            if self._content_left < 0:
+                return False
+        if padding:
+            self.give_back()
+        return True
+
+    def take(self, piece: memoryview) -> int:
+        """Take payload of DATA frames, cut anywhere; return how many bytes were taken.
+
+        That is all of them, unless they hold many messages.
+        """
+        size = len(piece)
+        if self._partial is None and not self._prefix and size > PREFIX_BYTES:
             compressed, length = frames.read_prefix(piece)
-            if length + PREFIX_BYTES == len(piece) <= self._message_bytes_max and not compressed:
+            if length + PREFIX_BYTES == size <= self._message_bytes_max and not compressed:
                 # One whole message: most of those that are small.
                 if not self._is_deaf:
+                    self._streams.messages_arrived += 1
                     self._append(piece[PREFIX_BYTES:].tobytes())
-                return
-        while piece and not self._is_deaf:
+                return size
+        for _ in range(MESSAGES_A_TAKE):
+            if not piece or self._is_deaf:
+                piece = piece[:0]
+                break
             if self._partial is None:
                 piece = self._begin(piece)
             else:
@@ -278,16 +303,20 @@ class Call:
                 if self._filled == len(self._partial):
                     self._arrive(self._partial)
         self.give_back()
+        return size - len(piece)
 
-    def take_end(self) -> None:
-        """The client has sent everything."""
+    def take_end(self) -> bool:
+        """The client has sent everything; return whether `content-length` agrees."""
         self.has_all_input = True
+        if self._content_left > 0:
+            return False
         if self._is_deaf:
-            return
+            return True
         if self._prefix or self._partial is not None:
             self._refuse(RpcError(Status.INTERNAL, "the last message is cut short"))
         else:
             self._append(None)
+        return True
 
     @property
     def progress(self) -> int:
@@ -299,7 +328,7 @@ class Call:
         if self._messages or self._received < WINDOW_BYTES // 2 or self._is_deaf or self.is_over:
             return
         size = 0 if self._partial is None else len(self._partial)
-        if size <= WINDOW_BYTES or self._connection.room.take(self, size):
+        if size <= WINDOW_BYTES or self._streams.room.take(self, size):
             self._output.emit(frames.window_update(self.stream_id, self._received))
             self._received = 0
 
@@ -358,6 +387,10 @@ class Call:
 
     def _arrive(self, message: Message) -> None:
         self._drop_partial()
+        if message:
+            self._streams.messages_arrived += 1
+        else:
+            self.empty_messages += 1
         self._append(Compressed(message) if self._is_compressed else message)
 
     def _expand(self, message: Compressed) -> bool:
@@ -389,7 +422,7 @@ class Call:
     def _drop_partial(self) -> None:
         partial, self._partial = self._partial, None
         if partial is not None and len(partial) > WINDOW_BYTES:
-            self._connection.room.leave(self)
+            self._streams.room.leave(self)
 
     def _refuse(self, error: RpcError) -> None:
         """Take nothing more, and let the handler know when it has read what came before."""
@@ -403,7 +436,7 @@ class Call:
 
     def _expire(self) -> None:
         late = RpcError(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
-        error = self._connection.host.named(self.path, late)
+        error = self._streams.host.named(self.path, late)
         self.end(error.status, error.message, error.trailers)
 
 

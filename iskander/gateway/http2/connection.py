@@ -1,7 +1,8 @@
-"""One connection: frames in, frames out, flow control, and what a peer may cost.
+"""One HTTP/2 connection of the server: its preface, its frames, its turns and its end.
 
-A DATA frame's bytes go to its call as they come, cut anywhere; every other frame is taken once it
-is whole. Nothing here waits.
+The payload of DATA frames goes to its call as it comes, cut anywhere; every other frame is
+processed once it is whole. A read is processed for a quantum of time; what is left waits in the
+turn scheduler, and the socket is not read meanwhile. Nothing here blocks.
 
 Runs on: gateway loop. Source: RFC 9113.
 """
@@ -12,22 +13,24 @@ import asyncio
 from typing import Final, cast
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.gateway.http2 import frames, headers
+from iskander.gateway.http2 import frames
 from iskander.gateway.http2.call import WINDOW_BYTES, Call
-from iskander.gateway.http2.frames import Code, ConnectionBroken
-from iskander.gateway.http2.headers import Fields, HeaderBlocks
+from iskander.gateway.http2.frames import Code, ConnectionBroken, StreamError
 from iskander.gateway.http2.host import Host
 from iskander.gateway.http2.output import Output
-from iskander.gateway.http2.patience import Patience
-from iskander.gateway.http2.room import Room
-from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.http2.rate_limit import RateLimiter
+from iskander.gateway.http2.request_head import HEADER_LIST_BYTES_MAX
+from iskander.gateway.http2.streams import Streams
+from iskander.gateway.turns import QUANTUM_NS
 
 FRAME_BYTES_MAX: Final = 1 << 20
 """Of the DATA frames that are taken; a larger message comes in several."""
 CONTROL_BYTES_MAX: Final = 65_536
 """Of any other frame."""
-FREE_FIELDS: Final = 32
-"""Headers of a call that cost no patience; 2000, by a table two kilobytes, take 10 ms to read."""
+CLOCK_FRAMES: Final = 8
+"""Frames between two looks at the clock."""
+CALLS_A_TURN: Final = 16
+"""Opened in one turn; each has a task, whose work no clock here sees."""
 FREE_SETTINGS: Final = 16
 """Settings of one frame that cost no more than the frame."""
 FREE_CALLS: Final = 100
@@ -35,11 +38,15 @@ FREE_CALLS: Final = 100
 WINDOW_COST: Final = 0.1
 """Of opening a window, where nothing was sent that used it up."""
 GREETING_NS: Final = 10 * NS_PER_S
-"""How long a client may take to say what it speaks, and to be gone when it is told to go."""
+"""For the client's preface, and for its end after a GOAWAY."""
+HEADERS_NS: Final = 10 * NS_PER_S
+"""For the rest of a header block, or of any frame but DATA, once its first byte has come."""
 IDLE_NS: Final = 60 * NS_PER_S
 PING_NS: Final = 20 * NS_PER_S
 """A client that was silent for the one is asked whether it is there, and goes without an answer
 within the other."""
+HTTP1_LINE_BYTES: Final = 4096
+"""Of the first read, in which a request line of HTTP/1 is recognized."""
 _ALIVE: Final = b"iskalive"
 _LEAVING: Final = b"iskleave"
 _NOT_HTTP2: Final = (
@@ -53,22 +60,17 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.calls: dict[int, Call] = {}
         self.output: Output
-        self.room = Room()
-        self._opened: list[Call] = []
+        self.streams: Streams
+        self.deficit_ns = 0
         self._transport: asyncio.Transport
         self._is_greeted = self._is_leaving = self._is_closing = False
-        self._blocks = HeaderBlocks()
-        self._rest = b""
-        self._data_left = 0
-        self._data_call: Call | None = None
-        self._data_ends = False
-        self._received = 0
-        self._last_id = 0
+        self._rest = memoryview(b"")
+        self._is_waiting = self._is_behind = False
+        self._incomplete_ns = self._countdown = 0
         self._heard_ns = now_ns()
         self._pinged_ns = 0
-        self._patience = Patience(self._heard_ns)
+        self._limiter = RateLimiter(self._heard_ns)
 
     # The transport's side.
 
@@ -76,6 +78,7 @@ class Connection(asyncio.BufferedProtocol):
         """Begin."""
         self._transport = cast(asyncio.Transport, transport)  # By its methods; uvloop's is no kin.
         self.output = Output(self._transport)
+        self.streams = Streams(self.host, self.output, self._limiter, self._on_idle)
         self.host.connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -98,31 +101,48 @@ class Connection(asyncio.BufferedProtocol):
         return self.host.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take apart what has come."""
-        self._heard_ns, self._pinged_ns = now_ns(), 0
+        """Process what was read, for at most a quantum of time."""
+        began_ns = self._heard_ns = now_ns()
+        self._pinged_ns = 0
         view = self.host.scratch[:nbytes]
         if self._rest:
-            view, self._rest = memoryview(self._rest + view), b""
+            view, self._rest = memoryview(bytes(self._rest) + view), memoryview(b"")
+        if self._is_waiting:
+            self._rest = memoryview(bytes(view))
+            return
+        self._process(view, began_ns + QUANTUM_NS)
+        used_ns = now_ns() - began_ns
+        if used_ns > QUANTUM_NS or self._is_behind:
+            self.deficit_ns = QUANTUM_NS - used_ns
+            self._wait()
+
+    def take_turn(self, until_ns: int) -> bool:
+        """Process input that was left over until that time; return whether some is left."""
+        rest, self._rest = self._rest, memoryview(b"")
+        self._process(rest, until_ns)
+        if self._is_behind and not self.output.is_closed:
+            return True
+        self._is_waiting = False
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+        return False
+
+    def note_cpu(self, used_ns: int) -> bool:
+        """Account for processor time of a turn; return whether the connection goes on."""
+        streams = self.streams
+        delivered_ns, streams.delivered_ns = streams.delivered_ns, 0
         try:
-            if self._is_greeted:
-                self._take(view)
-            elif self._greet(view):
-                self._take(view[len(frames.PREFACE) :])
-            if self._opened:
-                self._begin()
+            self._limiter.charge_cpu(now_ns(), used_ns - delivered_ns)
         except ConnectionBroken as error:
-            self._break(error.code, str(error))
+            self._break(error)
+        return not self.output.is_closed
 
     # The calls' and the server's side.
 
-    def forget(self, call: Call) -> None:
-        """A call is over."""
-        self.calls.pop(call.stream_id, None)
-        self.output.drop(call)
-        if self._data_call is call:
-            self._data_call = None
-        if self._is_closing and not self.calls:
-            self._transport.close()
+    @property
+    def calls(self) -> dict[int, Call]:
+        """The open calls, by stream."""
+        return self.streams.calls
 
     @property
     def has_unsent(self) -> bool:
@@ -148,13 +168,24 @@ class Connection(asyncio.BufferedProtocol):
 
     def look_after(self, now: int) -> None:
         """Find out whether the peer is still there; one that never said what it is goes."""
-        self.room.look_after(now)
+        self.streams.room.look_after(now)
         silent_ns = now - self._heard_ns
         if self.output.is_closed or not self._is_greeted:
             if silent_ns > GREETING_NS:
+                self.host.count_ended("preface_timeout")
                 self.abort()
+        elif self._incomplete_ns and now - self._incomplete_ns > HEADERS_NS:
+            wait_s = HEADERS_NS // NS_PER_S
+            self._break(
+                ConnectionBroken(
+                    Code.ENHANCE_YOUR_CALM,
+                    f"a header block or frame was not complete within {wait_s} s",
+                    reason="headers_timeout",
+                )
+            )
         elif self._pinged_ns:
             if now - self._pinged_ns > PING_NS:
+                self.host.count_ended("keepalive_timeout")
                 self.abort()
         elif silent_ns > IDLE_NS:
             self._pinged_ns = now
@@ -162,220 +193,205 @@ class Connection(asyncio.BufferedProtocol):
 
     # Frames.
 
-    def _greet(self, view: memoryview) -> bool:
-        """Read the client's preface, and say what this server takes; whether it is complete."""
+    def _process(self, view: memoryview, until_ns: int) -> None:
+        """Process input until its end or that time; keep the rest."""
+        self._is_behind = False
+        if self.output.is_closed:
+            return
+        self.streams.now_ns = self._heard_ns
+        try:
+            at = 0
+            if not self._is_greeted:
+                at = self._greet(view)
+            if self._is_greeted:
+                self._take(view, at, until_ns)
+            if self.streams.opened:
+                self.streams.serve_opened()
+        except ConnectionBroken as error:
+            self._break(error)
+
+    def _wait(self) -> None:
+        """Stop reading until the rest of the input has had its turns."""
+        if not (self._is_waiting or self.output.is_closed):
+            self._is_waiting = True
+            self._transport.pause_reading()
+            self.host.turns.wait(self)
+
+    def _greet(self, view: memoryview) -> int:
+        """Read the client's preface and send the server's settings; return where frames begin."""
         said = bytes(view[: len(frames.PREFACE)])
         self._is_greeted = said == frames.PREFACE
         if self._is_greeted:
             self.output.emit(self._settings())
         elif frames.PREFACE.startswith(said):
-            self._rest = said
+            self._rest = memoryview(said)
         else:
-            self.output.emit(_NOT_HTTP2)
+            is_http1 = b" HTTP/1." in bytes(view[:HTTP1_LINE_BYTES])
+            invalid = frames.goaway(0, Code.PROTOCOL_ERROR, "invalid connection preface")
+            self.output.emit(_NOT_HTTP2 if is_http1 else invalid)
             self._part()
-        return self._is_greeted
+        return len(frames.PREFACE)
 
     def _settings(self) -> bytes:
         taken = {
             frames.MAX_CONCURRENT_STREAMS: self.host.calls_max,
             frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
             frames.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
-            frames.MAX_HEADER_LIST_SIZE: headers.HEADER_LIST_BYTES_MAX,
+            frames.MAX_HEADER_LIST_SIZE: HEADER_LIST_BYTES_MAX,
         }
         # What is under way is bounded for each call; all of them together are not held up.
         wide = frames.window_update(0, frames.WINDOW_MAX - frames.WINDOW_DEFAULT)
         return frames.settings(taken) + wide
 
-    def _take(self, view: memoryview) -> None:
-        at, end = 0, len(view)
-        if self._data_left:
-            at = min(self._data_left, end)
-            self._take_data(view[:at])
-        while end - at >= frames.HEAD_BYTES:
-            head: tuple[int, int, int, int, int] = frames.read_head(view, at)
-            high, low, kind, flags, stream_id = head
-            stream_id &= frames.WINDOW_MAX
-            length = high << 16 | low
-            if self._blocks.is_open and kind != frames.CONTINUATION:
-                raise ConnectionBroken(Code.PROTOCOL_ERROR, "a header block is not finished")
-            if length > (CONTROL_BYTES_MAX if kind != frames.DATA else FRAME_BYTES_MAX):
-                raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-            start = at + frames.HEAD_BYTES
-            stop = start + length
-            if kind == frames.DATA and not flags & frames.PADDED:
-                self._begin_data(length, flags, stream_id)
-                at = min(stop, end)
-                self._take_data(view[start:at])
-                continue
-            if stop > end:
+    def _take(self, view: memoryview, at: int, until_ns: int) -> None:
+        """Process frames until the input ends, or that time; keep the rest."""
+        end, streams = len(view), self.streams
+        streams.is_behind = False
+        if streams.has_data_left:
+            at = streams.take_data(view, at, until_ns)
+        self._countdown = CLOCK_FRAMES
+        while end - at >= frames.HEAD_BYTES and not streams.is_behind:
+            self._countdown -= 1
+            if self._countdown < 0:
+                if len(streams.opened) >= CALLS_A_TURN or now_ns() >= until_ns:
+                    streams.is_behind = True
+                    break
+                self._countdown = CLOCK_FRAMES
+            behind = self._take_frame(view, at, until_ns)
+            if behind == at:
                 break
-            at = stop
+            at = behind
+        self._is_behind = streams.is_behind
+        self._keep(view, at)
+
+    def _take_frame(self, view: memoryview, at: int, until_ns: int) -> int:
+        """Process the frame that begins at `at`; return where the next does, `at` to wait for more.
+
+        The payload of DATA may come later: `streams.has_data_left`.
+        """
+        head: tuple[int, int, int, int, int] = frames.read_head(view, at)
+        high, low, kind, flags, stream_id = head
+        stream_id &= frames.WINDOW_MAX
+        length = high << 16 | low
+        if self.streams.is_block_open and kind != frames.CONTINUATION:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a header block is not finished")
+        if length > (CONTROL_BYTES_MAX if kind != frames.DATA else FRAME_BYTES_MAX):
+            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+        start = at + frames.HEAD_BYTES
+        if kind == frames.DATA:
+            padding = 0
+            if flags & frames.PADDED:
+                if length and start == len(view):
+                    return at
+                padding = frames.padding_bytes(view, start, length)
+                start += 1
+            self.streams.begin_data(length - padding, padding, flags, stream_id)
+            return self.streams.take_data(view, start, until_ns)
+        stop = start + length
+        if stop > len(view):
+            return at
+        try:
             self._on_frame(kind, flags, stream_id, view[start:stop])
-        if at < end:
-            self._rest = bytes(view[at:])
+        except StreamError as error:
+            self.streams.reset(stream_id, error.code)
+        return stop
+
+    def _keep(self, view: memoryview, at: int) -> None:
+        """Keep the input that was not processed, and since when the rest of a frame is missing."""
+        is_left = at < len(view)
+        if not (self.streams.is_block_open or (is_left and not self._is_behind)):
+            self._incomplete_ns = 0
+        elif not self._incomplete_ns:
+            self._incomplete_ns = self._heard_ns
+        if is_left:
+            # Input that waits for its turn was copied once, and is the connection's own.
+            rest = view[at:]
+            self._rest = rest if self._is_waiting else memoryview(bytes(rest))
 
     def _on_frame(self, kind: int, flags: int, stream_id: int, payload: memoryview) -> None:
+        streams = self.streams
         if kind == frames.HEADERS:
-            self._on_headers(flags, stream_id, payload)
+            streams.on_headers(flags, stream_id, payload)
+            self._countdown = 0  # A block takes long enough to look at the clock after it.
         elif kind == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, payload)
-        elif kind == frames.DATA:
-            self._on_padded_data(flags, stream_id, payload)
         elif kind == frames.PING:
-            self._on_ping(flags, payload)
+            self._on_ping(flags, stream_id, payload)
         elif kind == frames.RST_STREAM:
-            self._on_rst_stream(stream_id, payload)
+            streams.on_rst_stream(stream_id, payload)
         elif kind == frames.SETTINGS:
-            self._on_settings(flags, payload)
+            self._on_settings(flags, stream_id, payload)
         elif kind == frames.CONTINUATION:
-            self._on_continuation(flags, stream_id, payload)
+            streams.on_continuation(flags, stream_id, payload)
+            self._countdown = 0
         elif kind == frames.GOAWAY:
-            self._on_goaway(payload)
+            self._on_goaway(stream_id, payload)
+        elif kind == frames.PRIORITY:
+            self._on_priority(stream_id, payload)
         elif kind == frames.PUSH_PROMISE:
             raise ConnectionBroken(Code.PROTOCOL_ERROR, "a client cannot push")
         else:
-            self._patience.spend(self._heard_ns)  # Priorities and unknown kinds are passed over.
+            self._limiter.charge(self._heard_ns)  # Unknown kinds are ignored.
 
-    def _begin_data(self, length: int, flags: int, stream_id: int) -> None:
-        if not 0 < stream_id <= self._last_id:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "DATA of a call that was never opened")
-        self._data_left = length
-        self._data_call = self.calls.get(stream_id)
-        self._data_ends = bool(flags & frames.END_STREAM)
-        self._received += length
-        if self._received > frames.WINDOW_MAX // 2:
-            self.output.emit(frames.window_update(0, self._received))
-            self._received = 0
-        if not length and not self._data_ends:
-            self._patience.spend(self._heard_ns)
+    def _on_priority(self, stream_id: int, payload: memoryview) -> None:
+        """Priorities are not used."""
+        self._limiter.charge(self._heard_ns)
+        number = frames.read_number(payload, frames.PRIORITY_BYTES)
+        if not stream_id or number == stream_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"PRIORITY of stream {stream_id}")
 
-    def _take_data(self, piece: memoryview) -> None:
-        self._data_left -= len(piece)
-        call = self._data_call
-        if call is None:
-            return  # It is over; the client does not know yet.
-        if call.has_all_input:
-            raise ConnectionBroken(Code.STREAM_CLOSED, "DATA behind the end of a call's input")
-        call.take(piece)
-        if self._data_ends and not self._data_left:
-            call.take_end()
-
-    def _on_padded_data(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        piece = frames.unpadded(payload, flags & frames.PADDED)
-        self._begin_data(len(piece), flags, stream_id)
-        self._take_data(piece)
-        # Padding counts against the windows, and nobody reads it.
-        self._received += len(payload) - len(piece)
-        if stream_id in self.calls and len(payload) > len(piece):
-            self.output.emit(frames.window_update(stream_id, len(payload) - len(piece)))
-
-    def _on_headers(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        if not stream_id % 2:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a client opened stream {stream_id}")
-        self._blocks.begin(stream_id, flags, payload)
-        if flags & frames.END_HEADERS:
-            self._end_block()
-
-    def _on_continuation(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        self._blocks.go_on(stream_id, payload)
-        if flags & frames.END_HEADERS:
-            self._end_block()
-        else:
-            self._patience.spend(self._heard_ns)
-
-    def _end_block(self) -> None:
-        stream_id, is_last, fields = self._blocks.end()
-        count = len(fields.pairs)
-        if count > FREE_FIELDS:
-            self._patience.spend(self._heard_ns, count / FREE_FIELDS)
-        call = self.calls.get(stream_id)
-        if stream_id > self._last_id:
-            self._open(stream_id, fields, is_last=is_last)
-        elif call is None:
-            self._patience.spend(self._heard_ns)  # Its end and these crossed, or it is one of many.
-        else:
-            if not is_last or call.has_all_input:
-                raise ConnectionBroken(Code.PROTOCOL_ERROR, "a second header block of a call")
-            call.take_end()
-
-    def _open(self, stream_id: int, fields: Fields, *, is_last: bool) -> None:
-        self._last_id = stream_id
-        if self._is_closing or len(self.calls) >= self.host.calls_max:
-            self._patience.spend(self._heard_ns)
-            return self.output.emit(frames.rst_stream(stream_id, Code.REFUSED_STREAM))
-        try:
-            request = fields.request()
-        except RpcError as refused:
-            self._patience.spend(self._heard_ns)
-            error = self.host.named(fields.path, refused)
-            ends = headers.trailers(error.status, error.message, error.trailers)
-            block = headers.RESPONSE + ends
-            self.output.emit_block(stream_id, frames.END_STREAM, block)
-            if not is_last:
-                self.output.emit(frames.rst_stream(stream_id, Code.NO_ERROR))
-            return None
-        call = self.calls[stream_id] = Call(self, stream_id, request)
-        if is_last:
-            call.take_end()
-        self._opened.append(call)
-        return None
-
-    def _begin(self) -> None:
-        """Begin to answer the calls that were opened, with what has come of them by now."""
-        opened, self._opened = self._opened, []
-        for call in opened:
-            if not (call.is_over or self.host.at_once(call)):
-                call.task = self.host.loop.create_task(_run(self.host, call))
-
-    def _on_rst_stream(self, stream_id: int, payload: memoryview) -> None:
-        frames.read_number(payload)
-        self._patience.spend(self._heard_ns)
-        if stream_id > self._last_id:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a reset of a call that was never opened")
-        call = self.calls.get(stream_id)
-        if call is not None:
-            call.close()
-
-    def _on_settings(self, flags: int, payload: memoryview) -> None:
-        self._patience.spend(self._heard_ns)
+    def _on_settings(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        self._limiter.charge(self._heard_ns)
+        self._require_no_stream(stream_id)
         if flags & frames.ACK:
+            if payload:
+                raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "an acknowledgement with settings")
             return
         pairs = frames.read_settings(payload)
-        self._patience.spend(self._heard_ns, len(pairs) / FREE_SETTINGS)
+        self._limiter.charge(self._heard_ns, len(pairs) / FREE_SETTINGS)
         # First: what a wider window lets out is more than the client takes until it has read this.
         self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self.output.take_settings(pairs)
         window = dict(pairs).get(frames.INITIAL_WINDOW_SIZE, self.output.call_window)
         if window != self.output.call_window:
-            self._patience.spend(self._heard_ns, len(self.calls) / FREE_CALLS)
+            self._limiter.charge(self._heard_ns, len(self.calls) / FREE_CALLS)
             self.output.set_call_window(window, self.calls.values())
 
-    def _on_ping(self, flags: int, payload: memoryview) -> None:
+    def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        self._require_no_stream(stream_id)
         if len(payload) != 8:
             raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a ping has 8 bytes")
-        self._patience.hear(self._heard_ns, 1.0, self.output.take_answers())
+        self._limiter.charge_reply(self._heard_ns, 1.0, self.streams.take_answers())
         if not flags & frames.ACK:
             self.output.emit(frames.frame(frames.PING, frames.ACK, 0, bytes(payload)))
         elif bytes(payload) == _LEAVING and self._is_leaving and not self._is_closing:
-            self._is_closing = True
-            self.output.emit(frames.goaway(self._last_id, Code.NO_ERROR))
+            self._is_closing = self.streams.is_refusing = True
+            self.output.emit(frames.goaway(self.streams.last_id, Code.NO_ERROR))
             if not self.calls:
                 self._transport.close()
 
     def _on_window_update(self, stream_id: int, payload: memoryview) -> None:
         increment = frames.read_number(payload)
-        self._patience.hear(self._heard_ns, WINDOW_COST, self.output.take_answers())
+        self._limiter.charge_reply(self._heard_ns, WINDOW_COST, self.streams.take_answers())
+        if stream_id > self.streams.last_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of a call never opened")
         call = self.calls.get(stream_id)
         if not stream_id or call is not None:
             self.output.widen(call, increment)
 
-    def _on_goaway(self, payload: memoryview) -> None:
+    def _on_goaway(self, stream_id: int, payload: memoryview) -> None:
         """The client opens nothing more; what it opened is finished."""
-        self._patience.spend(self._heard_ns)
-        frames.read_number(payload)
+        self._limiter.charge(self._heard_ns)
+        self._require_no_stream(stream_id)
+        frames.read_number(payload, frames.GOAWAY_BYTES)
 
-    def _break(self, code: Code, message: str) -> None:
-        self.output.emit(frames.goaway(self._last_id, code, message))
+    def _require_no_stream(self, stream_id: int) -> None:
+        if stream_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a connection's frame on {stream_id}")
+
+    def _break(self, error: ConnectionBroken) -> None:
+        self.host.count_ended(error.reason)
+        self.output.emit(frames.goaway(self.streams.last_id, error.code, str(error)))
         self._part()
 
     def _part(self) -> None:
@@ -384,18 +400,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_calls(self) -> None:
         self.output.close()
-        self._opened.clear()
-        for call in list(self.calls.values()):
-            call.close()
+        self.streams.close()
 
-
-async def _run(host: Host, call: Call) -> None:
-    try:
-        await host.serve(call)
-    except RpcError as error:
-        call.end(error.status, error.message, error.trailers)
-    except BaseException:
-        call.end(Status.INTERNAL, "the server failed")
-        raise
-    else:
-        call.end()
+    def _on_idle(self) -> None:
+        """Close, where the client was told to go and its last call has ended."""
+        if self._is_closing:
+            self._transport.close()

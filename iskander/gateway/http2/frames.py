@@ -20,6 +20,7 @@ FRAME_BYTES_MAX: Final = (1 << 24) - 1
 
 DATA: Final = 0
 HEADERS: Final = 1
+PRIORITY: Final = 2
 RST_STREAM: Final = 3
 SETTINGS: Final = 4
 PUSH_PROMISE: Final = 5
@@ -27,6 +28,9 @@ PING: Final = 6
 GOAWAY: Final = 7
 WINDOW_UPDATE: Final = 8
 CONTINUATION: Final = 9
+GOAWAY_BYTES: Final = 8
+"""Without debug data."""
+PRIORITY_BYTES: Final = 5
 
 END_STREAM: Final = 0x1
 ACK: Final = 0x1
@@ -35,6 +39,7 @@ PADDED: Final = 0x8
 HAS_PRIORITY: Final = 0x20
 
 HEADER_TABLE_SIZE: Final = 1
+ENABLE_PUSH: Final = 2
 MAX_CONCURRENT_STREAMS: Final = 3
 INITIAL_WINDOW_SIZE: Final = 4
 MAX_FRAME_SIZE: Final = 5
@@ -65,7 +70,27 @@ class Code(IntEnum):
 
 
 class ConnectionBroken(Exception):
-    """The peer broke the protocol: the connection ends."""
+    """The peer broke the protocol, or went over a limit: the connection ends.
+
+    Args:
+        code: Of the GOAWAY frame.
+        message: Its debug data.
+        reason: Label of the metric; by default the code.
+    """
+
+    def __init__(self, code: Code, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason or code.name.lower()
+
+
+class StreamError(Exception):
+    """The peer broke the protocol on one stream: the stream is reset.
+
+    Args:
+        code: Of the RST_STREAM frame.
+        message: For the log.
+    """
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -137,21 +162,39 @@ def read_settings(payload: memoryview) -> list[tuple[int, int]]:
     for name, value in pairs:
         if name == INITIAL_WINDOW_SIZE and value > WINDOW_MAX:
             raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"an initial window of {value}")
+        if name == ENABLE_PUSH and value > 1:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH of {value}")
         if name == MAX_FRAME_SIZE and not FRAME_BYTES_DEFAULT <= value <= FRAME_BYTES_MAX:
             raise ConnectionBroken(Code.PROTOCOL_ERROR, f"frames of {value} bytes")
     return pairs
 
 
-def read_number(payload: memoryview) -> int:
-    """The 31 bits that WINDOW_UPDATE and GOAWAY begin with, and RST_STREAM consists of.
+def read_number(payload: memoryview, length: int = 4) -> int:
+    """The 31 bits that a payload begins with.
+
+    Args:
+        payload: Of WINDOW_UPDATE, RST_STREAM, GOAWAY or PRIORITY.
+        length: That the payload must have; for GOAWAY, at least.
 
     Raises:
-        ConnectionBroken: There are too few bytes.
+        ConnectionBroken: The payload has another length.
     """
-    if len(payload) < _NUMBER.size:
-        raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a frame too short")
+    if len(payload) != length and (length != GOAWAY_BYTES or len(payload) < length):
+        raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {len(payload)} bytes")
     number: tuple[int] = _NUMBER.unpack_from(payload)
     return number[0] & WINDOW_MAX
+
+
+def padding_bytes(view: memoryview, at: int, length: int) -> int:
+    """The padding of a DATA frame of `length` bytes, with the byte at `at` that gives its length.
+
+    Raises:
+        ConnectionBroken: There is more padding than payload.
+    """
+    padding = 1 + view[at] if length else 1
+    if padding > length:
+        raise ConnectionBroken(Code.PROTOCOL_ERROR, "more padding than payload")
+    return padding
 
 
 def unpadded(payload: memoryview, flags: int) -> memoryview:
@@ -171,3 +214,12 @@ def unpadded(payload: memoryview, flags: int) -> memoryview:
     if start > end:
         raise ConnectionBroken(Code.PROTOCOL_ERROR, "more padding than payload")
     return payload[start:end]
+
+
+def dependency(payload: memoryview, flags: int) -> int:
+    """The stream on which the stream of a HEADERS frame with priority depends; 0 without one."""
+    at = 1 if flags & PADDED else 0
+    if len(payload) < at + PRIORITY_BYTES:
+        return 0
+    number: tuple[int] = _NUMBER.unpack_from(payload, at)
+    return number[0] & WINDOW_MAX

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from iskander.gateway.http2.status import RpcError
+from iskander.gateway.turns import TurnScheduler
 
 if TYPE_CHECKING:
     from iskander.gateway.http2.call import Call
@@ -27,6 +28,7 @@ class Host(Protocol):
         calls_max: Open calls of one connection.
         scratch: Where sockets are read into; a read is taken apart before the next.
         connections: The open ones.
+        turns: Where connections wait whose input was not all processed.
         named: What is refused here, as those who called that path know it.
     """
 
@@ -37,4 +39,8 @@ class Host(Protocol):
     calls_max: int
     scratch: memoryview
     connections: set[Connection]
+    turns: TurnScheduler
     named: Callable[[str, RpcError], RpcError]
+
+    def count_ended(self, reason: str) -> None:
+        """Count a connection that the server ended."""

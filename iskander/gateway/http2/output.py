@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from iskander.gateway.http2 import frames, headers
-from iskander.gateway.http2.frames import Code, ConnectionBroken
+from iskander.gateway.http2.frames import Code, ConnectionBroken, StreamError
 
 if TYPE_CHECKING:
     from iskander.gateway.http2.call import Call, Message
@@ -156,13 +156,14 @@ class Output:
         """The client takes more of a call, or of the connection as a whole.
 
         Raises:
-            ConnectionBroken: Nothing more, or more than there may be.
+            StreamError: The window of a call grows by nothing, or beyond its maximum.
+            ConnectionBroken: The same of the connection's window.
         """
         window = self._window if call is None else call.send_window
-        if not increment:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a window grew by 0")
-        if increment > frames.WINDOW_MAX - window:
-            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"a window grew by {increment}")
+        if not increment or increment > frames.WINDOW_MAX - window:
+            code = Code.FLOW_CONTROL_ERROR if increment else Code.PROTOCOL_ERROR
+            message = f"WINDOW_UPDATE of {increment} bytes to a window of {window}"
+            raise ConnectionBroken(code, message) if call is None else StreamError(code, message)
         if call is None:
             self._window += increment
         else:

@@ -56,4 +56,5 @@ class Listener(Listening[Connection]):
 
     def on_too_many(self) -> None:
         """Count it among those that were ended."""
+        super().on_too_many()
         self.on_broken(f"{self._connections_max} peers are connected, the limit")

@@ -1,0 +1,286 @@
+"""The streams of one connection: their states, their DATA and HEADERS, and the calls on them.
+
+A stream whose call the server ended first is remembered, since frames of the client may still be on
+their way; frames of any other closed stream are errors.
+
+Runs on: gateway loop. Source: RFC 9113, sections 5.1, 6.1 and 6.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from iskander.clock import NS_PER_US, now_ns
+from iskander.gateway.http2 import frames, headers
+from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.frames import Code, ConnectionBroken, StreamError
+from iskander.gateway.http2.header_blocks import Fields, HeaderBlocks
+from iskander.gateway.http2.host import Host
+from iskander.gateway.http2.output import Output
+from iskander.gateway.http2.rate_limit import RateLimiter
+from iskander.gateway.http2.request_head import check_fields
+from iskander.gateway.http2.room import Room
+from iskander.gateway.http2.status import RpcError, Status
+
+FREE_BLOCK_BYTES: Final = 2048
+"""Decoding cost of a header block that is free, and the cost that counts as one frame."""
+FRAGMENT_BYTES: Final = 256
+"""A DATA frame of less payload that completes no message and ends no call is a fragment."""
+FRAGMENT_COST: Final = 0.25
+MESSAGE_CPU_NS: Final = 500 * NS_PER_US
+BYTE_CPU_NS: Final = 2
+"""Processor time that a message or a byte of one, delivered, is granted."""
+EARLY_ENDS_MAX: Final = 1024
+"""Streams that the server ended before the client did, which are remembered."""
+
+
+class Streams:
+    """The streams of one connection.
+
+    Args:
+        host: What the connections of a server share.
+        output: Sends frames.
+        limiter: Of the connection.
+        on_idle: Called when the last call has ended.
+
+    Attributes:
+        calls: The open calls, by stream.
+        opened: Calls that are not served yet.
+        last_id: The highest stream that the client has opened.
+        messages_arrived: Messages of more than 0 bytes since the last `take_answers`.
+        delivered_ns: Processor time granted for what has arrived; the connection takes it.
+        is_behind: A turn ended in the midst of a DATA frame's payload.
+        is_refusing: New calls are refused, since the connection closes.
+    """
+
+    def __init__(
+        self, host: Host, output: Output, limiter: RateLimiter, on_idle: Callable[[], None]
+    ) -> None:
+        self.host = host
+        self.output = output
+        self.room = Room()
+        self.calls: dict[int, Call] = {}
+        self.opened: list[Call] = []
+        self.last_id = 0
+        self.messages_arrived = 0
+        self.delivered_ns = 0
+        self.is_behind = self.is_refusing = False
+        self.now_ns = 0
+        self._limiter = limiter
+        self._on_idle = on_idle
+        self._blocks = HeaderBlocks()
+        self._data_left = self._padding_left = 0
+        self._data_call: Call | None = None
+        self._data_ends = False
+        self._received = 0
+        self._ended_early: dict[int, None] = {}
+        self._has_forgotten = False
+
+    @property
+    def is_block_open(self) -> bool:
+        """Whether the next frame must be a CONTINUATION."""
+        return self._blocks.is_open
+
+    @property
+    def has_data_left(self) -> bool:
+        """Whether the next bytes are payload of a DATA frame."""
+        return self._data_left > 0 or self._padding_left > 0
+
+    def begin_data(self, length: int, padding: int, flags: int, stream_id: int) -> None:
+        """Take the head of a DATA frame; flow control counts the whole frame."""
+        if not stream_id or stream_id > self.last_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "DATA of a call that was never opened")
+        self._data_left = length
+        self._padding_left = max(padding - 1, 0)  # Its length, one byte, was read.
+        self._data_ends = bool(flags & frames.END_STREAM)
+        self._received += length + padding
+        if self._received > frames.WINDOW_MAX // 2:
+            self.output.emit(frames.window_update(0, self._received))
+            self._received = 0
+        call = self._data_call = self.calls.get(stream_id)
+        if call is None:
+            self._require_early_end(stream_id, "DATA")
+            self._limiter.charge(self.now_ns, FRAGMENT_COST)
+            return
+        if call.has_all_input:
+            raise ConnectionBroken(Code.STREAM_CLOSED, "DATA after the end of a call's input")
+        if not call.take_frame(length, padding):
+            self.reset(stream_id, Code.PROTOCOL_ERROR)
+            return
+        if length < FRAGMENT_BYTES and not self._data_ends:
+            self._limiter.charge_reply(
+                self.now_ns, FRAGMENT_COST if length else 1.0, self.take_answers()
+            )
+        if not length and self._data_ends:
+            self._end_input(call)
+
+    def take_data(self, view: memoryview, at: int, until_ns: int) -> int:
+        """Take what has come of a DATA frame; return where the rest of the input begins."""
+        end = len(view)
+        stop = min(at + self._data_left, end)
+        while at < stop:
+            call = self._data_call
+            if call is None:
+                self._data_left -= stop - at
+                at = stop
+                break
+            taken = call.take(view[at:stop])
+            at += taken
+            self._data_left -= taken
+            self.delivered_ns += BYTE_CPU_NS * taken
+            if call.empty_messages:
+                self._charge_empty(call)
+            if not self._data_left and self._data_ends and self._data_call is call:
+                self._end_input(call)
+            if at < stop and now_ns() >= until_ns:
+                self.is_behind = True
+                return at
+        if self._padding_left and not self._data_left:
+            skipped = min(self._padding_left, end - at)
+            self._padding_left -= skipped
+            at += skipped
+        return at
+
+    def _end_input(self, call: Call) -> None:
+        if not call.take_end():
+            self.reset(call.stream_id, Code.PROTOCOL_ERROR)
+
+    def _charge_empty(self, call: Call) -> None:
+        count, call.empty_messages = call.empty_messages, 0
+        self._limiter.charge_reply(self.now_ns, count, self.take_answers())
+
+    def take_answers(self) -> int:
+        """Frames of answers sent and messages delivered since the last call; both earn credit."""
+        arrived, self.messages_arrived = self.messages_arrived, 0
+        self.delivered_ns += MESSAGE_CPU_NS * arrived
+        return self.output.take_answers() + arrived
+
+    def on_headers(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        """Process a HEADERS frame."""
+        if not stream_id % 2:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a client opened stream {stream_id}")
+        if flags & frames.HAS_PRIORITY and frames.dependency(payload, flags) == stream_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a stream depends on itself")
+        self._blocks.begin(stream_id, flags, payload)
+        if flags & frames.END_HEADERS:
+            self._end_block()
+
+    def on_continuation(self, flags: int, stream_id: int, payload: memoryview) -> None:
+        """Process a CONTINUATION frame."""
+        self._blocks.go_on(stream_id, payload)
+        if flags & frames.END_HEADERS:
+            self._end_block()
+        else:
+            self._limiter.charge(self.now_ns)
+
+    def _end_block(self) -> None:
+        stream_id, is_last, fields = self._blocks.end()
+        if fields.cost_bytes > FREE_BLOCK_BYTES:
+            cost = fields.cost_bytes / FREE_BLOCK_BYTES - 1.0
+            self._limiter.charge_reply(self.now_ns, cost, self.take_answers())
+        if stream_id > self.last_id:
+            self._open(stream_id, fields, is_last=is_last)
+            return
+        call = self.calls.get(stream_id)
+        if call is None:
+            self._require_early_end(stream_id, "HEADERS")
+            self._limiter.charge(self.now_ns)
+            return
+        if call.has_all_input:
+            raise StreamError(Code.STREAM_CLOSED, "HEADERS after the end of a call's input")
+        if not is_last or check_fields(fields.pairs):
+            raise StreamError(Code.PROTOCOL_ERROR, "malformed trailers of a request")
+        self._end_input(call)
+
+    def _open(self, stream_id: int, fields: Fields, *, is_last: bool) -> None:
+        self.last_id = stream_id
+        try:
+            request = fields.request()
+            if self.is_refusing or len(self.calls) >= self.host.calls_max:
+                raise StreamError(Code.REFUSED_STREAM, "too many calls")
+        except StreamError as error:
+            if not is_last:
+                self._remember_early_end(stream_id)
+            self.reset(stream_id, error.code)
+            return
+        except RpcError as refused:
+            self._limiter.charge(self.now_ns)
+            why = self.host.named(fields.path, refused)
+            ends = headers.trailers(why.status, why.message, why.trailers)
+            self.output.emit_block(stream_id, frames.END_STREAM, headers.RESPONSE + ends)
+            if not is_last:
+                self._remember_early_end(stream_id)
+                self.output.emit(frames.rst_stream(stream_id, Code.NO_ERROR))
+            return
+        call = self.calls[stream_id] = Call(self, stream_id, request)
+        self.opened.append(call)
+        if is_last:
+            self._end_input(call)
+
+    def reset(self, stream_id: int, code: Code) -> None:
+        """Reset a stream for an error of the client; many such resets end the connection."""
+        self._limiter.charge(self.now_ns)
+        self.output.emit(frames.rst_stream(stream_id, code))
+        call = self.calls.get(stream_id)
+        if call is not None:
+            call.close()
+
+    def _remember_early_end(self, stream_id: int) -> None:
+        """Remember a stream on which frames of the client may still be on their way."""
+        self._ended_early[stream_id] = None
+        if len(self._ended_early) > EARLY_ENDS_MAX:
+            del self._ended_early[next(iter(self._ended_early))]
+            self._has_forgotten = True
+
+    def _require_early_end(self, stream_id: int, what: str) -> None:
+        """Raise ConnectionBroken unless the server ended the stream before the client did."""
+        if stream_id not in self._ended_early and not self._has_forgotten:
+            raise ConnectionBroken(Code.STREAM_CLOSED, f"{what} of a call that has ended")
+
+    def on_rst_stream(self, stream_id: int, payload: memoryview) -> None:
+        """Process a RST_STREAM frame."""
+        frames.read_number(payload)
+        self._limiter.charge(self.now_ns)
+        if not stream_id or stream_id > self.last_id:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a reset of a call that was never opened")
+        call = self.calls.get(stream_id)
+        if call is not None:
+            call.close()
+        self._ended_early.pop(stream_id, None)
+
+    def serve_opened(self) -> None:
+        """Begin to answer the calls that were opened, with what has come of them by now."""
+        opened, self.opened = self.opened, []
+        for call in opened:
+            if not (call.is_over or self.host.at_once(call)):
+                call.task = self.host.loop.create_task(_run(self.host, call))
+
+    def forget(self, call: Call) -> None:
+        """Remove a call that is over."""
+        self.calls.pop(call.stream_id, None)
+        if not call.has_all_input:
+            self._remember_early_end(call.stream_id)
+        self.output.drop(call)
+        if self._data_call is call:
+            self._data_call = None
+        if not self.calls:
+            self._on_idle()
+
+    def close(self) -> None:
+        """End all calls: nobody is there for their answers."""
+        self.opened.clear()
+        for call in list(self.calls.values()):
+            call.close()
+
+
+async def _run(host: Host, call: Call) -> None:
+    try:
+        await host.serve(call)
+    except RpcError as error:
+        call.end(error.status, error.message, error.trailers)
+    except BaseException:
+        call.end(Status.INTERNAL, "the server failed")
+        raise
+    else:
+        call.end()

@@ -1,0 +1,87 @@
+"""Deficit round-robin over connections whose input was not all processed in one turn of the loop.
+
+A connection processes what it has read for at most a quantum of time. If input is left, or the last
+frame took longer than the quantum, the connection stops reading and waits here. Each turn of the
+loop, after the reads of all other connections, the waiting ones get their next quanta, for at most
+`TURN_NS` together.
+
+Runs on: gateway loop. Source: Shreedhar and Varghese, Efficient fair queuing using deficit
+round-robin, 1995.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final, Protocol
+
+from iskander.clock import NS_PER_US, now_ns, thread_cpu_ns
+
+QUANTUM_NS: Final = 500 * NS_PER_US
+"""Of one connection in one turn."""
+TURN_NS: Final = 1000 * NS_PER_US
+"""Of all waiting connections in one turn."""
+
+
+class Waiting(Protocol):
+    """A connection with input that is left over.
+
+    Attributes:
+        deficit_ns: Time that it may use; negative where it has used more than its share.
+    """
+
+    deficit_ns: int
+
+    def take_turn(self, until_ns: int) -> bool:
+        """Process input until that time; return whether some is left."""
+
+    def note_cpu(self, used_ns: int) -> bool:
+        """Account for processor time of a turn; return whether the connection goes on."""
+
+
+class TurnScheduler:
+    """The waiting connections of one listener or of several.
+
+    Args:
+        loop: The gateway's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[Waiting] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def wait(self, connection: Waiting) -> None:
+        """Call a connection's `take_turn` until it has no input left; it must not wait already."""
+        self._waiting.append(connection)
+        if len(self._waiting) == 1:
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        waiting = self._waiting
+        is_alone = len(waiting) == 1
+        began_ns = now = now_ns()
+        for _ in range(len(waiting)):
+            connection = waiting[0]
+            deficit_ns = min(connection.deficit_ns + QUANTUM_NS, QUANTUM_NS)
+            if is_alone or deficit_ns > 0:
+                cpu_ns = thread_cpu_ns()
+                deficit_ns = max(deficit_ns, QUANTUM_NS // 2)
+                is_left = connection.take_turn(now + deficit_ns)
+                cpu_ns = thread_cpu_ns() - cpu_ns
+                ended_ns = now_ns()
+                connection.deficit_ns = deficit_ns - (ended_ns - now)
+                now = ended_ns
+                is_left = connection.note_cpu(cpu_ns) and is_left
+            else:
+                connection.deficit_ns = deficit_ns
+                is_left = True
+            waiting.popleft()
+            if is_left:
+                waiting.append(connection)
+            if now - began_ns > TURN_NS:
+                break
+        if waiting:
+            self._loop.call_soon(self._run)
