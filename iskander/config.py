@@ -120,6 +120,52 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     arena_wait_ms: Annotated[
         int, Meta(ge=0, description="Milliseconds to wait for room in a full arena.")
     ] = 5000
+    receive_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Bytes that were received and are not processed, of all connections: "
+            "half-received messages, messages that wait, responses that are not read. Above it the "
+            "largest are refused. 0: an eighth of the memory of the machine or the cgroup.",
+        ),
+    ] = 0
+
+
+class TimeoutsConfig(Section, frozen=True, kw_only=True):
+    """How long a client may take. They are looked at every 5 s."""
+
+    preface_s: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds for the connection preface or greeting."),
+    ] = 10.0
+    headers_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="Seconds from the first byte of a header block, or of a frame without "
+            "payload of messages, to its last.",
+        ),
+    ] = 10.0
+    idle_s: Annotated[
+        float,
+        Meta(gt=0, le=86_400, description="Seconds without input before a client is sent a PING."),
+    ] = 60.0
+    keepalive_s: Annotated[
+        float, Meta(gt=0, le=3600, description="Seconds for the answer to that PING.")
+    ] = 20.0
+    message_s: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds without a byte of a message that has begun."),
+    ] = 30.0
+    response_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="Seconds in which a client takes nothing of what was sent to it.",
+        ),
+    ] = 300.0
 
 
 class WorkersConfig(Section, frozen=True, kw_only=True):
@@ -310,6 +356,7 @@ class Config(Section, frozen=True, kw_only=True):
 
     server: ServerConfig = ServerConfig()
     limits: LimitsConfig = LimitsConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
     lanes: LaneConfig = LaneConfig()
     workers: WorkersConfig = WorkersConfig()
     loading: LoadingConfig = LoadingConfig()

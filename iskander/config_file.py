@@ -98,6 +98,12 @@ def _require_relations(config: Config) -> None:
             "the largest batch would not fit a message with its header",
         ),
         (
+            not limits.receive_bytes
+            or 2 * limits.message_bytes * config.server.processes <= limits.receive_bytes,
+            f"limits.receive_bytes = {limits.receive_bytes} is less than two messages of "
+            f"limits.message_bytes = {limits.message_bytes} for each of server.processes",
+        ),
+        (
             limits.bytes + HEADER_ROOM_BYTES <= arena.input_bytes,
             f"arena.input_bytes = {arena.input_bytes} is less than limits.bytes + 1 MiB: "
             "the largest batch would never find room",

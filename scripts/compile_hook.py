@@ -42,6 +42,7 @@ COMPILED = (
     "iskander/gateway/frontends/oip_wire.py",
     "iskander/gateway/frontends/stream_terms.py",
     "iskander/gateway/http2/call.py",
+    "iskander/gateway/http2/call_input.py",
     "iskander/gateway/http2/connection.py",
     "iskander/gateway/http2/frames.py",
     "iskander/gateway/http2/header_blocks.py",

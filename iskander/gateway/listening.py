@@ -10,12 +10,11 @@ import contextlib
 import socket
 import ssl
 from abc import abstractmethod
-from collections import Counter
 from typing import Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.access.handshakes import Door
-from iskander.gateway.turns import TurnScheduler
+from iskander.gateway.connection_limits import ConnectionLimits
 
 SCRATCH_BYTES = 1 << 18
 BACKLOG = 1024
@@ -44,22 +43,31 @@ class Listening(Generic[Connection]):
 
     Args:
         connections_max: At once; more are closed as they come.
+        limits: Over the connections of all listeners.
         tls: What they are spoken to with; None: in the clear.
 
     Attributes:
         loop: Of the gateway.
         scratch: Where sockets are read into; a read is taken apart before the next.
         connections: The open ones.
+        budget: The memory of received bytes.
+        timeouts: The settings.
         turns: Where connections wait whose input was not all processed.
-        ended: Connections that the server ended, by reason.
     """
 
-    def __init__(self, connections_max: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        connections_max: int,
+        limits: ConnectionLimits,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
-        self.turns = TurnScheduler(self.loop)
-        self.ended: Counter[str] = Counter()
+        self.turns = limits.turns
+        self._ended = limits.ended
+        self.budget = limits.budget
+        self.timeouts = limits.timeouts
         self._connections_max = connections_max
         self._tls = tls
         self._servers: list[asyncio.Server | Door] = []
@@ -103,7 +111,7 @@ class Listening(Generic[Connection]):
 
     def count_ended(self, reason: str) -> None:
         """Count a connection that the server ended."""
-        self.ended[reason] += 1
+        self._ended[reason] += 1
 
     @abstractmethod
     def connection(self) -> asyncio.BaseProtocol:

@@ -18,6 +18,7 @@ from iskander.gateway.access.grants import Access
 from iskander.gateway.access.tls import Tls
 from iskander.gateway.addresses import admin_address, require_addresses, sharing_path
 from iskander.gateway.asking import Desk
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.grpc_server import GrpcServer
@@ -88,6 +89,7 @@ class Server:
             BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock),
         )
         log_backing(log, "input arena", self._intake.segment.backing)
+        self._connection_limits = ConnectionLimits(config)
         self._dispatcher = Dispatcher(
             self._intake, self._models.by_key, BusyPolling(config.server.busy_poll_us)
         )
@@ -130,14 +132,7 @@ class Server:
         self._desk = Desk(self._intake, self._dispatcher, config.limits)
         self._oip = OipService(self._models, self._desk, self._siblings)
         self._grpc = self._grpc_server()
-        self._inferential = InferentialService(
-            config,
-            self._models,
-            intake=self._intake,
-            dispatcher=self._dispatcher,
-            grant=self._access.anonymous,
-            recent=self._recent,
-        )
+        self._inferential = self._inferential_service()
         self._lag = LoopLag()
         self._observed = self._observe()
         self._admin: AdminServer | None = None
@@ -260,15 +255,25 @@ class Server:
         }
 
     def _grpc_server(self) -> GrpcServer:
-        limits = self._config.limits
         return GrpcServer(
             self._flight,
             self._health,
             self._oip,
             self._access,
             self._tls,
-            message_bytes=limits.message_bytes,
-            streams=limits.streams,
+            limits=self._config.limits,
+            connection_limits=self._connection_limits,
+        )
+
+    def _inferential_service(self) -> InferentialService:
+        return InferentialService(
+            self._config,
+            self._models,
+            intake=self._intake,
+            dispatcher=self._dispatcher,
+            grant=self._access.anonymous,
+            recent=self._recent,
+            connection_limits=self._connection_limits,
         )
 
     def _observe(self) -> Observed:
@@ -285,6 +290,8 @@ class Server:
             clients=self._inferential.sessions,
             outcomes=self._inferential.journal.outcomes,
             refused=self._access.refused,
+            budget=self._connection_limits.budget,
+            connections_ended=self._connection_limits.ended,
         )
 
     def _on_change(self) -> None:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import hpack
 
+from iskander.config import TimeoutsConfig
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.connection import Connection
 from iskander.gateway.http2.status import RpcError
 from iskander.gateway.listening import SCRATCH_BYTES
+from iskander.gateway.receive_budget import ReceiveBudget
 from iskander.gateway.turns import TurnScheduler
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -27,6 +29,8 @@ WINDOW_MAX = (1 << 31) - 1
 NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = range(4)
 STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR = range(5, 10)
 ENHANCE_YOUR_CALM = 11
+
+RECEIVE_BYTES = 1 << 30
 
 Fields: TypeAlias = Sequence[tuple[str, str]]
 
@@ -252,6 +256,8 @@ class FakeHost:
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
         self.turns = TurnScheduler(self.loop)
+        self.budget = ReceiveBudget(RECEIVE_BYTES)
+        self.timeouts = TimeoutsConfig()
         self.ended: list[str] = []
         self.count_ended = self.ended.append
         self.named = lambda path, error: RpcError(error.status, error.message, (("why", path),))

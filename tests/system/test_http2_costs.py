@@ -6,6 +6,7 @@ The connections have no sockets, and no gateway behind them.
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import os
 import zlib
@@ -33,11 +34,15 @@ from support.http2 import (
 )
 from support.intake import in_loop, turns
 
-from iskander.clock import now_ns
-from iskander.gateway.http2 import inflating, room
-from iskander.gateway.http2.call import WINDOW_BYTES, Call
+from iskander.clock import NS_PER_S, now_ns
+from iskander.config import TimeoutsConfig
+from iskander.gateway import receive_budget
+from iskander.gateway.http2 import call_input, inflating
+from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.rate_limit import BURST
 from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.receive_budget import ReceiveBudget
 
 MIB = 1 << 20
 MESSAGE_BYTES = 72 * MIB
@@ -378,74 +383,213 @@ def end(peer: Peer, stream_id: int, size: int) -> None:
         left -= count
 
 
-@pytest.fixture
-def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "ROOM_BYTES", 20 * MIB)
+def with_budget(peer: Peer, limit_bytes: int) -> ReceiveBudget:
+    """Give the connection a budget of its own."""
+    peer.host.budget = ReceiveBudget(limit_bytes)
+    peer.host.budget.holders.add(peer.connection.streams)
+    return peer.host.budget
 
 
-@pytest.mark.usefixtures("small_room")
+def used(budget: ReceiveBudget) -> int:
+    gc.collect()
+    return budget.used_bytes
+
+
 @in_loop
-async def test_large_messages_of_a_connection_come_as_far_as_there_is_room() -> None:
+async def test_large_messages_of_a_connection_come_as_far_as_there_is_memory() -> None:
     taker = Reader()
     peer = Peer(taker, message_bytes=64 * MIB)
+    budget = with_budget(peer, 56 * MIB)
     for stream_id in (1, 3, 5, 7):
         begin(peer, stream_id, 10 * MIB)
-    assert [granted(peer, each) > 0 for each in (1, 3, 5, 7)] == [True, True, False, False]
+    # A connection may reserve half of the budget; 9 MiB of each message are left when it asks.
+    assert [granted(peer, each) > 0 for each in (1, 3, 5, 7)] == [True, True, True, False]
     begin(peer, 9, 3 * MIB)  # No more than a window.
     await turns()
     assert [len(each or b"") for each in taker.taken] == [3 * MIB]
 
-    end(peer, 3, 10 * MIB)
-    await turns()
-    assert len(taker.taken) == 2
-    assert [granted(peer, each) > 0 for each in (5, 7)] == [True, False]
     peer.say(rst_stream(1))
-    assert granted(peer, 7) > 0
-    for stream_id in (5, 7):
+    assert granted(peer, 7)
+    for stream_id in (3, 5, 7):
         end(peer, stream_id, 10 * MIB)
     await turns()
-    assert len(taker.taken) == 4 and peer.goodbye is None
-    assert not peer.connection.streams.room._held and peer.connection.streams.room._taken == 0
+    taken = [each if isinstance(each, RpcError) else len(each or b"") for each in taker.taken]
+    assert taken == [3 * MIB, 10 * MIB, 10 * MIB, 10 * MIB] and peer.goodbye is None
+    taker.taken.clear()
+    assert used(budget) == 0 and not budget._reserved
 
 
-@pytest.mark.usefixtures("small_room")
 @in_loop
-async def test_a_message_larger_than_the_room_comes_where_it_is_alone() -> None:
+async def test_connections_that_have_reserved_least_come_first() -> None:
+    """A share of the budget is for messages that reserve nothing."""
+    peer = Peer(Reader(), message_bytes=64 * MIB)
+    budget = with_budget(peer, 80 * MIB)
+    others = [Waiting() for _ in range(3)]
+    assert budget.reserve("a", others[0], 40 * MIB)
+    assert budget.reserve("b", others[1], 30 * MIB)
+    assert not budget.reserve("a", Waiting(), 1 * MIB)
+    assert not budget.reserve("c", others[2], 8 * MIB)
+    budget.release(38 * MIB)
+    budget.end_reservation("b", others[1], 30 * MIB)
+    assert others[2].is_told
+    begin(peer, 1, 3 * MIB)
+    assert not budget.refused
+
+
+class Waiting:
+    """A message that waits for memory."""
+
+    is_told = False
+
+    def on_reserved(self) -> None:
+        self.is_told = True
+
+
+@in_loop
+async def test_who_has_memory_and_sends_nothing_makes_room_for_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [now_ns()]
+    monkeypatch.setattr(receive_budget, "now_ns", lambda: clock[0])
+    monkeypatch.setattr(call_input, "now_ns", lambda: clock[0])
+    monkeypatch.setattr(receive_budget, "TICK_S", 0.0)
     taker = Reader()
     peer = Peer(taker, message_bytes=64 * MIB)
-    begin(peer, 1, 5 * MIB)
-    begin(peer, 3, 40 * MIB)
-    begin(peer, 5, 5 * MIB)
-    assert granted(peer, 1) and not granted(peer, 3)
-    assert not granted(peer, 5)  # It would be passed by for ever.
-    for stream_id, size in ((1, 5), (3, 40), (5, 5)):
-        end(peer, stream_id, size * MIB)
-        await turns()
-    assert [len(each or b"") // MIB for each in taker.taken] == [5, 40, 5]
-    assert peer.goodbye is None
-
-
-@pytest.mark.usefixtures("small_room")
-@in_loop
-async def test_who_has_room_and_sends_nothing_makes_room_for_who_waits() -> None:
-    taker = Reader()
-    peer = Peer(taker, message_bytes=64 * MIB)
+    with_budget(peer, 40 * MIB)
     begin(peer, 1, 20 * MIB)
-    peer.connection.look_after(now := now_ns())
-    peer.connection.look_after(now + room.STALLED_NS + 1)
     begin(peer, 3, 20 * MIB)
-    peer.connection.look_after(now)
-    peer.say(data(1, bytes(MIB)))
-    peer.connection.look_after(now + room.STALLED_NS)
-    peer.connection.look_after(now + 2 * room.STALLED_NS)
-    assert not taker.taken and not granted(peer, 3)
-    peer.connection.look_after(now + 2 * room.STALLED_NS + 1)
-    assert granted(peer, 3)
+    await turns()
+    assert granted(peer, 1) and not granted(peer, 3) and not taker.taken
+    clock[0] = now_ns() + receive_budget.STALL_WAITED_NS + NS_PER_S
+    await until(lambda: granted(peer, 3))
     end(peer, 3, 20 * MIB)
     await turns()
     error, whole = taker.taken
     assert isinstance(error, RpcError) and error.status == Status.UNAVAILABLE
     assert isinstance(whole, bytes) and len(whole) == 20 * MIB
+
+
+@in_loop
+async def test_half_received_messages_of_all_connections_are_within_the_budget() -> None:
+    """Each is left one byte short; the oldest are refused, and small messages always come."""
+    taker = Reader()
+    peer = Peer(taker, message_bytes=64 * MIB)
+    budget = with_budget(peer, 32 * MIB)
+    most = 0
+    raw = message(bytes(3 * MIB))[:-1]
+    for stream_id in range(1, 101, 2):
+        peer.open(stream_id)
+        peer.say(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
+        most = max(most, used(budget))
+    peer.open(201)
+    peer.say(data(201, message(b"small"), END_STREAM))
+    await turns()
+    assert most <= 32 * MIB and budget.refused >= 40
+    refused = [each for each in taker.taken if isinstance(each, RpcError)]
+    assert len(refused) == budget.refused
+    assert {each.status for each in refused} == {Status.UNAVAILABLE}
+    assert b"small" in taker.taken and peer.goodbye is None
+    peer.connection.streams.close()
+    taker.taken.clear()
+    assert used(budget) == 0
+
+
+@in_loop
+async def test_messages_that_no_handler_reads_are_within_the_budget() -> None:
+    peer = Peer(message_bytes=64 * MIB)
+    budget = with_budget(peer, 8 * MIB)
+    raw = b"".join(data(1, message(bytes(60_000))) for _ in range(60))
+    for stream_id in (1, 3, 5, 7, 9):
+        peer.open(stream_id)
+        await turns()
+        peer.say(raw.replace(b"\0\0\0\0\1", b"\0\0\0\0" + bytes([stream_id])))
+        assert used(budget) <= 8 * MIB
+    assert budget.refused > 0 and peer.goodbye is None
+    peer.connection.streams.close()
+    assert used(budget) == 0
+
+
+@in_loop
+async def test_a_response_that_is_not_read_is_charged_until_it_is() -> None:
+    async def serve(call: Call) -> None:
+        await call.write(bytes(3 * MIB))
+
+    peer = Peer(serve)
+    budget = with_budget(peer, 8 * MIB)
+    peer.open(flags=END_STREAM)
+    await turns()
+    assert used(budget) >= 3 * MIB
+    peer.say(window_update(0, 4 * MIB), window_update(1, 4 * MIB))
+    await turns()
+    assert used(budget) == 0 and peer.answer().messages == [bytes(3 * MIB)]
+
+
+@in_loop
+async def test_the_memory_of_a_large_message_is_charged_until_it_is_freed() -> None:
+    taker = Reader()
+    peer = Peer(message_bytes=64 * MIB)
+    budget = with_budget(peer, 32 * MIB)
+    peer.open()
+    await turns()
+    begin(peer, 3, 2 * MIB)
+    call = peer.calls[3]
+    kept = call.receive()
+    assert kept is not None and used(budget) == 2 * MIB
+    part = memoryview(kept)[100:200]
+    del kept
+    assert used(budget) == 2 * MIB
+    del part
+    assert used(budget) == 0 and not taker.taken
+
+
+# Timeouts.
+
+
+@in_loop
+async def test_a_message_that_makes_no_progress_is_refused() -> None:
+    taker = Reader()
+    peer = Peer(taker)
+    for stream_id, raw in ((1, message(bytes(1000))[:-1]), (3, b"\0\0"), (5, message(b"whole"))):
+        peer.open(stream_id)
+        peer.say(data(stream_id, raw))
+    await turns()
+    later = now_ns() + int(TimeoutsConfig().message_s * NS_PER_S)
+    peer.connection.streams.look_after(later - NS_PER_S)
+    await turns()
+    assert taker.taken == [b"whole"]
+    peer.connection.streams.look_after(later + NS_PER_S)
+    await turns()
+    errors = taker.taken[1:]
+    assert len(errors) == 2 and all(isinstance(each, RpcError) for each in errors)
+    assert peer.host.ended == ["message_timeout"] * 2 and 5 in peer.calls
+
+
+@in_loop
+async def test_a_response_that_makes_no_progress_ends_the_call() -> None:
+    async def serve(call: Call) -> None:
+        await call.write(bytes(MIB))
+
+    peer = Peer(serve)
+    peer.open(flags=END_STREAM)
+    await turns()
+    later = now_ns() + int(TimeoutsConfig().response_s * NS_PER_S)
+    peer.connection.streams.look_after(later - NS_PER_S)
+    assert peer.calls
+    peer.connection.streams.look_after(later + NS_PER_S)
+    assert not peer.calls and peer.host.ended == ["response_timeout"]
+    assert peer.answer().reset == client.CANCEL
+
+
+@in_loop
+async def test_a_socket_that_takes_nothing_ends_the_connection() -> None:
+    peer = Peer()
+    peer.transport.fill()
+    peer.connection.look_after(now_ns() + NS_PER_S)
+    assert not peer.transport.is_aborted
+    peer.say(ping())
+    later = now_ns() + int(TimeoutsConfig().response_s * NS_PER_S)
+    peer.connection.look_after(later + NS_PER_S)
+    assert peer.transport.is_aborted and peer.host.ended == ["response_timeout"]
 
 
 # The deadline.

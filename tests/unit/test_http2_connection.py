@@ -44,16 +44,22 @@ from support.http2 import (
 from support.intake import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.config import TimeoutsConfig
 from iskander.errors import DeadlineExceeded
 from iskander.gateway import turns as turns_of_loop
 from iskander.gateway.frontends import grpc_errors, grpc_server
 from iskander.gateway.http2 import connection, frames
-from iskander.gateway.http2.call import WINDOW_BYTES, Call
-from iskander.gateway.http2.connection import GREETING_NS, HEADERS_NS, IDLE_NS, PING_NS
+from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.rate_limit import BURST
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.listening import SCRATCH_BYTES
 
+TIMEOUTS = TimeoutsConfig()
+GREETING_NS = int(TIMEOUTS.preface_s * NS_PER_S)
+HEADERS_NS = int(TIMEOUTS.headers_s * NS_PER_S)
+IDLE_NS = int(TIMEOUTS.idle_s * NS_PER_S)
+PING_NS = int(TIMEOUTS.keepalive_s * NS_PER_S)
 WINDOW_DEFAULT = 65_535
 ODD = range(1, 1601, 2)
 FRAME_DEFAULT = 16_384

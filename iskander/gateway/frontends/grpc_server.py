@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from iskander.config import ServerConfig
+from iskander.config import LimitsConfig, ServerConfig
 from iskander.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -29,6 +29,7 @@ from iskander.errors import (
 from iskander.gateway.access.grants import Access, Grant
 from iskander.gateway.access.tls import HTTP2, Tls
 from iskander.gateway.addresses import unix_path
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.frontends import flight, health, oip_service, reflection
 from iskander.gateway.frontends.flight import FlightService
 from iskander.gateway.frontends.grpc_errors import rpc_error
@@ -85,8 +86,8 @@ class GrpcServer:
         oip_service: Answers the Open Inference Protocol's calls.
         access: Knows what a caller may ask.
         tls: Of the server.
-        message_bytes: The largest message taken.
-        streams: Calls served at once.
+        limits: Of the server.
+        connection_limits: Over the connections of all listeners.
     """
 
     def __init__(
@@ -97,12 +98,13 @@ class GrpcServer:
         access: Access,
         tls: Tls,
         *,
-        message_bytes: int,
-        streams: int,
+        limits: LimitsConfig,
+        connection_limits: ConnectionLimits,
     ) -> None:
+        streams = limits.streams
         self._paths: list[BoundPath] = []
         self._access = access
-        most = message_bytes + MESSAGE_SLACK_BYTES
+        most = limits.message_bytes + MESSAGE_SLACK_BYTES
         self._flight_methods = _flight(flight_service)
         self._methods = {
             **self._flight_methods,
@@ -117,6 +119,7 @@ class GrpcServer:
             message_bytes=partial(_message_bytes, most),
             calls_max=streams + CALLS_SLACK,
             named=self._named,
+            limits=connection_limits,
             tls=tls.context(HTTP2),
         )
 

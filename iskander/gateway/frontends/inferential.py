@@ -13,6 +13,7 @@ from iskander.config import Config
 from iskander.errors import ConfigError
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.addresses import zmq_address
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.inferential_journal import Journal
 from iskander.gateway.frontends.inferential_session import Session
@@ -34,6 +35,7 @@ class InferentialService:
         dispatcher: The way to the workers.
         grant: What its clients may ask, who show no token.
         recent: Where points of its measures are kept.
+        connection_limits: Over the connections of all listeners.
 
     Attributes:
         sessions: The clients that are connected, by their names.
@@ -51,6 +53,7 @@ class InferentialService:
         dispatcher: Dispatcher,
         grant: Grant,
         recent: Recent,
+        connection_limits: ConnectionLimits,
     ) -> None:
         self.config = config.inferential
         self.limits = config.limits
@@ -72,6 +75,7 @@ class InferentialService:
             self.journal.cut,
             message_bytes=config.limits.message_bytes,
             connections_max=self.config.connections,
+            limits=connection_limits,
         )
 
     @property

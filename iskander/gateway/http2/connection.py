@@ -14,7 +14,8 @@ from typing import Final, cast
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.http2 import frames
-from iskander.gateway.http2.call import WINDOW_BYTES, Call
+from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.frames import Code, ConnectionBroken, StreamError
 from iskander.gateway.http2.host import Host
 from iskander.gateway.http2.output import Output
@@ -37,14 +38,6 @@ FREE_CALLS: Final = 100
 """Open calls whose windows a setting changes at the cost of a frame."""
 WINDOW_COST: Final = 0.1
 """Of opening a window, where nothing was sent that used it up."""
-GREETING_NS: Final = 10 * NS_PER_S
-"""For the client's preface, and for its end after a GOAWAY."""
-HEADERS_NS: Final = 10 * NS_PER_S
-"""For the rest of a header block, or of any frame but DATA, once its first byte has come."""
-IDLE_NS: Final = 60 * NS_PER_S
-PING_NS: Final = 20 * NS_PER_S
-"""A client that was silent for the one is asked whether it is there, and goes without an answer
-within the other."""
 HTTP1_LINE_BYTES: Final = 4096
 """Of the first read, in which a request line of HTTP/1 is recognized."""
 _ALIVE: Final = b"iskalive"
@@ -80,11 +73,13 @@ class Connection(asyncio.BufferedProtocol):
         self.output = Output(self._transport)
         self.streams = Streams(self.host, self.output, self._limiter, self._on_idle)
         self.host.connections.add(self)
+        self.host.budget.holders.add(self.streams)
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the calls: nobody is there for their answers."""
         del error
         self.host.connections.discard(self)
+        self.host.budget.holders.discard(self.streams)
         self._end_calls()
 
     def pause_writing(self) -> None:
@@ -168,28 +163,28 @@ class Connection(asyncio.BufferedProtocol):
 
     def look_after(self, now: int) -> None:
         """Find out whether the peer is still there; one that never said what it is goes."""
-        self.streams.room.look_after(now)
-        silent_ns = now - self._heard_ns
+        timeouts = self.host.timeouts
+        silent_s = (now - self._heard_ns) / NS_PER_S
         if self.output.is_closed or not self._is_greeted:
-            if silent_ns > GREETING_NS:
-                self.host.count_ended("preface_timeout")
-                self.abort()
-        elif self._incomplete_ns and now - self._incomplete_ns > HEADERS_NS:
-            wait_s = HEADERS_NS // NS_PER_S
-            self._break(
-                ConnectionBroken(
-                    Code.ENHANCE_YOUR_CALM,
-                    f"a header block or frame was not complete within {wait_s} s",
-                    reason="headers_timeout",
-                )
-            )
+            if silent_s > timeouts.preface_s:
+                self._time_out("preface")
+            return
+        self.streams.look_after(now)
+        if self._incomplete_ns and now - self._incomplete_ns > timeouts.headers_s * NS_PER_S:
+            message = f"a header block or frame was not complete within {timeouts.headers_s:g} s"
+            self._break(ConnectionBroken(Code.ENHANCE_YOUR_CALM, message, "headers_timeout"))
+        elif self.output.is_stalled(now, timeouts.response_s):
+            self._time_out("response")
         elif self._pinged_ns:
-            if now - self._pinged_ns > PING_NS:
-                self.host.count_ended("keepalive_timeout")
-                self.abort()
-        elif silent_ns > IDLE_NS:
+            if now - self._pinged_ns > timeouts.keepalive_s * NS_PER_S:
+                self._time_out("keepalive")
+        elif silent_s > timeouts.idle_s:
             self._pinged_ns = now
             self.output.emit(frames.frame(frames.PING, 0, 0, _ALIVE))
+
+    def _time_out(self, name: str) -> None:
+        self.host.count_ended(f"{name}_timeout")
+        self.abort()
 
     # Frames.
 

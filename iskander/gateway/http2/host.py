@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
+from iskander.config import TimeoutsConfig
 from iskander.gateway.http2.status import RpcError
+from iskander.gateway.receive_budget import ReceiveBudget
 from iskander.gateway.turns import TurnScheduler
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class Host(Protocol):
         calls_max: Open calls of one connection.
         scratch: Where sockets are read into; a read is taken apart before the next.
         connections: The open ones.
+        budget: The memory of received bytes.
+        timeouts: The settings.
         turns: Where connections wait whose input was not all processed.
         named: What is refused here, as those who called that path know it.
     """
@@ -39,6 +43,8 @@ class Host(Protocol):
     calls_max: int
     scratch: memoryview
     connections: set[Connection]
+    budget: ReceiveBudget
+    timeouts: TimeoutsConfig
     turns: TurnScheduler
     named: Callable[[str, RpcError], RpcError]
 

@@ -9,6 +9,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable
 
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.connection import Connection
 from iskander.gateway.http2.status import RpcError
@@ -29,6 +30,7 @@ class Listener(Listening[Connection]):
         message_bytes: The largest message that is taken, by a call's path.
         calls_max: Open calls of one connection.
         named: What is refused here, as those who called that path know it.
+        limits: Over the connections of all listeners.
         tls: What connections over TCP are spoken to with; None: in the clear.
     """
 
@@ -40,9 +42,10 @@ class Listener(Listening[Connection]):
         message_bytes: Callable[[str], int],
         calls_max: int,
         named: Callable[[str, RpcError], RpcError],
+        limits: ConnectionLimits,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(CONNECTIONS_MAX, tls)
+        super().__init__(CONNECTIONS_MAX, limits, tls)
         self.serve = serve
         self.at_once = at_once
         self.message_bytes = message_bytes

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from iskander.clock import NS_PER_S, now_ns
 from iskander.gateway.http2 import frames, headers
 from iskander.gateway.http2.frames import Code, ConnectionBroken, StreamError
 
@@ -65,6 +66,7 @@ class Output:
         self._update = b""
         self._held: dict[Call, None] = {}
         self._is_paused = False
+        self._paused_ns = 0
         self._unread_bytes = 0
         self._answers = 0
         self.is_closed = False
@@ -142,9 +144,14 @@ class Output:
         """A call has nothing more to send."""
         self._held.pop(call, None)
 
+    def is_stalled(self, now_ns: int, response_s: float) -> bool:
+        """Whether the socket has taken nothing for so long, though there is something to send."""
+        return self._is_paused and now_ns - self._paused_ns > response_s * NS_PER_S
+
     def pause(self) -> None:
         """The socket takes nothing for now."""
         self._is_paused = True
+        self._paused_ns = now_ns()
 
     def resume(self) -> None:
         """The socket takes more."""

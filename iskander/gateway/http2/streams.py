@@ -20,7 +20,6 @@ from iskander.gateway.http2.host import Host
 from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.rate_limit import RateLimiter
 from iskander.gateway.http2.request_head import check_fields
-from iskander.gateway.http2.room import Room
 from iskander.gateway.http2.status import RpcError, Status
 
 FREE_BLOCK_BYTES: Final = 2048
@@ -59,7 +58,6 @@ class Streams:
     ) -> None:
         self.host = host
         self.output = output
-        self.room = Room()
         self.calls: dict[int, Call] = {}
         self.opened: list[Call] = []
         self.last_id = 0
@@ -267,6 +265,34 @@ class Streams:
         if not self.calls:
             self._on_idle()
 
+    def look_after(self, now: int) -> None:
+        """End the calls of which nothing makes progress."""
+        for call in list(self.calls.values()):
+            call.look_after(now)
+
+    # For the receive budget.
+
+    def held(self, now_ns: int) -> float:
+        """Received bytes that could be freed, times the nanoseconds since their message began."""
+        held = 0.0
+        for call in self.calls.values():
+            if call.held_bytes:
+                held += call.held_bytes * (now_ns - call.began_ns)
+        return held
+
+    def shed(self) -> bool:
+        """Refuse the call that holds most; return whether there is one."""
+        largest = max(self.calls.values(), key=_held_bytes, default=None)
+        if largest is None or not largest.held_bytes:
+            return False
+        largest.shed()
+        return True
+
+    def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
+        """Refuse the half-received messages that made no progress for so long."""
+        for call in list(self.calls.values()):
+            call.evict_stalled(now_ns, stall_ns)
+
     def close(self) -> None:
         """End all calls: nobody is there for their answers."""
         self.opened.clear()
@@ -284,3 +310,7 @@ async def _run(host: Host, call: Call) -> None:
         raise
     else:
         call.end()
+
+
+def _held_bytes(call: Call) -> int:
+    return call.held_bytes

@@ -43,6 +43,7 @@ BASE_UNITS = ("seconds", "bytes")
 """Units that end a name, as Prometheus wants it."""
 OUTCOMES = ("completed", "withdrawn")
 OBSERVED = ("answered", "late", "unsent")
+TIMEOUTS = tuple(f"{name}_timeout" for name in ("preface", "headers", "message", "response"))
 REFUSED = (Unauthenticated.code, PermissionDenied.code)
 
 Source = TypeVar("Source")
@@ -221,6 +222,18 @@ GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
     Metric("iskander_access_refusals_total", "counter", "calls", ("code",), "Calls that showed no "
            "token, or none that was enough.",
            lambda observed: [((name,), observed.refused.get(name, 0)) for name in REFUSED]),
+    Metric("iskander_connections_ended_total", "counter", "connections", ("reason",),
+           "Connections, and messages of them, that the server ended for a limit, a timeout or a "
+           "broken protocol.",
+           lambda observed: [((name,), observed.connections_ended.get(name, 0))
+                             for name in sorted({*TIMEOUTS, *observed.connections_ended})]),
+    Metric("iskander_receive_limit_bytes", "gauge", "bytes", (), "Received bytes that may be held "
+           "before they are processed.", _one(lambda observed: observed.budget.limit_bytes)),
+    Metric("iskander_receive_used_bytes", "gauge", "bytes", (), "Received bytes that are held.",
+           _one(lambda observed: observed.budget.used_bytes)),
+    Metric("iskander_receive_refusals_total", "counter", "calls", (), "Calls that were refused "
+           "for want of memory to receive their messages.",
+           _one(lambda observed: observed.budget.refused)),
     Metric("iskander_input_capacity_bytes", "gauge", "bytes", (), "The input arena.",
            _one(lambda observed: observed.input_arena.capacity_bytes)),
     Metric("iskander_input_leased_bytes", "gauge", "bytes", (), "Leased in the input arena.",

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.gateway.receive_budget import ReceiveBudget
 from iskander.gateway.telemetry.histogram import Histogram
 from iskander.memory.arena import Arena
 from iskander.memory.backing import NO_MEMORY, Backing
@@ -41,6 +43,8 @@ class Observed:
         loop_lag_ns: How late the loop was, each time that was looked.
         clients: Of Inferential, that are connected.
         outcomes: Of Inferential's observations.
+        budget: The memory of received bytes.
+        connections_ended: Connections and messages that the server ended, by reason.
         refused: Calls that showed no token that was enough, by the errors' codes.
     """
 
@@ -55,6 +59,8 @@ class Observed:
     clients: Sized = ()
     outcomes: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, int] = field(default_factory=dict)
+    connections_ended: Mapping[str, int] = field(default_factory=dict)
+    budget: ReceiveBudget = field(default_factory=partial(ReceiveBudget, 0))
     input_backing: Backing = NO_MEMORY
 
     @property

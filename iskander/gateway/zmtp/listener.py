@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.listening import Listening
 from iskander.gateway.zmtp.connection import Connection, Session
 
@@ -28,6 +29,7 @@ class Listener(Listening[Connection]):
         on_broken: Told why a connection was ended.
         message_bytes: The largest message taken.
         connections_max: Peers at once; more are closed as they come.
+        limits: Over the connections of all listeners.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Listener(Listening[Connection]):
         *,
         message_bytes: int,
         connections_max: int,
+        limits: ConnectionLimits,
     ) -> None:
-        super().__init__(connections_max)
+        super().__init__(connections_max, limits)
         self.open = open_session
         self.on_broken = on_broken
         self.message_bytes = message_bytes
