@@ -1493,10 +1493,12 @@ async def test_a_connection_lost_while_messages_wait_ends_the_handlers() -> None
         peer.open(stream_id)
     await turns()
     assert waiting(peer) == 2
+    tasks = [call.task for call in peer.served]
     peer.transport.abort()
     await turns()
     assert not waiting(peer) and not peer.calls
-    assert all(call.task is not None and call.task.cancelled() for call in peer.served)
+    assert all(task is not None and task.cancelled() for task in tasks)
+    assert all(call.task is None for call in peer.served)
 
 
 # The orderly end.

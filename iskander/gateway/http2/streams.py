@@ -310,6 +310,9 @@ async def _run(host: Host, call: Call) -> None:
         raise
     else:
         call.end()
+    finally:
+        # A task keeps the traceback of its end, and with it the frames that hold messages.
+        call.task = None
 
 
 def _held_bytes(call: Call) -> int:
