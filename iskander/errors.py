@@ -9,8 +9,9 @@ Pure; any process may import it.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 MESSAGE_BYTES_MAX = 900
 """gRPC sends the text twice beside the detail and drops the status when headers pass 8 KiB."""
 
@@ -346,3 +347,12 @@ class SegmentError(IskanderError):
     """The system refused memory, or a range of it was used without a right to it."""
 
     code = "segment"
+
+
+def detach(error: ErrorT) -> ErrorT:
+    """Prepare an error to be kept: drop the frames that it went through, and their variables.
+
+    They would keep what they refer to, such as a message, until a garbage collection.
+    """
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import ctypes
 import logging
 import os
@@ -25,17 +24,12 @@ from iskander.config import Config
 from iskander.config_file import load_config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.gateway.accepted import read_settings
+from iskander.gateway.allocator import keep_large_blocks
 from iskander.gateway.logs import set_up_logs
 from iskander.gateway.supervision.placement import Plan, plan
 from iskander.gateway.supervision.topology import read_topology, render_cpu_list
 from iskander.gateway.supervision.workers import Place
 from iskander.gateway.systemd import keep_alive, notify, notify_reloading
-
-MMAP_THRESHOLD_BYTES = 32 << 20
-"""The most that glibc takes."""
-TRIM_THRESHOLD_BYTES = 512 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Source: malloc.h of glibc, mallopt(3)."""
 
 _PR_SET_PDEATHSIG = 1
 PARENT_PID = "ISKANDER_PARENT_PID"
@@ -77,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.server.processes > 1 and arguments.process is None:
                 sys.exit(runner.run(_look_after(config, arguments)))
-            _keep_large_blocks()
+            keep_large_blocks()
             _take_place(placed)
             runner.run(_serve(config, placed.places, arguments.process))
     except (ConfigError, ManifestError) as error:
@@ -93,18 +87,6 @@ def _read(arguments: argparse.Namespace) -> Config:
     if arguments.process is not None:
         return read_settings(arguments.config)
     return load_config(arguments.config, overrides=tuple(arguments.set)).config
-
-
-def _keep_large_blocks() -> None:
-    """Let malloc keep the blocks of large messages instead of mapping and faulting each anew.
-
-    With the defaults every message of megabytes is mapped, cleared by the kernel page by page and
-    unmapped again. Only glibc has `mallopt`; elsewhere nothing happens.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 def _take_place(placed: Plan) -> None:

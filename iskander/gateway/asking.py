@@ -14,7 +14,7 @@ from typing import Final
 
 from iskander.clock import now_ns
 from iskander.config import LimitsConfig
-from iskander.errors import Draining, IskanderError, Overloaded
+from iskander.errors import Draining, IskanderError, Overloaded, detach
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
@@ -143,8 +143,7 @@ class Desk:
             finally:
                 self.withdraw(request)
         except IskanderError as error:
-            # Frames that it went through know it, and would keep the tensors until a collection.
-            error.__traceback__ = None
+            detach(error)
             raise
 
     def begin(

@@ -32,6 +32,7 @@ SHED_AGAIN_NS: Final = 10 * NS_PER_MS
 """After nothing could be freed."""
 STALL_WAITED_NS: Final = 2 * NS_PER_S
 """A message that makes no progress for so long is refused while others wait for memory."""
+EXCESS_BYTES: Final = 16 << 20
 TICK_S: Final = 0.01
 TRACKED_BYTES_MIN: Final = 65_536
 """Smaller messages are charged until they are read; larger ones until they are freed."""
@@ -84,7 +85,7 @@ class ReceiveBudget:
         self.limit_bytes = limit_bytes
         self.holders: set[Holder] = set()
         self.refused = 0
-        self._used = 0
+        self._used = self._peak = self._recent_peak = 0
         self._freed: deque[int] = deque()
         self._reservable = limit_bytes - limit_bytes // RESERVE_SHARE
         self._reserved: dict[object, int] = {}
@@ -110,6 +111,7 @@ class ReceiveBudget:
             size: Bytes.
         """
         self._used += size
+        self._recent_peak = max(self._recent_peak, self._used)
         if self._used > self.limit_bytes:
             self._shed()
 
@@ -123,7 +125,7 @@ class ReceiveBudget:
         """Charge bytes where that stays within the limit; return whether it did."""
         if self.used_bytes + size > self.limit_bytes:
             return False
-        self._used += size
+        self.charge(size)
         return True
 
     def give_back(self, size: int) -> None:
@@ -170,6 +172,32 @@ class ReceiveBudget:
         array.freed = self._freed
         return array
 
+    def charged_array(self, size: int) -> TrackedArray | None:
+        """Memory that is charged at once; None where that is over the limit."""
+        if not self.take(size):
+            return None
+        array = self.array(size)
+        array.charged_bytes = size
+        return array
+
+    def shrink(self, array: TrackedArray, size: int) -> None:
+        """Charge an array for so many bytes only, since no more were written to."""
+        excess, array.charged_bytes = array.charged_bytes - size, size
+        self.release(excess)
+
+    def has_excess(self) -> bool:
+        """Whether the heap keeps memory that is not needed any more; begins a new period.
+
+        That is so where much less was charged since the last call than at the highest point since
+        it was last said. Steady traffic keeps its blocks.
+        """
+        self._peak = max(self._peak, self._recent_peak)
+        has_excess = self._peak - self._recent_peak >= EXCESS_BYTES
+        if has_excess:
+            self._peak = self._recent_peak
+        self._recent_peak = self.used_bytes
+        return has_excess
+
     def _fits(self, holder: object, size: int) -> bool:
         held = self._reserved.get(holder, 0)
         if held and held + size > self.limit_bytes // HOLDER_SHARE:
@@ -178,7 +206,7 @@ class ReceiveBudget:
 
     def _reserve(self, holder: object, size: int) -> None:
         self._reserved[holder] = self._reserved.get(holder, 0) + size
-        self._used += size
+        self.charge(size)
 
     def _grant(self) -> None:
         """Reserve for those that wait: those of the holder first that has reserved least."""

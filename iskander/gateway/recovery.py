@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
-from iskander.errors import Cancelled, IskanderError, PoisonedRequest
+from iskander.errors import Cancelled, IskanderError, PoisonedRequest, detach
 from iskander.gateway.lanes.request import Request
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def untaken(request: Request, error: Exception) -> IskanderError:
     if not isinstance(error, IskanderError):
         log.error("results for %s cannot be taken", request.lane.title, exc_info=error)
         error = IskanderError("the server failed to take the results")
-    # Its frames hold views of the worker's arena.
-    error.__traceback__ = None
-    return error
+    return detach(error)  # Its frames hold views of the worker's arena.
 
 
 def unlanded(parts: list[Part]) -> list[Request]:

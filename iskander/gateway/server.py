@@ -176,6 +176,7 @@ class Server:
         gc.set_threshold(GC_THRESHOLD)
         sys.setswitchinterval(SWITCH_S)
         self._lag.start()
+        self._connection_limits.start()
         log.info("ready on %s after %d ms", where, (now_ns() - self._started_ns) // NS_PER_MS)
         notify(
             READY="1",
@@ -357,6 +358,7 @@ class Server:
         if self._admin is not None:
             await self._admin.stop()
         self._lag.stop()
+        self._connection_limits.stop()
         self._access.stop()
         self._tls.stop()
         self._dispatcher.alarm.clear()

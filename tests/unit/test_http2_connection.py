@@ -442,7 +442,7 @@ def test_compressed_messages(encoding: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize(
-    ("expanded", "status"), [(999, None), (1000, None), (1001, 8), (1002, 8), (10_000_000, 8)]
+    ("expanded", "status"), [(999, None), (1000, None), (1001, 8), (1002, 8), (500_000, 8)]
 )
 def test_a_compressed_message_may_be_as_large_as_any_other(
     encoding: str, expanded: int, status: int | None

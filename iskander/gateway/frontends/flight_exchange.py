@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from iskander.config import LimitsConfig
-from iskander.errors import Draining, IskanderError, MalformedInput
+from iskander.errors import Draining, IskanderError, MalformedInput, detach
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
@@ -103,7 +103,10 @@ class Exchange:
             self._read()
             error = await self._over
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # Its traceback keeps this frame.
         finally:
             opening.cancel()
             self._call.on_input = self._call.on_room = None
@@ -285,7 +288,7 @@ class Exchange:
                     return
                 self._dispatcher.submit(request)
         except IskanderError as error:
-            error.__traceback__ = None
+            detach(error)
             divided.fail(divided.requests[0], error)
         except asyncio.CancelledError:
             stopping = Draining("the server is stopping; send it to another", retry_after_ms=0)
@@ -324,8 +327,7 @@ class Exchange:
 
     def _refuse(self, error: IskanderError) -> None:
         """Let an error take its batch's place in the window, or end the stream."""
-        # Frames that it went through know it, and would keep the batch until a collection.
-        error.__traceback__ = None
+        detach(error)
         if self._terms.is_in_band:
             self._window.append(Refused(error))
             self._write_soon()
@@ -373,7 +375,7 @@ class Exchange:
     def _end(self, error: Exception | None) -> None:
         """Take nothing more; when everything before is written, the stream ends."""
         self._is_ended = True
-        self._end_error = error
+        self._end_error = None if error is None else detach(error)
         self._write_soon()
 
     def _finish(self, error: Exception | None) -> None:

@@ -19,6 +19,7 @@ from iskander.errors import (
     LimitExceeded,
     MalformedInput,
     Overloaded,
+    detach,
 )
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
@@ -97,8 +98,7 @@ class HttpInference:
                     held.add(sum(map(len, parts)))
                     await _write(request, send, parts, json_bytes)
             except IskanderError as error:
-                # Frames that it went through know it, and would keep the body until a collection.
-                error.__traceback__ = None
+                detach(error)
                 raise
             finally:
                 lane.entering -= 1

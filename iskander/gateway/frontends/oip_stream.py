@@ -16,7 +16,7 @@ from functools import partial
 
 from iskander._generated import oip_pb2
 from iskander.config import LimitsConfig
-from iskander.errors import Draining, IskanderError
+from iskander.errors import Draining, IskanderError, detach
 from iskander.gateway.frontends.oip_infer import Inference
 from iskander.gateway.frontends.oip_wire import in_stream, scan
 from iskander.gateway.frontends.stream_terms import StreamTerms
@@ -163,8 +163,7 @@ class InferStream:
                 )
             )
         except IskanderError as error:
-            # Frames that it went through know the message, and may be known to what knows it.
-            error.__traceback__ = None
+            detach(error)
             if self._ends_on_error:
                 raise
             return [error_response(error, request_id)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from iskander.clock import NS_PER_S, now_ns
@@ -127,7 +128,10 @@ class CallInput:
         if message is None:
             return None
         if isinstance(message, RpcError):
-            raise message
+            try:
+                raise message
+            finally:
+                del message, messages  # Its traceback keeps this frame.
         assert not isinstance(message, Compressed)
         messages.popleft()
         if self._queued_bytes:
@@ -221,14 +225,7 @@ class CallInput:
     def shed(self) -> None:
         """Refuse the messages that have come and are not read, and the half-received one."""
         self._messages.clear()
-        budget = self._streams.host.budget
-        self._refuse(
-            RpcError(
-                Status.UNAVAILABLE,
-                f"the server has no memory to receive a message: {budget.limit_bytes} bytes are "
-                "in use (limits.receive_bytes)",
-            )
-        )
+        self._refuse(self._no_memory())
 
     def close_input(self) -> None:
         """Drop what has come."""
@@ -363,23 +360,38 @@ class CallInput:
             self._clear_queued()
         self._append(error)
 
+    def _no_memory(self) -> RpcError:
+        return RpcError(
+            Status.UNAVAILABLE,
+            "the server has no memory to receive a message: "
+            f"{self._streams.host.budget.limit_bytes} bytes are in use (limits.receive_bytes)",
+        )
+
     # Compressed messages.
 
     def _expand(self, message: Compressed) -> bool:
         """Expand the first message, or have that done; whether it is."""
         if self._expanding is None:
             begun = inflating.begin(message.raw, self._encoding, self._message_bytes_max)
-            if not isinstance(begun, inflating.Inflation):
-                self._replace_first(begun)
-                return True
-            self._expanding = self._loop.run_in_executor(inflating.THREADS, begun.finish)
-            self._expanding.add_done_callback(self._on_expanded)
+            if isinstance(begun, inflating.Inflation):
+                target = self._streams.host.budget.charged_array(begun.bytes_most)
+                if target is not None:
+                    work = self._loop.run_in_executor(inflating.THREADS, begun.finish, target)
+                    self._expanding = work
+                    work.add_done_callback(partial(self._on_expanded, target))
+                    return False
+                begun = self._no_memory()
+            self._replace_first(begun)
+            return True
         return False
 
-    def _on_expanded(self, work: asyncio.Future[Message | RpcError]) -> None:
+    def _on_expanded(self, target: TrackedArray, work: asyncio.Future[Message | RpcError]) -> None:
         self._expanding = None
         if self._messages and isinstance(self._messages[0], Compressed):
-            self._replace_first(work.result())
+            expanded = work.result()
+            if isinstance(expanded, memoryview):
+                self._streams.host.budget.shrink(target, len(expanded))
+            self._replace_first(expanded)
             if self.on_input is not None:
                 self.on_input()
 
@@ -387,6 +399,7 @@ class CallInput:
         first = self._messages[0]
         if isinstance(expanded, RpcError):
             self._is_deaf = True
+            self._drop_partial()
             self._messages.clear()
             self._clear_queued()
             self._messages.append(expanded)

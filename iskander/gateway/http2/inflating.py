@@ -1,9 +1,10 @@
 """Compressed messages: small ones are expanded at once, the others by a thread.
 
-A few kilobytes may be seventy megabytes and a fifth of a second; in pieces, since what a message
-comes to is known at its end only, and so that nobody waits for the interpreter meanwhile.
+A few kilobytes may be seventy megabytes and a fifth of a second. What a message expands to is
+bounded before: gzip declares it, at the end, and a message of zlib's form may be as large as any. A
+thread writes it in pieces into memory that was charged to the receive budget.
 
-Runs on: gateway loop, and threads of its own.
+Runs on: gateway loop, and threads of its own. Source: RFC 1950, RFC 1952.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from iskander.errors import detach
 from iskander.gateway.http2 import headers
 from iskander.gateway.http2.status import RpcError, Status
 
@@ -26,6 +28,9 @@ READ_BYTES: Final = 65_536
 PIECE_BYTES: Final = 262_144
 THREADS: Final = ThreadPoolExecutor(2, "inflate")
 """Few: whoever sends bombs waits for their own, and not the batches that a thread reads."""
+GZIP_BYTES_MIN: Final = 18
+"""A header, and a trailer that ends with the size of what was compressed."""
+_ISIZE_BYTES: Final = 4
 _WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
@@ -39,7 +44,7 @@ def begin(raw: Message, encoding: str, bytes_max: int) -> Message | RpcError | I
         inflation = Inflation(raw, encoding, bytes_max)
         return inflation.whole() if inflation.begin() else inflation
     except RpcError as error:
-        return error
+        return detach(error)
 
 
 class Compressed(NamedTuple):
@@ -49,12 +54,15 @@ class Compressed(NamedTuple):
 
 
 class Inflation:
-    """One message on its way.
+    """One message that is being expanded.
 
     Args:
         raw: Compressed.
         encoding: By what.
         bytes_max: The largest that is taken.
+
+    Attributes:
+        bytes_most: What it may expand to.
 
     Raises:
         RpcError: There is no such encoding.
@@ -71,64 +79,70 @@ class Inflation:
         self._inflater = zlib.decompressobj(bits)
         self._raw = memoryview(raw)
         self._at = 0
-        self._bytes_max = bytes_max
-        self._pieces: list[bytes] = []
+        self._bytes_max = self.bytes_most = bytes_max
         self._size = 0
+        self._pieces: list[bytes] = []
+        if encoding == "gzip" and len(raw) >= GZIP_BYTES_MIN:
+            self.bytes_most = min(int.from_bytes(raw[-_ISIZE_BYTES:], "little"), bytes_max)
 
     def begin(self) -> bool:
-        """Expand what is expanded in no time; whether that is all.
+        """Expand what is expanded in no time; return whether that is all.
 
         Raises:
             RpcError: It is too large, or broken.
         """
         while self._size < AT_ONCE_BYTES and self._at <= READ_BYTES:
-            if self._step(AT_ONCE_BYTES):
+            piece = self._step(AT_ONCE_BYTES)
+            self._pieces.append(piece)
+            if self._inflater.eof:
                 return True
         return False
 
-    def finish(self) -> Message | RpcError:
-        """Expand the rest, and give the whole, or what is wrong with it."""
+    def whole(self) -> Message:
+        """The message that `begin` has expanded."""
+        return b"".join(self._pieces)
+
+    def finish(self, target: np.ndarray) -> Message | RpcError:
+        """Expand the rest into memory of `bytes_most` bytes; return the message or its error.
+
+        Runs on: a thread.
+        """
         try:
-            while not self._step(PIECE_BYTES):
-                pass
-            return self.whole()
+            view, at = target.data, 0
+            for piece in self._pieces:
+                view[at : at + len(piece)] = piece
+                at += len(piece)
+            self._pieces.clear()
+            while not self._inflater.eof:
+                piece = self._step(PIECE_BYTES)
+                view[at : at + len(piece)] = piece
+                at += len(piece)
+            return view[:at]
         except RpcError as error:
-            return error
+            return detach(error)
         except MemoryError:
             return RpcError(Status.UNAVAILABLE, "there is no memory to expand a message")
 
-    def whole(self) -> Message:
-        """The expanded message."""
-        pieces = self._pieces
-        if len(pieces) == 1:
-            return pieces[0]
-        whole, at = np.empty(self._size, np.uint8).data, 0
-        pieces.reverse()
-        while pieces:
-            piece = pieces.pop()
-            whole[at : at + len(piece)] = piece
-            at += len(piece)
-        return whole
-
-    def _step(self, most: int) -> bool:
-        """Expand at most so many bytes more; whether it has ended."""
+    def _step(self, most: int) -> bytes:
+        """Expand at most so many bytes more."""
         inflater = self._inflater
         raw: Message = inflater.unconsumed_tail
         if not raw:
             raw = self._raw[self._at : self._at + READ_BYTES]
             self._at += READ_BYTES
         try:
-            piece = inflater.decompress(raw, most)
+            piece = inflater.decompress(raw, min(most, self.bytes_most - self._size + 1))
         except zlib.error:
             raise RpcError(Status.INTERNAL, "a compressed message is broken") from None
-        self._pieces.append(piece)
         self._size += len(piece)
         if self._size > self._bytes_max:
             raise RpcError(
                 Status.RESOURCE_EXHAUSTED,
                 f"a message may have {self._bytes_max} bytes once it is expanded",
             )
+        if self._size > self.bytes_most:
+            raise RpcError(Status.INTERNAL, "a compressed message is larger than it declares")
         is_behind = bool(inflater.unused_data) or self._at < len(self._raw)
         if is_behind if inflater.eof else not (raw or piece):
             raise RpcError(Status.INTERNAL, "a compressed message does not end where it ends")
-        return inflater.eof
+        return piece

@@ -1,0 +1,136 @@
+"""The memory of a real gateway while clients send what it cannot use, and after they have gone."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from support import http2 as client
+from support import models
+from support.http2 import END_HEADERS, END_STREAM, Wire, data, message, request_fields
+from support.processes import Gateway, eventually, running
+
+from iskander.gateway.http2.status import Status
+
+MIB = 1 << 20
+BUDGET_BYTES = 192 * MIB
+SLACK_BYTES = 64 * MIB
+LEFT_BYTES = 32 * MIB
+CHECK = "/grpc.health.v1.Health/Check"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("memory")
+    ids = models.row_ids(folder / "ids")
+    served = [{"name": "ids", "path": str(ids), "intra_threads": 1}]
+    limits = {"message_bytes": 72 * MIB, "receive_bytes": BUDGET_BYTES}
+    with running(folder, served, limits=limits) as ready:
+        yield ready
+
+
+def resident_bytes(gateway: Gateway) -> int:
+    return int(Path(f"/proc/{gateway.pid}/statm").read_text().split()[1]) * 4096
+
+
+def connect(gateway: Gateway) -> socket.socket:
+    host, _, port = gateway.address.rpartition(":")
+    found = socket.create_connection((host, int(port)), 20)
+    found.sendall(client.PREFACE + client.settings())
+    return found
+
+
+def frames_of(stream_id: int, body: bytes, flags: int = 0) -> bytes:
+    """DATA frames with a body."""
+    pieces = [body[at : at + MIB] for at in range(0, len(body), MIB)]
+    last = len(pieces) - 1
+    return b"".join(
+        data(stream_id, piece, flags if number == last else 0)
+        for number, piece in enumerate(pieces)
+    )
+
+
+def opening(stream_id: int, *extra: tuple[str, str]) -> bytes:
+    return client.headers(stream_id, request_fields(INFER, extra), END_HEADERS)
+
+
+def is_well(gateway: Gateway) -> None:
+    """A small request of another connection is answered."""
+    with Wire(gateway.address) as wire:
+        wire.say(client.headers(1, request_fields(CHECK), END_HEADERS))
+        wire.say(data(1, message(b""), END_STREAM))
+        assert wire.answer(1).messages == [b"\x08\x01"]
+
+
+def half_received(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages of 3.9 MiB, each left one byte short, over three connections."""
+    for _ in range(3):
+        wire = stack.enter_context(connect(gateway))
+        body = message(bytes(39 * MIB // 10))[:-1]
+        for stream_id in range(1, 101, 2):
+            wire.sendall(opening(stream_id) + frames_of(stream_id, body))
+            yield
+
+
+def large_half_received(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages of 60 MiB, of which as much is sent as the windows take."""
+    for _ in range(3):
+        wire = stack.enter_context(connect(gateway))
+        body = message(bytes(60 * MIB))[: 4 * MIB]
+        for stream_id in range(1, 41, 2):
+            wire.sendall(opening(stream_id) + frames_of(stream_id, body))
+            yield
+
+
+def compressed(stack: ExitStack, gateway: Gateway, bomb: bytes) -> Iterator[None]:
+    for _ in range(10):
+        wire = stack.enter_context(Wire(gateway.address))
+        wire.say(opening(1, ("grpc-encoding", "gzip")))
+        wire.say(frames_of(1, message(bomb, 1), END_STREAM))
+        assert wire.answer(1).status in (Status.RESOURCE_EXHAUSTED, Status.INVALID_ARGUMENT)
+        yield
+
+
+def expanding(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages that expand to a gibibyte."""
+    packer = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(packer.compress(bytes(16 * MIB)) for _ in range(64)) + packer.flush()
+    return compressed(stack, gateway, bomb)
+
+
+def broken(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages that expand to 60 MiB and end with a wrong checksum."""
+    bomb = gzip.compress(bytes(60 * MIB))
+    return compressed(stack, gateway, bomb[:-8] + b"\0\0\0\0" + bomb[-4:])
+
+
+def cut_off(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages that expand to 60 MiB and have no end."""
+    return compressed(stack, gateway, gzip.compress(bytes(60 * MIB))[:-100])
+
+
+ATTACKS = (half_received, large_half_received, expanding, broken, cut_off)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_received_bytes_stay_within_the_budget_and_go_back(
+    gateway: Gateway, attack: Callable[[ExitStack, Gateway], Iterator[None]]
+) -> None:
+    is_well(gateway)
+    start = peak = resident_bytes(gateway)
+    with ExitStack() as stack:
+        for count, _ in enumerate(attack(stack, gateway)):
+            peak = max(peak, resident_bytes(gateway))
+            if count % 20 == 0:
+                is_well(gateway)
+        peak = max(peak, resident_bytes(gateway))
+    assert peak - start <= BUDGET_BYTES + SLACK_BYTES
+    is_well(gateway)
+    eventually(lambda: resident_bytes(gateway) - start <= LEFT_BYTES, 30, "the memory went back")
+    is_well(gateway)
