@@ -28,7 +28,7 @@ def install(names: tuple[str, ...]) -> list[str]:
         folder = PEERS / name
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
-        wanted = [str(ROOT)] if name == "iskander" else [runtime, *REQUIREMENTS[name]]
+        wanted = [f"{ROOT}[http]"] if name == "iskander" else [runtime, *REQUIREMENTS[name]]
         done = subprocess.run(
             [*command, *wanted],
             env=os.environ | compiled,

@@ -6,6 +6,7 @@ Read by the worker that loads the model and by the operator's tool.
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path, PurePosixPath
 
@@ -56,7 +57,9 @@ def read_plain(file: Path, bytes_max: int) -> bytes:
     Raises:
         OSError: It cannot be read, or is no plain file.
     """
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is not a file")
-    with file.open("rb") as opened:
+    # Opened first and looked at then, so that it cannot be replaced in between; a FIFO is opened
+    # without waiting for its other end.
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
         return opened.read(bytes_max)

@@ -306,6 +306,8 @@ class Server:
         """Who may ask what has changed."""
         self._flight.look_at_grants()
         self._oip.look_at_grants()
+        self._grpc.look_at_grants()
+        self._health.publish()
 
     async def _listen(self) -> None:
         is_shared = bool(self._member.siblings)

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 import tritonclient.http as triton_http
 from pyarrow import flight
+from support import http2
 from support.dealt import by_process, client_of
 from support.judging import Judge
 from support.models import row_ids
@@ -35,6 +36,7 @@ from iskander.tokens import add_token
 
 SERVING = "0801"
 """A HealthCheckResponse."""
+REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 JUDGE = str(Path(__file__).parent.parent / "support" / "access_judge.py")
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 
@@ -349,6 +351,34 @@ def test_streams_that_say_nothing_end_with_their_token(served: Served, judge: Ju
             assert judge.facts() == "UNAUTHENTICATED"
             with pytest.raises(flight.FlightUnauthenticatedError):
                 writer.close()
+    finally:
+        served.file.write_text(before)
+
+
+@pytest.mark.parametrize("path", ["grpc.health.v1.Health/Watch", REFLECTION])
+def test_streams_that_only_listen_end_with_their_token(served: Served, path: str) -> None:
+    before = served.file.read_text()
+    token = served.tokens["leaver"] = add_token(served.file, "leaver", ("*",))
+    body = http2.message(b"" if path.endswith("Watch") else b"\x3a\x01*")
+    fields = http2.request_fields(f"/{path}", [("authorization", f"Bearer {token}")])
+
+    def is_answered(wire: http2.Wire) -> bool:
+        wire.say(http2.headers(1, fields), http2.data(1, body))
+        wire.until(lambda: wire.heard(http2.HEADERS))
+        return not wire.heard(http2.HEADERS)[0].flags & http2.END_STREAM
+
+    def connect() -> http2.Wire | None:
+        wire = http2.Wire(served.gateway.address)
+        if is_answered(wire):
+            return wire
+        wire.socket.close()
+        return None
+
+    try:
+        with eventually(connect, what="a token that was added") as wire:
+            wire.until(lambda: wire.heard(http2.DATA))
+            served.file.write_text(before)
+            assert wire.answer(1).status == 16
     finally:
         served.file.write_text(before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,27 @@ def test_settings_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None
     (tmp_path / "m" / "model.toml").write_text("x = " + "[" * 30_000)
     with pytest.raises(ConfigError, match=r"model\.toml"):
         read_settings(tmp_path, "m", Config())
+
+
+def test_settings_that_are_no_plain_file_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    os.mkfifo(tmp_path / "m" / "model.toml")
+    with pytest.raises(ConfigError, match=r"model\.toml cannot be read: it is not a file"):
+        read_settings(tmp_path, "m", Config())
+
+
+def test_settings_that_are_too_large_are_not_read_whole(tmp_path: Path) -> None:
+    """A sparse file takes no room on a disk, and all of it in memory."""
+    (tmp_path / "m").mkdir()
+    with (tmp_path / "m" / "model.toml").open("wb") as file:
+        file.truncate(3 << 30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"model\.toml is larger than"):
+            read_settings(tmp_path, "m", Config())
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("gone", ["listing", "stat"])

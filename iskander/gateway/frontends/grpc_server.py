@@ -24,6 +24,7 @@ from iskander.errors import (
     LimitExceeded,
     MalformedInput,
     Overloaded,
+    Unauthenticated,
     Unsupported,
 )
 from iskander.gateway.access.grants import Access, Grant
@@ -106,11 +107,13 @@ class GrpcServer:
         self._access = access
         most = limits.message_bytes + MESSAGE_SLACK_BYTES
         self._flight_methods = _flight(flight_service)
+        reflection_methods = _reflection(ReflectionService(streams))
+        self._reflection_paths = frozenset(reflection_methods)
         self._methods = {
             **self._flight_methods,
             **_health(health_service),
             **_oip(oip_service),
-            **_reflection(ReflectionService(streams)),
+            **reflection_methods,
         }
         self._prompt = {MODEL_INFER: oip_service.infer_at_once}
         self._listener = Listener(
@@ -161,6 +164,16 @@ class GrpcServer:
                 await self._listener.listen(listening)
             bound.append(address if path is not None else with_port(address, sockets[0]))
         return bound
+
+    def look_at_grants(self) -> None:
+        """End the reflection streams whose token is not valid any more."""
+        for connection in list(self._listener.connections):
+            for call in list(connection.calls.values()):
+                if call.path in self._reflection_paths:
+                    try:
+                        call.grant.require_valid()
+                    except Unauthenticated as error:
+                        self._refuse(call, error)
 
     def close_door(self) -> None:
         """Take no more connections; those that are open go on."""

@@ -73,6 +73,7 @@ class HealthService:
         self._watchers += 1
         try:
             while True:
+                _require_grant(name, call.grant)
                 changed, status = self._changed, self._status(name)
                 if status != last:
                     await call.write(_response(status))
@@ -113,9 +114,15 @@ def _service_name(raw: bytes, grant: Grant) -> str:
         name: str = health_pb2.HealthCheckRequest.FromString(raw).service
     except (DecodeError, UnicodeDecodeError):
         raise MalformedInput("the message is not a HealthCheckRequest") from None
+    _require_grant(name, grant)
+    return name
+
+
+def _require_grant(name: str, grant: Grant) -> None:
+    """See to it that a caller may ask for that service, also while it is watched."""
+    grant.require_valid()
     if name:
         grant.require_model(name.partition("/")[0])
-    return name
 
 
 def _response(status: _Status) -> bytes:

@@ -21,6 +21,7 @@ import msgspec
 from iskander.config import Config
 from iskander.config_file import require_model
 from iskander.config_repository import ModelFile, complaint_about_versions
+from iskander.contract.confined import read_plain
 from iskander.errors import ConfigError
 
 SETTINGS = "model.toml"
@@ -121,7 +122,7 @@ def read_settings(root: Path, name: str, config: Config) -> ModelFile:
     """
     lanes = msgspec.to_builtins(config.lanes)
     try:
-        raw = (root / name / SETTINGS).read_bytes()
+        raw = read_plain(root / name / SETTINGS, SETTINGS_BYTES_MAX + 1)
     except FileNotFoundError:
         raw = b""
     except OSError as error:

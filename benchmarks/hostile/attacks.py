@@ -1,0 +1,318 @@
+"""The attacks: for each, what a connection sends first and what it then repeats.
+
+Pure: `attacker` has the sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.hostile import wire
+from benchmarks.hostile.wire import (
+    CHECK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    EXCHANGE,
+    HEADERS,
+    PADDED,
+    PING,
+    PRIORITY,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+)
+
+MIB = 1 << 20
+CHUNK_BYTES = 1 << 18
+"""About as much is made of what an attack repeats before it is sent."""
+MODEL = "movielens-two-tower"
+
+Chunk = Callable[[int], bytes]
+"""The bytes of one repetition, by its number from 0."""
+
+
+class Attack(NamedTuple):
+    """One attack.
+
+    Attributes:
+        name: A row of the table.
+        opening: Makes what each connection sends first.
+        chunk: Makes what it then repeats; None: it holds the connection open.
+        door: The port: `grpc`, `http` or `zmtp`.
+        connections: Of one attacker, at once.
+        repeats: At most so many of the chunk on one connection.
+        reads: The attacker reads what it is sent.
+        is_flight: It makes sense against any Flight server.
+        pause_s: Between two chunks.
+    """
+
+    name: str
+    opening: Callable[[], bytes]
+    chunk: Chunk | None = None
+    door: str = "grpc"
+    connections: int = 1
+    repeats: int = 1 << 40
+    reads: bool = True
+    is_flight: bool = True
+    pause_s: float = 0.0
+
+
+def _repeated(raw: bytes) -> Chunk:
+    whole = raw * max(CHUNK_BYTES // len(raw), 1)
+    return lambda _: whole
+
+
+def _streams(make: Callable[[int], bytes], streams: int) -> Chunk:
+    """A chunk of so many new streams."""
+
+    def chunk(number: int) -> bytes:
+        first = 2 * number * streams + 1
+        return b"".join(make(first + 2 * index) for index in range(streams))
+
+    return chunk
+
+
+def _call(body: bytes = b"", *, extra: wire.Fields = ()) -> Callable[[], bytes]:
+    """A connection with one DoExchange that does not end."""
+    return lambda: wire.opening() + wire.request(1, EXCHANGE, extra) + body
+
+
+@cache
+def _huffman_block(size: int) -> bytes:
+    return wire.request_block(CHECK, [("k", "a" * (size * 8 // 5))], is_huffman=True)
+
+
+@cache
+def _indexed_block(fields: int) -> bytes:
+    return b"\x40\x01k\x01v" + b"\xbe" * fields
+
+
+def _bin_block() -> bytes:
+    return wire.request_block(CHECK, [("k-bin", "," * 15_000)])
+
+
+def _updates_block() -> bytes:
+    return b"\x20" * 60_000 + wire.request_block(CHECK)
+
+
+def _headers(block: bytes, streams: int) -> Chunk:
+    def one(stream_id: int) -> bytes:
+        first, rest = block[:16_384], block[16_384:]
+        raw = wire.frame(HEADERS, stream_id, first, END_STREAM | (0 if rest else END_HEADERS))
+        while rest:
+            piece, rest = rest[:16_384], rest[16_384:]
+            raw += wire.frame(CONTINUATION, stream_id, piece, 0 if rest else END_HEADERS)
+        return raw
+
+    return _streams(one, streams)
+
+
+def _batch(rows: int) -> pa.RecordBatch:
+    ids = pa.array(np.arange(rows) % 600 + 1)
+    return pa.RecordBatch.from_pydict({"user_id": ids, "item_id": ids})
+
+
+@cache
+def _requests_unread() -> bytes:
+    """400 requests of 65,536 rows over 50 calls; the client opens no window for the answers."""
+    schema, batch = wire.flight_messages(MODEL, [_batch(65_536)])
+    body = wire.message(schema) + wire.message(batch) * 8
+    calls = (
+        wire.request(stream_id, EXCHANGE) + wire.data(stream_id, body)
+        for stream_id in range(1, 101, 2)
+    )
+    return wire.opening() + b"".join(calls)
+
+
+@cache
+def _half_received(messages: int, size: int) -> bytes:
+    body = wire.message(bytes(size))[:-1]
+    calls = (
+        wire.request(stream_id, EXCHANGE) + wire.data(stream_id, body)
+        for stream_id in range(1, 2 * messages, 2)
+    )
+    return wire.opening() + b"".join(calls)
+
+
+@cache
+def _gzip_bomb() -> bytes:
+    packer = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(packer.compress(bytes(16 * MIB)) for _ in range(64)) + packer.flush()
+    calls = (
+        wire.request(stream_id, EXCHANGE, [("grpc-encoding", "gzip")])
+        + wire.data(stream_id, wire.message(bomb, 1))
+        for stream_id in range(1, 21, 2)
+    )
+    return wire.opening() + b"".join(calls)
+
+
+@cache
+def _dictionary() -> tuple[bytes, bytes]:
+    """A stream whose dictionary has 60 MiB, and one small batch that uses it."""
+    values = pa.array(np.arange(60 * MIB // 8) % 600 + 1)
+    ids = pa.DictionaryArray.from_arrays(pa.array([1, 2, 3], pa.int32()), values)
+    batch = pa.RecordBatch.from_pydict({"user_id": ids, "item_id": ids})
+    *first, last = wire.flight_messages(MODEL, [batch])
+    body = b"".join(map(wire.message, first))
+    opening = wire.opening() + wire.request(1, EXCHANGE) + wire.data(1, body)
+    return opening, wire.data(1, wire.message(last))
+
+
+def _zmtp(body: bytes) -> Callable[[], bytes]:
+    return lambda: wire.zmtp_opening() + body
+
+
+def _http(head: str) -> Callable[[], bytes]:
+    raw = f"POST /v2/models/{MODEL}/infer HTTP/1.1\r\nhost: localhost\r\n{head}\r\n\r\n"
+    return raw.encode
+
+
+_RESET = struct.pack("!I", 8)
+_JSON_BYTES = 1_000_000
+
+ATTACKS: tuple[Attack, ...] = (
+    Attack("PING flood", wire.opening, _repeated(wire.frame(PING, 0, bytes(8)))),
+    Attack("SETTINGS flood", wire.opening, _repeated(wire.frame(SETTINGS))),
+    Attack(
+        "WINDOW_UPDATE flood",
+        _call(),
+        _repeated(wire.frame(WINDOW_UPDATE, 1, b"\0\0\0\1")),
+    ),
+    Attack("PRIORITY flood", wire.opening, _repeated(wire.frame(PRIORITY, 1, b"\0\0\0\3\0"))),
+    Attack(
+        "CONTINUATION flood",
+        lambda: wire.opening() + wire.frame(HEADERS, 1, b"", 0),
+        _repeated(wire.frame(CONTINUATION, 1, b"\0\1a\1b")),
+    ),
+    Attack(
+        "rapid reset",
+        wire.opening,
+        _streams(lambda n: wire.request(n, CHECK) + wire.frame(RST_STREAM, n, _RESET), 500),
+    ),
+    Attack(
+        "made-you-reset",
+        wire.opening,
+        _streams(lambda n: wire.request(n, CHECK) + wire.frame(WINDOW_UPDATE, n, bytes(4)), 500),
+    ),
+    Attack(
+        "DATA of 1 byte",
+        _call(wire.data(1, wire.message(bytes(4 * MIB))[:5])),
+        _repeated(wire.frame(DATA, 1, b"x")),
+    ),
+    Attack(
+        "DATA of 1 byte, padded",
+        _call(wire.data(1, wire.message(bytes(4 * MIB))[:5])),
+        _repeated(wire.frame(DATA, 1, b"\xffx" + bytes(255), PADDED)),
+    ),
+    Attack("DATA of padding alone", _call(), _repeated(wire.frame(DATA, 1, b"\0", PADDED))),
+    Attack("empty messages", _call(), _repeated(wire.data(1, wire.message(b"") * 3000))),
+    Attack("1,800 indexed fields", wire.opening, _headers(_indexed_block(1800), 50)),
+    Attack("900 indexed fields", wire.opening, _headers(_indexed_block(900), 100)),
+    Attack("15 kB of Huffman codes", wire.opening, _headers(_huffman_block(15_000), 10)),
+    Attack("40 kB of Huffman codes", wire.opening, _headers(_huffman_block(40_000), 5)),
+    Attack("-bin headers of commas", wire.opening, _headers(_bin_block(), 10)),
+    Attack("60,000 table size updates", wire.opening, _headers(_updates_block(), 4)),
+    Attack("400 requests of 65,536 rows, not read", _requests_unread, reads=False),
+    Attack("300 messages one byte short", lambda: _half_received(300, 39 * MIB // 10)),
+    Attack(
+        "300 messages one byte short, 3 connections",
+        lambda: _half_received(300, 39 * MIB // 10),
+        connections=3,
+    ),
+    Attack("gzip messages of 1 GiB", _gzip_bomb, is_flight=False),
+    Attack(
+        "60 MiB of dictionary, small batches",
+        lambda: _dictionary()[0],
+        lambda _: _dictionary()[1],
+        repeats=750,
+        is_flight=False,
+    ),
+    Attack(
+        "headers that trickle in",
+        lambda: wire.opening() + wire.frame(HEADERS, 1, b"", 0),
+        lambda _: wire.frame(CONTINUATION, 1, b"\0\1a\1b"),
+        connections=200,
+        pause_s=0.5,
+    ),
+    Attack("2,000 idle connections", wire.opening, connections=2000),
+    Attack(
+        "HTTP/1 chunks of 1 byte",
+        _http("content-type: application/json\r\ntransfer-encoding: chunked"),
+        _repeated(b"1\r\nx\r\n"),
+        door="http",
+        is_flight=False,
+    ),
+    Attack(
+        "JSON of brackets",
+        _http(f"content-type: application/json\r\ncontent-length: {_JSON_BYTES}"),
+        lambda number: b"[" * _JSON_BYTES if number == 0 else b"",
+        door="http",
+        repeats=1,
+        is_flight=False,
+    ),
+    Attack(
+        "ZMTP frames of 1 byte",
+        _zmtp(b""),
+        _repeated(b"\x00\x01x"),
+        door="zmtp",
+        is_flight=False,
+    ),
+    Attack(
+        "ZMTP parts without end",
+        _zmtp(b""),
+        _repeated(b"\x01\x00"),
+        door="zmtp",
+        is_flight=False,
+    ),
+    Attack(
+        "ZMTP frames one byte short",
+        _zmtp(b"\x02" + struct.pack("!Q", 60 * MIB) + bytes(60 * MIB - 1)),
+        door="zmtp",
+        connections=10,
+        is_flight=False,
+    ),
+)
+
+MIXES: dict[str, tuple[str, ...]] = {
+    "ten attackers": (
+        "PING flood",
+        "SETTINGS flood",
+        "DATA of 1 byte",
+        "DATA of 1 byte, padded",
+        "empty messages",
+        "900 indexed fields",
+        "15 kB of Huffman codes",
+        "-bin headers of commas",
+        "rapid reset",
+        "60,000 table size updates",
+    ),
+    "all doors": (
+        "DATA of 1 byte, padded",
+        "15 kB of Huffman codes",
+        "HTTP/1 chunks of 1 byte",
+        "JSON of brackets",
+        "ZMTP frames of 1 byte",
+        "ZMTP frames one byte short",
+    ),
+}
+"""Rows in which several attackers go at once."""
+
+
+def of_row(row: str) -> list[Attack]:
+    """The attacks of a row of the table."""
+    names = MIXES.get(row, (row,))
+    return [attack for attack in ATTACKS if attack.name in names]
+
+
+def rows() -> list[str]:
+    """All rows."""
+    return [*(attack.name for attack in ATTACKS), *MIXES]

@@ -1,0 +1,207 @@
+"""One row: a server, its innocent client, the attackers, and the server's memory meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import psutil
+
+from benchmarks.hostile.attacks import of_row
+from benchmarks.machine import ROOT
+from benchmarks.systems import (
+    _iskander,
+    behind,
+    cpu_s,
+    free_port,
+    listen,
+    start,
+    stop,
+    wait_ready,
+)
+from benchmarks.workloads import TWO_TOWER
+
+MIB = 1 << 20
+SAMPLE_S = 0.02
+SETTLE_S = 10.0
+"""After an attack, before the memory is looked at that is left."""
+CORE = "grpc"
+"""The system that has gRPC's C core: a bare Flight server of pyarrow."""
+IGNORED_S = 1.0
+"""Of the innocent's beginning."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a row takes.
+
+    Attributes:
+        seconds: Before, during and after the attack, each.
+        receive_bytes: Of the server's budget; 0: the server has no such setting.
+        is_settled: The memory is looked at `SETTLE_S` after the attack.
+    """
+
+    seconds: float = 6.0
+    receive_bytes: int = 256 * MIB
+    is_settled: bool = True
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a server listens, by door; 0: nowhere."""
+
+    grpc: int
+    http: int = 0
+    zmtp: int = 0
+
+
+class Memory:
+    """Samples the memory of a process that is its own: without the arenas that it shares."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.start_bytes = self.peak_bytes = own_bytes(pid)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more samples."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, own_bytes(self._pid))
+
+
+def own_bytes(pid: int) -> int:
+    """Resident memory without shared memory. Source: proc(5), `statm`."""
+    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def serving(system: str, effort: Effort) -> Iterator[tuple[psutil.Process, Ports]]:
+    """A server with all its doors open."""
+    if system == CORE:
+        with start("echo", TWO_TOWER) as running:
+            assert running.front is not None
+            yield running.front, Ports(running.port)
+        return
+    ports = Ports(free_port(), free_port(), free_port())
+    folder = ROOT / "build" / "hostile"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "http.address": f"127.0.0.1:{ports.http}",
+        "inferential.address": f"tcp://127.0.0.1:{ports.zmtp}",
+    }
+    if effort.receive_bytes:
+        settings["limits.receive_bytes"] = str(effort.receive_bytes)
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    command = [*_iskander(TWO_TOWER, ports.grpc, folder), *sets]
+    if system == "interpreted":
+        command[0] = str(Path(sys.executable).with_name("iskander-gateway"))
+    notices = listen_at(folder / "notify")
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"NOTIFY_SOCKET": str(folder / "notify")},
+        )
+    workers: tuple[psutil.Process, ...] = ()
+    try:
+        failure = wait_ready(process, notices)
+        if failure:
+            raise RuntimeError(f"{system}: {failure}: {(folder / 'log').read_text()[-2000:]}")
+        front = psutil.Process(process.pid)
+        workers = behind(front)
+        yield front, ports
+    finally:
+        stop(process, workers)
+
+
+def listen_at(path: Path) -> Any:  # noqa: ANN401
+    """A new socket for a service manager's notices."""
+    path.unlink(missing_ok=True)
+    return listen(path)
+
+
+def measure(system: str, row: str, effort: Effort) -> dict[str, Any]:
+    """One row against one system, which is started for it."""
+    attacks = of_row(row)
+    with serving(system, effort) as (front, ports):
+        seconds = effort.seconds
+        attackers = [
+            _python("attacker", attack.name, str(getattr(ports, attack.door)), str(seconds))
+            for attack in attacks
+        ]
+        for attacker in attackers:
+            assert attacker.stdout is not None
+            attacker.stdout.readline()
+        innocent = _python("innocent", str(ports.grpc), str(3 * seconds + IGNORED_S))
+        begun_s = time.monotonic()
+        time.sleep(max(begun_s + IGNORED_S + seconds - time.monotonic(), 0))
+        cpu_before_s = cpu_s((front,))
+        memory = Memory(front.pid)
+        attack_s = time.monotonic()
+        for attacker in attackers:
+            assert attacker.stdin is not None
+            attacker.stdin.write(b"go\n")
+            attacker.stdin.flush()
+        reports = [json.loads(attacker.communicate()[0]) for attacker in attackers]
+        ended_s = time.monotonic()
+        used_s = cpu_s((front,)) - cpu_before_s
+        memory.stop()
+        seen = json.loads(innocent.communicate()[0])
+        if effort.is_settled:
+            time.sleep(max(ended_s + SETTLE_S - time.monotonic(), 0))
+        left_bytes = own_bytes(front.pid)
+    return {
+        "kind": "hostile",
+        "system": system,
+        "row": row,
+        "before": _phase(seen, begun_s + IGNORED_S, attack_s),
+        "during": _phase(seen, attack_s, ended_s),
+        "after": _phase(seen, ended_s + IGNORED_S, ended_s + 1e6),
+        "cpu_share": used_s / (ended_s - attack_s),
+        "start_bytes": memory.start_bytes,
+        "peak_bytes": memory.peak_bytes - memory.start_bytes,
+        "left_bytes": left_bytes - memory.start_bytes,
+        "budget_bytes": effort.receive_bytes,
+        "attackers": reports,
+    }
+
+
+def _python(module: str, *words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", f"benchmarks.hostile.{module}", *words]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+
+
+def _phase(seen: dict[str, Any], begun_s: float, ended_s: float) -> dict[str, Any]:
+    """Latencies of the requests that ended in a time, in milliseconds, and its errors."""
+    latencies = sorted(took * 1000 for at, took in seen["requests"] if begun_s <= at < ended_s)
+    errors = [text for at, text in seen["errors"] if begun_s <= at < ended_s]
+    if len(latencies) < 2:
+        worst = latencies[0] if latencies else float("inf")
+        return {"count": len(latencies), "p50": worst, "p99": worst, "longest": worst,
+                "errors": errors}  # fmt: skip
+    cuts = quantiles(latencies, n=100, method="inclusive")
+    return {
+        "count": len(latencies),
+        "p50": cuts[49],
+        "p99": cuts[98],
+        "longest": latencies[-1],
+        "errors": errors,
+    }
