@@ -59,7 +59,11 @@ def read_plain(file: Path, bytes_max: int) -> bytes:
     """
     # Opened first and looked at then, so that it cannot be replaced in between; a FIFO is opened
     # without waiting for its other end.
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise OSError(errno.EINVAL, "it is not a file")
-        return opened.read(bytes_max)
+        with os.fdopen(opened, "rb", closefd=False) as file_read:
+            return file_read.read(bytes_max)
+    finally:
+        os.close(opened)
