@@ -56,6 +56,7 @@ COMPILED = (
     "iskander/gateway/lanes/batcher.py",
     "iskander/gateway/lanes/cadence.py",
     "iskander/gateway/lanes/cost.py",
+    "iskander/gateway/lanes/fair_share.py",
     "iskander/gateway/lanes/lane.py",
     "iskander/gateway/lanes/layout.py",
     "iskander/gateway/lanes/measures.py",

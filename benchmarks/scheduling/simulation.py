@@ -33,6 +33,7 @@ from iskander.gateway import dispatch, ending, intake
 from iskander.gateway.dispatch import Dispatcher
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.batcher import Formed
+from iskander.gateway.lanes.fair_share import BriefRequests
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
 from iskander.gateway.supervision.workers import Place, Worker
@@ -266,9 +267,9 @@ class WatchedLane(Lane):
 
     holds = 0
 
-    def form(self, worker: Worker, now_ns: int) -> Formed:
+    def form(self, worker: Worker, now_ns: int, brief: BriefRequests | None = None) -> Formed:
         """As the lane's."""
-        formed = super().form(worker, now_ns)
+        formed = super().form(worker, now_ns, brief)
         if formed.hold_ns > now_ns and not worker.in_flight:
             first = cast(Outcome, formed.picks[0][0].caller)
             self.holds += not first.was_held

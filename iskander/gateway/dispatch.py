@@ -21,6 +21,7 @@ from iskander.gateway.ending import Ending
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.admission import doomed_error, expired_error
 from iskander.gateway.lanes.batcher import Formed
+from iskander.gateway.lanes.fair_share import BriefRequests
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.lanes.layout import Layout
 from iskander.gateway.lanes.request import NEVER_NS, Request
@@ -55,6 +56,7 @@ class Dispatcher:
         self._open: dict[int, Worker] = {}
         # Of workers whose results are being taken in pieces.
         self._taking: deque[tuple[Worker, Iterator[None]]] = deque()
+        self._brief = BriefRequests()
         self._batch_id = 0
         self._is_pump_due = False
         self._loop = asyncio.get_running_loop()
@@ -91,8 +93,11 @@ class Dispatcher:
         lane = request.lane
         if not lane.queue.requests:
             lane.catch_up()
-        for victim, error in lane.put(request, now_ns()):
+        now = now_ns()
+        for victim, error in lane.put(request, now):
             self._ending.refuse(victim, error)
+        if lane.is_brief(request):
+            self._brief.note(request.terms.source, now)
         if self._is_pump_due:
             return
         if lane.has_idle_worker_for_brief_batches:
@@ -211,7 +216,7 @@ class Dispatcher:
         if not lane.queue.requests:
             return NEVER_NS
         for worker in _by_readiness(lane, kept):
-            formed = lane.form(worker, now)
+            formed = lane.form(worker, now, self._brief)
             if formed.doomed:
                 for request in formed.doomed:
                     lane.queue.remove(request)

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Final
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config import LimitsConfig
 from iskander.errors import ArenaFull, IskanderError, LimitExceeded
-from iskander.gateway.lanes.admission import MISSED, expired_error
-from iskander.gateway.lanes.request import Request
-from iskander.memory.arena import Arena, Lease
+from iskander.gateway.lanes.admission import FREE_SHARE, MISSED, expired_error, reserve_of
+from iskander.gateway.lanes.request import Request, Source
+from iskander.memory.arena import GRAIN_BYTES, Arena, Lease
 from iskander.memory.backing import ANY_MEMORY, BackingOptions
 from iskander.memory.loan import Range
 from iskander.memory.pieces import WHOLE_BYTES, copied, copy
 from iskander.memory.segment import Segment
 
+SMALL_SHARE: Final = 64
+"""A request of at most this part of the arena does not wait behind larger ones of other sources."""
+
 
 class Intake:
     """The gateway's input arena, and who waits for room in it.
+
+    Sources that wait are granted room in turn. The last ninth of the arena is for sources that hold
+    at most eight times what then stays free, as in a lane's queue.
 
     Args:
         capacity_bytes: Of the arena.
@@ -38,7 +45,9 @@ class Intake:
         self.arena = Arena(capacity_bytes)
         self._wait_ms = limits.arena_wait_ms
         self._result_bytes = limits.result_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[Lease]]] = deque()
+        self._held: dict[Source, int] = {}
+        # By source, in the order of their turns.
+        self._waiting: dict[Source, deque[tuple[int, asyncio.Future[Lease]]]] = {}
 
     def admit(self, request: Request) -> bool:
         """Write a request into the arena, or refuse it now; then it can be submitted at once.
@@ -59,14 +68,19 @@ class Intake:
         lane.require_open(request, now_ns())
         self._require_results(request)
         self.arena.require_fits(input_bytes)
-        if self._waiting or input_bytes > WHOLE_BYTES:
+        if input_bytes > WHOLE_BYTES:
             return False
-        lease = self.arena.lease(input_bytes)
+        source = request.terms.source
+        if self._waiting and (source in self._waiting or not self._is_small(input_bytes)):
+            return False
+        if not self._may_hold(source, input_bytes):
+            return False
+        lease = self._lease(source, input_bytes)
         if lease is None:
             return False
         try:
-            for target, source in self._lent(request, lease):
-                copy(target, source)
+            for target, part in self._lent(request, lease):
+                copy(target, part)
         except BaseException:
             self.give_back(request)
             raise
@@ -89,9 +103,8 @@ class Intake:
     def give_back(self, request: Request) -> None:
         """Return a request's lease, once no worker holds it, and let the next one in."""
         assert request.lease is not None
-        self.arena.give_back(request.lease)
+        self._return(request.terms.source, request.lease)
         request.lease = None
-        self._let_in()
 
     def close(self) -> None:
         """Unmap the arena."""
@@ -115,8 +128,7 @@ class Intake:
             request.lane.require_open(request, now_ns())
         except BaseException:
             request.lease = None
-            self.arena.give_back(lease)
-            self._let_in()
+            self._return(request.terms.source, lease)
             raise
 
     async def _write(self, request: Request, lease: Lease) -> None:
@@ -141,8 +153,8 @@ class Intake:
 
     async def _room(self, request: Request) -> Lease:
         room: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        entry = (request.input_bytes, room)
-        self._waiting.append(entry)
+        source, entry = request.terms.source, (request.input_bytes, room)
+        self._waiting.setdefault(source, deque()).append(entry)
         self._let_in()
         left_s = (request.expires_ns - now_ns()) / NS_PER_S
         try:
@@ -150,10 +162,10 @@ class Intake:
                 return await room
         except BaseException as error:
             if room.done() and not room.cancelled():
-                self.arena.give_back(room.result())  # Granted in the turn that gave it up.
-            elif entry in self._waiting:
-                self._waiting.remove(entry)
-            self._let_in()
+                self._return(source, room.result())  # Granted in the turn that gave it up.
+            else:
+                self._forget(source, entry)
+                self._let_in()
             if not isinstance(error, TimeoutError):
                 raise
             refusal = self._refusal(request, now_ns())
@@ -171,14 +183,63 @@ class Intake:
             retry_after_ms=request.lane.retry_after_ms(now),
         )
 
+    def _forget(self, source: Source, entry: tuple[int, asyncio.Future[Lease]]) -> None:
+        entries = self._waiting.get(source)
+        if entries is not None and entry in entries:
+            entries.remove(entry)
+            if not entries:
+                del self._waiting[source]
+
+    def _is_small(self, input_bytes: int) -> bool:
+        return input_bytes <= self.arena.capacity_bytes // SMALL_SHARE
+
+    def _may_hold(self, source: Source, input_bytes: int) -> bool:
+        """Whether a source leaves enough of the arena to others with a request more."""
+        arena = self.arena
+        free = arena.capacity_bytes - arena.leased_bytes - input_bytes
+        grains = reserve_of(arena.capacity_bytes // GRAIN_BYTES)
+        if not arena.leased_bytes or free >= grains * GRAIN_BYTES:
+            return True
+        return self._held.get(source, 0) + input_bytes <= FREE_SHARE * free
+
+    def _lease(self, source: Source, input_bytes: int) -> Lease | None:
+        lease = self.arena.lease(input_bytes)
+        if lease is not None:
+            self._held[source] = self._held.get(source, 0) + lease.length_bytes
+        return lease
+
+    def _return(self, source: Source, lease: Lease) -> None:
+        self.arena.give_back(lease)
+        left = self._held[source] - lease.length_bytes
+        if left:
+            self._held[source] = left
+        else:
+            del self._held[source]
+        self._let_in()
+
     def _let_in(self) -> None:
-        """Grant room in the order of asking; one that is too large yet holds the others back."""
-        waiting = self._waiting
-        while waiting:
-            length_bytes, room = waiting[0]
-            if not room.cancelled():
-                lease = self.arena.lease(length_bytes)
-                if lease is None:
-                    return
-                room.set_result(lease)
-            waiting.popleft()
+        """Grant room to the sources in turn, to each in the order of its asking.
+
+        A large request that finds no room holds back the large ones of others, or it would never
+        find any.
+        """
+        is_large_blocked = False
+        is_progress = bool(self._waiting)
+        while is_progress:
+            is_progress = False
+            for source, entries in list(self._waiting.items()):
+                input_bytes, room = entries[0]
+                is_large = not self._is_small(input_bytes)
+                if not room.cancelled():
+                    if (is_large and is_large_blocked) or not self._may_hold(source, input_bytes):
+                        continue
+                    lease = self._lease(source, input_bytes)
+                    if lease is None:
+                        is_large_blocked |= is_large
+                        continue
+                    room.set_result(lease)
+                is_progress = True
+                entries.popleft()
+                del self._waiting[source]
+                if entries:
+                    self._waiting[source] = entries  # Behind the others.

@@ -12,11 +12,10 @@ from iskander.errors import IskanderError, NotReady
 from iskander.gateway.lanes.admission import (
     RETRY_UNKNOWN_MS,
     Backlog,
-    Load,
     doomed_error,
     expired_error,
-    full_error,
     late_error,
+    make_way,
     share_error,
 )
 from iskander.gateway.lanes.batcher import Rules
@@ -85,7 +84,7 @@ def test_without_a_worker_nobody_is_admitted() -> None:
 )
 def test_a_full_queue_is_refused(settings: dict[str, int], more: int, text: str) -> None:
     """By requests, rows or bytes, and one less finds a place."""
-    lane = open_lane(**settings)
+    lane = open_lane(policy="fifo", **settings)
     for _ in range(3):
         put(lane, 2, now_ns=NOW)
     assert code_of(lane, 2) is None
@@ -104,7 +103,7 @@ def test_a_full_queue_is_refused(settings: dict[str, int], more: int, text: str)
 def test_rows_and_bytes_of_the_newcomer_count(
     settings: dict[str, int], fits: int, too_large: int
 ) -> None:
-    lane = open_lane(**settings)
+    lane = open_lane(policy="fifo", **settings)
     put(lane, 6, now_ns=NOW)
 
     assert code_of(lane, fits) is None
@@ -255,7 +254,8 @@ def test_when_to_come_back_grows_with_the_backlog() -> None:
     """Half of it, by the learned cost; where nothing is known, a moment; never a long time."""
     waits = []
     for requests in (1, 20, 200, 2000):
-        lane = open_lane(is_learned=True, queue_requests=requests, client_requests=10**6)
+        limits = {"queue_requests": requests, "client_requests": 10**6}
+        lane = open_lane(is_learned=True, policy="fifo", **limits)
         for _ in range(requests):
             put(lane, 2, now_ns=NOW)
         error = refusal_of(lane)
@@ -282,7 +282,7 @@ def test_each_decision_by_itself() -> None:
     lane = open_lane()
     request = request_of(lane, budget_ms=5.0)
 
-    assert full_error(Load(0, 0, 0), lane.config, request, "m") is None
+    assert make_way(lane.queue, lane.config, request, None, "m") == []
     assert share_error(lane.config.client_requests - 1, lane.config, request) is None
     unknown = Backlog(CostModel(), 1, 0)
     assert late_error(lane.queue, lane.rules, request, unknown, now_ns=0, margin=1.0) is None

@@ -30,7 +30,7 @@ from iskander.errors import (
 )
 from iskander.gateway.intake import Intake
 from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import Request, Terms
+from iskander.gateway.lanes.request import Request, Source, Terms
 from iskander.memory.arena import GRAIN_BYTES
 
 
@@ -294,3 +294,72 @@ async def test_what_can_never_fit_is_refused_at_once_also_behind_others(room: Ro
 
     assert isinstance(task.exception() if task.done() else None, SegmentError)
     assert list(room.lane.queue) == [first, following] and never.lease is None
+
+
+ONE, OTHER = Source(connection=1), Source(connection=2)
+
+
+class LargeRoom:
+    """An arena that is large enough to be divided between sources, with a grain for a request."""
+
+    GRAINS = 180
+
+    def __init__(self) -> None:
+        self.lane = open_lane()
+        self.intake = Intake(self.GRAINS * GRAIN_BYTES, FOR_EVER)
+        self.held: list[Request] = []
+
+    async def admit(self, source: Source, grains: int = 1) -> asyncio.Task[None]:
+        """Ask for room; what is admitted leaves the queue, and keeps its lease."""
+        request = request_of(self.lane, grains, terms=Terms(source=source))
+        task = asyncio.create_task(admit(self.intake, request))
+        await turns()
+        if task.done() and task.exception() is None:
+            self.lane.queue.remove(request)
+            self.held.append(request)
+        return task
+
+
+@in_loop
+async def test_one_source_does_not_fill_the_arena_for_others() -> None:
+    room = LargeRoom()
+    tasks = [await room.admit(ONE) for _ in range(room.GRAINS)]
+    admitted = sum(task.done() for task in tasks)
+    assert room.GRAINS * 8 // 9 <= admitted < room.GRAINS
+
+    other = await room.admit(OTHER)
+
+    assert other.done() and other.exception() is None
+    for task in tasks:
+        task.cancel()
+    await turns()
+    room.intake.close()
+
+
+@in_loop
+async def test_sources_that_wait_are_let_in_in_turn() -> None:
+    """And not in the order in which they asked: one of them asked often."""
+    room = LargeRoom()
+    waiting = []
+    for grains in (8, 1):
+        for connection in range(100, 200):
+            task = await room.admit(Source(connection=connection), grains)
+            if not task.done():
+                waiting.append(task)
+                break
+    for task in waiting:
+        task.cancel()
+    waiting = [await room.admit(ONE, 8) for _ in range(9)]
+    late = await room.admit(OTHER, 8)
+
+    for request in room.held[:2]:
+        room.intake.give_back(request)
+        await turns()
+
+    assert late.done()
+    assert sum(task.done() for task in waiting) == 1
+    for task in waiting:
+        task.cancel()
+    await turns()
+    assert not room.intake._waiting
+    room.intake.close()

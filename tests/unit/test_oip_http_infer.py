@@ -19,7 +19,7 @@ from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, Overload
 from iskander.gateway.access.grants import EVERYTHING
 from iskander.gateway.frontends.oip_http_infer import HttpInference
 from iskander.gateway.frontends.oip_http_messages import Asked
-from iskander.gateway.lanes.request import Terms
+from iskander.gateway.lanes.request import Source, Terms
 from iskander.gateway.offered import Offered
 
 BODY = json.dumps(
@@ -154,7 +154,8 @@ def test_every_parameter_goes_before_its_header(
     asyncio.run(Client(json.dumps(body).encode(), iskander_client="c", **headers).ask(desk))
 
     (terms,) = desk.terms
-    assert terms == replace(wanted, is_named=True)
+    source = Source(connection="10.0.0.9:1234")
+    assert terms == replace(wanted, is_named=True, source=source)
 
 
 def test_all_connections_of_an_address_are_one_caller() -> None:

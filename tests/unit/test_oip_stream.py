@@ -18,6 +18,7 @@ from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_infer import Inference
 from iskander.gateway.frontends.oip_stream import STATUS_WANTED, InferStream
 from iskander.gateway.http2.call import Call, Message
+from iskander.gateway.lanes.request import UNKNOWN_SOURCE
 from iskander.gateway.models import Models
 
 NOBODYS = oip_pb2.ModelInferRequest(model_name="nobody", id="seven").SerializeToString()
@@ -35,6 +36,7 @@ class PlayedCall(Call):
 
     deadline_ns = None
     grant = EVERYTHING
+    source = UNKNOWN_SOURCE
 
     def __init__(self, raw: bytes, count: int, *, ends_on_error: bool) -> None:
         self.metadata = (STATUS_WANTED,) if ends_on_error else ()

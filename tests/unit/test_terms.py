@@ -14,7 +14,7 @@ from iskander.errors import MalformedInput
 from iskander.gateway.access.grants import ANONYMOUS
 from iskander.gateway.frontends import stream_terms as terms_module
 from iskander.gateway.frontends.stream_terms import REMEMBERED_MAX, StreamTerms
-from iskander.gateway.lanes.request import NEVER_NS, Terms
+from iskander.gateway.lanes.request import NEVER_NS, Source, Terms
 
 NOW_NS, WALL_NS = 1_000_000_000_000, 1_700_000_000_000_000_000
 ENCODERS = {"json": msgspec.json.encode, "msgpack": msgspec.msgpack.encode}
@@ -256,15 +256,15 @@ def test_metadata_is_remembered_up_to_a_number() -> None:
 
 def test_no_caller_is_called_as_one_of_another_token() -> None:
     """And so can neither take its place nor its share."""
-    terms = StreamTerms([("iskander-client", "robot-7")], None, "fleet")
+    terms = StreamTerms([("iskander-client", "robot-7")], None, Source("fleet"))
     assert terms.of(b"").client == "fleet/robot-7"
     assert terms.of(b'{"iskander": {"client": "robot-8"}}').client == "fleet/robot-8"
     assert terms.route_key == "robot-7"  # Versions with shares stay where they were.
-    nobody = StreamTerms([("iskander-client", "fleet/robot-7")], None, ANONYMOUS)
+    nobody = StreamTerms([("iskander-client", "fleet/robot-7")], None, Source(ANONYMOUS))
     assert nobody.of(b"").client == f"{ANONYMOUS}/fleet/robot-7"
 
 
 def test_streams_without_a_name_are_clients_of_their_own() -> None:
-    one, other = (StreamTerms((), None, "fleet").of(b"") for _ in range(2))
+    one, other = (StreamTerms((), None, Source("fleet")).of(b"") for _ in range(2))
     assert one.client != other.client and one.client.startswith("fleet/stream ")
     assert not one.is_named and not other.is_named

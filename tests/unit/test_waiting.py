@@ -113,7 +113,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert [request.is_waiting for request in ranked] == [True] * len(ranked)
         for rank in range(7):
             before = sum(self.rows[r.number] for r in ranked if r.rank <= rank)
-            assert queue.rows_before(rank) == before
+            assert queue.rows_before(waiting_of(0, rank)) == before
         if not ranked:
             assert queue.next_expiry_ns == NEVER_NS
             return

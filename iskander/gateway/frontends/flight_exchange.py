@@ -78,7 +78,7 @@ class Exchange:
         self._limits = limits
         self._plan = plan
         self._region = region
-        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
+        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
         self._codec: StreamCodec | None = None
         self.target = Target(find, models, self._terms.route_key)
         self._window: deque[Pending | Divided | Refused] = deque()

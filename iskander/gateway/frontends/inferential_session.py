@@ -31,7 +31,7 @@ from iskander.gateway.frontends.inferential_wire import (
     render_results,
 )
 from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import NEVER_NS, Request, Terms
+from iskander.gateway.lanes.request import NEVER_NS, UNKNOWN_SOURCE, Request, Source, Terms
 from iskander.gateway.offered import Offered, take
 from iskander.gateway.zmtp.connection import Connection
 
@@ -118,6 +118,7 @@ class Session:
         self._giving_up_ns = NEVER_NS
         self._is_write_due = self._is_lost = False
         self.name = ""
+        self._source = UNKNOWN_SOURCE
         if identity:
             self._be_called(identity.decode("utf-8", "backslashreplace"))
 
@@ -200,6 +201,7 @@ class Session:
     def _be_called(self, name: str) -> None:
         self.name = self._service.name_for(self, name[:NAME_MAX])
         self.labels = {"client": self.name}
+        self._source = Source(connection=self.name)
 
     def _ask(self, observation: Observation, address: Address, arrived_ns: int) -> None:
         service = self._service
@@ -207,7 +209,11 @@ class Session:
             raise Draining("the server is stopping; send it to another", retry_after_ms=0)
         envelope = observation.envelope
         terms = read_terms(
-            envelope, self.name, newest_wins=service.config.newest_wins, wall_ns=wall_ns()
+            envelope,
+            self.name,
+            newest_wins=service.config.newest_wins,
+            wall_ns=wall_ns(),
+            source=self._source,
         )
         name, _, version = address.model.partition("/")
         service.grant.require_model(name)

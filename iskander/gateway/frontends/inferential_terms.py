@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from iskander.clock import NS_PER_MS
 from iskander.errors import MalformedInput
-from iskander.gateway.lanes.request import PRIORITY_MAX, Terms
+from iskander.gateway.lanes.request import PRIORITY_MAX, UNKNOWN_SOURCE, Source, Terms
 
 _DAY_MS = 86_400_000
 Milliseconds = Annotated[float, Meta(ge=0, le=_DAY_MS)]
@@ -40,7 +40,14 @@ NOTHING = SaidTerms()
 NAMES = frozenset(SaidTerms.__struct_fields__)
 
 
-def read_terms(envelope: Any, client: str, *, newest_wins: bool, wall_ns: int) -> Terms:  # noqa: ANN401
+def read_terms(
+    envelope: Any,  # noqa: ANN401
+    client: str,
+    *,
+    newest_wins: bool,
+    wall_ns: int,
+    source: Source = UNKNOWN_SOURCE,
+) -> Terms:
     """The terms of an observation.
 
     Args:
@@ -49,6 +56,7 @@ def read_terms(envelope: Any, client: str, *, newest_wins: bool, wall_ns: int) -
         client: Whose it is.
         newest_wins: Where its metadata does not say.
         wall_ns: The time, for its age.
+        source: Whose share of the queue it takes.
 
     Raises:
         MalformedInput: Metadata of ours is not what it may be.
@@ -66,6 +74,7 @@ def read_terms(envelope: Any, client: str, *, newest_wins: bool, wall_ns: int) -
         steps_remaining=steps,
         age_ms=max(wall_ns - stamp_ns, 0) / NS_PER_MS if stamp_ns else 0.0,
         is_newest_wins=newest_wins if said.newest_wins is None else said.newest_wins,
+        source=source,
     )
 
 

@@ -44,7 +44,7 @@ from iskander.gateway.frontends.oip_terms import said_in, said_over
 from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.frontends.terms import HEADER_PREFIX
 from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import Terms
+from iskander.gateway.lanes.request import Source, Terms
 from iskander.gateway.models import Models
 from iskander.gateway.offered import give, take
 
@@ -124,7 +124,7 @@ class HttpInference:
         assert contract is not None
         offered = take(contract, asked.tensors, self._desk.limits)
         chosen = choose(contract, asked, offered.rows, self._json_max)
-        terms = _terms(request.headers, asked, request.scope["grant"])
+        terms = _terms(request, asked)
         results = await _unless_gone(request.receive, self._desk.ask(lane, offered, terms=terms))
         given = give(contract, offered.rows, results)
         model = (lane.model.name, lane.model.version)
@@ -162,14 +162,22 @@ def _json_bytes(headers: Mapping[str, str]) -> int | None:
 def _route_key(headers: Mapping[str, str], grant: Grant) -> str:
     """By which the version is chosen: of the headers, since no body is read before that."""
     said = headers.get(f"{HEADER_PREFIX}route-key") or headers.get(f"{HEADER_PREFIX}client")
-    return said or StreamTerms((), None, grant.name).route_key
+    return said or StreamTerms((), None, Source(grant.name)).route_key
 
 
-def _terms(headers: Mapping[str, str], asked: Asked, grant: Grant) -> Terms:
+def _source(request: Request) -> Source:
+    """Whose share of a queue a request takes; a connection is known by the address of its peer."""
+    client = request.client
+    grant: Grant = request.scope["grant"]
+    return Source(grant.name, f"{client.host}:{client.port}" if client else "http")
+
+
+def _terms(request: Request, asked: Asked) -> Terms:
     """What headers and parameters say about urgency; where both do, the parameters."""
+    headers = request.headers
     said = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
     terms = said_over(said_in(asked.parameters), said_in(said, f"`{HEADER_PREFIX}` headers"))
-    return StreamTerms((), None, grant.name).with_said(terms)
+    return StreamTerms((), None, _source(request)).with_said(terms)
 
 
 async def _unless_gone(

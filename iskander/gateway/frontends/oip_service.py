@@ -98,7 +98,7 @@ class OipService:
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request."""
         with self._desk.held(caller=call.caller):
-            terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
+            terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
             scanned = scan(raw, self._desk.limits)
             await call.answer(*await self._inference.answer(scanned, terms, call.grant))
 

@@ -56,7 +56,7 @@ class InferStream:
         self._call = call
         self._inference = inference
         self._limits = limits
-        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
+        self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
         self._ends_on_error = STATUS_WANTED in call.metadata
         self._window: deque[_Pending] = deque()
         self._window_bytes = 0

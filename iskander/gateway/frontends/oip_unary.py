@@ -77,7 +77,7 @@ class UnaryInfer:
     def _ask(self, message: Message) -> bool:
         call = self._call
         scanned = scan(message, self._desk.limits)
-        terms = StreamTerms(call.metadata, call.deadline_ns, call.grant.name)
+        terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
         self._wanted = wanted = self._inference.find(scanned, terms, call.grant)
         if is_for_thread(wanted.known.asked, scanned):
             return False

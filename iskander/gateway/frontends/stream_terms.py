@@ -19,7 +19,13 @@ from iskander.gateway.frontends.terms import (
     read_headers,
     read_metadata,
 )
-from iskander.gateway.lanes.request import NEVER_NS, PRIORITY_DEFAULT, Terms
+from iskander.gateway.lanes.request import (
+    NEVER_NS,
+    PRIORITY_DEFAULT,
+    UNKNOWN_SOURCE,
+    Source,
+    Terms,
+)
 
 REMEMBERED_MAX: Final = 64
 
@@ -32,8 +38,8 @@ class StreamTerms:
     Args:
         headers: Of the call, by name.
         deadline_ns: Of the call; None where it has none.
-        name: Whose token the caller showed, which goes before what it calls itself: no caller can
-            be called as one of another token. Empty where nobody needs a token.
+        source: Whose share of a queue its requests take. The tenant goes before what the caller
+            calls itself: no caller can be called as one of another token.
 
     Attributes:
         is_in_band: An error of one batch takes the place of its result.
@@ -46,16 +52,19 @@ class StreamTerms:
     """
 
     def __init__(
-        self, headers: Sequence[tuple[str, Any]], deadline_ns: int | None, name: str = ""
+        self,
+        headers: Sequence[tuple[str, Any]],
+        deadline_ns: int | None,
+        source: Source = UNKNOWN_SOURCE,
     ) -> None:
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
-        self._name = name
+        self._source = source
         self._said = said = _said_in(headers)
         self._remembered: dict[bytes, Terms] | None = None
         if said is NOTHING:
             self.is_in_band, self.region = False, ""
             self._client = self.route_key = self._called(f"stream {next(_numbers)}")
-            self._default = Terms(self._client)
+            self._default = Terms(self._client, source=source)
             return
         self.is_in_band, self.region = said.errors == "in-band", said.region
         self._client = self._called(said.client or f"stream {next(_numbers)}")
@@ -106,11 +115,13 @@ class StreamTerms:
             steps_remaining=_first(said.steps_remaining, stream.steps_remaining),
             age_ms=0.0 if stamp_ns is None else max(wall_ns() - stamp_ns, 0) / NS_PER_MS,
             is_newest_wins=bool(_first(said.newest_wins, stream.newest_wins)),
+            source=self._source,
         )
 
     def _called(self, said: str) -> str:
         """What a client is called that says it is called so."""
-        return f"{self._name}/{said}" if self._name else said
+        tenant = self._source.tenant
+        return f"{tenant}/{said}" if tenant else said
 
 
 def _said_in(headers: Sequence[tuple[str, Any]]) -> SaidHeaders:

@@ -22,6 +22,7 @@ from iskander.gateway.http2.frames import PREFIX_BYTES, Code
 from iskander.gateway.http2.headers import Metadata
 from iskander.gateway.http2.request_head import RequestHead
 from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.lanes.request import Source
 
 if TYPE_CHECKING:
     from iskander.gateway.http2.streams import Streams
@@ -75,6 +76,11 @@ class Call(CallInput):
     def caller(self) -> object:
         """Whose it is, as far as one is told from another: by name, or else by connection."""
         return self.grant.name or self._streams
+
+    @property
+    def source(self) -> Source:
+        """Whose share of a queue its requests take."""
+        return Source(self.grant.name, self._streams.connection_number)
 
     @property
     def is_blocked(self) -> bool:

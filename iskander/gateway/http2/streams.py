@@ -8,6 +8,7 @@ Runs on: gateway loop. Source: RFC 9113, sections 5.1, 6.1 and 6.2.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Final
 
@@ -32,6 +33,7 @@ BYTE_CPU_NS: Final = 2
 """Processor time that a message or a byte of one, delivered, is granted."""
 EARLY_ENDS_MAX: Final = 1024
 """Streams that the server ended before the client did, which are remembered."""
+_connection_numbers = itertools.count(1)
 
 
 class Streams:
@@ -44,6 +46,7 @@ class Streams:
         on_idle: Called when the last call has ended.
 
     Attributes:
+        connection_number: Unique in the process.
         calls: The open calls, by stream.
         opened: Calls that are not served yet.
         last_id: The highest stream that the client has opened.
@@ -58,6 +61,7 @@ class Streams:
     ) -> None:
         self.host = host
         self.output = output
+        self.connection_number = next(_connection_numbers)
         self.calls: dict[int, Call] = {}
         self.opened: list[Call] = []
         self.last_id = 0

@@ -9,7 +9,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from iskander.clock import NS_PER_MS
@@ -22,7 +22,7 @@ from iskander.errors import (
 )
 from iskander.gateway.lanes.batcher import Rules
 from iskander.gateway.lanes.cost import CostModel
-from iskander.gateway.lanes.request import Request, Terms
+from iskander.gateway.lanes.request import Request, Source, Terms
 from iskander.gateway.lanes.waiting import WaitingQueue
 
 MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
@@ -30,6 +30,12 @@ MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
 RETRY_UNKNOWN_MS: Final = 100
 PASSED_MAX: Final = 64
 """More urgent requests that are passed over in search of one to give way: each newcomer looks."""
+FREE_SHARE: Final = 8
+"""A source may hold so many times what it leaves free."""
+RESERVE: Final = FREE_SHARE + 1
+"""Within this part of a limit from its end, `FREE_SHARE` counts."""
+DIVISIBLE_MIN: Final = 128
+"""A smaller limit is not divided: its ninth part is no room for anybody."""
 MARGIN_LEAST: Final = 1 / 8
 MARGIN_GROWTH: Final = 1 / 2
 MARGIN_MEMORY: Final = 64
@@ -79,30 +85,13 @@ class Backlog(NamedTuple):
         return turns * self.cost.predict_ns(rules.run_rows(min(rows, rules.rows_max)))
 
 
-class Load(NamedTuple):
-    """What a queue holds, or part of it."""
-
-    requests: int
-    rows: int
-    bytes: int
-
-    def without(self, leaving: Iterable[Request]) -> Load:
-        """What is left when some requests leave."""
-        requests, rows, count = self
-        for request in leaving:
-            requests -= 1
-            rows -= request.waiting_rows
-            count -= request.input_bytes
-        return Load(requests, rows, count)
-
-
 def has_place(queue: WaitingQueue, config: LaneConfig, request: Request) -> bool:
     """Whether a queue takes a request as it is; the usual case of `make_way`."""
     return (
-        queue.requests < config.queue_requests
-        and queue.rows + request.rows <= config.queue_rows
-        and queue.bytes + request.input_bytes <= config.queue_bytes
-    )
+        queue.requests < config.queue_requests - reserve_of(config.queue_requests)
+        and queue.rows + request.rows <= config.queue_rows - reserve_of(config.queue_rows)
+        and queue.bytes + request.input_bytes <= config.queue_bytes - reserve_of(config.queue_bytes)
+    ) or _Limits(queue, config, request).error("") is None
 
 
 def make_way(
@@ -117,10 +106,10 @@ def make_way(
         older: Whose place it takes in any case; not among those who are returned.
         title: Of the lane.
     """
-    load = Load(len(queue), queue.rows, queue.bytes)
+    limits = _Limits(queue, config, request)
     if older is not None:
-        load = load.without([older])
-    error = full_error(load, config, request, title)
+        limits.leave(older)
+    error = limits.error(title)
     if error is None:
         return []
     leaving: list[Request] = []
@@ -128,20 +117,37 @@ def make_way(
         is_of_its_batch = request.is_part and victim.caller is request.caller
         if victim is not older and not is_of_its_batch:
             leaving.append(victim)
-            load = load.without([victim])
-            if full_error(load, config, request, title) is None:
+            limits.leave(victim)
+            if limits.error(title) is None:
                 return leaving
     return error
 
 
 def _victims(queue: WaitingQueue, config: LaneConfig, request: Request) -> Iterator[Request]:
     """Who gives way to a request when the queue is full; never one that is worth more."""
+    victims: Iterator[Request]
     if config.overflow == "drop_oldest":
         oldest = queue.oldest_first(highest=request.terms.priority)
-        return _no_more_urgent(oldest, request.terms)
-    if config.overflow == "drop_lowest_priority":
-        return queue.least_first(above=request.terms.priority)
-    return iter(())
+        victims = _no_more_urgent(oldest, request.terms)
+    elif config.overflow == "drop_lowest_priority":
+        victims = queue.least_first(above=request.terms.priority)
+    else:
+        return iter(())
+    if not queue.is_fair:
+        return victims
+    # A source takes the place of no source that holds less than it does.
+    least = _dominant_share(queue, config, request.terms.source)
+    return (v for v in victims if _dominant_share(queue, config, v.terms.source) >= least)
+
+
+def _dominant_share(queue: WaitingQueue, config: LaneConfig, source: Source) -> float:
+    """The largest share of a limit that a source holds."""
+    held = queue.held_by(source)
+    return max(
+        held.requests / config.queue_requests,
+        held.rows / config.queue_rows,
+        held.bytes / config.queue_bytes,
+    )
 
 
 def _no_more_urgent(oldest: Iterator[Request], than: Terms) -> Iterator[Request]:
@@ -157,19 +163,53 @@ def _no_more_urgent(oldest: Iterator[Request], than: Terms) -> Iterator[Request]
                 return
 
 
-def full_error(load: Load, config: LaneConfig, request: Request, title: str) -> QueueFull | None:
-    """Which limit of the queue a request would break; None: there is a place."""
-    if load.requests >= config.queue_requests:
-        have, limit = f"{load.requests} requests wait", f"{config.queue_requests} requests"
-    elif load.rows + request.rows > config.queue_rows:
-        have, limit = f"{load.rows} rows wait", f"{config.queue_rows} rows"
-    elif load.bytes + request.input_bytes > config.queue_bytes:
-        have, limit = f"{load.bytes} bytes wait", f"{config.queue_bytes} bytes"
-    else:
+def reserve_of(limit: int) -> int:
+    """The last part of a limit, which is for sources that hold little."""
+    return limit // RESERVE if limit >= DIVISIBLE_MIN else 0
+
+
+class _Limits:
+    """What a queue and a source would hold with a newcomer, against the limits of the queue.
+
+    The last ninth of each limit is for sources that hold at most eight times what then stays free:
+    no source, and no number of sources together, fills the queue for those who come next.
+
+    Source: dynamic queue thresholds (Choudhury and Hahne, 1998).
+    """
+
+    def __init__(self, queue: WaitingQueue, config: LaneConfig, request: Request) -> None:
+        own = queue.held_by(request.terms.source)
+        self._source = request.terms.source
+        self._is_shared = queue.is_fair and not request.is_part
+        self._limits = (config.queue_requests, config.queue_rows, config.queue_bytes)
+        self._wanted = (1, request.rows, request.input_bytes)
+        self._used = [queue.requests, queue.rows, queue.bytes]
+        self._own = [own.requests, own.rows, own.bytes]
+
+    def leave(self, leaving: Request) -> None:
+        """A request leaves the queue."""
+        for index, size in enumerate((1, leaving.waiting_rows, leaving.input_bytes)):
+            self._used[index] -= size
+            if leaving.terms.source == self._source:
+                self._own[index] -= size
+
+    def error(self, title: str) -> QueueFull | None:
+        """Which limit the newcomer would break; None: there is a place."""
+        for index, unit in enumerate(("requests", "rows", "bytes")):
+            limit, wanted, used = self._limits[index], self._wanted[index], self._used[index]
+            own, free = self._own[index], limit - used - wanted
+            is_last_part = self._is_shared and used and free < reserve_of(limit)
+            message = ""
+            if free < 0:
+                message = f"{used} {unit} wait for model `{title}`, and its queue takes {limit}"
+            elif is_last_part and own + wanted > FREE_SHARE * free:
+                message = (
+                    f"{own} {unit} of this client wait for model `{title}`, and of the "
+                    f"{free + wanted} that its queue still takes the rest is for others"
+                )
+            if message:
+                return QueueFull(message, model=title.rpartition("/")[0])
         return None
-    return QueueFull(
-        f"{have} for model `{title}`, and its queue takes {limit}", model=title.rpartition("/")[0]
-    )
 
 
 def share_error(outstanding: int, config: LaneConfig, request: Request) -> ClientOverShare | None:
@@ -208,7 +248,7 @@ def late_error(
     margin_ns = int(margin * (deadline_ns - now_ns))
     if start_ns + backlog.drain_ns(rules, queue.rows + request.rows) + margin_ns <= deadline_ns:
         return None
-    before = queue.rows_before(request.rank) if len(queue) else 0
+    before = queue.rows_before(request) if len(queue) else 0
     end_ns = start_ns + backlog.drain_ns(rules, before + request.rows)
     if before:
         end_ns += int(margin * (end_ns - now_ns))

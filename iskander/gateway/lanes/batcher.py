@@ -25,6 +25,7 @@ import msgspec
 from iskander.clock import NS_PER_US
 from iskander.config_models import LaneConfig
 from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
+from iskander.gateway.lanes.fair_share import BriefRequests, slice_rows
 from iskander.gateway.lanes.request import NEVER_NS, Request
 from iskander.gateway.lanes.waiting import WaitingQueue
 
@@ -83,6 +84,12 @@ class Rules(NamedTuple):
         """Rows that the model is run with for a batch of so many."""
         return next((size for size in self.sizes if size >= rows), rows)
 
+    def slice_of(self, rows: int) -> int:
+        """Rows of a slice that is to have about so many; 0: not known."""
+        if self.sizes and rows:
+            rows = next((size for size in reversed(self.sizes) if size <= rows), self.sizes[0])
+        return min(rows, self.rows_max)
+
 
 def make_rules(config: LaneConfig, rows_max: int, rows_fixed: int | None, linger_ns: int) -> Rules:
     """The rules of a lane.
@@ -135,6 +142,7 @@ def form(
     now_ns: int,
     free_ns: int = 0,
     expected: Iterable[tuple[int, int]] = (),
+    brief: BriefRequests | None = None,
 ) -> Formed:
     """The next batch of a queue that is not empty.
 
@@ -145,14 +153,16 @@ def form(
         now_ns: The time.
         free_ns: When the worker will have run what it has; 0: it has nothing.
         expected: Clients that will ask next, as `Cadence.expected` has them.
+        brief: Whose requests are brief; the large ones of others run in slices.
     """
+    slicing = _Slicing(rules, cost, brief, now_ns)
     target = _target(queue, rules, cost)
     is_simple = not queue.bound and not rules.linger_ns and not rules.has_shapes
-    if is_simple and queue.rows < target:
+    if is_simple and queue.rows < target and queue.rows <= slicing.rows:
         # Nobody to wait for and nothing to be late for: all that waits goes together.
         picks: list[tuple[Request, int]] = []
         rows = 0
-        for request in queue:
+        for request in queue.unordered():
             count = request.todo[0][1]
             picks.append((request, count))
             rows += count
@@ -163,30 +173,13 @@ def form(
         return Formed(picks, rows, Reason.IDLE, kept_ns if is_kept else 0, is_kept, [])
     draft = _Draft(rules, cost, max(now_ns, free_ns), target)
     doomed: list[Request] = []
-    reason: Reason | None = None
-    skipped = 0
-    for request in queue:
-        if draft.is_doomed(request):
-            doomed.append(request)
-            continue
-        reason = draft.closes_before(request)
-        if reason is Reason.SHAPE and skipped < SKIPPED_MAX:
-            skipped += 1
-            continue
-        if reason is not None:
-            break
-        draft.add(request)
-        if draft.rows >= draft.target or len(draft.picks) >= REQUESTS_MAX:
-            reason = Reason.FULL
-            break
-    if reason is None and skipped:
-        reason = Reason.SHAPE
+    reason = draft.fill(queue, slicing, doomed)
     hold_ns = kept_ns = 0
-    may_wait = reason is None or draft.earliest_ns < NEVER_NS
+    must_keep = draft.earliest_ns < NEVER_NS or draft.is_sliced
+    may_wait = reason is None or must_keep
     if may_wait and draft.picks and not draft.picks[0][0].is_alone:
-        has_deadline = draft.earliest_ns < NEVER_NS
         run_rows = rules.run_rows(draft.rows)
-        kept_ns = _kept_ns(cost, run_rows, draft.rows, free_ns, has_deadline=has_deadline)
+        kept_ns = _kept_ns(cost, run_rows, draft.rows, free_ns, must_keep=must_keep)
         if reason is None:
             hold_ns = _hold_ns(draft, expected)
             reason = Reason.LINGER if rules.linger_ns else Reason.IDLE
@@ -203,6 +196,33 @@ def form(
     )
 
 
+class _Slicing:
+    """Which requests run in slices: the large ones, while another source sends brief ones.
+
+    A slice goes alone, and is kept until its worker is nearly free.
+
+    Attributes:
+        rows: Of a slice; of any request where none is sliced.
+    """
+
+    def __init__(
+        self, rules: Rules, cost: CostModel, brief: BriefRequests | None, now_ns: int
+    ) -> None:
+        self.rows = rules.rows_max
+        self._brief = brief
+        self._now_ns = now_ns
+        if brief is not None and brief.is_recent(now_ns):
+            self.rows = rules.slice_of(slice_rows(cost)) or rules.rows_max
+
+    def is_for(self, request: Request) -> bool:
+        """Whether a request runs in slices."""
+        return (
+            request.todo[0][1] > self.rows
+            and self._brief is not None
+            and self._brief.has_other(request.terms.source, self._now_ns)
+        )
+
+
 class _Draft:
     """A batch while it is put together."""
 
@@ -214,6 +234,31 @@ class _Draft:
         self.picks: list[tuple[Request, int]] = []
         self.rows = 0
         self.earliest_ns = self.oldest_ns = NEVER_NS
+        self.is_sliced = False
+
+    def fill(self, queue: WaitingQueue, slicing: _Slicing, doomed: list[Request]) -> Reason | None:
+        """Add requests in their order; those that would be late are added to `doomed`.
+
+        Returns:
+            Why nothing was added after the last; None: nothing more waits.
+        """
+        skipped = 0
+        for request in queue:
+            if self.is_doomed(request):
+                doomed.append(request)
+                continue
+            reason = self.closes_before(request)
+            if reason is Reason.SHAPE and skipped < SKIPPED_MAX:
+                skipped += 1
+                continue
+            if reason is not None:
+                return reason
+            self.is_sliced = slicing.is_for(request)
+            if not (self.is_sliced and self.picks):
+                self.add(request, slicing.rows if self.is_sliced else self.rules.rows_max)
+            if self.is_sliced or self.rows >= self.target or len(self.picks) >= REQUESTS_MAX:
+                return Reason.FULL
+        return Reason.SHAPE if skipped else None
 
     def run_ns(self, rows: int) -> int:
         """What a batch of so many rows would take."""
@@ -251,9 +296,9 @@ class _Draft:
             return Reason.DEADLINE
         return None
 
-    def add(self, request: Request) -> None:
-        """Add a request's next rows."""
-        rows = min(request.todo[0][1], self.rules.rows_max)
+    def add(self, request: Request, rows_max: int) -> None:
+        """Add a request's next rows, at most so many."""
+        rows = min(request.todo[0][1], rows_max)
         self.picks.append((request, rows))
         self.rows += rows
         self.earliest_ns = min(self.earliest_ns, request.deadline_ns)
@@ -275,15 +320,15 @@ def _target(queue: WaitingQueue, rules: Rules, cost: CostModel) -> int:
 
 
 def _kept_ns(
-    cost: CostModel, run_rows: int, rows: int, free_ns: int, *, has_deadline: bool = False
+    cost: CostModel, run_rows: int, rows: int, free_ns: int, *, must_keep: bool = False
 ) -> int:
     """Until when to keep a batch from a worker that runs another.
 
     Where its rows cost more than the batch itself there is little to gain by growing, and it goes
-    now; so it does where nothing is known yet. Where it has a deadline it is kept all the same:
-    one that is due sooner may come.
+    now; so it does where nothing is known yet. Where it has a deadline, or is a slice, it is kept
+    all the same (`must_keep`): one that is due sooner, or of a source that had less, may come.
     """
-    gains = cost.base_ns >= cost.row_ns * rows or has_deadline
+    gains = cost.base_ns >= cost.row_ns * rows or must_keep
     if not free_ns or not cost.samples or not gains:
         return 0
     return free_ns - LEAD_NS - int(LEAD_SHARE * cost.predict_ns(run_rows))

@@ -29,6 +29,12 @@ from iskander.gateway.lanes.admission import (
 from iskander.gateway.lanes.batcher import Formed, Rules, form, make_rules
 from iskander.gateway.lanes.cadence import Cadence
 from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
+from iskander.gateway.lanes.fair_share import (
+    QUANTUM_ROWS,
+    BriefRequests,
+    is_brief,
+    slice_rows,
+)
 from iskander.gateway.lanes.layout import Layout, Layouts
 from iskander.gateway.lanes.measures import Measures
 from iskander.gateway.lanes.policies import make_policy
@@ -91,7 +97,6 @@ class Lane:
         self.is_awaiting = False
         self.ttl_ns = int(config.ttl_ms * NS_PER_MS) or NEVER_NS
         self.has_limits = bool(config.deadline_ms or config.staleness_ms)
-        self.queue = WaitingQueue()
         self.cadence = Cadence()
         self.costs: dict[int, CostModel] = {}
         self.virtual_ns = 0.0
@@ -100,6 +105,7 @@ class Lane:
         self.measures = Measures(model, recent or Recent())
         self.rules = Rules(model.rows_max)
         self._policy = make_policy(config)
+        self.queue = WaitingQueue(is_fair=getattr(self._policy, "is_fair", False))
         self.layouts_of: tuple[Layouts, ...] = ()
         self.ran_ns = -PROBE_NS
         self.is_served = self.is_required = True
@@ -314,7 +320,13 @@ class Lane:
         request.wait_anew(now_ns)
         self.queue.put(request)
 
-    def form(self, worker: Worker, now_ns: int) -> Formed:
+    def is_brief(self, request: Request) -> bool:
+        """Whether a request costs little, as far as that is known."""
+        for cost in self.costs.values():
+            return is_brief(cost, self.rules.run_rows(request.rows))
+        return False
+
+    def form(self, worker: Worker, now_ns: int, brief: BriefRequests | None = None) -> Formed:
         """The next batch for a worker."""
         cost = self.cost_of(worker)
         free_ns = worker.busy_until_ns if worker.in_flight else 0
@@ -328,6 +340,7 @@ class Lane:
             now_ns=now_ns,
             free_ns=free_ns,
             expected=self.cadence.expected(now_ns) if len(self.cadence) else (),
+            brief=brief,
         )
 
     def take(self, request: Request, rows: int) -> tuple[int, int]:
@@ -344,7 +357,9 @@ class Lane:
         """Measure and learn from a batch that was run."""
         self.ran_ns = now_ns
         self.measures.run_ns.record(run_ns)
-        self.costs[worker.place.index].observe(rows, run_ns)
+        cost = self.costs[worker.place.index]
+        cost.observe(rows, run_ns)
+        self.queue.shares.quantum_rows = slice_rows(cost) or QUANTUM_ROWS
 
     def on_completed(self, request: Request, run_ns: int, now_ns: int) -> None:
         """Measure a request that has its results, the last of which a batch of `run_ns` gave."""

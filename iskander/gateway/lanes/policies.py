@@ -41,9 +41,12 @@ class Policy(Protocol):
 
     Attributes:
         linger_ns: How long to wait for a fuller batch, where the settings say nothing.
+        is_fair: Ranks order the requests of sources that have not had more than their share of the
+            queue (`fair_share`). False, or where it is missing: ranks alone order all requests.
     """
 
     linger_ns: int
+    is_fair: bool
 
     def rank(self, request: Request, period_ns: int) -> float:
         """Where a request comes in the queue; lower runs first. Changes nothing.
@@ -67,6 +70,7 @@ class Fifo:
     """By arrival. A later request never goes first."""
 
     linger_ns = 0
+    is_fair = False
 
     def __init__(self, config: LaneConfig) -> None:
         self._patience_ns = int(config.patience_ms * NS_PER_MS)
@@ -93,12 +97,15 @@ class BatchOptimized(Fifo):
 
 
 class DeadlineAware(Fifo):
-    """Earliest deadline first.
+    """Fair between connections and tokens, and within that by earliest deadline.
 
     A request without a deadline is ranked as if it had one: `patience_ms` from its arrival for
     each level of priority, less where it is urgent or its client has few steps left; so nothing
-    that is due later than ten times `patience_ms` after its arrival goes first.
+    that is due later than ten times `patience_ms` after its arrival goes first. The backlog of one
+    source delays its own later requests only.
     """
+
+    is_fair = True
 
     def rank(self, request: Request, period_ns: int) -> float:
         """Its deadline."""
@@ -137,6 +144,8 @@ class ModelDeadline(Fifo):
 
 class TieredDeadline(DeadlineAware):
     """By priority, and within one priority by deadline; ten times `patience_ms` make up a level."""
+
+    is_fair = False
 
     def rank(self, request: Request, period_ns: int) -> float:
         """Its deadline, or ten times `patience_ms` if that is sooner, later by its priority."""

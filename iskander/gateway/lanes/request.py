@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,11 +25,27 @@ PRIORITY_DEFAULT: Final = 1
 PRIORITY_MAX: Final = 9
 
 
+class Source(NamedTuple):
+    """Where a request comes from, as the server knows it and not as a client says.
+
+    Attributes:
+        tenant: Name of the token that its call showed; empty where none is wanted.
+        connection: Of its transport, unique in the process.
+    """
+
+    tenant: str = ""
+    connection: str | int = 0
+
+
+UNKNOWN_SOURCE: Final = Source()
+
+
 class Terms(msgspec.Struct, frozen=True):
     """What a client says about the urgency of a request.
 
     Attributes:
-        client: Who it is from; what is fair, and what a client's rhythm is, is counted by it.
+        source: Whose share of the queue the request takes.
+        client: Who it says it is; its rhythm, and its limit of requests, are counted by it.
         is_named: The client gave the name itself, so that it means the same from call to call.
         priority: 0 is the highest.
         urgency: 0 to 1.
@@ -49,6 +65,7 @@ class Terms(msgspec.Struct, frozen=True):
     steps_remaining: int | None = None
     age_ms: float = 0.0
     is_newest_wins: bool = False
+    source: Source = UNKNOWN_SOURCE
 
 
 NO_TERMS: Final = Terms()

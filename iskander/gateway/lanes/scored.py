@@ -58,6 +58,7 @@ class Scored:
     """
 
     linger_ns = 0
+    is_fair = False
 
     def __init__(self, config: LaneConfig, score: Score) -> None:
         self._score = score
