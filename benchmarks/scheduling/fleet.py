@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from benchmarks.scheduling.simulation import Arrival
 from iskander.clock import NS_PER_MS, NS_PER_S
-from iskander.gateway.lanes.request import Terms
+from iskander.gateway.lanes.request import Source, Terms
 
 HERTZ = 50.0
 JITTER_MS = 0.5
@@ -44,6 +44,7 @@ def fleet(
             priority=priorities[robot],
             urgency=round(generator.random(), 2),
             budget_ms=budgets[robot],
+            source=Source(connection=robot),
         )
         period_s = (1.0 + generator.uniform(-DRIFT, DRIFT)) / hertz
         phase_s = generator.random() / hertz
@@ -58,7 +59,8 @@ def fleet(
 def with_bulk(trace: Sequence[Arrival], seconds: float, seed: int) -> list[Arrival]:
     """Beside the trace, a client that sends large batches at random times, without deadlines."""
     generator = random.Random(f"bulk {seed}")
-    terms = Terms(client="bulk", is_named=True, priority=5)
+    source = Source(connection="bulk")
+    terms = Terms(client="bulk", is_named=True, priority=5, source=source)
     mixed, at_s = list(trace), 0.0
     while (at_s := at_s + generator.expovariate(BULK_HERTZ)) < seconds:
         mixed.append(Arrival(int(at_s * NS_PER_S), 0, BULK_ROWS, terms))

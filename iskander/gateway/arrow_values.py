@@ -247,6 +247,9 @@ def written_bytes(array: pa.Array) -> int:
         leaf = leaf.values.slice(leaf.offset * leaf.type.list_size, len(leaf) * leaf.type.list_size)
     if not len(leaf):
         return 0
+    if is_dictionary and leaf is entries:
+        # Only of the entries that are used: there may be many times more than rows.
+        return _text_bytes_at(entries, array.indices.drop_null().to_numpy())
     lengths = text_lengths(leaf).astype(np.int64)
     if not is_dictionary and not is_runs:
         return int(lengths.sum())
@@ -255,6 +258,25 @@ def written_bytes(array: pa.Array) -> int:
         return int(of_entry[array.indices.drop_null().to_numpy()].sum())
     runs = pa.RunEndEncodedArray.from_arrays(array.run_ends, pa.array(of_entry))
     return pc.sum(pc.run_end_decode(runs.slice(array.offset, len(array)))).as_py() or 0
+
+
+def _text_bytes_at(array: pa.Array, index: np.ndarray) -> int:
+    """Bytes of some strings of an array, one or many times each; a null has none."""
+    kind = array.type
+    if array.null_count:
+        bits = np.frombuffer(array.buffers()[0], np.uint8)
+        at = array.offset + index.astype(np.int64)
+        index = index[(bits[at >> 3] >> (at & 7)) & 1 == 1]
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return int(_seen(array, np.dtype("V16")).view(np.int32)[::4][index].sum(dtype=np.int64))
+    is_large = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+    if not is_large and not (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+        return int(text_lengths(array).astype(np.int64)[index].sum())
+    offset = np.dtype(np.int64 if is_large else np.int32)
+    count = array.offset + len(array) + 1
+    offsets = np.frombuffer(array.buffers()[1], offset, count)[array.offset :]
+    at = index.astype(np.int64)
+    return int((offsets[at + 1].astype(np.int64) - offsets[at]).sum())
 
 
 def text_buffers(array: pa.Array) -> tuple[memoryview, memoryview]:

@@ -25,7 +25,8 @@ from iskander.contract.manifest import Passthrough
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.gateway import ipc
-from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
+from iskander.gateway.frontends import flight_dictionaries
+from iskander.gateway.frontends.flight_codec import Arrived, LongMessage, StreamCodec
 from iskander.gateway.frontends.flight_data import read_flight_data
 from iskander.gateway.frontends.flight_plan import Plan
 
@@ -557,6 +558,94 @@ def test_dictionaries_go_out_only_where_they_changed() -> None:
         ["a", "b"],
         ["c", "d"],
     ]
+
+
+LARGE_TEXTS = [f"{index:032d}" for index in range(200_000)]
+"""More than is decoded on the loop."""
+
+
+def large_dictionary(kind: pa.DataType | None = None) -> pa.DictionaryArray:
+    values = pa.array(LARGE_TEXTS, kind)
+    return pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), values)
+
+
+@pytest.mark.parametrize("kind", [pa.utf8(), pa.large_utf8(), pa.string_view()])
+@pytest.mark.parametrize("is_input", [True, False])
+def test_a_dictionary_is_decoded_and_sent_once(
+    is_input: bool, kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each batch that uses it, which has 200 bytes."""
+    checked = []
+    make = flight_dictionaries._Checked
+    monkeypatch.setattr(
+        flight_dictionaries, "_Checked", lambda array: checked.append(1) or make(array)
+    )
+    column = large_dictionary(kind=kind)
+    contract = contract_of(spec("d", "utf8")) if is_input else contract_of()
+    columns = {"d": column} if is_input else {"x": x_of(2), "d": column}
+    schema, dictionary, batch = messages(batch_of(**columns))
+    stream = Stream(contract, schema[0])
+    assert not stream.decode([dictionary])
+    assert checked == [1]
+
+    before = pa.total_allocated_bytes()
+    arrived = stream.decode([batch] * 20)
+    assert checked == [1] and pa.total_allocated_bytes() - before < 1 << 20
+
+    if not is_input:
+        frames = stream.answer([batch] * 20)
+        assert sum(map(len, frames[2:])) < 20_000
+        assert stream.read(frames)[19].column("d").to_pylist() == LARGE_TEXTS[:2]
+    assert len(arrived) == 20
+
+
+def test_after_a_batch_that_cannot_be_read_the_next_is() -> None:
+    """The dictionaries are still there, and the reader is where a message begins."""
+    column = pa.array(["a", "b", "a"]).dictionary_encode()
+    schema, dictionary, batch = messages(batch_of(x=x_of(3), d=column))
+    beyond = messages(batch_of(x=x_of(3), d=pa.array(["a", "b", "c"]).dictionary_encode()))[2]
+    stream = Stream(contract_of(), schema[0])
+    stream.decode([dictionary])
+    frames: list[bytes] = []
+    cut = (batch[0], batch[1][:-8])
+    for bad in (beyond, cut, beyond):
+        decode_error(stream, [bad], MalformedInput)
+        frames += stream.answer([batch])
+
+    answers = stream.read(frames)
+    assert [answer.column("d").to_pylist() for answer in answers] == [["a", "b", "a"]] * 3
+
+
+def test_what_takes_long_is_not_read_at_once() -> None:
+    """A small message that expands, and a batch that would decode a dictionary anew."""
+    zeros = pa.array(np.zeros(1 << 20, np.int64))
+    schema, bomb = messages(batch_of(x=zeros), compression="zstd")
+    stream = Stream(contract_of(), schema[0])
+    assert len(bomb[1]) < 1 << 16
+    with pytest.raises(LongMessage):
+        stream.codec.decode(memoryview(bomb[0]), memoryview(bomb[1]), b"", is_at_once=True)
+    assert len(stream.decode([bomb])) == 1
+
+    columns = {"x": x_of(2), "d": pa.StructArray.from_arrays([large_dictionary()], ["d"])}
+    schema, dictionary, batch = messages(batch_of(**columns))
+    stream = Stream(contract_of(), schema[0])
+    stream.decode([dictionary])
+    with pytest.raises(LongMessage):
+        stream.codec.decode(memoryview(batch[0]), memoryview(batch[1]), b"", is_at_once=True)
+
+
+def test_the_memory_of_decoded_dictionaries_is_known() -> None:
+    """Beside the messages: what was compressed, and what deltas were joined to."""
+    schema, dictionary, _ = messages(batch_of(x=x_of(2), d=large_dictionary()))
+    stream = Stream(contract_of(), schema[0])
+    stream.decode([dictionary])
+    assert stream.codec.held_bytes == 0
+
+    columns = {"x": x_of(2), "d": large_dictionary()}
+    schema, dictionary, _ = messages(batch_of(**columns), compression="zstd")
+    stream = Stream(contract_of(), schema[0])
+    stream.decode([dictionary])
+    assert stream.codec.held_bytes > 32 * len(LARGE_TEXTS)
 
 
 def test_streams_of_one_plan_do_not_share_their_dictionaries() -> None:

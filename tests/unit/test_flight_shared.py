@@ -247,7 +247,7 @@ def test_dictionaries_are_bounded_before_they_are_read() -> None:
     for _ in range(3):
         with pytest.raises(LimitExceeded):
             shared.codec.read(carrier(Located(header, (0, LIMITS.bytes + 1))))
-    assert not shared.codec._converter._dictionaries
+    assert not shared.codec._converter._reader._parts
 
 
 def test_a_region_that_is_gone() -> None:

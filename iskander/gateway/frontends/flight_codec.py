@@ -95,6 +95,10 @@ class Unrendered(NamedTuple):
     batch: pa.RecordBatch | None
 
 
+class LongMessage(Exception):
+    """A message that a thread should read: it takes milliseconds, whatever its own length."""
+
+
 class StreamCodec:
     """One stream's way in and out."""
 
@@ -132,11 +136,37 @@ class StreamCodec:
         rows = ipc.read_batch(header, message).rows
         return rows * self.plan.row_bytes <= WHOLE_BYTES
 
-    def read(self, raw: bytes | memoryview) -> Arrived | None:
+    @property
+    def held_bytes(self) -> int:
+        """Memory of decoded dictionaries beside the messages that they came in."""
+        return self._converter.held_bytes
+
+    def work_bytes(self, raw: bytes | memoryview) -> int:
+        """Memory that reading a message takes beside its own, for a time.
+
+        Raises:
+            IskanderError: It cannot be read.
+        """
+        data = read_flight_data(raw)
+        return self._work_bytes(bytes(data.header), data.body)
+
+    def _work_bytes(self, header: bytes, body: memoryview | Range) -> int:
+        message = ipc.read_message(header)
+        is_dictionary = message.kind == ipc.DICTIONARY_BATCH
+        if not is_dictionary and message.kind != ipc.RECORD_BATCH:
+            return 0
+        batch = ipc.read_dictionary(header, message)[2] if is_dictionary else None
+        batch = batch or ipc.read_batch(header, message)
+        work = self._converter.work_bytes(batch, body)
+        # A batch that is converted is written once more.
+        return 2 * work + (0 if is_dictionary or not self.plan.is_converted else len(body))
+
+    def read(self, raw: bytes | memoryview, *, is_at_once: bool = False) -> Arrived | None:
         """Take one message of the stream; None for a dictionary.
 
         Raises:
             IskanderError: As `decode`.
+            LongMessage: As `decode`; nothing was taken.
         """
         like = self._like
         if like is not None and len(raw) == self._raw_bytes:
@@ -149,7 +179,7 @@ class StreamCodec:
         if not data.header:
             raise MalformedInput("a message of the stream has no record batch")
         self._like = None
-        arrived = self.decode(data.header, data.body, data.app_metadata)
+        arrived = self.decode(data.header, data.body, data.app_metadata, is_at_once=is_at_once)
         if arrived is not None and 0 < data.head_bytes <= CHECKED_HEADER_BYTES_MAX:
             checked = self.plan.checked.get(bytes(data.header))
             if checked is not None and checked.tensors is arrived.tensors:
@@ -158,11 +188,23 @@ class StreamCodec:
         return arrived
 
     def decode(
-        self, header: memoryview, body: memoryview | Range, app_metadata: bytes
+        self,
+        header: memoryview,
+        body: memoryview | Range,
+        app_metadata: bytes,
+        *,
+        is_at_once: bool = False,
     ) -> Arrived | None:
         """Check one message of the stream; None for a dictionary, which is kept.
 
+        Args:
+            header: Of the message.
+            body: Of the message.
+            app_metadata: Of the message.
+            is_at_once: It is not to take long.
+
         Raises:
+            LongMessage: It would take long, and nothing was taken.
             MalformedInput: The message is not what it claims.
             LimitExceeded: Rows or bytes.
             ContractError: Nulls in an input.
@@ -180,6 +222,8 @@ class StreamCodec:
             )
         if message.kind == ipc.DICTIONARY_BATCH:
             require_bytes(len(body), self._limits)
+            if is_at_once:
+                self._require_short(ipc.read_dictionary(raw, message)[2], body)
             self._converter.keep_dictionary(raw, message, self._own(body))
             return None
         if message.kind != ipc.RECORD_BATCH:
@@ -190,6 +234,8 @@ class StreamCodec:
         require_bytes(len(body), self._limits)
         is_usual = not batch.is_compressed and message.version == ipc.METADATA_V5
         if self.plan.is_converted or not is_usual:
+            if is_at_once:
+                self._require_short(batch, body)
             plain = self._converter.plain(raw, batch, self._own(body))
             arrived = self._check(plain.batch, plain.body, plain.kept, app_metadata)
             return replace(arrived, portions=plain.portions)
@@ -203,6 +249,10 @@ class StreamCodec:
                 arrived.rows, len(body), arrived.tensors, arrived.reply
             )
         return arrived
+
+    def _require_short(self, batch: ipc.Batch, body: memoryview | Range) -> None:
+        if len(body) + self._converter.work_bytes(batch, body) > WHOLE_BYTES:
+            raise LongMessage
 
     def _own(self, body: memoryview | Range) -> memoryview:
         """A body that is to be looked into, or kept, as bytes that nobody changes."""
@@ -229,14 +279,13 @@ class StreamCodec:
             return [taken]
         if taken.batch is None:
             taken = self.assembled(taken.arrived, taken.results)
-        return self._converter.frames(taken.batch, taken.arrived.app_metadata)
+        return self._converter.frames(taken.batch, taken.arrived.kept, taken.arrived.app_metadata)
 
     def error_frames(self, error: IskanderError) -> list[Parts]:
         """The messages that take a result's place: no rows, and the error as JSON metadata."""
-        kept_schema = pa.schema([*self.plan.passed, *self.plan.groups])
-        kept = [column.combine_chunks() for column in kept_schema.empty_table().columns]
+        kept = self._converter.empty()
         metadata = msgspec.json.encode({"iskander": {"error": error.to_wire()}})
-        return self._converter.frames(self._converter.assembled(0, kept, b""), metadata)
+        return self._converter.frames(self._converter.assembled(0, kept, b""), kept, metadata)
 
     def _check(
         self, batch: ipc.Batch, body: memoryview | Range, kept: list[pa.Array], app_metadata: bytes

@@ -21,13 +21,12 @@ from iskander.errors import LimitExceeded, MalformedInput
 from iskander.gateway import ipc
 from iskander.gateway.arrow_types import is_string
 from iskander.gateway.frontends.flight_data import Parts, data_head
+from iskander.gateway.frontends.flight_dictionaries import BatchReader, key_of
 from iskander.gateway.frontends.flight_inputs import assemble, bucket_numbers
 from iskander.gateway.frontends.flight_plan import Plan
 from iskander.gateway.frontends.flight_results import result_columns
 from iskander.gateway.texts import require_string_bytes, require_strings
-
-DICTIONARY_PARTS_MAX = 256
-"""A dictionary and the deltas to it; every batch after them reads them all."""
+from iskander.memory.loan import Range
 
 _I64 = struct.Struct("<q")
 
@@ -68,10 +67,28 @@ class Converter:
     def __init__(self, plan: Plan, limits: LimitsConfig) -> None:
         self._plan = plan
         self._limits = limits
-        # Each message that makes a dictionary up, and its bytes when it is expanded.
-        self._dictionaries: dict[int, list[tuple[bytes, int]]] = {}
-        self._dictionaries_bytes = 0
-        self._sent: dict[int, bytes] = {}
+        self._reader = BatchReader(plan.schema, plan.schema_message, limits)
+        self._sent: dict[int, tuple[bytes, pa.Buffer]] = {}
+        self._sent_columns: list[pa.Array] = []
+        self._sent_key: list[tuple[int, ...]] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of decoded dictionaries beside the messages that they came in."""
+        return self._reader.held_bytes
+
+    def work_bytes(self, batch: ipc.Batch, body: memoryview | Range) -> int:
+        """Bytes that reading a message takes beside its own: decompressed, and dictionaries.
+
+        Raises:
+            MalformedInput: A compressed buffer is not inside the body.
+            LimitExceeded: It is larger than allowed when it is expanded.
+        """
+        expanded = 0
+        if batch.is_compressed:
+            body = body if isinstance(body, memoryview) else body.read()
+            expanded = self._require_expanded(batch, body)
+        return expanded + self._reader.next_bytes
 
     def keep_dictionary(self, header: bytes, message: ipc.Message, body: memoryview) -> None:
         """Keep a dictionary for the batches after it; a new one takes the place of the old.
@@ -80,22 +97,9 @@ class Converter:
             LimitExceeded: The stream's dictionaries have too many bytes in all.
         """
         dictionary, is_delta, batch = ipc.read_dictionary(header, message)
-        kept = ipc.encapsulate(header, body[: message.body_bytes])
-        expanded = len(kept)
-        if batch.is_compressed:
-            expanded += self._require_expanded(batch, body)
-        if not is_delta:
-            gone = self._dictionaries.pop(dictionary, [])
-            self._dictionaries_bytes -= sum(size for _, size in gone)
-        known = self._dictionaries.get(dictionary, [])
-        total = self._dictionaries_bytes + expanded
-        if total > self._limits.bytes or len(known) >= DICTIONARY_PARTS_MAX:
-            raise LimitExceeded(
-                f"a stream's dictionaries may have {self._limits.bytes} bytes in all, and each "
-                f"{DICTIONARY_PARTS_MAX} parts; got {total} bytes and {len(known) + 1} parts"
-            )
-        self._dictionaries[dictionary] = [*known, (kept, expanded)]
-        self._dictionaries_bytes = total
+        expanded = self._require_expanded(batch, body) if batch.is_compressed else 0
+        body = body[: message.body_bytes]
+        self._reader.keep(dictionary, header, body, expanded, is_delta=is_delta)
 
     def plain(self, header: bytes, batch: ipc.Batch, body: memoryview) -> Rewritten:
         """A batch rewritten as a plain one.
@@ -108,13 +112,10 @@ class Converter:
         plan = self._plan
         if batch.is_compressed:
             self._require_expanded(batch, body)
-        dictionaries = [part for parts in self._dictionaries.values() for part, _ in parts]
-        whole = b"".join((plan.schema_message, *dictionaries, ipc.encapsulate(header, body)))
         try:
-            read = pa.ipc.open_stream(pa.py_buffer(whole)).read_next_batch()
-            read.validate(full=True)
-            self._require_decoded(read)
-            portions = self._portions(read) if plan.is_converted else ()
+            read, takeable = self._reader.read(header, body)
+            self._require_decoded(takeable)
+            portions = self._portions(takeable) if plan.is_converted else ()
             fields = plan.plain_schema
             columns = [read.column(field.name) for field in fields]
             plain = pa.RecordBatch.from_arrays(columns, schema=fields).serialize()
@@ -189,11 +190,30 @@ class Converter:
         ordered = plan.order.of([*passed, *columns])
         return pa.RecordBatch.from_arrays(ordered, schema=plan.response_schema)
 
-    def frames(self, batch: pa.RecordBatch, app_metadata: bytes) -> list[Parts]:
+    def empty(self) -> list[pa.Array]:
+        """Passed-through columns of no rows, with the dictionaries that were sent last."""
+        if self._sent_columns:
+            return self._sent_columns
+        schema = pa.schema([*self._plan.passed, *self._plan.groups])
+        return [column.combine_chunks() for column in schema.empty_table().columns]
+
+    def frames(
+        self, batch: pa.RecordBatch, kept: list[pa.Array], app_metadata: bytes
+    ) -> list[Parts]:
         """The messages of one response; to be called in the stream's order.
 
         Dictionaries go before the batch that needs them, and only where they changed.
+
+        Args:
+            batch: The response.
+            kept: Its passed-through columns, which alone have dictionaries.
+            app_metadata: Of the batch.
         """
+        columns = [column.slice(0, 0) for column in kept]
+        key = [key_of_dictionaries(column) for column in kept]
+        if key == self._sent_key:
+            message = pa.ipc.read_message(batch.serialize())
+            return [_frame(message, app_metadata)]
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -201,16 +221,17 @@ class Converter:
         reader = pa.ipc.MessageReader.open_stream(sink.getvalue())
         reader.read_next_message()  # The schema, which the stream began with.
         for message in reader:
-            header, body = bytes(message.metadata), memoryview(message.body).cast("B")
+            header = bytes(message.metadata)
             read = ipc.read_message(header)
-            if read.kind == ipc.DICTIONARY_BATCH:
-                dictionary = ipc.read_dictionary(header, read)[0]
-                frame = data_head(header, b"", len(body)) + bytes(body)
-                if self._sent.get(dictionary) != frame:
-                    self._sent[dictionary] = frame
-                    frames.append((frame,))
-            else:
-                frames.append((data_head(header, app_metadata, len(body)), body))
+            if read.kind != ipc.DICTIONARY_BATCH:
+                frames.append(_frame(message, app_metadata))
+                continue
+            dictionary = ipc.read_dictionary(header, read)[0]
+            sent = self._sent.get(dictionary)
+            if sent is None or sent[0] != header or not sent[1].equals(message.body):
+                self._sent[dictionary] = header, message.body
+                frames.append(_frame(message, b""))
+        self._sent_columns, self._sent_key = columns, key
         return frames
 
     def _require_expanded(self, batch: ipc.Batch, body: memoryview) -> int:
@@ -242,6 +263,21 @@ class Converter:
             if name not in used
         )
         require_string_bytes(strings, self._limits)
+
+
+def _frame(message: pa.ipc.Message, app_metadata: bytes) -> Parts:
+    body = memoryview(message.body).cast("B")
+    return data_head(bytes(message.metadata), app_metadata, len(body)), body
+
+
+def key_of_dictionaries(array: pa.Array) -> tuple[int, ...]:
+    """Where the dictionaries in a column are; what tells them from others while both are kept."""
+    key: list[int] = []
+    if pa.types.is_dictionary(array.type):
+        key += key_of(array.dictionary)
+    for child in _children(array):
+        key += key_of_dictionaries(child)
+    return tuple(key)
 
 
 def require_bytes(count: int, limits: LimitsConfig) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from iskander.config import LimitsConfig
 from iskander.errors import Draining, IskanderError, MalformedInput, detach
 from iskander.gateway.dispatch import Dispatcher
-from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
+from iskander.gateway.frontends.flight_codec import Arrived, LongMessage, StreamCodec
 from iskander.gateway.frontends.flight_data import FlightData, read_flight_data, schema_frame
 from iskander.gateway.frontends.flight_divided import Divided, divide
 from iskander.gateway.frontends.flight_pending import Pending, Refused
@@ -82,7 +82,7 @@ class Exchange:
         self._codec: StreamCodec | None = None
         self.target = Target(find, models, self._terms.route_key)
         self._window: deque[Pending | Divided | Refused] = deque()
-        self._window_bytes = 0
+        self._window_bytes = self._dictionary_bytes = 0
         self._admission: asyncio.Task[None] | None = None
         self._assemblies: set[asyncio.Task[None]] = set()
         self._is_reading = self._is_write_due = False
@@ -227,18 +227,37 @@ class Exchange:
             if not self._codec.is_quick(raw):
                 self._admission = self._loop.create_task(self._take_later(raw))
                 return
-            pending = self._begin(self._codec.read(raw), len(raw))
+            arrived = self._codec.read(raw, is_at_once=True)
+            if arrived is None:
+                self._charge_dictionaries()
+            pending = self._begin(arrived, len(raw))
             if pending is not None:
                 self._admission = self._loop.create_task(self._take_later(raw, pending))
+        except LongMessage:
+            self._admission = self._loop.create_task(self._take_later(raw))
         except IskanderError as error:
             self._refuse(error)
+
+    def _charge_dictionaries(self) -> None:
+        assert self._codec is not None
+        held = self._codec.held_bytes
+        if held > self._dictionary_bytes:
+            self._call.take_memory(held - self._dictionary_bytes)
+        else:
+            self._call.give_back_memory(self._dictionary_bytes - held)
+        self._dictionary_bytes = held
 
     async def _take_later(self, raw: Message, pending: Pending | Divided | None = None) -> None:
         """Take a batch that has to be read by a thread, or to wait until it is in the arena."""
         assert self._codec is not None
+        work_bytes = 0
         try:
             if pending is None:
+                wanted = self._codec.work_bytes(raw)
+                self._call.take_memory(wanted)
+                work_bytes = wanted
                 arrived = await asyncio.to_thread(self._codec.read, raw)
+                self._charge_dictionaries()
                 pending = self._begin(arrived, len(raw))
             if isinstance(pending, Divided):
                 await self._admit_portions(pending)
@@ -251,6 +270,8 @@ class Exchange:
         except Exception:
             log.exception("a batch could not be admitted")
             self._end(IskanderError("the server failed to take the batch"))
+        finally:
+            self._call.give_back_memory(work_bytes)
         self._admission = None
         self._read()
 

@@ -45,23 +45,37 @@ class SharedCodec(StreamCodec):
         is_kept = length > WHOLE_BYTES and bool(self.plan.forwarded)
         return not is_kept and self._is_quick(located.header, length)
 
-    def read(self, raw: bytes | memoryview) -> Arrived | None:
+    def work_bytes(self, raw: bytes | memoryview) -> int:
+        """As of any codec; a body elsewhere is copied before it is looked into.
+
+        Raises:
+            IskanderError: It cannot be read.
+        """
+        located = self._find(raw)
+        if located is None:
+            return super().work_bytes(raw)
+        return 2 * min(max(located.body[1], 0), self._limits.bytes)
+
+    def read(self, raw: bytes | memoryview, *, is_at_once: bool = False) -> Arrived | None:
         """As of any codec.
 
         Raises:
             IskanderError: As `decode`, or there is no such place in the region.
+            LongMessage: As `decode`.
         """
         located = self._find(raw)
         self._latest = None
         if located is None:
-            return super().read(raw)
+            return super().read(raw, is_at_once=is_at_once)
         region, (start, length) = self._region(), located.body
         if start < 0 or length < 0 or start + length > len(region):
             raise MalformedInput(
                 f"the batch is said to have {length} bytes at {start} of a region of {len(region)}"
             )
         body = Range(region, start, start + length)
-        return self.decode(memoryview(located.header), body, located.app_metadata)
+        return self.decode(
+            memoryview(located.header), body, located.app_metadata, is_at_once=is_at_once
+        )
 
     def _find(self, raw: bytes | memoryview) -> Located | None:
         """Where a message says that its batch is; None where it has one."""

@@ -12,9 +12,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.errors import Overloaded
 from iskander.gateway.access.grants import EVERYTHING, Grant
 from iskander.gateway.http2 import frames, headers
 from iskander.gateway.http2.call_input import CallInput, Message
@@ -27,6 +28,7 @@ from iskander.gateway.lanes.request import Source
 if TYPE_CHECKING:
     from iskander.gateway.http2.streams import Streams
 
+RETRY_MS: Final = 1000
 __all__ = ["Call", "Message"]
 
 
@@ -45,12 +47,13 @@ class Call(CallInput):
         on_gone: Called when it ends before its answer, for who has no `task`.
         on_room: Called when the client may take more, for who does not `write`.
         send_window: Bytes that the client takes of it.
+        taken_bytes: Memory of the receive budget that its handler has, until it is over.
         task: Its handler's, where that is one.
     """
 
     __slots__ = (
         "_drawn_ns", "_has_begun", "_is_cut", "_outbox", "_outbox_bytes", "_timer", "deadline_ns",
-        "grant", "metadata", "on_gone", "on_room", "send_window", "task",
+        "grant", "metadata", "on_gone", "on_room", "send_window", "taken_bytes", "task",
     )  # fmt: skip
 
     def __init__(self, streams: Streams, stream_id: int, head: RequestHead) -> None:
@@ -62,7 +65,7 @@ class Call(CallInput):
         self.on_room: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._outbox: deque[memoryview] | None = None
-        self._outbox_bytes = 0
+        self._outbox_bytes = self.taken_bytes = 0
         self._drawn_ns = 0
         self._has_begun = self._is_cut = False
         self._timer: asyncio.TimerHandle | None = None
@@ -110,6 +113,27 @@ class Call(CallInput):
         outbox.append(memoryview(prefix))
         outbox.extend(memoryview(part) for part in parts if part)
         output.hold(self)
+
+    def take_memory(self, size: int) -> None:
+        """Charge memory that the handler needs for what the client sent.
+
+        Raises:
+            Overloaded: It is over the limit.
+        """
+        budget = self._streams.host.budget
+        if not budget.take(size):
+            raise Overloaded(
+                f"{size} bytes are needed to read a message, and nearly all of the "
+                f"{budget.limit_bytes} for received bytes are in use (limits.receive_bytes)",
+                retry_after_ms=RETRY_MS,
+            )
+        self.taken_bytes += size
+
+    def give_back_memory(self, size: int) -> None:
+        """The handler needs so many bytes no longer; fewer than none are there after the end."""
+        if not self.is_over:
+            self.taken_bytes -= size
+            self._streams.host.budget.give_back(size)
 
     async def answer(self, *parts: Message) -> None:
         """Write the only message of a response and its status, at once where there is room."""
@@ -179,9 +203,8 @@ class Call(CallInput):
         # It may be in a cycle with what served it, and be there until a collection.
         self.close_input()
         self._outbox = None
-        if self._outbox_bytes:
-            self._streams.host.budget.release(self._outbox_bytes)
-            self._outbox_bytes = 0
+        self._streams.host.budget.release(self._outbox_bytes + self.taken_bytes)
+        self._outbox_bytes = self.taken_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
