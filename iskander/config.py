@@ -211,9 +211,19 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=86_400,
-            description="Seconds without a beat while a batch runs; then it is replaced.",
+            description="Seconds without a heartbeat during a batch, after which a worker is "
+            "replaced. Once a model's run times are known, `hang_factor` sets a shorter limit.",
         ),
     ] = 30.0
+    hang_factor: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="A worker is replaced when a batch runs this many times as long as the "
+            "slowest one like it, at least 2 s and at most `hang_s`; 0: only after `hang_s`.",
+        ),
+    ] = 20.0
     quorum: Annotated[
         int, Meta(ge=1, le=1024, description="Workers that a model needs to be called ready.")
     ] = 1
@@ -231,6 +241,28 @@ class WorkersConfig(Section, frozen=True, kw_only=True):
             description="Deaths in a row, none after 10 s of service, that are called a loop.",
         ),
     ] = 5
+    model_deaths: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Worker deaths during batches of one model, within `model_deaths_s`, after "
+            "which the model moves to a worker of its own; as many there, and its requests are "
+            "refused for `quarantine_s`. 0: never.",
+        ),
+    ] = 3
+    model_deaths_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Seconds over which those deaths are counted.")
+    ] = 300.0
+    quarantine_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="Seconds for which a model is refused; doubled, up to an hour, each time "
+            "that it ends a worker again soon after.",
+        ),
+    ] = 60.0
     reattach_s: Annotated[
         float,
         Meta(

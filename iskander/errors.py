@@ -313,6 +313,16 @@ class PoisonedRequest(IskanderError):
     status = "INTERNAL"
 
 
+class ModelQuarantined(IskanderError):
+    """Batches of this model ended several workers; its requests are refused for a while."""
+
+    code = "model_quarantined"
+    fault = Fault.MODEL
+    retryable = True
+    status = "UNAVAILABLE"
+    http_status = 503
+
+
 class ExecutionFailed(IskanderError):
     """The runtime refused to compute this batch with this model."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 GONE_WITHIN_S = 5.0
 RUN_MARK, RUN = "TESTS_RUN", uuid.uuid4().hex
@@ -25,6 +26,9 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What servers keep of models is the run's own, and goes with it.
 os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="isk-cache-")
+# A busy machine is no failure: examples have no time limit of their own.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 # For `benchmarks`, which is in no wheel; last, so that an installed `iskander` is the one tested.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 

@@ -1,4 +1,4 @@
-"""The memory of the machine or the cgroup, and the share of it for received bytes.
+"""The memory of the machine or the cgroup, the share of it for received bytes, and OOM kills.
 
 Source: cgroup v2 (memory.max).
 """
@@ -16,6 +16,7 @@ from iskander.config import Config
 RECEIVE_SHARE: Final = 8
 """One part in so many of the memory is for received bytes, where no setting says."""
 CGROUPS: Final = Path("/sys/fs/cgroup")
+VMSTAT: Final = Path("/proc/vmstat")
 
 
 def receive_bytes(config: Config) -> int:
@@ -23,6 +24,19 @@ def receive_bytes(config: Config) -> int:
     limits, processes = config.limits, config.server.processes
     total = limits.receive_bytes or memory_bytes() // RECEIVE_SHARE
     return max(total // processes, 2 * limits.message_bytes)
+
+
+def oom_kills(counters: Path = VMSTAT) -> int:
+    """Processes that the kernel ended for want of memory, on this machine since it started.
+
+    Source: proc(5), `/proc/vmstat`.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for line in counters.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def memory_bytes(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:

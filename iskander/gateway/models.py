@@ -121,7 +121,9 @@ class Models:
         """Why not everything is ready, a sentence each; empty where it is."""
         if self.is_stopping:
             return [STOPPING]
-        lanes = [*self, *(lane for lane in self.coming if lane.is_required)]
+        # A model in quarantine takes no other down: its callers are told, and not the balancer.
+        served = (lane for lane in self if lane.quarantine is None)
+        lanes = [*served, *(lane for lane in self.coming if lane.is_required)]
         reasons = [(lane.title, self._reason(lane)) for lane in lanes]
         reasons += [
             ("/".join(which), failure.reason)

@@ -91,6 +91,17 @@ def picky(folder: Path, most: int) -> Path:
     )
 
 
+def fragile(folder: Path) -> Path:
+    """`y = x / -1`; the least integer ends the process, by SIGFPE."""
+    return save(
+        folder,
+        [helper.make_node("Div", ["x", "divisor"], ["y"])],
+        [helper.make_tensor_value_info("x", TensorProto.INT64, ["rows"])],
+        [helper.make_tensor_value_info("y", TensorProto.INT64, ["rows"])],
+        [helper.make_tensor("divisor", TensorProto.INT64, [], [-1])],
+    )
+
+
 def slow(folder: Path, turns: int) -> Path:
     """`y = x` after a loop of `turns` turns for each unit in the first row of `x`."""
     nodes = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
+from iskander.gateway.lanes.cost import HANG_SAMPLES, LEARNED_SAMPLES, CostModel
 
 SIZES = (1, 4, 16, 64, 256)
 ROW_NS, BASE_NS = 2_000, 150_000
@@ -160,3 +160,18 @@ def test_repr_shows_both_parts() -> None:
     cost.observe(10, 1000)
 
     assert repr(cost) == "<CostModel 50 ns x rows + 500 ns>"
+
+
+def test_the_slowest_run_is_known_after_enough_runs_and_forgotten_slowly() -> None:
+    cost = CostModel()
+    for _ in range(HANG_SAMPLES - 1):
+        cost.observe(4, 1000)
+    assert cost.slowest_ns(4) == 0
+    cost.observe(4, 1000)
+    assert cost.slowest_ns(4) == pytest.approx(1000, rel=0.01)
+    cost.observe(4, 50_000)
+    assert cost.slowest_ns(4) >= 50_000
+    before = cost.slowest
+    for _ in range(100):
+        cost.observe(4, 1000)
+    assert before / 2 < cost.slowest < before

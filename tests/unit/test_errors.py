@@ -48,6 +48,7 @@ CODES = {
     "deadline_exceeded": (errors.DeadlineExceeded, "nobody", False, "DEADLINE_EXCEEDED", None),
     "cancelled": (errors.Cancelled, "client", False, "CANCELLED", None),
     "poisoned": (errors.PoisonedRequest, "model", False, "INTERNAL", None),
+    "model_quarantined": (errors.ModelQuarantined, "model", True, "UNAVAILABLE", None),
     "not_ready": (errors.NotReady, "operator", True, "UNAVAILABLE", None),
     "draining": (errors.Draining, "nobody", True, "UNAVAILABLE", None),
     "execution_failed": (errors.ExecutionFailed, "model", False, "INTERNAL", None),
@@ -76,6 +77,7 @@ HTTP = {
     "deadline_unreachable": 503,
     "deadline_exceeded": 504,
     "cancelled": 499,
+    "model_quarantined": 503,
     "not_ready": 503,
     "draining": 503,
 }

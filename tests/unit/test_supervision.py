@@ -10,6 +10,7 @@ import pytest
 
 from iskander.config import WorkersConfig
 from iskander.config_models import LaneConfig
+from iskander.gateway.lanes.cost import HANG_SAMPLES, CostModel
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.supervision import recycling as recycling_module
 from iskander.gateway.supervision.lifecycle import Event, State
@@ -17,7 +18,7 @@ from iskander.gateway.supervision.readiness import reason_of
 from iskander.gateway.supervision.recycling import SERVICE_LEAST_NS, Recycling
 from iskander.gateway.supervision.supervisor import Supervisor
 from iskander.gateway.supervision.vacancy import Vacancy
-from iskander.gateway.supervision.watch import Watch
+from iskander.gateway.supervision.watch import LEAST_NS, Watch
 from iskander.gateway.supervision.workers import NEVER, End, Place, Worker
 from iskander.memory.beat import Beat
 from iskander.wire.messages import ModelSpec
@@ -142,6 +143,62 @@ def test_a_gateway_that_did_not_run_calls_nobody_silent(monkeypatch: pytest.Monk
         watched.watch.close()
 
     asyncio.run(run())
+
+
+class Priced:
+    """A lane whose batches of one row take a millisecond."""
+
+    def __init__(self, runs: int = 100) -> None:
+        self.cost = CostModel()
+        for _ in range(runs):
+            self.cost.observe(1, 10**6)
+
+    def cost_of(self, worker: Worker) -> CostModel:
+        return self.cost
+
+
+def running_a(lane: object, worker: Silent) -> None:
+    flight: Any = SimpleNamespace(sent_ns=0, lane=lane, run_rows=1)
+    worker.in_flight = {1: flight}
+
+
+@pytest.mark.parametrize(
+    ("factor", "runs", "is_loading", "limit_ns"),
+    [
+        (0.0, 100, False, 30 * 10**9),
+        (20.0, 100, False, LEAST_NS),
+        (5000.0, 100, False, 5 * 10**9),
+        (10**6, 100, False, 30 * 10**9),
+        (20.0, HANG_SAMPLES - 1, False, 30 * 10**9),
+        (20.0, 100, True, 30 * 10**9),
+    ],
+    ids=["off", "least", "factor", "ceiling", "unknown", "loading"],
+)
+def test_the_limit_of_a_silence_follows_the_cost(
+    factor: float, runs: int, is_loading: bool, limit_ns: int
+) -> None:
+    (worker,) = made = workers(1)
+    hung: list[int] = []
+    watch = Watch(made, 30 * 10**9, lambda worker, silent_ns: hung.append(silent_ns), factor=factor)
+    watch._since_ns = 0
+    running_a(Priced(runs), worker)
+    worker.asked = 7 if is_loading else None
+    slack_ns = limit_ns // 50  # What was learned is right to within a few thousandths.
+    watch.look(limit_ns - slack_ns)
+    assert hung == []
+    watch.look(limit_ns + slack_ns)
+    assert len(hung) == 1
+
+
+def test_a_worker_that_has_just_begun_nothing_is_judged_by_what_it_has() -> None:
+    (worker,) = made = workers(1)
+    hung: list[int] = []
+    watch = Watch(made, 30 * 10**9, lambda worker, silent_ns: hung.append(silent_ns), factor=20.0)
+    watch._since_ns = 0
+    running_a(Priced(), worker)
+    worker.beat_now = Beat(1, 0)
+    watch.look(LEAST_NS + 1)
+    assert len(hung) == 1
 
 
 class Recycled:

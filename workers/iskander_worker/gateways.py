@@ -156,18 +156,24 @@ class Gateways:
         while not self._poll.poll(0) and now_ns() < until_ns:
             os.sched_yield()
 
-    def beat(self, own: Attachment | None = None, batch_id: int = 0) -> None:
-        """Show all of them that this worker turns.
+    def beat(self, own: Attachment | None = None, batch_id: int = 0, model: int = 0) -> None:
+        """Write a heartbeat for all of them.
 
         Args:
             own: Whose batch is begun now.
             batch_id: Of that batch.
+            model: Key of its model; the other gateways see the model's digest.
         """
         at_ns = now_ns()
         if own is not None and self._busy_poll_ns:
             self._has_run = True
+        if len(self.attached) == 1:
+            self.attached[0].beat(at_ns, batch_id)
+            return
+        session = own.executor.sessions.get(model) if own is not None else None
+        others = -session.digest if session is not None else 0
         for each in self.attached:
-            each.beat(at_ns, batch_id if each is own else 0)
+            each.beat(at_ns, batch_id if each is own else others)
 
     def is_first(self, attachment: Attachment) -> bool:
         """Whether it is the one that starts and ends this worker."""

@@ -103,7 +103,7 @@ class WorkerLoop:
                     if answers and not _is_brief(message, attachment):
                         channel.send(encode(answers))
                         answers = []
-                    gateways.beat(attachment, message.batch_id)
+                    gateways.beat(attachment, message.batch_id, message.model)
                     self._execute(message, attachment, answers)
                     if self._loads.is_busy:
                         self._answer_load(gateways)

@@ -21,6 +21,7 @@ from iskander.contract.labels import read_labels
 from iskander.contract.manifest import WarmUp, model_file, read_manifest
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract
+from iskander.memory.beat import model_digest
 from iskander.wire.messages import ModelSpec
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Model, load_model
@@ -41,6 +42,7 @@ class Session:
     Attributes:
         notices: What was not as it should be, and still serves.
         is_bound: Its batches run on their buffers where they lie, and not with arrays.
+        digest: Of its model version, for heartbeats.
         is_binding_reusable: What `bind` returns may be kept.
 
     Raises:
@@ -66,6 +68,7 @@ class Session:
         vocabularies = Vocabularies(self.contract, model.graph, labels)
         if len(vocabularies):
             self._compute = vocabularies.around(self._compute)
+        self.digest = model_digest(spec.name, spec.version)
         self._folder = model_file(Path(spec.path)).parent
         self._plan = written.warm_up if written is not None else WarmUp()
         self.notices: tuple[str, ...] = getattr(model, "notices", ())

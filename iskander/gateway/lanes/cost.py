@@ -17,6 +17,10 @@ FORGET: Final = 0.9
 OUTLIER: Final = 2.0
 COLD: Final = 2.0
 LEARNED_SAMPLES: Final = 4
+HANG_SAMPLES: Final = 16
+"""Runs before a limit on the run time is derived from them."""
+SLOWEST_FORGET: Final = 0.999
+"""Applied to the slowest run, for each run after it."""
 SPREAD_LEAST: Final = 1e-3
 """Of the batch sizes: with less there is no telling a slope from a constant."""
 
@@ -28,13 +32,15 @@ class CostModel:
         row_ns: a, nanoseconds for each row.
         base_ns: b, nanoseconds for a batch of any size.
         samples: Runs seen.
+        slowest: The slowest of the latest thousand runs or so, as a multiple of its expected time.
     """
 
-    __slots__ = ("_r", "_rr", "_rt", "_t", "_w", "base_ns", "row_ns", "samples")
+    __slots__ = ("_r", "_rr", "_rt", "_t", "_w", "base_ns", "row_ns", "samples", "slowest")
 
     def __init__(self) -> None:
         self.row_ns = self.base_ns = 0.0
         self.samples = 0
+        self.slowest = 1.0
         self._w = self._r = self._rr = self._t = self._rt = 0.0
 
     def __repr__(self) -> str:
@@ -44,6 +50,12 @@ class CostModel:
         """Expected run time of a batch; 0 before the first run."""
         return int(self.row_ns * rows + self.base_ns)
 
+    def slowest_ns(self, rows: int) -> int:
+        """Run time of a batch as slow as the slowest seen; 0 before enough runs."""
+        if self.samples < HANG_SAMPLES:
+            return 0
+        return int(self.slowest * (self.row_ns * rows + self.base_ns))
+
     def observe(self, rows: int, run_ns: int) -> None:
         """Learn from a run."""
         measured, weight = float(max(run_ns, 1)), 1.0
@@ -52,6 +64,7 @@ class CostModel:
         if self._w:
             mean_rows = self._r / self._w
             expected = self.row_ns * rows + self.base_ns
+            self.slowest = max(self.slowest * SLOWEST_FORGET, measured / expected, 1.0)
             measured = min(measured, expected * OUTLIER)
             # Free of scale, so that what was learned at another level does not outweigh the rest.
             weight = ((self.row_ns * mean_rows + self.base_ns) / expected) ** 2

@@ -8,13 +8,20 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections.abc import Iterable, KeysView
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from iskander.config_models import LaneConfig
 from iskander.contract.buckets import variants
 from iskander.contract.tensors import Contract
-from iskander.errors import DroppedFromQueue, IskanderError, NotReady, QueueFull, Superseded
+from iskander.errors import (
+    DroppedFromQueue,
+    IskanderError,
+    ModelQuarantined,
+    NotReady,
+    QueueFull,
+    Superseded,
+)
 from iskander.gateway.lanes.admission import (
     MISSED,
     RETRY_UNKNOWN_MS,
@@ -56,6 +63,18 @@ computes while the gateway reads on is worth more. With a model of 20 us for 128
 streams it made 1.12 times as many requests a second."""
 
 
+class Quarantine(NamedTuple):
+    """A time in which a model's requests are refused.
+
+    Attributes:
+        reason: What its batches did.
+        retry_after_ms: How long it lasts.
+    """
+
+    reason: str
+    retry_after_ms: int
+
+
 class Lane:
     """One model version.
 
@@ -82,6 +101,8 @@ class Lane:
         is_required: Without it the server is not ready.
         is_over: It was served, or should have been, and will not be again.
         is_stale: The files that it was loaded from have changed.
+        quarantine: Why its requests are refused, and for how long; None: they are not.
+        is_isolated: It was moved to a worker of its own, since its batches ended others.
         refusal: Why a worker could not load it.
         entering: Requests that are for it and wait to be put, or are still being read.
     """
@@ -111,6 +132,8 @@ class Lane:
         self.is_served = self.is_required = True
         self.is_over = self.is_stale = False
         self.refusal: IskanderError | None = None
+        self.quarantine: Quarantine | None = None
+        self.is_isolated = False
         self.entering = 0
         self._newest: dict[str, Request] = {}
         self._margin = Margin()
@@ -152,8 +175,11 @@ class Lane:
 
     @property
     def is_ready(self) -> bool:
-        """Whether as many warmed workers as it needs take its batches now, and are not crashing."""
-        return sum(not worker.is_looping for worker in self.workers.values()) >= self.quorum
+        """Whether enough warmed workers take its batches now, are not crashing, and it may run."""
+        return (
+            self.quarantine is None
+            and sum(not worker.is_looping for worker in self.workers.values()) >= self.quorum
+        )
 
     @property
     def is_open(self) -> bool:
@@ -217,8 +243,11 @@ class Lane:
         """Refuse what no worker would come to run.
 
         Raises:
+            ModelQuarantined: Its batches ended several workers.
             NotReady: No worker has the model now.
         """
+        if self.quarantine is not None:
+            raise self.quarantine_error()
         if not self.is_open or self.contract is None:
             raise NotReady(
                 f"model `{self.title}` has no ready worker",
@@ -226,10 +255,20 @@ class Lane:
                 retry_after_ms=RETRY_NOT_READY_MS,
             )
 
+    def quarantine_error(self) -> ModelQuarantined:
+        """The error of a request that meets a quarantine."""
+        assert self.quarantine is not None
+        return ModelQuarantined(
+            f"model `{self.title}` is in quarantine: {self.quarantine.reason}",
+            model=self.model.name,
+            retry_after_ms=self.quarantine.retry_after_ms,
+        )
+
     def require_open(self, request: Request, now_ns: int) -> None:
         """Refuse a request that would find no worker, no place, or not enough time.
 
         Raises:
+            ModelQuarantined: Its batches ended several workers.
             NotReady: No worker has the model now.
             ClientOverShare: Its client has too many outstanding.
             DeadlineExceeded: Its time has passed.

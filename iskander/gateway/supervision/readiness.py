@@ -18,6 +18,8 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
     A worker in a crash loop serves what it is sent while it lives, and counts for no readiness
     until it has been steady.
     """
+    if lane.quarantine is not None:
+        return f"in quarantine: {lane.quarantine.reason}"
     proven = sum(not worker.is_looping for worker in lane.workers.values())
     if proven >= lane.quorum:
         return ""

@@ -21,7 +21,7 @@ from iskander.errors import IskanderError, NotReady
 from iskander.gateway.runtime import ATTACH_SOCKET
 from iskander.gateway.supervision.lifecycle import BACKOFF_MAX_S, Event, State, backoff_s
 from iskander.gateway.supervision.timers import Timers
-from iskander.gateway.supervision.workers import Child, Worker
+from iskander.gateway.supervision.workers import Child, End, Worker
 from iskander.wire.attach import LockFile
 
 log = logging.getLogger("iskander.supervisor")
@@ -29,6 +29,8 @@ log = logging.getLogger("iskander.supervisor")
 ADOPTION_TURN_S = 0.1
 """How often a worker of an earlier gateway, perhaps busy, is looked for again."""
 BOOT_STARTS_MAX = 3
+AWAITED_PAUSE_S = 2.0
+"""The longest pause after a failure in which requests wait for the next process."""
 
 
 class Starting:
@@ -37,8 +39,10 @@ class Starting:
     Args:
         settings: Of the workers.
         folder: The runtime directory.
+        is_first: This gateway process starts the workers; others only wait for them.
         timers: One for each place.
         happened: Told what happens.
+        ended: Called with a worker and how its process ended.
 
     Attributes:
         boot_error: Why a place cannot be filled for the first time, once that is clear.
@@ -49,9 +53,13 @@ class Starting:
         settings: WorkersConfig,
         folder: Path,
         *,
+        is_first: bool,
         timers: Timers,
         happened: Callable[[Worker, Event], None],
+        ended: Callable[[Worker, End], None],
     ) -> None:
+        self._ended = ended
+        self._is_first = is_first
         self._settings = settings
         self._folder = folder
         self._timers = timers
@@ -78,7 +86,6 @@ class Starting:
 
     def spawn_later(self, worker: Worker) -> None:
         """Start one after a failure, once the pause is over."""
-        worker.is_awaited = False
         pause_s = backoff_s(worker.failures)
         is_loop = worker.failures >= self._settings.crash_loop
         if is_loop:
@@ -90,6 +97,8 @@ class Starting:
                 worker.failures,
                 pause_s,
             )
+        has_served = worker.has_been_ready and self._settings.spawn
+        worker.is_awaited = has_served and pause_s <= AWAITED_PAUSE_S
         self._spawn_in(worker, pause_s)
         if is_loop:
             self._happened(worker, Event.LOOPED)
@@ -126,7 +135,7 @@ class Starting:
         worker.is_looping = False
 
     def _spawn_in(self, worker: Worker, pause_s: float) -> None:
-        if self._settings.spawn:
+        if self._settings.spawn and self._is_first:
             self._timers.set(worker, pause_s, self._happened, worker, Event.SPAWN_DUE)
         else:
             self._timers.clear(worker)
@@ -150,6 +159,7 @@ class Starting:
         assert end is not None
         if end.code:
             log.warning("worker process %d ended %s%s", child.pid, end, end.explanation)
+        self._ended(worker, end)
         if not is_current:
             return
         if not worker.has_been_ready and worker.starts >= BOOT_STARTS_MAX:

@@ -17,8 +17,6 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config import Config
 from iskander.errors import IskanderError, NotReady
@@ -29,6 +27,7 @@ from iskander.gateway.runtime import ATTACH_SOCKET, Member
 from iskander.gateway.supervision.hearing import Hearing
 from iskander.gateway.supervision.lifecycle import Action, Event, State, step, validate
 from iskander.gateway.supervision.loading import Loading
+from iskander.gateway.supervision.quarantine import Quarantines
 from iskander.gateway.supervision.reception import Reception
 from iskander.gateway.supervision.recycling import Recycling
 from iskander.gateway.supervision.starting import Starting
@@ -36,7 +35,7 @@ from iskander.gateway.supervision.taking_on import give_memory, place_for, welco
 from iskander.gateway.supervision.timers import Timers
 from iskander.gateway.supervision.vacancy import Vacancy
 from iskander.gateway.supervision.watch import Watch
-from iskander.gateway.supervision.workers import Place, Worker
+from iskander.gateway.supervision.workers import End, Place, Worker
 from iskander.memory.arena import usable_bytes
 from iskander.wire.channel import Channel
 from iskander.wire.messages import (
@@ -104,11 +103,13 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._timers = Timers()
-        self._starting = starting = Starting(
-            settings if member.is_first else msgspec.structs.replace(settings, spawn=False),
+        self._starting = Starting(
+            settings,
             folder,
+            is_first=member.is_first,
             timers=self._timers,
             happened=self._happened,
+            ended=self._on_process_end,
         )
         self.loading = Loading(
             models.by_key,
@@ -122,6 +123,7 @@ class Supervisor:
             self.workers,
             int(settings.hang_s * NS_PER_S),
             self._on_hung,
+            factor=settings.hang_factor,
             is_shared=bool(member.siblings) and member.is_first,
         )
         self._recycling = Recycling(self.workers, settings, self._on_recycle_due)
@@ -131,22 +133,17 @@ class Supervisor:
             wait_s=settings.start_s,
             refuse=dispatcher.refuse_queued,
         )
-        self._actions: dict[Action, Callable[[Worker], None]] = {
-            Action.SPAWN: starting.spawn,
-            Action.SPAWN_LATER: starting.spawn_later,
-            Action.SPAWN_NEXT: starting.spawn_next,
-            Action.LOAD: self._load,
-            Action.OPEN: self._open,
-            Action.AWAIT: self._await,
-            Action.CLOSE: dispatcher.close,
-            Action.DRAIN: self._drain,
-            Action.DETACH: self._detach,
-            Action.COUNT_BOOT: starting.count_boot,
-            Action.COUNT_CRASH: starting.count_crash,
-            Action.FORGIVE: starting.forgive,
-            Action.ABORT: self._abort,
-            Action.KILL: self._kill,
-        }
+        self._quarantines = Quarantines(
+            models.by_key,
+            self.workers,
+            settings,
+            is_first=member.is_first,
+            loading=self.loading,
+            refuse_queued=dispatcher.refuse_queued,
+            happened=self._happened,
+            on_change=self.noticed,
+        )
+        self._actions = self._make_actions()
 
     def start(self) -> None:
         """Listen for workers, and start those of the plan that do not live already."""
@@ -211,7 +208,14 @@ class Supervisor:
 
     def let_go(self) -> None:
         """Release everything, and leave the workers to the siblings, and to whoever comes next."""
-        for part in (self._timers, self._watch, self._recycling, self._vacancy, self._reception):
+        for part in (
+            self._timers,
+            self._watch,
+            self._recycling,
+            self._vacancy,
+            self._quarantines,
+            self._reception,
+        ):
             part.close()
         for worker in self.workers:
             if worker.channel is not None:
@@ -231,6 +235,25 @@ class Supervisor:
         """End every worker now; for an exit that waits for nothing."""
         for worker in self.workers:
             worker.kill()
+
+    def _make_actions(self) -> dict[Action, Callable[[Worker], None]]:
+        starting = self._starting
+        return {
+            Action.SPAWN: starting.spawn,
+            Action.SPAWN_LATER: starting.spawn_later,
+            Action.SPAWN_NEXT: starting.spawn_next,
+            Action.LOAD: self._load,
+            Action.OPEN: self._open,
+            Action.AWAIT: self._await,
+            Action.CLOSE: self._dispatcher.close,
+            Action.DRAIN: self._drain,
+            Action.DETACH: self._detach,
+            Action.COUNT_BOOT: starting.count_boot,
+            Action.COUNT_CRASH: starting.count_crash,
+            Action.FORGIVE: starting.forgive,
+            Action.ABORT: self._abort,
+            Action.KILL: self._kill,
+        }
 
     def _happened(self, worker: Worker, event: Event) -> None:
         before = worker.state
@@ -295,6 +318,7 @@ class Supervisor:
 
     async def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
         """Give a worker that came in its place, its memory and its models."""
+        self._quarantines.follow(hello)
         worker = place_for(self.workers, pid, hello)
         self._incarnation += 1
         try:
@@ -315,6 +339,7 @@ class Supervisor:
         self._happened(worker, Event.RECYCLE_DUE)
 
     def _on_hung(self, worker: Worker, silent_ns: int) -> None:
+        worker.was_stopped = worker.is_stopped
         log.error(
             "worker %d has been silent for %d ms, %s: it is ended",
             worker.place.index,
@@ -322,6 +347,9 @@ class Supervisor:
             _doing(worker),
         )
         self._happened(worker, Event.HUNG)
+
+    def _on_process_end(self, worker: Worker, end: End) -> None:
+        self._quarantines.on_end(worker, end)
 
     def _later(self, worker: Worker, delay_s: float, event: Event) -> None:
         self._timers.set(worker, delay_s, self._happened, worker, event)
@@ -356,6 +384,7 @@ class Supervisor:
         if worker.in_flight:
             log.error("worker %d is gone, %s", worker.place.index, _doing(worker))
         # While the beat can still be read: it says which batch was running.
+        self._quarantines.suspect(worker)
         self._dispatcher.on_lost(worker)
         self.loading.on_lost(worker)
         worker.detach()

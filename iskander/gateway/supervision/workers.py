@@ -104,6 +104,19 @@ class End(NamedTuple):
     code: int | None
     was_killed: bool
 
+    def is_own_doing(self, *, was_hung: bool, was_out_of_memory: bool) -> bool:
+        """Whether what the process ran ended it, and not an operator or this gateway.
+
+        Args:
+            was_hung: This gateway ended it because it hung.
+            was_out_of_memory: The kernel has ended a process for want of memory meanwhile.
+        """
+        if was_hung or self.code is None:
+            return True
+        if self.was_killed or self.code in (-signal.SIGTERM, -signal.SIGINT):
+            return False
+        return self.code != -signal.SIGKILL or was_out_of_memory
+
     def __str__(self) -> str:
         """For a sentence: `by SIGSEGV`, `with exit code 70`."""
         if self.code is None:
@@ -192,6 +205,7 @@ class Worker:
         is_awaited: It is being replaced in order, and requests may wait for the next process.
         is_claimed: A process is being taken on for it.
         is_hung: It was silent for too long, and is being ended.
+        was_stopped: A signal had stopped it then (SIGSTOP).
         has_been_ready: Whether the place was filled once; `opened_ns` is when it last was.
         loading: The model that it was asked for last and has not answered for; empty for none.
         complaint: Why the last process could not serve a model; empty where it could.
@@ -225,7 +239,7 @@ class Worker:
         self.is_due = False
         self.is_awaited = False
         self.is_claimed = False
-        self.is_hung = False
+        self.is_hung = self.was_stopped = False
         self.has_been_ready = False
         self.opened_ns = 0
         self.loading = ""
@@ -320,7 +334,7 @@ class Worker:
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self.models = set()
-        self.is_hung = False
+        self.is_hung = self.was_stopped = False
         self.loading = self.complaint = ""
         self.busy_until_ns = 0
         self.credits = CREDITS
@@ -376,6 +390,15 @@ class Worker:
         elif self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process. Source: proc(5), `/proc/PID/stat`."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def last_beat(self) -> Beat:
         """The worker's sign of progress."""

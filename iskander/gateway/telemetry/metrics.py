@@ -111,6 +111,13 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            lambda lane: [((name,), lane.counts[name]) for name in OUTCOMES]),
     Metric("iskander_requests_retried_total", "counter", "requests", (), "Requests sent again "
            "after their worker died.", _count("retried")),
+    Metric("iskander_worker_deaths_total", "counter", "workers", (), "Workers that died, or hung, "
+           "while they ran a batch of it.", _count("worker_deaths")),
+    Metric("iskander_model_isolated", "gauge", "", (), "Whether it has a worker of its own, since "
+           "its batches ended others.", _one(lambda lane: lane.is_isolated)),
+    Metric("iskander_model_quarantined", "gauge", "", (), "Whether its requests are refused, since "
+           "its batches ended workers again and again.",
+           _one(lambda lane: lane.quarantine is not None)),
     Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests that were "
            "refused before they ran, by error code.", _counts("refused.")),
     Metric("iskander_failures_total", "counter", "requests", ("code",), "Requests that a worker "

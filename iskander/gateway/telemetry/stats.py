@@ -57,6 +57,8 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
     return {
         "ready": is_ready,
         "workers": len(lane.ready),
+        "isolated": lane.is_isolated,
+        "quarantine": lane.quarantine.reason if lane.quarantine is not None else "",
         "queued": queue.requests,
         "queue": {"requests": queue.requests, "rows": queue.rows, "bytes": queue.bytes},
         "run_ms": round(lane.measures.run_ns.sum / NS_PER_MS, 3),
