@@ -586,6 +586,26 @@ BROKEN: dict[str, tuple[bytes, int]] = {
         opened(frame(DATA, 1, b"\5abcd", client.PADDED)),
         client.PROTOCOL_ERROR,
     ),
+    "data that is only the length of its padding": (
+        opened(frame(DATA, 1, b"\1", client.PADDED)),
+        client.PROTOCOL_ERROR,
+    ),
+    "padded data without a length": (
+        opened(frame(DATA, 1, b"", client.PADDED)),
+        client.PROTOCOL_ERROR,
+    ),
+    "more padding than header block": (
+        frame(HEADERS, 1, b"\xff" + FIELDS, END_HEADERS | client.PADDED),
+        client.PROTOCOL_ERROR,
+    ),
+    "padded headers without a length": (
+        frame(HEADERS, 1, b"", END_HEADERS | client.PADDED),
+        client.PROTOCOL_ERROR,
+    ),
+    "headers too short for their priority": (
+        frame(HEADERS, 1, b"\0\0\0", END_HEADERS | client.HAS_PRIORITY),
+        client.PROTOCOL_ERROR,
+    ),
     "an even stream": (client.headers(2), client.PROTOCOL_ERROR),
     "stream 0": (client.headers(0), client.PROTOCOL_ERROR),
     "a stream that depends on itself": (
@@ -751,7 +771,7 @@ HARMLESS = {
     "an unknown frame": frame(99, 1, b"whatever", 255),
     "priority": frame(client.PRIORITY, 7, b"12345"),
     "unknown settings": frame(SETTINGS, 0, b"\x99\x99\0\0\0\1"),
-    "a window of a call that is over": window_update(1, 5) + window_update(1, 0),
+    "a window of a call that is over": window_update(1, 5),
     "data of a call that is over": data(1, b"x" * 99) + data(1, b"x", padding=7),
     "a reset of a call that is over": rst_stream(1) + rst_stream(1),
     "trailers of a call that is over": client.headers(1, [("a", "b")], END_HEADERS | END_STREAM),
@@ -998,8 +1018,6 @@ async def test_far_too_many_headers_end_the_connection() -> None:
     [
         request_fields(extra=[("grpc-timeout", "soon")]),
         request_fields(extra=[("k-bin", "***")]),
-        request_fields(without=["content-type"]),
-        request_fields(without=[":method"], extra=[(":method", "GET")]),
     ],
 )
 @pytest.mark.parametrize("flags", [0, END_STREAM])
@@ -1018,6 +1036,48 @@ def test_headers_that_are_wrong_end_the_call_by_trailers_only(
         assert not peer.served and not peer.calls and peer.goodbye is None
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        request_fields(without=["content-type"]),
+        [(":method", "GET"), *request_fields(without=[":method"])],
+    ],
+    ids=["without a content type", "GET"],
+)
+@pytest.mark.parametrize("flags", [0, END_STREAM])
+def test_a_request_that_is_no_grpc_call_is_answered_as_http(
+    fields: client.Fields, flags: int
+) -> None:
+    """415 and a text, as far as the client takes it; then the gRPC status in trailers."""
+
+    async def play() -> None:
+        peer = Peer(echo)
+        peer.say(client.settings(window=10), client.headers(1, fields, END_HEADERS | flags))
+        text = b"not a gRPC call: POST of application/grpc is wanted\n"
+        assert peer.heard(DATA) == [(DATA, 0, 1, text[:10])]
+        peer.say(data(1, b"more")) if not flags else None
+        peer.say(window_update(1, 1000))
+        assert b"".join(each.payload for each in peer.heard(DATA)) == text
+        first, last = (hpack.Decoder().decode(each.payload) for each in peer.heard(HEADERS))
+        assert dict(first) == {":status": "415", "content-type": "text/plain"}
+        assert dict(last)["grpc-status"] == "13" and dict(last)["why"] == "/t/M"
+        resets = [each.code for each in peer.heard(RST_STREAM)]
+        assert len(resets) == (0 if flags else 1)
+        assert not peer.served and not peer.calls and peer.goodbye is None
+        assert peer.host.budget.used_bytes == 0
+
+    asyncio.run(play())
+
+
+@in_loop
+async def test_a_window_of_nothing_for_a_call_that_is_over_ends_the_connection() -> None:
+    peer = Peer()
+    peer.open()
+    peer.calls[1].end()
+    peer.say(window_update(1, 0))
+    assert peer.goodbye == client.PROTOCOL_ERROR
 
 
 @in_loop

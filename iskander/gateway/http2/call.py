@@ -114,6 +114,19 @@ class Call(CallInput):
         outbox.extend(memoryview(part) for part in parts if part)
         output.hold(self)
 
+    def refuse_http(self, error: RpcError) -> None:
+        """Answer a request that is no gRPC call: 415, the error as text, then the gRPC status."""
+        self.close_input()
+        self._has_begun = True
+        self._output.emit_block(self.stream_id, 0, headers.NOT_GRPC)
+        text = f"{error.message}\n".encode()
+        self._outbox = deque((memoryview(text),))
+        self._outbox_bytes = len(text)
+        self._streams.host.budget.charge(len(text))
+        self._drawn_ns = now_ns()
+        self.on_room = partial(self.end, error.status, error.message, error.trailers)
+        self._output.hold(self)
+
     def take_memory(self, size: int) -> None:
         """Charge memory that the handler needs for what the client sent.
 

@@ -373,6 +373,8 @@ class Connection(asyncio.BufferedProtocol):
         call = self.calls.get(stream_id)
         if not stream_id or call is not None:
             self.output.widen(call, increment)
+        elif not increment:
+            raise ConnectionBroken(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of 0 bytes")
 
     def _on_goaway(self, stream_id: int, payload: memoryview) -> None:
         """The client opens nothing more; what it opened is finished."""

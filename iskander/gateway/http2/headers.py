@@ -68,6 +68,8 @@ RESPONSE: Final[bytes] = b"\x88" + block(
     [("content-type", "application/grpc"), ("grpc-accept-encoding", ACCEPTED_ENCODINGS)]
 )
 """The header block that begins every response; 0x88 is `:status: 200`."""
+NOT_GRPC: Final[bytes] = block([(":status", "415"), ("content-type", "text/plain")])
+"""The one that begins the response to a request that is no gRPC call."""
 OK: Final[bytes] = trailers(Status.OK, "", ())
 """The one that ends a response as it should."""
 TABLE_BYTES_DEFAULT: Final = 4096

@@ -45,6 +45,10 @@ _CONNECTION_SPECIFIC: Final = frozenset(
 )
 
 
+class NotGrpc(RpcError):
+    """The request is valid HTTP and no gRPC call."""
+
+
 class RequestHead:
     """Request headers of a call.
 
@@ -80,7 +84,8 @@ def read_request(fields: Sequence[tuple[str, str]]) -> RequestHead:
 
     Raises:
         StreamError: The request is malformed HTTP.
-        RpcError: It is no gRPC call, its headers are too large, or one of them is malformed.
+        NotGrpc: It is no gRPC call.
+        RpcError: Its headers are too large, or one of them is malformed.
     """
     _require_limits(fields)
     pseudo = check_fields(fields)
@@ -106,7 +111,7 @@ def read_request(fields: Sequence[tuple[str, str]]) -> RequestHead:
             case _ if not name.startswith((":", "grpc-")):
                 metadata.append((name, value))
     if pseudo[":method"] != "POST" or not _IS_GRPC(content_type):
-        raise RpcError(Status.INTERNAL, "not a gRPC call: POST of application/grpc is wanted")
+        raise NotGrpc(Status.INTERNAL, "not a gRPC call: POST of application/grpc is wanted")
     return RequestHead(pseudo[":path"], timeout_ns, encoding, tuple(metadata), content_bytes)
 
 

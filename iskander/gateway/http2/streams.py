@@ -20,7 +20,7 @@ from iskander.gateway.http2.header_blocks import Fields, HeaderBlocks
 from iskander.gateway.http2.host import Host
 from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.rate_limit import RateLimiter
-from iskander.gateway.http2.request_head import check_fields
+from iskander.gateway.http2.request_head import NotGrpc, RequestHead, check_fields
 from iskander.gateway.http2.status import RpcError, Status
 
 FREE_BLOCK_BYTES: Final = 2048
@@ -205,6 +205,12 @@ class Streams:
             if not is_last:
                 self._remember_early_end(stream_id)
             self.reset(stream_id, error.code)
+            return
+        except NotGrpc as refused:
+            self._limiter.charge(self.now_ns)
+            call = self.calls[stream_id] = Call(self, stream_id, RequestHead("", None, "", ()))
+            call.has_all_input = is_last
+            call.refuse_http(self.host.named(fields.path, refused))
             return
         except RpcError as refused:
             self._limiter.charge(self.now_ns)
