@@ -1170,6 +1170,24 @@ async def test_an_only_message_that_there_is_no_room_for_waits(is_open: bool) ->
     assert (peer.answer().messages, peer.answer().status) == ([b"x" * 95], 0)
 
 
+@pytest.mark.parametrize("has_message", [True, False])
+@in_loop
+async def test_metadata_goes_before_the_first_message(has_message: bool) -> None:
+    async def serve(call: Call) -> None:
+        call.begin((("said", "first"), ("raw-bin", b"\0\xff")))
+        call.begin((("said", "again"),))
+        if has_message:
+            await call.answer(b"message")
+
+    peer = Peer(serve)
+    peer.open(flags=END_STREAM)
+    await turns()
+    first, last = peer.answer().blocks
+    assert (first[":status"], first["said"], first["raw-bin"]) == ("200", "first", "AP8")
+    assert last == {"grpc-status": "0"}
+    assert peer.answer().messages == [b"message"] * has_message
+
+
 @in_loop
 async def test_a_call_without_messages_is_trailers_only() -> None:
     peer = Peer(writer())

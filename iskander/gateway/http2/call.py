@@ -90,14 +90,20 @@ class Call(CallInput):
         """Whether the client has to take something before more should be sent."""
         return bool(self._outbox)
 
+    def begin(self, metadata: Metadata = ()) -> None:
+        """Send the response headers with this metadata; nothing where they are sent already."""
+        if self.is_over or self._has_begun:
+            return
+        self._has_begun = True
+        self._output.emit_block(self.stream_id, 0, headers.RESPONSE + headers.block(metadata))
+
     def send(self, *parts: Message) -> None:
         """Send one message, made of these parts, which must not change any more."""
         if self.is_over:
             return
         output = self._output
         if not self._has_begun:
-            self._has_begun = True
-            output.emit_block(self.stream_id, 0, headers.RESPONSE)
+            self.begin()
         size = sum(map(len, parts))
         prefix = frames.prefix(size)
         size += PREFIX_BYTES
@@ -158,9 +164,10 @@ class Call(CallInput):
         output, length = self._output, 0
         for part in parts:
             length += len(part)
-        if self.is_over or not (self.has_all_input and output.can_answer(self, length)):
+        if self.is_over or self._has_begun or not self.has_all_input:
             return False
-        assert not self._has_begun
+        if not output.can_answer(self, length):
+            return False
         output.answer(self, length, parts)
         self.close()
         return True
