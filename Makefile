@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup quickstart serve test test-fast test-kserve lint fmt bench bench-peers bench-scheduling docs wheel ci clean
+.PHONY: setup quickstart serve test test-fast test-all test-kserve lint fmt bench bench-peers bench-scheduling docs wheel ci clean
 
 setup: .venv/.installed
 
@@ -27,6 +27,11 @@ test: .venv/.installed-tests
 
 test-fast: .venv/.installed-tests
 	$(BIN)/pytest tests/unit tests/spec tests/tidy
+
+# With clients in other languages, skipped by name where their tools are missing: g++, go with
+# golang-google-grpc-dev, node with npm.
+test-all: test
+	ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/interop
 
 # KServe's client wants an older psutil than the server, and so an environment of its own.
 test-kserve: .venv/.installed-tests

@@ -1,8 +1,10 @@
 """Make `iskander/_generated/*_pb2.py` from `scripts/protos/*.proto`; needs grpcio-tools 1.73.
 
-That release writes modules for protobuf 6, which the runtimes 6 and 7 both accept. Their messages
-are registered in a pool of our own: clients of the same protocols bring modules with the very same
-names, and the runtime ends whoever loads both into its default pool.
+The messages of the tests are made from `tests/interop/protos` in the same way.
+
+That release writes modules for protobuf 6, which the runtimes 6 and 7 both accept. Messages of the
+server are registered in a pool of our own: clients of the same protocols bring modules with the
+very same names, and the runtime ends whoever loads both into its default pool.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "scripts" / "protos"
 TARGET = ROOT / "iskander" / "_generated"
+TARGETS = {
+    TARGET: ROOT / "scripts" / "protos",
+    ROOT / "tests" / "support" / "generated": ROOT / "tests" / "interop" / "protos",
+}
+"""Folders of generated modules, and of their sources."""
 OWN_POOL = {
     "from google.protobuf import descriptor_pool as _descriptor_pool": (
         "from iskander._generated import POOL as _POOL"
@@ -23,14 +29,16 @@ OWN_POOL = {
 }
 
 
-def generate(target: Path) -> None:
+def generate(sources: Path, target: Path, *, has_own_pool: bool) -> None:
     """Write a module and its type stub for each source file into `target`."""
     from grpc_tools import protoc
 
-    files = [str(path) for path in sorted(SOURCES.glob("*.proto"))]
-    arguments = ["protoc", f"-I{SOURCES}", f"--python_out={target}", f"--pyi_out={target}", *files]
+    files = [str(path) for path in sorted(sources.glob("*.proto"))]
+    arguments = ["protoc", f"-I{sources}", f"--python_out={target}", f"--pyi_out={target}", *files]
     if protoc.main(arguments):
         sys.exit("protoc failed")
+    if not has_own_pool:
+        return
     for path in sorted(target.glob("*_pb2.py")):
         text = path.read_text()
         for theirs, ours in OWN_POOL.items():
@@ -43,16 +51,20 @@ def main() -> None:
     """Generate, or with `--check` say which files are stale and exit 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only compare with what is committed")
-    if not parser.parse_args().check:
-        generate(TARGET)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        generate(Path(folder))
-        stale = [
-            path.name
-            for path in sorted(Path(folder).iterdir())
-            if path.read_bytes() != (TARGET / path.name).read_bytes()
-        ]
+    is_check = parser.parse_args().check
+    stale = []
+    for committed, sources in TARGETS.items():
+        has_own_pool = committed == TARGET
+        if not is_check:
+            generate(sources, committed, has_own_pool=has_own_pool)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            generate(sources, Path(folder), has_own_pool=has_own_pool)
+            stale += [
+                path.name
+                for path in sorted(Path(folder).iterdir())
+                if path.read_bytes() != (committed / path.name).read_bytes()
+            ]
     if stale:
         sys.exit(f"stale, run scripts/gen_proto.py: {', '.join(stale)}")
 

@@ -72,7 +72,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _compare(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compare children, threads, shared mappings and /dev/shm before and after."""
-    if request.path.parent.name not in ("process", "system"):
+    if request.path.parent.name not in ("interop", "process", "system"):
         yield
         return
     before = _footprint()

@@ -1,0 +1,1 @@
+"""Messages of the tests, made by `scripts/gen_proto.py` from `tests/interop/protos`."""
