@@ -53,8 +53,8 @@ def built_go(name: str) -> Path:
         "GOFLAGS": "",
         "CGO_ENABLED": "0",
     }
-    source = INTEROP / "clients" / name / "main.go"
-    run([go, "build", "-o", str(target), str(source)], **environment)
+    sources = map(str, sorted((INTEROP / "clients" / name).glob("*.go")))
+    run([go, "build", "-o", str(target), *sources], **environment)
     return target
 
 

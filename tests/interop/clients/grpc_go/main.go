@@ -1,8 +1,7 @@
 // gRPC's interoperability test cases with grpc-go.
 //
 // Argument: the server's address. Reads the name of a case from each line, and answers `ok` or what
-// is wrong. Written for the releases 1.33 of gRPC and 1.3 of golang/protobuf; the messages are
-// structs with the field numbers of tests/interop/protos/interop.proto, so nothing is generated.
+// is wrong. Written for release 1.33 of gRPC.
 package main
 
 import (
@@ -15,101 +14,12 @@ import (
 	"strings"
 	"time"
 
-	"github.com/golang/protobuf/proto"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/encoding/gzip"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 )
-
-type Empty struct{}
-
-type BoolValue struct {
-	Value bool `protobuf:"varint,1,opt,name=value,proto3"`
-}
-
-type Payload struct {
-	Body []byte `protobuf:"bytes,2,opt,name=body,proto3"`
-}
-
-type EchoStatus struct {
-	Code    int32  `protobuf:"varint,1,opt,name=code,proto3"`
-	Message string `protobuf:"bytes,2,opt,name=message,proto3"`
-}
-
-type SimpleRequest struct {
-	ResponseSize       int32       `protobuf:"varint,2,opt,name=response_size,proto3"`
-	Payload            *Payload    `protobuf:"bytes,3,opt,name=payload,proto3"`
-	ResponseCompressed *BoolValue  `protobuf:"bytes,6,opt,name=response_compressed,proto3"`
-	ResponseStatus     *EchoStatus `protobuf:"bytes,7,opt,name=response_status,proto3"`
-	ExpectCompressed   *BoolValue  `protobuf:"bytes,8,opt,name=expect_compressed,proto3"`
-}
-
-type SimpleResponse struct {
-	Payload *Payload `protobuf:"bytes,1,opt,name=payload,proto3"`
-}
-
-type InputRequest struct {
-	Payload          *Payload   `protobuf:"bytes,1,opt,name=payload,proto3"`
-	ExpectCompressed *BoolValue `protobuf:"bytes,2,opt,name=expect_compressed,proto3"`
-}
-
-type InputResponse struct {
-	AggregatedPayloadSize int32 `protobuf:"varint,1,opt,name=aggregated_payload_size,proto3"`
-}
-
-type Parameters struct {
-	Size       int32      `protobuf:"varint,1,opt,name=size,proto3"`
-	Compressed *BoolValue `protobuf:"bytes,3,opt,name=compressed,proto3"`
-}
-
-type OutputRequest struct {
-	ResponseParameters []*Parameters `protobuf:"bytes,2,rep,name=response_parameters,proto3"`
-	Payload            *Payload      `protobuf:"bytes,3,opt,name=payload,proto3"`
-	ResponseStatus     *EchoStatus   `protobuf:"bytes,7,opt,name=response_status,proto3"`
-}
-
-type OutputResponse struct {
-	Payload *Payload `protobuf:"bytes,1,opt,name=payload,proto3"`
-}
-
-// What makes a struct a message.
-func (*Empty) ProtoMessage()          {}
-func (*BoolValue) ProtoMessage()      {}
-func (*Payload) ProtoMessage()        {}
-func (*EchoStatus) ProtoMessage()     {}
-func (*SimpleRequest) ProtoMessage()  {}
-func (*SimpleResponse) ProtoMessage() {}
-func (*InputRequest) ProtoMessage()   {}
-func (*InputResponse) ProtoMessage()  {}
-func (*Parameters) ProtoMessage()     {}
-func (*OutputRequest) ProtoMessage()  {}
-func (*OutputResponse) ProtoMessage() {}
-
-func (*Empty) Reset()          {}
-func (*BoolValue) Reset()      {}
-func (*Payload) Reset()        {}
-func (*EchoStatus) Reset()     {}
-func (*SimpleRequest) Reset()  {}
-func (*SimpleResponse) Reset() {}
-func (*InputRequest) Reset()   {}
-func (*InputResponse) Reset()  {}
-func (*Parameters) Reset()     {}
-func (*OutputRequest) Reset()  {}
-func (*OutputResponse) Reset() {}
-
-func (*Empty) String() string          { return "Empty" }
-func (*BoolValue) String() string      { return "BoolValue" }
-func (*Payload) String() string        { return "Payload" }
-func (*EchoStatus) String() string     { return "EchoStatus" }
-func (*SimpleRequest) String() string  { return "SimpleRequest" }
-func (*SimpleResponse) String() string { return "SimpleResponse" }
-func (*InputRequest) String() string   { return "InputRequest" }
-func (*InputResponse) String() string  { return "InputResponse" }
-func (*Parameters) String() string     { return "Parameters" }
-func (*OutputRequest) String() string  { return "OutputRequest" }
-func (*OutputResponse) String() string { return "OutputResponse" }
 
 const (
 	service       = "/grpc.testing.TestService/"
@@ -164,86 +74,6 @@ func expectStatus(err error, code codes.Code, text string) error {
 	}
 	if found := status.Convert(err).Message(); found != text {
 		return fmt.Errorf("the message is %q, not %q", found, text)
-	}
-	return nil
-}
-
-// client is a channel with the methods of the service.
-type client struct{ channel *grpc.ClientConn }
-
-func (c client) unary(
-	ctx context.Context, method string, request, response proto.Message, options ...grpc.CallOption,
-) error {
-	return c.channel.Invoke(ctx, method, request, response, options...)
-}
-
-func (c client) largeUnary(
-	ctx context.Context, request *SimpleRequest, options ...grpc.CallOption,
-) error {
-	response := &SimpleResponse{}
-	if err := c.unary(ctx, service+"UnaryCall", request, response, options...); err != nil {
-		return err
-	}
-	return equalBody(response.Payload, largeReceived)
-}
-
-func (c client) input(ctx context.Context, options ...grpc.CallOption) (grpc.ClientStream, error) {
-	about := &grpc.StreamDesc{ClientStreams: true}
-	return c.channel.NewStream(ctx, about, service+"StreamingInputCall", options...)
-}
-
-func (c client) output(ctx context.Context, request *OutputRequest) (grpc.ClientStream, error) {
-	about := &grpc.StreamDesc{ServerStreams: true}
-	stream, err := c.channel.NewStream(ctx, about, service+"StreamingOutputCall")
-	if err != nil {
-		return nil, err
-	}
-	if err := stream.SendMsg(request); err != nil {
-		return nil, err
-	}
-	return stream, stream.CloseSend()
-}
-
-func (c client) duplex(ctx context.Context) (grpc.ClientStream, error) {
-	about := &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}
-	return c.channel.NewStream(ctx, about, service+"FullDuplexCall")
-}
-
-// gather sends inputs of these sizes; the sum that the server found.
-func (c client) gather(
-	ctx context.Context, expect *BoolValue, sizes []int, options ...grpc.CallOption,
-) (int, error) {
-	stream, err := c.input(ctx, options...)
-	if err != nil {
-		return 0, err
-	}
-	for _, size := range sizes {
-		request := &InputRequest{Payload: payload(size), ExpectCompressed: expect}
-		if err := stream.SendMsg(request); err != nil && err != io.EOF {
-			return 0, err
-		}
-	}
-	if err := stream.CloseSend(); err != nil {
-		return 0, err
-	}
-	response := &InputResponse{}
-	err = stream.RecvMsg(response)
-	return int(response.AggregatedPayloadSize), err
-}
-
-// expectOutputs reads responses of these sizes and the end.
-func expectOutputs(stream grpc.ClientStream, sizes ...int) error {
-	for _, size := range sizes {
-		response := &OutputResponse{}
-		if err := stream.RecvMsg(response); err != nil {
-			return err
-		}
-		if err := equalBody(response.Payload, size); err != nil {
-			return err
-		}
-	}
-	if err := stream.RecvMsg(&OutputResponse{}); err != io.EOF {
-		return fmt.Errorf("the call does not end with OK: %v", err)
 	}
 	return nil
 }
