@@ -144,11 +144,12 @@ def _half_received(messages: int, size: int) -> bytes:
 
 
 @cache
-def _gzip_bomb() -> bytes:
-    packer = zlib.compressobj(9, wbits=31)
+def _bomb(encoding: str) -> bytes:
+    """Ten messages of 1 GiB; gzip declares its size, deflate does not."""
+    packer = zlib.compressobj(9, wbits=31 if encoding == "gzip" else 15)
     bomb = b"".join(packer.compress(bytes(16 * MIB)) for _ in range(64)) + packer.flush()
     calls = (
-        wire.request(stream_id, EXCHANGE, [("grpc-encoding", "gzip")])
+        wire.request(stream_id, EXCHANGE, [("grpc-encoding", encoding)])
         + wire.data(stream_id, wire.message(bomb, 1))
         for stream_id in range(1, 21, 2)
     )
@@ -228,7 +229,8 @@ ATTACKS: tuple[Attack, ...] = (
         lambda: _half_received(300, 39 * MIB // 10),
         connections=3,
     ),
-    Attack("gzip messages of 1 GiB", _gzip_bomb, is_flight=False),
+    Attack("gzip messages of 1 GiB", lambda: _bomb("gzip"), is_flight=False),
+    Attack("deflate messages of 1 GiB", lambda: _bomb("deflate"), is_flight=False),
     Attack(
         "60 MiB of dictionary, small batches",
         lambda: _dictionary()[0],

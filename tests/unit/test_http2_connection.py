@@ -471,7 +471,8 @@ def test_a_compressed_message_may_be_as_large_as_any_other(
         (b"", "gzip", Status.INTERNAL),
         (zlib.compress(b"text"), "gzip", Status.INTERNAL),
         (zlib.compress(b"text"), "snappy", Status.UNIMPLEMENTED),
-        (zlib.compress(b"text"), "", Status.UNIMPLEMENTED),
+        (zlib.compress(b"text"), "", Status.INTERNAL),
+        (zlib.compress(b"text"), "identity", Status.INTERNAL),
     ],
 )
 def test_compressed_messages_that_cannot_be_read(raw: bytes, encoding: str, status: Status) -> None:
@@ -485,6 +486,17 @@ def test_compressed_messages_that_cannot_be_read(raw: bytes, encoding: str, stat
         assert peer.answer().status == status and not peer.calls
 
     asyncio.run(play())
+
+
+@in_loop
+async def test_a_message_that_declares_too_much_is_expanded_by_no_thread() -> None:
+    reader = Reader()
+    peer = Peer(reader, message_bytes=MIB)
+    peer.open(1, ("grpc-encoding", "gzip"))
+    peer.say(data(1, message(gzip.compress(bytes(8 * MIB)), 1), END_STREAM))
+    await asyncio.sleep(0)
+    assert reader.error is not None and reader.error.status == Status.RESOURCE_EXHAUSTED
+    assert f"declares {8 * MIB} bytes" in reader.error.message
 
 
 @in_loop

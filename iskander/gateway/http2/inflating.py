@@ -9,6 +9,8 @@ Runs on: gateway loop, and threads of its own. Source: RFC 1950, RFC 1952.
 
 from __future__ import annotations
 
+import os
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -26,12 +28,21 @@ AT_ONCE_BYTES: Final = 32_768
 """Of an expanded message: a tenth of a millisecond."""
 READ_BYTES: Final = 65_536
 PIECE_BYTES: Final = 262_144
-THREADS: Final = ThreadPoolExecutor(2, "inflate")
-"""Few: whoever sends bombs waits for their own, and not the batches that a thread reads."""
+NICENESS: Final = 10
+"""Of the threads: the loop and the workers have the processor first."""
 GZIP_BYTES_MIN: Final = 18
 """A header, and a trailer that ends with the size of what was compressed."""
 _ISIZE_BYTES: Final = 4
 _WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+
+
+def _lower_priority() -> None:
+    """Lower the priority of this thread. Source: setpriority(2), C library/kernel differences."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+THREADS: Final = ThreadPoolExecutor(2, "inflate", _lower_priority)
+"""Few: whoever sends bombs waits for their own, and not the batches that a thread reads."""
 
 
 def begin(raw: Message, encoding: str, bytes_max: int) -> Message | RpcError | Inflation:
@@ -70,6 +81,8 @@ class Inflation:
 
     def __init__(self, raw: Message, encoding: str, bytes_max: int) -> None:
         bits = _WINDOW_BITS.get(encoding)
+        if encoding in ("", "identity"):
+            raise RpcError(Status.INTERNAL, "a message is compressed, and grpc-encoding is not set")
         if bits is None:
             raise RpcError(
                 Status.UNIMPLEMENTED,
@@ -80,10 +93,11 @@ class Inflation:
         self._raw = memoryview(raw)
         self._at = 0
         self._bytes_max = self.bytes_most = bytes_max
-        self._size = 0
+        self._size = self._declared = 0
         self._pieces: list[bytes] = []
         if encoding == "gzip" and len(raw) >= GZIP_BYTES_MIN:
-            self.bytes_most = min(int.from_bytes(raw[-_ISIZE_BYTES:], "little"), bytes_max)
+            self._declared = int.from_bytes(raw[-_ISIZE_BYTES:], "little")
+            self.bytes_most = min(self._declared, bytes_max)
 
     def begin(self) -> bool:
         """Expand what is expanded in no time; return whether that is all.
@@ -96,6 +110,12 @@ class Inflation:
             self._pieces.append(piece)
             if self._inflater.eof:
                 return True
+        if self._declared > self._bytes_max:
+            raise RpcError(
+                Status.RESOURCE_EXHAUSTED,
+                f"a compressed message declares {self._declared} bytes; a message may have "
+                f"{self._bytes_max} once it is expanded",
+            )
         return False
 
     def whole(self) -> Message:
