@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from support import http2 as client
 from support import models
 from support.http2 import END_HEADERS, END_STREAM, Wire, data, message, request_fields
 from support.processes import Gateway, eventually, running
 
+from benchmarks.hostile import wire
 from iskander.gateway.http2.status import Status
 
 MIB = 1 << 20
@@ -62,38 +65,38 @@ def opening(stream_id: int, *extra: tuple[str, str]) -> bytes:
 
 def is_well(gateway: Gateway) -> None:
     """A small request of another connection is answered."""
-    with Wire(gateway.address) as wire:
-        wire.say(client.headers(1, request_fields(CHECK), END_HEADERS))
-        wire.say(data(1, message(b""), END_STREAM))
-        assert wire.answer(1).messages == [b"\x08\x01"]
+    with Wire(gateway.address) as opened:
+        opened.say(client.headers(1, request_fields(CHECK), END_HEADERS))
+        opened.say(data(1, message(b""), END_STREAM))
+        assert opened.answer(1).messages == [b"\x08\x01"]
 
 
 def half_received(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     """Messages of 3.9 MiB, each left one byte short, over three connections."""
     for _ in range(3):
-        wire = stack.enter_context(connect(gateway))
+        opened = stack.enter_context(connect(gateway))
         body = message(bytes(39 * MIB // 10))[:-1]
         for stream_id in range(1, 101, 2):
-            wire.sendall(opening(stream_id) + frames_of(stream_id, body))
+            opened.sendall(opening(stream_id) + frames_of(stream_id, body))
             yield
 
 
 def large_half_received(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     """Messages of 60 MiB, of which as much is sent as the windows take."""
     for _ in range(3):
-        wire = stack.enter_context(connect(gateway))
+        opened = stack.enter_context(connect(gateway))
         body = message(bytes(60 * MIB))[: 4 * MIB]
         for stream_id in range(1, 41, 2):
-            wire.sendall(opening(stream_id) + frames_of(stream_id, body))
+            opened.sendall(opening(stream_id) + frames_of(stream_id, body))
             yield
 
 
 def compressed(stack: ExitStack, gateway: Gateway, bomb: bytes) -> Iterator[None]:
     for _ in range(10):
-        wire = stack.enter_context(Wire(gateway.address))
-        wire.say(opening(1, ("grpc-encoding", "gzip")))
-        wire.say(frames_of(1, message(bomb, 1), END_STREAM))
-        assert wire.answer(1).status in (Status.RESOURCE_EXHAUSTED, Status.INVALID_ARGUMENT)
+        opened = stack.enter_context(Wire(gateway.address))
+        opened.say(opening(1, ("grpc-encoding", "gzip")))
+        opened.say(frames_of(1, message(bomb, 1), END_STREAM))
+        assert opened.answer(1).status in (Status.RESOURCE_EXHAUSTED, Status.INVALID_ARGUMENT)
         yield
 
 
@@ -115,7 +118,23 @@ def cut_off(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     return compressed(stack, gateway, gzip.compress(bytes(60 * MIB))[:-100])
 
 
-ATTACKS = (half_received, large_half_received, expanding, broken, cut_off)
+def bad_index(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Dictionaries of 12 MiB, and a batch with an index that is not in them."""
+    values = pa.array(np.arange(12 * MIB // 8))
+    ids = pa.DictionaryArray.from_arrays(pa.array([1], pa.int32()), values)
+    sent = wire.flight_messages("ids", [pa.RecordBatch.from_pydict({"x": ids})])
+    last = sent[-1].replace(b"\1\0\0\0" + bytes(4), b"\xff\xff\xff\x7f" + bytes(4))
+    assert last != sent[-1]
+    body = b"".join(map(message, [*sent[:-1], last]))
+    for _ in range(6):
+        opened = stack.enter_context(Wire(gateway.address))
+        opened.say(client.headers(1, request_fields(wire.EXCHANGE), END_HEADERS))
+        opened.say(frames_of(1, body))
+        assert opened.answer(1).status == Status.INVALID_ARGUMENT
+        yield
+
+
+ATTACKS = (half_received, large_half_received, expanding, broken, cut_off, bad_index)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

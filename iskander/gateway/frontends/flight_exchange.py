@@ -89,7 +89,7 @@ class Exchange:
         self._is_ended = False
         self._end_error: Exception | None = None
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[Exception | None] = self._loop.create_future()
+        self._over: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
         """Serve the stream until its end.
@@ -101,7 +101,9 @@ class Exchange:
         self._call.on_input, self._call.on_room = self._read, self._write
         try:
             self._read()
-            error = await self._over
+            await self._over
+            # Kept here, the error would keep its traceback, and that this object.
+            error, self._end_error = self._end_error, None
             if error is not None:
                 try:
                     raise error
@@ -401,7 +403,8 @@ class Exchange:
 
     def _finish(self, error: Exception | None) -> None:
         if not self._over.done():
-            self._over.set_result(error)
+            self._end_error = error
+            self._over.set_result(None)
 
 
 def _assembled(

@@ -80,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         del error
         self.host.connections.discard(self)
         self.host.budget.holders.discard(self.streams)
+        self._rest = memoryview(b"")
         self._end_calls()
 
     def pause_writing(self) -> None:
