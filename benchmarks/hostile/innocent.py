@@ -47,6 +47,10 @@ class Innocent:
         for thread in threads:
             thread.join()
 
+    def stop(self) -> None:
+        """Ask no more."""
+        self._until_s = 0.0
+
     def _ask(self) -> None:
         while time.monotonic() < self._until_s:
             begun_s = time.monotonic()
