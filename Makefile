@@ -28,10 +28,12 @@ test: .venv/.installed-tests
 test-fast: .venv/.installed-tests
 	$(BIN)/pytest tests/unit tests/spec tests/tidy
 
-# With clients in other languages, skipped by name where their tools are missing: g++, go with
-# golang-google-grpc-dev, node with npm.
+# Clients in other languages are skipped by name where their tools are missing: g++, go with
+# golang-google-grpc-dev, node with npm. Fuzzing is guided by coverage where the extra `fuzz` is
+# installed, which not every Python has.
 test-all: test
 	ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/interop
+	ISKANDER_TEST_ALL=1 $(BIN)/pytest -n 3 tests/fuzz
 
 # KServe's client wants an older psutil than the server, and so an environment of its own.
 test-kserve: .venv/.installed-tests

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from inferential import proto
 from msgspec.structs import replace
+from support.zmtp import Peer
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.contract.columns import ColumnType
@@ -34,7 +34,7 @@ from iskander.gateway.frontends.inferential_wire import (
 )
 from iskander.gateway.lanes.request import Terms
 from iskander.gateway.zmtp import connection as zmtp
-from iskander.gateway.zmtp.connection import Connection, Part
+from iskander.gateway.zmtp.connection import Part
 from iskander.gateway.zmtp.frames import BrokenPeer, command, read_properties
 
 VECTORS = {
@@ -55,89 +55,6 @@ CONTRACT = Contract(
         TensorSpec("done", "is_done", ColumnType("bool"), ()),
     ),
 )
-
-
-class Transport:
-    """A socket that keeps what is written; it has read what it is fed."""
-
-    def __init__(self) -> None:
-        self.written = b""
-        self.reading = True
-        self.is_aborted = False
-
-    def set_write_buffer_limits(self, high: int) -> None: ...
-
-    def write(self, raw: bytes) -> None:
-        self.written += raw
-
-    def writelines(self, pieces: list[bytes]) -> None:
-        self.written += b"".join(pieces)
-
-    def is_reading(self) -> bool:
-        return self.reading
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-class Peer:
-    """A connection, its session, and what came of both.
-
-    Attributes:
-        messages: That the session has taken.
-        room: How many more it takes.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, room: int = 1 << 30) -> None:
-        self.loop = loop
-        self.message_bytes = 1 << 20
-        self.scratch = memoryview(bytearray(4096))
-        self.connections: set[Connection] = set()
-        self.identity: bytes | None = None
-        self.messages: list[list[Part]] = []
-        self.arrivals: list[int] = []
-        self.reasons: list[str] = []
-        self.room = room
-        self.transport = Transport()
-        self.connection = Connection(self)
-        self.connection.connection_made(self.transport)  # type: ignore[arg-type]
-        self.on_broken: Callable[[str], None] = self.reasons.append
-
-    def open(self, _: Connection, identity: bytes) -> Peer:
-        self.identity = identity
-        return self
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.messages) >= self.room
-
-    def take(self, parts: list[Part], arrived_ns: int) -> None:
-        self.messages.append(parts)
-        self.arrivals.append(arrived_ns)
-
-    def on_room(self) -> None: ...
-
-    def on_lost(self) -> None: ...
-
-    async def feed(self, raw: bytes, step: int) -> None:
-        """Give the connection what has come, in pieces; a socket that is not read gives none."""
-        at = 0
-        while at < len(raw):
-            while not self.transport.reading and not self.is_full:
-                await asyncio.sleep(0)
-            if not self.transport.reading or self.transport.is_aborted:
-                return
-            buffer = self.connection.get_buffer(-1)
-            piece = raw[at : at + min(step, len(buffer))]
-            buffer[: len(piece)] = piece
-            self.connection.buffer_updated(len(piece))
-            at += len(piece)
 
 
 def run(raw: bytes, step: int = 1 << 20, **peer: Any) -> Peer:
@@ -361,6 +278,12 @@ def test_a_peer_whose_messages_wait_is_answered_when_it_asks() -> None:
         assert peer.transport.written.endswith(command(b"PONG", b"abc"))
 
     asyncio.run(judge())
+
+
+def test_a_ping_before_ready_ends_the_connection() -> None:
+    peer = run(VECTORS["greeting of libzmq 4.3"] + command(b"PING", b"\0\0abc"))
+    assert peer.reasons and peer.transport.is_aborted
+    assert not peer.transport.written.endswith(command(b"PONG", b"abc"))
 
 
 def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:

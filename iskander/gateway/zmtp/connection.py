@@ -333,9 +333,10 @@ class Connection(asyncio.BufferedProtocol):
             if kind not in PEERS:
                 raise BrokenPeer(f"a {kind[:20].decode('ascii', 'replace')} socket came")
             self._session = self._host.open(self, properties.get("identity", b""))
-        elif name == frames.PING and not self.is_blocked:
-            context = data[2 : 2 + frames.PING_CONTEXT_BYTES_MAX]
-            self._transport.write(frames.command(frames.PONG, context))
+        elif name == frames.PING and self._session is not None:
+            if not self.is_blocked:
+                context = data[2 : 2 + frames.PING_CONTEXT_BYTES_MAX]
+                self._transport.write(frames.command(frames.PONG, context))
         elif name == frames.ERROR or self._session is None:
             raise BrokenPeer("a peer does not want to talk")
 

@@ -1,0 +1,208 @@
+"""Fuzzing engine: targets, inputs, deterministic mutation, and findings.
+
+A target is a module in `targets/` with
+
+    seeds() -> list[bytes]                    inputs to begin with, beside those in `corpus/NAME/`
+    mutate(raw, other, random) -> bytes       a change that keeps most of the input's structure
+    run(raw) -> None                          AssertionError: the parser and its judge disagree
+    ITERATIONS                                mutations in the short run of the test suite
+
+Any exception that leaves `run` is a finding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import signal
+import struct
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+from fuzz import mutation
+
+HERE: Final = Path(__file__).resolve().parent
+ROOT: Final = HERE.parent.parent
+CORPUS: Final = HERE / "corpus"
+FOUND: Final = ROOT / "build" / "fuzz"
+INPUT_S: Final = 5.0
+"""Processor time of one input; beyond it the input is a finding."""
+INPUT_BYTES_MAX: Final = 8192
+SHRINK_RUNS: Final = 2000
+BLIND_SHARE: Final = 0.2
+"""Of mutations that know nothing of the format."""
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Hang(BaseException):
+    """An input took more processor time than any may; no handler of the product catches it."""
+
+
+class Target(NamedTuple):
+    """A parser and its judge."""
+
+    name: str
+    run: Callable[[bytes], None]
+    mutate: Callable[[bytes, bytes, Random], bytes]
+    inputs: list[bytes]
+    iterations: int
+
+
+class Finding(NamedTuple):
+    """An input that failed.
+
+    Attributes:
+        key: Equal for findings that are likely the same.
+        text: The traceback.
+    """
+
+    key: str
+    raw: bytes
+    text: str
+
+
+def names() -> list[str]:
+    """All targets."""
+    return sorted(path.stem for path in (HERE / "targets").glob("[a-z]*.py"))
+
+
+def load(name: str) -> Target:
+    """A target with the seeds in its code and its corpus."""
+    module: Any = importlib.import_module(f"fuzz.targets.{name}")
+    inputs = list(dict.fromkeys([*module.seeds(), *corpus_of(name)]))
+    return Target(name, module.run, module.mutate, inputs, module.ITERATIONS)
+
+
+def corpus_of(name: str) -> list[bytes]:
+    """The recorded inputs of a target."""
+    return [path.read_bytes() for path in sorted((CORPUS / name).glob("*.bin"))]
+
+
+def name_of(raw: bytes) -> str:
+    """The file name of an input."""
+    return hashlib.sha256(raw).hexdigest()[:12] + ".bin"
+
+
+def mutated(target: Target, raw: bytes, random: Random) -> bytes:
+    """A changed input: some by the target's structure, some blindly."""
+    other = random.choice(target.inputs)
+    for _ in range(1 + min(int(random.expovariate(1.0)), 6)):
+        change = mutation.flip if random.random() < BLIND_SHARE else target.mutate
+        raw = change(raw, other, random)
+    return raw[:INPUT_BYTES_MAX]
+
+
+def check(target: Target, raw: bytes) -> Finding | None:
+    """Run one input; return what failed."""
+    try:
+        with bounded():
+            target.run(raw)
+    except (Exception, Hang) as error:
+        return Finding(_key(error), raw, traceback.format_exc())
+    return None
+
+
+def fuzz(
+    target: Target, seed: int, iterations: int | None, seconds: float | None
+) -> Iterator[tuple[int, Finding | None]]:
+    """Run mutations until a count or time is reached; yields the number and what failed."""
+    random = Random(f"{target.name} {seed}")
+    until = None if seconds is None else time.monotonic() + seconds
+    number = 0
+    while (iterations is None or number < iterations) and (
+        until is None or time.monotonic() < until
+    ):
+        raw = mutated(target, random.choice(target.inputs), random)
+        number += 1
+        yield number, check(target, raw)
+
+
+class Findings:
+    """Keeps one input of each kind of finding.
+
+    Args:
+        name: Of the target; its folder is `build/fuzz/NAME`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.folder = FOUND / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.found: dict[str, Path] = {}
+
+    def add(self, finding: Finding) -> bool:
+        """Keep a finding; return whether it is of a new kind."""
+        if finding.key in self.found:
+            return False
+        path = self.found[finding.key] = self.folder / name_of(finding.raw)
+        path.write_bytes(finding.raw)
+        path.with_suffix(".txt").write_text(f"{finding.key}\n\n{finding.text}")
+        return True
+
+
+class LastInput:
+    """The input that is being run, in a file that outlives a crash of the interpreter."""
+
+    def __init__(self, name: str) -> None:
+        self.path = FOUND / name / "last.bin"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def note(self, raw: bytes) -> None:
+        """Write it down."""
+        os.pwrite(self._file, _LENGTH.pack(len(raw)) + raw, 0)
+
+    def read(self) -> bytes:
+        """What was written last."""
+        raw = self.path.read_bytes()
+        return raw[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(raw)[0]]
+
+
+def shrunk(target: Target, finding: Finding) -> Finding:
+    """A smaller input with the same finding: pieces are left out while it stays."""
+    size, runs = max(len(finding.raw) // 2, 1), 0
+    while size:
+        at = 0
+        while at < len(finding.raw) and runs < SHRINK_RUNS:
+            runs += 1
+            smaller = check(target, finding.raw[:at] + finding.raw[at + size :])
+            if smaller is not None and smaller.key == finding.key:
+                finding = smaller
+            else:
+                at += size
+        size //= 2
+    return finding
+
+
+@contextmanager
+def bounded(seconds: float = INPUT_S) -> Iterator[None]:
+    """Raise `Hang` where the block takes more processor time than that."""
+    before = signal.signal(signal.SIGVTALRM, _on_alarm)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _on_alarm(number: int, frame: FrameType | None) -> None:
+    raise Hang(f"an input took more than {INPUT_S:g} s of processor time")
+
+
+def _key(error: BaseException) -> str:
+    """The exception's type, where it was raised, and the beginning of what it says."""
+    steps = traceback.extract_tb(error.__traceback__)
+    where = [
+        f"{Path(each.filename).name}:{each.lineno}"
+        for each in steps
+        if Path(each.filename).parent != HERE
+    ][-3:]
+    text = "".join(each for each in str(error).split("\n", 1)[0][:60] if not each.isdigit())
+    return f"{type(error).__name__} {' > '.join(where)} {text}"

@@ -1,0 +1,181 @@
+"""gRPC messages in DATA frames: framing and compression, on a connection without a socket.
+
+Layout of an input: the call's encoding (1 byte), then the bytes of its stream. The judge takes
+messages apart by their prefixes and expands them by `gzip` and `zlib`. The stream is cut into DATA
+frames and reads at random places, and the outcome must not depend on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import gzip
+import io
+import zlib
+from random import Random
+from typing import Any
+
+from support.http2 import (
+    END_HEADERS,
+    END_STREAM,
+    Peer,
+    data,
+    headers,
+    message,
+    request_fields,
+)
+
+from fuzz import mutation
+from fuzz.serving import LOOP, Recorder, in_loop
+from iskander.gateway.http2.status import Status
+
+ITERATIONS = 250
+ENCODINGS = ("gzip", "deflate", "identity", "", "snappy")
+MESSAGE_BYTES_MAX = 100_000
+READ_BYTES_MAX = 16_384
+SPARE_TURNS = 100
+
+
+def seeds() -> list[bytes]:
+    zeros = bytes(40_000)
+    return [
+        b"\0" + message(b"one") + message(b"") + message(b"two" * 50),
+        b"\0" + message(gzip.compress(b"a" * 300, mtime=0), 1) + message(b"plain"),
+        b"\1" + message(zlib.compress(b"b" * 300), 1) + message(zlib.compress(b""), 1),
+        b"\0" + message(gzip.compress(zeros, mtime=0), 1) + message(b"behind"),
+        b"\0" + message(gzip.compress(bytes(200_000), mtime=0), 1),
+        b"\1" + message(zlib.compress(bytes(99_999)), 1),
+        b"\2" + message(b"x", 1),
+        b"\0\0\0\1\x86\xa1" + b"too large",
+        b"\0\0\0\0\x10\0" + b"cut",
+        b"\0" + message(b"") * 40,
+    ]
+
+
+def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
+    first = bytes((random.randrange(256),)) if not random.randrange(10) else raw[:1]
+
+    def change(each: tuple[int, bytes]) -> tuple[int, bytes]:
+        flag, payload = each
+        kind = random.randrange(5)
+        if kind == 0:
+            return mutation.number(random) & 0xFF, payload
+        if kind == 1:
+            size = random.choice((0, 100, 32_767, 32_768, 33_000, 65_536, 100_000, 100_001))
+            packer = gzip.compress if random.randrange(2) else zlib.compress
+            return 1, packer(bytes(size), random.choice((1, 9)))
+        return flag, mutation.flip(payload, other, random)
+
+    items = mutation.shuffle(split(raw[1:])[0], split(other[1:])[0], random, change)
+    stream = b"".join(message(payload, flag) for flag, payload in items)
+    if not random.randrange(8) and stream:
+        stream = mutation.flip(stream, other, random)
+    return first + stream
+
+
+def run(raw: bytes) -> None:
+    encoding = ENCODINGS[raw[0] % len(ENCODINGS)] if raw else ""
+    stream = raw[1:]
+    random = Random(zlib.crc32(raw))
+    wanted = expected(stream, encoding)
+    for cuts in (0, random.choice((1, 2, 5, 20))):
+        got = LOOP.run_until_complete(served(stream, encoding, random, cuts))
+        assert got == wanted, f"{brief(got)} where {brief(wanted)} was expected, cut {cuts} times"
+
+
+@in_loop
+async def served(
+    stream: bytes, encoding: str, random: Random, cuts: int
+) -> tuple[list[bytes], int]:
+    """What a handler reads, and the status that it ends with."""
+    recorder = Recorder()
+    peer = Peer(message_bytes=MESSAGE_BYTES_MAX)
+    peer.host.at_once = recorder.serve
+    extra = [("grpc-encoding", encoding)] if encoding else []
+    places = sorted(random.randint(0, len(stream)) for _ in range(cuts))
+    pieces = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
+    sent = [headers(1, request_fields(extra=extra), END_HEADERS)]
+    sent += [
+        data(1, piece, END_STREAM if index == len(places) else 0, random.choice((None, None, 0, 9)))
+        for index, piece in enumerate(pieces)
+    ]
+    peer.say(*sent, cut=random.randint(1, READ_BYTES_MAX) if cuts else READ_BYTES_MAX)
+    (call,) = recorder.calls
+    while not call.is_over:
+        await asyncio.sleep(0)
+    assert peer.host.budget._peak <= 2 * MESSAGE_BYTES_MAX + len(stream) + 256 * len(stream)
+    messages, status = recorder.messages[1], recorder.statuses[1]
+    recorder.calls.clear()
+    del call
+    await close(peer)
+    return messages, status
+
+
+async def close(peer: Peer) -> None:
+    """End the connection; nothing of it is charged any more."""
+    peer.transport.abort()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not peer.calls and not peer.host.connections and not peer.host.budget.holders
+    for _ in range(SPARE_TURNS):  # A thread that has expanded a message lets go of it a bit later.
+        if not peer.host.budget.used_bytes:
+            return
+        gc.collect()
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{peer.host.budget.used_bytes} bytes are charged after the end")
+
+
+def expected(stream: bytes, encoding: str) -> tuple[list[bytes], int]:
+    """Messages, and the status of what ends them."""
+    messages = []
+    whole, status = split(stream)
+    for flag, payload in whole:
+        if flag:
+            expanded = unpacked(payload, encoding)
+            if not isinstance(expanded, bytes):
+                return messages, expanded
+            payload = expanded
+        messages.append(payload)
+    return messages, status
+
+
+def split(stream: bytes) -> tuple[list[tuple[int, bytes]], int]:
+    """The whole messages, and the status of what is behind them."""
+    messages, at = [], 0
+    while at + 5 <= len(stream):
+        length = int.from_bytes(stream[at + 1 : at + 5])
+        if length > MESSAGE_BYTES_MAX:
+            return messages, int(Status.RESOURCE_EXHAUSTED)
+        if at + 5 + length > len(stream):
+            break
+        messages.append((stream[at], stream[at + 5 : at + 5 + length]))
+        at += 5 + length
+    return messages, int(Status.INTERNAL if at < len(stream) else Status.OK)
+
+
+def unpacked(payload: bytes, encoding: str) -> bytes | int:
+    """An expanded message, or the status of what is wrong with it."""
+    if encoding not in ("gzip", "deflate"):
+        return int(Status.UNIMPLEMENTED)
+    unpacker: Any = zlib.decompressobj(31 if encoding == "gzip" else 15)
+    try:
+        most = MESSAGE_BYTES_MAX
+        if encoding == "gzip" and len(payload) >= 18:
+            most = min(int.from_bytes(payload[-4:], "little"), most)
+        raw = unpacker.decompress(payload, most + 1)
+        if most < len(raw) and most < MESSAGE_BYTES_MAX:
+            return int(Status.INTERNAL)
+        if len(raw) > MESSAGE_BYTES_MAX:
+            return int(Status.RESOURCE_EXHAUSTED)
+        if not unpacker.eof or unpacker.unused_data:
+            return int(Status.INTERNAL)
+    except zlib.error:
+        return int(Status.INTERNAL)
+    if encoding == "gzip":
+        assert gzip.GzipFile(fileobj=io.BytesIO(payload)).read() == raw
+    return bytes(raw)
+
+
+def brief(outcome: tuple[list[bytes], int]) -> str:
+    messages, status = outcome
+    return f"{len(messages)} messages of {[len(each) for each in messages]} bytes, status {status}"

@@ -1,0 +1,464 @@
+"""A whole HTTP/2 connection: `h2` as the judge, and the same stream cut at other places.
+
+An input is what a client sends. It is fed to `h2` frame by frame, and to the gateway's connection
+three times: frame by frame, cut at random places, and byte by byte. The judge has no answers of
+the server's to follow, so it says which requests and DATA come; how the server may end a call or
+the connection before is written in `ENDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from random import Random
+from typing import Any, Final, NamedTuple
+
+import h2.config
+import h2.connection
+import h2.events
+import h2.exceptions
+import h2.settings
+import hpack
+from support import http2 as client
+from support.http2 import END_HEADERS, END_STREAM, PREFACE, Frame, Peer, split_frames
+
+from fuzz import mutation
+from fuzz.serving import LOOP, Recorder, in_loop
+from fuzz.targets import grpc_messages, http2_headers
+from iskander.gateway.http2.call_input import WINDOW_BYTES
+from iskander.gateway.http2.connection import FRAME_BYTES_MAX
+
+ITERATIONS = 200
+MESSAGE_BYTES_MAX = grpc_messages.MESSAGE_BYTES_MAX
+CALLS_MAX = 8
+
+ENDS: Final = {
+    client.ENHANCE_YOUR_CALM: "limits of rates and of header blocks",
+    client.COMPRESSION_ERROR: "bounds of header blocks",
+    client.FRAME_SIZE_ERROR: "frames other than DATA of more than 64 KiB",
+    client.STREAM_CLOSED: "frames on a stream whose call has ended, which `h2` does not know of",
+}
+"""Codes with which the server may end a connection that `h2` goes on with."""
+EARLIER: Final = (
+    b"a client opened stream",  # `h2` waits for the end of the header block.
+    b"a stream depends on itself",
+    b"a reset of a call that was never opened",  # RFC 9113, section 5.1, idle.
+)
+"""Texts with which it may do so with another code."""
+KINDS = 10
+"""Those of RFC 9113; `h2` also looks into frames of extensions."""
+
+
+class Outcome(NamedTuple):
+    """What came of a connection.
+
+    Attributes:
+        goodbye: Code and text of the GOAWAY that ended it; None while it is open.
+        messages: Of each call that was served.
+        statuses: Of each call that was answered.
+        resets: Codes of RST_STREAM, by stream.
+        answers: The status of each stream that has one on the wire.
+    """
+
+    goodbye: tuple[int, bytes] | None
+    messages: dict[int, list[bytes]]
+    statuses: dict[int, int]
+    resets: dict[int, int]
+    answers: dict[int, int]
+
+
+def seeds() -> list[bytes]:
+    say, data, message = client.headers, client.data, client.message
+    early = client.request_fields("/t/Early")
+    zipped = client.request_fields(extra=[("grpc-encoding", "gzip")])
+    encoder = hpack.Encoder()
+    shared = encoder.encode(client.request_fields()), encoder.encode(client.request_fields())
+    begin = PREFACE + client.settings()
+    return [
+        begin + say(1) + data(1, message(b"hello"), END_STREAM) + client.ping(),
+        begin + say(1) + data(1, message(b"a" * 300)[:7]) + data(1, message(b"a" * 300)[7:], 1, 9),
+        begin
+        + client.settings(window=10, frame_bytes=20_000, table=0)
+        + say(1)
+        + say(3, early)
+        + data(3, message(b"late"))
+        + data(1, message(b"x" * 90), END_STREAM)
+        + client.window_update(1, 50)
+        + client.window_update(0, 50)
+        + client.rst_stream(3),
+        begin
+        + client.frame(client.HEADERS, 1, shared[0][:9])
+        + client.frame(client.CONTINUATION, 1, shared[0][9:], END_HEADERS)
+        + client.frame(client.HEADERS, 3, shared[1], END_HEADERS | END_STREAM)
+        + data(1, message(b"")),
+        begin
+        + say(1, zipped)
+        + data(1, message(grpc_messages.gzip.compress(bytes(999), mtime=0), 1), END_STREAM)
+        + client.frame(client.PRIORITY, 3, bytes(5))
+        + client.frame(client.GOAWAY, 0, bytes(8))
+        + client.frame(77, 0, b"unknown"),
+        begin
+        + b"".join(say(stream_id) for stream_id in range(1, 2 * CALLS_MAX + 5, 2))
+        + client.frame(client.HEADERS, 1, client.block([("grpc-x", "y")]), END_STREAM | END_HEADERS)
+        + data(3, b"", END_STREAM)
+        + client.ping(b"iskleave", client.ACK),
+        b"GET / HTTP/1.1\r\nhost: here\r\n\r\n",
+    ]
+
+
+def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
+    if not raw.startswith(PREFACE):
+        return mutation.flip(raw, other, random) if random.randrange(4) else PREFACE + raw
+    begun, _ = split_frames(raw[len(PREFACE) :])
+    others, _ = split_frames(other[len(PREFACE) :])
+
+    def change(each: Frame) -> Frame:
+        kind = random.randrange(8)
+        if kind == 0:
+            return each._replace(stream_id=stream_of(random))
+        if kind == 1:
+            return each._replace(flags=each.flags ^ (1 << random.choice((0, 2, 3, 5, 1, 7))))
+        if kind == 2:
+            return each._replace(kind=random.randrange(11))
+        if each.kind == client.HEADERS and kind < 6:
+            at = random.randrange(len(each.payload) + 1)
+            more = http2_headers.made(random)
+            return each._replace(payload=each.payload[:at] + more + each.payload[at:])
+        if each.kind == client.SETTINGS:
+            return each._replace(payload=each.payload + setting(random))
+        return each._replace(payload=mutation.flip(each.payload, other, random))
+
+    frames = mutation.shuffle(begun, others, random, change, lambda: made(random))
+    if not random.randrange(6):
+        frames = recut(frames, random)
+    changed = b"".join(client.frame(f.kind, f.stream_id, f.payload, f.flags) for f in frames)
+    return PREFACE + (changed if random.randrange(20) else changed[: random.randrange(9999)])
+
+
+def run(raw: bytes) -> None:
+    random = Random(zlib.crc32(raw))
+    pieces = frame_pieces(raw)
+    complete = pieces if is_complete(pieces[-1]) else pieces[:-1]
+    check_against_judge(complete, LOOP.run_until_complete(served(complete)))
+    whole: Outcome = LOOP.run_until_complete(served(pieces, is_patient=True))
+    some = random.choice((3, 12, 40))
+    places = sorted(random.randint(0, len(raw)) for _ in range(some))
+    cut = [raw[a:b] for a, b in zip([0, *places], [*places, len(raw)], strict=True)]
+    ways = [cut, [raw]] if len(raw) > 1500 else [cut, [raw], [bytes((byte,)) for byte in raw]]
+    for pieces in ways:
+        other = LOOP.run_until_complete(served(pieces, is_patient=True))
+        check_same(whole, other, reset_by(raw))
+    LOOP.run_until_complete(served(cut))
+
+
+def frame_pieces(raw: bytes) -> list[bytes]:
+    """The preface, each frame, and what is left."""
+    pieces = [raw[: len(PREFACE)]]
+    at = len(PREFACE)
+    while at < len(raw):
+        length = 9 + int.from_bytes(raw[at : at + 3])
+        pieces.append(raw[at : at + length])
+        at += length
+    return pieces
+
+
+def is_complete(piece: bytes) -> bool:
+    """Whether it is the preface or a whole frame."""
+    return piece == PREFACE or (
+        len(piece) >= 9 and len(piece) == 9 + int.from_bytes(piece[:3]) and piece[:3] != PREFACE[:3]
+    )
+
+
+@in_loop
+async def served(pieces: list[bytes], *, is_patient: bool = False) -> Outcome:
+    """Feed a connection; everything is freed at its end."""
+    recorder = Recorder(is_patient=is_patient)
+    peer = Peer(message_bytes=MESSAGE_BYTES_MAX, calls_max=CALLS_MAX, greets=False)
+    peer.host.at_once = recorder.serve
+    for piece in pieces:
+        if piece:
+            peer.say(piece)
+    recorder.finish()
+    while any(call._expanding is not None for call in peer.calls.values()):
+        await asyncio.sleep(0)
+    outcome = outcome_of(peer, recorder)
+    check_sent(peer, pieces)
+    peer.connection.look_after(peer.connection._heard_ns + (3600 << 30))
+    recorder.calls.clear()
+    await grpc_messages.close(peer)
+    assert not peer.connection.output._held and not len(peer.host.turns)
+    return outcome
+
+
+def outcome_of(peer: Peer, recorder: Recorder) -> Outcome:
+    if bytes(peer.transport.written).startswith(b"HTTP/1.1"):
+        # Recognized in the first read only; what comes cut is an invalid preface.
+        return Outcome((client.PROTOCOL_ERROR, b"invalid connection preface"), {}, {}, {}, {})
+    sent = peer.heard()
+    goodbyes = [each for each in sent if each.kind == client.GOAWAY]
+    is_over = peer.transport.is_closed or peer.transport.has_eof
+    goodbye = (goodbyes[-1].code, goodbyes[-1].payload[8:]) if goodbyes and is_over else None
+    resets = {each.stream_id: each.number for each in sent if each.kind == client.RST_STREAM}
+    answers: dict[int, int] = {}
+    decoder = hpack.Decoder()
+    for each in sent:
+        if each.kind == client.HEADERS:
+            fields = dict(decoder.decode(each.payload))
+            assert each.flags & END_HEADERS
+            if "grpc-status" in fields:
+                assert each.flags & END_STREAM and each.stream_id not in answers
+                answers[each.stream_id] = int(fields["grpc-status"])
+    return Outcome(goodbye, recorder.messages, recorder.statuses, resets, answers)
+
+
+def check_sent(peer: Peer, pieces: list[bytes]) -> None:
+    """The server keeps to the windows and frame sizes that the client has given."""
+    if bytes(peer.transport.written).startswith(b"HTTP/1.1"):
+        return
+    received, _ = split_frames(b"".join(pieces)[len(PREFACE) :])
+    window, size = 65_535, 16_384
+    for each in received:
+        if each.kind == client.SETTINGS and not each.flags & client.ACK:
+            for at in range(0, len(each.payload) - 5, 6):
+                name, value = divmod(int.from_bytes(each.payload[at : at + 6]), 1 << 32)
+                window = max(window, value) if name == client.WINDOW_SETTING else window
+                size = max(size, value) if name == client.FRAME_SETTING else size
+    given: dict[int, int] = {0: 65_535}
+    for each in received:
+        if each.kind == client.WINDOW_UPDATE and len(each.payload) == 4:
+            stream_id = each.stream_id & client.WINDOW_MAX
+            before = given.get(stream_id, window)
+            given[stream_id] = before + (each.number & client.WINDOW_MAX)
+    used: dict[int, int] = {}
+    ended: set[int] = set()
+    for each in peer.heard():
+        assert len(each.payload) <= size
+        assert each.stream_id not in ended or each.kind in (client.RST_STREAM, client.WINDOW_UPDATE)
+        if each.kind == client.DATA:
+            for stream_id in (0, each.stream_id):
+                used[stream_id] = used.get(stream_id, 0) + len(each.payload)
+        if each.kind in (client.DATA, client.HEADERS) and each.flags & END_STREAM:
+            ended.add(each.stream_id)
+    for stream_id, count in used.items():
+        assert count <= given.get(stream_id, window), f"more than the window of {stream_id}"
+
+
+def reset_by(raw: bytes) -> set[int]:
+    """Streams that the client resets: what comes of those depends on when it is read."""
+    frames, _ = split_frames(raw[len(PREFACE) :])
+    return {each.stream_id & client.WINDOW_MAX for each in frames if each.kind == client.RST_STREAM}
+
+
+def check_same(whole: Outcome, other: Outcome, reset: set[int]) -> None:
+    """Where the stream is cut changes nothing."""
+    assert other.goodbye == whole.goodbye, f"goodbye {other.goodbye} where {whole.goodbye} was"
+    if whole.goodbye is not None:
+        for stream_id in whole.messages.keys() & other.messages.keys():
+            require_prefix(whole.messages[stream_id], other.messages[stream_id])
+        return
+    assert other.resets.keys() | reset == whole.resets.keys() | reset, "resets depend on the cut"
+    reset = reset | whole.resets.keys()
+    for what in ("messages", "statuses", "answers"):
+        before, now = (
+            {key: value for key, value in getattr(each, what).items() if key not in reset}
+            for each in (whole, other)
+        )
+        assert before == now, f"{what} depend on the cut\n{now} where {before} was"
+
+
+def require_prefix(first: list[bytes], second: list[bytes]) -> None:
+    count = min(len(first), len(second))
+    assert first[:count] == second[:count]
+
+
+class Judged(NamedTuple):
+    """What `h2` makes of the same.
+
+    Attributes:
+        requests: Headers of each stream.
+        data: Of each stream.
+        ended: Streams whose input is whole.
+        refused: Why it ended the connection; empty where it did not.
+        frames: That it read before.
+    """
+
+    requests: dict[int, list[tuple[bytes, bytes]]]
+    data: dict[int, bytes]
+    ended: set[int]
+    trailed: set[int]
+    refused: str
+    frames: int
+
+
+def judge(pieces: list[bytes]) -> Judged:
+    config = h2.config.H2Configuration(
+        client_side=False,
+        header_encoding=None,
+        validate_inbound_headers=False,
+        normalize_inbound_headers=False,
+    )
+    connection = h2.connection.H2Connection(config)
+    codes = h2.settings.SettingCodes
+    connection.local_settings = h2.settings.Settings(
+        client=False,
+        initial_values={
+            codes.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+            codes.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
+            codes.MAX_CONCURRENT_STREAMS: 1000,
+            codes.MAX_HEADER_LIST_SIZE: 65_536,
+        },
+    )
+    connection.max_inbound_frame_size = FRAME_BYTES_MAX
+    connection.decoder.max_header_list_size = 65_536
+    connection.initiate_connection()
+    connection.increment_flow_control_window(client.WINDOW_MAX - 65_535)
+    judged = Judged({}, {}, set(), set(), "", 0)
+    for number, piece in enumerate(pieces):
+        is_goaway = piece[3:4] == bytes((client.GOAWAY,)) and piece[5:9] == bytes(4)
+        if number and is_goaway and len(piece) >= 17:
+            continue  # `h2` takes nothing after it, where calls may go on.
+        if len(piece) > 3 and piece[3] >= KINDS and number:
+            piece = piece[:3] + b"\xff" + piece[4:]
+        try:
+            events = connection.receive_data(piece)
+        except (h2.exceptions.ProtocolError, hpack.HPACKError) as error:
+            return judged._replace(refused=f"{type(error).__name__}: {error}", frames=number)
+        for event in events:
+            take_event(event, judged)
+        judged = judged._replace(frames=number + 1)
+    return judged
+
+
+def take_event(event: Any, judged: Judged) -> None:
+    if isinstance(event, h2.events.RequestReceived):
+        judged.requests[event.stream_id] = [(bytes(n), bytes(v)) for n, v in event.headers]
+        judged.data[event.stream_id] = b""
+    elif isinstance(event, h2.events.DataReceived):
+        judged.data[event.stream_id] += event.data
+    elif isinstance(event, h2.events.StreamEnded):
+        judged.ended.add(event.stream_id)
+    elif isinstance(event, h2.events.TrailersReceived):
+        judged.trailed.add(event.stream_id)
+
+
+def check_against_judge(pieces: list[bytes], whole: Outcome) -> None:
+    judged = judge(pieces)
+    reset = reset_by(b"".join(pieces))
+    if judged.refused:
+        assert is_refused(whole), judged.refused
+    elif whole.goodbye is not None:
+        code, text = whole.goodbye
+        assert code in ENDS or text.startswith(EARLIER), f"h2 goes on\n {whole.goodbye}"
+    for stream_id, messages in whole.messages.items():
+        if stream_id in judged.requests:
+            check_call(stream_id, messages, judged, whole, is_reset=stream_id in reset)
+        else:
+            assert judged.refused, f"h2 has no request on stream {stream_id}"
+    if whole.goodbye is None and not judged.refused:
+        for stream_id, fields in judged.requests.items():
+            check_request(stream_id, fields, whole, is_reset=stream_id in reset)
+
+
+def is_refused(whole: Outcome) -> bool:
+    """Whether something was refused.
+
+    What `h2` ends the connection for may be a stream's error, or come on a stream that the server
+    has ended.
+    """
+    return whole.goodbye is not None or any(whole.resets.values()) or any(whole.answers.values())
+
+
+def check_request(
+    stream_id: int, fields: list[tuple[bytes, bytes]], whole: Outcome, *, is_reset: bool
+) -> None:
+    """A request is served or refused as its headers say."""
+    text = http2_headers.text_of
+    pairs = [(text(name), text(value)) for name, value in fields]
+    kind, *rest = http2_headers.expected(pairs)
+    if whole.resets.get(stream_id) == client.REFUSED_STREAM:
+        return
+    if kind == "reset":
+        assert stream_id not in whole.messages
+        assert whole.resets.get(stream_id) == rest[0] or is_reset
+    elif kind == "status":
+        assert stream_id not in whole.messages
+        assert whole.answers.get(stream_id) == rest[0]
+    else:
+        assert stream_id in whole.messages or is_reset
+
+
+def check_call(
+    stream_id: int, messages: list[bytes], judged: Judged, whole: Outcome, *, is_reset: bool
+) -> None:
+    """The messages are those in the DATA that `h2` has read."""
+    text = http2_headers.text_of
+    fields = {text(name): text(value) for name, value in judged.requests[stream_id]}
+    if fields.get(":path") == "/t/Early":
+        assert messages == []
+        return
+    encoding = fields.get("grpc-encoding", "")
+    wanted, status = grpc_messages.expected(judged.data[stream_id], encoding)
+    if judged.refused or whole.goodbye is not None or is_reset:
+        require_prefix(messages, wanted)
+        assert judged.refused or len(messages) <= len(wanted)
+        return
+    if whole.resets.get(stream_id) == client.PROTOCOL_ERROR:
+        return  # `content-length` or trailers are wrong, which the judge does not look at.
+    assert messages == wanted, f"{len(messages)} messages where {len(wanted)} are"
+    if stream_id in judged.ended:
+        assert whole.statuses.get(stream_id) == status
+    else:
+        assert stream_id not in whole.statuses or whole.statuses[stream_id] != 0
+
+
+def made(random: Random) -> Frame:
+    """A frame of some kind."""
+    stream_id = stream_of(random)
+    kind = random.choice((*range(10), 0, 1, 1))
+    flags = random.choice((0, 1, 4, 5, 8, 32, random.randrange(256)))
+    payload = random.randbytes(random.choice((0, 1, 4, 5, 8)))
+    if kind == client.DATA:
+        payload = client.message(random.randbytes(random.choice((0, 1, 50, 300))))
+    elif kind == client.HEADERS:
+        path = random.choice(("/t/M", "/t/M", "/t/Early"))
+        extra = [(random.choice(http2_headers.NAMES), random.choice(http2_headers.VALUES))]
+        fields = client.request_fields(path, extra if random.randrange(2) else ())
+        try:
+            payload, flags = client.block(fields), flags | END_HEADERS
+        except UnicodeEncodeError:
+            payload = b""
+    elif kind == client.SETTINGS:
+        stream_id, payload = 0, setting(random) * random.choice((0, 1, 1, 3))
+    elif kind == client.WINDOW_UPDATE:
+        stream_id = random.choice((0, stream_id))
+        payload = (mutation.number(random) & client.WINDOW_MAX).to_bytes(4)
+    elif kind in (client.PING, client.GOAWAY):
+        stream_id = 0 if random.randrange(8) else stream_id
+        payload = random.choice((b"iskleave", b"12345678", bytes(8)))
+    return Frame(kind, flags, stream_id, payload)
+
+
+def stream_of(random: Random) -> int:
+    return random.choice((1, 1, 3, 3, 5, 7, 9, 0, 2, 101, (1 << 31) - 1, (1 << 32) - 1))
+
+
+def setting(random: Random) -> bytes:
+    value = mutation.number(random) & 0xFFFFFFFF
+    return random.choice((1, 2, 3, 4, 4, 5, 6, 9)).to_bytes(2) + value.to_bytes(4)
+
+
+def recut(frames: list[Frame], random: Random) -> list[Frame]:
+    """Cut a frame of DATA in two, or a header block into HEADERS and CONTINUATION."""
+    places = [i for i, each in enumerate(frames) if each.kind in (client.DATA, client.HEADERS)]
+    if not places:
+        return frames
+    place = random.choice(places)
+    kind, flags, stream_id, payload = frames[place]
+    at = random.randrange(len(payload) + 1)
+    if kind == client.DATA:
+        first = Frame(kind, flags & ~END_STREAM, stream_id, payload[:at])
+        second = Frame(kind, flags, stream_id, payload[at:])
+    else:
+        first = Frame(kind, flags & ~END_HEADERS, stream_id, payload[:at])
+        second = Frame(client.CONTINUATION, END_HEADERS, stream_id, payload[at:])
+    return [*frames[:place], first, second, *frames[place + 1 :]]

@@ -1,0 +1,302 @@
+"""Header blocks of requests: the fields that `hpack` decodes, and rules read from the standards.
+
+Layout of an input: blocks of one connection, each behind its length in 2 bytes. A block may be
+refused for a bound that is documented in `header_blocks`; each refusal is held against a reader of
+representations that counts them.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+import zlib
+from random import Random
+from typing import Any
+
+import hpack
+from hpack.hpack import decode_integer
+
+from fuzz import mutation
+from iskander.gateway.http2.frames import ConnectionBroken, StreamError
+from iskander.gateway.http2.header_blocks import (
+    EXPANDED_BYTES_MAX,
+    FIELDS_MAX,
+    HUFFMAN_BYTES_MAX,
+    INTEGER_BYTES_MAX,
+    TABLE_UPDATES_MAX,
+    HeaderBlocks,
+)
+from iskander.gateway.http2.request_head import (
+    BINARY_PARTS_MAX,
+    HEADER_LIST_BYTES_MAX,
+    RequestHead,
+    read_request,
+)
+from iskander.gateway.http2.status import RpcError, Status
+
+ITERATIONS = 700
+REQUEST = [
+    (":method", "POST"), (":scheme", "http"), (":path", "/t/M"), (":authority", "here"),
+    ("te", "trailers"), ("content-type", "application/grpc"), ("grpc-timeout", "5S"),
+    ("x-bin", "aGk,aGk="), ("user-agent", "me"), ("iskander-client", "robot-7"),
+]  # fmt: skip
+NAMES = [
+    *dict(REQUEST), "cookie", "connection", "host", "content-length", "grpc-encoding", "grpc-x",
+    "Upper", "", ":status", ":protocol", "a b", "grpc-status", "transfer-encoding", "x-bin", "x\0",
+]  # fmt: skip
+VALUES = [
+    *dict(REQUEST).values(), "", "gzip", "GET", "1", "-1", "99999999H", "999999999S", "1x",
+    " padded ", "application/grpc+proto", "application/grpcx", "a\r\nb", "\xff", "AAAA", "A",
+    "A===", "=AAA", ",,,", "AAA-", "AA AA", "chunked", "/", "0" * 19, "2" * 18, "\xe9t\xe9",
+]  # fmt: skip
+
+
+def seeds() -> list[bytes]:
+    plain, shared = hpack.Encoder(), hpack.Encoder()
+    plain.header_table_size = 0
+    resized = hpack.Encoder()
+    resized.header_table_size = 100
+    return [
+        join([plain.encode(REQUEST, huffman=False)]),
+        join([shared.encode(REQUEST, huffman=True) for _ in range(3)]),
+        join([shared.encode([*REQUEST, ("n", "v" * 300)], huffman=True), b"\x82\xbe\xc0"]),
+        join([resized.encode(REQUEST), b"\x3f\xe1\x1f\x82\x20\x82", b"\x82" * 40]),
+    ]
+
+
+def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
+    def change(block: bytes) -> bytes:
+        if random.randrange(3):
+            return mutation.flip(block, other, random)
+        at = random.randrange(len(block) + 1)
+        return block[:at] + made(random) + block[at:]
+
+    def make() -> bytes:
+        return b"".join(made(random) for _ in range(random.choice((1, 3, 8, 60))))
+
+    return join(mutation.shuffle(split(raw), split(other), random, change, make))
+
+
+def run(raw: bytes) -> None:
+    ours, judge = HeaderBlocks(), hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
+    random = Random(zlib.crc32(raw))
+    for block in split(raw):
+        wanted, why = decoded(judge, block)
+        try:
+            fields = read_in_pieces(ours, block, random)
+        except ConnectionBroken as error:
+            assert wanted is None or is_over(block), f"refused: {error}"
+            return
+        assert wanted is not None, f"hpack refuses it: {why}"
+        assert not is_over(block), "a bound is not kept"
+        assert fields.pairs == [(text_of(name), text_of(value)) for name, value in wanted]
+        check_request(fields.pairs)
+        assert outcome(fields.pairs) == outcome_of(fields.request), "a repeated block differs"
+
+
+def read_in_pieces(blocks: HeaderBlocks, block: bytes, random: Random) -> Any:
+    """Give a block as HEADERS and CONTINUATION."""
+    cuts = sorted(random.randint(0, len(block)) for _ in range(random.choice((0, 0, 1, 3))))
+    pieces = [block[a:b] for a, b in zip([0, *cuts], [*cuts, len(block)], strict=True)]
+    blocks.begin(1, 0, memoryview(pieces[0]))
+    for piece in pieces[1:]:
+        blocks.go_on(1, memoryview(piece))
+    return blocks.end()[2]
+
+
+def decoded(judge: hpack.Decoder, block: bytes) -> tuple[list[tuple[bytes, bytes]] | None, str]:
+    try:
+        return [(bytes(name), bytes(value)) for name, value in judge.decode(block, raw=True)], ""
+    except hpack.HPACKError as error:
+        return None, str(error)
+
+
+def text_of(raw: bytes) -> str:
+    """The text of a header: UTF-8, or else Latin-1."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+def is_over(block: bytes) -> bool:
+    """Whether a block is over one of the bounds, by its representations."""
+    at = fields = updates = huffman = 0
+
+    def integer(bits: int) -> int:
+        nonlocal at
+        value, used = decode_integer(block[at:], bits)
+        at += used
+        if used > 1 + INTEGER_BYTES_MAX:
+            raise OverflowError
+        return int(value)
+
+    try:
+        while at < len(block):
+            first = block[at]
+            if first >= 0x80:
+                fields += bool(integer(7) >= 0)
+            elif first >= 0x20 and first < 0x40:
+                updates += bool(integer(5) >= 0)
+            else:
+                fields += 1
+                for _ in range(1 if integer(6 if first >= 0x40 else 4) else 2):
+                    coded = at < len(block) and block[at] >= 0x80
+                    length = integer(7)
+                    huffman += length if coded else 0
+                    at += length
+    except OverflowError:
+        return True
+    except hpack.HPACKError:
+        pass
+    return fields > FIELDS_MAX or updates > TABLE_UPDATES_MAX or huffman > HUFFMAN_BYTES_MAX
+
+
+def outcome(pairs: list[tuple[str, str]]) -> tuple[Any, ...]:
+    return outcome_of(lambda: read_request(pairs))
+
+
+def outcome_of(read: Any) -> tuple[Any, ...]:
+    """What reading a request comes to."""
+    try:
+        head: RequestHead = read()
+    except StreamError as error:
+        return ("reset", int(error.code))
+    except RpcError as error:
+        return ("status", int(error.status))
+    return (
+        "call", head.path, head.timeout_ns, head.encoding, tuple(head.metadata), head.content_bytes,
+    )  # fmt: skip
+
+
+def check_request(pairs: list[tuple[str, str]]) -> None:
+    got, wanted = outcome(pairs), expected(pairs)
+    assert got == wanted, f"{got} where {wanted} was expected"
+
+
+def expected(pairs: list[tuple[str, str]]) -> tuple[Any, ...]:
+    """What a request is, by RFC 9113, section 8.3, and gRPC over HTTP/2."""
+    size = sum(len(name) + len(value) + 32 for name, value in pairs)
+    parts = sum(len(value.split(",")) for name, value in pairs if name.endswith("-bin"))
+    if size > HEADER_LIST_BYTES_MAX or parts > BINARY_PARTS_MAX:
+        return ("status", int(Status.RESOURCE_EXHAUSTED))
+    if is_malformed(pairs):
+        return ("reset", 1)
+    timeout: int | None = None
+    encoding, content_bytes, metadata = "", -1, []
+    for name, value in pairs:
+        if name == "content-length":
+            if not re.fullmatch("[0-9]{1,18}", value):
+                return ("reset", 1)
+            content_bytes = int(value)
+        elif name == "grpc-timeout":
+            if not re.fullmatch("[0-9]{1,8}[HMSmun]", value):
+                return ("status", int(Status.INTERNAL))
+            units = {"H": 3600e9, "M": 60e9, "S": 1e9, "m": 1e6, "u": 1e3, "n": 1}
+            timeout = int(value[:-1]) * int(units[value[-1]])
+        elif name == "grpc-encoding":
+            encoding = value
+        elif name.endswith("-bin"):
+            for part in value.split(","):
+                raw = unbase64(part)
+                if raw is None:
+                    return ("status", int(Status.INTERNAL))
+                metadata.append((name, raw))
+        elif not (name.startswith((":", "grpc-")) or name in ("te", "user-agent", "content-type")):
+            metadata.append((name, value))
+    said = dict(pairs)
+    content_type = said.get("content-type", "")
+    if said[":method"] != "POST" or not (content_type + ";").startswith(
+        ("application/grpc;", "application/grpc+")
+    ):
+        return ("status", int(Status.INTERNAL))
+    return ("call", said[":path"], timeout, encoding, tuple(metadata), content_bytes)
+
+
+def is_malformed(pairs: list[tuple[str, str]]) -> bool:
+    names = [name for name, _ in pairs]
+    pseudo = [name for name in names if name.startswith(":")]
+    if names[: len(pseudo)] != pseudo or len(set(pseudo)) < len(pseudo):
+        return True
+    if set(pseudo) - {":method", ":scheme", ":path", ":authority"}:
+        return True
+    said = dict(pairs)
+    if not all(said.get(name) for name in (":method", ":scheme", ":path")):
+        return True
+    for name, value in pairs:
+        if set(value) & set("\0\r\n"):
+            return True
+        if name.startswith(":"):
+            continue
+        if not name or set(name) - set("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz"):
+            return True
+        if name in {"connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade"}:
+            return True
+        if name == "te" and value != "trailers":
+            return True
+    return False
+
+
+def unbase64(text: str) -> bytes | None:
+    """Base64 with its padding or without; None where it is none."""
+    match = re.fullmatch(r"([A-Za-z0-9+/]*)(={0,2})", text.strip())
+    if match is None or len(match[1]) % 4 == 1:
+        return None
+    padding = -len(match[1]) % 4
+    if match[2] and len(match[2]) != padding:
+        return None
+    return binascii.a2b_base64(match[1] + "=" * padding)
+
+
+def made(random: Random) -> bytes:
+    """A representation."""
+    kind = random.randrange(8)
+    if kind == 0:
+        return integer_of(
+            random, random.choice((0, 100, 4096, 4097, random.getrandbits(20))), 5, 32
+        )
+    if kind < 3:
+        return integer_of(random, random.choice((random.randrange(1, 80), 0, 1 << 20)), 7, 0x80)
+    first, bits = random.choice(((0x40, 6), (0x00, 4), (0x10, 4)))
+    index = random.choice((0, 0, random.randrange(1, 70)))
+    texts = [random.choice(VALUES).encode("latin-1")]
+    if not index:
+        texts.insert(0, random.choice(NAMES).encode("latin-1"))
+    return integer_of(random, index, bits, first) + b"".join(
+        literal(random, each) for each in texts
+    )
+
+
+def literal(random: Random, text: bytes) -> bytes:
+    if random.randrange(3):
+        return integer_of(random, len(text), 7, 0) + text
+    coded = CODER.encode(text)
+    if not random.randrange(6):
+        coded = mutation.flip(coded, coded, random)
+    return integer_of(random, len(coded), 7, 0x80) + coded
+
+
+def integer_of(random: Random, value: int, bits: int, first: int) -> bytes:
+    """An integer; at times with bytes that it does not need."""
+    raw = bytearray(hpack.hpack.encode_integer(value, bits))
+    raw[0] |= first
+    if len(raw) > 1 and not random.randrange(8):
+        raw[-1] |= 0x80
+        raw += b"\x80" * random.randrange(6) + b"\0"
+    return bytes(raw)
+
+
+def join(blocks: list[bytes]) -> bytes:
+    return b"".join(len(block).to_bytes(2) + block for block in blocks if len(block) < 65_536)
+
+
+def split(raw: bytes) -> list[bytes]:
+    blocks, at = [], 0
+    while at + 2 <= len(raw):
+        length = int.from_bytes(raw[at : at + 2])
+        blocks.append(raw[at + 2 : at + 2 + length])
+        at += 2 + length
+    return blocks
+
+
+CODER: Any = hpack.Encoder().huffman_coder

@@ -1,0 +1,59 @@
+"""The fuzzing targets: all recorded inputs, and a number of mutations that are the same each time.
+
+With ISKANDER_TEST_ALL=1 each target is fuzzed for 30 s instead, guided where atheris is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fuzz import engine
+
+SECONDS = 30
+SEED = 1
+
+
+@pytest.mark.parametrize("name", engine.names())
+def test_inputs_and_mutations_are_judged_alike(name: str) -> None:
+    target = engine.load(name)
+    assert engine.corpus_of(name) or target.inputs
+    for raw in target.inputs:
+        finding = engine.check(target, raw)
+        assert finding is None, f"{engine.name_of(raw)}: {finding.text}"
+    for number, finding in engine.fuzz(target, SEED, target.iterations, None):
+        if finding is not None:
+            engine.Findings(name).add(finding)
+            raise AssertionError(f"mutation {number}, {finding.raw.hex()}: {finding.text}")
+
+
+@pytest.mark.skipif("ISKANDER_TEST_ALL" not in os.environ, reason="ISKANDER_TEST_ALL is not set")
+@pytest.mark.parametrize("name", engine.names())
+def test_half_a_minute_finds_nothing(name: str) -> None:
+    command = [sys.executable, str(engine.HERE / "run.py"), name, "--seconds", str(SECONDS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def test_an_input_that_takes_too_long_is_a_finding() -> None:
+    def run(raw: bytes) -> None:
+        while True:
+            pass
+
+    with pytest.raises(engine.Hang), engine.bounded(0.05):
+        run(b"")
+
+
+def test_a_finding_is_kept_once_and_shrinks() -> None:
+    def run(raw: bytes) -> None:
+        assert b"!" not in raw, "an exclamation"
+
+    target = engine.Target("none", run, lambda raw, other, random: raw, [b"x"], 1)
+    finding = engine.check(target, b"a" * 100 + b"!" + b"b" * 50)
+    assert finding is not None
+    assert engine.shrunk(target, finding).raw == b"!"
+    other = engine.check(target, b"!!")
+    assert other is not None and other.key == finding.key
