@@ -650,6 +650,15 @@ BROKEN: dict[str, tuple[bytes, int]] = {
     "a ping of a stream": (frame(PING, 1, b"12345678"), client.PROTOCOL_ERROR),
     "a goodbye of a stream": (opened(frame(GOAWAY, 1, bytes(8))), client.PROTOCOL_ERROR),
     "a window of an idle stream": (window_update(1, 5), client.PROTOCOL_ERROR),
+    "a window of a stream of the server's": (
+        client.headers(3) + window_update(2, 5),
+        client.PROTOCOL_ERROR,
+    ),
+    "a reset of a stream of the server's": (
+        client.headers(3) + rst_stream(2),
+        client.PROTOCOL_ERROR,
+    ),
+    "data of a stream of the server's": (client.headers(3) + data(2), client.PROTOCOL_ERROR),
     "a long window": (frame(WINDOW_UPDATE, 0, b"12345"), client.FRAME_SIZE_ERROR),
     "a continuation of nothing": (
         frame(client.CONTINUATION, 1, FIELDS, END_HEADERS),

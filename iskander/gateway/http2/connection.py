@@ -369,7 +369,7 @@ class Connection(asyncio.BufferedProtocol):
     def _on_window_update(self, stream_id: int, payload: memoryview) -> None:
         increment = frames.read_number(payload)
         self._limiter.charge_reply(self._heard_ns, WINDOW_COST, self.streams.take_answers())
-        if stream_id > self.streams.last_id:
+        if stream_id and self.streams.is_idle(stream_id):
             raise ConnectionBroken(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of a call never opened")
         call = self.calls.get(stream_id)
         if not stream_id or call is not None:

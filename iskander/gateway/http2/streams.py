@@ -89,9 +89,13 @@ class Streams:
         """Whether the next bytes are payload of a DATA frame."""
         return self._data_left > 0 or self._padding_left > 0
 
+    def is_idle(self, stream_id: int) -> bool:
+        """Whether no call was ever opened on a stream: clients open odd ones, in their order."""
+        return stream_id > self.last_id or not stream_id % 2
+
     def begin_data(self, length: int, padding: int, flags: int, stream_id: int) -> None:
         """Take the head of a DATA frame; flow control counts the whole frame."""
-        if not stream_id or stream_id > self.last_id:
+        if self.is_idle(stream_id):
             raise ConnectionBroken(Code.PROTOCOL_ERROR, "DATA of a call that was never opened")
         self._data_left = length
         self._padding_left = max(padding - 1, 0)  # Its length, one byte, was read.
@@ -250,7 +254,7 @@ class Streams:
         """Process a RST_STREAM frame."""
         frames.read_number(payload)
         self._limiter.charge(self.now_ns)
-        if not stream_id or stream_id > self.last_id:
+        if self.is_idle(stream_id):
             raise ConnectionBroken(Code.PROTOCOL_ERROR, "a reset of a call that was never opened")
         call = self.calls.get(stream_id)
         if call is not None:
