@@ -289,6 +289,7 @@ def test_a_request_that_is_cut_short_is_taken_only_where_it_is_one() -> None:
 @example(b"\x3a" + b"\xff" * 9 + b"\x01")
 @example(b"\x08" + b"\xff" * 10)
 @example(b"\x1a\x02\xff\xfe")
+@example(b"\x1a\x01\xff\x1a\x017")
 @example(b"\x38\x05")
 @example(b"\x02\x00")
 @example(b"\x2a\x04\x2a\x02\x10\x05")

@@ -104,8 +104,8 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
                 cuts.append((start, position, b""))
             elif key == _REQUEST_ID:
                 request_id = view[begin:position].tobytes()
+                request_id.decode()
                 cuts.append((start, position, b""))
-        request_id.decode()
         if not raw:
             typed = _cut_contents(view, inputs, _INPUT_FIELDS * fields_max, cuts)
     except (IndexError, UnicodeDecodeError):
