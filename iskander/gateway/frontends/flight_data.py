@@ -22,6 +22,9 @@ _DESCRIPTOR: Final = 1
 _HEADER: Final = 2
 _APP_METADATA: Final = 3
 _BODY: Final = 1000
+_TAG_BYTES_MAX: Final = 5
+_TAG_MIN: Final = 1 << 3
+_TAG_MAX: Final = (1 << 32) - 1
 _HEADER_TAG: Final = bytes([_HEADER << 3 | 2])
 _APP_METADATA_TAG: Final = bytes([_APP_METADATA << 3 | 2])
 _BODY_TAG: Final = b"\xc2\x3e"
@@ -57,7 +60,7 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
     at, end, start = 0, len(raw), 0
     try:
         while at < end:
-            tag, at = read_varint(raw, at)
+            tag, at = _read_tag(raw, at)
             kind, number = tag & 7, tag >> 3
             if kind == 2:
                 length, at = read_varint(raw, at)
@@ -84,6 +87,18 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
         raise MalformedInput("the message is not a FlightData message") from None
     is_last = start > 0 and start + len(body) == end
     return FlightData(descriptor, header, app_metadata, body, start if is_last else 0)
+
+
+def _read_tag(raw: bytes | memoryview, at: int) -> tuple[int, int]:
+    """A field's tag, and the place behind it.
+
+    Raises:
+        IndexError: It is none.
+    """
+    tag, behind = read_varint(raw, at)
+    if behind - at > _TAG_BYTES_MAX or not _TAG_MIN <= tag <= _TAG_MAX:
+        raise IndexError
+    return tag, behind
 
 
 def data_head(header: bytes, app_metadata: bytes, body_bytes: int) -> bytes:
