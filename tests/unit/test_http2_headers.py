@@ -266,6 +266,15 @@ class TestBlocks:
         except ConnectionBroken as error:
             assert error.code is Code.COMPRESSION_ERROR
 
+    @pytest.mark.parametrize("block", [b"\xff", b"\x00\x81\xff\x00", b"\xff\x80\x01"])
+    def test_what_is_wrong_with_a_block_is_said_without_addresses(self, block: bytes) -> None:
+        """`hpack` names the bytes that it read by their place in memory."""
+        blocks = HeaderBlocks()
+        blocks.begin(1, END_HEADERS, memoryview(block))
+        with pytest.raises(ConnectionBroken) as caught:
+            blocks.end()
+        assert str(caught.value) == "invalid header block"
+
     def test_a_small_block_that_expands_without_measure_is_refused(self) -> None:
         blocks, encoder = HeaderBlocks(), hpack.Encoder()
         first = encoder.encode([("bomb", "b" * 4000)])
@@ -341,4 +350,4 @@ class TestBlocks:
         try:
             assert scan(raw) >= len(raw)
         except ConnectionBroken as error:
-            assert error.code is Code.COMPRESSION_ERROR
+            assert error.code in (Code.ENHANCE_YOUR_CALM, Code.COMPRESSION_ERROR)

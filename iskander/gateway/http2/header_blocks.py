@@ -118,8 +118,9 @@ class HeaderBlocks:
             decoded: Any = self._decoder.decode(block, raw=True)
         except hpack.OversizedHeaderListError as error:
             raise ConnectionBroken(Code.ENHANCE_YOUR_CALM, str(error)) from None
-        except hpack.HPACKError as error:
-            raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
+        except hpack.HPACKError:
+            # Its own text may have an address of memory.
+            raise ConnectionBroken(Code.COMPRESSION_ERROR, "invalid header block") from None
         fields = Fields([(_text(name), _text(value)) for name, value in decoded], cost_bytes)
         is_new = next(iter(entries), None) is not newest
         if is_new or len(entries) != count or table.maxsize != size:
