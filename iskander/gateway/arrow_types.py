@@ -205,6 +205,17 @@ def depth(arrow: pa.DataType) -> int:
     return 1 + max(map(depth, children), default=0)
 
 
+def has_negative_size(arrow: pa.DataType) -> bool:
+    """Whether lists of a type, at any depth, have a size below 0, which pyarrow takes."""
+    if isinstance(arrow, pa.BaseExtensionType):
+        return has_negative_size(arrow.storage_type)
+    if pa.types.is_dictionary(arrow) or pa.types.is_run_end_encoded(arrow):
+        return has_negative_size(arrow.value_type)
+    if pa.types.is_fixed_size_list(arrow) and arrow.list_size < 0:
+        return True
+    return any(has_negative_size(arrow.field(index).type) for index in range(arrow.num_fields))
+
+
 def input_schema(contract: Contract) -> pa.Schema:
     """The columns that a model takes."""
     return _schema(contract.inputs)

@@ -108,7 +108,7 @@ def read_dictionary(header: Bytes, message: Message) -> tuple[int, bool, Batch]:
     """Read a dictionary batch's id, whether it adds to the one before, and its batch.
 
     Raises:
-        MalformedInput: It ends early.
+        MalformedInput: It ends early, or an array of it has a negative length.
     """
     try:
         dictionary = _scalar(header, message.table, _DICTIONARY_ID, _I64)
@@ -116,7 +116,11 @@ def read_dictionary(header: Bytes, message: Message) -> tuple[int, bool, Batch]:
         data = _reference(header, message.table, _DICTIONARY_DATA)
     except struct.error:
         raise MalformedInput("the dictionary batch's header ends early") from None
-    return dictionary, is_delta, read_batch(header, message._replace(table=data))
+    batch = read_batch(header, message._replace(table=data))
+    if min(batch.rows, 0, *batch.nodes[::2]) < 0:
+        # pyarrow reads it, and every look at the array's length fails.
+        raise MalformedInput("an array of a dictionary batch has a negative length")
+    return dictionary, is_delta, batch
 
 
 def encapsulate(header: Bytes, body: Bytes = b"") -> bytes:

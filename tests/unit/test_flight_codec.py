@@ -1084,6 +1084,29 @@ def test_a_message_that_is_no_batch_is_refused() -> None:
     assert "wanted a record batch, got kind 4" in error.message
 
 
+def test_lists_of_a_negative_size_are_refused() -> None:
+    """At any depth; pyarrow reads such a schema and fails in the middle of what comes next."""
+    kind = pa.list_(pa.int8(), 77)
+    for arrow in (kind, pa.struct([("a", kind)]), pa.map_(pa.int8(), kind)):
+        header = ipc.header_of(pa.schema([("x", pa.int64()), ("y", arrow)]).serialize())
+        size, wrong = struct.pack("<i", 77), struct.pack("<i", -77)
+        assert header.count(size) == 1
+
+        with pytest.raises(MalformedInput, match="`y` has lists of a negative size"):
+            Stream(contract_of(), header.replace(size, wrong))
+
+
+def test_a_buffer_that_is_longer_than_the_body_is_refused() -> None:
+    """Though no more of it is needed than there is."""
+    schema, (header, body) = messages(batch_of(x=x_of()))
+    claims = struct.pack("<qq", 0, 8 * ROWS)
+    assert header.count(claims) == 1
+    stream = Stream(contract_of(), schema[0])
+
+    decode_error(stream, [(header.replace(claims, struct.pack("<qq", 0, 1 << 40)), body)],
+                 MalformedInput)  # fmt: skip
+
+
 def test_a_batch_whose_dictionary_never_came_is_refused() -> None:
     schema, _, batch = messages(batch_of(x=x_of(), d=OTHER["dictionary"]))
     stream = Stream(contract_of(), schema[0])

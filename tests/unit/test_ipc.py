@@ -199,6 +199,22 @@ def test_dictionaries_are_read_with_their_ids_and_deltas() -> None:
     assert read == [(0, False, 2, 3), (0, True, 1, 3)]
 
 
+def test_a_dictionary_of_a_negative_length_is_malformed() -> None:
+    """pyarrow reads it, and then `len` of it fails without an exception's name."""
+    column = pa.DictionaryArray.from_arrays([0], pa.array(["a"] * 7))
+    header = next(
+        header
+        for header, _ in messages(batch_of(column))
+        if ipc.read_message(header).kind == ipc.DICTIONARY_BATCH
+    )
+    node, wrong = struct.pack("<qq", 7, 0), struct.pack("<qq", -7, 0)
+    assert header.count(node) == 1
+    broken = header.replace(node, wrong)
+
+    with pytest.raises(MalformedInput, match="negative length"):
+        ipc.read_dictionary(broken, ipc.read_message(broken))
+
+
 @pytest.mark.parametrize("body", [b"", b"x" * 64])
 @pytest.mark.parametrize("name", ["int64", "list", "string"])
 def test_an_encapsulated_message_has_its_body_on_a_boundary(name: str, body: bytes) -> None:

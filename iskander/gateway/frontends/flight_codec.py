@@ -311,7 +311,7 @@ class StreamCodec:
             # Of no strings there need be no offsets.
             wanted = column.spec.buffer_bytes(rows) if rows else 0
             start, got = buffers[2 * column.values_buffer : 2 * column.values_buffer + 2]
-            if start < 0 or got < wanted or start + wanted > length:
+            if start < 0 or got < wanted or start + got > length:
                 raise MalformedInput(
                     f"column `{column.name}` needs {wanted} bytes for {rows} rows; its buffer says "
                     f"{got} at {start} of a body of {length}",

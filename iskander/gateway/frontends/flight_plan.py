@@ -22,6 +22,7 @@ from iskander.gateway import ipc
 from iskander.gateway.arrow_types import (
     depth,
     extent,
+    has_negative_size,
     is_string,
     leaf_of,
     levels,
@@ -152,7 +153,7 @@ class Plan:
         limits: Of the server.
 
     Raises:
-        MalformedInput: The header is no schema that can be read.
+        MalformedInput: The header is no schema that can be read, or lists have a negative size.
         LimitExceeded: Too many columns, or too deep.
         ContractError: A column is missing, extra, of another type, or there twice.
     """
@@ -246,6 +247,10 @@ def _require_limits(schema: pa.Schema, limits: LimitsConfig) -> None:
             raise LimitExceeded(
                 f"column `{field.name}` is nested deeper than {limits.nesting} levels",
                 column=field.name,
+            )
+        if has_negative_size(field.type):
+            raise MalformedInput(
+                f"column `{field.name}` has lists of a negative size", column=field.name
             )
 
 
