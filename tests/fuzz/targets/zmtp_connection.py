@@ -30,6 +30,7 @@ STRICTER = (
     "a peer speaks",
     "a frame has the flags",
     "a command has no name",
+    "READY is cut off",
     "a peer sends messages before it says who it is",  # A READY that is no command.
     "a  socket came",  # READY that does not say which.
     "a peer does not want to talk",
@@ -37,6 +38,8 @@ STRICTER = (
     "the peer does not speak ZMTP",  # Or one before 2.0, which has no greeting.
 )
 JUDGE_S, JUDGE_MS, MORE_MS = 1.0, 1000, 1
+ATTEMPTS, DRAIN_MS = 3, 50
+"""Messages of the input before may come late."""
 HELLO_BYTES = 107
 """Of a ROUTER: its greeting, and READY."""
 
@@ -94,7 +97,14 @@ def run(raw: bytes) -> None:
     random = Random(zlib.crc32(raw))
     whole = fed(raw, random, step=len(raw) or 1)
     if b"SUBSCRIBE" not in raw and b"CANCEL" not in raw:  # Which it makes messages of.
-        check_against_judge(JUDGE.read(raw, whole), whole)
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                check_against_judge(raw, JUDGE.read(raw, whole), whole)
+                break
+            except AssertionError:
+                JUDGE.drain()
+                if not left:
+                    raise
     for step, room in ((1, 1 << 30), (random.randint(1, 99), random.choice((0, 1, 3)))):
         other = fed(raw, random, step, room)
         if whole.reasons and room < 1 << 30:
@@ -103,7 +113,7 @@ def run(raw: bytes) -> None:
         assert other == whole, f"depends on the cut\n{other} where {whole} was"
 
 
-def check_against_judge(judged: Outcome, ours: Outcome) -> None:
+def check_against_judge(raw: bytes, judged: Outcome, ours: Outcome) -> None:
     if ours.reasons:
         count = len(ours.messages)
         assert ours.messages == judged.messages[:count], "other messages than libzmq's"
@@ -111,7 +121,7 @@ def check_against_judge(judged: Outcome, ours: Outcome) -> None:
         assert is_early or count == len(judged.messages), f"libzmq goes on\n{ours.reasons[0]}"
         return
     assert ours.messages == judged.messages, "other messages than libzmq's"
-    if ours.messages:
+    if ours.messages and b"Identity" in raw:  # Spelled otherwise, libzmq does not know it.
         assert judged.identity == ours.identity or (not ours.identity and judged.identity)
 
 
@@ -184,6 +194,11 @@ class Judge:
                 identity, *parts = self._router.recv_multipart()
                 messages.append(parts)
         return Outcome(identity, messages, [])
+
+    def drain(self) -> None:
+        """Drop what comes late."""
+        while self._router.poll(DRAIN_MS):
+            self._router.recv_multipart()
 
 
 def framed(parts: list[bytes]) -> bytes:
