@@ -27,6 +27,7 @@ from support.http2 import (
 
 from fuzz import mutation
 from fuzz.serving import LOOP, Recorder, in_loop
+from iskander.gateway.http2.inflating import AT_ONCE_BYTES
 from iskander.gateway.http2.status import Status
 
 ITERATIONS = 250
@@ -155,13 +156,20 @@ def split(stream: bytes) -> tuple[list[tuple[int, bytes]], int]:
 
 def unpacked(payload: bytes, encoding: str) -> bytes | int:
     """An expanded message, or the status of what is wrong with it."""
+    if encoding in ("", "identity"):
+        return int(Status.INTERNAL)
     if encoding not in ("gzip", "deflate"):
         return int(Status.UNIMPLEMENTED)
     unpacker: Any = zlib.decompressobj(31 if encoding == "gzip" else 15)
     try:
         most = MESSAGE_BYTES_MAX
         if encoding == "gzip" and len(payload) >= 18:
-            most = min(int.from_bytes(payload[-4:], "little"), most)
+            declared = int.from_bytes(payload[-4:], "little")
+            most = min(declared, most)
+            begun: Any = zlib.decompressobj(31)
+            is_long = len(begun.decompress(payload, AT_ONCE_BYTES)) == AT_ONCE_BYTES
+            if declared > MESSAGE_BYTES_MAX and is_long and not begun.eof:
+                return int(Status.RESOURCE_EXHAUSTED)
         raw = unpacker.decompress(payload, most + 1)
         if most < len(raw) and most < MESSAGE_BYTES_MAX:
             return int(Status.INTERNAL)
