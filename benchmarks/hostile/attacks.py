@@ -23,6 +23,7 @@ from benchmarks.hostile.wire import (
     END_STREAM,
     EXCHANGE,
     HEADERS,
+    LIST,
     PADDED,
     PING,
     PRIORITY,
@@ -237,6 +238,13 @@ ATTACKS: tuple[Attack, ...] = (
         lambda _: _dictionary()[1],
         repeats=750,
         is_flight=False,
+    ),
+    Attack(
+        "ListFlights calls without pause",
+        wire.opening,
+        _streams(
+            lambda n: wire.request(n, LIST) + wire.data(n, wire.message(b""), END_STREAM), 100
+        ),
     ),
     Attack(
         "headers that trickle in",

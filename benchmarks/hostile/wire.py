@@ -18,6 +18,7 @@ END_STREAM, END_HEADERS, PADDED = 1, 4, 8
 DATA_BYTES = 16_384
 """Of one frame of a large message."""
 EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
+LIST = "/arrow.flight.protocol.FlightService/ListFlights"
 CHECK = "/grpc.health.v1.Health/Check"
 
 Fields = Iterable[tuple[str, str]]
