@@ -130,7 +130,8 @@ class TestRequests:
 
         assert request(("k-bin", said)).metadata == tuple(("k-bin", value) for value in values)
 
-    @pytest.mark.parametrize("said", ["*", "a", "aaaaa", "aa aa", "====", "\xe9\xe9\xe9\xe9"])
+    @pytest.mark.parametrize("said", ["*", "a", "aaaaa", "aa aa", "====", "\xe9\xe9\xe9\xe9",
+                                      "akGk=", "akGk=z", "aa=a", "aaa=="])  # fmt: skip
     def test_binary_values_that_are_not_base64_are_refused(self, said: str) -> None:
         with pytest.raises(RpcError, match="not base64"):
             request(("k-bin", said))
