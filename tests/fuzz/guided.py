@@ -18,7 +18,9 @@ STRUCTURED = 0.7
 
 def main(name: str, seconds: str, seed: str, corpus: str) -> None:
     """Fuzz for so many seconds; inputs are read from the corpus folder, and new ones go there."""
-    with atheris.instrument_imports(include=["iskander"], enable_loader_override=False):
+    with atheris.instrument_imports(
+        include=["iskander", "hpack", "h11", "uvicorn"], enable_loader_override=False
+    ):
         target = engine.load(name)
     findings = engine.Findings(name)
 

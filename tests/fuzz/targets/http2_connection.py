@@ -254,7 +254,9 @@ def reset_by(raw: bytes) -> set[int]:
 
 def check_same(whole: Outcome, other: Outcome, reset: set[int]) -> None:
     """Where the stream is cut changes nothing."""
-    assert other.goodbye == whole.goodbye, f"goodbye {other.goodbye} where {whole.goodbye} was"
+    assert other.goodbye == whole.goodbye, (
+        f"another goodbye\n{other.goodbye} where {whole.goodbye} was"
+    )
     if whole.goodbye is not None:
         for stream_id in whole.messages.keys() & other.messages.keys():
             require_prefix(whole.messages[stream_id], other.messages[stream_id])

@@ -171,7 +171,7 @@ def outcome_of(read: Any) -> tuple[Any, ...]:
 
 def check_request(pairs: list[tuple[str, str]]) -> None:
     got, wanted = outcome(pairs), expected(pairs)
-    assert got == wanted, f"{got} where {wanted} was expected"
+    assert got == wanted, f"another outcome\n{got} where {wanted} was expected"
 
 
 def expected(pairs: list[tuple[str, str]]) -> tuple[Any, ...]:

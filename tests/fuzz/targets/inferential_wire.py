@@ -1,0 +1,140 @@
+"""Inferential's observations: tensors and terms against the envelope that protobuf reads.
+
+Layout of an input: length of the envelope (2 bytes), envelope, payload.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from fuzz import mutation
+from iskander._generated import inferential_wire_pb2 as wire
+from iskander.config import LimitsConfig
+from iskander.contract.columns import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
+from iskander.gateway import offered
+from iskander.gateway.frontends.inferential_terms import read_terms
+from iskander.gateway.frontends.inferential_wire import (
+    Address,
+    Observation,
+    read_observation,
+    read_question,
+    render_error,
+)
+
+ITERATIONS = 2500
+WALL_NS = 1_700_000_000_000_000_000
+LIMITS = LimitsConfig(rows=1000, bytes=1 << 20)
+NUMBERS = tuple(range(1, 12))
+SIZES = {1: 2, 2: 4, 3: 8, 4: 2, 5: 1, 6: 4, 7: 8, 8: 1}
+CONTRACT = Contract(
+    (
+        TensorSpec("joint_positions", "joints", ColumnType("float32", (3,)), (3,)),
+        TensorSpec("flags", "flags", ColumnType("bool", (2,)), (2,)),
+    ),
+    (TensorSpec("actions", "moves", ColumnType("float32", (3,)), (3,)),),
+)
+
+
+def seeds() -> list[bytes]:
+    tensors = [
+        {"key": "joints", "dtype": wire.FLOAT32, "shape": [3], "byte_length": 12},
+        {"key": "flags", "dtype": wire.BOOL, "shape": [2], "byte_offset": 12, "byte_length": 2},
+    ]
+    for tensor in tensors:
+        tensor["encoding"] = wire.RAW
+    full = wire.Observation(
+        client={"id": "robot-7"},
+        timestamp_ns=WALL_NS,
+        urgency=0.5,
+        steps_remaining=3,
+        priority=1,
+        model_id="policy",
+        tensors=tensors,
+        metadata={"deadline_ms": "30", "newest_wins": "true", "other": "x"},
+    )
+    bare = wire.Observation(client={"id": "a"}, model_id="m")
+    return [
+        join(full.SerializeToString(), np.arange(3, dtype=np.float32).tobytes() + b"\1\0"),
+        join(bare.SerializeToString(), b""),
+    ]
+
+
+def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
+    envelope, payload = split(raw)
+    if not random.randrange(6):
+        return join(envelope, mutation.flip(payload, other, random))
+    return join(mutation.protobuf(envelope, split(other)[0], random, NUMBERS), payload)
+
+
+def run(raw: bytes) -> None:
+    envelope, payload = split(raw)
+    try:
+        wanted = wire.Observation.FromString(envelope)
+    except DecodeError:
+        wanted = None
+    try:
+        observation = read_observation([b"", envelope, payload])
+    except MalformedInput:
+        assert wanted is None or not (wanted.client.id and wanted.model_id)
+        return
+    assert wanted is not None and bytes(observation.payload) == payload
+    check_terms(wanted)
+    check_question(wanted, observation, payload)
+
+
+def check_terms(wanted: Any) -> None:
+    try:
+        terms = read_terms(wanted, "me", newest_wins=False, wall_ns=WALL_NS)
+    except MalformedInput:
+        assert {"deadline_ms", "ttl_ms", "newest_wins"} & set(wanted.metadata)
+        return
+    assert 0 <= terms.priority <= 9 and 0.0 <= terms.urgency <= 1.0
+    assert math.isfinite(terms.age_ms) and terms.age_ms >= 0
+    for name, got in (("deadline_ms", terms.budget_ms), ("ttl_ms", terms.ttl_ms)):
+        assert (got is None) == (name not in wanted.metadata or wanted.metadata[name] == "null")
+        assert got is None or 0 <= got <= 86_400_000
+
+
+def check_question(wanted: Any, observation: Observation, payload: bytes) -> None:
+    try:
+        question = read_question(CONTRACT, observation)
+    except IskanderError as error:
+        assert is_refusable(error, wanted, payload), str(error)
+        render_error(Address("me", "model", "1"), error, WALL_NS)
+        return
+    assert len(question.tensors) == len(wanted.tensors)
+    for got, tensor in zip(question.tensors, wanted.tensors, strict=True):
+        begin = tensor.byte_offset
+        assert bytes(got.data) == payload[begin : begin + tensor.byte_length]
+        assert len(got.data) == tensor.byte_length
+        assert got.shape in (tuple(tensor.shape), (1, *tensor.shape))
+    try:
+        taken = offered.take(CONTRACT, question.tensors, LIMITS)
+    except IskanderError:
+        return
+    assert sum(map(len, taken.tensors)) == taken.rows * 12 + (taken.rows * 2 + 7) // 8
+
+
+def is_refusable(error: IskanderError, wanted: Any, payload: bytes) -> bool:
+    tensors = wanted.tensors
+    if isinstance(error, Unsupported):
+        return any(tensor.encoding not in (0, wire.RAW) for tensor in tensors)
+    if isinstance(error, ContractError):
+        return len(tensors) > 18 or any(tensor.dtype not in SIZES for tensor in tensors)
+    return any(tensor.byte_offset + tensor.byte_length > len(payload) for tensor in tensors)
+
+
+def join(envelope: bytes, payload: bytes) -> bytes:
+    return (len(envelope) & 0xFFFF).to_bytes(2) + envelope + payload
+
+
+def split(raw: bytes) -> tuple[bytes, bytes]:
+    end = 2 + int.from_bytes(raw[:2])
+    return raw[2:end], raw[end:]

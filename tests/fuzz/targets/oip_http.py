@@ -1,0 +1,264 @@
+"""Inference requests over HTTP: bodies, JSON and tensors, against `json`, `zlib` and NumPy.
+
+Layout of an input: coding (1 byte), length of the JSON (2 bytes; 0xFFFF for all of the body), body.
+The JSON of the body is read again by Python's own reader, and each tensor is made by NumPy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import math
+import zlib
+from random import Random
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import Headers
+
+from fuzz import mutation
+from fuzz.serving import LOOP
+from iskander.config import LimitsConfig
+from iskander.contract.columns import ColumnType
+from iskander.contract.strings import body_to_strings
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
+from iskander.gateway import offered
+from iskander.gateway.frontends.oip_http_body import Held, Room, read_body
+from iskander.gateway.frontends.oip_http_json import write_data
+from iskander.gateway.frontends.oip_http_messages import Asked, read_raw, read_request
+
+ITERATIONS = 1200
+BODY_BYTES_MAX = 100_000
+LIMITS = LimitsConfig(rows=1000, bytes=1 << 20, columns=8)
+CODINGS = ("identity", "gzip", "deflate", "br")
+ALL = 0xFFFF
+DTYPES = {
+    "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1",
+    "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "FP32": "<f4", "FP64": "<f8",
+}  # fmt: skip
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+WORDS = [
+    *DTYPES, "BYTES", "FP16", "[", "]", "{", "}", ",", ":", '"', "null", "true", "false", "NaN",
+    '"NaN"', '"-Infinity"', "1e400", "-0", "1.0", "255", "256", "-129", "18446744073709551616", "0",
+    "3.5", "1e39", "binary_data_size", "parameters", "inputs", "shape", "data", "\\u0000",
+    "\\ud800", "[[]]", "[1,[2]]", '""', "9" * 400, "binary_data_output", "classification",
+]  # fmt: skip
+
+
+def _contract(datatype: str, shape: tuple[int, ...]) -> Contract:
+    names = {"BYTES": "binary", "BOOL": "bool", "FP32": "float32", "FP64": "float64"}
+    kind = ColumnType(names.get(datatype, datatype.lower()), shape)
+    return Contract((TensorSpec("x", "x", kind, shape),), ())
+
+
+def seeds() -> list[bytes]:
+    data = {
+        "FP32": [1, -2.5, "NaN"], "INT64": [1, -2, 1 << 62], "UINT8": [0, 255, 1.0],
+        "BOOL": [True, False, True], "BYTES": ["a", "", "é"], "FP64": [[1.0], ["Infinity"], [0]],
+        "INT8": [[-128], [127], [0]],
+    }  # fmt: skip
+    made = [
+        {"inputs": [{"name": "x", "datatype": name, "shape": [3, 1], "data": values}]}
+        for name, values in data.items()
+    ]
+    made[0] |= {"id": "7", "parameters": {"timeout": 5, "binary_data_output": True}}
+    made[1] |= {"outputs": [{"name": "y", "parameters": {"binary_data": False}}, {"name": "z"}]}
+    plain = [b"\0\xff\xff" + json.dumps(each).encode() for each in made]
+    binary = {"name": "x", "datatype": "FP32", "shape": [2, 1]}
+    head = json.dumps({"inputs": [{**binary, "parameters": {"binary_data_size": 8}}]}).encode()
+    tail = np.arange(2, dtype=np.float32).tobytes()
+    raw = head + tail
+    size = len(head).to_bytes(2)
+    return [
+        *plain,
+        b"\0" + size + raw,
+        b"\1" + size + gzip.compress(raw, mtime=0),
+        b"\2" + size + zlib.compress(raw),
+        b"\1\xff\xff" + gzip.compress(bytes(200_000), mtime=0),
+        b"\0\0\0" + tail,
+    ]
+
+
+def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
+    coding = raw[:1]
+    if coding == b"\0" and random.randrange(4):
+        text = raw[3:].decode("latin-1")
+        at = random.randrange(len(text) + 1)
+        end = min(at + random.choice((0, 0, 1, 2, 4, 8)), len(text))
+        body = (text[:at] + random.choice(WORDS) + text[end:]).encode("latin-1")
+        length = int.from_bytes(raw[1:3])
+        if length not in (0, ALL):
+            length = max(length + len(body) - len(raw) + 3, 0) & 0xFFFF
+        return coding + length.to_bytes(2) + body
+    if coding == b"\0" and not random.randrange(4):
+        pack = random.choice((gzip.compress, zlib.compress))
+        return bytes((1 if pack is gzip.compress else 2,)) + raw[1:3] + pack(raw[3:])
+    return mutation.flip(raw, other, random)
+
+
+def run(raw: bytes) -> None:
+    coding = CODINGS[raw[0] % len(CODINGS)] if raw else "identity"
+    json_bytes, sent = int.from_bytes(raw[1:3]), raw[3:]
+    body = LOOP.run_until_complete(received(sent, coding, Random(zlib.crc32(raw))))
+    wanted = unpacked(sent, coding)
+    assert body == wanted, "another body"
+    if body is None:
+        return
+    if json_bytes == 0:
+        check_raw(body)
+        return
+    length = None if json_bytes == ALL else json_bytes
+    document = decoded(body if length is None else body[:length])
+    check_request(body, length, document)
+
+
+async def received(sent: bytes, coding: str, random: Random) -> bytes | None:
+    """A body that comes in pieces; None where it is refused."""
+    places = sorted(random.randint(0, len(sent)) for _ in range(random.choice((0, 1, 5))))
+    pieces = [sent[a:b] for a, b in zip([0, *places], [*places, len(sent)], strict=True)]
+    coming = iter([*pieces[:-1], pieces[-1]])
+    left = len(pieces)
+
+    async def receive() -> dict[str, Any]:
+        nonlocal left
+        left -= 1
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": next(coming), "more_body": left > 0}
+
+    room = Room(10 * BODY_BYTES_MAX)
+    with Held(room) as held:
+        try:
+            headers = Headers({"content-encoding": coding})
+            body = bytes(await read_body(receive, headers, BODY_BYTES_MAX, held))
+        except (LimitExceeded, MalformedInput, Unsupported):
+            body = None
+        assert room.held_bytes <= 2 * BODY_BYTES_MAX
+    assert room.held_bytes == 0
+    return body
+
+
+def unpacked(sent: bytes, coding: str) -> bytes | None:
+    if coding == "identity":
+        return sent
+    if coding == "br":
+        return None
+    unpacker = zlib.decompressobj(31 if coding == "gzip" else 15)
+    try:
+        body = unpacker.decompress(sent, BODY_BYTES_MAX + 1)
+    except zlib.error:
+        return None
+    is_whole = unpacker.eof and not unpacker.unused_data and len(body) <= BODY_BYTES_MAX
+    return body if is_whole else None
+
+
+def decoded(raw: bytes) -> Any:
+    """A document by Python's own reader, which is more lenient; None where it is none.
+
+    Names that mean nothing need not be UTF-8.
+    """
+    try:
+        return json.loads(raw.decode(errors="replace"), parse_constant=lambda name: math.nan)
+    except (ValueError, RecursionError):
+        return None
+
+
+def check_raw(body: bytes) -> None:
+    for contract in (_contract("FP32", (2,)), _contract("BYTES", ())):
+        try:
+            asked = read_raw(contract, memoryview(body))
+        except ContractError:
+            assert contract.inputs[0].type.dtype.oip == "FP32" and len(body) % 8
+            continue
+        (tensor,) = asked.tensors
+        if tensor.datatype == "FP32":
+            assert bytes(tensor.data) == body and tensor.shape == (len(body) // 8, 2)
+        else:
+            assert [bytes(each) for each in body_to_strings(tensor.data, 1)] == [body]
+
+
+def check_request(body: bytes, length: int | None, document: Any) -> None:
+    contract = contract_for(document)
+    try:
+        asked = read_request(memoryview(body), length, contract, LIMITS)
+    except IskanderError as error:
+        assert isinstance(error, ContractError | LimitExceeded | MalformedInput | Unsupported)
+        assert not is_plain(document, length), f"refused: {error}"
+        return
+    assert isinstance(document, dict), "taken, and Python's reader refuses it"
+    given = document["inputs"]
+    assert [(each["name"], each["datatype"], tuple(each["shape"])) for each in given] == [
+        (tensor.name, tensor.datatype, tensor.shape) for tensor in asked.tensors
+    ]
+    assert asked.id == (document.get("id") or "")
+    check_tensors(asked, given, body, len(body) if length is None else length)
+    try:
+        offered.take(contract, asked.tensors, LIMITS)
+    except IskanderError:
+        return
+
+
+def contract_for(document: Any) -> Contract:
+    """A model that takes the first input."""
+    try:
+        first = document["inputs"][0]
+        shape = tuple(max(int(each), 0) for each in first["shape"][1:])
+        datatype = first["datatype"] if first["datatype"] in (*DTYPES, "BYTES") else "FP32"
+        return _contract(datatype, shape)
+    except (TypeError, LookupError, ValueError, AttributeError, OverflowError):
+        return _contract("FP32", (1,))
+
+
+def check_tensors(asked: Asked, given: list[Any], body: bytes, at: int) -> None:
+    is_named = [each["name"] for each in given] == ["x"]
+    for each, tensor in zip(given, asked.tensors, strict=True):
+        size = (each.get("parameters") or {}).get("binary_data_size")
+        raw = body[at : at + (size or 0)]
+        at += len(raw)
+        if not is_named:
+            continue
+        if size is not None:
+            assert tensor.datatype == "BYTES" or bytes(tensor.data) == raw
+            continue
+        elements = flat(each["data"])
+        assert len(elements) == math.prod(tensor.shape)
+        if tensor.datatype == "BYTES":
+            texts = [text.encode() for text in elements]
+            assert [bytes(one) for one in body_to_strings(tensor.data, len(texts))] == texts
+        else:
+            with np.errstate(over="ignore"):
+                wanted = np.array(
+                    [NOT_FINITE.get(x, x) if isinstance(x, str) else x for x in elements],
+                    object if tensor.datatype.startswith(("I", "U")) else None,
+                ).astype(DTYPES[tensor.datatype])
+            got = np.frombuffer(tensor.data, DTYPES[tensor.datatype])
+            assert np.array_equal(got, wanted.reshape(-1), equal_nan=got.dtype.kind == "f")
+        assert len(write_data(tensor)) == len(elements)
+    assert at == len(body)
+
+
+def flat(data: Any) -> list[Any]:
+    return [each for inner in data for each in flat(inner)] if isinstance(data, list) else [data]
+
+
+def is_plain(document: Any, length: int | None) -> bool:
+    """Whether a request has nothing that can be refused: one input of small whole numbers."""
+    if length is not None or not isinstance(document, dict) or set(document) != {"inputs"}:
+        return False
+    inputs = document["inputs"]
+    if not (isinstance(inputs, list) and len(inputs) == 1 and isinstance(inputs[0], dict)):
+        return False
+    one = inputs[0]
+    if set(one) != {"name", "datatype", "shape", "data"} or one["name"] != "x":
+        return False
+    shape, data = one["shape"], one["data"]
+    return (
+        one["datatype"] in ("INT8", "INT64")
+        and isinstance(shape, list)
+        and len(shape) <= 4
+        and all(type(axis) is int and axis >= 0 for axis in shape)
+        and isinstance(data, list)
+        and all(type(each) is int and -128 <= each < 128 for each in data)
+        and len(data) == math.prod(shape)
+    )

@@ -1,0 +1,100 @@
+"""Files that operators write: model manifests and tokens, against Python's `tomllib`.
+
+Layout of an input: which file (1 byte), then its text.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import tomllib
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fuzz import engine, mutation
+from iskander.contract.manifest import read_manifest
+from iskander.errors import ConfigError, ManifestError
+from iskander.tokens import read_tokens
+
+ITERATIONS = 1200
+FOLDER = tempfile.TemporaryDirectory(prefix="isk-fuzz-")
+MANIFEST, TOKENS = Path(FOLDER.name, "manifest.toml"), Path(FOLDER.name, "tokens.toml")
+WORDS = [
+    "[[inputs]]", "[[outputs]]", "[warm_up]", "[", "]", "{", "}", "=", "\n", '"', "'", '"""', "#",
+    "tensor", "column", "type", "nulls", "fill", "true", "1", "-1", "1e999", "nan", "inf", "[]",
+    "format = 1", "passthrough", "all", "max_length", "buckets", "float32", "list<int64>", "sha256",
+    "fixed_size_list<float32>[3]", "[" * 200, "a." * 200, "1979-05-27T07:32:00Z", "0x7f", "1_0",
+    "\\u0000", "\\ud800", "\ufeff", "\0", "x" * 1000,
+]  # fmt: skip
+
+
+def seeds() -> list[bytes]:
+    """Of the models that come with the repository, and some of other kinds."""
+    found = sorted((engine.ROOT / "configs").rglob("manifest.toml"))
+    token = '[[tokens]]\nname = "a"\nsha256 = "' + "0f" * 32 + '"\nmodels = ["m*"]\nmanage = true\n'
+    plain = 'format = 1\n[[inputs]]\ntensor = "x"\ncolumn = "a.b"\nnulls = "fill"\nfill = 1.5\n'
+    plain += 'type = "list<int64>"\nmax_length = 8\nbuckets = [4, 8]\n[warm_up]\nseed = 3\n'
+    return [
+        *(b"\0" + path.read_bytes()[:4000] for path in found),
+        b"\0" + plain.encode(),
+        b"\1" + token.encode(),
+        b"\1" + token.replace("0f", "1f").encode() + token.encode() + b"expires = 2030-01-01\n",
+    ]
+
+
+def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
+    text, more = (each[1:].decode(errors="replace").split("\n") for each in (raw, other))
+
+    def change(line: str) -> str:
+        at = random.randrange(len(line) + 1)
+        end = min(at + random.choice((0, 0, 1, 4, 20)), len(line))
+        return line[:at] + random.choice(WORDS) + line[end:]
+
+    lines = mutation.shuffle(text, more, random, change)
+    return raw[:1] + "\n".join(lines).encode(errors="replace")
+
+
+def run(raw: bytes) -> None:
+    is_manifest, text = raw[:1] != b"\1", raw[1:]
+    wanted = decoded(text)
+    path = MANIFEST if is_manifest else TOKENS
+    path.write_bytes(text)
+    if is_manifest:
+        check_manifest(path, wanted)
+    else:
+        check_tokens(path, wanted)
+
+
+def check_manifest(path: Path, wanted: Any) -> None:
+    try:
+        manifest = read_manifest(path.with_name("model.onnx"))
+    except ManifestError:
+        return
+    assert manifest is not None
+    assert wanted is not None, "taken, and Python's reader refuses it"
+    assert manifest.format == wanted["format"] == 1
+    assert [each.tensor for each in manifest.inputs] == [x["tensor"] for x in wanted["inputs"]]
+    for each, said in zip(manifest.inputs, wanted["inputs"], strict=True):
+        assert each.column == said.get("column")
+        assert list(each.columns) == list(said.get("columns", []))
+        assert list(each.buckets) == list(said.get("buckets", []))
+
+
+def check_tokens(path: Path, wanted: Any) -> None:
+    try:
+        tokens = read_tokens(path)
+    except ConfigError:
+        return
+    assert wanted is not None, "taken, and Python's reader refuses it"
+    said = wanted.get("tokens", [])
+    assert [token.name for token in tokens] == [each["name"] for each in said]
+    assert [token.sha256 for token in tokens] == [each["sha256"] for each in said]
+    assert len({token.sha256 for token in tokens}) == len(tokens)
+    assert [token.manage for token in tokens] == [each.get("manage", False) for each in said]
+
+
+def decoded(text: bytes) -> Any:
+    try:
+        return tomllib.loads(text.decode())
+    except (ValueError, RecursionError):
+        return None
