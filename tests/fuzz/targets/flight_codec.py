@@ -89,6 +89,7 @@ def seeds() -> list[bytes]:
     }
     made = [written(0, {"x": x}), written(0, {"x": x, **kept}), written(1, {"x": x, "word": words})]
     made += [written(0, {"x": x, name: column}) for name, column in other.items()]
+    made += [replaced(pa.array(["ccc", "a"])), replaced(pa.array([b"\xff\xfe", b"a"]))]
     made += [written(2, {"pair": pair}), written(3, {"flag": x.cast(pa.bool_()), "kept": x})]
     made += [written(0, {"x": x, **kept}, compression=each) for each in ("lz4", "zstd")]
     made += [written(0, {"x": x, **other}), written(1, {"x": x, "word": words.dictionary_encode()})]
@@ -102,11 +103,31 @@ def written(number: int, columns: dict[str, pa.Array], **options: Any) -> bytes:
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         writer.write_batch(batch)
         writer.write_batch(batch.slice(1))
-    messages = [
-        (bytes(each.metadata), bytes(each.body) if each.body else b"")
-        for each in pa.ipc.MessageReader.open_stream(sink.getvalue())
+    return bytes((number,)) + join(messages_of(sink.getvalue()))
+
+
+def replaced(values: pa.Array) -> bytes:
+    """Two batches, the second one with another dictionary, which may be no UTF-8."""
+    values = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
+    batches = [
+        pa.record_batch(
+            [pa.array([1, 2]), pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int8()), each)],
+            names=["x", "word"],
+        )
+        for each in (pa.array(["a", "b"]), values)
     ]
-    return bytes((number,)) + join(messages)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return b"\1" + join(messages_of(sink.getvalue()))
+
+
+def messages_of(stream: pa.Buffer) -> list[tuple[bytes, bytes]]:
+    return [
+        (bytes(each.metadata), bytes(each.body) if each.body else b"")
+        for each in pa.ipc.MessageReader.open_stream(stream)
+    ]
 
 
 def mutate(raw: bytes, other: bytes, random: Random) -> bytes:

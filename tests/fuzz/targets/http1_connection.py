@@ -50,6 +50,7 @@ def seeds() -> list[bytes]:
         get + post + get,
         chunked + get,
         small + post,
+        chunked.replace(b"host: h", b"host: h\r\ncontent-length: 5") + get,
         post.replace(b"Host: here", b"Host: here\r\nExpect: 100-continue"),
         get.replace(b"1.1", b"1.0") + get,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",

@@ -105,6 +105,13 @@ def seeds() -> list[bytes]:
         + client.frame(client.HEADERS, 1, client.block([("grpc-x", "y")]), END_STREAM | END_HEADERS)
         + data(3, b"", END_STREAM)
         + client.ping(b"iskleave", client.ACK),
+        begin
+        + say(1)
+        + b"".join(data(1, message(b"p" * size), 0, size) for size in (0, 1, 9, 255))
+        + data(1, b"", 0, 3)
+        + client.ping()
+        + data(1, message(b"end"), END_STREAM, 0)
+        + client.ping(),
         b"GET / HTTP/1.1\r\nhost: here\r\n\r\n",
     ]
 
@@ -425,6 +432,9 @@ def made(random: Random) -> Frame:
     payload = random.randbytes(random.choice((0, 1, 4, 5, 8)))
     if kind == client.DATA:
         payload = client.message(random.randbytes(random.choice((0, 1, 50, 300))))
+        if not random.randrange(4):
+            padding = random.choice((0, 1, 9))
+            flags, payload = flags | client.PADDED, bytes((padding,)) + payload + bytes(padding)
     elif kind == client.HEADERS:
         path = random.choice(("/t/M", "/t/M", "/t/Early"))
         extra = [(random.choice(http2_headers.NAMES), random.choice(http2_headers.VALUES))]

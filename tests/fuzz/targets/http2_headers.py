@@ -60,6 +60,8 @@ def seeds() -> list[bytes]:
         join([plain.encode(REQUEST, huffman=False)]),
         join([shared.encode(REQUEST, huffman=True) for _ in range(3)]),
         join([shared.encode([*REQUEST, ("n", "v" * 300)], huffman=True), b"\x82\xbe\xc0"]),
+        # A table of one entry: the same block means another field once that is replaced.
+        join([b"\x3f\x21\x40\x01a\x01b", b"\xbe", b"\x40\x01a\x01c", b"\xbe", b"\xbe"]),
         join([resized.encode(REQUEST), b"\x3f\xe1\x1f\x82\x20\x82", b"\x82" * 40]),
     ]
 

@@ -63,6 +63,10 @@ def seeds() -> list[bytes]:
         {"inputs": [{"name": "x", "datatype": name, "shape": [3, 1], "data": values}]}
         for name, values in data.items()
     ]
+    made += [
+        {"inputs": [{"name": "x", "datatype": name, "shape": [1], "data": [value]}]}
+        for name, value in (("INT8", 128), ("UINT8", 256), ("UINT64", 1 << 64), ("INT8", -129))
+    ]
     made[0] |= {"id": "7", "parameters": {"timeout": 5, "binary_data_output": True}}
     made[1] |= {"outputs": [{"name": "y", "parameters": {"binary_data": False}}, {"name": "z"}]}
     plain = [b"\0\xff\xff" + json.dumps(each).encode() for each in made]

@@ -38,7 +38,8 @@ def seeds() -> list[bytes]:
         *(b"\0" + path.read_bytes()[:4000] for path in found),
         b"\0" + plain.encode(),
         b"\1" + token.encode(),
-        b"\1" + token.replace("0f", "1f").encode() + token.encode() + b"expires = 2030-01-01\n",
+        b"\1" + (token + token.replace("0f", "1f")).encode() + b"expires = 2030-01-01T00:00:00Z\n",
+        b"\1" + (token + token.replace('"a"', '"b"')).encode(),
     ]
 
 

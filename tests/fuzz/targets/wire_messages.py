@@ -51,6 +51,7 @@ def seeds() -> list[bytes]:
         *(bytes((number,)) + wire.encode(each) for number, each in enumerate(made)),
         *single,
         b"\3" + wire.encode(wire.Refused("version", "no")),
+        *(b"\0" + b"\x81" * more + b"\1" for more in (1, 4, 8, 9, 10)),
     ]
 
 
@@ -65,7 +66,7 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 
 def run(raw: bytes) -> None:
-    check_varint(raw)
+    check_varint(raw[1:])
     number, frame = raw[0] % len(DECODERS) if raw else 0, raw[1:]
     decode = DECODERS[number]
     try:
