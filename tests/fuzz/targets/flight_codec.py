@@ -89,7 +89,8 @@ def seeds() -> list[bytes]:
     }
     made = [written(0, {"x": x}), written(0, {"x": x, **kept}), written(1, {"x": x, "word": words})]
     made += [written(0, {"x": x, name: column}) for name, column in other.items()]
-    made += [replaced(pa.array(["ccc", "a"])), replaced(pa.array([b"\xff\xfe", b"a"]))]
+    for values in (pa.array(["ccc", "a"]), pa.array([b"\xff\xfe", b"a"])):
+        made += [replaced(number, values) for number in (0, 1)]
     made += [written(2, {"pair": pair}), written(3, {"flag": x.cast(pa.bool_()), "kept": x})]
     made += [written(0, {"x": x, **kept}, compression=each) for each in ("lz4", "zstd")]
     made += [written(0, {"x": x, **other}), written(1, {"x": x, "word": words.dictionary_encode()})]
@@ -106,7 +107,7 @@ def written(number: int, columns: dict[str, pa.Array], **options: Any) -> bytes:
     return bytes((number,)) + join(messages_of(sink.getvalue()))
 
 
-def replaced(values: pa.Array) -> bytes:
+def replaced(number: int, values: pa.Array) -> bytes:
     """Two batches, the second one with another dictionary, which may be no UTF-8."""
     values = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
     batches = [
@@ -120,7 +121,7 @@ def replaced(values: pa.Array) -> bytes:
     with pa.ipc.new_stream(sink, batches[0].schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
-    return b"\1" + join(messages_of(sink.getvalue()))
+    return bytes((number,)) + join(messages_of(sink.getvalue()))
 
 
 def messages_of(stream: pa.Buffer) -> list[tuple[bytes, bytes]]:
