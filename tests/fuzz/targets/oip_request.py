@@ -225,7 +225,9 @@ def is_wide(datatype: str, elements: list[Any]) -> bool:
 
 def is_over(message: Any, raw: bytes) -> bool:
     """Whether something of a message is over a limit."""
-    fields = mutation.split_fields(raw) or []
+    fields = mutation.split_fields(raw)
+    if fields is None:
+        return True  # It has groups, and may have too many fields before the first.
     inner = sum(
         len(mutation.split_fields(each.value) or [])
         for each in fields
@@ -250,10 +252,13 @@ def has_odd_field(raw: bytes) -> bool:
     fields = mutation.split_fields(raw)
     if fields is None:
         return True
-    return any(
-        mutation.split_fields(inner.value) is None
-        for each in fields
-        if each.number == 5 and each.kind == 2
-        for inner in mutation.split_fields(each.value) or [mutation.Field(0, 2, b"\x03")]
-        if inner.number == 5 and inner.kind == 2
-    )
+    for each in fields:
+        if each.number != 5 or each.kind != 2:
+            continue
+        inner = mutation.split_fields(each.value)
+        if inner is None:
+            return True
+        contents = (one.value for one in inner if one.number == 5 and one.kind == 2)
+        if any(mutation.split_fields(one) is None for one in contents):
+            return True
+    return False
