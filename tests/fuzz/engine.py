@@ -17,6 +17,7 @@ import importlib
 import os
 import signal
 import struct
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,6 +36,9 @@ FOUND: Final = ROOT / "build" / "fuzz"
 INPUT_S: Final = 5.0
 """Processor time of one input; beyond it the input is a finding."""
 INPUT_BYTES_MAX: Final = 8192
+KEPT_BYTES_MAX: Final = 2048
+"""Of an input that is added to the corpus."""
+PRODUCT: Final = str(ROOT / "iskander")
 SHRINK_RUNS: Final = 2000
 BLIND_SHARE: Final = 0.2
 """Of mutations that know nothing of the format."""
@@ -178,6 +182,47 @@ def shrunk(target: Target, finding: Finding) -> Finding:
                 at += size
         size //= 2
     return finding
+
+
+def reached(target: Target, raw: bytes) -> set[tuple[str, int, int]]:
+    """Steps from line to line of the product that an input takes."""
+    steps: set[tuple[str, int, int]] = set()
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(PRODUCT):
+            return None
+        before = frame.f_lineno
+
+        def step(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal before
+            steps.add((name, before, frame.f_lineno))
+            before = frame.f_lineno
+            return step
+
+        return step
+
+    was = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        check(target, raw)
+    finally:
+        sys.settrace(was)
+    return steps
+
+
+def collect(name: str, found: list[bytes]) -> list[bytes]:
+    """Of inputs that were found, the smallest that take steps which no recorded one takes."""
+    target = load(name)
+    known: set[tuple[str, int, int]] = set()
+    for raw in target.inputs:
+        known |= reached(target, raw)
+    kept: list[bytes] = []
+    for raw in sorted(found, key=len):
+        if len(raw) <= KEPT_BYTES_MAX and (new := reached(target, raw) - known):
+            known |= new
+            kept.append(raw)
+    return kept
 
 
 @contextmanager

@@ -38,6 +38,9 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="a line of JSON for each target is added to it")
     parser.add_argument("--repeat", type=Path, help="run one input of one target and print why")
     parser.add_argument("--shrink", type=Path, help="make a finding of one target smaller")
+    parser.add_argument(
+        "--collect", action="store_true", help="add what was found before to the corpus"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     said = parser.parse_args()
     chosen = said.targets or engine.names()
@@ -48,6 +51,8 @@ def main() -> int:
         return blind_child(chosen[0], said.seconds, said.seed)
     if said.repeat or said.shrink:
         return repeat(chosen[0], said.repeat or said.shrink, is_shrunk=said.shrink is not None)
+    if said.collect:
+        return collect(chosen)
     is_guided = not said.blind and importlib.util.find_spec("atheris") is not None
     failed = 0
     for name in chosen:
@@ -73,6 +78,18 @@ def repeat(name: str, path: Path, *, is_shrunk: bool) -> int:
     print(finding.text)
     print(finding.raw.hex())
     return 1
+
+
+def collect(chosen: list[str]) -> int:
+    """Record inputs of guided runs that reach what no recorded one does."""
+    for name in chosen:
+        found = [path.read_bytes() for path in sorted((engine.FOUND / name / "corpus").glob("*"))]
+        kept = engine.collect(name, found)
+        (engine.CORPUS / name).mkdir(parents=True, exist_ok=True)
+        for raw in kept:
+            (engine.CORPUS / name / engine.name_of(raw)).write_bytes(raw)
+        print(f"{name}: {len(kept)} of {len(found)} inputs, {sum(map(len, kept))} bytes")
+    return 0
 
 
 def blind_child(name: str, seconds: float, seed: int) -> int:
