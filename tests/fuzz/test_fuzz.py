@@ -57,3 +57,10 @@ def test_a_finding_is_kept_once_and_shrinks() -> None:
     assert engine.shrunk(target, finding).raw == b"!"
     other = engine.check(target, b"!!")
     assert other is not None and other.key == finding.key
+
+
+def test_inputs_that_reach_something_new_are_collected() -> None:
+    recorded = engine.load("flight_data").inputs
+    known = recorded[1]
+    assert engine.collect("flight_data", [known, known + known]) == []
+    assert engine.reached(engine.load("flight_data"), b"\x12\x80")

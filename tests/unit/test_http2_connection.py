@@ -54,6 +54,7 @@ from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.rate_limit import BURST
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.listening import SCRATCH_BYTES
+from iskander.gateway.receive_budget import ReceiveBudget
 
 TIMEOUTS = TimeoutsConfig()
 GREETING_NS = int(TIMEOUTS.preface_s * NS_PER_S)
@@ -1415,6 +1416,24 @@ async def test_what_is_read_after_the_end_gives_no_window_back() -> None:
     for _ in range(3):
         assert call.receive() is None and await call.read() is None
     assert len(peer.heard()) == heard
+
+
+@in_loop
+async def test_memory_that_is_refused_is_freed_before_more_is() -> None:
+    """Only the call that took most is refused, also where its own bytes went over the limit."""
+    peer = Peer()
+    peer.host.budget = peer.connection.host.budget = ReceiveBudget(MIB)
+    peer.host.budget.holders.add(peer.connection.streams)
+    for stream_id in (1, 3, 5):
+        peer.open(stream_id)
+    await turns()
+    for stream_id, size in ((1, 100_000), (3, 100_000), (5, 4 * MIB)):
+        peer.say(data(stream_id, message(bytes(2 * size))[:5] + bytes(size // 8)))
+    while not peer.calls[5]._is_deaf:
+        peer.say(data(5, bytes(65_536)))
+    assert peer.host.budget.refused == 1
+    assert [peer.calls[each]._is_deaf for each in (1, 3)] == [False, False]
+    assert peer.host.budget.used_bytes == 2 * 12_500
 
 
 @in_loop

@@ -171,6 +171,7 @@ class CallInput:
                 if not self._is_deaf:
                     self._streams.messages_arrived += 1
                     self._append(piece[PREFIX_BYTES:].tobytes())
+                    self._charge_last()
                 return size
         for _ in range(MESSAGES_A_TAKE):
             if not piece or self._is_deaf:
@@ -263,6 +264,7 @@ class CallInput:
         if length < TRACKED_BYTES_MIN:
             if len(piece) >= start + length:
                 self._arrive(bytes(piece[start : start + length]))
+                self._charge_last()
                 return piece[start + length :]
             self._partial = memoryview(bytearray(length))
         else:
@@ -274,10 +276,10 @@ class CallInput:
 
     def _fill(self, piece: memoryview) -> memoryview:
         """Take more of the half-received message; what is left."""
-        partial = self._partial
-        assert partial is not None
-        count = min(len(piece), len(partial) - self._filled)
-        partial[self._filled : self._filled + count] = piece[:count]
+        # No variable holds it while it is charged: if it is refused then, it is freed at once.
+        assert self._partial is not None
+        count = min(len(piece), len(self._partial) - self._filled)
+        self._partial[self._filled : self._filled + count] = piece[:count]
         self._filled += count
         self._moved_ns = self._streams.now_ns
         if not self._is_reserved:
@@ -286,8 +288,9 @@ class CallInput:
             self._streams.host.budget.charge(count)
             if self._partial is None:
                 return piece[:0]  # It was refused, for want of memory.
-        if self._filled == len(partial):
-            self._arrive(partial)
+        if self._filled == len(self._partial):
+            self._arrive(self._partial)
+            self._charge_last()
         return piece[count:]
 
     def _arrive(self, message: Message) -> None:
@@ -333,12 +336,13 @@ class CallInput:
         self._messages.append(message)
         if self.on_input is not None:
             self.on_input()
-        if self._messages and message is not None and not isinstance(message, RpcError):
-            self._charge_queued(message)
 
-    def _charge_queued(self, message: Message | Compressed) -> None:
-        """Charge a message that the handler did not read at once; large ones are charged."""
-        size = _queued_cost(message)
+    def _charge_last(self) -> None:
+        """Charge the message that came last and was not read at once; no caller may hold it."""
+        if self._messages:
+            self._charge_queued(_queued_cost(self._messages[-1]))
+
+    def _charge_queued(self, size: int) -> None:
         self._queued_bytes += size
         self._streams.host.budget.charge(size)
 
@@ -348,9 +352,8 @@ class CallInput:
         self._streams.host.budget.release(size)
 
     def _clear_queued(self) -> None:
-        if self._queued_bytes:
-            self._streams.host.budget.release(self._queued_bytes)
-            self._queued_bytes = 0
+        size, self._queued_bytes = self._queued_bytes, 0
+        self._streams.host.budget.release(size)
 
     def _refuse(self, error: RpcError) -> None:
         """Take nothing more; the handler gets the error after what came before."""
@@ -407,10 +410,12 @@ class CallInput:
             if self._queued_bytes and isinstance(first, Compressed):
                 self._uncharge_queued(first)
             self._messages[0] = expanded
-            self._charge_queued(expanded)
+            self._charge_queued(_queued_cost(expanded))
 
 
-def _queued_cost(message: Message | Compressed) -> int:
+def _queued_cost(message: Message | Compressed | RpcError | None) -> int:
     """Bytes to charge for a message that waits; a large one is charged by its array."""
-    length = len(message.raw if isinstance(message, Compressed) else message)
-    return QUEUED_COST + (length if length < TRACKED_BYTES_MIN else 0)
+    raw = message.raw if isinstance(message, Compressed) else message
+    if raw is None or isinstance(raw, RpcError):
+        return 0
+    return QUEUED_COST + (len(raw) if len(raw) < TRACKED_BYTES_MIN else 0)

@@ -1,0 +1,176 @@
+"""Memory of received messages: calls of one connection under a small receive budget.
+
+An input is a list of steps, 3 bytes each: what, of which call, how much. Messages that arrive are
+those that were sent; the budget is never below zero, nor far above its limit where others use half of it
+at most; at the end nothing is charged. The window of a call and the limit are made small, so that little is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Final
+
+from support import http2 as client
+from support.http2 import END_STREAM, Peer
+
+from fuzz import mutation
+from fuzz.serving import LOOP, in_loop
+from fuzz.targets import grpc_messages
+from iskander.gateway.http2 import call_input
+from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.receive_budget import ReceiveBudget
+
+ITERATIONS = 250
+OPEN, BEGIN, GO_ON, END, RESET, READ, WAIT, FINISH, OTHERS = range(9)
+WINDOW_BYTES: Final = 1 << 17
+LIMIT_BYTES: Final = 1 << 19
+SLACK_BYTES: Final = 1 << 17
+"""Of what is charged after it has come: one frame."""
+CALLS = 6
+STEP_BYTES = 3
+STEPS_MAX = 120
+WAIT_NS = 100_000_000
+
+
+class Sender:
+    """The client's half of one call.
+
+    Attributes:
+        sent: Lengths of the messages that were begun.
+        left: Bytes of the last one that are not sent.
+        read: Messages that have arrived.
+    """
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+        self.sent: list[int] = []
+        self.left = self.read = 0
+        self.is_over = False
+
+
+def seeds() -> list[bytes]:
+    large = [(OPEN, 0, 0), (BEGIN, 0, 60), *[(GO_ON, 0, 127)] * 5, (READ, 0, 0), (END, 0, 0)]
+    many = [step for call in range(5) for step in ((OPEN, call, 0), (BEGIN, call, 12))]
+    many += [(GO_ON, call, 90) for call in (0, 1, 2, 3, 4, 0, 1, 2, 3, 4)]
+    stalled = [*many, (WAIT, 0, 30), (WAIT, 0, 200), (READ, 0, 0), (READ, 3, 0)]
+    others = [(OTHERS, 0, 100), *large, (OTHERS, 0, 0), (WAIT, 0, 1), *large]
+    small = [(OPEN, 1, 0), *[(BEGIN, 1, 0)] * 20, (READ, 1, 0), (RESET, 1, 0), (OPEN, 2, 0)]
+    ended = [*many, (FINISH, 0, 0), (RESET, 1, 0), (END, 2, 0), (READ, 2, 0), (READ, 4, 0)]
+    return [bytes(n for step in steps for n in step)
+            for steps in (large, many, stalled, others, small, ended)]  # fmt: skip
+
+
+def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
+    def make() -> bytes:
+        return bytes((random.randrange(9), random.randrange(CALLS), random.randrange(256)))
+
+    def change(step: bytes) -> bytes:
+        at = random.randrange(STEP_BYTES)
+        return step[:at] + bytes((random.choice((0, 1, 5, 60, 127, 255)),)) + step[at + 1 :]
+
+    return b"".join(mutation.shuffle(split(raw), split(other), random, change, make))
+
+
+def run(raw: bytes) -> None:
+    before, call_input.WINDOW_BYTES = call_input.WINDOW_BYTES, WINDOW_BYTES  # type: ignore[misc]
+    try:
+        LOOP.run_until_complete(played(split(raw)[:STEPS_MAX]))
+    finally:
+        call_input.WINDOW_BYTES = before  # type: ignore[misc]
+
+
+@in_loop
+async def played(steps: list[bytes]) -> None:
+    peer = Peer(message_bytes=4 * LIMIT_BYTES)
+    budget = peer.host.budget = ReceiveBudget(LIMIT_BYTES)
+    budget.holders.add(peer.connection.streams)
+    calls: dict[int, Call] = {}
+    peer.host.at_once = lambda call: calls.update({call.stream_id: call}) is None
+    senders: dict[int, Sender] = {}
+    taken, last_id = 0, -1
+    for what, number, amount in steps:
+        if peer.transport.is_closed:
+            break
+        number %= CALLS
+        sender = senders.get(number)
+        if what % 9 == OPEN:
+            last_id += 2
+            senders[number] = Sender(last_id)
+            peer.open(last_id)
+        elif what % 9 == OTHERS:
+            budget.give_back(taken)
+            taken = min(4096 * amount, LIMIT_BYTES // 2)
+            taken = taken if budget.take(taken) else 0
+        elif what % 9 == WAIT:
+            wait(peer, amount)
+        elif sender is not None:
+            step(peer, sender, calls.get(sender.stream_id), what % 9, amount)
+        assert 0 <= budget.used_bytes <= LIMIT_BYTES + SLACK_BYTES, budget.used_bytes
+    budget.give_back(taken)
+    for call in calls.values():
+        call.on_input = None
+    calls.clear()
+    await grpc_messages.close(peer)
+    assert not budget._waiting and not budget._reserved
+    if budget._timer is not None:
+        budget._timer.cancel()
+    await asyncio.sleep(0)
+
+
+def step(peer: Peer, sender: Sender, call: Call | None, what: int, amount: int) -> None:
+    stream_id = sender.stream_id
+    if what == READ and call is not None:
+        read(call, sender)
+    elif what == FINISH and call is not None:
+        call.end(Status.OK)
+        sender.is_over = True
+    elif sender.is_over or call is None:
+        return
+    elif what == RESET:
+        peer.say(client.rst_stream(stream_id))
+        sender.is_over = True
+    elif what == BEGIN and not sender.left:
+        sender.left = 8192 * amount
+        sender.sent.append(sender.left)
+        peer.say(client.data(stream_id, sender.left.to_bytes(5)))
+    elif what == GO_ON and sender.left:
+        size = min(1024 * amount, sender.left, WINDOW_BYTES - call._received)
+        if size > 0:
+            sender.left -= size
+            peer.say(client.data(stream_id, bytes((len(sender.sent) & 0xFF,)) * size))
+    elif what == END:
+        peer.say(client.data(stream_id, b"", END_STREAM))
+        sender.is_over = True
+
+
+def read(call: Call, sender: Sender) -> None:
+    """Read what has come: whole messages in their order."""
+    while call.has_input and not call.is_over:
+        try:
+            message = call.receive()
+        except RpcError as error:
+            assert error.status in (Status.UNAVAILABLE, Status.INTERNAL, Status.RESOURCE_EXHAUSTED)
+            call.end(error.status)
+            return
+        if message is None:
+            call.end(Status.OK)
+            return
+        number = sender.read
+        assert len(message) == sender.sent[number]
+        assert bytes(message) == bytes((number + 1 & 0xFF,)) * len(message)
+        sender.read += 1
+
+
+def wait(peer: Peer, amount: int) -> None:
+    """Let time pass: messages that stall are refused, those that wait may be let in."""
+    now = peer.connection._heard_ns + amount * WAIT_NS
+    for call in list(peer.calls.values()):
+        call.look_after(now)
+    if peer.host.budget.is_waited_for:
+        peer.host.budget._tick()
+
+
+def split(raw: bytes) -> list[bytes]:
+    return [raw[at : at + STEP_BYTES] for at in range(0, len(raw) - STEP_BYTES + 1, STEP_BYTES)]
