@@ -300,6 +300,9 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         del msg  # In uvicorn's words, and no JSON.
+        cycle = self.cycle
+        if cycle is not None and not (cycle.more_body or cycle.response_complete):
+            return  # It is behind the last request, which is whole and gets its answer.
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # An answer has begun, or was the last.
             return

@@ -441,3 +441,31 @@ def test_an_answer_that_is_not_read_is_known_of() -> None:
             assert port.http.unsent == 0 and port.http.connections == 1
 
     serve(talk)
+
+
+LAST = {
+    "old": GET.replace(b"1.1", b"1.0"),
+    "last": GET.replace(b"host: a", b"host: a\r\nconnection: close"),
+}
+
+
+@pytest.mark.parametrize("last", LAST.values(), ids=LAST)
+@pytest.mark.parametrize("behind", [b"\r\n", b"X", GET], ids=["a line", "a letter", "a request"])
+def test_what_is_behind_the_last_request_takes_its_answer_from_nobody(
+    last: bytes, behind: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was answered with 400 in the place of its answer, which then failed with a traceback."""
+
+    async def talk(port: Port) -> None:
+        port.app.hold.clear()
+        async with port.connected() as (reader, writer):
+            writer.write(last)
+            await port.app.begun.wait()
+            writer.write(behind)
+            await asyncio.sleep(0.01)
+            port.app.hold.set()
+            assert await answer(reader) == b"ok"
+            assert await is_closed(reader)
+
+    serve(talk)
+    assert "Traceback" not in caplog.text

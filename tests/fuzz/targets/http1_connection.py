@@ -7,6 +7,7 @@ of it at once; where `h11` refuses something, the client is answered with 400 or
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
 from random import Random
 from typing import Any, NamedTuple
@@ -153,11 +154,25 @@ class Transport(asyncio.Transport):
         return 0
 
 
+class Tracebacks(logging.Handler):
+    """Exceptions that the application met; a client may not cause any."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.found.append(record.exc_info[1])
+
+
 async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
     """The requests that an application gets whole, and what the client is sent."""
     requests: list[Request] = []
     failed: list[dict[str, Any]] = []
     LOOP.set_exception_handler(lambda _, context: failed.append(context))
+    log, tracebacks = logging.getLogger("uvicorn.error"), Tracebacks()
+    log.addHandler(tracebacks)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = b""
@@ -195,6 +210,9 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
     for _ in range(3):
         await asyncio.sleep(0)
     assert not port.connections
+    log.removeHandler(tracebacks)
+    if tracebacks.found:
+        raise AssertionError("the application failed") from tracebacks.found[0]
     for context in failed:
         raise context.get("exception") or AssertionError(context["message"])
     return requests, transport.written

@@ -1,8 +1,9 @@
 """Memory of received messages: calls of one connection under a small receive budget.
 
 An input is a list of steps, 3 bytes each: what, of which call, how much. Messages that arrive are
-those that were sent; the budget is never below zero, nor far above its limit where others use half of it
-at most; at the end nothing is charged. The window of a call and the limit are made small, so that little is sent.
+those that were sent; the budget is never below zero, nor far above its limit where others use half
+of it at most; at the end nothing is charged. The window of a call and the limit are made small, so
+that little is sent.
 """
 
 from __future__ import annotations
