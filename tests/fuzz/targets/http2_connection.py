@@ -326,11 +326,8 @@ def judge(pieces: list[bytes]) -> Judged:
     connection.increment_flow_control_window(client.WINDOW_MAX - 65_535)
     judged = Judged({}, {}, set(), set(), "", 0)
     for number, piece in enumerate(pieces):
-        is_goaway = piece[3:4] == bytes((client.GOAWAY,)) and piece[5:9] == bytes(4)
-        if number and is_goaway and len(piece) >= 17:
-            continue  # `h2` takes nothing after it, where calls may go on.
-        if len(piece) > 3 and piece[3] >= KINDS and number:
-            piece = piece[:3] + b"\xff" + piece[4:]
+        if number:
+            piece = for_judge(piece)
         try:
             events = connection.receive_data(piece)
         except (h2.exceptions.ProtocolError, hpack.HPACKError) as error:
@@ -339,6 +336,21 @@ def judge(pieces: list[bytes]) -> Judged:
             take_event(event, judged)
         judged = judged._replace(frames=number + 1)
     return judged
+
+
+def for_judge(piece: bytes) -> bytes:
+    """A frame without what `h2` has a rule of its own for.
+
+    It takes nothing behind a GOAWAY, where calls may go on, looks into frames of extensions, and
+    at the reserved bit of a window update.
+    """
+    kind = piece[3] if len(piece) >= 9 else 0
+    is_goaway = kind == client.GOAWAY and piece[5:9] == bytes(4) and len(piece) >= 17
+    if is_goaway or kind >= KINDS:
+        return piece[:3] + b"\xff" + piece[4:]
+    if kind == client.WINDOW_UPDATE and len(piece) == 13:
+        return piece[:9] + bytes((piece[9] & 0x7F,)) + piece[10:]
+    return piece
 
 
 def take_event(event: Any, judged: Judged) -> None:
