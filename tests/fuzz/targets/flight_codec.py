@@ -26,7 +26,7 @@ from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
 from iskander.gateway.frontends.flight_data import data_head, read_flight_data
 from iskander.gateway.frontends.flight_plan import Plan
 
-ITERATIONS = 400
+ITERATIONS = 1000
 LIMITS = LimitsConfig(rows=10_000, bytes=1 << 20, columns=16, nesting=4, string_bytes=1 << 18)
 STRICTER = (
     "buffers overlap",

@@ -30,7 +30,7 @@ from fuzz.serving import LOOP, Recorder, in_loop
 from iskander.gateway.http2.inflating import AT_ONCE_BYTES
 from iskander.gateway.http2.status import Status
 
-ITERATIONS = 150
+ITERATIONS = 250
 ENCODINGS = ("gzip", "deflate", "identity", "", "snappy")
 MESSAGE_BYTES_MAX = 100_000
 READ_BYTES_MAX = 16_384

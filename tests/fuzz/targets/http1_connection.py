@@ -18,7 +18,7 @@ from fuzz import mutation
 from fuzz.serving import LOOP
 from iskander.gateway.http1 import HEAD_BYTES_MAX, Http1Port
 
-ITERATIONS = 150
+ITERATIONS = 300
 TURNS = 60
 WORDS = [
     "Content-Length: 5", "Content-Length: 5, 5", "Content-Length: +5", "content-length: 0",

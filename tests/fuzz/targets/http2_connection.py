@@ -28,7 +28,7 @@ from fuzz.targets import grpc_messages, http2_headers
 from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.connection import FRAME_BYTES_MAX
 
-ITERATIONS = 200
+ITERATIONS = 400
 MESSAGE_BYTES_MAX = grpc_messages.MESSAGE_BYTES_MAX
 CALLS_MAX = 8
 

@@ -34,7 +34,7 @@ from iskander.gateway.http2.request_head import (
 )
 from iskander.gateway.http2.status import RpcError, Status
 
-ITERATIONS = 700
+ITERATIONS = 1500
 REQUEST = [
     (":method", "POST"), (":scheme", "http"), (":path", "/t/M"), (":authority", "here"),
     ("te", "trailers"), ("content-type", "application/grpc"), ("grpc-timeout", "5S"),
@@ -58,6 +58,8 @@ def seeds() -> list[bytes]:
     resized.header_table_size = 100
     return [
         join([plain.encode(REQUEST, huffman=False)]),
+        join([plain.encode(REQUEST[4:] + REQUEST[:4], huffman=False)]),
+        join([plain.encode([*REQUEST[:4], REQUEST[2], *REQUEST[4:]], huffman=False)]),
         join([shared.encode(REQUEST, huffman=True) for _ in range(3)]),
         join([shared.encode([*REQUEST, ("n", "v" * 300)], huffman=True), b"\x82\xbe\xc0"]),
         # A table of one entry: the same block means another field once that is replaced.

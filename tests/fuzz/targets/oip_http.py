@@ -29,7 +29,7 @@ from iskander.gateway.frontends.oip_http_body import Held, Room, read_body
 from iskander.gateway.frontends.oip_http_json import write_data
 from iskander.gateway.frontends.oip_http_messages import Asked, read_raw, read_request
 
-ITERATIONS = 1200
+ITERATIONS = 2000
 BODY_BYTES_MAX = 100_000
 LIMITS = LimitsConfig(rows=1000, bytes=1 << 20, columns=8)
 CODINGS = ("identity", "gzip", "deflate", "br")

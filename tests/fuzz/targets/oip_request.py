@@ -27,7 +27,7 @@ from iskander.gateway.frontends.oip_request import Asked, is_for_thread, read_he
 from iskander.gateway.frontends.oip_typed import FIELDS
 from iskander.gateway.frontends.oip_wire import Scanned, scan
 
-ITERATIONS = 1500
+ITERATIONS = 3000
 LIMITS = LimitsConfig(columns=8, rows=1000, bytes=1 << 20)
 AXES_MAX = 8
 NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8)

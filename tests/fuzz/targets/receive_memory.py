@@ -23,7 +23,7 @@ from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.receive_budget import ReceiveBudget
 
-ITERATIONS = 250
+ITERATIONS = 500
 OPEN, BEGIN, GO_ON, END, RESET, READ, WAIT, FINISH, OTHERS = range(9)
 WINDOW_BYTES: Final = 1 << 17
 LIMIT_BYTES: Final = 1 << 19

@@ -16,7 +16,7 @@ from iskander.contract.manifest import read_manifest
 from iskander.errors import ConfigError, ManifestError
 from iskander.tokens import read_tokens
 
-ITERATIONS = 500
+ITERATIONS = 600
 FOLDER = tempfile.TemporaryDirectory(prefix="isk-fuzz-")
 MANIFEST, TOKENS = Path(FOLDER.name, "manifest.toml"), Path(FOLDER.name, "tokens.toml")
 WORDS = [

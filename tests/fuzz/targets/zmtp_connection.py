@@ -23,7 +23,7 @@ from fuzz import engine, mutation
 from fuzz.serving import LOOP
 from iskander.gateway.zmtp import frames
 
-ITERATIONS = 200
+ITERATIONS = 400
 LIMITS = ("bytes where at most", "a message of more than")
 """Of reasons: libzmq has no such limits, or other ones."""
 STRICTER = (
