@@ -120,6 +120,19 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     arena_wait_ms: Annotated[
         int, Meta(ge=0, description="Milliseconds to wait for room in a full arena.")
     ] = 5000
+    connections: Annotated[
+        int, Positive, Meta(description="Connections of gRPC clients open at once.")
+    ] = 10_000
+    source_percent: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=100,
+            description="Percent of a port's connections that one source may hold while fewer than "
+            "an eighth are left: an IPv4 address, the first 64 bits of an IPv6 address, or all "
+            "clients of unix sockets.",
+        ),
+    ] = 25
     receive_bytes: Annotated[
         int,
         Meta(

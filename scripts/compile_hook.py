@@ -23,6 +23,7 @@ COMPILED = (
     "iskander/contract/rows.py",
     "iskander/gateway/access/grants.py",
     "iskander/gateway/asking.py",
+    "iskander/gateway/cpu_allowance.py",
     "iskander/gateway/dispatch.py",
     "iskander/gateway/ending.py",
     "iskander/gateway/frontends/flight_checks.py",

@@ -1,4 +1,7 @@
-"""Listening sockets, and all connections that came over them: a limit, care, and the end.
+"""The connections of one listener: their number, their timeouts and their end.
+
+Where nearly as many connections as may be are open, the rest of the places is for sources with few
+connections; where all places are taken, an idle connection of the source with most gives way.
 
 Runs on: gateway loop.
 """
@@ -10,26 +13,46 @@ import contextlib
 import socket
 import ssl
 from abc import abstractmethod
-from typing import Generic, Protocol, TypeVar
+from collections import deque
+from typing import Final, Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.gateway.access.handshakes import Door
+from iskander.gateway.accepting import Accepted, Acceptor
 from iskander.gateway.connection_limits import ConnectionLimits
+from iskander.gateway.sources import Source, SourceTable
 
 SCRATCH_BYTES = 1 << 18
-BACKLOG = 1024
 LOOK_AFTER_S = 5.0
+"""Each connection is looked at so often, in turns of a few of them."""
+LOOK_TURNS = 50
+RESERVE_SHARE: Final = 8
+"""One part in so many of the connections is for sources that have few."""
+CLOSING_MAX: Final = 64
+"""Connections that may be about to close beyond as many as may be open."""
+UNSENT_BYTES_MIN: Final = 65_536
+"""Connections that hold less are not ended for want of memory."""
 TURN_S = 0.01
 
 
 class Peer(Protocol):
     """The server's end of a connection."""
 
+    @property
+    def idle_since_ns(self) -> int:
+        """Since when it has no open call and nothing to send; 0 while it has."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits in the transport for the client to read it."""
+
     def look_after(self, now: int) -> None:
         """End it where the peer is not there any more."""
 
     def leave(self) -> None:
         """Ask the peer to go, in order; once or again and again."""
+
+    def give_way(self) -> None:
+        """End an idle connection in order, and at once."""
 
     def abort(self) -> None:
         """Close now, whatever is unsent."""
@@ -42,9 +65,10 @@ class Listening(Generic[Connection]):
     """What the listeners of all protocols have in common.
 
     Args:
-        connections_max: At once; more are closed as they come.
+        connections_max: At once.
         limits: Over the connections of all listeners.
         tls: What they are spoken to with; None: in the clear.
+        slack: Connections beyond the limit that are taken to refuse their requests.
 
     Attributes:
         loop: Of the gateway.
@@ -60,34 +84,38 @@ class Listening(Generic[Connection]):
         connections_max: int,
         limits: ConnectionLimits,
         tls: ssl.SSLContext | None = None,
+        *,
+        slack: int = 0,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
         self.turns = limits.turns
-        self._ended = limits.ended
         self.budget = limits.budget
         self.timeouts = limits.timeouts
+        self._limits = limits
         self._connections_max = connections_max
+        self._slack = slack
+        self._share = max(connections_max * limits.source_percent // 100, 1)
         self._tls = tls
-        self._servers: list[asyncio.Server | Door] = []
+        self._sources: SourceTable[Accepted] = SourceTable()
+        self._accepted: dict[Connection, Accepted] = {}
+        self._acceptors: list[Acceptor] = []
         self._caring: asyncio.TimerHandle | None = None
+        self._to_look_at: deque[Connection] = deque()
+        self._look_turn = self._open = self._surplus = 0
 
     async def listen(self, listening: socket.socket) -> None:
         """Take connections from a socket that is bound; over TLS where it is not a file's."""
-        is_unix = listening.family == socket.AF_UNIX
-        if self._tls is not None and not is_unix:
-            self._servers.append(Door(listening, self._tls, self._connect, BACKLOG))
-        else:
-            create = self.loop.create_unix_server if is_unix else self.loop.create_server
-            self._servers.append(await create(self._connect, sock=listening, backlog=BACKLOG))
+        tls = None if listening.family == socket.AF_UNIX else self._tls
+        self._acceptors.append(Acceptor(listening, self, tls))
         if self._caring is None:
             self._care()
 
     def close_door(self) -> None:
         """Take no more connections."""
-        for server in self._servers:
-            server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening, ask all peers to go, and end what is still open after `grace_s`."""
@@ -111,11 +139,28 @@ class Listening(Generic[Connection]):
 
     def count_ended(self, reason: str) -> None:
         """Count a connection that the server ended."""
-        self._ended[reason] += 1
+        self._limits.ended[reason] += 1
 
     @abstractmethod
-    def connection(self) -> asyncio.BaseProtocol:
+    def connection(self) -> Connection:
         """The server's end of a new connection."""
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is closed."""
+        self.connections.discard(connection)
+        accepted = self._accepted.pop(connection, None)
+        if accepted is not None:
+            self.drop(accepted)
+
+    def is_surplus(self, connection: Connection) -> bool:
+        """Whether there was no place for a connection and is none yet: its requests are refused."""
+        accepted = self._accepted.get(connection)
+        if accepted is None or not accepted.is_surplus:
+            return False
+        if self._has_place(accepted.source):
+            accepted.is_surplus = False
+            self._surplus -= 1
+        return accepted.is_surplus
 
     def on_too_many(self) -> None:
         """Count a connection that is closed at once, since there are as many as may be."""
@@ -124,21 +169,102 @@ class Listening(Generic[Connection]):
     def on_cut(self, count: int) -> None:
         """So many connections did not end in time."""
 
-    def _connect(self) -> asyncio.BaseProtocol:
-        if len(self.connections) >= self._connections_max:
+    # For the acceptors.
+
+    def admit(self, source: Source) -> Accepted | None:
+        """Count a new connection; None where it is to be closed."""
+        # Those that gave way take a moment to close.
+        is_taken = (
+            self._open < self._connections_max + self._slack + CLOSING_MAX
+            and self._limits.open_count < self._limits.descriptors.connections_max + CLOSING_MAX
+        )
+        is_surplus = is_taken and not self._has_place(source)
+        if not is_taken or (is_surplus and self._surplus >= self._slack):
             self.on_too_many()
-            return _Closed()
-        return self.connection()
+            return None
+        accepted = Accepted(source)
+        if is_surplus:
+            accepted.is_surplus = True
+            self._surplus += 1
+        self._sources.add(source, accepted)
+        self._open += 1
+        self._limits.open_count += 1
+        return accepted
+
+    def make(self, accepted: Accepted) -> asyncio.BaseProtocol:
+        """The server's end of an accepted connection."""
+        connection = self.connection()
+        accepted.peer = connection
+        self._accepted[connection] = accepted
+        assert isinstance(connection, asyncio.BaseProtocol)
+        return connection
+
+    def drop(self, accepted: Accepted) -> None:
+        """An accepted connection is not there any more; more than once is as good as once."""
+        if accepted.is_open:
+            accepted.is_open = False
+            self._open -= 1
+            self._limits.open_count -= 1
+            self._sources.remove(accepted.source, accepted)
+            self._surplus -= accepted.is_surplus
+            self.budget.release(accepted.unsent_bytes)
+
+    def on_accept_error(self, listening: socket.socket, error: OSError) -> None:
+        """The system refused to accept a connection: an idle one gives way, others are closed."""
+        self._make_way(None)
+        for _ in range(self._limits.descriptors.refuse(listening, error)):
+            self.on_too_many()
+
+    def _has_place(self, source: Source) -> bool:
+        """Whether there is a place for a new connection; ends an idle one where that makes one."""
+        count, most = len(self._sources) - self._surplus, self._connections_max
+        is_full = count >= most or self._limits.is_full
+        if is_full or count >= most - most // RESERVE_SHARE:
+            if self._sources.count(source) >= self._share:
+                return self._make_way(source)
+            return not is_full or self._make_way(None)
+        return True
+
+    def _make_way(self, source: Source | None) -> bool:
+        """End the oldest idle connection, of one source or of that with most; whether it did."""
+        oldest = self._sources.oldest_idle(_idle_since, source)
+        if oldest is None:
+            return False
+        self._sources.remove(oldest.source, oldest)
+        self.count_ended("gave_way")
+        oldest.give_way()
+        return True
+
+    # Care.
 
     def _care(self) -> None:
+        """Look at some of the connections: at all of them in `LOOK_AFTER_S`."""
+        waiting = self._to_look_at
+        if not self._look_turn:
+            waiting.extend(self.connections)
+        turns_left = LOOK_TURNS - self._look_turn
+        self._look_turn = (self._look_turn + 1) % LOOK_TURNS
         now = now_ns()
-        for connection in list(self.connections):
-            connection.look_after(now)
-        self._caring = self.loop.call_later(LOOK_AFTER_S, self._care)
+        for _ in range(-(-len(waiting) // turns_left)):
+            connection = waiting.popleft()
+            if connection in self.connections:
+                connection.look_after(now)
+                self._charge_unsent(connection)
+        self._caring = self.loop.call_later(LOOK_AFTER_S / LOOK_TURNS, self._care)
+
+    def _charge_unsent(self, connection: Connection) -> None:
+        """Charge what the transport holds; end a connection that holds much where memory is out."""
+        accepted, size = self._accepted.get(connection), connection.unsent_bytes
+        if accepted is None or not (size or accepted.unsent_bytes):
+            return
+        budget = self.budget
+        budget.release(accepted.unsent_bytes)
+        accepted.unsent_bytes = size
+        budget.charge(size)
+        if size >= UNSENT_BYTES_MIN and budget.used_bytes > budget.limit_bytes:
+            self.count_ended("unread_responses")
+            connection.abort()
 
 
-class _Closed(asyncio.Protocol):
-    """Stands for a connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+def _idle_since(accepted: Accepted) -> int:
+    return accepted.idle_since_ns

@@ -156,7 +156,7 @@ class Server:
             from iskander.gateway.telemetry.admin import AdminServer  # A tenth of a second.
             from iskander.gateway.telemetry.metrics import Collector
 
-            self._admin = AdminServer(address, Collector(self._observed))
+            self._admin = AdminServer(address, Collector(self._observed), self._connection_limits)
             self._admin_address = await self._admin.start()
         self._access.start()
         self._tls.start()
@@ -320,7 +320,13 @@ class Server:
             from iskander.gateway.frontends.oip_http_server import OipHttpServer
 
             self._http = OipHttpServer(
-                self._models, self._oip, self._desk, self._access, self._tls, self._config.http
+                self._models,
+                self._oip,
+                self._desk,
+                self._access,
+                self._tls,
+                self._config.http,
+                limits=self._connection_limits,
             )
             self._http_address = await self._http.start(is_shared=is_shared)
             log.info("the Open Inference Protocol over HTTP is on %s", self._http_address)

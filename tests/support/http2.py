@@ -266,6 +266,7 @@ class FakeHost:
         self.count_ended = self.ended.append
         self.named = lambda path, error: RpcError(error.status, error.message, (("why", path),))
         self.served: list[Call] = []
+        self.forget = self.connections.discard
         self._serve = serve
 
     async def serve(self, call: Call) -> None:

@@ -59,6 +59,10 @@ class Peer:
         self.connection = Connection(self)
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
         self.on_broken: Callable[[str], None] = self.reasons.append
+        self.has_work = False
+
+    def forget(self, connection: Connection) -> None:
+        self.connections.discard(connection)
 
     def open(self, _: Connection, identity: bytes) -> Peer:
         self.identity = identity

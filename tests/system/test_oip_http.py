@@ -400,17 +400,18 @@ def occupied(
     body = json.dumps(asking([SLOW_UNITS])).encode()
     named = f"iskander-client: {client}\r\n" if client else ""
     head = f"POST /v2/models/slow/infer HTTP/1.1\r\nhost: a\r\n{named}content-length: {len(body)}"
-    wanted = [requests, waiting]
 
     def held() -> list[int]:
         stats = gateway.stats()
         return [stats["workers"][0]["in_flight"], stats["lanes"]["slow/1"]["queued"]]
 
     with contextlib.ExitStack() as clients:
-        for _ in range(requests + waiting):
+        for count in range(1, requests + waiting + 1):
             left = clients.enter_context(socket.create_connection((host, int(port))))
             left.sendall(head.encode() + b"\r\n\r\n" + body)
-        eventually(lambda: held() == wanted, what="the requests")
+            # One after the other: a queue may have room for one.
+            wanted = [min(count, requests), max(count - requests, 0)]
+            eventually(lambda wanted=wanted: held() == wanted, what="the requests")
         yield
 
 
@@ -668,7 +669,10 @@ def test_connections_beyond_the_limit_are_refused_by_name(tmp_path: Path) -> Non
     with running(tmp_path, served, workers=dict(ONE), http=HTTP | {"connections": 1}) as gateway:
         address = address_of(gateway)
         host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port))):
+        with socket.create_connection((host, int(port))) as busy:
+            busy.sendall(
+                b"POST /v2/models/ids/infer HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"
+            )
             eventually(
                 lambda: post(address, "ids", asking([1]))[2].get("code") == "overloaded",
                 what="a refusal",

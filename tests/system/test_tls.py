@@ -27,7 +27,7 @@ from support.processes import BIN, MIB, Gateway, eventually, running
 
 from iskander.client import Client, Tls
 from iskander.errors import NotReady
-from iskander.gateway.access.handshakes import HANDSHAKES_MAX
+from iskander.gateway.accepting import HANDSHAKES_MAX
 
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 FLOAT, ELEMENTS = 1, 1024
@@ -167,6 +167,8 @@ def test_handshakes_that_go_nowhere_hold_so_many_places_and_no_more(gateway: Gat
     before = process.num_fds()
     ports = (gateway.address, gateway.stats()["http_address"])
     silent: list[socket.socket] = []
+    # The oldest, but not of the source with most of them.
+    slow = socket.create_connection(where(ports[1]), 20, source_address=("127.0.0.2", 0))
     try:
         for _ in range(2 * HANDSHAKES_MAX):
             silent += (socket.create_connection(where(port), timeout=20) for port in ports)
@@ -176,8 +178,11 @@ def test_handshakes_that_go_nowhere_hold_so_many_places_and_no_more(gateway: Gat
         eventually(
             lambda: process.num_fds() < before + 2 * HANDSHAKES_MAX + 16, what="a bound of them"
         )
+        slow.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            slow.recv(1)
     finally:
-        for peer in silent:
+        for peer in (*silent, slow):
             peer.close()
     eventually(lambda: process.num_fds() < before + 16, what="their end")
 

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
-from iskander.gateway import http1
+from iskander.clock import thread_cpu_ns
+from iskander.config import Config, LimitsConfig, TimeoutsConfig
+from iskander.gateway import cpu_allowance, http1, http1_connection, listening
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.http1 import Http1Port
+from iskander.gateway.turns import QUANTUM_NS, TURN_NS
 
 WITHIN_S = 10.0
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -28,6 +32,7 @@ class App:
         hold: A request is answered once this is set.
         begun: A request has come.
         pieces: Bytes of each piece of a body that it was given.
+        refused: Of each request, whether there was no place for its connection.
     """
 
     def __init__(self) -> None:
@@ -38,8 +43,10 @@ class App:
         self.is_reading = True
         self.answer = b"ok"
         self.gone = 0
+        self.refused: list[bool] = []
 
-    async def __call__(self, _: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.refused.append(scope["is_surplus"])
         self.begun.set()
         while self.is_reading:
             message = await receive()
@@ -62,9 +69,10 @@ class App:
 class Port:
     """A port and its clients."""
 
-    def __init__(self, app: App, connections_max: int) -> None:
+    def __init__(self, app: App, connections_max: int, config: Config) -> None:
         self.app = app
-        self.http = Http1Port(app, connections_max)
+        self.limits = ConnectionLimits(config)
+        self.http = Http1Port(app, connections_max, self.limits)
         self.address: tuple[str, int] = ("", 0)
 
     @contextlib.asynccontextmanager
@@ -78,9 +86,21 @@ class Port:
                 await writer.wait_closed()
 
 
-def serve(talk: Callable[[Port], Awaitable[None]], connections_max: int = 10) -> None:
+def serve(
+    talk: Callable[[Port], Awaitable[None]],
+    connections_max: int = 10,
+    *,
+    receive_bytes: int = 1 << 30,
+    **timeouts: float,
+) -> None:
+    """Talk to a port whose timeouts are looked at all the time where one is given."""
+
     async def run() -> None:
-        port = Port(App(), connections_max)
+        config = Config(
+            timeouts=TimeoutsConfig(**timeouts),
+            limits=LimitsConfig(receive_bytes=receive_bytes, message_bytes=1 << 16),
+        )
+        port = Port(App(), connections_max, config)
         bound = socket.socket()
         bound.bind(("127.0.0.1", 0))
         await port.http.listen(bound)
@@ -90,8 +110,13 @@ def serve(talk: Callable[[Port], Awaitable[None]], connections_max: int = 10) ->
         finally:
             port.app.hold.set()
             await port.http.stop(1.0)
+            port.limits.stop()
+            assert port.limits.budget.used_bytes == 0 and port.limits.open_count == 0
 
-    asyncio.run(asyncio.wait_for(run(), WITHIN_S))
+    with pytest.MonkeyPatch.context() as patch:
+        if timeouts:
+            patch.setattr(listening, "LOOK_AFTER_S", 0.05)
+        asyncio.run(asyncio.wait_for(run(), WITHIN_S))
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
@@ -118,12 +143,17 @@ def test_a_connection_is_kept_for_more_requests_also_when_they_come_together() -
     serve(talk)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", GET, GET + b"GET / HTTP/1.1\r\na: "])
-def test_a_connection_that_brings_no_request_is_closed(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        (b"", "preface"),
+        (b"GET / HT", "headers"),
+        (GET, "idle"),
+        (GET + b"GET / HTTP/1.1\r\na: ", "headers"),
+    ],
+)
+def test_a_connection_that_brings_no_request_is_closed(sent: bytes, name: str) -> None:
     """Also one that goes on sending a letter now and then."""
-    monkeypatch.setattr(http1, "QUIET_S", 0.05)
 
     async def talk(port: Port) -> None:
         async with port.connected() as (reader, writer):
@@ -134,29 +164,24 @@ def test_a_connection_that_brings_no_request_is_closed(
                     with contextlib.suppress(ConnectionError):
                         writer.write(b"a")
                 await asyncio.sleep(0.01)
+        assert port.limits.ended == {f"{name}_timeout": 1}
 
-    serve(talk)
+    serve(talk, **{f"{name}_s": 0.05})
 
 
-def test_a_request_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1, "QUIET_S", 0.01)
-
+def test_a_request_takes_its_time() -> None:
     async def talk(port: Port) -> None:
         port.app.hold.clear()
         async with port.connected() as (reader, writer):
             writer.write(GET)
             await port.app.begun.wait()
-            asyncio.get_running_loop().call_later(0.1, port.app.hold.set)
+            asyncio.get_running_loop().call_later(0.2, port.app.hold.set)
             assert await answer(reader) == b"ok"
 
-    serve(talk)
+    serve(talk, preface_s=0.01, headers_s=0.01, idle_s=0.01, message_s=0.01)
 
 
-def test_a_client_that_reads_nothing_of_its_answer_is_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http1, "STALL_S", 0.05)
-
+def test_a_client_that_reads_nothing_of_its_answer_is_cut() -> None:
     async def talk(port: Port) -> None:
         port.app.answer = bytes(LARGE_BYTES)
         async with port.connected() as (reader, writer):
@@ -168,8 +193,9 @@ def test_a_client_that_reads_nothing_of_its_answer_is_cut(
             writer.transport.resume_reading()  # type: ignore[attr-defined]
             with contextlib.suppress(ConnectionError):
                 assert len(await reader.read()) < LARGE_BYTES
+        assert port.limits.ended == {"response_timeout": 1}
 
-    serve(talk)
+    serve(talk, response_s=0.05)
 
 
 def test_a_large_answer_comes_whole() -> None:
@@ -182,34 +208,61 @@ def test_a_large_answer_comes_whole() -> None:
     serve(talk)
 
 
-def test_more_connections_than_are_served_are_known_and_far_more_are_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http1, "CONNECTIONS_SLACK", 1)
+def test_more_connections_than_are_served_are_known_and_far_more_are_closed() -> None:
+    """All are busy, so none gives way."""
 
     async def talk(port: Port) -> None:
-        async with port.connected() as (reader, writer):
-            writer.write(GET)
-            await answer(reader)
-            assert not port.http.is_full
-            async with port.connected() as (second, to_second):
-                to_second.write(GET)
-                await answer(second)
-                assert port.http.is_full
-                async with port.connected() as (third, _):
-                    assert await is_closed(third)
-        while port.http.connections:
-            await asyncio.sleep(0.01)
-        assert not port.http.is_full
+        port.app.hold.clear()
+        async with contextlib.AsyncExitStack() as stack:
+            held = []
+            for _ in range(1 + http1.CONNECTIONS_SLACK):
+                streams = await stack.enter_async_context(port.connected())
+                streams[1].write(GET)
+                await port.app.begun.wait()
+                port.app.begun.clear()
+                held.append(streams)
+            assert port.app.refused == [False] + [True] * http1.CONNECTIONS_SLACK
+            too_many, _ = await stack.enter_async_context(port.connected())
+            assert await is_closed(too_many)
+            assert port.limits.ended == {"too_many_connections": 1}
+            port.app.hold.set()
+            for reader, _ in held:
+                assert await answer(reader) == b"ok"
+            port.app.refused.clear()
+            held[-1][1].write(GET)
+            assert await answer(held[-1][0]) == b"ok"
+            assert port.app.refused == [False]
 
     serve(talk, connections_max=1)
+
+
+def test_an_idle_connection_gives_way_to_a_new_one() -> None:
+    async def talk(port: Port) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            streams = []
+            for _ in range(4):
+                streams.append(await stack.enter_async_context(port.connected()))
+                streams[-1][1].write(GET)
+                assert await answer(streams[-1][0]) == b"ok"
+            gone = [reader.at_eof() or await is_closed_now(reader) for reader, _ in streams]
+            assert gone == [True, True, False, False]
+            assert port.limits.ended == {"gave_way": 2}
+
+    serve(talk, connections_max=2)
+
+
+async def is_closed_now(reader: asyncio.StreamReader) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.05):
+            return await reader.read() == b""
+    return False
 
 
 def test_the_rest_of_a_body_that_nobody_read_is_taken_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that a client which is still sending sees its answer; then it is cut."""
-    monkeypatch.setattr(http1, "LINGER_S", 0.2)
+    monkeypatch.setattr(http1_connection, "LINGER_S", 0.2)
 
     async def talk(port: Port) -> None:
         port.app.is_reading = False
@@ -255,23 +308,35 @@ def chunked(chunk: bytes, count: int) -> bytes:
     return head + b"%x\r\n%s\r\n" % (len(chunk), chunk) * count + b"0\r\n\r\n"
 
 
-def test_a_body_of_tiny_chunks_is_taken_in_turns() -> None:
+class Clock:
+    """A clock by which each look takes so long; no work takes any time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step_ns: int) -> None:
+        self.ns, self.step_ns, self.looks = 10**18, step_ns, 0
+        monkeypatch.setattr(http1_connection, "now_ns", self)
+
+    def __call__(self) -> int:
+        self.ns += self.step_ns
+        return self.ns
+
+
+def test_a_body_of_tiny_chunks_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between them the loop goes round, and no more is read than what was left over."""
+    Clock(monkeypatch, QUANTUM_NS // 8)
 
     async def talk(port: Port) -> None:
-        sent = chunked(b"a", 100_000)
+        sent = chunked(b"a", 20_000)
         async with port.connected() as (reader, writer):
             writer.write(sent + GET)
             answers = asyncio.create_task(both(reader))
             left = 0
             while not answers.done():
                 await asyncio.sleep(0)
-                each: Any
-                for each in port.http._state.connections:
-                    left = max(left, len(each.conn.trailing_data[0]))
+                for each in port.http.connections:
+                    left = max(left, each.conn.buffered_bytes)
             assert answers.result() == [b"ok", b"ok"]
-        assert sum(port.app.pieces) == 100_000
-        assert max(port.app.pieces) <= 3 * http1.CHUNKS_A_TURN
+        assert sum(port.app.pieces) == 20_000
+        assert max(port.app.pieces) <= 1024
         assert left <= 1 << 19
 
     async def both(reader: asyncio.StreamReader) -> list[bytes]:
@@ -286,17 +351,88 @@ def test_connections_with_tiny_chunks_share_their_turns() -> None:
     async def talk(port: Port) -> None:
         async with contextlib.AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(port.connected()) for _ in range(8)]
-            for _, writer in streams:
-                writer.write(chunked(b"a", 10_000))
             answers = asyncio.gather(*(answer(reader) for reader, _ in streams))
-            rounds = 0
+            used_ns = rounds = 0
             while not answers.done():
+                if not rounds:
+                    for _, writer in streams:
+                        writer.write(chunked(b"a", 10_000))
+                begun_ns = thread_cpu_ns()
                 await asyncio.sleep(0)
+                used_ns += thread_cpu_ns() - begun_ns
                 rounds += 1
             assert await answers == [b"ok"] * 8
-        assert rounds > 0.8 * sum(port.app.pieces) / http1.CHUNKS_A_TURN
+        # A round is the reads of each, a quantum at most, and the turns of all that wait.
+        assert rounds > used_ns / (8 * 2 * QUANTUM_NS + 2 * TURN_NS)
+
+    serve(talk, connections_max=20)
+
+
+def test_processor_time_that_brings_little_ends_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_allowance, "BURST_NS", 20_000_000)
+
+    async def talk(port: Port) -> None:
+        async with port.connected() as (reader, writer), port.connected() as (other, to_other):
+            writer.write(chunked(b"a", 100_000))
+            assert await is_closed(reader)
+            assert port.limits.ended == {"cpu_time": 1}
+            to_other.write(chunked(bytes(1 << 16), 100))
+            assert await answer(other) == b"ok"
 
     serve(talk)
+
+
+@pytest.mark.parametrize("count", [http1_connection.FIELDS_MAX - 20, 1000, 20_000])
+@pytest.mark.parametrize("where", ["head", "trailers"])
+def test_fields_are_few_also_where_all_come_at_once(count: int, where: str) -> None:
+    fields = b"a:\r\n" * count
+    sent = {
+        "head": GET[:-2] + fields + b"\r\n",
+        "trailers": chunked(b"a", 1)[:-2] + fields + b"\r\n",
+    }[where]
+
+    async def talk(port: Port) -> None:
+        async with port.connected() as (reader, writer):
+            writer.write(sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.split()[1] == (b"200" if count < 1000 else b"400")
+
+    serve(talk)
+
+
+def test_the_line_of_a_chunk_is_short() -> None:
+    async def talk(port: Port) -> None:
+        async with port.connected() as (reader, writer):
+            for length, status in ((100, b" 200 "), (10_000, b" 400 ")):
+                line = b"\r\n\r\n1;" + b"x" * length + b"\r\n"
+                writer.write(chunked(b"a", 1).replace(b"\r\n\r\n1\r\n", line))
+                assert status in await reader.readuntil(b"\r\n")
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.read(2)
+
+    serve(talk)
+
+
+def test_what_is_read_and_not_taken_is_within_the_budget() -> None:
+    """Requests that wait behind another: of those that hold most, some connections are ended."""
+
+    async def talk(port: Port) -> None:
+        port.app.hold.clear()
+        budget, most = port.limits.budget, 0
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(8):
+                _, writer = await stack.enter_async_context(port.connected())
+                writer.write(GET)
+                await asyncio.sleep(0.02)
+                writer.write(GET * 3000)
+                await asyncio.sleep(0.05)
+                most = max(most, budget.used_bytes)
+            assert 1 << 17 < most <= budget.limit_bytes
+            assert port.limits.ended["receive_memory"] >= 3
+
+    serve(talk, receive_bytes=1 << 18)
 
 
 def test_a_body_of_tiny_chunks_that_nobody_reads_is_thrown_away() -> None:
@@ -316,9 +452,8 @@ def test_a_client_that_leaves_amid_tiny_chunks_is_forgotten() -> None:
             writer.write(chunked(b"a", 50_000)[:-5])
             await port.app.begun.wait()
             writer.transport.abort()
-        while port.http.connections:
+        while port.http.connections or not port.app.gone:
             await asyncio.sleep(0.01)
-        assert port.app.gone == 1
         async with port.connected() as (reader, writer):
             writer.write(GET)
             assert await answer(reader) == b"ok"
@@ -337,7 +472,7 @@ def test_an_ordinary_body_is_taken_as_it_comes() -> None:
                 writer.write(sent)
                 assert await answer(reader) == b"ok"
             assert sum(port.app.pieces) == LARGE_BYTES
-            assert max(port.app.pieces) > 1 << 17
+            assert max(port.app.pieces) > 1 << 16
 
     serve(talk)
 
@@ -367,7 +502,7 @@ def test_a_client_that_closes_its_half_is_not_waited_for_long(
 ) -> None:
     """It may have left, and then nobody wants the answer; amid a request it has, amid its answer
     it shows whether it has."""
-    monkeypatch.setattr(http1, "HALF_CLOSED_S", 0.05)
+    monkeypatch.setattr(http1_connection, "HALF_CLOSED_S", 0.05)
 
     async def talk(port: Port) -> None:
         port.app.hold.clear()
@@ -386,7 +521,7 @@ def test_a_client_that_closes_its_half_is_not_waited_for_long(
             await asyncio.sleep(0.2)
             writer.transport.resume_reading()  # type: ignore[attr-defined]
             assert len(await answer(reader)) == LARGE_BYTES
-        monkeypatch.setattr(http1, "HALF_CLOSED_S", 2 * WITHIN_S)
+        monkeypatch.setattr(http1_connection, "HALF_CLOSED_S", 2 * WITHIN_S)
         async with port.connected() as (reader, writer):
             writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")
             writer.write_eof()
@@ -438,7 +573,7 @@ def test_an_answer_that_is_not_read_is_known_of() -> None:
                 await asyncio.sleep(0.01)
             writer.transport.resume_reading()  # type: ignore[attr-defined]
             assert await answer(reader) == port.app.answer
-            assert port.http.unsent == 0 and port.http.connections == 1
+            assert port.http.unsent == 0 and len(port.http.connections) == 1
 
     serve(talk)
 

@@ -76,7 +76,7 @@ class Client:
         self.desk: Desk | None = None
         self._pieces = [{"type": "http.request", "body": body, "more_body": False}]
         named = [(name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()]
-        self._scope = {
+        self._scope: dict[str, Any] = {
             "type": "http",
             "headers": named,
             "path_params": {"name": "m0"},
@@ -86,13 +86,12 @@ class Client:
 
     async def ask(self, desk: Desk, **config: Any) -> bytes:
         """The body of the answer."""
-        is_full = config.pop("is_full", False)
+        self._scope["is_surplus"] = config.pop("is_surplus", False)
         self.desk = desk
         infer = HttpInference(
             Models(),  # type: ignore[arg-type]
             desk,  # type: ignore[arg-type]
             HttpConfig(**config),
-            lambda: is_full,
         )
         await infer(self._scope, self._receive, self._send)
         return b"".join(message["body"] for message in self.sent[1:])
@@ -211,7 +210,7 @@ def test_a_refused_request_is_forgotten_at_once() -> None:
 
 def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:
     async def run() -> None:
-        for config in ({"is_full": True}, {"bodies_bytes": len(BODY) - 1}):
+        for config in ({"is_surplus": True}, {"bodies_bytes": len(BODY) - 1}):
             client = Client()
             with pytest.raises(Overloaded):
                 await client.ask(Desk(tripled), **config)

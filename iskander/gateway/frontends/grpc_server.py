@@ -121,6 +121,7 @@ class GrpcServer:
             at_once=self._at_once,
             message_bytes=partial(_message_bytes, most),
             calls_max=streams + CALLS_SLACK,
+            connections_max=limits.connections,
             named=self._named,
             limits=connection_limits,
             tls=tls.context(HTTP2),

@@ -6,7 +6,7 @@ Runs on: gateway loop. Source: Open Inference Protocol v2, REST; its binary tens
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -62,16 +62,12 @@ class HttpInference:
         models: What is served.
         desk: Has the rows computed.
         config: Of the port.
-        is_full: Whether there are more connections than are served.
     """
 
-    def __init__(
-        self, models: Models, desk: Desk, config: HttpConfig, is_full: Callable[[], bool]
-    ) -> None:
+    def __init__(self, models: Models, desk: Desk, config: HttpConfig) -> None:
         self._models = models
         self._desk = desk
         self._json_max = min(config.json_bytes, desk.limits.message_bytes)
-        self._is_full = is_full
         self._room = Room(config.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +77,7 @@ class HttpInference:
             IskanderError: Why there is no answer; nothing of one was sent.
         """
         request = Request(scope, receive)
-        if self._is_full():
+        if scope["is_surplus"]:
             raise Overloaded("as many connections as may be are open", retry_after_ms=RETRY_MS)
         self._desk.require_open()
         path = request.path_params

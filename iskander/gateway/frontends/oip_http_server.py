@@ -12,6 +12,7 @@ from iskander.errors import ConfigError
 from iskander.gateway.access.grants import Access
 from iskander.gateway.access.tls import HTTP1, Tls
 from iskander.gateway.asking import Desk
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.frontends.oip_http import OipHttp
 from iskander.gateway.frontends.oip_http_infer import HttpInference
 from iskander.gateway.frontends.oip_service import OipService
@@ -30,6 +31,7 @@ class OipHttpServer:
         access: Knows what a caller may ask.
         tls: Of the server.
         config: Of the port; it has an address.
+        limits: Over the connections of all listeners.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class OipHttpServer:
         access: Access,
         tls: Tls,
         config: HttpConfig,
+        *,
+        limits: ConnectionLimits,
     ) -> None:
         self._address = config.address
-        infer = HttpInference(models, desk, config, lambda: self._port.is_full)
+        infer = HttpInference(models, desk, config)
         app = OipHttp(models, service, infer, access).app()
-        self._port = Http1Port(app, config.connections, tls.context(HTTP1))
+        self._port = Http1Port(app, config.connections, limits, tls.context(HTTP1))
 
     @property
     def unsent(self) -> int:

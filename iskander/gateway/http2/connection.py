@@ -78,7 +78,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the calls: nobody is there for their answers."""
         del error
-        self.host.connections.discard(self)
+        self.host.forget(self)
         self.host.budget.holders.discard(self.streams)
         self._rest = memoryview(b"")
         self._end_calls()
@@ -144,6 +144,21 @@ class Connection(asyncio.BufferedProtocol):
     def has_unsent(self) -> bool:
         """Whether anything that was said to the client still waits for it to read."""
         return self.output.has_unsent or any(call.is_blocked for call in self.calls.values())
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the socket has not taken."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def idle_since_ns(self) -> int:
+        """Since when there is no open call and nothing to send; 0 while there is."""
+        return 0 if self.calls or self._is_waiting or self.has_unsent else self._heard_ns
+
+    def give_way(self) -> None:
+        """Close, so that another connection has a place; the client may repeat what it sent."""
+        self.output.emit(frames.goaway(self.streams.last_id, Code.NO_ERROR, "idle"))
+        self._part()
 
     def leave(self) -> None:
         """Ask the client to open its next calls elsewhere.

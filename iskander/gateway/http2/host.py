@@ -50,3 +50,6 @@ class Host(Protocol):
 
     def count_ended(self, reason: str) -> None:
         """Count a connection that the server ended."""
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is closed."""

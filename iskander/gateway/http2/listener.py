@@ -17,8 +17,6 @@ from iskander.gateway.listening import Listening
 
 log = logging.getLogger("iskander.http2")
 
-CONNECTIONS_MAX = 10_000
-
 
 class Listener(Listening[Connection]):
     """A gRPC server without methods.
@@ -29,6 +27,7 @@ class Listener(Listening[Connection]):
             does.
         message_bytes: The largest message that is taken, by a call's path.
         calls_max: Open calls of one connection.
+        connections_max: At once.
         named: What is refused here, as those who called that path know it.
         limits: Over the connections of all listeners.
         tls: What connections over TCP are spoken to with; None: in the clear.
@@ -41,11 +40,12 @@ class Listener(Listening[Connection]):
         at_once: Callable[[Call], bool],
         message_bytes: Callable[[str], int],
         calls_max: int,
+        connections_max: int,
         named: Callable[[str, RpcError], RpcError],
         limits: ConnectionLimits,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(CONNECTIONS_MAX, limits, tls)
+        super().__init__(connections_max, limits, tls)
         self.serve = serve
         self.at_once = at_once
         self.message_bytes = message_bytes

@@ -12,15 +12,13 @@ from __future__ import annotations
 from typing import Final
 
 from iskander.clock import NS_PER_MS, NS_PER_S
+from iskander.gateway.cpu_allowance import PER_S_NS, CpuAllowance
 from iskander.gateway.http2.frames import Code, ConnectionBroken
 
 BURST: Final = 1000
 PER_S: Final = 500
 PER_ANSWER: Final = 2.0
 """Free frames for each frame of an answer: a PING, and the window updates."""
-IDLE_CPU_BURST_NS: Final = NS_PER_S
-IDLE_CPU_PER_S_NS: Final = 100 * NS_PER_MS
-"""Processor time that a connection may use without delivering messages."""
 
 
 class RateLimiter:
@@ -33,8 +31,7 @@ class RateLimiter:
     def __init__(self, now_ns: int) -> None:
         self._spent = self._free = 0.0
         self._seen_ns = now_ns
-        self._cpu_ns = 0
-        self._cpu_seen_ns = now_ns
+        self._cpu = CpuAllowance(now_ns)
 
     def charge(self, now_ns: int, cost: float = 1.0) -> None:
         """Count a frame, or work that costs as much as `cost` frames.
@@ -76,13 +73,9 @@ class RateLimiter:
         Raises:
             ConnectionBroken: The connection used too much for what it delivered.
         """
-        leaked = (now_ns - self._cpu_seen_ns) * IDLE_CPU_PER_S_NS // NS_PER_S
-        self._cpu_ns = max(self._cpu_ns - leaked + used_ns, 0)
-        self._cpu_seen_ns = now_ns
-        if self._cpu_ns > IDLE_CPU_BURST_NS:
+        if not self._cpu.charge(now_ns, used_ns):
             raise ConnectionBroken(
                 Code.ENHANCE_YOUR_CALM,
-                f"more than {IDLE_CPU_PER_S_NS // NS_PER_MS} ms/s of processor time without "
-                "messages",
+                f"more than {PER_S_NS // NS_PER_MS} ms/s of processor time without messages",
                 reason="cpu_time",
             )

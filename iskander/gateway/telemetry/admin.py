@@ -10,31 +10,28 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
 from typing import Protocol
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from iskander.clock import NS_PER_MS, now_ns
+from iskander.config import Config
 from iskander.errors import ConfigError
 from iskander.gateway.addresses import PORT_MAX
+from iskander.gateway.connection_limits import ConnectionLimits
+from iskander.gateway.http1 import Http1Port
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 CONNECTIONS_MAX = 32
-"""Beyond them a connection is closed as it comes; probes and one or two scrapers need five."""
+"""Probes and one or two scrapers need five."""
 CONNECTION_S = 30.0
 """The longest life of a connection, whatever it does or leaves undone."""
-IDLE_S = 5
 STOP_S = 1
-HEAD_BYTES_MAX = 16_384
 REUSE_NS = 100 * NS_PER_MS
 """A page of this age is given again: someone who asks in a loop costs ten pages a second."""
 
@@ -57,12 +54,17 @@ class AdminServer:
     Args:
         address: `HOST:PORT`; port 0 takes a free one.
         source: What is told.
+        limits: Over the connections of all listeners; None: its own.
     """
 
-    def __init__(self, address: str, source: Source) -> None:
+    def __init__(
+        self, address: str, source: Source, limits: ConnectionLimits | None = None
+    ) -> None:
         self._address = address
-        self._http = _Http(_http_config(_Pages(source).app()))
-        self._task: asyncio.Task[None] | None = None
+        self._source = source
+        self._limits = limits
+        self._own_limits: ConnectionLimits | None = None
+        self._port: Http1Port | None = None
 
     async def start(self) -> str:
         """Listen; the address with the port that was taken.
@@ -70,23 +72,26 @@ class AdminServer:
         Raises:
             ConfigError: Nobody can listen there; says why.
         """
-        listener = _listen(self._address)
-        host, port = listener.getsockname()[:2]
-        self._task = asyncio.create_task(self._http.serve([listener]), name="admin")
-        while not self._http.started and not self._task.done():
-            await asyncio.sleep(0)
-        if self._task.done():
-            self._task.result()
+        bound = _bind(self._address)
+        if self._limits is None:
+            self._limits = self._own_limits = ConnectionLimits(Config())
+        self._port = Http1Port(
+            _Pages(self._source).app(),
+            CONNECTIONS_MAX,
+            self._limits,
+            slack=0,
+            life_s=CONNECTION_S,
+        )
+        host, port = bound.getsockname()[:2]
+        await self._port.listen(bound)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def stop(self) -> None:
         """Listen no more, let answers that are under way finish, and close what is left."""
-        if self._task is None:
-            return
-        self._http.stopping.set()
-        await self._task
-        for connection in list(self._http.server_state.connections):
-            connection.transport.abort()
+        if self._port is not None:
+            await self._port.stop(STOP_S)
+        if self._own_limits is not None:
+            self._own_limits.stop()
 
 
 class _Pages:
@@ -131,67 +136,8 @@ class _Pages:
         return Response(page, headers={"content-type": kind})
 
 
-class _Http(uvicorn.Server):
-    """uvicorn without what it does for itself: it takes no signals and wakes up for no clock.
-
-    Its own loop looks ten times a second whether to end, which an idle gateway would notice.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.stopping = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self.stopping.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Connection(H11Protocol):
-    """One of few, and not for long; uvicorn itself waits for ever for the first request's end."""
-
-    _end: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS_MAX:
-            transport.abort()
-        else:
-            self._end = self.loop.call_later(CONNECTION_S, transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._end is not None:
-            self._end.cancel()
-        super().connection_lost(exc)
-
-
-def _http_config(app: Starlette) -> uvicorn.Config:
-    # A failure is logged with its traceback, by our own handlers, and answered with a bare 500.
-    return uvicorn.Config(
-        app,
-        http=_Connection,
-        ws="none",
-        loop="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        backlog=CONNECTIONS_MAX,
-        timeout_keep_alive=IDLE_S,
-        timeout_graceful_shutdown=STOP_S,
-        h11_max_incomplete_event_size=HEAD_BYTES_MAX,
-    )
-
-
-def _listen(address: str) -> socket.socket:
-    """A socket that listens.
+def _bind(address: str) -> socket.socket:
+    """A socket that is bound.
 
     Raises:
         ConfigError: Nobody can listen there; says why.
@@ -207,7 +153,6 @@ def _listen(address: str) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-        listener.listen(CONNECTIONS_MAX)
     except (OSError, UnicodeError) as error:
         if listener is not None:
             listener.close()

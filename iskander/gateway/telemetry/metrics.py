@@ -43,7 +43,9 @@ BASE_UNITS = ("seconds", "bytes")
 """Units that end a name, as Prometheus wants it."""
 OUTCOMES = ("completed", "withdrawn")
 OBSERVED = ("answered", "late", "unsent")
-TIMEOUTS = tuple(f"{name}_timeout" for name in ("preface", "headers", "message", "response"))
+TIMEOUTS = tuple(
+    f"{name}_timeout" for name in ("preface", "headers", "idle", "keepalive", "message", "response")
+)
 REFUSED = (Unauthenticated.code, PermissionDenied.code)
 
 Source = TypeVar("Source")

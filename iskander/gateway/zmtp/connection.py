@@ -54,6 +54,10 @@ class Session(Protocol):
     def take(self, parts: list[Part], arrived_ns: int) -> None:
         """Take a message, which came at that time of the monotonic clock."""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether something that was taken is not answered, or an answer is not sent."""
+
     def on_room(self) -> None:
         """The peer takes messages again."""
 
@@ -79,6 +83,9 @@ class Host(Protocol):
     connections: set[Connection]
     open: Callable[[Connection, bytes], Session]
     on_broken: Callable[[str], None]
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is closed."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -124,7 +131,7 @@ class Connection(asyncio.BufferedProtocol):
         """Nobody is there for answers."""
         del error
         self._is_over = True
-        self._host.connections.discard(self)
+        self._host.forget(self)
         self._backlog.clear()
         if self._session is not None:
             self._session.on_lost()
@@ -193,6 +200,23 @@ class Connection(asyncio.BufferedProtocol):
                 self._break("a peer stopped in the midst of a message")
         elif self._is_hung_up():
             self.abort()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the socket has not taken."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def idle_since_ns(self) -> int:
+        """Since when nothing is asked and there is nothing to send; 0 while there is."""
+        session = self._session
+        if self._is_turn_due or self._backlog or (session is not None and session.has_work):
+            return 0
+        return self._made_ns if session is None else self._heard_ns
+
+    def give_way(self) -> None:
+        """Close, so that another connection has a place."""
+        self.leave()
 
     def leave(self) -> None:
         """Say no more than what was sent, and go."""

@@ -1,0 +1,133 @@
+"""More connections than may be, on every port of a real gateway: idle ones give way to new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support import http2 as client
+from support import models
+from support.http2 import PREFACE, Wire, settings
+from support.processes import Gateway, eventually, running
+from support.robots import Peer
+
+MOST = 16
+DESCRIPTORS = 200
+GET = b"GET /v2/health/live HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("connections")
+    served = [{"name": "ids", "path": str(models.row_ids(folder / "ids")), "intra_threads": 1}]
+    with running(
+        folder,
+        served,
+        limits={"connections": MOST},
+        http={"address": "127.0.0.1:0", "connections": MOST},
+        inferential={"address": "tcp://127.0.0.1:0", "connections": MOST},
+    ) as ready:
+        yield ready
+
+
+def where(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def connect(address: str, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(where(address), 20, source_address=(source, 0))
+
+
+def http2_idle(gateway: Gateway) -> socket.socket:
+    wire = connect(gateway.address, "127.0.0.9")
+    wire.sendall(PREFACE + settings())
+    assert wire.recv(9)
+    return wire
+
+
+def http1_idle(gateway: Gateway) -> socket.socket:
+    wire = connect(gateway.stats()["http_address"], "127.0.0.9")
+    wire.sendall(GET)
+    assert wire.recv(15) == b"HTTP/1.1 200 OK"
+    return wire
+
+
+def zmtp_idle(gateway: Gateway) -> socket.socket:
+    return Peer(gateway.stats()["inferential"]["address"], b"idle").socket
+
+
+def http2_new(gateway: Gateway) -> None:
+    with Wire(gateway.address) as wire:
+        wire.say(client.headers(1, client.request_fields("/grpc.health.v1.Health/Check")))
+        wire.say(client.data(1, client.message(b""), client.END_STREAM))
+        assert wire.answer(1).messages == [b"\x08\x01"]
+
+
+def http1_new(gateway: Gateway) -> None:
+    with connect(gateway.stats()["http_address"]) as wire:
+        wire.sendall(GET)
+        assert wire.recv(15) == b"HTTP/1.1 200 OK"
+
+
+def zmtp_new(gateway: Gateway) -> None:
+    with Peer(gateway.stats()["inferential"]["address"], b"new"):
+        pass
+
+
+PORTS = {
+    "http2": (http2_idle, http2_new),
+    "http1": (http1_idle, http1_new),
+    "zmtp": (zmtp_idle, zmtp_new),
+}
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_idle_connections_lock_nobody_out(gateway: Gateway, port: str) -> None:
+    idle, new = PORTS[port]
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(idle(gateway)) for _ in range(3 * MOST)]
+        for _ in range(3):
+            new(gateway)
+        for each in held:
+            each.settimeout(0.05)
+        gone = [each for each in held if is_over(each)]
+        assert 2 * MOST <= len(gone) < 3 * MOST
+        assert held[0] in gone and held[-1] not in gone
+
+
+def is_over(wire: socket.socket) -> bool:
+    """Whether the server has closed it; over HTTP/2 it says so, and that nothing was begun."""
+    raw = b""
+    try:
+        while piece := wire.recv(1 << 16):
+            raw += piece
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    if raw and b"live" not in raw and b"READY" not in raw:
+        # A GOAWAY frame: of no call, NO_ERROR.
+        assert raw.endswith(b"\x07" + bytes(1 + 4 + 4 + 4) + b"idle")
+    return True
+
+
+def test_a_process_of_few_descriptors_serves_on(tmp_path: Path) -> None:
+    """Connections leave some for the rest of it: a worker that died is started again."""
+    served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids")), "intra_threads": 1}]
+    limit = ("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}")
+    with running(tmp_path, served, prefix=limit) as gateway, contextlib.ExitStack() as stack:
+        process = psutil.Process(gateway.pid)
+        for count in range(3 * DESCRIPTORS):
+            stack.enter_context(connect(gateway.address, f"127.0.1.{count % 250 + 1}"))
+        http2_new(gateway)
+        assert process.num_fds() <= DESCRIPTORS - DESCRIPTORS // 8
+        dead = gateway.kill_worker()
+        eventually(lambda: dead not in gateway.worker_pids() and gateway.worker_pids())
+        gateway.wait_ready()
+        http2_new(gateway)
+        assert "could not be accepted" not in gateway.text()
