@@ -14,7 +14,7 @@ import logging
 import socket
 import ssl
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from iskander.clock import now_ns
 from iskander.gateway.sources import Source, SourceTable, source_of
@@ -32,18 +32,10 @@ SHUTDOWN_S: Final = 1.0
 log = logging.getLogger("iskander.connections")
 
 
-class Leaving(Protocol):
-    """A connection that may give way."""
-
-    @property
-    def idle_since_ns(self) -> int:
-        """Since when it has no open call and nothing to send; 0 while it has."""
-
-    def give_way(self) -> None:
-        """End in order, and at once."""
+Peer = TypeVar("Peer")
 
 
-class Accepted:
+class Accepted(Generic[Peer]):
     """A connection from its accept to its end.
 
     Attributes:
@@ -60,45 +52,30 @@ class Accepted:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.at_ns = now_ns()
-        self.peer: Leaving | None = None
+        self.peer: Peer | None = None
         self.handshake: asyncio.Task[None] | None = None
         self.unsent_bytes = 0
         self.is_open = True
         self.is_surplus = False
 
-    @property
-    def idle_since_ns(self) -> int:
-        """As of its peer; one in its handshake is idle since it was accepted."""
-        if self.handshake is not None or self.peer is None:
-            return self.at_ns
-        return self.peer.idle_since_ns
 
-    def give_way(self) -> None:
-        """End it."""
-        # The peer is made before the handshake, and has no transport until that is over.
-        if self.handshake is not None:
-            self.handshake.cancel()
-        elif self.peer is not None:
-            self.peer.give_way()
-
-
-class Taker(Protocol):
+class Taker(Protocol[Peer]):
     """A listener that takes connections."""
 
-    def admit(self, source: Source) -> Accepted | None:
+    def admit(self, source: Source) -> Accepted[Peer] | None:
         """Count a new connection; None where it is to be closed."""
 
-    def make(self, accepted: Accepted) -> asyncio.BaseProtocol:
+    def make(self, accepted: Accepted[Peer]) -> asyncio.BaseProtocol:
         """The server's end of an accepted connection."""
 
-    def drop(self, accepted: Accepted) -> None:
+    def drop(self, accepted: Accepted[Peer]) -> None:
         """An accepted connection is not there any more; more than once is as good as once."""
 
     def on_accept_error(self, listening: socket.socket, error: OSError) -> None:
         """The system refused to accept a connection."""
 
 
-class Acceptor:
+class Acceptor(Generic[Peer]):
     """One listening socket; closed as `asyncio.Server` is.
 
     Args:
@@ -108,14 +85,14 @@ class Acceptor:
     """
 
     def __init__(
-        self, listening: socket.socket, taker: Taker, tls: ssl.SSLContext | None = None
+        self, listening: socket.socket, taker: Taker[Peer], tls: ssl.SSLContext | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._taker = taker
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handshakes: SourceTable[Accepted] = SourceTable()
+        self._handshakes: SourceTable[Accepted[Peer]] = SourceTable()
         self._pause: asyncio.TimerHandle | None = None
         self._is_closed = False
         listening.setblocking(False)
@@ -163,9 +140,10 @@ class Acceptor:
             oldest = self._handshakes.oldest_idle(_accepted_ns)
             if oldest is not None:
                 self._handshakes.remove(oldest.source, oldest)
-                oldest.give_way()
+                if oldest.handshake is not None:
+                    oldest.handshake.cancel()
 
-    async def _connect(self, connection: socket.socket, accepted: Accepted) -> None:
+    async def _connect(self, connection: socket.socket, accepted: Accepted[Peer]) -> None:
         make = partial(self._taker.make, accepted)
         if self._tls is None:
             await self._loop.connect_accepted_socket(make, connection)
@@ -179,7 +157,7 @@ class Acceptor:
             )
 
     def _on_connected(
-        self, connection: socket.socket, accepted: Accepted, task: asyncio.Task[None]
+        self, connection: socket.socket, accepted: Accepted[Peer], task: asyncio.Task[None]
     ) -> None:
         # Not in the task itself: one that is cancelled before its first step never begins.
         self._tasks.discard(task)
@@ -203,5 +181,5 @@ class Acceptor:
         self._loop.add_reader(self._listening, self._accept)
 
 
-def _accepted_ns(accepted: Accepted) -> int:
+def _accepted_ns(accepted: Accepted[Any]) -> int:
     return accepted.at_ns

@@ -52,6 +52,10 @@ class ConnectionLimits:
         """Whether there are descriptors for no more connections."""
         return self.open_count >= self.descriptors.connections_max
 
+    def count_ended(self, reason: str) -> None:
+        """Count a connection, or a message, that the server ended."""
+        self.ended[reason] += 1
+
     def start(self) -> None:
         """Begin to give memory back to the system that received bytes need no more."""
         self.descriptors.measure(self.open_count)

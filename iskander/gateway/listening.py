@@ -98,9 +98,9 @@ class Listening(Generic[Connection]):
         self._slack = slack
         self._share = max(connections_max * limits.source_percent // 100, 1)
         self._tls = tls
-        self._sources: SourceTable[Accepted] = SourceTable()
-        self._accepted: dict[Connection, Accepted] = {}
-        self._acceptors: list[Acceptor] = []
+        self._sources: SourceTable[Accepted[Connection]] = SourceTable()
+        self._accepted: dict[Connection, Accepted[Connection]] = {}
+        self._acceptors: list[Acceptor[Connection]] = []
         self._caring: asyncio.TimerHandle | None = None
         self._to_look_at: deque[Connection] = deque()
         self._look_turn = self._open = self._surplus = 0
@@ -139,7 +139,7 @@ class Listening(Generic[Connection]):
 
     def count_ended(self, reason: str) -> None:
         """Count a connection that the server ended."""
-        self._limits.ended[reason] += 1
+        self._limits.count_ended(reason)
 
     @abstractmethod
     def connection(self) -> Connection:
@@ -171,7 +171,7 @@ class Listening(Generic[Connection]):
 
     # For the acceptors.
 
-    def admit(self, source: Source) -> Accepted | None:
+    def admit(self, source: Source) -> Accepted[Connection] | None:
         """Count a new connection; None where it is to be closed."""
         # Those that gave way take a moment to close.
         is_taken = (
@@ -182,7 +182,7 @@ class Listening(Generic[Connection]):
         if not is_taken or (is_surplus and self._surplus >= self._slack):
             self.on_too_many()
             return None
-        accepted = Accepted(source)
+        accepted: Accepted[Connection] = Accepted(source)
         if is_surplus:
             accepted.is_surplus = True
             self._surplus += 1
@@ -191,7 +191,7 @@ class Listening(Generic[Connection]):
         self._limits.open_count += 1
         return accepted
 
-    def make(self, accepted: Accepted) -> asyncio.BaseProtocol:
+    def make(self, accepted: Accepted[Connection]) -> asyncio.BaseProtocol:
         """The server's end of an accepted connection."""
         connection = self.connection()
         accepted.peer = connection
@@ -199,7 +199,7 @@ class Listening(Generic[Connection]):
         assert isinstance(connection, asyncio.BaseProtocol)
         return connection
 
-    def drop(self, accepted: Accepted) -> None:
+    def drop(self, accepted: Accepted[Connection]) -> None:
         """An accepted connection is not there any more; more than once is as good as once."""
         if accepted.is_open:
             accepted.is_open = False
@@ -227,13 +227,26 @@ class Listening(Generic[Connection]):
 
     def _make_way(self, source: Source | None) -> bool:
         """End the oldest idle connection, of one source or of that with most; whether it did."""
-        oldest = self._sources.oldest_idle(_idle_since, source)
-        if oldest is None:
-            return False
-        self._sources.remove(oldest.source, oldest)
-        self.count_ended("gave_way")
-        oldest.give_way()
-        return True
+        while True:
+            oldest = self._sources.oldest_idle(self._idle_since, source)
+            if oldest is None:
+                return False
+            self._sources.remove(oldest.source, oldest)
+            self.count_ended("gave_way")
+            if oldest.peer in self.connections:
+                oldest.peer.give_way()
+            elif oldest.handshake is not None:
+                oldest.handshake.cancel()
+            if not oldest.is_surplus:
+                return True
+            # That made no place.
+            oldest.is_surplus = False
+            self._surplus -= 1
+
+    def _idle_since(self, accepted: Accepted[Connection]) -> int:
+        # A peer is made before its handshake, and has no transport until that is over.
+        peer = accepted.peer
+        return peer.idle_since_ns if peer in self.connections else accepted.at_ns
 
     # Care.
 
@@ -264,7 +277,3 @@ class Listening(Generic[Connection]):
         if size >= UNSENT_BYTES_MIN and budget.used_bytes > budget.limit_bytes:
             self.count_ended("unread_responses")
             connection.abort()
-
-
-def _idle_since(accepted: Accepted) -> int:
-    return accepted.idle_since_ns

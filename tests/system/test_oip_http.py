@@ -670,9 +670,9 @@ def test_connections_beyond_the_limit_are_refused_by_name(tmp_path: Path) -> Non
         address = address_of(gateway)
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port))) as busy:
-            busy.sendall(
-                b"POST /v2/models/ids/infer HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"
-            )
+            busy.sendall(b"POST /v2/models/ids/infer HTTP/1.1\r\nhost: a\r\n")
+            busy.sendall(b"content-length: 9\r\nexpect: 100-continue\r\n\r\n")
+            assert b"100" in busy.recv(100)
             eventually(
                 lambda: post(address, "ids", asking([1]))[2].get("code") == "overloaded",
                 what="a refusal",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import socket
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ BUDGET_BYTES = 192 * MIB
 SLACK_BYTES = 64 * MIB
 LEFT_BYTES = 32 * MIB
 CHECK = "/grpc.health.v1.Health/Check"
+Attack = Callable[[ExitStack, Gateway], Iterator[None]]
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
@@ -34,7 +36,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     ids = models.row_ids(folder / "ids")
     served = [{"name": "ids", "path": str(ids), "intra_threads": 1}]
     limits = {"message_bytes": 72 * MIB, "receive_bytes": BUDGET_BYTES}
-    with running(folder, served, limits=limits) as ready:
+    http = {"address": "127.0.0.1:0", "bodies_bytes": 4096 * MIB, "json_bytes": 64 * MIB}
+    with running(
+        folder,
+        served,
+        limits=limits,
+        http=http,
+        inferential={"address": "tcp://127.0.0.1:0"},
+    ) as ready:
         yield ready
 
 
@@ -134,12 +143,114 @@ def bad_index(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
         yield
 
 
-ATTACKS = (half_received, large_half_received, expanding, broken, cut_off, bad_index)
+# HTTP/1.
+
+LENGTH = "inference-header-content-length: 10\r\n"
+
+
+def request(length: int | None, *extra: str) -> bytes:
+    """The head of a request with a binary body."""
+    framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    lines = ("POST /v2/models/ids/infer HTTP/1.1", "host: a", framing, *extra, "", "")
+    return "\r\n".join(lines).encode()
+
+
+def connect_http(stack: ExitStack, gateway: Gateway) -> socket.socket:
+    host, _, port = gateway.stats()["http_address"].rpartition(":")
+    return stack.enter_context(socket.create_connection((host, int(port)), 20))
+
+
+def send_some(wire: socket.socket, raw: bytes) -> None:
+    """Send what the server takes: where it refuses, or waits for memory, not all."""
+    wire.settimeout(1.0)
+    with suppress(OSError):
+        wire.sendall(raw)
+
+
+def http_bodies(length: int | None) -> Attack:
+    def attack(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+        body = bytes(length - 1) if length else b"%x\r\n" % (7 * MIB) + bytes(7 * MIB) + b"\r\n"
+        for _ in range(60):
+            wire = connect_http(stack, gateway)
+            send_some(wire, request(length, LENGTH.strip()) + body)
+            yield
+
+    return attack
+
+
+def http_pipelined(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Requests behind one that waits for its body's memory or worker."""
+    head = request(65 * MIB, LENGTH.strip())
+    for _ in range(200):
+        send_some(connect_http(stack, gateway), head + bytes(2 * MIB))
+        yield
+
+
+def http_compressed(bomb: bytes, status: bytes) -> Attack:
+    def attack(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+        for _ in range(10):
+            wire = connect_http(stack, gateway)
+            wire.sendall(request(len(bomb), LENGTH.strip(), "content-encoding: gzip") + bomb)
+            assert wire.recv(12) == b"HTTP/1.1 " + status
+            yield
+
+    return attack
+
+
+def http_answers(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Answers of 8 MiB that nobody reads."""
+    rows = MIB
+    tensor = {"name": "x", "datatype": "INT64", "shape": [rows]}
+    tensor["parameters"] = {"binary_data_size": 8 * rows}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    length = f"inference-header-content-length: {len(head)}"
+    for _ in range(40):
+        wire = connect_http(stack, gateway)
+        send_some(wire, request(len(head) + 8 * rows, length) + head + bytes(8 * rows))
+        yield
+
+
+def bomb_of(size: int) -> bytes:
+    packer = zlib.compressobj(9, wbits=31)
+    return b"".join(packer.compress(bytes(MIB)) for _ in range(size // MIB)) + packer.flush()
+
+
+def http_expanding(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    return http_compressed(bomb_of(1024 * MIB), b"413")(stack, gateway)
+
+
+def http_broken(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    bomb = bomb_of(60 * MIB)
+    return http_compressed(bomb[:-8] + b"\0\0\0\0" + bomb[-4:], b"400")(stack, gateway)
+
+
+def http_known(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    return http_bodies(7 * MIB)(stack, gateway)
+
+
+def http_chunked(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    return http_bodies(None)(stack, gateway)
+
+
+ATTACKS = (
+    half_received,
+    large_half_received,
+    expanding,
+    broken,
+    cut_off,
+    bad_index,
+    http_known,
+    http_chunked,
+    http_pipelined,
+    http_expanding,
+    http_broken,
+    http_answers,
+)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_received_bytes_stay_within_the_budget_and_go_back(
-    gateway: Gateway, attack: Callable[[ExitStack, Gateway], Iterator[None]]
+    gateway: Gateway, attack: Attack
 ) -> None:
     is_well(gateway)
     start = peak = resident_bytes(gateway)

@@ -21,7 +21,6 @@ import pytest
 
 from iskander.config import Config, LimitsConfig
 from iskander.gateway import accepting, listening
-from iskander.gateway.accepting import Accepted
 from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.descriptors import Descriptors
 from iskander.gateway.listening import Listening
@@ -267,17 +266,61 @@ def test_a_connection_that_is_closed_at_once_costs_no_place() -> None:
     play(talk)
 
 
-def test_a_handshake_that_gives_way_is_forgotten() -> None:
+def test_a_handshake_counts_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peer is made, and has no transport yet."""
+
     async def talk(port: Port) -> None:
         accepted = port.admit("a")
-        assert isinstance(accepted, Accepted)
+        assert accepted is not None
+        peer = cast(Connection, port.make(accepted))
         accepted.handshake = asyncio.create_task(asyncio.sleep(10))
-        accepted.give_way()
+        assert admit(port, "b", busy=True) is not None
         await asyncio.sleep(0)
-        assert accepted.handshake.cancelled()
+        assert accepted.handshake.cancelled() and not peer.is_left
         port.drop(accepted)
         port.drop(accepted)
-        assert port._open == 0
+        assert port._open == 1
+
+    play(talk, connections_max=1)
+
+
+def test_a_connection_that_just_came_is_busy_where_it_says_so() -> None:
+    """Its handshake is over, and the task of that is not."""
+
+    async def talk(port: Port) -> None:
+        accepted = port.admit("a")
+        assert accepted is not None
+        peer = cast(Connection, port.make(accepted))
+        peer.transport = cast(Any, _Transport(peer))
+        accepted.handshake = asyncio.create_task(asyncio.sleep(10))
+        port.connections.add(peer)
+        peer.idle_since_ns = 0
+        assert admit(port, "b") is None
+        accepted.handshake.cancel()
+
+    play(talk, connections_max=1)
+
+
+class Surplus(Port):
+    def __init__(self, limits: ConnectionLimits) -> None:
+        Listening.__init__(self, 1, limits, slack=2)
+
+
+def test_a_surplus_connection_has_a_place_once_there_is_one() -> None:
+    async def talk(port: Port) -> None:
+        surplus = Surplus(port._limits)
+        first, second, third = (admit(surplus, "a", busy=True) for _ in range(3))
+        assert first and second and third and admit(surplus, "a") is None
+        assert [surplus.is_surplus(each) for each in (first, second, third)] == [False, True, True]
+        first.transport.close()
+        await asyncio.sleep(0)
+        assert not surplus.is_surplus(third) and surplus.is_surplus(second)
+        third.idle_since_ns = 1
+        second.idle_since_ns = 0
+        assert not surplus.is_surplus(second) and third.is_left
+        await asyncio.sleep(0)
+        assert surplus._surplus == 0 and len(surplus.connections) == 1
+        await surplus.stop(0.1)
 
     play(talk)
 

@@ -41,7 +41,7 @@ def asked(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    app: Any = OipHttp(None, None, Infer(), access).app()  # type: ignore[arg-type]
+    app: Any = OipHttp(None, None, Infer(), access, None).app()  # type: ignore[arg-type]
     scope = {
         "type": "http",
         "method": method,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import pytest
 from starlette.datastructures import Headers
+from support.processes import eventually
 
 from iskander.errors import (
     Cancelled,
@@ -19,7 +21,7 @@ from iskander.errors import (
     Overloaded,
     Unsupported,
 )
-from iskander.gateway.frontends import oip_http_body
+from iskander.gateway import receive_budget
 from iskander.gateway.frontends.oip_http_body import (
     PIECE_BYTES,
     Held,
@@ -28,6 +30,7 @@ from iskander.gateway.frontends.oip_http_body import (
     compress,
     read_body,
 )
+from iskander.gateway.receive_budget import ReceiveBudget
 
 MIB = 1 << 20
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
@@ -47,6 +50,21 @@ def receive_of(*pieces: bytes, is_whole: bool = True) -> Any:
     return receive
 
 
+T = TypeVar("T")
+ENDED: list[str] = []
+
+
+def room_of(
+    bytes_max: int = 100 * MIB, budget: ReceiveBudget | None = None, message_s: float = 10.0
+) -> Room:
+    ENDED.clear()
+    return Room(bytes_max, budget or ReceiveBudget(1 << 30), message_s, ENDED.append)
+
+
+def within(play: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(play, 5.0))
+
+
 def read(
     *pieces: bytes,
     bytes_max: int = 2 * MIB,
@@ -54,7 +72,7 @@ def read(
     receive: Any = None,
     **headers: str,
 ) -> bytes:
-    room = room or Room(100 * MIB)
+    room = room or room_of()
     named = Headers({name.replace("_", "-"): value for name, value in headers.items()})
 
     async def run() -> bytes:
@@ -62,9 +80,12 @@ def read(
             return bytes(await read_body(receive or receive_of(*pieces), named, bytes_max, held))
 
     try:
-        return asyncio.run(run())
+        return within(run())
     finally:
-        assert room.held_bytes == 0
+        gc.collect()
+        assert room.held_bytes == 0 and not room.budget.holders
+        # A thread lets go of what it worked on after it has told the result.
+        eventually(lambda: room.budget.used_bytes == 0, 5)
 
 
 def test_a_body_is_its_pieces() -> None:
@@ -104,26 +125,33 @@ def test_a_body_that_says_no_length_is_read_as_far_as_it_may_go() -> None:
 
 
 @pytest.mark.parametrize("coding", PACK)
-def test_what_grows_beyond_the_limit_is_refused_before_it_has_grown(coding: str) -> None:
-    room = Room(100 * MIB)
-    most = 0
-
-    class Seen(Held):
-        def grow(self, count: int) -> None:
-            nonlocal most
-            super().grow(count)
-            most = max(most, room.held_bytes)
-
+@pytest.mark.parametrize("bytes_max", [1000, MIB])
+def test_a_bomb_is_refused_when_it_has_expanded_to_the_limit(coding: str, bytes_max: int) -> None:
+    """Of 64 MiB, which gzip declares, and which it hides."""
     bomb = PACK[coding](bytes(64 * MIB))
+    hidden = bomb[:-4] + (bytes_max // 2).to_bytes(4, "little")
+    for packed in (bomb, hidden) if coding == "gzip" else (bomb,):
+        budget = Seen(100 * MIB)
+        with pytest.raises((LimitExceeded, MalformedInput), match=r"declares|may have"):
+            read(packed, room=room_of(budget=budget), bytes_max=bytes_max, content_encoding=coding)
+        assert budget.peak <= 2 * bytes_max
 
-    async def run() -> None:
-        with Seen(room) as held:
-            headers = Headers({"content-encoding": coding})
-            await read_body(receive_of(bomb), headers, MIB, held)
 
-    with pytest.raises(LimitExceeded):
-        asyncio.run(run())
-    assert most < 2 * MIB
+class Seen(ReceiveBudget):
+    peak = 0
+
+    def charge(self, size: int) -> None:
+        super().charge(size)
+        self.peak = max(self.peak, self.used_bytes)
+
+
+@pytest.mark.parametrize("coding", PACK)
+def test_a_body_expands_into_memory_that_was_there_before(coding: str) -> None:
+    packed = PACK[coding](bytes(MIB))
+    with pytest.raises(Overloaded, match="receive_bytes"):
+        read(packed, room=room_of(budget=ReceiveBudget(MIB // 2)), content_encoding=coding)
+    with pytest.raises(Overloaded, match="bodies_bytes"):
+        read(packed, room=room_of(MIB // 2), content_encoding=coding)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +161,10 @@ def test_what_grows_beyond_the_limit_is_refused_before_it_has_grown(coding: str)
         (gzip.compress(MIXED, mtime=0)[:-9], "no end"),
         (b"", "no end"),
         (gzip.compress(b"a", mtime=0) + b"b", "goes on"),
-        (gzip.compress(MIXED, mtime=0)[:-8] + bytes(8), "no gzip"),
+        (
+            gzip.compress(MIXED, mtime=0)[:-8] + bytes(4) + len(MIXED).to_bytes(4, "little"),
+            "no gzip",
+        ),
     ],
 )
 def test_a_body_that_is_not_compressed_as_it_says_is_malformed(packed: bytes, why: str) -> None:
@@ -151,18 +182,108 @@ def test_a_client_that_leaves_within_its_body_is_gone() -> None:
         read(receive=receive_of(b"a", is_whole=False))
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oip_http_body, "BODY_S", 0.01)
+def slowly(*pieces: bytes, pause_s: float = 0.02) -> Any:
+    """Pieces, and pauses between them; no end."""
+    waiting = iter(pieces)
 
     async def receive() -> Any:
-        await asyncio.Event().wait()
+        await asyncio.sleep(pause_s)
+        piece = next(waiting, None)
+        if piece is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": piece, "more_body": True}
 
-    with pytest.raises(DeadlineExceeded, match="did not come"):
-        read(receive=receive)
+    return receive
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    """As long as something comes it is; so much of it takes longer than a pause may."""
+    room = room_of(message_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="no byte"):
+        read(receive=slowly(*[b"a"] * 10), room=room)
+    assert ENDED == ["message_timeout"]
+    assert read(*[b"a"] * 3, receive=None, room=room) == b"aaa"
+
+
+def test_bodies_are_refused_where_memory_is_out_and_the_oldest_large_one_first() -> None:
+    async def run() -> None:
+        budget = ReceiveBudget(4 * MIB)
+        room = room_of(budget=budget, message_s=60.0)
+
+        async def one(receive: Any) -> int:
+            with Held(room) as held:
+                return len(await read_body(receive, Headers({}), 8 * MIB, held))
+
+        large = asyncio.create_task(one(slowly(bytes(3 * MIB))))
+        await asyncio.sleep(0.1)
+        small = [asyncio.create_task(one(slowly(bytes(MIB // 2)))) for _ in range(4)]
+        with pytest.raises(Overloaded, match="receive_bytes") as refused:
+            await large
+        assert refused.value.retry_after_ms and budget.refused == 1
+        assert await one(receive_of(bytes(MIB))) == MIB
+        assert budget.used_bytes == 2 * MIB
+        for each in small:
+            each.cancel()
+        await asyncio.gather(*small, return_exceptions=True)
+        assert budget.used_bytes == 0
+
+    within(run())
+
+
+def test_a_large_body_has_its_memory_before_it_comes() -> None:
+    """A second one waits for it, and is refused where it waits too long."""
+
+    async def run() -> None:
+        budget = ReceiveBudget(16 * MIB)
+        size = 10 * MIB
+        headers = Headers({"content-length": str(size)})
+
+        async def one(receive: Any, room: Room) -> int:
+            with Held(room) as held:
+                return len(await read_body(receive, headers, size, held))
+
+        first = asyncio.create_task(one(slowly(bytes(MIB)), room_of(budget=budget)))
+        await asyncio.sleep(0.05)
+        assert budget.used_bytes == size
+        with pytest.raises(Overloaded, match="receive_bytes"):
+            await one(receive_of(bytes(size)), room_of(budget=budget, message_s=0.1))
+        waiting = asyncio.create_task(one(receive_of(bytes(size)), room_of(budget=budget)))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert await waiting == size
+        assert budget.used_bytes == 0 and not budget._reserved and not budget._waiting
+
+    within(run())
+
+
+def test_a_large_body_that_stalls_makes_room_for_one_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receive_budget, "STALL_WAITED_NS", 1)
+
+    async def run() -> None:
+        budget = ReceiveBudget(16 * MIB)
+        room = room_of(budget=budget)
+        headers = Headers({"content-length": str(10 * MIB)})
+
+        async def one(receive: Any) -> int:
+            with Held(room) as held:
+                return len(await read_body(receive, headers, 10 * MIB, held))
+
+        stalled = asyncio.create_task(one(slowly(bytes(MIB))))
+        await asyncio.sleep(0.05)
+        assert await one(receive_of(bytes(10 * MIB))) == 10 * MIB
+        with pytest.raises(DeadlineExceeded):
+            await stalled
+        assert budget.used_bytes == 0 and ENDED == ["message_timeout"]
+
+    within(run())
 
 
 def test_bodies_share_a_room_and_leave_it() -> None:
-    room = Room(10)
+    room = room_of(10)
     with Held(room) as first, Held(room) as second:
         first.grow(6)
         with pytest.raises(Overloaded, match="6 bytes are held") as refused:

@@ -17,10 +17,12 @@ from support.lanes import lane_of
 from iskander.config import HttpConfig, LimitsConfig
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, Overloaded
 from iskander.gateway.access.grants import EVERYTHING
+from iskander.gateway.frontends.oip_http_body import Room
 from iskander.gateway.frontends.oip_http_infer import HttpInference
 from iskander.gateway.frontends.oip_http_messages import Asked
 from iskander.gateway.lanes.request import Source, Terms
 from iskander.gateway.offered import Offered
+from iskander.gateway.receive_budget import ReceiveBudget
 
 BODY = json.dumps(
     {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2], "data": [1, 2]}]}
@@ -88,12 +90,18 @@ class Client:
         """The body of the answer."""
         self._scope["is_surplus"] = config.pop("is_surplus", False)
         self.desk = desk
+        budget = ReceiveBudget(config.pop("receive_bytes", 1 << 30))
+        settings = HttpConfig(**config)
         infer = HttpInference(
             Models(),  # type: ignore[arg-type]
             desk,  # type: ignore[arg-type]
-            HttpConfig(**config),
+            settings,
+            Room(settings.bodies_bytes, budget, 10.0, [].append),
         )
-        await infer(self._scope, self._receive, self._send)
+        try:
+            await infer(self._scope, self._receive, self._send)
+        finally:
+            assert budget.used_bytes == 0
         return b"".join(message["body"] for message in self.sent[1:])
 
     async def _receive(self) -> Any:
@@ -210,7 +218,11 @@ def test_a_refused_request_is_forgotten_at_once() -> None:
 
 def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:
     async def run() -> None:
-        for config in ({"is_surplus": True}, {"bodies_bytes": len(BODY) - 1}):
+        for config in (
+            {"is_surplus": True},
+            {"bodies_bytes": len(BODY) - 1},
+            {"receive_bytes": 1000},
+        ):
             client = Client()
             with pytest.raises(Overloaded):
                 await client.ask(Desk(tripled), **config)

@@ -72,10 +72,19 @@ class OipHttp:
         service: What is told of it.
         infer: Answers inference.
         access: Knows what a caller may ask.
+        room: For bodies.
     """
 
-    def __init__(self, models: Models, service: OipService, infer: ASGIApp, access: Access) -> None:
+    def __init__(
+        self,
+        models: Models,
+        service: OipService,
+        infer: ASGIApp,
+        access: Access,
+        room: Room,
+    ) -> None:
         self._access = access
+        self._room = room
         self._models = models
         self._service = service
         self._infer = infer
@@ -183,13 +192,13 @@ class OipHttp:
         return _json({"name": asked.name, "ready": True})
 
     async def _index(self, request: Request) -> Response:
-        asked = await _read(request, _Index)
+        asked = await self._read(request, _Index)
         message = oip_pb2.RepositoryIndexRequest(ready=bool(asked.ready))
         told = self._service.answer("RepositoryIndex", message, request.scope["grant"])
         return _json(plain(told)["models"])
 
     async def _load(self, request: Request) -> Response:
-        asked = await _read(request, _Load)
+        asked = await self._read(request, _Load)
         message = oip_pb2.RepositoryModelLoadRequest(**request.path_params)
         for name in asked.parameters or ():
             message.parameters.get_or_create(name)
@@ -200,6 +209,15 @@ class OipHttp:
         message = oip_pb2.RepositoryModelUnloadRequest(**request.path_params)
         await self._service.unload(message, request.scope["grant"])
         return Response()
+
+    async def _read(self, request: Request, kind: type[_Struct]) -> _Struct:
+        """A small body of JSON; without one, what is meant by saying nothing."""
+        with Held(self._room) as held:
+            raw = await read_body(request.receive, request.headers, ASKED_BYTES_MAX, held)
+            try:
+                return msgspec.json.decode(raw or b"{}", type=kind)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise MalformedInput(f"the request's JSON: {error}") from None
 
 
 def _strip_authority(scope: Scope) -> None:
@@ -230,16 +248,6 @@ def error_response(error: IskanderError, status: int | None = None) -> Response:
 
 def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:  # noqa: ANN401
     return Response(msgspec.json.encode(content), status, headers, JSON_TYPE)
-
-
-async def _read(request: Request, kind: type[_Struct]) -> _Struct:
-    """A small body of JSON; without one, what is meant by saying nothing."""
-    with Held(Room(ASKED_BYTES_MAX)) as held:
-        raw = await read_body(request.receive, request.headers, ASKED_BYTES_MAX, held)
-    try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedInput(f"the request's JSON: {error}") from None
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

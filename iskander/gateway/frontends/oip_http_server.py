@@ -14,6 +14,7 @@ from iskander.gateway.access.tls import HTTP1, Tls
 from iskander.gateway.asking import Desk
 from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.frontends.oip_http import OipHttp
+from iskander.gateway.frontends.oip_http_body import Room
 from iskander.gateway.frontends.oip_http_infer import HttpInference
 from iskander.gateway.frontends.oip_service import OipService
 from iskander.gateway.http1 import Http1Port
@@ -46,8 +47,14 @@ class OipHttpServer:
         limits: ConnectionLimits,
     ) -> None:
         self._address = config.address
-        infer = HttpInference(models, desk, config)
-        app = OipHttp(models, service, infer, access).app()
+        room = Room(
+            config.bodies_bytes,
+            limits.budget,
+            limits.timeouts.message_s,
+            limits.count_ended,
+        )
+        infer = HttpInference(models, desk, config, room)
+        app = OipHttp(models, service, infer, access, room).app()
         self._port = Http1Port(app, config.connections, limits, tls.context(HTTP1))
 
     @property
