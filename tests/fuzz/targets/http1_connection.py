@@ -16,6 +16,8 @@ import h11
 
 from fuzz import mutation
 from fuzz.serving import LOOP
+from iskander.config import Config
+from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.http1 import HEAD_BYTES_MAX, Http1Port
 
 ITERATIONS = 300
@@ -191,9 +193,9 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
         await send({"type": "http.response.start", "status": 404, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    port = Http1Port(app, 10)
+    port = Http1Port(app, 10, ConnectionLimits(Config()))
     transport = Transport()
-    connection = transport.protocol = port._connect()
+    connection = transport.protocol = port.connection()
     connection.connection_made(transport)
     for piece in pieces:
         for _ in range(TURNS):
