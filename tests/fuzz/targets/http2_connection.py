@@ -43,6 +43,9 @@ ENDS: Final = {
 EARLIER: Final = (
     b"a client opened stream",  # `h2` waits for the end of the header block.
     b"a client cannot push",
+    b"frames of ",  # Settings that come twice: `h2` looks at the last one alone.
+    b"an initial window of ",
+    b"SETTINGS_ENABLE_PUSH of ",
     b"a stream depends on itself",
     b"a reset of a call that was never opened",  # RFC 9113, section 5.1, idle.
     b"frames of ",  # Of a setting that is there twice, `h2` looks at the last value only.

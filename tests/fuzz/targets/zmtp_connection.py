@@ -32,9 +32,7 @@ STRICTER = (
     "a command has no name",
     "READY is cut off",
     "a peer sends messages before it says who it is",  # A READY that is no command.
-    # READY that does not say which, or says so in capitals: names have no case for the RFC, and
-    # libzmq knows one spelling.
-    " socket came",
+    "socket came",  # READY that does not say which, or not as libzmq spells it.
     "a peer does not want to talk",
     "the peer speaks a ZMTP before 3.0",
     "the peer does not speak ZMTP",  # Or one before 2.0, which has no greeting.
