@@ -353,8 +353,8 @@ def judge(pieces: list[bytes]) -> Judged:
 def for_judge(piece: bytes) -> bytes:
     """A frame without what `h2` has a rule of its own for.
 
-    It takes nothing behind a GOAWAY, where calls may go on, looks into frames of extensions, and
-    at the reserved bit of a window update.
+    It takes nothing behind a GOAWAY, where calls may go on, looks into frames of extensions and at
+    the reserved bit of a window update, and refuses HEADERS that are all padding.
     """
     kind = piece[3] if len(piece) >= 9 else 0
     is_goaway = kind == client.GOAWAY and piece[5:9] == bytes(4) and len(piece) >= 17
@@ -362,6 +362,11 @@ def for_judge(piece: bytes) -> bytes:
         return piece[:3] + b"\xff" + piece[4:]
     if kind == client.WINDOW_UPDATE and len(piece) == 13:
         return piece[:9] + bytes((piece[9] & 0x7F,)) + piece[10:]
+    if kind == client.HEADERS and piece[4] & client.PADDED and len(piece) > 9:
+        priority = piece[10:15] if piece[4] & client.HAS_PRIORITY else b""
+        if piece[9] == len(piece) - 10 - len(priority):
+            flags = piece[4] & ~client.PADDED
+            return client.frame(kind, int.from_bytes(piece[5:9]), priority, flags)
     return piece
 
 
