@@ -133,10 +133,12 @@ class _Parser(h11.Connection):
     Attributes:
         is_behind: It did.
         delivered_ns: Processor time granted for what it gave; the connection takes it.
+        is_head: The last request was HEAD, whose answer has no body.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, HEAD_BYTES_MAX)
+        self.is_head = False
         self._receive_buffer = _Buffer()
         self.is_behind = False
         self.delivered_ns = 0
@@ -166,6 +168,7 @@ class _Parser(h11.Connection):
             self.delivered_ns += BYTE_CPU_NS * len(event.data)
         elif type(event) is h11.Request:
             self.delivered_ns += REQUEST_CPU_NS
+            self.is_head = event.method == b"HEAD"
             self._countdown = 0  # A head takes long enough to look at the clock after it.
             if _is_two_lengths(event):
                 raise h11.RemoteProtocolError("two lengths")
@@ -430,9 +433,10 @@ class Connection(H11Protocol):
             self.transport.abort()  # An answer has begun, or was the last.
             return
         headers = [("content-type", "application/json"), ("connection", "close")]
+        is_bare = self.conn.is_head and self.conn.our_state is h11.SEND_RESPONSE
         for event in (
             h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-            h11.Data(data=_MALFORMED),
+            h11.Data(data=b"" if is_bare else _MALFORMED),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")

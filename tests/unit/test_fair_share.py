@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lanes import MS, cost_of, lane_of, put, request_of
 
@@ -115,6 +115,7 @@ def test_no_deadline_buys_more_than_a_round() -> None:
     assert abs(served[ATTACKER] - served[INNOCENT]) <= 2 * 8 + 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=2, max_size=5))
 def test_backlogged_sources_get_the_same_rows(sizes: list[list[int]]) -> None:
     queue, served = Queue(), dict.fromkeys((Source(connection=n) for n in range(len(sizes))), 0)

@@ -604,3 +604,27 @@ def test_what_is_behind_the_last_request_takes_its_answer_from_nobody(
 
     serve(talk)
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("method", [b"HEAD", b"POST"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"transfer-encoding: chunked\r\n\r\nx",
+        b"transfer-encoding: chunked\r\ncontent-length: 1\r\n\r\n",
+    ],
+    ids=["a broken body", "two lengths"],
+)
+def test_a_broken_request_is_answered_whatever_its_method(method: bytes, rest: bytes) -> None:
+    """The answer to HEAD has no body: an attempt to send one failed in the event loop."""
+
+    async def talk(port: Port) -> None:
+        failed: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: failed.append(said))
+        async with port.connected() as (reader, writer):
+            writer.write(method + b" / HTTP/1.1\r\nhost: a\r\n" + rest + b"\r\n")
+            raw = await reader.read()
+        assert raw.startswith(b"HTTP/1.1 400 ") and not failed
+        assert (b"}" in raw) == (method == b"POST")
+
+    serve(talk)
