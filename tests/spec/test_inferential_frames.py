@@ -10,7 +10,9 @@ here.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from msgspec.structs import replace
 from support.zmtp import Peer
 
 from iskander.clock import NS_PER_S, now_ns
+from iskander.config import TimeoutsConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import IskanderError, MalformedInput, Overloaded, Unsupported
+from iskander.gateway import cpu_allowance, turns
 from iskander.gateway.frontends.inferential_terms import read_terms
 from iskander.gateway.frontends.inferential_wire import (
     Address,
@@ -33,9 +37,12 @@ from iskander.gateway.frontends.inferential_wire import (
     render_results,
 )
 from iskander.gateway.lanes.request import Terms
+from iskander.gateway.turns import QUANTUM_NS
 from iskander.gateway.zmtp import connection as zmtp
-from iskander.gateway.zmtp.connection import Part
+from iskander.gateway.zmtp.backlog import BACKLOG_BYTES, BACKLOG_MESSAGES
+from iskander.gateway.zmtp.connection import Connection
 from iskander.gateway.zmtp.frames import BrokenPeer, command, read_properties
+from iskander.gateway.zmtp.host import Part
 
 VECTORS = {
     name: bytes.fromhex(raw)
@@ -43,6 +50,7 @@ VECTORS = {
         (Path(__file__).parent / "vectors" / "inferential.json").read_text()
     ).items()
 }
+HELLO = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
 MOMENT_NS = 1_700_000_000_000_000_000
 ADDRESS = Address("robot-7", "policy", f"{7:032x}")
 CONTRACT = Contract(
@@ -251,17 +259,17 @@ def test_what_is_kept_for_a_session_that_is_full_is_bounded(size: int) -> None:
     """Beyond it the socket is not read, until there is room; nothing is lost."""
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
     raw = b"\2" + size.to_bytes(8, "big") + bytes(size)
-    kept = min(zmtp.BACKLOG_MESSAGES, -(-zmtp.BACKLOG_BYTES // size))
+    kept = min(BACKLOG_MESSAGES, -(-BACKLOG_BYTES // size))
 
     async def judge() -> None:
         peer = Peer(asyncio.get_running_loop(), room=0)
         await peer.feed(hello + raw * kept, 1 << 20)
-        for _ in range(kept // zmtp.TURN_FRAMES + 2):
+        for _ in range(kept):
             await asyncio.sleep(0)
         assert not peer.transport.reading and not peer.messages
         peer.room = 1 << 30
         peer.connection.resume()
-        for _ in range(kept // zmtp.TURN_FRAMES + 2):
+        for _ in range(kept):
             await asyncio.sleep(0)
         assert peer.transport.reading and len(peer.messages) == kept
 
@@ -293,10 +301,12 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:
     async def judge(more: bytes, reasons: list[str]) -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(hello + VECTORS["observation"] + more, 1 << 20)
-        peer.connection.look_after(now_ns() + zmtp.SILENCE_NS - NS_PER_S)
+        later = now_ns() + int(TimeoutsConfig().message_s * NS_PER_S)
+        peer.connection.look_after(later - NS_PER_S)
         assert not peer.transport.is_aborted
-        peer.connection.look_after(now_ns() + zmtp.SILENCE_NS + NS_PER_S)
+        peer.connection.look_after(later + NS_PER_S)
         assert peer.reasons == reasons
+        assert peer.ended == ["message_timeout"] * len(reasons)
 
     stopped = ["a peer stopped in the midst of a message"]
     asyncio.run(judge(b"", []))
@@ -304,16 +314,226 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:
         asyncio.run(judge(more, stopped))
 
 
-def test_small_messages_leave_others_their_turn() -> None:
+def test_a_greeting_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each piece takes longer than a turn may."""
+    monkeypatch.setattr(zmtp, "QUANTUM_NS", -1)
+    peer = run(HELLO + VECTORS["observation"], step=10)
+    assert len(peer.messages) == 1
+
+
+class Clock:
+    """A clock by which each look takes a part of a quantum, and no work any time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ns = 10**18
+        monkeypatch.setattr(zmtp, "now_ns", self)
+        monkeypatch.setattr(turns, "now_ns", self)
+
+    def __call__(self) -> int:
+        self.ns += QUANTUM_NS // 20
+        return self.ns
+
+
+@pytest.mark.parametrize("raw", [b"\0\0", command(b"PING", b"\0\0abc")])
+def test_small_frames_leave_others_their_turn(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+    Clock(monkeypatch)
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop())
+        peer.scratch = memoryview(bytearray(1 << 16))
+
+        def done() -> int:
+            return len(peer.messages) + peer.transport.written.count(b"PONG")
+
+        await peer.feed(hello + raw * 1000, 1 << 20, is_whole=False)
+        counts = [done()]
+        assert 0 < counts[0] <= 20 and not peer.transport.reading
+        while not peer.transport.reading:
+            await asyncio.sleep(0)
+            counts.append(done())
+        assert counts[-1] == 1000
+        assert max(after - before for before, after in pairwise(counts)) <= 40
+
+    asyncio.run(judge())
+
+
+def test_frames_that_bring_no_message_end_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_allowance, "BURST_NS", 60_000_000)
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
 
     async def judge() -> None:
         peer = Peer(asyncio.get_running_loop())
-        await peer.feed(hello + b"\0\0" * 1000, 1 << 20)
-        assert 0 < len(peer.messages) < zmtp.TURN_FRAMES
-        for _ in range(1000 // zmtp.TURN_FRAMES + 1):
-            await asyncio.sleep(0)
-        assert len(peer.messages) == 1000
+        await peer.feed(hello + VECTORS["observation"] * 1000, 1 << 20)
+        assert not peer.ended
+        await peer.feed(command(b"PING", b"\0\0abc") * 300_000, 1 << 20)
+        assert peer.ended == ["cpu_time"] and peer.transport.is_aborted
+
+    asyncio.run(judge())
+
+
+# Memory.
+
+MIB = 1 << 20
+
+
+def frame_of(size: int, *, is_last: bool = True) -> bytes:
+    return bytes((2 if is_last else 3,)) + size.to_bytes(8, "big") + bytes(size)
+
+
+def used(peer: Peer) -> int:
+    gc.collect()
+    return peer.budget.used_bytes
+
+
+def test_what_has_come_of_a_message_is_charged_until_it_is_taken() -> None:
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop())
+        await peer.feed(HELLO, 1 << 20)
+        for part, more in ((frame_of(1000, is_last=False), 1000), (frame_of(100_000)[:-1], 99_999)):
+            before = used(peer)
+            await peer.feed(part, 1 << 20)
+            assert used(peer) == before + more
+        await peer.feed(b"\0", 1)
+        # The large part is kept, and charged until it is freed.
+        assert len(peer.messages) == 1 and used(peer) == 100_000
+        peer.messages.clear()
+        assert used(peer) == 0
+        peer.connection.connection_lost(None)
+        assert used(peer) == 0
+
+    asyncio.run(judge())
+
+
+def test_messages_that_wait_are_charged_and_refused_where_memory_is_out() -> None:
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop(), room=0, receive_bytes=250_000)
+        await peer.feed(HELLO + frame_of(1000) * 200, 1 << 20)
+        assert used(peer) == 200_000
+        await peer.feed(frame_of(100_000), 1 << 20)
+        assert used(peer) <= 250_000 and len(peer.refused) == 200
+        peer.room = 1 << 30
+        peer.connection.resume()
+        assert len(peer.messages) == 1 and not peer.ended
+        peer.messages.clear()
+        peer.refused.clear()
+        assert used(peer) == 0
+
+    asyncio.run(judge())
+
+
+def test_the_message_that_took_most_for_longest_ends_where_memory_is_out() -> None:
+    async def judge() -> None:
+        first = Peer(asyncio.get_running_loop(), receive_bytes=1_000_000)
+        second = Peer(asyncio.get_running_loop())
+        second.budget = first.budget
+        second.connection = Connection(second)
+        second.connection.connection_made(second.transport)  # type: ignore[arg-type]
+        await first.feed(HELLO + frame_of(900_000)[:-1], 1 << 20)
+        await asyncio.sleep(0.05)
+        await second.feed(HELLO + frame_of(300_000)[:-1], 1 << 20)
+        assert first.ended == ["receive_memory"] and first.transport.is_aborted
+        assert not second.ended and used(second) == 299_999
+        await second.feed(b"\0", 1)
+        assert len(second.messages) == 1
+
+    asyncio.run(judge())
+
+
+def test_a_large_frame_has_its_memory_before_it_comes() -> None:
+    size = 10 * MIB
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop(), receive_bytes=16 * MIB, message_bytes=size)
+        other = Peer(asyncio.get_running_loop(), message_bytes=size)
+        other.budget = peer.budget
+        other.connection = Connection(other)
+        other.connection.connection_made(other.transport)  # type: ignore[arg-type]
+        await peer.feed(HELLO + frame_of(size)[:1000], 1 << 20)
+        await other.feed(HELLO + frame_of(size)[:1000], 1 << 20)
+        assert used(peer) == size and peer.transport.reading and not other.transport.reading
+        await peer.feed(frame_of(size)[1000:], 1 << 20)
+        assert len(peer.messages) == 1 and used(peer) == size
+        peer.messages.clear()
+        gc.collect()
+        while not other.transport.reading:
+            await asyncio.sleep(0.01)
+        await other.feed(frame_of(size)[1000:], 1 << 20)
+        assert len(other.messages) == 1
+        other.messages.clear()
+        assert used(peer) == 0 and not peer.budget._reserved and not peer.budget._waiting
+
+    asyncio.run(judge())
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_peer_that_goes_within_a_large_frame_holds_nothing(is_waiting: bool) -> None:
+    size = 10 * MIB
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop(), receive_bytes=16 * MIB, message_bytes=size)
+        if is_waiting:
+            peer.budget.charge(8 * MIB)
+        await peer.feed(HELLO + frame_of(size)[:1000], 1 << 20)
+        assert peer.transport.reading != is_waiting
+        peer.connection.connection_lost(None)
+        if is_waiting:
+            peer.budget.release(8 * MIB)
+        assert used(peer) == 0 and not peer.budget._reserved and not peer.budget._waiting
+
+    asyncio.run(judge())
+
+
+# Timeouts.
+
+
+def test_a_peer_that_reads_nothing_goes() -> None:
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop())
+        await peer.feed(HELLO, 1 << 20)
+        peer.connection.pause_writing()
+        later = now_ns() + int(TimeoutsConfig().response_s * NS_PER_S)
+        peer.connection.look_after(later - NS_PER_S)
+        assert not peer.transport.is_aborted
+        peer.connection.look_after(later + NS_PER_S)
+        assert peer.transport.is_aborted and peer.ended == ["response_timeout"]
+
+    asyncio.run(judge())
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_silent_peer_is_asked_whether_it_is_there(is_new: bool) -> None:
+    """Not one of ZMTP 3.0, which has no PING."""
+    hello = bytearray(HELLO)
+    hello[11] = int(is_new)
+
+    async def judge() -> None:
+        peer = Peer(asyncio.get_running_loop())
+        await peer.feed(bytes(hello), 1 << 20)
+        idle = int(TimeoutsConfig().idle_s * NS_PER_S)
+        keepalive = int(TimeoutsConfig().keepalive_s * NS_PER_S)
+        now = now_ns()
+        peer.connection.look_after(now + idle - NS_PER_S)
+        assert b"PING" not in peer.transport.written
+        peer.connection.look_after(now + idle + NS_PER_S)
+        assert (b"PING" in peer.transport.written) == is_new
+        peer.connection.look_after(now + idle + keepalive + 3 * NS_PER_S)
+        assert peer.ended == ["keepalive_timeout"] * is_new
+
+    asyncio.run(judge())
+
+
+def test_a_silent_peer_that_answers_stays() -> None:
+    async def judge() -> None:
+        hello = bytearray(HELLO)
+        hello[11] = 1
+        peer = Peer(asyncio.get_running_loop())
+        await peer.feed(bytes(hello), 1 << 20)
+        now = now_ns() + int(TimeoutsConfig().idle_s * NS_PER_S) + NS_PER_S
+        peer.connection.look_after(now)
+        await peer.feed(command(b"PONG", b""), 1 << 20)
+        peer.connection.look_after(now + int(TimeoutsConfig().keepalive_s * NS_PER_S) + NS_PER_S)
+        assert not peer.ended
 
     asyncio.run(judge())
 
@@ -326,6 +546,7 @@ def test_a_peer_that_does_not_say_who_it_is_goes() -> None:
         peer.connection.look_after(1 << 62)
         assert peer.transport.is_aborted
         assert peer.reasons == ["a peer did not say in time who it is"]
+        assert peer.ended == ["preface_timeout"]
 
     asyncio.run(judge())
 

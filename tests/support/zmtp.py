@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from iskander.gateway.zmtp.connection import Connection, Part
+from iskander.config import TimeoutsConfig
+from iskander.gateway.receive_budget import ReceiveBudget
+from iskander.gateway.turns import TurnScheduler
+from iskander.gateway.zmtp.connection import Connection
+from iskander.gateway.zmtp.host import Part
 
 
 class Transport:
@@ -45,9 +49,15 @@ class Peer:
         room: How many more it takes.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, room: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        room: int = 1 << 30,
+        receive_bytes: int = 1 << 30,
+        message_bytes: int = 1 << 20,
+    ) -> None:
         self.loop = loop
-        self.message_bytes = 1 << 20
+        self.message_bytes = message_bytes
         self.scratch = memoryview(bytearray(4096))
         self.connections: set[Connection] = set()
         self.identity: bytes | None = None
@@ -56,10 +66,18 @@ class Peer:
         self.reasons: list[str] = []
         self.room = room
         self.transport = Transport()
+        self.budget = ReceiveBudget(receive_bytes)
+        self.timeouts = TimeoutsConfig()
+        self.turns = TurnScheduler(loop)
         self.connection = Connection(self)
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
         self.on_broken: Callable[[str], None] = self.reasons.append
         self.has_work = False
+        self.unread_bytes = 0
+        self.refused: list[list[Part]] = []
+        self.refuse = self.refused.append
+        self.ended: list[str] = []
+        self.count_ended = self.ended.append
 
     def forget(self, connection: Connection) -> None:
         self.connections.discard(connection)
@@ -80,11 +98,16 @@ class Peer:
 
     def on_lost(self) -> None: ...
 
-    async def feed(self, raw: bytes, step: int) -> None:
-        """Give the connection what has come, in pieces; a socket that is not read gives none."""
+    async def feed(self, raw: bytes, step: int, *, is_whole: bool = True) -> None:
+        """Give the connection what has come, in pieces; a socket that is not read gives none.
+
+        Where `is_whole`, its turns are waited for.
+        """
         at = 0
         while at < len(raw):
-            while not (self.transport.reading or self.is_full or self.transport.is_aborted):
+            while not self.transport.is_aborted and (
+                self.connection._is_waiting or not (self.transport.reading or self.is_full)
+            ):
                 await asyncio.sleep(0)
             if not self.transport.reading or self.transport.is_aborted:
                 return
@@ -95,3 +118,5 @@ class Peer:
             # What is kept of a read must not be in the buffer of all connections.
             self.scratch[:] = b"\xaa" * len(self.scratch)
             at += len(piece)
+        while is_whole and self.connection._is_waiting and not self.transport.is_aborted:
+            await asyncio.sleep(0)

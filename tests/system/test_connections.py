@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from support import http2 as client
 from support import models
 from support.http2 import PREFACE, Wire, settings
 from support.processes import Gateway, eventually, running
-from support.robots import Peer
+from support.robots import GREETING, Peer, ask, connected
+
+from iskander.gateway.listening import LOOK_AFTER_S
 
 MOST = 16
 DESCRIPTORS = 200
@@ -131,3 +135,26 @@ def test_a_process_of_few_descriptors_serves_on(tmp_path: Path) -> None:
         gateway.wait_ready()
         http2_new(gateway)
         assert "could not be accepted" not in gateway.text()
+
+
+def test_a_silent_zeromq_client_stays_and_one_that_is_gone_goes(tmp_path: Path) -> None:
+    """libzmq answers a PING by itself; who does not is closed."""
+    served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids")), "intra_threads": 1}]
+    with running(
+        tmp_path,
+        served,
+        inferential={"address": "tcp://127.0.0.1:0"},
+        timeouts={"idle_s": 0.5, "keepalive_s": 0.5},
+    ) as gateway:
+        address = gateway.stats()["inferential"]["address"]
+        hello = GREETING[:11] + b"\x01" + GREETING[12:] + Peer.ready(b"gone")
+        with connected(address, "silent") as robot, connect(address) as gone:
+            assert ask(robot.model("ids"), x=np.array(1))["y"] == 4
+            gone.sendall(hello)
+            while gone.recv(1000):
+                pass  # The last is a PING.
+            # Looked at as often as the other, which is asked too and stays.
+            stats = gateway.stats()["inferential"]
+            assert (stats["connections_broken"], stats["clients"]) == (1, 1)
+            time.sleep(LOOK_AFTER_S + 1)
+            assert ask(robot.model("ids"), x=np.array(2))["y"] == 7

@@ -17,6 +17,7 @@ from support import http2 as client
 from support import models
 from support.http2 import END_HEADERS, END_STREAM, Wire, data, message, request_fields
 from support.processes import Gateway, eventually, running
+from support.robots import Peer, observation
 
 from benchmarks.hostile import wire
 from iskander.gateway.http2.status import Status
@@ -232,6 +233,43 @@ def http_chunked(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     return http_bodies(None)(stack, gateway)
 
 
+# ZMTP.
+
+
+def zmtp_frame(size: int, *, is_last: bool) -> bytes:
+    return bytes((2 if is_last else 3,)) + size.to_bytes(8, "big") + bytes(size)
+
+
+def zmtp_half(size: int, count: int) -> Attack:
+    """Messages of `size` bytes, each left one byte short."""
+
+    def attack(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+        address = gateway.stats()["inferential"]["address"]
+        raw = b"\1\0" + zmtp_frame(size, is_last=True)[:-1]
+        for _ in range(count):
+            send_some(stack.enter_context(Peer(address)).socket, raw)
+            yield
+
+    return attack
+
+
+def zmtp_small(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    return zmtp_half(7 * MIB // 2, 100)(stack, gateway)
+
+
+def zmtp_large(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    return zmtp_half(60 * MIB, 20)(stack, gateway)
+
+
+def zmtp_answers(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Answers of 4 MiB, eight to each peer, that nobody reads."""
+    address = gateway.stats()["inferential"]["address"]
+    raw = Peer.message(b"", *observation("ids", {"x": np.zeros(MIB // 2, np.int64)}))
+    for _ in range(16):
+        send_some(stack.enter_context(Peer(address)).socket, raw * 8)
+        yield
+
+
 ATTACKS = (
     half_received,
     large_half_received,
@@ -245,6 +283,9 @@ ATTACKS = (
     http_expanding,
     http_broken,
     http_answers,
+    zmtp_small,
+    zmtp_large,
+    zmtp_answers,
 )
 
 

@@ -40,6 +40,7 @@ class InferentialService:
     Attributes:
         sessions: The clients that are connected, by their names.
         is_silent: What fails is not answered.
+        budget: The memory of received bytes, and of results that are not sent.
         is_draining: What comes is refused.
         address: Where it listens, with the port that was taken; empty: nowhere.
     """
@@ -57,6 +58,7 @@ class InferentialService:
     ) -> None:
         self.config = config.inferential
         self.limits = config.limits
+        self.budget = connection_limits.budget
         self.models = models
         self.intake = intake
         self.dispatcher = dispatcher

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, wall_ns
-from iskander.errors import Draining, IskanderError
+from iskander.errors import Draining, IskanderError, Overloaded
 from iskander.gateway.frontends.inferential_terms import read_terms
 from iskander.gateway.frontends.inferential_wire import (
     Address,
@@ -44,6 +44,7 @@ NAME_MAX: Final = 128
 """Letters of a client's name that count; it is a label of every point."""
 FAILED_MAX: Final = 1024
 """Failures that wait to be told behind results."""
+RETRY_MS: Final = 1000
 
 
 class _Pending(Request):
@@ -103,6 +104,9 @@ class Session:
         service: What it is a client of.
         connection: Of the client.
         identity: That its socket says; empty where it says none.
+
+    Attributes:
+        unread_bytes: Results that are not sent yet; they are charged to the receive budget.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Session:
         self._limits = service.limits
         self._windows: dict[str, deque[_Pending | _Refused]] = {}
         self._held = self._held_bytes = self._failed = 0
+        self.unread_bytes = 0
         self._admission: asyncio.Task[None] | None = None
         self._giving_up: asyncio.TimerHandle | None = None
         self._giving_up_ns = NEVER_NS
@@ -160,6 +165,23 @@ class Session:
             self._refuse(address, IskanderError("the server failed; its log says why"))
         return None
 
+    def refuse(self, parts: list[Part]) -> None:
+        """Take a message that there is no memory for: it is not processed."""
+        try:
+            envelope = read_observation(parts).envelope
+        except IskanderError as error:
+            return self._service.journal.malformed(error)
+        if not self.name:
+            self._be_called(envelope.client.id)
+        address = Address(envelope.client.id, envelope.model_id, self._service.next_response())
+        return self._refuse(
+            address,
+            Overloaded(
+                "the server has no memory for what was received (limits.receive_bytes)",
+                retry_after_ms=RETRY_MS,
+            ),
+        )
+
     def on_room(self) -> None:
         """The client takes replies again."""
         self._write()
@@ -177,13 +199,16 @@ class Session:
                     self._service.dispatcher.withdraw(pending)
                 self._service.journal.unsent(self.labels)
         self._windows.clear()
-        self._held = self._held_bytes = self._failed = 0
+        self._service.budget.release(self.unread_bytes)
+        self._held = self._held_bytes = self._failed = self.unread_bytes = 0
         self._service.on_left(self)
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
         """Take the results of one observation, to be sent when its turn comes."""
         assert isinstance(request, _Pending)
         request.taken = results
+        self.unread_bytes += len(results)
+        self._service.budget.charge(len(results))
         self._write_soon()
 
     def fail(self, request: Request, error: IskanderError) -> None:
@@ -272,6 +297,9 @@ class Session:
         """Give its place in the window to another."""
         self._held -= 1
         self._held_bytes -= pending.held_bytes
+        if pending.taken is not None:
+            self.unread_bytes -= len(pending.taken)
+            self._service.budget.release(len(pending.taken))
 
     def _leave(self, pending: _Pending) -> None:
         """Forget one that will not be answered."""

@@ -11,6 +11,7 @@ Layout:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 MORE: Final = 1
@@ -25,6 +26,8 @@ ERROR: Final = b"ERROR"
 PING: Final = b"PING"
 PONG: Final = b"PONG"
 PING_CONTEXT_BYTES_MAX: Final = 16
+PEERS: Final = (b"DEALER", b"REQ", b"ROUTER")
+"""Sockets that a ROUTER talks with."""
 _NULL: Final = b"NULL".ljust(20, b"\0")
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _NULL + bytes(32)
 """Ours: version 3.1, no security."""
@@ -47,8 +50,8 @@ class Head(NamedTuple):
     end: int
 
 
-def check_greeting(raw: bytes | memoryview) -> None:
-    """Look at as much of a greeting as has come.
+def check_greeting(raw: bytes | memoryview) -> bool:
+    """Look at as much of a greeting as has come; return whether it is of 3.1, which has PING.
 
     Raises:
         BrokenPeer: It is none, or one of another version or with security.
@@ -59,6 +62,7 @@ def check_greeting(raw: bytes | memoryview) -> None:
         raise BrokenPeer("the peer speaks a ZMTP before 3.0")
     if len(raw) >= GREETING_BYTES and raw[12:32] != _NULL:
         raise BrokenPeer("the peer wants security, and there is none here")
+    return len(raw) > SIGNATURE_BYTES + 1 and tuple(raw[10:12]) >= (3, 1)
 
 
 def read_head(view: memoryview, start: int) -> Head | None:
@@ -88,6 +92,15 @@ def head(length: int, flags: int) -> bytes:
     return bytes((flags | LONG,)) + length.to_bytes(8, "big")
 
 
+def message(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """A message as pieces of bytes: each part behind its head."""
+    last = len(parts) - 1
+    pieces: list[bytes | memoryview] = []
+    for index, part in enumerate(parts):
+        pieces += (head(len(part), MORE if index < last else 0), part)
+    return pieces
+
+
 def command(name: bytes, data: bytes) -> bytes:
     """A command as a frame."""
     body = bytes((len(name),)) + name + data
@@ -113,6 +126,19 @@ def read_command(body: bytes | memoryview) -> tuple[bytes, bytes]:
     if not 1 < end <= len(body):
         raise BrokenPeer("a command has no name")
     return bytes(body[1:end]), bytes(body[end:])
+
+
+def read_identity(data: bytes) -> bytes:
+    """The identity in READY; empty where there is none.
+
+    Raises:
+        BrokenPeer: A length leads beyond the end, or the socket is of a kind that is not spoken to.
+    """
+    properties = read_properties(data)
+    kind = properties.get("socket-type", b"")
+    if kind not in PEERS:
+        raise BrokenPeer(f"a {kind[:20].decode('ascii', 'replace')} socket came")
+    return properties.get("identity", b"")
 
 
 def read_properties(data: bytes) -> dict[str, bytes]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from iskander.gateway.connection_limits import ConnectionLimits
 from iskander.gateway.listening import Listening
-from iskander.gateway.zmtp.connection import Connection, Session
+from iskander.gateway.zmtp.connection import Connection
+from iskander.gateway.zmtp.host import Session
 
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
