@@ -1293,6 +1293,24 @@ def test_a_compressed_buffer_that_says_something_else_is_refused(
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
+@pytest.mark.parametrize("declared", [8, 8000, 1 << 20])
+def test_a_bomb_that_says_little_expands_to_no_more(declared: int, compression: str) -> None:
+    """64 MiB in some kilobytes, of which so much is said."""
+    zeros = pa.array(np.zeros(8 << 20, np.int64))
+    (schema, _), (header, body) = messages(batch_of(x=zeros), compression=compression)
+    assert struct.unpack_from("<q", body)[0] == 64 << 20 and len(body) < 1 << 20
+    stream = Stream(contract_of(), schema, rows=1 << 24)
+    default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default)
+    pa.set_memory_pool(pool)
+    try:
+        decode_error(stream, [(header, struct.pack("<q", declared) + body[8:])], MalformedInput)
+    finally:
+        pa.set_memory_pool(default)
+    assert declared <= pool.max_memory() <= declared + (1 << 16)
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
 def test_compressed_bytes_that_are_none_are_refused(compression: str) -> None:
     schema, (header, body) = messages(batch_of(x=x_of(1000)), compression=compression)
     stream = Stream(contract_of(), schema[0])

@@ -14,7 +14,13 @@ from iskander._generated import oip_pb2
 from iskander.config import LimitsConfig
 from iskander.contract.columns import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
-from iskander.errors import ContractError, IskanderError, MalformedInput, ModelNotFound
+from iskander.errors import (
+    ContractError,
+    IskanderError,
+    MalformedInput,
+    ModelNotFound,
+    Overloaded,
+)
 from iskander.gateway.access.grants import EVERYTHING
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends import oip_infer
@@ -60,8 +66,33 @@ class OneModel(Models):
         self.serve(lane_of(contract=CONTRACT))
 
 
+class Memory:
+    """What a call knows of its caller and its memory.
+
+    Attributes:
+        used: Bytes that are taken now.
+        taken: Each time that some were.
+    """
+
+    grant = EVERYTHING
+
+    def __init__(self, limit: int) -> None:
+        self.used, self.limit = 0, limit
+        self.taken: list[int] = []
+
+    def take_memory(self, size: int) -> None:
+        if self.used + size > self.limit:
+            raise Overloaded("no memory")
+        self.used += size
+        self.taken.append(size)
+
+    def give_back_memory(self, size: int) -> None:
+        self.used -= size
+
+
 class Played:
-    def __init__(self) -> None:
+    def __init__(self, memory: int = 1 << 30) -> None:
+        self.call: Any = Memory(memory)
         self.desk = PlayedDesk()
         self.inference = Inference(OneModel(), self.desk)
 
@@ -78,7 +109,7 @@ class Played:
         )
         terms = StreamTerms((("iskander-urgency", "0.5"),), deadline_ns)
         scanned = scan(request.SerializeToString(), LimitsConfig())
-        parts = await self.inference.answer(scanned, terms, EVERYTHING, is_streamed=is_streamed)
+        parts = await self.inference.answer(scanned, terms, self.call, is_streamed=is_streamed)
         return oip_pb2.ModelInferResponse.FromString(b"".join(parts))
 
 
@@ -126,7 +157,7 @@ async def test_tensors_reach_the_desk_without_a_copy() -> None:
         raw_input_contents=[FIRST.tobytes()],
     ).SerializeToString()
     held = bytearray(message)
-    await played.inference.answer(scan(held, LimitsConfig()), StreamTerms((), None), EVERYTHING)
+    await played.inference.answer(scan(held, LimitsConfig()), StreamTerms((), None), played.call)
     held[-1] = 1
     (tensor,) = played.desk.asked[0]["offered"].tensors
     assert tensor[-1] == 1
@@ -228,3 +259,35 @@ async def test_kinds_of_responses_that_are_remembered_are_bounded() -> None:
             raw_input_contents=[bytes(8 * rows)],
         )
     assert len(played.inference._shapes) == 10
+
+
+@in_loop
+async def test_large_typed_contents_take_their_memory_before_they_are_read() -> None:
+    """8 bytes for each number of one byte, and as much again where they are joined."""
+    count = 300_000
+    typed: dict[str, Any] = {
+        "inputs": [
+            {
+                "name": "x",
+                "datatype": "INT64",
+                "shape": [count],
+                "contents": {"int64_contents": [1] * count},
+            }
+        ],
+        "raw_input_contents": [],
+    }
+    played = Played()
+    await played.ask(**typed)
+    assert played.call.used == 0 and len(played.call.taken) == 1
+    assert played.call.taken[0] >= 2 * 8 * count
+    small = Played(memory=8 * count)
+    with pytest.raises(Overloaded):
+        await small.ask(**typed)
+    assert not small.desk.asked and small.call.used == 0
+
+
+@in_loop
+async def test_small_contents_take_no_memory() -> None:
+    played = Played(memory=0)
+    await played.ask()
+    assert played.desk.asked and not played.call.taken

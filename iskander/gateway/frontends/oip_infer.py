@@ -14,11 +14,18 @@ from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError
 from iskander.gateway.access.grants import Grant
 from iskander.gateway.asking import Desk
-from iskander.gateway.frontends.oip_request import Asked, is_for_thread, read_head, tensors_of
+from iskander.gateway.frontends.oip_request import (
+    COPIES,
+    Asked,
+    copied_bytes,
+    is_for_thread,
+    read_head,
+    tensors_of,
+)
 from iskander.gateway.frontends.oip_tensors import raw_tensor
 from iskander.gateway.frontends.oip_wire import Scanned, raw_head, with_id
 from iskander.gateway.frontends.stream_terms import StreamTerms
-from iskander.gateway.http2.call import Message
+from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.lanes.lane import Lane
 from iskander.gateway.models import Models
 from iskander.gateway.offered import NAME_MAX, Fit, Offered, fit_of, give, places, take
@@ -106,14 +113,14 @@ class Inference:
         self._shapes: dict[_Key, _Shape] = {}
 
     async def answer(
-        self, scanned: Scanned, terms: StreamTerms, grant: Grant, *, is_streamed: bool = False
+        self, scanned: Scanned, terms: StreamTerms, call: Call, *, is_streamed: bool = False
     ) -> list[Message]:
         """Have a request computed.
 
         Args:
             scanned: The request.
             terms: Of its call.
-            grant: What its caller may ask.
+            call: Of the request: its caller's grant, and its memory.
             is_streamed: More requests may come with that call.
 
         Returns:
@@ -122,18 +129,26 @@ class Inference:
         Raises:
             IskanderError: Why there is none.
         """
-        wanted = self.find(scanned, terms, grant)
+        wanted = self.find(scanned, terms, call.grant)
         asked, contract, limits = wanted.known.asked, wanted.contract, self._desk.limits
+        taken_bytes = 0
         if is_for_thread(asked, scanned):
-            offered = await asyncio.to_thread(_offered, asked, scanned, contract, limits)
-        else:
-            offered = self.offered(wanted, scanned)
-        body = await self._desk.ask(
-            wanted.lane,
-            offered,
-            terms=terms.with_said(asked.said),
-            call_deadline_ns=terms.deadline_ns,
-        )
+            taken_bytes = min(copied_bytes(asked, scanned), COPIES * limits.bytes)
+            call.take_memory(taken_bytes)
+        try:
+            if taken_bytes:
+                offered = await asyncio.to_thread(_offered, asked, scanned, contract, limits)
+            else:
+                offered = self.offered(wanted, scanned)
+            body = await self._desk.ask(
+                wanted.lane,
+                offered,
+                terms=terms.with_said(asked.said),
+                call_deadline_ns=terms.deadline_ns,
+            )
+        finally:
+            if taken_bytes:
+                call.give_back_memory(taken_bytes)
         return self.response(wanted, offered.rows, body, is_streamed=is_streamed)
 
     def find(self, scanned: Scanned, terms: StreamTerms, grant: Grant) -> Wanted:

@@ -26,11 +26,13 @@ from iskander.gateway.frontends.oip_tensors import (
     tensor_of,
 )
 from iskander.gateway.frontends.oip_terms import said_in
-from iskander.gateway.frontends.oip_typed import are_slow, require_typed, typed_tensors
+from iskander.gateway.frontends.oip_typed import are_slow, require_typed, typed_bytes, typed_tensors
 from iskander.gateway.frontends.oip_wire import Scanned
 from iskander.gateway.frontends.terms import SaidTerms
 from iskander.gateway.offered import NAME_MAX, Tensor
 
+COPIES: Final = 3
+"""Of tensors that are taken apart: their elements in pieces, joined, and what finds their ends."""
 FINAL_WANTED: Final = "triton_enable_empty_final_response"
 _REGION: Final = "shared_memory_region"
 _CLASSES: Final = "classification"
@@ -158,6 +160,13 @@ def is_for_thread(asked: Asked, scanned: Scanned) -> bool:
     if asked.strings < 0:
         return False
     return asked.strings > AT_ONCE or sum(map(len, scanned.raw)) > AT_ONCE_BYTES
+
+
+def copied_bytes(asked: Asked, scanned: Scanned) -> int:
+    """Memory that reading its tensors takes beside the message, at most, for a time."""
+    if scanned.typed:
+        return COPIES * (typed_bytes(asked.inputs) + sum(map(len, scanned.typed.values())))
+    return COPIES * sum(map(len, scanned.raw))
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class OipService:
         with self._desk.held(caller=call.caller):
             terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
             scanned = scan(raw, self._desk.limits)
-            await call.answer(*await self._inference.answer(scanned, terms, call.grant))
+            await call.answer(*await self._inference.answer(scanned, terms, call))
 
     async def stream_infer(self, call: Call) -> None:
         """Requests in, responses out; see `InferStream`."""

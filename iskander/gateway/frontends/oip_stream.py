@@ -158,9 +158,7 @@ class InferStream:
             scanned = scan(raw, self._limits)
             request_id = scanned.id
             return in_stream(
-                await self._inference.answer(
-                    scanned, self._terms, self._call.grant, is_streamed=True
-                )
+                await self._inference.answer(scanned, self._terms, self._call, is_streamed=True)
             )
         except IskanderError as error:
             detach(error)

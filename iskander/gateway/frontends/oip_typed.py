@@ -141,15 +141,21 @@ def require_typed(described: Iterable[Described], limits: LimitsConfig) -> None:
     Raises:
         LimitExceeded: Rows or bytes.
     """
-    total = 0
-    for _, datatype, shape in described:
+    described = list(described)
+    for _, _, shape in described:
         if shape and shape[0] > limits.rows:
             raise LimitExceeded(
                 f"a batch may have {limits.rows} rows, got {shape[0]}", wanted=limits.rows
             )
-        total += max(prod(shape), 0) * _BYTES.get(datatype, 1)
+    total = typed_bytes(described)
     if total > limits.bytes:
         raise LimitExceeded(f"a batch may have {limits.bytes} bytes, got {total}")
+
+
+def typed_bytes(described: Iterable[Described]) -> int:
+    """Bytes of the elements of tensors by their shapes; of strings without their texts."""
+    sizes = (max(prod(shape), 0) * _BYTES.get(datatype, 1) for _, datatype, shape in described)
+    return sum(sizes)
 
 
 def are_slow(described: Sequence[Described], typed: Mapping[int, memoryview]) -> bool:
