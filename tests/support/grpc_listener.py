@@ -16,6 +16,7 @@ from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.listener import Listener
 
 CALLS_MAX = 100
+CONNECTIONS_MAX = 1000
 MESSAGE_BYTES = 16 << 20
 START_S = 10.0
 
@@ -35,6 +36,7 @@ def listening(serve: Callable[[Call], Awaitable[None]]) -> Iterator[int]:
             at_once=lambda call: False,
             message_bytes=lambda path: MESSAGE_BYTES,
             calls_max=CALLS_MAX,
+            connections_max=CONNECTIONS_MAX,
             named=lambda path, error: error,
             limits=limits,
         )
@@ -42,6 +44,7 @@ def listening(serve: Callable[[Call], Awaitable[None]]) -> Iterator[int]:
         is_ready.set()
         await stop.wait()
         await listener.stop(1.0)
+        limits.stop()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),), name="listener")
     thread.start()

@@ -207,6 +207,7 @@ async def main() -> None:
         at_once=lambda call: False,
         message_bytes=lambda path: MESSAGE_BYTES,
         calls_max=1000,
+        connections_max=1000,
         named=lambda path, error: error,
         limits=limits,
     )

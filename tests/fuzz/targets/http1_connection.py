@@ -193,7 +193,8 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
         await send({"type": "http.response.start", "status": 404, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    port = Http1Port(app, 10, ConnectionLimits(Config()))
+    limits = ConnectionLimits(Config())
+    port = Http1Port(app, 10, limits)
     transport = Transport()
     connection = transport.protocol = port.connection()
     connection.connection_made(transport)
@@ -212,6 +213,7 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
     for _ in range(3):
         await asyncio.sleep(0)
     assert not port.connections
+    limits.stop()
     log.removeHandler(tracebacks)
     if tracebacks.found:
         raise AssertionError("the application failed") from tracebacks.found[0]
