@@ -262,18 +262,21 @@ class Listening(Generic[Connection]):
             connection = waiting.popleft()
             if connection in self.connections:
                 connection.look_after(now)
-                self._charge_unsent(connection)
+                self._require_read(connection)
         self._caring = self.loop.call_later(LOOK_AFTER_S / LOOK_TURNS, self._care)
 
-    def _charge_unsent(self, connection: Connection) -> None:
-        """Charge what the transport holds; end a connection that holds much where memory is out."""
+    def charge_unsent(self, connection: Connection) -> None:
+        """Charge what the transport of a connection holds."""
         accepted, size = self._accepted.get(connection), connection.unsent_bytes
-        if accepted is None or not (size or accepted.unsent_bytes):
-            return
+        if accepted is not None and size != accepted.unsent_bytes:
+            self.budget.release(accepted.unsent_bytes)
+            accepted.unsent_bytes = size
+            self.budget.charge(size)
+
+    def _require_read(self, connection: Connection) -> None:
+        """End a connection whose transport holds much where memory is out."""
+        self.charge_unsent(connection)
         budget = self.budget
-        budget.release(accepted.unsent_bytes)
-        accepted.unsent_bytes = size
-        budget.charge(size)
-        if size >= UNSENT_BYTES_MIN and budget.used_bytes > budget.limit_bytes:
+        if connection.unsent_bytes >= UNSENT_BYTES_MIN and budget.used_bytes > budget.limit_bytes:
             self.count_ended("unread_responses")
             connection.abort()

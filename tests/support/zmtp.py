@@ -40,6 +40,9 @@ class Transport:
     def abort(self) -> None:
         self.is_aborted = True
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
 
 class Peer:
     """A connection, its session, and what came of both.
@@ -78,6 +81,8 @@ class Peer:
         self.refuse = self.refused.append
         self.ended: list[str] = []
         self.count_ended = self.ended.append
+
+    def charge_unsent(self, connection: Connection) -> None: ...
 
     def forget(self, connection: Connection) -> None:
         self.connections.discard(connection)

@@ -207,13 +207,13 @@ def test_what_clients_do_not_read_is_charged_and_the_last_ones_are_cut() -> None
         for count, each in enumerate(held):
             assert each is not None
             each.unsent_bytes = 300_000
-            port._charge_unsent(each)
+            port._require_read(each)
             assert each.is_aborted == (count == 3)
         await asyncio.sleep(0)
         assert budget.used_bytes == 900_000 and port._limits.ended == {"unread_responses": 1}
         assert held[0] is not None
         held[0].unsent_bytes = 0
-        port._charge_unsent(held[0])
+        port._require_read(held[0])
         assert budget.used_bytes == 600_000
         for each in held[1:3]:
             assert each is not None

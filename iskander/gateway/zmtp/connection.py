@@ -95,10 +95,12 @@ class Connection(asyncio.BufferedProtocol):
         """The socket is full."""
         self.is_blocked = True
         self._blocked_ns = now_ns()
+        self._host.charge_unsent(self)
 
     def resume_writing(self) -> None:
         """The socket takes more."""
         self.is_blocked = False
+        self._host.charge_unsent(self)
         if self._session is not None:
             self._session.on_room()
 
@@ -243,7 +245,9 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def _unread_bytes(self) -> int:
         """Answers that wait for the peer to read those before them."""
-        return self._session.unread_bytes if self.is_blocked and self._session is not None else 0
+        if self._session is None or not self.is_blocked:
+            return 0
+        return self._session.unread_bytes + self.unsent_bytes
 
     @property
     def _held_bytes(self) -> int:
