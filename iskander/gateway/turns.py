@@ -23,6 +23,26 @@ TURN_NS: Final = 1000 * NS_PER_US
 """Of all waiting connections in one turn."""
 
 
+GAP_NS: Final = 300 * NS_PER_US
+"""Reads of one socket that are no further apart may be of one turn of the loop."""
+
+
+class ReadBurst:
+    """Reads of one connection in one turn: libuv reads a socket up to 32 times in a row."""
+
+    __slots__ = ("_began_ns", "_ended_ns")
+
+    def __init__(self) -> None:
+        self._began_ns = self._ended_ns = 0
+
+    def is_long(self, began_ns: int, ended_ns: int, limit_ns: int) -> bool:
+        """Note that a read was processed; return whether the burst took longer than the limit."""
+        if began_ns - self._ended_ns > GAP_NS:
+            self._began_ns = began_ns
+        self._ended_ns = ended_ns
+        return ended_ns - self._began_ns > limit_ns
+
+
 class Waiting(Protocol):
     """A connection with input that is left over.
 

@@ -8,7 +8,7 @@ import pytest
 from support.intake import in_loop
 
 from iskander.gateway import turns
-from iskander.gateway.turns import QUANTUM_NS, TURN_NS, TurnScheduler
+from iskander.gateway.turns import GAP_NS, QUANTUM_NS, TURN_NS, ReadBurst, TurnScheduler
 
 
 class Clock:
@@ -135,3 +135,18 @@ def test_processor_time_is_told_and_a_connection_that_ended_is_dropped(
         assert not len(scheduler)
 
     play()
+
+
+def test_reads_close_together_are_one_burst() -> None:
+    """libuv reads a socket again and again in one turn; a pause begins a new burst."""
+    burst = ReadBurst()
+    at_ns, long_after = GAP_NS * 10, 0
+    for number in range(10):
+        if burst.is_long(at_ns, at_ns + 100, 1000):
+            long_after = number
+            break
+        at_ns += 100 + 100
+    assert long_after == 5
+    at_ns += GAP_NS + 101
+    assert not burst.is_long(at_ns, at_ns + 100, 1000)
+    assert burst.is_long(at_ns + 100, at_ns + 1200, 1000)

@@ -22,7 +22,7 @@ from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.rate_limit import RateLimiter
 from iskander.gateway.http2.request_head import HEADER_LIST_BYTES_MAX
 from iskander.gateway.http2.streams import Streams
-from iskander.gateway.turns import QUANTUM_NS
+from iskander.gateway.turns import QUANTUM_NS, ReadBurst
 
 FRAME_BYTES_MAX: Final = 1 << 20
 """Of the DATA frames that are taken; a larger message comes in several."""
@@ -30,7 +30,7 @@ CONTROL_BYTES_MAX: Final = 65_536
 """Of any other frame."""
 CLOCK_FRAMES: Final = 8
 """Frames between two looks at the clock."""
-CALLS_A_TURN: Final = 16
+CALLS_A_TURN: Final = 4
 """Opened in one turn; each has a task, whose work no clock here sees."""
 FREE_SETTINGS: Final = 16
 """Settings of one frame that cost no more than the frame."""
@@ -64,6 +64,7 @@ class Connection(asyncio.BufferedProtocol):
         self._heard_ns = now_ns()
         self._pinged_ns = 0
         self._limiter = RateLimiter(self._heard_ns)
+        self._burst = ReadBurst()
 
     # The transport's side.
 
@@ -107,9 +108,9 @@ class Connection(asyncio.BufferedProtocol):
             self._rest = memoryview(bytes(view))
             return
         self._process(view, began_ns + QUANTUM_NS)
-        used_ns = now_ns() - began_ns
-        if used_ns > QUANTUM_NS or self._is_behind:
-            self.deficit_ns = QUANTUM_NS - used_ns
+        ended_ns = now_ns()
+        if self._burst.is_long(began_ns, ended_ns, QUANTUM_NS) or self._is_behind:
+            self.deficit_ns = QUANTUM_NS - (ended_ns - began_ns)
             self._wait()
 
     def take_turn(self, until_ns: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Final, cast
 
 from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
 from iskander.gateway.cpu_allowance import CpuAllowance
-from iskander.gateway.turns import QUANTUM_NS
+from iskander.gateway.turns import QUANTUM_NS, ReadBurst
 from iskander.gateway.zmtp import frames
 from iskander.gateway.zmtp.backlog import Backlog
 from iskander.gateway.zmtp.frames import BrokenPeer
@@ -63,6 +63,7 @@ class Connection(asyncio.BufferedProtocol):
         self._charged_bytes = 0
         self._delivered_ns = 0
         self._cpu = CpuAllowance(self._made_ns)
+        self._burst = ReadBurst()
         self.deficit_ns = 0
         self.is_blocked = False
 
@@ -123,9 +124,9 @@ class Connection(asyncio.BufferedProtocol):
             if self._rest:
                 view, self._rest = memoryview(self._rest + view), b""
             self._take(view, began_ns + QUANTUM_NS)
-        used_ns = now_ns() - began_ns
-        if used_ns > QUANTUM_NS or self._is_behind:
-            self._wait_turn(QUANTUM_NS - used_ns)
+        ended_ns = now_ns()
+        if self._burst.is_long(began_ns, ended_ns, QUANTUM_NS) or self._is_behind:
+            self._wait_turn(QUANTUM_NS - (ended_ns - began_ns))
         self._settle()
         self.note_cpu(thread_cpu_ns() - cpu_ns)
 
