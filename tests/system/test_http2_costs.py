@@ -315,12 +315,14 @@ def test_a_large_message_that_is_wrong_ends_the_call_behind_those_before(
     handler: type[Taker],
 ) -> None:
     noise = os.urandom(MIB)
+    size = MIB.to_bytes(4, "little")  # What a message declares at its end.
     wrong = {
         "too large": (gzip.compress(bytes(MIB + 1)), Status.RESOURCE_EXHAUSTED),
-        "cut": (gzip.compress(noise)[:-200_000], Status.INTERNAL),
-        "followed": (gzip.compress(noise) + b"more", Status.INTERNAL),
-        "followed by much": (gzip.compress(b"one") + noise[:500_000], Status.INTERNAL),
-        "broken": (gzip.compress(noise)[:500_000] + noise[:500_000], Status.INTERNAL),
+        "declares too much": (gzip.compress(noise) + b"more", Status.RESOURCE_EXHAUSTED),
+        "cut": (gzip.compress(noise)[:-200_000] + size, Status.INTERNAL),
+        "followed": (gzip.compress(noise) + size, Status.INTERNAL),
+        "followed by much": (gzip.compress(b"one") + noise[:500_000] + size, Status.INTERNAL),
+        "broken": (gzip.compress(noise)[:500_000] + noise[:500_000] + size, Status.INTERNAL),
     }
 
     async def play(raw: bytes, status: Status) -> None:

@@ -59,3 +59,19 @@ def test_constants_are_final() -> None:
         for line in constant.findall(path.read_text("utf-8"))
     }
     assert found == set()
+
+
+def test_handlers_of_one_function_name_one_type_of_error() -> None:
+    """A name has one type in compiled code: a second handler's error does not fit the first's."""
+    found = []
+    for name, path in compiled().items():
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            types: dict[str, str] = {}
+            for node in ast.walk(function):
+                if isinstance(node, ast.ExceptHandler) and node.name and node.type is not None:
+                    kind = ast.unparse(node.type)
+                    if types.setdefault(node.name, kind) != kind:
+                        found.append(f"{name}: {function.name}: {node.name}: {kind}")
+    assert found == []

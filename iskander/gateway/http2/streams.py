@@ -210,11 +210,11 @@ class Streams:
                 self._remember_early_end(stream_id)
             self.reset(stream_id, error.code)
             return
-        except NotGrpc as refused:
+        except NotGrpc as other:
             self._limiter.charge(self.now_ns)
             call = self.calls[stream_id] = Call(self, stream_id, RequestHead("", None, "", ()))
             call.has_all_input = is_last
-            call.refuse_http(self.host.named(fields.path, refused))
+            call.refuse_http(self.host.named(fields.path, other))
             return
         except RpcError as refused:
             self._limiter.charge(self.now_ns)
