@@ -186,6 +186,8 @@ class Quarantines:
     def _on_death(self, lane: Lane, worker: Worker) -> None:
         settings = self._settings
         lane.counts["worker_deaths"] += 1
+        for key in self._rates.keys() - self._lanes.keys():
+            del self._rates[key]
         rate = self._rates.get(lane.model.key)
         if rate is None:
             window_ns = int(settings.model_deaths_s * NS_PER_S)
@@ -253,8 +255,6 @@ class Quarantines:
     def _tick(self) -> None:
         """Remove isolated workers whose model is gone, or whose first gateway has let them go."""
         self._tick_timer = None
-        for key in self._rates.keys() - self._lanes.keys():
-            del self._rates[key]
         for key, worker in list(self._isolated.items()):
             if key not in self._lanes and worker.state is not State.STOPPED and self._is_first:
                 self._happened(worker, Event.STOP)
