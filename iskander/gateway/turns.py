@@ -21,10 +21,10 @@ QUANTUM_NS: Final = 500 * NS_PER_US
 """Of one connection in one turn."""
 TURN_NS: Final = 1000 * NS_PER_US
 """Of all waiting connections in one turn."""
-
-
-GAP_NS: Final = 300 * NS_PER_US
-"""Reads of one socket that are no further apart may be of one turn of the loop."""
+GAP_NS: Final = 30 * NS_PER_US
+BYTE_GAP_NS: Final = 1
+"""Two reads of a socket that are no further apart than this, and this for each byte of the second,
+may be of one turn of the loop."""
 
 
 class ReadBurst:
@@ -35,9 +35,9 @@ class ReadBurst:
     def __init__(self) -> None:
         self._began_ns = self._ended_ns = 0
 
-    def is_long(self, began_ns: int, ended_ns: int, limit_ns: int) -> bool:
+    def is_long(self, began_ns: int, ended_ns: int, nbytes: int, limit_ns: int) -> bool:
         """Note that a read was processed; return whether the burst took longer than the limit."""
-        if began_ns - self._ended_ns > GAP_NS:
+        if began_ns - self._ended_ns > GAP_NS + BYTE_GAP_NS * nbytes:
             self._began_ns = began_ns
         self._ended_ns = ended_ns
         return ended_ns - self._began_ns > limit_ns

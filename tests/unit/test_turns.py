@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from support.intake import in_loop
 
+from iskander.clock import NS_PER_US
 from iskander.gateway import turns
 from iskander.gateway.turns import GAP_NS, QUANTUM_NS, TURN_NS, ReadBurst, TurnScheduler
 
@@ -142,11 +143,27 @@ def test_reads_close_together_are_one_burst() -> None:
     burst = ReadBurst()
     at_ns, long_after = GAP_NS * 10, 0
     for number in range(10):
-        if burst.is_long(at_ns, at_ns + 100, 1000):
+        if burst.is_long(at_ns, at_ns + 100, 0, 1000):
             long_after = number
             break
         at_ns += 100 + 100
     assert long_after == 5
     at_ns += GAP_NS + 101
-    assert not burst.is_long(at_ns, at_ns + 100, 1000)
-    assert burst.is_long(at_ns + 100, at_ns + 1200, 1000)
+    assert not burst.is_long(at_ns, at_ns + 100, 0, 1000)
+    assert burst.is_long(at_ns + 100, at_ns + 1200, 0, 1000)
+
+
+def test_the_time_that_a_large_read_takes_is_no_pause() -> None:
+    burst, size = ReadBurst(), 1 << 18
+    at_ns = GAP_NS * 10
+    assert not burst.is_long(at_ns, at_ns + QUANTUM_NS // 2, size, QUANTUM_NS)
+    at_ns += QUANTUM_NS // 2 + GAP_NS + size
+    assert burst.is_long(at_ns, at_ns + QUANTUM_NS // 2, size, QUANTUM_NS)
+
+
+def test_a_client_that_asks_again_as_soon_as_it_is_answered_has_no_long_burst() -> None:
+    """Its next request comes 100 us after the one before was processed, in another turn."""
+    burst, at_ns = ReadBurst(), GAP_NS * 10
+    for _ in range(100):
+        assert not burst.is_long(at_ns, at_ns + 50 * NS_PER_US, 4096, QUANTUM_NS)
+        at_ns += 150 * NS_PER_US

@@ -30,8 +30,10 @@ CONTROL_BYTES_MAX: Final = 65_536
 """Of any other frame."""
 CLOCK_FRAMES: Final = 8
 """Frames between two looks at the clock."""
-CALLS_A_TURN: Final = 4
-"""Opened in one turn; each has a task, whose work no clock here sees."""
+CALLS_TOGETHER: Final = 4
+"""Calls opened in a row before they are served."""
+TASKS_A_TURN: Final = 4
+"""Calls that began a task in one turn; no clock here sees the work of a task."""
 FREE_SETTINGS: Final = 16
 """Settings of one frame that cost no more than the frame."""
 FREE_CALLS: Final = 100
@@ -109,7 +111,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._process(view, began_ns + QUANTUM_NS)
         ended_ns = now_ns()
-        if self._burst.is_long(began_ns, ended_ns, QUANTUM_NS) or self._is_behind:
+        if self._burst.is_long(began_ns, ended_ns, nbytes, QUANTUM_NS) or self._is_behind:
             self.deficit_ns = QUANTUM_NS - (ended_ns - began_ns)
             self._wait()
 
@@ -259,13 +261,14 @@ class Connection(asyncio.BufferedProtocol):
         """Process frames until the input ends, or that time; keep the rest."""
         end, streams = len(view), self.streams
         streams.is_behind = False
+        streams.tasks_begun = 0
         if streams.has_data_left:
             at = streams.take_data(view, at, until_ns)
         self._countdown = CLOCK_FRAMES
         while end - at >= frames.HEAD_BYTES and not streams.is_behind:
             self._countdown -= 1
             if self._countdown < 0:
-                if len(streams.opened) >= CALLS_A_TURN or now_ns() >= until_ns:
+                if now_ns() >= until_ns:
                     streams.is_behind = True
                     break
                 self._countdown = CLOCK_FRAMES
@@ -300,13 +303,21 @@ class Connection(asyncio.BufferedProtocol):
             self.streams.begin_data(length - padding, padding, flags, stream_id)
             return self.streams.take_data(view, start, until_ns)
         stop = start + length
-        if stop > len(view):
+        if stop > len(view) or (kind == frames.HEADERS and not self._may_open()):
             return at
         try:
             self._on_frame(kind, flags, stream_id, view[start:stop])
         except StreamError as error:
             self.streams.reset(stream_id, error.code)
         return stop
+
+    def _may_open(self) -> bool:
+        """Whether one more call may be opened in this turn; serve those that were."""
+        streams = self.streams
+        if len(streams.opened) >= CALLS_TOGETHER:
+            streams.serve_opened()
+            streams.is_behind = streams.tasks_begun >= TASKS_A_TURN
+        return not (streams.is_behind or self.output.is_closed)
 
     def _keep(self, view: memoryview, at: int) -> None:
         """Keep the input that was not processed, and since when the rest of a frame is missing."""

@@ -125,7 +125,7 @@ class Connection(asyncio.BufferedProtocol):
                 view, self._rest = memoryview(self._rest + view), b""
             self._take(view, began_ns + QUANTUM_NS)
         ended_ns = now_ns()
-        if self._burst.is_long(began_ns, ended_ns, QUANTUM_NS) or self._is_behind:
+        if self._burst.is_long(began_ns, ended_ns, nbytes, QUANTUM_NS) or self._is_behind:
             self._wait_turn(QUANTUM_NS - (ended_ns - began_ns))
         self._settle()
         self.note_cpu(thread_cpu_ns() - cpu_ns)
