@@ -43,6 +43,7 @@ class Intake:
     ) -> None:
         self.segment = Segment.create("iskander-input", capacity_bytes, options, is_read_only=True)
         self.arena = Arena(capacity_bytes)
+        self._reserve_bytes = reserve_of(self.arena.capacity_bytes // GRAIN_BYTES) * GRAIN_BYTES
         self._wait_ms = limits.arena_wait_ms
         self._result_bytes = limits.result_bytes
         self._held: dict[Source, int] = {}
@@ -197,8 +198,7 @@ class Intake:
         """Whether a source leaves enough of the arena to others with a request more."""
         arena = self.arena
         free = arena.capacity_bytes - arena.leased_bytes - input_bytes
-        grains = reserve_of(arena.capacity_bytes // GRAIN_BYTES)
-        if not arena.leased_bytes or free >= grains * GRAIN_BYTES:
+        if not arena.leased_bytes or free >= self._reserve_bytes:
             return True
         return self._held.get(source, 0) + input_bytes <= FREE_SHARE * free
 

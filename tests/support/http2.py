@@ -251,7 +251,11 @@ class FakeHost:
     """What connections share, and the calls that were served."""
 
     def __init__(
-        self, serve: Callable[[Call], Awaitable[None]], message_bytes: int, calls_max: int
+        self,
+        serve: Callable[[Call], Awaitable[None]],
+        message_bytes: int,
+        calls_max: int,
+        receive_bytes: int,
     ) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.message_bytes = lambda _: message_bytes
@@ -260,7 +264,7 @@ class FakeHost:
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
         self.turns = TurnScheduler(self.loop)
-        self.budget = ReceiveBudget(RECEIVE_BYTES)
+        self.budget = ReceiveBudget(receive_bytes)
         self.timeouts = TimeoutsConfig()
         self.ended: list[str] = []
         self.count_ended = self.ended.append
@@ -281,6 +285,7 @@ class Peer:
         serve: Answers its calls; without, they stay open.
         message_bytes: The largest message taken.
         calls_max: Open calls.
+        receive_bytes: Of its receive budget.
         greets: It says at once what it speaks.
     """
 
@@ -290,9 +295,10 @@ class Peer:
         *,
         message_bytes: int = 1 << 24,
         calls_max: int = 100,
+        receive_bytes: int = RECEIVE_BYTES,
         greets: bool = True,
     ) -> None:
-        self.host = FakeHost(serve or wait_for_ever, message_bytes, calls_max)
+        self.host = FakeHost(serve or wait_for_ever, message_bytes, calls_max, receive_bytes)
         self.connection = Connection(self.host)
         self.transport = FakeTransport()
         self.transport.protocol = self.connection

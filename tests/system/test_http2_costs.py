@@ -385,13 +385,6 @@ def end(peer: Peer, stream_id: int, size: int) -> None:
         left -= count
 
 
-def with_budget(peer: Peer, limit_bytes: int) -> ReceiveBudget:
-    """Give the connection a budget of its own."""
-    peer.host.budget = ReceiveBudget(limit_bytes)
-    peer.host.budget.holders.add(peer.connection.streams)
-    return peer.host.budget
-
-
 def used(budget: ReceiveBudget) -> int:
     gc.collect()
     return budget.used_bytes
@@ -400,8 +393,8 @@ def used(budget: ReceiveBudget) -> int:
 @in_loop
 async def test_large_messages_of_a_connection_come_as_far_as_there_is_memory() -> None:
     taker = Reader()
-    peer = Peer(taker, message_bytes=64 * MIB)
-    budget = with_budget(peer, 56 * MIB)
+    peer = Peer(taker, message_bytes=64 * MIB, receive_bytes=56 * MIB)
+    budget = peer.host.budget
     for stream_id in (1, 3, 5, 7):
         begin(peer, stream_id, 10 * MIB)
     # A connection may reserve half of the budget; 9 MiB of each message are left when it asks.
@@ -425,8 +418,8 @@ async def test_large_messages_of_a_connection_come_as_far_as_there_is_memory() -
 @in_loop
 async def test_connections_that_have_reserved_least_come_first() -> None:
     """A share of the budget is for messages that reserve nothing."""
-    peer = Peer(Reader(), message_bytes=64 * MIB)
-    budget = with_budget(peer, 80 * MIB)
+    peer = Peer(Reader(), message_bytes=64 * MIB, receive_bytes=80 * MIB)
+    budget = peer.host.budget
     others = [Waiting() for _ in range(3)]
     assert budget.reserve("a", others[0], 40 * MIB)
     assert budget.reserve("b", others[1], 30 * MIB)
@@ -457,8 +450,7 @@ async def test_who_has_memory_and_sends_nothing_makes_room_for_who_waits(
     monkeypatch.setattr(call_input, "now_ns", lambda: clock[0])
     monkeypatch.setattr(receive_budget, "TICK_S", 0.0)
     taker = Reader()
-    peer = Peer(taker, message_bytes=64 * MIB)
-    with_budget(peer, 40 * MIB)
+    peer = Peer(taker, message_bytes=64 * MIB, receive_bytes=40 * MIB)
     begin(peer, 1, 20 * MIB)
     begin(peer, 3, 20 * MIB)
     await turns()
@@ -476,8 +468,8 @@ async def test_who_has_memory_and_sends_nothing_makes_room_for_who_waits(
 async def test_half_received_messages_of_all_connections_are_within_the_budget() -> None:
     """Each is left one byte short; the oldest are refused, and small messages always come."""
     taker = Reader()
-    peer = Peer(taker, message_bytes=64 * MIB)
-    budget = with_budget(peer, 32 * MIB)
+    peer = Peer(taker, message_bytes=64 * MIB, receive_bytes=32 * MIB)
+    budget = peer.host.budget
     most = 0
     raw = message(bytes(3 * MIB))[:-1]
     for stream_id in range(1, 101, 2):
@@ -499,8 +491,8 @@ async def test_half_received_messages_of_all_connections_are_within_the_budget()
 
 @in_loop
 async def test_messages_that_no_handler_reads_are_within_the_budget() -> None:
-    peer = Peer(message_bytes=64 * MIB)
-    budget = with_budget(peer, 8 * MIB)
+    peer = Peer(message_bytes=64 * MIB, receive_bytes=8 * MIB)
+    budget = peer.host.budget
     raw = b"".join(data(1, message(bytes(60_000))) for _ in range(60))
     for stream_id in (1, 3, 5, 7, 9):
         peer.open(stream_id)
@@ -517,8 +509,8 @@ async def test_a_response_that_is_not_read_is_charged_until_it_is() -> None:
     async def serve(call: Call) -> None:
         await call.write(bytes(3 * MIB))
 
-    peer = Peer(serve)
-    budget = with_budget(peer, 8 * MIB)
+    peer = Peer(serve, receive_bytes=8 * MIB)
+    budget = peer.host.budget
     peer.open(flags=END_STREAM)
     await turns()
     assert used(budget) >= 3 * MIB
@@ -530,8 +522,8 @@ async def test_a_response_that_is_not_read_is_charged_until_it_is() -> None:
 @in_loop
 async def test_the_memory_of_a_large_message_is_charged_until_it_is_freed() -> None:
     taker = Reader()
-    peer = Peer(message_bytes=64 * MIB)
-    budget = with_budget(peer, 32 * MIB)
+    peer = Peer(message_bytes=64 * MIB, receive_bytes=32 * MIB)
+    budget = peer.host.budget
     peer.open()
     await turns()
     begin(peer, 3, 2 * MIB)

@@ -49,12 +49,11 @@ from iskander.errors import DeadlineExceeded
 from iskander.gateway import turns as turns_of_loop
 from iskander.gateway.frontends import grpc_errors, grpc_server
 from iskander.gateway.http2 import connection, frames
-from iskander.gateway.http2.call import Call
+from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.rate_limit import BURST
 from iskander.gateway.http2.status import RpcError, Status
 from iskander.gateway.listening import SCRATCH_BYTES
-from iskander.gateway.receive_budget import ReceiveBudget
 
 TIMEOUTS = TimeoutsConfig()
 GREETING_NS = int(TIMEOUTS.preface_s * NS_PER_S)
@@ -1421,9 +1420,7 @@ async def test_what_is_read_after_the_end_gives_no_window_back() -> None:
 @in_loop
 async def test_memory_that_is_refused_is_freed_before_more_is() -> None:
     """Only the call that took most is refused, also where its own bytes went over the limit."""
-    peer = Peer()
-    peer.host.budget = peer.connection.host.budget = ReceiveBudget(MIB)
-    peer.host.budget.holders.add(peer.connection.streams)
+    peer = Peer(receive_bytes=MIB)
     for stream_id in (1, 3, 5):
         peer.open(stream_id)
     await turns()
@@ -1747,3 +1744,38 @@ async def test_a_connection_knows_of_what_its_client_has_not_read() -> None:
     peer.transport.empty()
     await turns()
     assert not peer.connection.has_unsent
+
+
+def calls_of(count: int) -> bytes:
+    """Calls that are whole: headers, a message, and the end."""
+    return b"".join(
+        client.headers(stream_id) + data(stream_id, message(b"x"), END_STREAM)
+        for stream_id in range(1, 2 * count, 2)
+    )
+
+
+@in_loop
+async def test_calls_of_one_read_that_need_no_task_are_answered_in_one_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "now_ns", lambda: 0)  # No turn takes any time.
+    peer = Peer()
+    whole: list[Message | None] = []
+    peer.host.at_once = lambda call: whole.append(call.whole) is None
+    peer.connection._process(memoryview(calls_of(30)), 1 << 62)
+    assert whole == [b"x"] * 30 and not peer.connection._is_behind
+
+
+@in_loop
+async def test_calls_of_one_read_that_need_tasks_take_several_turns() -> None:
+    """No clock of the connection sees what tasks do."""
+    peer = Peer()
+    begun = []
+    peer.connection._process(memoryview(calls_of(10)), 1 << 62)
+    while peer.connection._is_behind:
+        begun.append(len(peer.calls))
+        rest, peer.connection._rest = peer.connection._rest, memoryview(b"")
+        peer.connection._process(rest, 1 << 62)
+    await turns()
+    assert begun == [4, 8] and len(peer.served) == 10
+    assert [call.receive() for call in peer.served] == [b"x"] * 10

@@ -83,7 +83,7 @@ class Call(CallInput):
     @property
     def source(self) -> Source:
         """Whose share of a queue its requests take."""
-        return Source(self.grant.name, self._streams.connection_number)
+        return self._streams.source(self.grant.name)
 
     @property
     def is_blocked(self) -> bool:
@@ -115,7 +115,7 @@ class Call(CallInput):
             outbox = self._outbox = deque()
             self._drawn_ns = now_ns()
         self._outbox_bytes += size
-        self._streams.host.budget.charge(size)
+        self._streams.budget.charge(size)
         outbox.append(memoryview(prefix))
         outbox.extend(memoryview(part) for part in parts if part)
         output.hold(self)
@@ -128,7 +128,7 @@ class Call(CallInput):
         text = f"{error.message}\n".encode()
         self._outbox = deque((memoryview(text),))
         self._outbox_bytes = len(text)
-        self._streams.host.budget.charge(len(text))
+        self._streams.budget.charge(len(text))
         self._drawn_ns = now_ns()
         self.on_room = partial(self.end, error.status, error.message, error.trailers)
         self._output.hold(self)
@@ -139,7 +139,7 @@ class Call(CallInput):
         Raises:
             Overloaded: It is over the limit.
         """
-        budget = self._streams.host.budget
+        budget = self._streams.budget
         if not budget.take(size):
             raise Overloaded(
                 f"{size} bytes are needed to read a message, and nearly all of the "
@@ -152,7 +152,7 @@ class Call(CallInput):
         """The handler needs so many bytes no longer; fewer than none are there after the end."""
         if not self.is_over:
             self.taken_bytes -= size
-            self._streams.host.budget.give_back(size)
+            self._streams.budget.give_back(size)
 
     async def answer(self, *parts: Message) -> None:
         """Write the only message of a response and its status, at once where there is room."""
@@ -223,8 +223,10 @@ class Call(CallInput):
         # It may be in a cycle with what served it, and be there until a collection.
         self.close_input()
         self._outbox = None
-        self._streams.host.budget.release(self._outbox_bytes + self.taken_bytes)
-        self._outbox_bytes = self.taken_bytes = 0
+        held_bytes = self._outbox_bytes + self.taken_bytes
+        if held_bytes:
+            self._streams.budget.release(held_bytes)
+            self._outbox_bytes = self.taken_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -263,7 +265,7 @@ class Call(CallInput):
 
     def sent(self) -> None:
         """All that waited is sent."""
-        self._streams.host.budget.release(self._outbox_bytes)
+        self._streams.budget.release(self._outbox_bytes)
         self._outbox_bytes = 0
         if self.on_room is not None:
             self.on_room()

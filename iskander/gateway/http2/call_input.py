@@ -56,9 +56,9 @@ class CallInput:
     """
 
     __slots__ = (
-        "_array", "_content_left", "_encoding", "_expanding", "_filled", "_is_compressed",
-        "_is_deaf", "_is_reserved", "_is_waiting", "_loop", "_message_bytes_max", "_messages",
-        "_moved_ns", "_output", "_partial", "_prefix", "_queued_bytes", "_received",
+        "_array", "_content_left", "_encoding", "_expanding", "_filled", "_is_charged",
+        "_is_compressed", "_is_deaf", "_is_reserved", "_is_waiting", "_loop", "_message_bytes_max",
+        "_messages", "_moved_ns", "_output", "_partial", "_prefix", "_queued_bytes", "_received",
         "_reserved_bytes", "_streams", "began_ns", "empty_messages", "has_all_input", "is_over",
         "on_input", "path", "stream_id",
     )  # fmt: skip
@@ -85,7 +85,7 @@ class CallInput:
         self._moved_ns = 0
         self._received = 0
         self._reserved_bytes = 0
-        self._is_compressed = self._is_deaf = False
+        self._is_charged = self._is_compressed = self._is_deaf = False
         self._is_reserved = self._is_waiting = False
         self._expanding: asyncio.Future[Message | RpcError] | None = None
 
@@ -140,6 +140,15 @@ class CallInput:
         return message
 
     # For the connection.
+
+    def charge_waiting(self) -> None:
+        """Charge the messages that its handler has not read; from now on each as it comes.
+
+        Most calls are answered in the turn in which they came, and nothing of them waits.
+        """
+        self._is_charged = True
+        if self._messages:
+            self._charge_queued(sum(map(_queued_cost, self._messages)))
 
     def take_frame(self, length: int, padding: int) -> bool:
         """Count a DATA frame, before its payload; return whether `content-length` allows it.
@@ -268,7 +277,7 @@ class CallInput:
                 return piece[start + length :]
             self._partial = memoryview(bytearray(length))
         else:
-            array = self._array = self._streams.host.budget.array(length)
+            array = self._array = self._streams.budget.array(length)
             self._partial = array.data
         self._filled = 0
         self.began_ns = self._moved_ns = self._streams.now_ns
@@ -285,7 +294,7 @@ class CallInput:
         if not self._is_reserved:
             if self._array is not None:
                 self._array.charged_bytes += count
-            self._streams.host.budget.charge(count)
+            self._streams.budget.charge(count)
             if self._partial is None:
                 return piece[:0]  # It was refused, for want of memory.
         if self._filled == len(self._partial):
@@ -311,7 +320,7 @@ class CallInput:
         size = self._reserved_bytes = length - self._filled
         # What is reserved is released with the array, like what was charged before.
         self._array.charged_bytes += size
-        self._is_waiting = not streams.host.budget.reserve(streams, self, size)
+        self._is_waiting = not streams.budget.reserve(streams, self, size)
         self._is_reserved = not self._is_waiting
         return self._is_reserved
 
@@ -319,7 +328,7 @@ class CallInput:
         """End the half-received message: it has come, or it will not."""
         if self._partial is None:
             return
-        budget = self._streams.host.budget
+        budget = self._streams.budget
         if self._array is None:
             budget.release(self._filled)
         elif self._is_waiting:
@@ -339,21 +348,22 @@ class CallInput:
 
     def _charge_last(self) -> None:
         """Charge the message that came last and was not read at once; no caller may hold it."""
-        if self._messages:
+        if self._messages and self._is_charged:
             self._charge_queued(_queued_cost(self._messages[-1]))
 
     def _charge_queued(self, size: int) -> None:
         self._queued_bytes += size
-        self._streams.host.budget.charge(size)
+        self._streams.budget.charge(size)
 
     def _uncharge_queued(self, message: Message | Compressed) -> None:
         size = min(_queued_cost(message), self._queued_bytes)
         self._queued_bytes -= size
-        self._streams.host.budget.release(size)
+        self._streams.budget.release(size)
 
     def _clear_queued(self) -> None:
         size, self._queued_bytes = self._queued_bytes, 0
-        self._streams.host.budget.release(size)
+        if size:
+            self._streams.budget.release(size)
 
     def _refuse(self, error: RpcError) -> None:
         """Take nothing more; the handler gets the error after what came before."""
@@ -367,7 +377,7 @@ class CallInput:
         return RpcError(
             Status.UNAVAILABLE,
             "the server has no memory to receive a message: "
-            f"{self._streams.host.budget.limit_bytes} bytes are in use (limits.receive_bytes)",
+            f"{self._streams.budget.limit_bytes} bytes are in use (limits.receive_bytes)",
         )
 
     # Compressed messages.
@@ -377,7 +387,7 @@ class CallInput:
         if self._expanding is None:
             begun = inflating.begin(message.raw, self._encoding, self._message_bytes_max)
             if isinstance(begun, inflating.Inflation):
-                target = self._streams.host.budget.charged_array(begun.bytes_most)
+                target = self._streams.budget.charged_array(begun.bytes_most)
                 if target is not None:
                     work = self._loop.run_in_executor(inflating.THREADS, begun.finish, target)
                     self._expanding = work
@@ -393,7 +403,7 @@ class CallInput:
         if self._messages and isinstance(self._messages[0], Compressed):
             expanded = work.result()
             if isinstance(expanded, memoryview):
-                self._streams.host.budget.shrink(target, len(expanded))
+                self._streams.budget.shrink(target, len(expanded))
             self._replace_first(expanded)
             if self.on_input is not None:
                 self.on_input()

@@ -68,14 +68,15 @@ class HeaderBlocks:
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
         self._known: dict[bytes, Fields] = {}
-        self._block = bytearray()
+        self._block = b""
+        self._more = bytearray()
         self._stream_id = 0
         self._is_last = False
         self.is_open = False
 
     def begin(self, stream_id: int, flags: int, payload: memoryview) -> None:
         """Take a HEADERS frame."""
-        self._block += frames.unpadded(payload, flags)
+        self._block = frames.unpadded(payload, flags).tobytes()
         self._stream_id = stream_id
         self._is_last = bool(flags & frames.END_STREAM)
         self.is_open = True
@@ -88,8 +89,8 @@ class HeaderBlocks:
         """
         if not self.is_open or stream_id != self._stream_id:
             raise ConnectionBroken(Code.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
-        self._block += payload
-        if len(self._block) > BLOCK_BYTES_MAX:
+        self._more += payload
+        if len(self._block) + len(self._more) > BLOCK_BYTES_MAX:
             raise ConnectionBroken(
                 Code.ENHANCE_YOUR_CALM, f"a header block of more than {BLOCK_BYTES_MAX} bytes"
             )
@@ -101,8 +102,10 @@ class HeaderBlocks:
             ConnectionBroken: It cannot be decoded, and so none after it can.
         """
         self.is_open = False
-        block = bytes(self._block)
-        self._block = bytearray()
+        block, self._block = self._block, b""
+        if self._more:
+            block += self._more
+            self._more = bytearray()
         fields = self._known.get(block)
         if fields is None:
             fields = self._decode(block)

@@ -22,6 +22,7 @@ from iskander.gateway.http2.output import Output
 from iskander.gateway.http2.rate_limit import RateLimiter
 from iskander.gateway.http2.request_head import NotGrpc, RequestHead, check_fields
 from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.lanes.request import Source
 
 FREE_BLOCK_BYTES: Final = 2048
 """Decoding cost of a header block that is free, and the cost that counts as one frame."""
@@ -46,9 +47,10 @@ class Streams:
         on_idle: Called when the last call has ended.
 
     Attributes:
-        connection_number: Unique in the process.
+        budget: Of the host.
         calls: The open calls, by stream.
         opened: Calls that are not served yet.
+        tasks_begun: By calls that were served in this turn.
         last_id: The highest stream that the client has opened.
         messages_arrived: Messages of more than 0 bytes since the last `take_answers`.
         delivered_ns: Processor time granted for what has arrived; the connection takes it.
@@ -61,9 +63,13 @@ class Streams:
     ) -> None:
         self.host = host
         self.output = output
-        self.connection_number = next(_connection_numbers)
+        self.budget = host.budget
+        self._connection_number = next(_connection_numbers)
+        self._tenant = ""
+        self._source = Source(connection=self._connection_number)
         self.calls: dict[int, Call] = {}
         self.opened: list[Call] = []
+        self.tasks_begun = 0
         self.last_id = 0
         self.messages_arrived = 0
         self.delivered_ns = 0
@@ -88,6 +94,12 @@ class Streams:
     def has_data_left(self) -> bool:
         """Whether the next bytes are payload of a DATA frame."""
         return self._data_left > 0 or self._padding_left > 0
+
+    def source(self, tenant: str) -> Source:
+        """Whose share of a queue the requests of a call take."""
+        if tenant != self._tenant:
+            self._tenant, self._source = tenant, Source(tenant, self._connection_number)
+        return self._source
 
     def is_idle(self, stream_id: int) -> bool:
         """Whether no call was ever opened on a stream: clients open odd ones, in their order."""
@@ -266,7 +278,9 @@ class Streams:
         opened, self.opened = self.opened, []
         for call in opened:
             if not (call.is_over or self.host.at_once(call)):
+                self.tasks_begun += 1
                 call.task = self.host.loop.create_task(_run(self.host, call))
+            call.charge_waiting()
 
     def forget(self, call: Call) -> None:
         """Remove a call that is over."""

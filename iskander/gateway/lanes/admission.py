@@ -85,13 +85,30 @@ class Backlog(NamedTuple):
         return turns * self.cost.predict_ns(rules.run_rows(min(rows, rules.rows_max)))
 
 
-def has_place(queue: WaitingQueue, config: LaneConfig, request: Request) -> bool:
+class Unreserved:
+    """The part of a queue's limits that any source may use."""
+
+    def __init__(self, config: LaneConfig) -> None:
+        self._requests = config.queue_requests - reserve_of(config.queue_requests)
+        self._rows = config.queue_rows - reserve_of(config.queue_rows)
+        self._bytes = config.queue_bytes - reserve_of(config.queue_bytes)
+
+    def takes(self, queue: WaitingQueue, request: Request) -> bool:
+        """Whether a request is within that part."""
+        return (
+            queue.requests < self._requests
+            and queue.rows + request.rows <= self._rows
+            and queue.bytes + request.input_bytes <= self._bytes
+        )
+
+
+def has_place(
+    queue: WaitingQueue, config: LaneConfig, unreserved: Unreserved, request: Request
+) -> bool:
     """Whether a queue takes a request as it is; the usual case of `make_way`."""
-    return (
-        queue.requests < config.queue_requests - reserve_of(config.queue_requests)
-        and queue.rows + request.rows <= config.queue_rows - reserve_of(config.queue_rows)
-        and queue.bytes + request.input_bytes <= config.queue_bytes - reserve_of(config.queue_bytes)
-    ) or _Limits(queue, config, request).error("") is None
+    if unreserved.takes(queue, request):
+        return True
+    return _Limits(queue, config, request).error("") is None
 
 
 def make_way(

@@ -64,7 +64,8 @@ class CostModel:
         if self._w:
             mean_rows = self._r / self._w
             expected = self.row_ns * rows + self.base_ns
-            self.slowest = max(self.slowest * SLOWEST_FORGET, measured / expected, 1.0)
+            remembered = max(self.slowest * SLOWEST_FORGET, 1.0)
+            self.slowest = max(remembered, measured / expected)
             measured = min(measured, expected * OUTLIER)
             # Free of scale, so that what was learned at another level does not outweigh the rest.
             weight = ((self.row_ns * mean_rows + self.base_ns) / expected) ** 2

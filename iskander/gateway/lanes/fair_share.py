@@ -65,7 +65,7 @@ class FairShare:
         self.quantum_rows = QUANTUM_ROWS
         self.round = 1
         self._served_before = 0
-        self._away: dict[Source, tuple[int, int]] = {}
+        self._away: dict[Source, Flow] = {}
         self._connections: dict[str, int] = {}
         self._shares = 0
 
@@ -78,15 +78,16 @@ class FairShare:
             self._shares += not count
         else:
             self._shares += 1
-        round_number, credit = self.entry_of(source)
-        self._away.pop(source, None)
-        return Flow(source, round_number, credit)
+        flow = self._away.pop(source, None)
+        if flow is None or flow.round < self.round - 1:
+            flow = Flow(source, self.round - 1, self.quantum_rows)
+        return flow
 
     def entry_of(self, source: Source) -> tuple[int, int]:
         """The round in which a source without waiting requests would enter, and its credit."""
         away = self._away.get(source)
-        if away is not None and away[0] >= self.round - 1:
-            return away
+        if away is not None and away.round >= self.round - 1:
+            return away.round, away.credit
         return self.round - 1, self.quantum_rows
 
     def leave(self, flow: Flow) -> None:
@@ -96,14 +97,15 @@ class FairShare:
         if left:
             self._connections[tenant] = left
         else:
-            self._connections.pop(tenant, None)
+            if tenant:
+                del self._connections[tenant]
             self._shares -= 1
         if len(self._away) >= SOURCES_MAX:
             away = self._away.items()
-            self._away = {each: entry for each, entry in away if entry[0] >= self.round - 1}
+            self._away = {source: each for source, each in away if each.round >= self.round - 1}
             if len(self._away) >= SOURCES_MAX:
                 self._away.clear()  # All enter as if they were new.
-        self._away[flow.source] = (flow.round, flow.credit)
+        self._away[flow.source] = flow
 
     def serve(self, flow: Flow, rows: int) -> None:
         """Rows of a source go to a worker."""
@@ -116,7 +118,11 @@ class FairShare:
             if self._served_before > self.quantum_rows * self._shares:
                 self.round += 1
                 self._served_before = 0
-        flow.round, flow.credit = self.after(flow.round, flow.credit, rows * self.cost(flow))
+        cost = rows * self.cost(flow)
+        if cost < flow.credit:
+            flow.credit -= cost
+        else:
+            flow.round, flow.credit = self.after(flow.round, flow.credit, cost)
 
     def after(self, round_number: int, credit: int, rows: int) -> tuple[int, int]:
         """Round and credit of a source that has had rows; of a large request it owes the rest."""
@@ -129,7 +135,8 @@ class FairShare:
 
     def cost(self, flow: Flow) -> int:
         """What a row of a source costs it, in rows."""
-        return self._connections[flow.source.tenant] if flow.source.tenant else 1
+        tenant = flow.source.tenant
+        return self._connections[tenant] if tenant else 1
 
 
 class BriefRequests:

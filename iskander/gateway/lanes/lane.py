@@ -27,6 +27,7 @@ from iskander.gateway.lanes.admission import (
     RETRY_UNKNOWN_MS,
     Backlog,
     Margin,
+    Unreserved,
     expired_error,
     has_place,
     late_error,
@@ -112,6 +113,7 @@ class Lane:
     ) -> None:
         self.model = model
         self.config = config
+        self._unreserved = Unreserved(config)
         self.quorum = quorum
         self.contract: Contract | None = None
         self.workers: dict[int, Worker] = {}
@@ -294,7 +296,7 @@ class Lane:
                 margin=self._margin.share,
             )
             self._margin.learn(is_late=error is not None)
-        if error is None and not has_place(self.queue, self.config, request):
+        if error is None and not has_place(self.queue, self.config, self._unreserved, request):
             way = make_way(self.queue, self.config, request, self._older(request), self.title)
             error = way if isinstance(way, QueueFull) else None
         if error is not None:
@@ -328,7 +330,7 @@ class Lane:
         request.rank = self._policy.rank(request, period_ns)
         older = self._older(request)
         way: list[Request] | QueueFull = []
-        if not has_place(self.queue, self.config, request):
+        if not has_place(self.queue, self.config, self._unreserved, request):
             way = make_way(self.queue, self.config, request, older, self.title)
         assert not isinstance(way, QueueFull), "it was admitted in this turn of the loop"
         removed: list[tuple[Request, IskanderError]] = []

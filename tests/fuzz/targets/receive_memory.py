@@ -21,7 +21,6 @@ from fuzz.targets import grpc_messages
 from iskander.gateway.http2 import call_input
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.status import RpcError, Status
-from iskander.gateway.receive_budget import ReceiveBudget
 
 ITERATIONS = 500
 OPEN, BEGIN, GO_ON, END, RESET, READ, WAIT, FINISH, OTHERS = range(9)
@@ -84,9 +83,8 @@ def run(raw: bytes) -> None:
 
 @in_loop
 async def played(steps: list[bytes]) -> None:
-    peer = Peer(message_bytes=4 * LIMIT_BYTES)
-    budget = peer.host.budget = ReceiveBudget(LIMIT_BYTES)
-    budget.holders.add(peer.connection.streams)
+    peer = Peer(message_bytes=4 * LIMIT_BYTES, receive_bytes=LIMIT_BYTES)
+    budget = peer.host.budget
     calls: dict[int, Call] = {}
     peer.host.at_once = lambda call: calls.update({call.stream_id: call}) is None
     senders: dict[int, Sender] = {}
