@@ -26,7 +26,7 @@ from iskander.config import TimeoutsConfig
 from iskander.errors import MalformedInput
 from iskander.gateway.cpu_allowance import CpuAllowance
 from iskander.gateway.receive_budget import ReceiveBudget
-from iskander.gateway.turns import QUANTUM_NS, TurnScheduler
+from iskander.gateway.turns import QUANTUM_NS, ReadBurst, TurnScheduler
 
 LINGER_S = 5.0
 """How long the rest of a body that was refused is read and thrown away, so that its client, which
@@ -214,6 +214,7 @@ class Connection(H11Protocol):
         self._charged_bytes = 0
         self._charged_ns = 0
         self._cpu = CpuAllowance(self._heard_ns)
+        self._burst = ReadBurst()
         self._life: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._half_closed: asyncio.TimerHandle | None = None
@@ -253,6 +254,8 @@ class Connection(H11Protocol):
         self._until_ns = self._heard_ns + QUANTUM_NS
         super().data_received(data)
         self._note_held()
+        if self._burst.is_long(self._heard_ns, now_ns(), len(data), QUANTUM_NS):
+            self._wait_turn()
         self.note_cpu(thread_cpu_ns() - cpu_ns)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
@@ -286,11 +289,17 @@ class Connection(H11Protocol):
         if self._lingering is not None and self.conn.their_state is not h11.SEND_BODY:
             self._lingering.cancel()
             self._lingering = None
-        if self.conn.is_behind and not self.transport.is_closing():
-            self.flow.hold()
-            if not self._is_waiting:
-                self._is_waiting = True
-                self._host.turns.wait(self)
+        if self.conn.is_behind:
+            self._wait_turn()
+
+    def _wait_turn(self) -> None:
+        """Stop reading until what was read has had its turns."""
+        if self.transport.is_closing():
+            return
+        self.flow.hold()
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._host.turns.wait(self)
 
     def take_turn(self, until_ns: int) -> bool:
         """Process input that was left over until that time; return whether some is left."""

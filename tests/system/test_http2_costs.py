@@ -485,6 +485,8 @@ async def test_half_received_messages_of_all_connections_are_within_the_budget()
     assert {each.status for each in refused} == {Status.UNAVAILABLE}
     assert b"small" in taker.taken and peer.goodbye is None
     peer.connection.streams.close()
+    while peer.calls:
+        await turns()
     taker.taken.clear()
     assert used(budget) == 0
 

@@ -477,6 +477,29 @@ def test_an_ordinary_body_is_taken_as_it_comes() -> None:
     serve(talk)
 
 
+def test_reads_of_one_turn_share_one_quantum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libuv reads a socket again and again in one turn of the loop."""
+    Clock(monkeypatch, QUANTUM_NS // 20)
+
+    async def talk(port: Port) -> None:
+        async with port.connected() as (reader, writer):
+            writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000\r\n\r\n")
+            while not any(each.cycle for each in port.http.connections):
+                await asyncio.sleep(0.01)
+            (connection,) = port.http.connections
+            count = 0
+            while not connection._is_waiting and count < 20:
+                connection.data_received(bytes(50_000))
+                count += 1
+            assert 2 <= count <= 10
+            while connection._is_waiting:
+                await asyncio.sleep(0)
+            writer.write(bytes(1_000_000 - count * 50_000))
+            assert await answer(reader) == b"ok"
+
+    serve(talk)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_client_that_has_said_all_gets_its_answers(count: int) -> None:
     """It closes its half of the connection; then the other half is closed too."""

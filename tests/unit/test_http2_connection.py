@@ -1779,3 +1779,52 @@ async def test_calls_of_one_read_that_need_tasks_take_several_turns() -> None:
     await turns()
     assert begun == [4, 8] and len(peer.served) == 10
     assert [call.receive() for call in peer.served] == [b"x"] * 10
+
+
+@in_loop
+async def test_the_calls_of_a_connection_that_has_ended_end_some_in_each_turn() -> None:
+    """The end of a call cancels its task; hundreds of them would hold up the loop."""
+    ended: list[Call] = []
+
+    async def serve(call: Call) -> None:
+        try:
+            await call.read()
+        finally:
+            ended.append(call)
+
+    peer = Peer(serve)
+    for stream_id in range(1, 101, 2):
+        peer.open(stream_id)
+        await turns()
+    peer.transport.abort()
+    counts = []
+    while len(ended) < 50:
+        before = len(ended)
+        await asyncio.sleep(0)
+        counts.append(len(ended) - before)
+    assert max(counts) == 8 and not peer.calls
+
+
+@in_loop
+async def test_calls_that_wait_for_a_window_go_on_some_in_each_turn() -> None:
+    """A wider window lets all of them send, and each that has sent wakes its task."""
+    gone: list[Call] = []
+
+    async def serve(call: Call) -> None:
+        await call.write(bytes(100))
+        gone.append(call)
+
+    peer = Peer(serve, calls_max=400)
+    peer.say(client.settings(window=0))
+    for stream_id in range(1, 401, 2):
+        peer.open(stream_id)
+        await turns()
+    assert not gone
+    peer.say(client.settings(window=1000))
+    counts = []
+    while len(gone) < 200:
+        before = len(gone)
+        await asyncio.sleep(0)
+        counts.append(len(gone) - before)
+    assert max(counts) == 64
+    assert all(peer.answer(stream_id).messages == [bytes(100)] for stream_id in range(1, 401, 2))

@@ -27,6 +27,8 @@ UNREAD_BYTES_MAX: Final = 1 << 20
 """Of what no window counts, behind a full socket; who leaves more unread is cut off."""
 CRUMB_BYTES: Final = 512
 """Of a message that the client takes in smaller pieces, each is an answer to nothing."""
+FRAMES_A_TURN: Final = 64
+"""Of calls that waited for a window; the end of each may wake a task."""
 JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
 
@@ -69,6 +71,7 @@ class Output:
         self._paused_ns = 0
         self._unread_bytes = 0
         self._answers = 0
+        self._is_pour_due = False
         self.is_closed = False
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
@@ -211,8 +214,12 @@ class Output:
         self._held.clear()
 
     def _pour(self) -> None:
-        held = self._held
+        held, left = self._held, FRAMES_A_TURN
         while held and self._window > 0 and not self._is_paused:
+            left -= 1
+            if left < 0:
+                self._pour_later()
+                return
             call = next(iter(held))
             del held[call]
             budget = min(self._window, call.send_window, self.frame_bytes)
@@ -227,3 +234,13 @@ class Output:
                     self._answers -= 1
             else:
                 call.sent()
+
+    def _pour_later(self) -> None:
+        """Go on in the next turn of the loop."""
+        if not self._is_pour_due:
+            self._is_pour_due = True
+            asyncio.get_running_loop().call_soon(self._pour_again)
+
+    def _pour_again(self) -> None:
+        self._is_pour_due = False
+        self._pour()

@@ -34,6 +34,8 @@ BYTE_CPU_NS: Final = 2
 """Processor time that a message or a byte of one, delivered, is granted."""
 EARLY_ENDS_MAX: Final = 1024
 """Streams that the server ended before the client did, which are remembered."""
+ENDED_A_TURN: Final = 8
+"""Calls of a connection that has ended; each may have a task to cancel."""
 _connection_numbers = itertools.count(1)
 
 
@@ -322,10 +324,12 @@ class Streams:
             call.evict_stalled(now_ns, stall_ns)
 
     def close(self) -> None:
-        """End all calls: nobody is there for their answers."""
+        """End all calls: nobody is there for their answers. Some in each turn of the loop."""
         self.opened.clear()
-        for call in list(self.calls.values()):
+        for call in list(itertools.islice(self.calls.values(), ENDED_A_TURN)):
             call.close()
+        if self.calls:
+            self.host.loop.call_soon(self.close)
 
 
 async def _run(host: Host, call: Call) -> None:

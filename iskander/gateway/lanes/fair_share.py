@@ -22,7 +22,7 @@ from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.gateway.lanes.cost import LEARNED_SAMPLES, CostModel
 from iskander.gateway.lanes.request import UNKNOWN_SOURCE, Request, Source
 
-SLICE_NS: Final = 4 * NS_PER_MS
+SLICE_NS: Final = 2 * NS_PER_MS
 """How long a batch of one source may run while another source sends brief requests."""
 RECENT_NS: Final = NS_PER_S
 """For how long a brief request counts."""

@@ -31,6 +31,8 @@ WRITE_BUFFER_BYTES: Final = 1 << 20
 """Beyond this, what there is to send stays with whoever has it."""
 JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
+READ_BYTES_MAX: Final = 1 << 18
+"""Read at once of a large frame: its memory is new, and costs time when it is written to first."""
 CLOCK_FRAMES: Final = 16
 """Frames that complete no message between two looks at the clock."""
 MESSAGE_CPU_NS: Final = 500 * NS_PER_US
@@ -108,8 +110,8 @@ class Connection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: into the frame that they belong to, if it is a large one."""
         del sizehint
-        body = self._partial.body
-        return self._host.scratch if body is None else body[self._partial.filled :]
+        body, filled = self._partial.body, self._partial.filled
+        return self._host.scratch if body is None else body[filled : filled + READ_BYTES_MAX]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take apart what has come, for at most a quantum of time."""
