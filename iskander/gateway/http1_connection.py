@@ -214,7 +214,7 @@ class Connection(H11Protocol):
         self._charged_bytes = 0
         self._charged_ns = 0
         self._cpu = CpuAllowance(self._heard_ns)
-        self._burst = ReadBurst()
+        self._burst = ReadBurst(host.turns)
         self._life: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._half_closed: asyncio.TimerHandle | None = None

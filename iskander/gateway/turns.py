@@ -22,25 +22,8 @@ QUANTUM_NS: Final = 500 * NS_PER_US
 TURN_NS: Final = 1000 * NS_PER_US
 """Of all waiting connections in one turn."""
 GAP_NS: Final = 30 * NS_PER_US
-BYTE_GAP_NS: Final = 1
-"""Two reads of a socket that are no further apart than this, and this for each byte of the second,
-may be of one turn of the loop."""
-
-
-class ReadBurst:
-    """Reads of one connection in one turn: libuv reads a socket up to 32 times in a row."""
-
-    __slots__ = ("_began_ns", "_ended_ns")
-
-    def __init__(self) -> None:
-        self._began_ns = self._ended_ns = 0
-
-    def is_long(self, began_ns: int, ended_ns: int, nbytes: int, limit_ns: int) -> bool:
-        """Note that a read was processed; return whether the burst took longer than the limit."""
-        if began_ns - self._ended_ns > GAP_NS + BYTE_GAP_NS * nbytes:
-            self._began_ns = began_ns
-        self._ended_ns = ended_ns
-        return ended_ns - self._began_ns > limit_ns
+"""Small reads of one socket that are no further apart may be of one turn of the loop."""
+LARGE_READ_BYTES: Final = 16_384
 
 
 class Waiting(Protocol):
@@ -69,6 +52,8 @@ class TurnScheduler:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: deque[Waiting] = deque()
+        self._present = 0
+        self._is_counting = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -78,6 +63,17 @@ class TurnScheduler:
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             self._loop.call_soon(self._run)
+
+    def present(self) -> int:
+        """The number of the loop's present turn, which costs a callback to count."""
+        if not self._is_counting:
+            self._is_counting = True
+            self._loop.call_soon(self._end_turn)
+        return self._present
+
+    def _end_turn(self) -> None:
+        self._present += 1
+        self._is_counting = False
 
     def _run(self) -> None:
         waiting = self._waiting
@@ -105,3 +101,33 @@ class TurnScheduler:
                 break
         if waiting:
             self._loop.call_soon(self._run)
+
+
+class ReadBurst:
+    """Reads of one connection in one turn: libuv reads a socket up to 32 times in a row.
+
+    Small reads are of one turn where they are close together. A large read may take milliseconds
+    itself, where its memory is new; there the scheduler counts the turns.
+
+    Args:
+        turns: Of the connection's listener.
+    """
+
+    __slots__ = ("_began_ns", "_ended_ns", "_turn", "_turns")
+
+    def __init__(self, turns: TurnScheduler) -> None:
+        self._turns = turns
+        self._began_ns = self._ended_ns = 0
+        self._turn = -1
+
+    def is_long(self, began_ns: int, ended_ns: int, nbytes: int, limit_ns: int) -> bool:
+        """Note that a read was processed; return whether the burst took longer than the limit."""
+        is_same_turn = began_ns - self._ended_ns <= GAP_NS
+        if nbytes >= LARGE_READ_BYTES:
+            turn = self._turns.present()
+            is_same_turn = is_same_turn or turn == self._turn
+            self._turn = turn
+        if not is_same_turn:
+            self._began_ns = began_ns
+        self._ended_ns = ended_ns
+        return ended_ns - self._began_ns > limit_ns

@@ -66,7 +66,7 @@ class Connection(asyncio.BufferedProtocol):
         self._heard_ns = now_ns()
         self._pinged_ns = 0
         self._limiter = RateLimiter(self._heard_ns)
-        self._burst = ReadBurst()
+        self._burst = ReadBurst(host.turns)
 
     # The transport's side.
 

@@ -65,7 +65,7 @@ class Connection(asyncio.BufferedProtocol):
         self._charged_bytes = 0
         self._delivered_ns = 0
         self._cpu = CpuAllowance(self._made_ns)
-        self._burst = ReadBurst()
+        self._burst = ReadBurst(host.turns)
         self.deficit_ns = 0
         self.is_blocked = False
 
