@@ -147,8 +147,9 @@ class CallInput:
         Most calls are answered in the turn in which they came, and nothing of them waits.
         """
         self._is_charged = True
-        if self._messages:
-            self._charge_queued(sum(map(_queued_cost, self._messages)))
+        messages = self._messages
+        if messages and messages[0] is not None:
+            self._charge_queued(sum(map(_queued_cost, messages)))
 
     def take_frame(self, length: int, padding: int) -> bool:
         """Count a DATA frame, before its payload; return whether `content-length` allows it.
