@@ -106,8 +106,9 @@ class TurnScheduler:
 class ReadBurst:
     """Reads of one connection in one turn: libuv reads a socket up to 32 times in a row.
 
-    Small reads are of one turn where they are close together. A large read may take milliseconds
-    itself, where its memory is new; there the scheduler counts the turns.
+    Reads that are far apart are not of one turn. The scheduler tells it of the others: of large
+    ones, which may take milliseconds where their memory is new, and of small ones once they have
+    taken half of the limit.
 
     Args:
         turns: Of the connection's listener.
@@ -123,9 +124,11 @@ class ReadBurst:
     def is_long(self, began_ns: int, ended_ns: int, nbytes: int, limit_ns: int) -> bool:
         """Note that a read was processed; return whether the burst took longer than the limit."""
         is_same_turn = began_ns - self._ended_ns <= GAP_NS
-        if nbytes >= LARGE_READ_BYTES:
+        if nbytes >= LARGE_READ_BYTES or (
+            is_same_turn and ended_ns - self._began_ns > limit_ns // 2
+        ):
             turn = self._turns.present()
-            is_same_turn = is_same_turn or turn == self._turn
+            is_same_turn = turn == self._turn
             self._turn = turn
         if not is_same_turn:
             self._began_ns = began_ns
