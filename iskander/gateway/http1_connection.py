@@ -202,7 +202,7 @@ class Connection(H11Protocol):
     def __init__(self, config: uvicorn.Config, state: ServerState, host: Host) -> None:
         super().__init__(config, state, {})
         self.conn = _Parser()
-        self.deficit_ns = 0
+        self.deficit_ns = self.wasted_ns = 0
         self._host = host
         self._app = self.app
         self.app = self._serve
@@ -323,7 +323,8 @@ class Connection(H11Protocol):
     def note_cpu(self, used_ns: int) -> bool:
         """Account for processor time of a turn; return whether the connection goes on."""
         delivered_ns, self.conn.delivered_ns = self.conn.delivered_ns, 0
-        if not self._cpu.charge(now_ns(), used_ns - delivered_ns):
+        self.wasted_ns = used_ns - delivered_ns
+        if not self._cpu.charge(now_ns(), self.wasted_ns):
             self._end("cpu_time")
         return not self.transport.is_closing()
 

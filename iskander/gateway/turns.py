@@ -3,7 +3,8 @@
 A connection processes what it has read for at most a quantum of time. If input is left, or the last
 frame took longer than the quantum, the connection stops reading and waits here. Each turn of the
 loop, after the reads of all other connections, the waiting ones get their next quanta, for at most
-`TURN_NS` together.
+`TURN_NS` together. One whose turn took long and delivered nothing pauses for as long, also where it
+is alone: header blocks that take milliseconds each leave half of the time to all others.
 
 Runs on: gateway loop. Source: Shreedhar and Varghese, Efficient fair queuing using deficit
 round-robin, 1995.
@@ -15,12 +16,14 @@ import asyncio
 from collections import deque
 from typing import Final, Protocol
 
-from iskander.clock import NS_PER_US, now_ns, thread_cpu_ns
+from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
 
 QUANTUM_NS: Final = 500 * NS_PER_US
 """Of one connection in one turn."""
 TURN_NS: Final = 1000 * NS_PER_US
 """Of all waiting connections in one turn."""
+WASTED_NS_MAX: Final = 1000 * NS_PER_US
+"""A turn that delivered nothing for longer is followed by as long a pause of its connection."""
 GAP_NS: Final = 30 * NS_PER_US
 """Small reads of one socket that are no further apart may be of one turn of the loop."""
 LARGE_READ_BYTES: Final = 16_384
@@ -31,9 +34,11 @@ class Waiting(Protocol):
 
     Attributes:
         deficit_ns: Time that it may use; negative where it has used more than its share.
+        wasted_ns: Processor time of its last turn that delivered nothing.
     """
 
     deficit_ns: int
+    wasted_ns: int
 
     def take_turn(self, until_ns: int) -> bool:
         """Process input until that time; return whether some is left."""
@@ -91,6 +96,9 @@ class TurnScheduler:
                 connection.deficit_ns = deficit_ns - (ended_ns - now)
                 now = ended_ns
                 is_left = connection.note_cpu(cpu_ns) and is_left
+                if is_left and connection.wasted_ns > WASTED_NS_MAX:
+                    is_left = False
+                    self._loop.call_later(connection.wasted_ns / NS_PER_S, self.wait, connection)
             else:
                 connection.deficit_ns = deficit_ns
                 is_left = True

@@ -14,6 +14,7 @@ from iskander.gateway.turns import (
     LARGE_READ_BYTES,
     QUANTUM_NS,
     TURN_NS,
+    WASTED_NS_MAX,
     ReadBurst,
     TurnScheduler,
 )
@@ -36,7 +37,7 @@ class Worker:
         used_ns: As it was told.
     """
 
-    deficit_ns = 0
+    deficit_ns = wasted_ns = 0
 
     def __init__(self, clock: Clock, log: list[str], name: str, steps: int, step_ns: int) -> None:
         self.clock, self.log, self.name = clock, log, name
@@ -141,6 +142,28 @@ def test_processor_time_is_told_and_a_connection_that_ended_is_dropped(
         await asyncio.sleep(0)
         assert one.used_ns == [QUANTUM_NS, QUANTUM_NS]
         assert not len(scheduler)
+
+    play()
+
+
+def test_a_turn_that_delivers_nothing_for_long_is_followed_by_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of a connection that is alone: what others will send is not known."""
+
+    @in_loop
+    async def play() -> None:
+        clock, log = Clock(monkeypatch), list[str]()
+        scheduler = TurnScheduler(asyncio.get_running_loop())
+        one = Worker(clock, log, "a", 2, 10 * QUANTUM_NS)
+        one.wasted_ns = 20 * WASTED_NS_MAX
+        begun_s = asyncio.get_running_loop().time()
+        scheduler.wait(one)
+        await asyncio.sleep(0)
+        assert log == ["a"] and not len(scheduler)
+        while len(log) < 2:
+            await asyncio.sleep(0.001)
+        assert asyncio.get_running_loop().time() - begun_s >= 0.019
 
     play()
 

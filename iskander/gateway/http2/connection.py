@@ -57,7 +57,7 @@ class Connection(asyncio.BufferedProtocol):
         self.host = host
         self.output: Output
         self.streams: Streams
-        self.deficit_ns = 0
+        self.deficit_ns = self.wasted_ns = 0
         self._transport: asyncio.Transport
         self._is_greeted = self._is_leaving = self._is_closing = False
         self._rest = memoryview(b"")
@@ -130,8 +130,9 @@ class Connection(asyncio.BufferedProtocol):
         """Account for processor time of a turn; return whether the connection goes on."""
         streams = self.streams
         delivered_ns, streams.delivered_ns = streams.delivered_ns, 0
+        self.wasted_ns = used_ns - delivered_ns
         try:
-            self._limiter.charge_cpu(now_ns(), used_ns - delivered_ns)
+            self._limiter.charge_cpu(now_ns(), self.wasted_ns)
         except ConnectionBroken as error:
             self._break(error)
         return not self.output.is_closed

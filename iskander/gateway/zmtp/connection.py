@@ -66,7 +66,7 @@ class Connection(asyncio.BufferedProtocol):
         self._delivered_ns = 0
         self._cpu = CpuAllowance(self._made_ns)
         self._burst = ReadBurst(host.turns)
-        self.deficit_ns = 0
+        self.deficit_ns = self.wasted_ns = 0
         self.is_blocked = False
 
     @property
@@ -143,7 +143,8 @@ class Connection(asyncio.BufferedProtocol):
     def note_cpu(self, used_ns: int) -> bool:
         """Account for processor time of a turn; return whether the connection goes on."""
         delivered_ns, self._delivered_ns = self._delivered_ns, 0
-        if not self._cpu.charge(now_ns(), used_ns - delivered_ns) and not self._is_over:
+        self.wasted_ns = used_ns - delivered_ns
+        if not self._cpu.charge(now_ns(), self.wasted_ns) and not self._is_over:
             self._break("a peer takes processor time and sends no messages", "cpu_time")
         return not self._is_over
 
