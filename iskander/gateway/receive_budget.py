@@ -15,7 +15,6 @@ Runs on: gateway loop; `TrackedArray` is freed by any thread.
 from __future__ import annotations
 
 import asyncio
-import mmap
 from collections import deque
 from typing import Final, Protocol
 
@@ -24,6 +23,7 @@ import numpy.typing as npt
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.gateway.allocator import MMAP_THRESHOLD_BYTES
+from iskander.memory.segment import private_pages
 
 RESERVE_SHARE: Final = 8
 """One part in so many of the limit is not for reservations."""
@@ -264,13 +264,11 @@ class ReceiveBudget:
 
 
 def _memory(size: int) -> npt.NDArray[np.uint8]:
-    """Memory for a message, which is cleared by the kernel when it is written to first.
+    """Memory for a message, not cleared.
 
     A block that malloc would map anew has small pages: NumPy asks for huge ones, and a read on the
-    loop into such memory then takes 0.3 to 6 ms for each 2 MiB.
+    loop would wait while they are cleared.
     """
     if size < MMAP_THRESHOLD_BYTES:
         return np.empty(size, np.uint8)
-    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(pages, np.uint8)
+    return np.frombuffer(private_pages(size), np.uint8)
