@@ -171,7 +171,7 @@ class ReceiveBudget:
 
         Not cleared: pages that nothing was written to take no memory.
         """
-        array: TrackedArray = _memory(size).view(TrackedArray)
+        array: TrackedArray = message_memory(size).view(TrackedArray)
         array.freed = self._freed
         return array
 
@@ -263,8 +263,8 @@ class ReceiveBudget:
             self._used -= freed.popleft()
 
 
-def _memory(size: int) -> npt.NDArray[np.uint8]:
-    """Memory for a message, not cleared.
+def message_memory(size: int) -> npt.NDArray[np.uint8]:
+    """Memory for a message, not cleared and not charged.
 
     A block that malloc would map anew has small pages: NumPy asks for huge ones, and a read on the
     loop would wait while they are cleared.

@@ -3,8 +3,9 @@
 A connection processes what it has read for at most a quantum of time. If input is left, or the last
 frame took longer than the quantum, the connection stops reading and waits here. Each turn of the
 loop, after the reads of all other connections, the waiting ones get their next quanta, for at most
-`TURN_NS` together. One whose turn took long and delivered nothing pauses for as long, also where it
-is alone: header blocks that take milliseconds each leave half of the time to all others.
+`TURN_NS` together. A connection whose turn used much processor time and delivered no messages then
+pauses for as long, also where no other connection waits: so header blocks that take milliseconds
+each leave half of the time to all others.
 
 Runs on: gateway loop. Source: Shreedhar and Varghese, Efficient fair queuing using deficit
 round-robin, 1995.
@@ -23,7 +24,8 @@ QUANTUM_NS: Final = 500 * NS_PER_US
 TURN_NS: Final = 1000 * NS_PER_US
 """Of all waiting connections in one turn."""
 WASTED_NS_MAX: Final = 1000 * NS_PER_US
-"""A turn that delivered nothing for longer is followed by as long a pause of its connection."""
+"""Processor time of a turn beyond what its messages are granted; above it the connection pauses for
+as long."""
 GAP_NS: Final = 30 * NS_PER_US
 """Small reads of one socket that are no further apart may be of one turn of the loop."""
 LARGE_READ_BYTES: Final = 16_384

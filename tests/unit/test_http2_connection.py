@@ -53,6 +53,7 @@ from iskander.gateway.http2.call import Call, Message
 from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.rate_limit import BURST
 from iskander.gateway.http2.status import RpcError, Status
+from iskander.gateway.http2.streams import BYTE_CPU_NS, MESSAGE_CPU_NS
 from iskander.gateway.listening import SCRATCH_BYTES
 
 TIMEOUTS = TimeoutsConfig()
@@ -1828,3 +1829,13 @@ async def test_calls_that_wait_for_a_window_go_on_some_in_each_turn() -> None:
         counts.append(len(gone) - before)
     assert max(counts) == 64
     assert all(peer.answer(stream_id).messages == [bytes(100)] for stream_id in range(1, 401, 2))
+
+
+@in_loop
+async def test_processor_time_of_a_turn_is_wasted_but_for_what_its_messages_are_granted() -> None:
+    peer = Peer()
+    peer.say(client.headers(1), data(1, message(bytes(995))))
+    assert peer.connection.note_cpu(NS_PER_S // 100)
+    assert peer.connection.wasted_ns == NS_PER_S // 100 - MESSAGE_CPU_NS - BYTE_CPU_NS * 1000
+    assert peer.connection.note_cpu(NS_PER_S // 100)
+    assert peer.connection.wasted_ns == NS_PER_S // 100

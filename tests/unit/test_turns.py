@@ -146,26 +146,22 @@ def test_processor_time_is_told_and_a_connection_that_ended_is_dropped(
     play()
 
 
-def test_a_turn_that_delivers_nothing_for_long_is_followed_by_a_pause(
+@in_loop
+async def test_a_turn_that_delivers_nothing_for_long_is_followed_by_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also of a connection that is alone: what others will send is not known."""
-
-    @in_loop
-    async def play() -> None:
-        clock, log = Clock(monkeypatch), list[str]()
-        scheduler = TurnScheduler(asyncio.get_running_loop())
-        one = Worker(clock, log, "a", 2, 10 * QUANTUM_NS)
-        one.wasted_ns = 20 * WASTED_NS_MAX
-        begun_s = asyncio.get_running_loop().time()
-        scheduler.wait(one)
-        await asyncio.sleep(0)
-        assert log == ["a"] and not len(scheduler)
-        while len(log) < 2:
-            await asyncio.sleep(0.001)
-        assert asyncio.get_running_loop().time() - begun_s >= 0.019
-
-    play()
+    loop, log = asyncio.get_running_loop(), list[str]()
+    scheduler = TurnScheduler(loop)
+    one = Worker(Clock(monkeypatch), log, "a", 2, 10 * QUANTUM_NS)
+    one.wasted_ns = 20 * WASTED_NS_MAX
+    begun_s = loop.time()
+    scheduler.wait(one)
+    await asyncio.sleep(0)
+    assert log == ["a"] and not len(scheduler)
+    while len(log) < 2:
+        await asyncio.sleep(0.001)
+    assert loop.time() - begun_s >= 0.019
 
 
 @in_loop

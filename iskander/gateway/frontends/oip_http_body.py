@@ -33,7 +33,7 @@ from iskander.errors import (
     detach,
 )
 from iskander.gateway.http2.inflating import GZIP_BYTES_MIN, THREADS
-from iskander.gateway.receive_budget import ReceiveBudget
+from iskander.gateway.receive_budget import ReceiveBudget, message_memory
 
 PIECE_BYTES = 1 << 18
 """Of an answer, given to the socket or compressed at once."""
@@ -254,7 +254,7 @@ class Held:
                 finally:
                     self._granted = None
             self._moved_ns = now_ns()
-        self._body = np.empty(length, np.uint8)
+        self._body = message_memory(length)
 
     async def _next(self, receive: Receive) -> Message:
         try:

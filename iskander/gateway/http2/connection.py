@@ -128,9 +128,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def note_cpu(self, used_ns: int) -> bool:
         """Account for processor time of a turn; return whether the connection goes on."""
-        streams = self.streams
-        delivered_ns, streams.delivered_ns = streams.delivered_ns, 0
-        self.wasted_ns = used_ns - delivered_ns
+        self.wasted_ns = used_ns - self.streams.take_granted_ns()
         try:
             self._limiter.charge_cpu(now_ns(), self.wasted_ns)
         except ConnectionBroken as error:

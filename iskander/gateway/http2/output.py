@@ -28,7 +28,7 @@ UNREAD_BYTES_MAX: Final = 1 << 20
 CRUMB_BYTES: Final = 512
 """Of a message that the client takes in smaller pieces, each is an answer to nothing."""
 FRAMES_A_TURN: Final = 64
-"""Of calls that waited for a window; the end of each may wake a task."""
+"""Sent in one turn for calls that waited for a window; each may wake a task."""
 JOINED_BYTES_MAX: Final = 65_536
 """Up to here one copy costs less than handing over the parts of a message one by one."""
 

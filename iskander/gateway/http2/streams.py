@@ -35,7 +35,7 @@ BYTE_CPU_NS: Final = 2
 EARLY_ENDS_MAX: Final = 1024
 """Streams that the server ended before the client did, which are remembered."""
 ENDED_A_TURN: Final = 8
-"""Calls of a connection that has ended; each may have a task to cancel."""
+"""Calls closed in one turn once their connection has ended; each may have a task to cancel."""
 _connection_numbers = itertools.count(1)
 
 
@@ -54,8 +54,7 @@ class Streams:
         opened: Calls that are not served yet.
         tasks_begun: By calls that were served in this turn.
         last_id: The highest stream that the client has opened.
-        messages_arrived: Messages of more than 0 bytes since the last `take_answers`.
-        delivered_ns: Processor time granted for what has arrived; the connection takes it.
+        messages_arrived: Messages of more than 0 bytes.
         is_behind: A turn ended in the midst of a DATA frame's payload.
         is_refusing: New calls are refused, since the connection closes.
     """
@@ -74,7 +73,8 @@ class Streams:
         self.tasks_begun = 0
         self.last_id = 0
         self.messages_arrived = 0
-        self.delivered_ns = 0
+        self._answered = self._granted = 0
+        self._taken_bytes = 0
         self.is_behind = self.is_refusing = False
         self.now_ns = 0
         self._limiter = limiter
@@ -148,7 +148,7 @@ class Streams:
             taken = call.take(view[at:stop])
             at += taken
             self._data_left -= taken
-            self.delivered_ns += BYTE_CPU_NS * taken
+            self._taken_bytes += taken
             if call.empty_messages:
                 self._charge_empty(call)
             if not self._data_left and self._data_ends and self._data_call is call:
@@ -172,9 +172,14 @@ class Streams:
 
     def take_answers(self) -> int:
         """Frames of answers sent and messages delivered since the last call; both earn credit."""
-        arrived, self.messages_arrived = self.messages_arrived, 0
-        self.delivered_ns += MESSAGE_CPU_NS * arrived
+        arrived, self._answered = self.messages_arrived - self._answered, self.messages_arrived
         return self.output.take_answers() + arrived
+
+    def take_granted_ns(self) -> int:
+        """Processor time granted for what has arrived since the last call."""
+        arrived, self._granted = self.messages_arrived - self._granted, self.messages_arrived
+        taken, self._taken_bytes = self._taken_bytes, 0
+        return MESSAGE_CPU_NS * arrived + BYTE_CPU_NS * taken
 
     def on_headers(self, flags: int, stream_id: int, payload: memoryview) -> None:
         """Process a HEADERS frame."""
