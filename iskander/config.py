@@ -169,7 +169,12 @@ class TimeoutsConfig(Section, frozen=True, kw_only=True):
     ] = 20.0
     message_s: Annotated[
         float,
-        Meta(gt=0, le=3600, description="Seconds without a byte of a message that has begun."),
+        Meta(
+            gt=0,
+            le=3600,
+            description="Seconds that a message may fall behind 500 bytes/s, from its first byte "
+            "to its last.",
+        ),
     ] = 30.0
     response_s: Annotated[
         float,

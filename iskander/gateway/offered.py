@@ -63,6 +63,11 @@ class Offered:
         self.tensors = tensors
         self.bucket = bucket
 
+    @property
+    def size(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(map(len, self.tensors))
+
 
 class Fit:
     """How the raw tensors of one request became what it offered.

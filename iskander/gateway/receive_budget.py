@@ -34,7 +34,9 @@ LOW_WATER_SHARE: Final = 16
 SHED_AGAIN_NS: Final = 10 * NS_PER_MS
 """After nothing could be freed."""
 STALL_WAITED_NS: Final = 2 * NS_PER_S
-"""A message that makes no progress for so long is refused while others wait for memory."""
+"""A message that falls so far behind its slowest rate is refused while others wait for memory."""
+MESSAGE_RATE_MIN: Final = 500
+"""Bytes/s. The default of Apache's mod_reqtimeout for request bodies."""
 EXCESS_BYTES: Final = 16 << 20
 TICK_S: Final = 0.01
 TRACKED_BYTES_MIN: Final = 65_536
@@ -261,6 +263,19 @@ class ReceiveBudget:
         count = len(freed)
         for _ in range(count):
             self._used -= freed.popleft()
+
+
+def progress_ns(last_ns: int, now_ns: int, count: int) -> int:
+    """The time up to which a message has come at its slowest rate, once more bytes of it came.
+
+    A client that sends one byte at a time, to hold a call open, falls behind.
+
+    Args:
+        last_ns: The time before these bytes.
+        now_ns: The upper bound.
+        count: Bytes.
+    """
+    return min(now_ns, last_ns + count * (NS_PER_S // MESSAGE_RATE_MIN))
 
 
 def message_memory(size: int) -> npt.NDArray[np.uint8]:

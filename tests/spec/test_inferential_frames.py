@@ -308,10 +308,33 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:
         assert peer.reasons == reasons
         assert peer.ended == ["message_timeout"] * len(reasons)
 
-    stopped = ["a peer stopped in the midst of a message"]
+    stopped = ["a message of a peer came slower than 500 bytes/s"]
     asyncio.run(judge(b"", []))
     for more in (b"\2\0", b"\2" + (1 << 19).to_bytes(8, "big"), b"\1\0"):
         asyncio.run(judge(more, stopped))
+
+
+def test_a_message_that_trickles_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte every 20 s; what comes at 500 bytes/s, or in whole messages, does not."""
+    clock = now_ns()
+    monkeypatch.setattr(zmtp, "now_ns", lambda: clock)
+    hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
+    begun = b"\2" + (1 << 19).to_bytes(8, "big")
+
+    async def judge(begun: bytes, piece: bytes) -> list[str]:
+        nonlocal clock
+        peer = Peer(asyncio.get_running_loop())
+        await peer.feed(hello + begun, 1 << 20)
+        for _ in range(5):
+            clock += 20 * NS_PER_S
+            await peer.feed(piece, 1 << 20)
+            peer.connection.look_after(clock)
+        return peer.ended
+
+    whole = VECTORS["observation"]
+    assert asyncio.run(judge(begun, b"a")) == ["message_timeout"]
+    assert asyncio.run(judge(begun, bytes(10_000))) == []
+    assert asyncio.run(judge(whole[:10], whole[10:] + whole[:10])) == []
 
 
 def test_a_greeting_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

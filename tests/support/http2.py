@@ -271,7 +271,11 @@ class FakeHost:
         self.named = lambda path, error: RpcError(error.status, error.message, (("why", path),))
         self.served: list[Call] = []
         self.forget = self.connections.discard
+        self.unsent: list[int] = []
         self._serve = serve
+
+    def charge_unsent(self, connection: Connection) -> None:
+        self.unsent.append(connection.unsent_bytes)
 
     async def serve(self, call: Call) -> None:
         self.served.append(call)

@@ -38,6 +38,7 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config import TimeoutsConfig
 from iskander.gateway import receive_budget
 from iskander.gateway.http2 import call_input, inflating
+from iskander.gateway.http2 import connection as connection_module
 from iskander.gateway.http2.call import Call
 from iskander.gateway.http2.call_input import WINDOW_BYTES
 from iskander.gateway.http2.rate_limit import BURST
@@ -559,6 +560,34 @@ async def test_a_message_that_makes_no_progress_is_refused() -> None:
     errors = taker.taken[1:]
     assert len(errors) == 2 and all(isinstance(each, RpcError) for each in errors)
     assert peer.host.ended == ["message_timeout"] * 2 and 5 in peer.calls
+
+
+@in_loop
+async def test_a_message_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte every 20 s, and 10,000 bytes every 20 s: 500 bytes/s."""
+    clock = now_ns()
+    monkeypatch.setattr(connection_module, "now_ns", lambda: clock)
+    peer = Peer(Reader())
+    for stream_id in (1, 3):
+        peer.open(stream_id)
+        peer.say(data(stream_id, message(bytes(100_000))[:-50_000]))
+    for _ in range(3):
+        clock += 20 * NS_PER_S
+        peer.say(data(1, b"a"), data(3, bytes(10_000)))
+        peer.connection.streams.look_after(clock)
+    await turns()
+    assert peer.host.ended == ["message_timeout"]
+    assert list(peer.calls) == [3]
+
+
+@in_loop
+async def test_what_the_transport_holds_is_charged_when_the_socket_is_full() -> None:
+    """And no more once the client has read it."""
+    peer = Peer()
+    peer.transport.room_bytes = 100
+    peer.say(*[ping()] * 20)
+    peer.transport.empty()
+    assert len(peer.host.unsent) == 2 and peer.host.unsent[0] > 100 and not peer.host.unsent[1]
 
 
 @in_loop

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import gzip
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -182,9 +182,12 @@ def test_a_client_that_leaves_within_its_body_is_gone() -> None:
         read(receive=receive_of(b"a", is_whole=False))
 
 
-def slowly(*pieces: bytes, pause_s: float = 0.02) -> Any:
+def slowly(*pieces: bytes) -> Any:
     """Pieces, and pauses between them; no end."""
-    waiting = iter(pieces)
+    return from_iterator(iter(pieces))
+
+
+def from_iterator(waiting: Iterator[bytes], pause_s: float = 0.02) -> Any:
 
     async def receive() -> Any:
         await asyncio.sleep(pause_s)
@@ -197,11 +200,14 @@ def slowly(*pieces: bytes, pause_s: float = 0.02) -> Any:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    """As long as something comes it is; so much of it takes longer than a pause may."""
+    """Nor is one that trickles. As long as 500 bytes/s come it is."""
     room = room_of(message_s=0.1)
-    with pytest.raises(DeadlineExceeded, match="no byte"):
-        read(receive=slowly(*[b"a"] * 10), room=room)
-    assert ENDED == ["message_timeout"]
+    steady, trickling = iter([bytes(100)] * 10), iter([b"a"] * 10_000)
+    for pieces in (steady, trickling):
+        with pytest.raises(DeadlineExceeded, match="behind 500 bytes/s"):
+            read(receive=from_iterator(pieces), room=room)
+    assert ENDED == ["message_timeout"] * 2
+    assert not list(steady) and list(trickling)
     assert read(*[b"a"] * 3, receive=None, room=room) == b"aaa"
 
 

@@ -57,27 +57,34 @@ class Server:
     def asked(self) -> list[Request]:
         return self.office.dispatcher.asked
 
-    def ask(self, stream_id: int = 1, rows: int = 4, *, cut: int = 1 << 20, **values: Any) -> None:
+    def ask(
+        self, stream_id: int = 1, rows: int = 4, *, cut: int = 1 << 20, is_typed: bool = False
+    ) -> None:
+        inputs: list[Any] = [
+            {"name": "id", "datatype": "INT64", "shape": [rows]},
+            {"name": "flag", "datatype": "BOOL", "shape": [rows]},
+        ]
+        raw = [np.arange(rows).tobytes(), bytes(rows)]
+        if is_typed:
+            inputs[0]["contents"] = {"int64_contents": range(rows)}
+            inputs[1]["contents"] = {"bool_contents": [False] * rows}
+            raw = []
         request = oip_pb2.ModelInferRequest(
-            model_name=self.office.lane.model.name,
-            inputs=[
-                {"name": "id", "datatype": "INT64", "shape": [rows]},
-                {"name": "flag", "datatype": "BOOL", "shape": [rows]},
-            ],
-            raw_input_contents=[np.arange(rows).tobytes(), bytes(rows)],
-            **values,
+            model_name=self.office.lane.model.name, inputs=inputs, raw_input_contents=raw
         )
-        raw = message(request.SerializeToString())
-        pieces = [raw[at : at + 16_384] for at in range(0, len(raw), 16_384)]
+        whole = message(request.SerializeToString())
+        pieces = [whole[at : at + 16_384] for at in range(0, len(whole), 16_384)]
         self.peer.open(stream_id)
         frames = [data(stream_id, piece) for piece in pieces[:-1]]
         self.peer.say(*frames, data(stream_id, pieces[-1], END_STREAM), cut=cut)
 
-    def ask_whole(self, stream_id: int = 1, rows: int = 4, then: bytes = b"") -> None:
+    def ask_whole(
+        self, stream_id: int = 1, rows: int = 4, then: bytes = b"", *, is_typed: bool = False
+    ) -> None:
         """All of a call in one read, and what comes with it."""
         said: list[bytes] = []
         say, self.peer.say = self.peer.say, lambda *parts, **_: said.extend(parts)  # type: ignore[method-assign]
-        self.ask(stream_id, rows)
+        self.ask(stream_id, rows, is_typed=is_typed)
         self.peer.say = say  # type: ignore[method-assign]
         self.peer.say(*said, then)
 
@@ -219,6 +226,29 @@ async def test_a_call_waits_for_room_in_the_arena() -> None:
         served.office.dispatcher.answer(served.asked[1], results)
         await turns()
         assert served.peer.answer(1).status == GRPC_OK
+
+
+@in_loop
+async def test_typed_tensors_that_wait_for_room_are_charged_until_they_are_answered() -> None:
+    async with server() as served:
+        budget = served.peer.host.budget
+        for stream_id in (1, 3):
+            served.ask_whole(stream_id, LARGE_ROWS, is_typed=True)
+            assert budget.used_bytes == (0 if stream_id == 1 else LARGE_ROWS * 8 + LARGE_ROWS // 8)
+        results = bytes(4 * LARGE_ROWS)
+        for place in range(2):
+            await turns()
+            served.office.dispatcher.answer(served.asked[place], results)
+        assert budget.used_bytes == 0
+
+
+@in_loop
+async def test_typed_tensors_for_which_there_is_no_memory_are_refused() -> None:
+    async with server() as served:
+        served.peer.host.budget.limit_bytes = 100
+        served.ask_whole(1, 64, is_typed=True)
+        assert served.peer.answer(1).status == RESOURCE_EXHAUSTED
+        assert not served.asked and served.peer.host.budget.used_bytes == 0
 
 
 @pytest.mark.parametrize("turns_before", [0, 1])

@@ -33,7 +33,12 @@ from iskander.errors import (
     detach,
 )
 from iskander.gateway.http2.inflating import GZIP_BYTES_MIN, THREADS
-from iskander.gateway.receive_budget import ReceiveBudget, message_memory
+from iskander.gateway.receive_budget import (
+    MESSAGE_RATE_MIN,
+    ReceiveBudget,
+    message_memory,
+    progress_ns,
+)
 
 PIECE_BYTES = 1 << 18
 """Of an answer, given to the socket or compressed at once."""
@@ -217,12 +222,11 @@ class Held:
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """Refuse the body where no byte of it came for so long."""
+        """Refuse the body where it fell so far behind its slowest rate."""
         is_stalled = self._is_reading and self._granted is None and self._error is None
         if is_stalled and now_ns - self._moved_ns > stall_ns:
             self._room.count_ended("message_timeout")
-            silent_s = (now_ns - self._moved_ns) / NS_PER_S
-            self._stop(DeadlineExceeded(f"no byte of the request's body came in {silent_s:.0f} s"))
+            self._stop(_too_slow((now_ns - self._moved_ns) / NS_PER_S))
 
     def on_reserved(self) -> None:
         """The memory of the body is reserved."""
@@ -257,19 +261,19 @@ class Held:
         self._body = message_memory(length)
 
     async def _next(self, receive: Receive) -> Message:
+        left_s = self._room.message_s - (now_ns() - self._moved_ns) / NS_PER_S
         try:
-            async with asyncio.timeout(self._room.message_s) as self._waiting:
+            async with asyncio.timeout(left_s) as self._waiting:
                 message = await receive()
         except TimeoutError:
             self._require_memory()
             self._room.count_ended("message_timeout")
-            raise DeadlineExceeded(
-                f"no byte of the request's body came in {self._room.message_s:g} s"
-            ) from None
+            raise _too_slow(self._room.message_s) from None
         finally:
             self._waiting = None
         self._require_memory()
-        self._moved_ns = now_ns()
+        count = len(message.get("body", b""))
+        self._moved_ns = progress_ns(self._moved_ns, now_ns(), count)
         return message
 
     def _append(self, piece: bytes) -> None:
@@ -406,6 +410,10 @@ def _expand(
     if unpacker.unused_data or taken < len(packed):
         return MalformedInput(f"the body goes on behind its {coding}")
     return view[:at]
+
+
+def _too_slow(behind_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the body fell {behind_s:.0f} s behind {MESSAGE_RATE_MIN} bytes/s")
 
 
 def _too_large(bytes_max: int) -> LimitExceeded:

@@ -18,6 +18,7 @@ from iskander.gateway.frontends.oip_request import (
     COPIES,
     Asked,
     copied_bytes,
+    is_copied,
     is_for_thread,
     read_head,
     tensors_of,
@@ -140,6 +141,9 @@ class Inference:
                 offered = await asyncio.to_thread(_offered, asked, scanned, contract, limits)
             else:
                 offered = self.offered(wanted, scanned)
+                if is_copied(asked, scanned):
+                    taken_bytes = offered.size
+                    call.take_memory(taken_bytes)
             body = await self._desk.ask(
                 wanted.lane,
                 offered,

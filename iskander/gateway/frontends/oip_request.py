@@ -162,6 +162,11 @@ def is_for_thread(asked: Asked, scanned: Scanned) -> bool:
     return asked.strings > AT_ONCE or sum(map(len, scanned.raw)) > AT_ONCE_BYTES
 
 
+def is_copied(asked: Asked, scanned: Scanned) -> bool:
+    """Whether its tensors are read into memory of their own; others stay in the message."""
+    return bool(scanned.typed) or asked.strings >= 0
+
+
 def copied_bytes(asked: Asked, scanned: Scanned) -> int:
     """Memory that reading its tensors takes beside the message, at most, for a time."""
     if scanned.typed:

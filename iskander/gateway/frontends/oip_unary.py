@@ -16,7 +16,7 @@ from typing import TypeAlias
 from iskander.errors import IskanderError
 from iskander.gateway.asking import Desk
 from iskander.gateway.frontends.oip_infer import Inference, Wanted
-from iskander.gateway.frontends.oip_request import is_for_thread
+from iskander.gateway.frontends.oip_request import is_copied, is_for_thread
 from iskander.gateway.frontends.oip_wire import scan
 from iskander.gateway.frontends.stream_terms import StreamTerms
 from iskander.gateway.http2.call import Call, Message
@@ -85,6 +85,9 @@ class UnaryInfer:
         if not offered.rows:
             self._answer(0, b"")
             return True
+        copied_bytes = offered.size if is_copied(wanted.known.asked, scanned) else 0
+        if copied_bytes:
+            call.take_memory(copied_bytes)
         call.receive()  # Its tensors are known to the request alone from here on.
         call.on_gone = self._on_gone
         request = self._desk.begin(
@@ -96,6 +99,8 @@ class UnaryInfer:
         )
         if call.on_gone is not None:  # It was not refused meanwhile.
             self._request = request
+        if copied_bytes and request.lease is not None:  # Else it waits for room in the arena.
+            call.give_back_memory(copied_bytes)
         return True
 
     def _answer(self, rows: int, results: bytes | memoryview) -> None:

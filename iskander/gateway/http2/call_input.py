@@ -23,7 +23,12 @@ from iskander.gateway.http2.frames import PREFIX_BYTES, Code
 from iskander.gateway.http2.inflating import Compressed
 from iskander.gateway.http2.request_head import RequestHead
 from iskander.gateway.http2.status import RpcError, Status
-from iskander.gateway.receive_budget import TRACKED_BYTES_MIN, TrackedArray
+from iskander.gateway.receive_budget import (
+    MESSAGE_RATE_MIN,
+    TRACKED_BYTES_MIN,
+    TrackedArray,
+    progress_ns,
+)
 
 if TYPE_CHECKING:
     from iskander.gateway.http2.streams import Streams
@@ -221,16 +226,17 @@ class CallInput:
         self.give_back()
 
     def evict_stalled(self, now: int, stall_ns: int) -> None:
-        """Refuse a half-received message that made no progress for so long.
+        """Refuse a half-received message that fell so far behind its slowest rate.
 
         A client that waits for window, or for memory, is not to blame.
         """
         is_begun = self._partial is not None or self._prefix
         if is_begun and not (self._messages or self._is_waiting or self._is_deaf):
-            silent_ns = now - self._moved_ns
-            if silent_ns > stall_ns:
+            behind_ns = now - self._moved_ns
+            if behind_ns > stall_ns:
                 self._streams.host.count_ended("message_timeout")
-                message = f"no byte of a message came for {silent_ns / NS_PER_S:.0f} s"
+                behind_s = behind_ns / NS_PER_S
+                message = f"a message fell {behind_s:.0f} s behind {MESSAGE_RATE_MIN} bytes/s"
                 self._refuse(RpcError(Status.UNAVAILABLE, message))
 
     def shed(self) -> None:
@@ -256,8 +262,9 @@ class CallInput:
             start = PREFIX_BYTES
         else:
             start = PREFIX_BYTES - len(self._prefix)
+            if not self._prefix:
+                self._moved_ns = self._streams.now_ns
             self._prefix += piece[:start]
-            self._moved_ns = self._streams.now_ns
             if len(self._prefix) < PREFIX_BYTES:
                 return piece[:0]
             compressed, length = frames.read_prefix(self._prefix)
@@ -291,7 +298,7 @@ class CallInput:
         count = min(len(piece), len(self._partial) - self._filled)
         self._partial[self._filled : self._filled + count] = piece[:count]
         self._filled += count
-        self._moved_ns = self._streams.now_ns
+        self._moved_ns = progress_ns(self._moved_ns, self._streams.now_ns, count)
         if not self._is_reserved:
             if self._array is not None:
                 self._array.charged_bytes += count

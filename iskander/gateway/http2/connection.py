@@ -89,9 +89,11 @@ class Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """The socket is full."""
         self.output.pause()
+        self.host.charge_unsent(self)
 
     def resume_writing(self) -> None:
         """The socket takes more."""
+        self.host.charge_unsent(self)
         self.output.resume()
 
     def get_buffer(self, sizehint: int) -> memoryview:

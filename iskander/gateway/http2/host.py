@@ -51,5 +51,8 @@ class Host(Protocol):
     def count_ended(self, reason: str) -> None:
         """Count a connection that the server ended."""
 
+    def charge_unsent(self, connection: Connection) -> None:
+        """Charge what the transport of a connection holds."""
+
     def forget(self, connection: Connection) -> None:
         """A connection is closed."""

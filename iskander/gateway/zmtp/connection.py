@@ -18,6 +18,7 @@ from typing import Final, cast
 
 from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
 from iskander.gateway.cpu_allowance import CpuAllowance
+from iskander.gateway.receive_budget import MESSAGE_RATE_MIN, progress_ns
 from iskander.gateway.turns import QUANTUM_NS, ReadBurst
 from iskander.gateway.zmtp import frames
 from iskander.gateway.zmtp.backlog import Backlog
@@ -52,7 +53,7 @@ class Connection(asyncio.BufferedProtocol):
         self._host = host
         self._transport: asyncio.Transport
         self._session: Session | None = None
-        self._made_ns = self._heard_ns = self._since_ns = now_ns()
+        self._made_ns = self._heard_ns = self._moved_ns = self._since_ns = now_ns()
         self._blocked_ns = self._pinged_ns = 0
         self._is_greeted = self._can_ping = False
         self._is_over = False
@@ -116,6 +117,8 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Take apart what has come, for at most a quantum of time."""
         began_ns = self._heard_ns = now_ns()
+        is_amid = self._is_amid
+        self._moved_ns = progress_ns(self._moved_ns, began_ns, nbytes) if is_amid else began_ns
         cpu_ns = thread_cpu_ns()
         self._pinged_ns = 0
         if self._partial.body is not None:
@@ -241,10 +244,11 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """End the connection where a message that has begun made no progress for so long."""
+        """End the connection where a message fell so far behind its slowest rate."""
         is_read = not self._is_over and self._transport.is_reading()
-        if is_read and self._is_amid and now_ns - self._heard_ns > stall_ns:
-            self._break("a peer stopped in the midst of a message", "message_timeout")
+        if is_read and self._is_amid and now_ns - self._moved_ns > stall_ns:
+            message = f"a message of a peer came slower than {MESSAGE_RATE_MIN} bytes/s"
+            self._break(message, "message_timeout")
 
     @property
     def _unread_bytes(self) -> int:
@@ -378,7 +382,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _read_on(self) -> None:
         if not (self._is_over or self._is_waiting or self._transport.is_reading()):
-            self._heard_ns = now_ns()
+            self._heard_ns = self._moved_ns = now_ns()
             self._transport.resume_reading()
 
     def _require_limits(self, head: frames.Head) -> None:
@@ -411,6 +415,7 @@ class Connection(asyncio.BufferedProtocol):
         size, small = self._parts_bytes, self._parts_small
         self._parts_bytes = self._parts_small = 0
         self._delivered_ns += MESSAGE_CPU_NS + BYTE_CPU_NS * size
+        self._moved_ns = self._heard_ns
         if self._backlog or session.is_full:
             self._backlog.append(parts, size, small, self._heard_ns)
         else:
