@@ -149,9 +149,8 @@ class BatchTemplate:
     def __init__(self, schema: pa.Schema) -> None:
         # A row of nulls is in any type's range, and keeps pyarrow from leaving out fields that
         # are zero and would have no place to be written to.
-        row = pa.RecordBatch.from_arrays(
-            [pa.nulls(1, field.type) for field in schema], schema=schema
-        )
+        nulls = [pa.nulls(1, _small_type(field.type)) for field in schema]
+        row = pa.RecordBatch.from_arrays(nulls, schema.names)
         self._header = header_of(row.serialize())
         header, root = self._header, _U32.unpack_from(self._header, 0)[0]
         table = _reference(header, root, _MESSAGE_HEADER)
@@ -179,6 +178,16 @@ class BatchTemplate:
         self._nodes.pack_into(header, self._nodes_at, *nodes)
         self._buffers.pack_into(header, self._buffers_at, *buffers)
         return header
+
+
+def _small_type(arrow: pa.DataType) -> pa.DataType:
+    """A type of as many arrays and buffers, whose rows are small whatever size the type declares.
+
+    A schema may declare lists of 2 billion values in a few bytes.
+    """
+    if pa.types.is_fixed_size_list(arrow):
+        return pa.list_(_small_type(arrow.value_type), 1)
+    return pa.binary(1) if pa.types.is_fixed_size_binary(arrow) else arrow
 
 
 def _framing(header_bytes: int) -> tuple[bytes, bytes]:

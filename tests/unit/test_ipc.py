@@ -263,6 +263,28 @@ def test_a_template_is_not_changed_by_what_it_renders() -> None:
     assert template.render(1, [1, 0], [0, 0, 0, 8], 64) == first
 
 
+@pytest.mark.parametrize(
+    "declared",
+    [
+        pa.binary(1 << 26),
+        pa.list_(pa.int8(), 1 << 26),
+        pa.list_(pa.list_(pa.binary(1 << 10), 1 << 8), 1 << 8),
+    ],
+    ids=str,
+)
+def test_a_template_takes_no_memory_for_what_a_type_declares(declared: pa.DataType) -> None:
+    before = pa.default_memory_pool()
+    watched = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(watched)
+    try:
+        template = ipc.BatchTemplate(pa.schema([("x", declared), ("y", pa.utf8())]))
+    finally:
+        pa.set_memory_pool(before)
+    assert watched.max_memory() < 1 << 16
+    arrays = 1 + str(declared).count("<")
+    assert struct.calcsize(template._nodes.format) // 16 == arrays + 1
+
+
 # Hostile headers.
 
 HEADERS = [header_and_body(batch_of(column))[0] for column in PLAIN.values()]
