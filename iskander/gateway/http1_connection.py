@@ -76,6 +76,9 @@ class Host(Protocol):
     def count_ended(self, reason: str) -> None:
         """Count a connection that the server ended."""
 
+    def charge_unsent(self, connection: Connection) -> None:
+        """Charge what the transport of a connection holds."""
+
     def forget(self, connection: Connection) -> None:
         """A connection is closed."""
 
@@ -274,10 +277,12 @@ class Connection(H11Protocol):
         """The socket is full."""
         super().pause_writing()
         self._blocked_ns = now_ns()
+        self._host.charge_unsent(self)
 
     def resume_writing(self) -> None:
         """The socket takes more."""
         self._blocked_ns = 0
+        self._host.charge_unsent(self)
         super().resume_writing()
 
     # Turns.

@@ -100,6 +100,8 @@ class Listening(Generic[Connection]):
         self._tls = tls
         self._sources: SourceTable[Accepted[Connection]] = SourceTable()
         self._accepted: dict[Connection, Accepted[Connection]] = {}
+        # Connections whose client does not read, and since when that was known.
+        self._unread: dict[Connection, int] = {}
         self._acceptors: list[Acceptor[Connection]] = []
         self._caring: asyncio.TimerHandle | None = None
         self._to_look_at: deque[Connection] = deque()
@@ -110,6 +112,7 @@ class Listening(Generic[Connection]):
         tls = None if listening.family == socket.AF_UNIX else self._tls
         self._acceptors.append(Acceptor(listening, self, tls))
         if self._caring is None:
+            self.budget.holders.add(self)
             self._care()
 
     def close_door(self) -> None:
@@ -131,6 +134,7 @@ class Listening(Generic[Connection]):
             connection.abort()
         if self._caring is not None:
             self._caring.cancel()
+        self.budget.holders.discard(self)
         with contextlib.suppress(TimeoutError):
             # One turn more, in which the transports close their sockets.
             async with asyncio.timeout(1.0):
@@ -148,6 +152,7 @@ class Listening(Generic[Connection]):
     def forget(self, connection: Connection) -> None:
         """A connection is closed."""
         self.connections.discard(connection)
+        self._unread.pop(connection, None)
         accepted = self._accepted.pop(connection, None)
         if accepted is not None:
             self.drop(accepted)
@@ -262,21 +267,43 @@ class Listening(Generic[Connection]):
             connection = waiting.popleft()
             if connection in self.connections:
                 connection.look_after(now)
-                self._require_read(connection)
+                self.charge_unsent(connection)
         self._caring = self.loop.call_later(LOOK_AFTER_S / LOOK_TURNS, self._care)
 
     def charge_unsent(self, connection: Connection) -> None:
         """Charge what the transport of a connection holds."""
         accepted, size = self._accepted.get(connection), connection.unsent_bytes
-        if accepted is not None and size != accepted.unsent_bytes:
-            self.budget.release(accepted.unsent_bytes)
-            accepted.unsent_bytes = size
-            self.budget.charge(size)
+        if accepted is None or size == accepted.unsent_bytes:
+            return
+        if size < UNSENT_BYTES_MIN:
+            self._unread.pop(connection, None)
+        else:
+            self._unread.setdefault(connection, now_ns())
+        self.budget.release(accepted.unsent_bytes)
+        accepted.unsent_bytes = size
+        self.budget.charge(size)
 
-    def _require_read(self, connection: Connection) -> None:
-        """End a connection whose transport holds much where memory is out."""
-        self.charge_unsent(connection)
-        budget = self.budget
-        if connection.unsent_bytes >= UNSENT_BYTES_MIN and budget.used_bytes > budget.limit_bytes:
-            self.count_ended("unread_responses")
-            connection.abort()
+    # For the receive budget: bytes in transports.
+
+    def held(self, now_ns: int) -> float:
+        """Bytes in transports, times the nanoseconds since that was known."""
+        held = 0.0
+        for connection, since_ns in self._unread.items():
+            held += self._accepted[connection].unsent_bytes * float(now_ns - since_ns)
+        return held
+
+    def shed(self) -> bool:
+        """End the connection whose transport holds most; return whether there is one."""
+        if not self._unread:
+            return False
+        connection = max(self._unread, key=lambda each: self._accepted[each].unsent_bytes)
+        del self._unread[connection]
+        accepted = self._accepted[connection]
+        self.count_ended("unread_responses")
+        connection.abort()
+        size, accepted.unsent_bytes = accepted.unsent_bytes, 0
+        self.budget.release(size)
+        return True
+
+    def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
+        """Nothing is received here."""

@@ -79,6 +79,7 @@ def play(
         finally:
             await port.stop(0.1)
             limits.stop()
+        assert port not in limits.budget.holders
         assert limits.open_count == 0
 
     asyncio.run(asyncio.wait_for(run(), WITHIN_S))
@@ -203,23 +204,28 @@ def test_what_clients_do_not_read_is_charged_and_the_last_ones_are_cut() -> None
     async def talk(port: Port) -> None:
         budget = port.budget
         budget.limit_bytes = 1 << 20
+        budget.holders.add(port)
         held = [admit(port, f"s{number}", busy=True) for number in range(4)]
         for count, each in enumerate(held):
             assert each is not None
-            each.unsent_bytes = 300_000
-            port._require_read(each)
-            assert each.is_aborted == (count == 3)
+            each.unsent_bytes = 300_000 - count
+            port.charge_unsent(each)
+        assert [each is not None and each.is_aborted for each in held] == [True] + [False] * 3
+        assert budget.used_bytes == 900_000 - 6 and port._limits.ended == {"unread_responses": 1}
         await asyncio.sleep(0)
-        assert budget.used_bytes == 900_000 and port._limits.ended == {"unread_responses": 1}
-        assert held[0] is not None
-        held[0].unsent_bytes = 0
-        port._require_read(held[0])
-        assert budget.used_bytes == 600_000
-        for each in held[1:3]:
+        assert budget.used_bytes == 900_000 - 6
+        budget.charge(200_000)
+        assert held[1] is not None and held[1].is_aborted, "a small message finds no memory"
+        budget.release(200_000)
+        assert held[2] is not None
+        held[2].unsent_bytes = 0
+        port.charge_unsent(held[2])
+        assert budget.used_bytes == 300_000 - 3
+        for each in held[1:]:
             assert each is not None
             each.transport.close()
         await asyncio.sleep(0)
-        assert budget.used_bytes == 0
+        assert budget.used_bytes == 0 and not port._unread
 
     play(talk)
 
@@ -238,6 +244,7 @@ async def listen(port: Port) -> tuple[str, int]:
 def test_connections_are_accepted_a_few_in_each_turn() -> None:
     async def talk(port: Port) -> None:
         address = await listen(port)
+        assert port in port.budget.holders
         with contextlib.ExitStack() as stack:
             for _ in range(100):
                 stack.enter_context(socket.create_connection(address))

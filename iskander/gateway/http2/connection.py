@@ -179,6 +179,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Close now, whatever is unsent."""
+        self.output.close()
         self._transport.abort()
 
     def look_after(self, now: int) -> None:
