@@ -41,6 +41,7 @@ def test_strings_go_as_they_came(values: list[bytes]) -> None:
     ("raw", "count", "says"),
     [
         (b"", 1, "1 strings take more than 0 bytes"),
+        (b"", -2, "a shape of -2 strings"),
         (b"\x01\x00\x00", 1, "take more"),
         (b"\x01\x00\x00\x00a", 1 << 62, "take more"),
         (b"\x02\x00\x00\x00a", 1, "string 0 of 1 is cut short"),

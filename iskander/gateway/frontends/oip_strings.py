@@ -43,6 +43,8 @@ def raw_to_body(raw: memoryview, count: int) -> memoryview:
         MalformedInput: There are more or fewer, or the last one is cut short.
     """
     end = len(raw)
+    if count < 0:
+        raise MalformedInput(f"a shape of {count} strings")
     if count * LENGTH_BYTES > end:
         raise MalformedInput(f"{count} strings take more than {end} bytes")
     # Of the bytes as whole numbers, beginning at each of the four places of one.
