@@ -24,7 +24,7 @@ from pyarrow import flight
 
 from benchmarks.workloads import TOLERANCE, Array, Workload, tensors
 from iskander.client.region import Region
-from iskander.wire.sharing import REGION_HEADER
+from iskander.control.client_memory import REGION_HEADER
 
 GRPC_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),

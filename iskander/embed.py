@@ -20,18 +20,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from iskander.config_file import load_config
+from iskander.config.loader import load_config
 from iskander.errors import ConfigError
 from iskander.gateway.__main__ import main
-from iskander.gateway.lanes.scored import Score, register
-from iskander.gateway.telemetry.listening import LISTENERS, Listener
+from iskander.measurement.subscribers import LISTENERS, Listener
+from iskander.scheduling.scored import Score, register
 
 
 def register_policy(name: str) -> Callable[[Score], Score]:
     """Decorate a function that scores a request; the higher score goes first.
 
     It is called on the gateway loop for every request, and so has to be quick. For what it is told
-    see `iskander.gateway.lanes.scored.Scorable`.
+    see `iskander.scheduling.scored.Scorable`.
 
     Raises:
         ConfigError: There is a policy of that name.

@@ -1,10 +1,10 @@
 """Write the pages and files that are made from declarations; `--check` says which are stale.
 
-docs/reference/configuration.md   from iskander/config.py and config_models.py
+docs/reference/configuration.md   from iskander/config/schema.py and config_models.py
 docs/reference/errors.md          from iskander/errors.py
-docs/reference/messages.md        from iskander/wire/messages.py
-docs/reference/lifecycle.md       from iskander/gateway/supervision/lifecycle.py
-docs/reference/metrics.md         from iskander/gateway/telemetry/metrics.py
+docs/reference/messages.md        from iskander/control/messages.py
+docs/reference/lifecycle.md       from iskander/supervision/lifecycle.py
+docs/reference/metrics.md         from iskander/telemetry/metrics.py
 docs/reference/manifest.md         from iskander/contract/manifest.py and outputs.py
 docs/reference/manifest.schema.json  the same for other programs
 configs/iskander.toml             every setting at its default
@@ -23,17 +23,18 @@ from pathlib import Path
 import msgspec
 
 from iskander import errors
-from iskander.config_reference import (
+from iskander.config.reference import (
     Setting,
     model_file_settings,
     render_reference,
     render_value,
     settings,
 )
-from iskander.contract.schema import TABLES, keys_of, manifest_schema
-from iskander.gateway.supervision import lifecycle
-from iskander.gateway.telemetry import merged, metrics
-from iskander.wire import messages
+from iskander.contract.manifest_schema import TABLES, keys_of, manifest_schema
+from iskander.control import messages
+from iskander.supervision import lifecycle
+from iskander.telemetry import aggregate as merged
+from iskander.telemetry import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE_BY = "<!-- Made by scripts/gen_reference.py; change the declaration instead. -->"

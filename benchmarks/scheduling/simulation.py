@@ -24,23 +24,25 @@ from unittest import mock
 from msgspec.structs import replace
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from iskander.config import LimitsConfig
-from iskander.config_models import LaneConfig
-from iskander.contract.columns import ColumnType
+from iskander.config.models import LaneConfig
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
+from iskander.control.channel import Channel
+from iskander.control.messages import Done, Execute, ModelSpec, decode_to_worker
 from iskander.errors import IskanderError
-from iskander.gateway import dispatch, ending, intake
-from iskander.gateway.dispatch import Dispatcher
-from iskander.gateway.intake import Intake
-from iskander.gateway.lanes.batcher import Formed
-from iskander.gateway.lanes.fair_share import BriefRequests
-from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import NEVER_NS, NO_TERMS, Request, Terms
-from iskander.gateway.supervision.workers import Place, Worker
-from iskander.gateway.waking import BusyPolling
 from iskander.memory.segment import Segment
-from iskander.wire.channel import Channel
-from iskander.wire.messages import Done, Execute, ModelSpec, decode_to_worker
+from iskander.scheduling import completion as ending
+from iskander.scheduling import dispatch
+from iskander.scheduling import input_arena as intake
+from iskander.scheduling.batcher import Formed
+from iskander.scheduling.dispatch import Dispatcher
+from iskander.scheduling.fair_share import BriefRequests
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.request import NEVER_NS, NO_TERMS, Request, Terms
+from iskander.scheduling.wakeup import BusyPolling
+from iskander.supervision.worker import Place, Worker
 
 TIMER_STEP_NS = NS_PER_MS
 """epoll waits for whole milliseconds, so that asyncio's timers are late by up to one."""

@@ -18,15 +18,9 @@ from pyarrow import flight
 
 from iskander.client.details import Details
 from iskander.client.feeder import FLIGHT_ERRORS, Feeder
-from iskander.client.regions import Regions
-from iskander.errors import (
-    ConfigError,
-    IskanderError,
-    NotReady,
-    ProtocolError,
-    RegionNotFound,
-)
-from iskander.wire.sharing import REGION_HEADER
+from iskander.client.region import Regions
+from iskander.control.client_memory import REGION_HEADER
+from iskander.errors import ConfigError, IskanderError, NotReady, ProtocolError, RegionNotFound
 
 CALL_TIMEOUT_S = 10.0
 

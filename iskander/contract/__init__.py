@@ -1,1 +1,1 @@
-"""What a model takes and returns, and how a file beside the model says so."""
+"""Contract of a model: manifest, pre-processing, post-processing."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from iskander.contract.buckets import require_one_set
-from iskander.contract.columns import RANK_MAX, ColumnType, parse_column_type
+from iskander.contract.column_types import RANK_MAX, ColumnType, parse_column_type, parse_sent_type
 from iskander.contract.dtypes import BY_ONNX
-from iskander.contract.finishing import Finish, compile_outputs, is_plain
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.inputs import compile_input, is_tensor_as_sent, tensors_of
 from iskander.contract.labels import Labels
 from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.outputs import ColumnOrder, OutputColumn
-from iskander.contract.sent import parse_sent_type
+from iskander.contract.postprocess import Finish, compile_outputs, is_plain
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import ManifestError
 

@@ -16,11 +16,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from iskander.contract.columns import ColumnType
+from iskander.contract.column_types import (
+    DECIMAL,
+    NUMBER,
+    TEMPORAL,
+    ColumnType,
+    SentType,
+    parse_sent_type,
+)
 from iskander.contract.dtypes import BY_ARROW, BY_ONNX, Dtype
 from iskander.contract.graph import GraphTensor
 from iskander.contract.manifest import InputColumn, Value
-from iskander.contract.sent import DECIMAL, NUMBER, TEMPORAL, SentType, parse_sent_type
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ManifestError
 

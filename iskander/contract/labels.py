@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from iskander.contract.confined import confined
 from iskander.contract.manifest import Manifest, model_file
+from iskander.contract.paths import confined
 from iskander.errors import ManifestError
 
 LABELS_MAX = 1 << 20

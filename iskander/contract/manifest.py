@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from iskander.contract.confined import read_plain
+from iskander.contract.backend_manifest import GraphPart, PythonPart, Steps, TorchPart
 from iskander.contract.outputs import ColumnOrder, OutputColumn
-from iskander.contract.parts import GraphPart, PythonPart, Steps, TorchPart
+from iskander.contract.paths import read_plain
+from iskander.decoders import prepared
 from iskander.errors import ManifestError
-from iskander.prepared import prepared
 
 MANIFEST_BYTES_MAX = 1 << 20
 COLUMNS_MAX = 4096

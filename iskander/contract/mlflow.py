@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from iskander.contract.columns import ColumnType
+from iskander.contract.column_types import ColumnType
 from iskander.contract.dtypes import BY_ARROW, DTYPES
 from iskander.contract.manifest import InputColumn, Manifest
 from iskander.contract.outputs import OutputColumn

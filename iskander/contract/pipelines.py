@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from iskander.contract.backend_manifest import PipelineStep
 from iskander.contract.graph import Dimension, Graph, GraphTensor
-from iskander.contract.parts import PipelineStep
 from iskander.errors import ManifestError
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from iskander.contract.columns import RANK_MAX, parse_column_type
+from iskander.contract.column_types import RANK_MAX, parse_column_type
 from iskander.errors import ManifestError
 
 _FIELD = re.compile(r"\s*([^<>\[\]:,.\s][^<>\[\]:,.]*?)\s*:")

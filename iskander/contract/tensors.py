@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from iskander.contract.columns import ColumnType
+from iskander.contract.column_types import ColumnType
 from iskander.contract.manifest import InputColumn, Passthrough
 from iskander.contract.outputs import ColumnOrder, Rank
 from iskander.contract.result_types import parse_result_type

@@ -1,1 +1,1 @@
-"""The gateway process: one event loop between clients and workers."""
+"""The gateway process: composition root, several processes, signals, systemd."""

@@ -20,16 +20,16 @@ from pathlib import Path
 import uvloop
 
 from iskander import __version__
-from iskander.config import Config
-from iskander.config_file import load_config
+from iskander.config.loader import load_config
+from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
-from iskander.gateway.accepted import read_settings
-from iskander.gateway.allocator import keep_large_blocks
-from iskander.gateway.logs import set_up_logs
-from iskander.gateway.supervision.placement import Plan, plan
-from iskander.gateway.supervision.topology import read_topology, render_cpu_list
-from iskander.gateway.supervision.workers import Place
+from iskander.gateway.child_settings import read_settings
 from iskander.gateway.systemd import keep_alive, notify, notify_reloading
+from iskander.supervision.placement import Plan, plan
+from iskander.supervision.topology import read_topology, render_cpu_list
+from iskander.supervision.worker import Place
+from iskander.telemetry.logs import set_up_logs
+from iskander.transport.allocator import keep_large_blocks
 
 _PR_SET_PDEATHSIG = 1
 PARENT_PID = "ISKANDER_PARENT_PID"
@@ -109,7 +109,7 @@ def _take_place(placed: Plan) -> None:
 
 async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
     """Run the processes of which each is `_serve`; the exit code."""
-    from iskander.gateway.processes import Parent
+    from iskander.gateway.parent import Parent
 
     command = [sys.executable, "-P", "-m", "iskander.gateway"]
     Path("/proc/self/comm").write_text("isk-gateway")

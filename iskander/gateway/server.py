@@ -12,39 +12,38 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from iskander.auth.grants import Access
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
-from iskander.config import Config
-from iskander.gateway.access.grants import Access
-from iskander.gateway.access.tls import Tls
-from iskander.gateway.addresses import admin_address, require_addresses, sharing_path
-from iskander.gateway.asking import Desk
-from iskander.gateway.connection_limits import ConnectionLimits
-from iskander.gateway.dispatch import Dispatcher
-from iskander.gateway.frontends.flight import FlightService
-from iskander.gateway.frontends.grpc_server import GrpcServer
-from iskander.gateway.frontends.health import HealthService
-from iskander.gateway.frontends.inferential import InferentialService
-from iskander.gateway.frontends.oip_service import OipService
-from iskander.gateway.intake import Intake
-from iskander.gateway.logs import log_backing
-from iskander.gateway.models import configured
-from iskander.gateway.regions import Regions
-from iskander.gateway.repository.repository import Repository
-from iskander.gateway.repository.siblings import Siblings
-from iskander.gateway.runtime import Member, RuntimeDirectory
-from iskander.gateway.supervision.supervisor import Supervisor
-from iskander.gateway.supervision.workers import Place
+from iskander.config.schema import Config
+from iskander.control.runtime_directory import Member, RuntimeDirectory
 from iskander.gateway.systemd import notify, notify_changes
-from iskander.gateway.telemetry.lag import LoopLag
-from iskander.gateway.telemetry.observed import Observed
-from iskander.gateway.telemetry.recent import Recent
-from iskander.gateway.telemetry.stats import collect
-from iskander.gateway.waking import BusyPolling
-from iskander.memory.backing import BackingOptions
+from iskander.measurement.recent_values import Recent
+from iskander.memory.backing import BackingOptions, log_backing
+from iskander.protocols.flight.regions import Regions
+from iskander.protocols.flight.service import FlightService
+from iskander.protocols.grpc_server import GrpcServer
+from iskander.protocols.health import HealthService
+from iskander.protocols.inferential.service import InferentialService
+from iskander.protocols.oip.service import OipService
+from iskander.protocols.submit import Desk
+from iskander.repository.models import configured
+from iskander.repository.peers import Siblings
+from iskander.repository.reconciler import Repository
+from iskander.scheduling.dispatch import Dispatcher
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.wakeup import BusyPolling
+from iskander.supervision.supervisor import Supervisor
+from iskander.supervision.worker import Place
+from iskander.telemetry.loop_lag import LoopLag
+from iskander.telemetry.sources import Observed
+from iskander.telemetry.stats import collect
+from iskander.transport.addresses import admin_address, require_addresses, sharing_path
+from iskander.transport.connection_limits import ConnectionLimits
+from iskander.transport.tls import Tls
 
 if TYPE_CHECKING:
-    from iskander.gateway.frontends.oip_http_server import OipHttpServer
-    from iskander.gateway.telemetry.admin import AdminServer
+    from iskander.protocols.oip.http.server import OipHttpServer
+    from iskander.telemetry.admin import AdminServer
 
 log = logging.getLogger("iskander.server")
 
@@ -153,8 +152,8 @@ class Server:
         """
         config = self._config
         if address := admin_address(config.admin):
-            from iskander.gateway.telemetry.admin import AdminServer  # A tenth of a second.
-            from iskander.gateway.telemetry.metrics import Collector
+            from iskander.telemetry.admin import AdminServer  # A tenth of a second.
+            from iskander.telemetry.metrics import Collector
 
             self._admin = AdminServer(address, Collector(self._observed), self._connection_limits)
             self._admin_address = await self._admin.start()
@@ -317,7 +316,7 @@ class Server:
         await self._inferential.start()
         self._regions.start()
         if self._config.http.address:
-            from iskander.gateway.frontends.oip_http_server import OipHttpServer
+            from iskander.protocols.oip.http.server import OipHttpServer
 
             self._http = OipHttpServer(
                 self._models,

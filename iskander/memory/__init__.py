@@ -1,1 +1,1 @@
-"""Memory that two processes share: segments by descriptor, leases by generation."""
+"""Shared memory: segments, arenas, leases, NUMA policy."""

@@ -10,6 +10,7 @@ Source: Documentation/admin-guide/mm/hugetlbpage.rst and transhuge.rst, mlock(2)
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 from pathlib import Path
@@ -162,3 +163,10 @@ def not_locked(length_bytes: int, error: int) -> str:
         f"not locked, {os.strerror(error)}: {length_bytes / MIB:g} MiB more were asked for, and "
         f"this process may lock {may} in all (LimitMEMLOCK=, ulimit -l)"
     )
+
+
+def log_backing(log: logging.Logger, name: str, backing: Backing) -> None:
+    """Say what memory an arena is, and what was refused."""
+    log.info("%s: %s", name, backing)
+    for complaint in backing.complaints:
+        log.warning("%s: %s", name, complaint)

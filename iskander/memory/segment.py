@@ -40,7 +40,7 @@ from iskander.memory.backing import (
     not_locked,
     not_of_node,
 )
-from iskander.memory.policy import prefer_node_for
+from iskander.memory.numa import prefer_node_for
 
 F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034

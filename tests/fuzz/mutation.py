@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
-from iskander.wire.varint import varint
+from iskander.varint import varint
 
 Element = TypeVar("Element")
 BYTES: Final = (0, 1, 0x7F, 0x80, 0xFF, 0x20, 0x2C)

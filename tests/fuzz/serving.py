@@ -7,11 +7,11 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
-from iskander.gateway import receive_budget, turns
-from iskander.gateway.http2 import call as call_module
-from iskander.gateway.http2 import call_input, connection, streams
-from iskander.gateway.http2.call import Call
-from iskander.gateway.http2.status import RpcError, Status
+from iskander.transport import receive_budget, turns
+from iskander.transport.http2 import call as call_module
+from iskander.transport.http2 import call_input, connection, streams
+from iskander.transport.http2.call import Call
+from iskander.transport.http2.status import RpcError, Status
 
 Result = TypeVar("Result")
 LOOP: Final = asyncio.new_event_loop()

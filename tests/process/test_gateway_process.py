@@ -19,10 +19,8 @@ from support.scripted import ScriptedWorker
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.tensors import Contract
-from iskander.errors import ExecutionFailed, IskanderError, ProtocolError
-from iskander.memory.segment import Segment
-from iskander.wire.channel import FRAME_BYTES_MAX
-from iskander.wire.messages import (
+from iskander.control.channel import FRAME_BYTES_MAX
+from iskander.control.messages import (
     PROTOCOL_VERSION,
     Done,
     Drain,
@@ -34,6 +32,8 @@ from iskander.wire.messages import (
     Refused,
     Welcome,
 )
+from iskander.errors import ExecutionFailed, IskanderError, ProtocolError
+from iskander.memory.segment import Segment
 
 MODEL = "ids"
 
@@ -223,7 +223,7 @@ import sys, time
 from support.scripted import ScriptedWorker
 from iskander.contract.compile import compile_contract
 from iskander.contract.graph import Graph, GraphTensor
-from iskander.wire.messages import Loaded
+from iskander.control.messages import Loaded
 worker = ScriptedWorker(sys.argv[1])
 load = worker.receive()
 if sys.argv[2] == "ready":
@@ -292,7 +292,7 @@ def test_workers_that_are_not_taken_on(
 
 
 def test_a_peer_that_says_nothing_or_nonsense_holds_nobody_up(gateway: Gateway) -> None:
-    from iskander.wire import attach
+    from iskander.control import attach
 
     silent = attach.connect(str(gateway.attach_socket), 5)
     nonsense = attach.connect(str(gateway.attach_socket), 5)

@@ -19,11 +19,12 @@ import pytest
 from msgspec.structs import replace
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.config import AdminConfig, Config, ServerConfig, WorkersConfig
+from iskander.config.schema import AdminConfig, Config, ServerConfig, WorkersConfig
 from iskander.errors import ConfigError
-from iskander.gateway import processes, systemd
-from iskander.gateway.process import Process
-from iskander.gateway.processes import Parent
+from iskander.gateway import parent as processes
+from iskander.gateway import systemd
+from iskander.gateway.child import Process
+from iskander.gateway.parent import Parent
 
 CHILD = """
 import contextlib, json, os, pathlib, signal, socket, sys, time

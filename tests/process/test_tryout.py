@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from iskander_worker import tryout
-from iskander_worker.tryout import Verdict, trial_server, try_out
+from iskander_worker.sandbox import client as tryout
+from iskander_worker.sandbox.client import Verdict, trial_server, try_out
 from onnx import TensorProto, helper
 from support import models
 from support.processes import eventually
 from support.scripted import model_spec
 
+from iskander.control.messages import LoadFailed, LoadingSpec, encode
 from iskander.errors import ManifestError
-from iskander.gateway.supervision import trial
-from iskander.wire.messages import LoadFailed, LoadingSpec, encode
+from iskander.supervision import model_check as trial
 
 MIB = 1 << 20
 
@@ -41,7 +41,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def servers() -> list[psutil.Process]:
     """Of this process."""
-    return [each for each in psutil.Process().children() if "trial_server" in each.cmdline()[-1]]
+    return [each for each in psutil.Process().children() if "sandbox.server" in each.cmdline()[-1]]
 
 
 def timers() -> list[threading.Thread]:
@@ -68,7 +68,7 @@ def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Pa
 
 PLAYED = """
 import ctypes, os, signal, time
-from iskander_worker import trial_server
+from iskander_worker.sandbox import server as trial_server
 def judge(job):
     {}
 trial_server._judge = judge

@@ -13,7 +13,7 @@ from support.processes import WorkerProcess
 from support.scripted import ARENA_BYTES, ScriptedGateway, model_spec
 
 from iskander.contract.strings import body_to_strings, strings_to_body
-from iskander.wire.messages import Done, Execute, Failed, Load, Loaded, Slice
+from iskander.control.messages import Done, Execute, Failed, Load, Loaded, Slice
 
 
 @pytest.fixture

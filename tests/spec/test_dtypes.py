@@ -8,9 +8,9 @@ import onnxruntime
 import pyarrow as pa
 import pytest
 
-from iskander.contract.columns import ColumnType
+from iskander.arrow.types import BFloat16, as_tensor, to_arrow
+from iskander.contract.column_types import ColumnType
 from iskander.contract.dtypes import BY_ARROW, BY_ONNX, DTYPES, Dtype
-from iskander.gateway.arrow_types import BFloat16, as_tensor, to_arrow
 
 # Open Inference Protocol v2, "Tensor Data Types", and BF16, which Triton's clients add to them.
 OIP = {

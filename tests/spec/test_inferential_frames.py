@@ -23,26 +23,26 @@ from msgspec.structs import replace
 from support.zmtp import Peer
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.config import TimeoutsConfig
-from iskander.contract.columns import ColumnType
+from iskander.config.schema import TimeoutsConfig
+from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import IskanderError, MalformedInput, Overloaded, Unsupported
-from iskander.gateway import cpu_allowance, turns
-from iskander.gateway.frontends.inferential_terms import read_terms
-from iskander.gateway.frontends.inferential_wire import (
+from iskander.protocols.inferential.terms import read_terms
+from iskander.protocols.inferential.wire import (
     Address,
     read_observation,
     read_question,
     render_error,
     render_results,
 )
-from iskander.gateway.lanes.request import Terms
-from iskander.gateway.turns import QUANTUM_NS
-from iskander.gateway.zmtp import connection as zmtp
-from iskander.gateway.zmtp.backlog import BACKLOG_BYTES, BACKLOG_MESSAGES
-from iskander.gateway.zmtp.connection import Connection
-from iskander.gateway.zmtp.frames import BrokenPeer, command, read_properties
-from iskander.gateway.zmtp.host import Part
+from iskander.scheduling.request import Terms
+from iskander.transport import cpu_allowance, turns
+from iskander.transport.turns import QUANTUM_NS
+from iskander.transport.zmtp import connection as zmtp
+from iskander.transport.zmtp.backlog import BACKLOG_BYTES, BACKLOG_MESSAGES
+from iskander.transport.zmtp.connection import Connection
+from iskander.transport.zmtp.context import Part
+from iskander.transport.zmtp.frames import BrokenPeer, command, read_properties
 
 VECTORS = {
     name: bytes.fromhex(raw)

@@ -15,13 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from iskander.contract.columns import ColumnType
+from iskander.contract.column_types import ColumnType
 from iskander.contract.outputs import Rank
 from iskander.contract.tensors import Contract, ResultColumn, TensorSpec
-from iskander.errors import ProtocolError
-from iskander.wire import messages
-from iskander.wire.channel import FRAME_BYTES_MAX
-from iskander.wire.messages import (
+from iskander.control import messages
+from iskander.control.channel import FRAME_BYTES_MAX
+from iskander.control.messages import (
     PROTOCOL_VERSION,
     Done,
     Drain,
@@ -47,6 +46,7 @@ from iskander.wire.messages import (
     encode,
     require_protocol,
 )
+from iskander.errors import ProtocolError
 
 VECTORS = Path(__file__).parent / "vectors" / "messages.json"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from iskander.gateway.lanes.batcher import DOUBT, LEAD_NS, Formed, Rules, form
-from iskander.gateway.lanes.cost import CostModel
-from iskander.gateway.lanes.request import NEVER_NS, Request
-from iskander.gateway.lanes.waiting import WaitingQueue
+from iskander.scheduling.batcher import DOUBT, LEAD_NS, Formed, Rules, form
+from iskander.scheduling.cost import CostModel
+from iskander.scheduling.queue import WaitingQueue
+from iskander.scheduling.request import NEVER_NS, Request
 from support.lanes import MS, cost_of, lane_of, request_of
 
 LANE = lane_of(ttl_ms=0)

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import uvloop
 
-from iskander.config import Config
-from iskander.gateway.connection_limits import ConnectionLimits
-from iskander.gateway.http2.call import Call
-from iskander.gateway.http2.listener import Listener
+from iskander.config.schema import Config
+from iskander.transport.connection_limits import ConnectionLimits
+from iskander.transport.http2.call import Call
+from iskander.transport.http2.listener import Listener
 
 CALLS_MAX = 100
 CONNECTIONS_MAX = 1000

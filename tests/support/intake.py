@@ -7,17 +7,15 @@ import functools
 from collections.abc import Awaitable, Callable
 
 from iskander.clock import now_ns
-from iskander.config import LimitsConfig
-from iskander.contract.columns import ColumnType
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.errors import (
-    IskanderError,
-)
-from iskander.gateway.intake import Intake
-from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import Request, Terms
-from iskander.gateway.supervision.workers import Place, Worker
+from iskander.errors import IskanderError
 from iskander.memory.arena import GRAIN_BYTES
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.request import Request, Terms
+from iskander.supervision.worker import Place, Worker
 from support.lanes import lane_of
 
 QUEUE_REQUESTS = 64

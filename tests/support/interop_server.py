@@ -18,14 +18,14 @@ from typing import Any, Final
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from iskander.config import Config
-from iskander.gateway.connection_limits import ConnectionLimits
-from iskander.gateway.http2.call import Call
-from iskander.gateway.http2.headers import Metadata
-from iskander.gateway.http2.inflating import Compressed
-from iskander.gateway.http2.listener import Listener
-from iskander.gateway.http2.status import RpcError, Status
-from iskander.gateway.ports import bind
+from iskander.config.schema import Config
+from iskander.transport.connection_limits import ConnectionLimits
+from iskander.transport.http2.call import Call
+from iskander.transport.http2.decompression import Compressed
+from iskander.transport.http2.headers import Metadata
+from iskander.transport.http2.listener import Listener
+from iskander.transport.http2.status import RpcError, Status
+from iskander.transport.sockets import bind
 from support.generated import interop_pb2 as pb
 
 SERVICE: Final = "/grpc.testing.TestService/"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from iskander.config_models import LaneConfig
-from iskander.contract.columns import ColumnType
+from iskander.config.models import LaneConfig
+from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
+from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError
-from iskander.gateway.lanes.cost import CostModel
-from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import NO_TERMS, Request, Terms
-from iskander.wire.messages import ModelSpec
+from iskander.scheduling.cost import CostModel
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.request import NO_TERMS, Request, Terms
 
 MS = 1_000_000
 CONTRACT = Contract(

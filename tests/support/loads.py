@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from iskander.config import Config
+from iskander.config.schema import Config
+from iskander.control.messages import Load, Loaded, LoadFailed, decode_to_worker
 from iskander.errors import IskanderError
-from iskander.gateway.models import Models, configured
-from iskander.gateway.repository.repository import Repository
-from iskander.gateway.supervision.lifecycle import Event, State
-from iskander.gateway.supervision.loading import Loading
-from iskander.gateway.supervision.workers import Place, Worker
-from iskander.gateway.telemetry.recent import Recent
-from iskander.wire.messages import Load, Loaded, LoadFailed, decode_to_worker
+from iskander.measurement.recent_values import Recent
+from iskander.repository.models import Models, configured
+from iskander.repository.reconciler import Repository
+from iskander.supervision.lifecycle import Event, State
+from iskander.supervision.model_loader import Loading
+from iskander.supervision.worker import Place, Worker
 from support.lanes import CONTRACT
 
 

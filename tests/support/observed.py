@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 
 from iskander.clock import now_ns
-from iskander.config_models import LaneConfig
-from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.models import Models
-from iskander.gateway.supervision.lifecycle import Event, State
-from iskander.gateway.supervision.workers import Place, Worker
-from iskander.gateway.telemetry.histogram import LATENCY_BOUNDS_NS, Histogram
-from iskander.gateway.telemetry.observed import Observed
+from iskander.config.models import LaneConfig
+from iskander.control.messages import ModelSpec
+from iskander.measurement.histogram import LATENCY_BOUNDS_NS, Histogram
 from iskander.memory.arena import Arena
-from iskander.wire.messages import ModelSpec
+from iskander.repository.models import Models
+from iskander.scheduling.lane import Lane
+from iskander.supervision.lifecycle import Event, State
+from iskander.supervision.worker import Place, Worker
+from iskander.telemetry.sources import Observed
 from support.lanes import model_of
 
 MIB = 1 << 20

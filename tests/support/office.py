@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from iskander.clock import now_ns
-from iskander.config import LimitsConfig
-from iskander.gateway.asking import Desk
-from iskander.gateway.dispatch import Dispatcher
-from iskander.gateway.intake import Intake
-from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import Request
-from iskander.gateway.offered import Offered, Tensor, take
+from iskander.config.schema import LimitsConfig
 from iskander.memory.arena import GRAIN_BYTES
+from iskander.protocols.submit import Desk
+from iskander.protocols.tensors import Offered, Tensor, take
+from iskander.scheduling.dispatch import Dispatcher
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.request import Request
 from support.intake import CONTRACT, open_lane, turns
 
 LIMITS = LimitsConfig(streams=2)

@@ -89,8 +89,8 @@ def batch_data(
 
 def read_batches(frames: list[bytes]) -> tuple[list[pa.RecordBatch], list[bytes]]:
     """A response put together again as an IPC stream, and the app_metadata of each batch."""
-    from iskander.gateway import ipc
-    from iskander.gateway.frontends.flight_data import read_flight_data
+    from iskander.arrow import ipc
+    from iskander.protocols.flight.data import read_flight_data
 
     parts, metadata = [], []
     for frame in frames:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from iskander import __version__
-from iskander.memory.beat import BEAT_BYTES, Beat, read_beat
-from iskander.memory.segment import Segment
-from iskander.wire import attach
-from iskander.wire.channel import Channel
-from iskander.wire.messages import (
+from iskander.control import attach
+from iskander.control.channel import Channel
+from iskander.control.messages import (
     PROTOCOL_VERSION,
     Hello,
     ModelSpec,
@@ -23,6 +21,8 @@ from iskander.wire.messages import (
     decode_to_worker,
     encode,
 )
+from iskander.memory.heartbeat import BEAT_BYTES, Beat, read_beat
+from iskander.memory.segment import Segment
 
 ARENA_BYTES = 1 << 20
 

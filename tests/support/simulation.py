@@ -18,18 +18,20 @@ from unittest import mock
 
 import numpy as np
 
-from iskander.config import LimitsConfig
+from iskander.config.schema import LimitsConfig
 from iskander.contract.rows import RowCopier, Rows
-from iskander.gateway import dispatch, ending, intake
-from iskander.gateway.dispatch import Dispatcher
-from iskander.gateway.intake import Intake
-from iskander.gateway.lanes.lane import Lane
-from iskander.gateway.lanes.request import NO_TERMS, Request, Terms
-from iskander.gateway.supervision.workers import Place, Worker
-from iskander.gateway.waking import BusyPolling
-from iskander.memory.beat import write_beat
+from iskander.control.messages import Done, Execute, Failed, decode_to_worker
+from iskander.memory.heartbeat import write_beat
 from iskander.memory.segment import Segment
-from iskander.wire.messages import Done, Execute, Failed, decode_to_worker
+from iskander.scheduling import completion as ending
+from iskander.scheduling import dispatch
+from iskander.scheduling import input_arena as intake
+from iskander.scheduling.dispatch import Dispatcher
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.request import NO_TERMS, Request, Terms
+from iskander.scheduling.wakeup import BusyPolling
+from iskander.supervision.worker import Place, Worker
 from support.lanes import CONTRACT, Asker, lane_of
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from iskander.gateway.supervision.topology import Cpu, Topology, parse_cpu_list, read_topology
+from iskander.supervision.topology import Cpu, Topology, parse_cpu_list, read_topology
 
 
 class Machine(NamedTuple):

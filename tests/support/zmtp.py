@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from iskander.config import TimeoutsConfig
-from iskander.gateway.receive_budget import ReceiveBudget
-from iskander.gateway.turns import TurnScheduler
-from iskander.gateway.zmtp.connection import Connection
-from iskander.gateway.zmtp.host import Part
+from iskander.config.schema import TimeoutsConfig
+from iskander.transport.receive_budget import ReceiveBudget
+from iskander.transport.turns import TurnScheduler
+from iskander.transport.zmtp.connection import Connection
+from iskander.transport.zmtp.context import Part
 
 
 class Transport:

@@ -24,6 +24,7 @@ from support.processes import BIN, Gateway, eventually, running
 from support.robots import address_of, ask, connected, joints, policy
 from tritonclient.utils import InferenceServerException
 
+from iskander.auth.tokens import add_token
 from iskander.client import Client
 from iskander.errors import (
     IskanderError,
@@ -32,7 +33,6 @@ from iskander.errors import (
     Unauthenticated,
     Unsupported,
 )
-from iskander.tokens import add_token
 
 SERVING = "0801"
 """A HealthCheckResponse."""

@@ -17,6 +17,7 @@ from pyarrow import flight
 from support import models, raw
 from support.processes import Gateway, eventually, running
 
+from iskander.arrow import ipc
 from iskander.errors import (
     ContractError,
     DeadlineExceeded,
@@ -26,7 +27,6 @@ from iskander.errors import (
     ModelNotFound,
     Overloaded,
 )
-from iskander.gateway import ipc
 
 LIMITS = {"rows": 100_000, "columns": 8, "streams": 4, "string_bytes": 1000, "nesting": 3}
 LIMITS |= {"bytes": 1 << 20, "message_bytes": 3 << 20, "window_bytes": 4 << 20}

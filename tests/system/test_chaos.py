@@ -19,7 +19,7 @@ from support.breaker import Breaker
 from support.chaos import ROWS_MAX, VALUE_MAX, Ledger, Load, lanes_of, quiet
 from support.processes import Gateway, eventually, processes_of, running
 
-from iskander.gateway.lanes.policies import POLICIES
+from iskander.scheduling.policies import POLICIES
 
 SECONDS = float(os.environ.get("ISKANDER_CHAOS_S", "10"))
 SEED = int(os.environ.get("ISKANDER_CHAOS_SEED", "0")) or time.time_ns() % 1_000_000

@@ -11,7 +11,7 @@ import pytest
 from support import models
 from support.processes import BIN, Gateway
 
-from iskander.config import AdminConfig
+from iskander.config.schema import AdminConfig
 
 QUICKSTART = models.ROOT / "configs" / "quickstart.toml"
 INSTALL = "`pip install 'iskander[http]'`"

@@ -30,7 +30,7 @@ from support import models, raw
 from support.grpc_judge import CHECK, WIDTH, Judge, opening, wide_batch
 from support.processes import MIB, Gateway, eventually, running, suspended
 
-from iskander.gateway.http2.status import Status
+from iskander.transport.http2.status import Status
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 SERVING = "0801"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.grpc_listener import listening
 
-from iskander.gateway.http2.call import Call
+from iskander.transport.http2.call import Call
 
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "tools" / "h2spec"
 H2SPEC = os.environ.get("H2SPEC") or shutil.which("h2spec") or str(BESIDE)

@@ -35,15 +35,16 @@ from support.http2 import (
 from support.intake import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.config import TimeoutsConfig
-from iskander.gateway import receive_budget
-from iskander.gateway.http2 import call_input, inflating
-from iskander.gateway.http2 import connection as connection_module
-from iskander.gateway.http2.call import Call
-from iskander.gateway.http2.call_input import WINDOW_BYTES
-from iskander.gateway.http2.rate_limit import BURST
-from iskander.gateway.http2.status import RpcError, Status
-from iskander.gateway.receive_budget import ReceiveBudget
+from iskander.config.schema import TimeoutsConfig
+from iskander.transport import receive_budget
+from iskander.transport.http2 import call_input
+from iskander.transport.http2 import connection as connection_module
+from iskander.transport.http2 import decompression as inflating
+from iskander.transport.http2.call import Call
+from iskander.transport.http2.call_input import WINDOW_BYTES
+from iskander.transport.http2.rate_limit import BURST
+from iskander.transport.http2.status import RpcError, Status
+from iskander.transport.receive_budget import ReceiveBudget
 
 MIB = 1 << 20
 MESSAGE_BYTES = 72 * MIB

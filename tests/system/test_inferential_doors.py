@@ -30,7 +30,7 @@ from support.robots import (
     response,
 )
 
-from iskander.config_file import load_config
+from iskander.config.loader import load_config
 
 ROWS, WIDTH = 256, 8192
 

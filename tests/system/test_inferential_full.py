@@ -17,7 +17,7 @@ from support.models import row_ids, save
 from support.processes import MIB, Gateway, eventually, running, suspended
 from support.robots import GREETING, PATIENCE_MS, Peer, address_of, ask, connected, observation
 
-from iskander.gateway.frontends.inferential_session import FAILED_MAX
+from iskander.protocols.inferential.session import FAILED_MAX
 
 MANY = 30
 """More than `limits.window_batches`, which are 8 in tests."""

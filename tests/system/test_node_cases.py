@@ -15,10 +15,10 @@ from onnx import numpy_helper
 from support.models import in_process
 from support.processes import Gateway, running
 
+from iskander.arrow.types import BFloat16
 from iskander.contract.compile import compile_contract
 from iskander.contract.dtypes import DTYPES
 from iskander.errors import IskanderError
-from iskander.gateway.arrow_types import BFloat16
 
 CASES_LEAST = {"numbers": 650, "strings": 14, "bfloat16": 2}
 """Far fewer would mean that the filter below, or the package's cases, had changed."""

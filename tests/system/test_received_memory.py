@@ -20,7 +20,7 @@ from support.processes import Gateway, eventually, running
 from support.robots import Peer, observation
 
 from benchmarks.hostile import wire
-from iskander.gateway.http2.status import Status
+from iskander.transport.http2.status import Status
 
 MIB = 1 << 20
 BUDGET_BYTES = 192 * MIB

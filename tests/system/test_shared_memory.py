@@ -19,8 +19,10 @@ from support import models, raw
 from support.dealt import client_of
 from support.processes import MIB, Gateway, eventually, running, shared_mappings
 
+from iskander.auth.tokens import add_token
 from iskander.client import Client
 from iskander.client.region import WORTH_BYTES, Region
+from iskander.control.client_memory import REGION_HEADER, Located, encode, read_located
 from iskander.errors import (
     ContractError,
     IskanderError,
@@ -30,8 +32,6 @@ from iskander.errors import (
     Unauthenticated,
     Unsupported,
 )
-from iskander.tokens import add_token
-from iskander.wire.sharing import REGION_HEADER, Located, encode, read_located
 
 ROWS = 20_000
 SHARED_BYTES = 2 * MIB

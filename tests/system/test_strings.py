@@ -15,9 +15,9 @@ from support import models, raw
 from support.processes import Gateway, running
 
 from iskander._generated import oip_pb2
+from iskander.arrow.types import BFloat16
 from iskander.client import Client
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded
-from iskander.gateway.arrow_types import BFloat16
 
 STRING_BYTES_MAX = 4096
 RESULT_BYTES = 64

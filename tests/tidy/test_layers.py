@@ -10,85 +10,81 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# What each part may import of ours. A folder stands for everything in it.
+# What each package may import of the others, from the bottom to the top: a package imports only
+# packages that the table lists before it.
 LAYERS = {
-    "iskander/__init__.py": (),
-    "iskander/errors.py": (),
-    "iskander/clock.py": (),
-    "iskander/prepared.py": (),
-    "iskander/contract/": ("errors", "prepared", "contract"),
-    "iskander/config_section.py": (),
-    "iskander/config_models.py": ("config_section", "contract"),
-    "iskander/config_access.py": ("config_section", "prepared"),
-    "iskander/config_loading.py": ("config_section",),
-    "iskander/config_repository.py": ("config_models", "config_section", "prepared"),
-    "iskander/config.py": (
-        "config_access", "config_loading", "config_models", "config_repository", "config_section",
-        "prepared",
+    "errors": "",
+    "clock": "",
+    "decoders": "",
+    "varint": "",
+    "_generated": "",
+    "contract": "errors decoders",
+    "config": "errors decoders contract",
+    "arrow": "errors config contract",
+    "memory": "errors",
+    "control": "errors decoders contract config",
+    "file_watcher": "errors",
+    "auth": "errors clock config file_watcher",
+    "measurement": "errors clock decoders",
+    "transport": "errors clock config memory control file_watcher auth",
+    "scheduling": "errors clock contract config arrow memory control auth measurement",
+    "supervision": ("errors clock contract config memory control measurement transport scheduling"),
+    "repository": (
+        "errors clock decoders contract config control measurement scheduling supervision"
     ),
-    "iskander/config_reference.py": ("config", "config_models", "config_repository"),
-    "iskander/config_inferential.py": ("errors", "config", "config_models", "config_reference"),
-    "iskander/config_file.py": (
-        "errors", "config", "config_models", "config_reference", "config_repository",
-        "config_section",
+    "protocols": (
+        "errors clock decoders varint _generated contract config arrow memory control auth "
+        "measurement transport scheduling repository"
     ),
-    "iskander/tokens.py": ("clock", "errors", "config_access"),
-    "iskander/memory/": ("errors", "memory"),
-    "iskander/wire/": ("errors", "prepared", "contract", "wire"),
-    "iskander/client/": ("errors", "client", "memory", "wire"),
-    "iskander/tables.py": (),
-    "iskander/embed.py": ("errors", "config_file", "gateway"),
-    "iskander/gateway/": (
-        "", "errors", "clock", "prepared", "config", "config_access", "config_file",
-        "config_models", "config_repository", "contract", "memory", "tokens", "wire", "gateway",
-        "_generated",
+    "telemetry": (
+        "errors clock config memory measurement transport scheduling supervision repository"
     ),
-    "iskander/checking.py": (
-        "errors", "config", "contract", "memory", "gateway", "tables", "tokens", "wire",
-        "iskander_worker",
+    "gateway": (
+        "errors clock config memory control auth measurement transport scheduling supervision "
+        "repository protocols telemetry"
     ),
-    "iskander/cli.py": (
-        "", "errors", "checking", "config", "config_file", "config_inferential", "config_reference",
-        "contract", "client", "gateway", "tables", "tokens", "iskander_worker",
+    "embed": "errors config measurement scheduling gateway",
+    "client": "errors memory control",
+    "iskander_worker": "errors clock decoders varint contract memory control",
+    "cli": (
+        "errors contract config arrow memory control auth transport scheduling supervision "
+        "repository protocols gateway client iskander_worker"
     ),
-    "workers/iskander_worker/": (
-        "", "errors", "clock", "prepared", "contract", "memory", "wire", "iskander_worker",
-    ),
-}  # fmt: skip
-
-PARTS = {Path(prefix).stem for prefix in LAYERS} | {"_generated"}
+}
+# Imports against the table that exist for type checkers only.
+TYPE_ONLY = {("iskander/telemetry/aggregate.py", "gateway")}
 
 # Where each library may be imported; what to use elsewhere.
 DOORS = {
     "prometheus_client": (
-        ("iskander/gateway/telemetry/metrics.py", "iskander/gateway/telemetry/merged.py"),
-        "iskander.gateway.telemetry.metrics",
+        ("iskander/telemetry/metrics.py", "iskander/telemetry/aggregate.py"),
+        "iskander.telemetry.metrics",
     ),
     "starlette": (
         (
-            "iskander/gateway/telemetry/admin.py",
-            "iskander/gateway/frontends/oip_http.py",
-            "iskander/gateway/frontends/oip_http_body.py",
-            "iskander/gateway/frontends/oip_http_infer.py",
-            "iskander/gateway/http1.py",
-            "iskander/gateway/http1_connection.py",
+            "iskander/telemetry/admin.py",
+            "iskander/protocols/oip/http/app.py",
+            "iskander/protocols/oip/http/body.py",
+            "iskander/protocols/oip/http/infer.py",
+            "iskander/transport/http1/listener.py",
+            "iskander/transport/http1/connection.py",
         ),
-        "iskander.gateway.telemetry.admin or iskander.gateway.http1",
+        "iskander.telemetry.admin or iskander.transport.http1.listener",
     ),
     "uvicorn": (
-        ("iskander/gateway/http1.py", "iskander/gateway/http1_connection.py"),
-        "iskander.gateway.http1",
+        ("iskander/transport/http1/listener.py", "iskander/transport/http1/connection.py"),
+        "iskander.transport.http1.listener",
     ),
-    "h11": (("iskander/gateway/http1_connection.py",), "iskander.gateway.http1"),
+    "h11": (("iskander/transport/http1/connection.py",), "iskander.transport.http1.listener"),
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),
-    "grpc": ((), "iskander.gateway.http2"),
-    "hpack": (("iskander/gateway/http2/header_blocks.py",), "iskander.gateway.http2"),
+    "grpc": ((), "iskander.transport.http2"),
+    "hpack": (("iskander/transport/http2/header_blocks.py",), "iskander.transport.http2"),
     "watchfiles": (
-        ("iskander/gateway/repository/watching.py",),
-        "iskander.gateway.repository.watching",
+        ("iskander/repository/changes.py",),
+        "iskander.repository.changes",
     ),
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
-    "google.protobuf": (("iskander/gateway/frontends/",), "the frontends"),
+    "google.protobuf": (("iskander/protocols/",), "the protocols"),
     "onnxruntime": (
         (
             "workers/iskander_worker/backends/onnx.py",
@@ -97,83 +93,89 @@ DOORS = {
         "iskander_worker.backends",
     ),
     "pyarrow": (
-        ("iskander/gateway/", "iskander/client/", "workers/iskander_worker/arrow.py"),
+        (
+            "iskander/arrow/",
+            "iskander/protocols/flight/",
+            "iskander/cli/",
+            "iskander/client/",
+            "workers/iskander_worker/record_batches.py",
+        ),
         "nothing: only the worker of a model that speaks Arrow has it",
     ),
     "torch": (("workers/iskander_worker/backends/torch.py",), "iskander_worker.backends.torch"),
     "skops": (("workers/iskander_worker/backends/python.py",), "iskander_worker.backends.python"),
-    "yaml": (("iskander/config_inferential.py",), "tomllib"),
+    "yaml": (("iskander/config/import_inferential.py",), "tomllib"),
     "mmap": (
-        ("iskander/memory/segment.py", "iskander/memory/loan.py"),
+        ("iskander/memory/segment.py", "iskander/memory/client_segment.py"),
         "iskander.memory.segment",
     ),
     "time": (("iskander/clock.py",), "iskander.clock"),
     "subprocess": (
         (
-            "iskander/gateway/supervision/workers.py",
-            "iskander/gateway/supervision/trial.py",
-            "iskander/gateway/process.py",
-            "workers/iskander_worker/tryout.py",
+            "iskander/supervision/worker.py",
+            "iskander/supervision/model_check.py",
+            "iskander/gateway/child.py",
+            "workers/iskander_worker/sandbox/client.py",
         ),
-        "the supervisor, or iskander_worker.tryout",
+        "the supervisor, or iskander_worker.sandbox.client",
     ),
     "multiprocessing": ((), "a worker of its own command"),
     "pickle": (("workers/iskander_worker/backends/python.py",), "msgspec"),
 }
 
 PURE = (
-    "iskander/contract/columns.py",
+    "iskander/contract/column_types.py",
     "iskander/contract/compile.py",
-    "iskander/contract/fetched.py",
-    "iskander/contract/finishing.py",
-    "iskander/contract/declared.py",
+    "iskander/contract/steps.py",
+    "iskander/contract/postprocess.py",
+    "iskander/contract/declared_graph.py",
     "iskander/contract/graph.py",
-    "iskander/contract/parts.py",
+    "iskander/contract/backend_manifest.py",
     "iskander/contract/pipelines.py",
     "iskander/contract/outputs.py",
     "iskander/contract/result_types.py",
     "iskander/contract/steps.py",
     "iskander/contract/inputs.py",
-    "iskander/contract/sent.py",
+    "iskander/contract/column_types.py",
     "iskander/contract/tensors.py",
     "iskander/contract/dtypes.py",
     "iskander/memory/arena.py",
     "iskander/contract/rows.py",
     "iskander/contract/strings.py",
-    "iskander/gateway/lanes/admission.py",
-    "iskander/gateway/lanes/batcher.py",
-    "iskander/gateway/lanes/cadence.py",
-    "iskander/gateway/lanes/cost.py",
-    "iskander/gateway/lanes/lane.py",
-    "iskander/gateway/lanes/policies.py",
-    "iskander/gateway/lanes/request.py",
-    "iskander/gateway/lanes/waiting.py",
-    "iskander/gateway/recovery.py",
-    "iskander/gateway/repository/routing.py",
-    "iskander/gateway/repository/stages.py",
-    "iskander/gateway/repository/wanted.py",
-    "iskander/gateway/supervision/lifecycle.py",
-    "iskander/gateway/supervision/placement.py",
-    "iskander/gateway/telemetry/histogram.py",
-    "iskander/tables.py",
-    "iskander/gateway/frontends/flight_data.py",
-    "iskander/gateway/frontends/oip_http_json.py",
-    "iskander/gateway/frontends/oip_http_messages.py",
-    "iskander/gateway/frontends/oip_http_plain.py",
-    "iskander/gateway/frontends/oip_request.py",
-    "iskander/gateway/frontends/oip_tensors.py",
-    "iskander/gateway/frontends/oip_terms.py",
-    "iskander/gateway/frontends/oip_typed.py",
-    "iskander/gateway/frontends/oip_wire.py",
-    "iskander/gateway/frontends/flight_results.py",
-    "iskander/gateway/casts.py",
-    "iskander/gateway/sent_schema.py",
-    "iskander/gateway/offered.py",
-    "iskander/gateway/cpu_allowance.py",
-    "iskander/gateway/ranking.py",
-    "iskander/gateway/frontends/inferential_terms.py",
-    "iskander/gateway/frontends/inferential_wire.py",
-    "iskander/gateway/zmtp/frames.py",
+    "iskander/scheduling/admission.py",
+    "iskander/scheduling/batcher.py",
+    "iskander/scheduling/arrivals.py",
+    "iskander/scheduling/cost.py",
+    "iskander/scheduling/lane.py",
+    "iskander/scheduling/policies.py",
+    "iskander/scheduling/request.py",
+    "iskander/scheduling/queue.py",
+    "iskander/scheduling/retry.py",
+    "iskander/repository/routing.py",
+    "iskander/repository/generation_lifecycle.py",
+    "iskander/repository/version_policy.py",
+    "iskander/supervision/lifecycle.py",
+    "iskander/supervision/placement.py",
+    "iskander/measurement/histogram.py",
+    "iskander/cli/tables.py",
+    "iskander/protocols/flight/data.py",
+    "iskander/protocols/oip/http/json_values.py",
+    "iskander/protocols/oip/http/messages.py",
+    "iskander/protocols/oip/http/messages.py",
+    "iskander/protocols/oip/request.py",
+    "iskander/protocols/oip/tensors.py",
+    "iskander/protocols/oip/terms.py",
+    "iskander/protocols/oip/typed.py",
+    "iskander/protocols/oip/wire.py",
+    "iskander/protocols/flight/results.py",
+    "iskander/arrow/casts.py",
+    "iskander/arrow/input_schema.py",
+    "iskander/protocols/tensors.py",
+    "iskander/transport/cpu_allowance.py",
+    "iskander/arrow/rank.py",
+    "iskander/protocols/inferential/terms.py",
+    "iskander/protocols/inferential/wire.py",
+    "iskander/transport/zmtp/frames.py",
 )
 IMPURE = {"socket", "threading", "asyncio", "os", "subprocess", "time"}
 IMPURE |= {f"iskander.clock.{name}" for name in ("now_ns", "wall_ns", "pause_s")}
@@ -199,20 +201,41 @@ def imports(name: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def part_of(module: str) -> str | None:
-    """Our part that a module belongs to; None for a library."""
+def package_of(module: str) -> str | None:
+    """The package of ours that a module belongs to; None for a library and for the version."""
     first, _, rest = module.partition(".")
     if first == "iskander_worker":
         return first
-    return rest.partition(".")[0] if first == "iskander" else None
+    package = rest.partition(".")[0] if first == "iskander" else ""
+    return package if package in LAYERS else None
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_layers(name: str) -> None:
-    """A file imports only what its layer may."""
-    allowed = next(parts for prefix, parts in LAYERS.items() if name.startswith(prefix))
-    used = {part for module in imports(name) if (part := part_of(module)) is not None}
-    assert used & PARTS <= set(allowed), name
+    """A file imports only what its package may."""
+    module = name.removesuffix(".py").removeprefix("workers/").replace("/", ".")
+    package = package_of(module)
+    used = {other for each in imports(name) if (other := package_of(each)) is not None}
+    used -= {target for source, target in TYPE_ONLY if source == name}
+    if package is None:
+        assert name == "iskander/__init__.py"
+        assert not used
+    else:
+        assert used <= {package, *LAYERS[package].split()}, name
+
+
+def test_layers_have_an_order() -> None:
+    """No package imports one below it in the table, so that there is no circle."""
+    above: set[str] = set()
+    for package, allowed in LAYERS.items():
+        assert set(allowed.split()) <= above, package
+        above.add(package)
+
+
+@pytest.mark.parametrize("package", [each for each in LAYERS if each != "_generated"])
+def test_every_package_is_in_the_architecture(package: str) -> None:
+    """The page on the architecture lists each package with its subject."""
+    assert f"`{package}" in (ROOT / "docs/architecture.md").read_text()
 
 
 @pytest.mark.parametrize("library", DOORS)
@@ -226,6 +249,6 @@ def test_one_library_one_door(library: str) -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_what_decides_does_nothing_else(name: str) -> None:
+def test_pure_modules_have_no_side_effects(name: str) -> None:
     """Pure modules import no socket, thread, process or clock."""
     assert not imports(name) & IMPURE

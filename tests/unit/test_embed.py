@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from support.lanes import MS, lane_of, request_of
 
-from iskander.config_models import LaneConfig
+from iskander.config.models import LaneConfig
 from iskander.embed import on_metric, register_policy
 from iskander.errors import ConfigError
-from iskander.gateway.lanes.policies import POLICIES, make_policy
-from iskander.gateway.lanes.scored import Scorable
-from iskander.gateway.telemetry.listening import LISTENERS
-from iskander.gateway.telemetry.recent import Recent
+from iskander.measurement.recent_values import Recent
+from iskander.measurement.subscribers import LISTENERS
+from iskander.scheduling.policies import POLICIES, make_policy
+from iskander.scheduling.scored import Scorable
 
 LANE = lane_of(ttl_ms=0)
 

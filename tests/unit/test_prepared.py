@@ -13,7 +13,7 @@ ALL = """
 import importlib, inspect, pkgutil
 import msgspec
 import iskander, iskander_worker
-from iskander.gateway.supervision.workers import Flight, Part
+from iskander.scheduling.worker_slot import InFlightBatch, BatchPart
 
 learned = 0
 for package in (iskander, iskander_worker):
@@ -21,7 +21,7 @@ for package in (iskander, iskander_worker):
         if module.name.endswith(("__main__", ".torch")):
             continue
         for kind in vars(importlib.import_module(module.name)).values():
-            if kind in (Flight, Part):  # Only ever made, of what is imported for types alone.
+            if kind in (InFlightBatch, BatchPart):  # Never decoded.
                 continue
             if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
                 try:
@@ -36,7 +36,7 @@ RACE = """
 import random, sys, threading, time
 sys.setswitchinterval(0.0002)
 import msgspec
-from iskander.config_repository import ModelFile
+from iskander.config.repository import ModelFile
 from iskander.contract.manifest import Manifest
 
 FILE = {"versions": [1], "aliases": {"a": 1}, "lane": {"policy": "fifo"}}

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iskander import __version__, clock
+from iskander.control import attach
+from iskander.control.messages import PROTOCOL_VERSION, Hello, Welcome
 from iskander.errors import NotReady, ProtocolError, SegmentError
-from iskander.wire import attach
-from iskander.wire.messages import PROTOCOL_VERSION, Hello, Welcome
-from iskander_worker.placement import place, set_library_environment
+from iskander_worker.affinity import place, set_library_environment
 
 if TYPE_CHECKING:
     from iskander_worker.loop import WorkerLoop
@@ -72,7 +72,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.cores is not None:
         set_library_environment()
-        from iskander_worker.trial import try_model
+        from iskander_worker.sandbox.check import try_model
 
         return try_model(arguments.cores)
     if arguments.attach is None:
@@ -131,7 +131,7 @@ def _work(arguments: argparse.Namespace) -> int:
             notices = place(cpus, answer.node)
             _name_process(f"isk-worker-{answer.index}")
             from iskander_worker import backends
-            from iskander_worker.gateways import Attachment, Gateways
+            from iskander_worker.attachments import Attachment, Gateways
             from iskander_worker.loop import WorkerLoop
 
             backends.threads.is_one_pool = answer.has_one_pool

@@ -16,15 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from iskander.contract.rows import RowCopier, Rows
-from iskander.contract.strings import (
-    split_strings,
-    string_lengths,
-    string_ranges,
-    strings_to_body,
-)
+from iskander.contract.strings import split_strings, string_lengths, string_ranges, strings_to_body
 from iskander.contract.tensors import TensorSpec
+from iskander.control.messages import Slice
 from iskander.errors import ExecutionFailed
-from iskander.wire.messages import Slice
 from iskander_worker.backends import Arrays, Run
 from iskander_worker.tensors import memory, packed
 

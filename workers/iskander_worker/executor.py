@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 
 from iskander.contract.rows import RowCopier, Rows
+from iskander.control.messages import Execute, Slice
 from iskander.memory.segment import Segment
-from iskander.wire.messages import Execute, Slice
 from iskander_worker.arrays import ArrayStage
 from iskander_worker.backends import Bound, Run
 from iskander_worker.session import Session

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Final
 
 from iskander.clock import now_ns
-from iskander.errors import Cancelled, IskanderError, ManifestError
-from iskander.wire.channel import FRAME_BYTES_MAX
-from iskander.wire.messages import (
+from iskander.control.channel import FRAME_BYTES_MAX
+from iskander.control.messages import (
     Done,
     Drain,
     Execute,
@@ -30,8 +29,9 @@ from iskander.wire.messages import (
     decode_to_worker,
     encode,
 )
-from iskander_worker.gateways import Attachment, Gateways
-from iskander_worker.loading import Loads
+from iskander.errors import Cancelled, IskanderError, ManifestError
+from iskander_worker.attachments import Attachment, Gateways
+from iskander_worker.loading.loader import Loads
 
 HOLD_NS: Final = 100_000
 """An answer waits for the next one where the batch between them is no larger than one that took

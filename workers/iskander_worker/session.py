@@ -16,17 +16,17 @@ import msgspec
 
 from iskander.contract.buckets import variants
 from iskander.contract.compile import compile_contract
-from iskander.contract.finishing import compile_outputs
 from iskander.contract.labels import read_labels
 from iskander.contract.manifest import WarmUp, model_file, read_manifest
+from iskander.contract.postprocess import compile_outputs
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract
-from iskander.memory.beat import model_digest
-from iskander.wire.messages import ModelSpec
+from iskander.control.messages import ModelSpec
+from iskander.memory.heartbeat import model_digest
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Model, load_model
-from iskander_worker.finishing import Finisher
-from iskander_worker.opening import require_trusted
+from iskander_worker.loading.opener import require_trusted
+from iskander_worker.postprocess import Finisher
 from iskander_worker.vocabulary import Vocabularies
 from iskander_worker.warm_up import warm
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from iskander.contract.confined import confined
 from iskander.contract.manifest import WarmUp
+from iskander.contract.paths import confined
 from iskander.contract.strings import (
     body_to_strings,
     string_lengths,

@@ -17,14 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from fuzz import mutation
-from iskander.config import LimitsConfig
-from iskander.contract.columns import parse_column_type
+from iskander.arrow import ipc
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import parse_column_type
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.gateway import ipc
-from iskander.gateway.frontends.flight_codec import Arrived, StreamCodec
-from iskander.gateway.frontends.flight_data import data_head, read_flight_data
-from iskander.gateway.frontends.flight_plan import Plan
+from iskander.protocols.flight.codec import Arrived, StreamCodec
+from iskander.protocols.flight.data import data_head, read_flight_data
+from iskander.protocols.flight.plan import Plan
 
 ITERATIONS = 1000
 LIMITS = LimitsConfig(rows=10_000, bytes=1 << 20, columns=16, nesting=4, string_bytes=1 << 18)

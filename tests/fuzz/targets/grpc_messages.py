@@ -27,8 +27,8 @@ from support.http2 import (
 
 from fuzz import mutation
 from fuzz.serving import LOOP, Recorder, in_loop
-from iskander.gateway.http2.inflating import AT_ONCE_BYTES
-from iskander.gateway.http2.status import Status
+from iskander.transport.http2.decompression import AT_ONCE_BYTES
+from iskander.transport.http2.status import Status
 
 ITERATIONS = 250
 ENCODINGS = ("gzip", "deflate", "identity", "", "snappy")

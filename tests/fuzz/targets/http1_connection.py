@@ -16,9 +16,9 @@ import h11
 
 from fuzz import mutation
 from fuzz.serving import LOOP
-from iskander.config import Config
-from iskander.gateway.connection_limits import ConnectionLimits
-from iskander.gateway.http1 import HEAD_BYTES_MAX, Http1Port
+from iskander.config.schema import Config
+from iskander.transport.connection_limits import ConnectionLimits
+from iskander.transport.http1.listener import HEAD_BYTES_MAX, Http1Port
 
 ITERATIONS = 300
 TURNS = 60

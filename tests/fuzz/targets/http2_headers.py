@@ -17,8 +17,8 @@ import hpack
 from hpack.hpack import decode_integer
 
 from fuzz import mutation
-from iskander.gateway.http2.frames import ConnectionBroken, StreamError
-from iskander.gateway.http2.header_blocks import (
+from iskander.transport.http2.frames import ConnectionBroken, StreamError
+from iskander.transport.http2.header_blocks import (
     EXPANDED_BYTES_MAX,
     FIELDS_MAX,
     HUFFMAN_BYTES_MAX,
@@ -26,13 +26,13 @@ from iskander.gateway.http2.header_blocks import (
     TABLE_UPDATES_MAX,
     HeaderBlocks,
 )
-from iskander.gateway.http2.request_head import (
+from iskander.transport.http2.request_head import (
     BINARY_PARTS_MAX,
     HEADER_LIST_BYTES_MAX,
     RequestHead,
     read_request,
 )
-from iskander.gateway.http2.status import RpcError, Status
+from iskander.transport.http2.status import RpcError, Status
 
 ITERATIONS = 1500
 REQUEST = [

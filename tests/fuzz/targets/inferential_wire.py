@@ -14,13 +14,13 @@ from google.protobuf.message import DecodeError
 
 from fuzz import mutation
 from iskander._generated import inferential_wire_pb2 as wire
-from iskander.config import LimitsConfig
-from iskander.contract.columns import ColumnType
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
-from iskander.gateway import offered
-from iskander.gateway.frontends.inferential_terms import read_terms
-from iskander.gateway.frontends.inferential_wire import (
+from iskander.protocols import tensors as offered
+from iskander.protocols.inferential.terms import read_terms
+from iskander.protocols.inferential.wire import (
     Address,
     Observation,
     read_observation,

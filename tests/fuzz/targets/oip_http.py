@@ -19,16 +19,16 @@ from starlette.datastructures import Headers
 
 from fuzz import mutation
 from fuzz.serving import LOOP
-from iskander.config import LimitsConfig
-from iskander.contract.columns import ColumnType
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
 from iskander.contract.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
-from iskander.gateway import offered
-from iskander.gateway.frontends.oip_http_body import Held, Room, read_body
-from iskander.gateway.frontends.oip_http_json import write_data
-from iskander.gateway.frontends.oip_http_messages import Asked, read_raw, read_request
-from iskander.gateway.receive_budget import ReceiveBudget
+from iskander.protocols import tensors as offered
+from iskander.protocols.oip.http.body import Held, Room, read_body
+from iskander.protocols.oip.http.json_values import write_data
+from iskander.protocols.oip.http.messages import Asked, read_raw, read_request
+from iskander.transport.receive_budget import ReceiveBudget
 
 ITERATIONS = 2000
 BODY_BYTES_MAX = 100_000

@@ -16,16 +16,16 @@ from google.protobuf.message import DecodeError
 
 from fuzz import mutation
 from iskander._generated import oip_pb2
-from iskander.config import LimitsConfig
-from iskander.contract.columns import ColumnType
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
 from iskander.contract.dtypes import DTYPES
 from iskander.contract.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
-from iskander.gateway import offered
-from iskander.gateway.frontends.oip_request import Asked, is_for_thread, read_head, tensors_of
-from iskander.gateway.frontends.oip_typed import FIELDS
-from iskander.gateway.frontends.oip_wire import Scanned, scan
+from iskander.protocols import tensors as offered
+from iskander.protocols.oip.request import Asked, is_for_thread, read_head, tensors_of
+from iskander.protocols.oip.typed import FIELDS
+from iskander.protocols.oip.wire import Scanned, scan
 
 ITERATIONS = 3000
 LIMITS = LimitsConfig(columns=8, rows=1000, bytes=1 << 20)

@@ -11,7 +11,7 @@ from random import Random
 from fuzz import mutation
 from iskander.contract.strings import body_to_strings
 from iskander.errors import MalformedInput
-from iskander.gateway.frontends.oip_strings import body_to_raw, raw_strings, raw_to_body
+from iskander.protocols.oip.tensors import body_to_raw, raw_strings, raw_to_body
 
 ITERATIONS = 2500
 

@@ -14,8 +14,8 @@ import msgspec
 
 from fuzz import mutation
 from iskander.errors import MalformedInput, Unsupported
-from iskander.gateway.frontends.oip_terms import said_in
-from iskander.gateway.frontends.terms import SaidTerms, read_headers, read_metadata
+from iskander.protocols.oip.terms import said_in
+from iskander.protocols.terms import SaidTerms, read_headers, read_metadata
 
 ITERATIONS = 4000
 NAMES = list(SaidTerms.__struct_fields__)

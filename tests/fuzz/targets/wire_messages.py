@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from fuzz import mutation
-from iskander.contract.columns import ColumnType
+from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
+from iskander.control import messages as wire
+from iskander.control.attach import read_hello
 from iskander.errors import ProtocolError
-from iskander.wire import messages as wire
-from iskander.wire.attach import read_hello
-from iskander.wire.varint import read_varint, varint
+from iskander.varint import read_varint, varint
 
 ITERATIONS = 4000
 DECODERS: tuple[Any, ...] = (

@@ -18,11 +18,11 @@ import onnxruntime as ort
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import model_file
 from iskander.contract.tensors import Contract
+from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
-from iskander.wire.messages import ModelSpec
 from iskander_worker.backends import Arrays, Run, threads
 from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
-from iskander_worker.opening import Source, opened
+from iskander_worker.loading.opener import Source, opened
 from iskander_worker.tensors import plain
 
 PROVIDERS = {

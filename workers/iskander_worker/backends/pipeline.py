@@ -19,12 +19,12 @@ import msgspec
 import numpy as np
 
 from iskander.clock import now_ns
-from iskander.contract.confined import confined
+from iskander.contract.backend_manifest import PipelineStep
 from iskander.contract.manifest import model_file, read_manifest
-from iskander.contract.parts import PipelineStep
+from iskander.contract.paths import confined
 from iskander.contract.pipelines import Flow, Joint, flow_of
+from iskander.control.messages import ModelSpec
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError
-from iskander.wire.messages import ModelSpec
 from iskander_worker.backends import Arrays, Model, Run, load_model
 
 

@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from iskander.contract.confined import confined
-from iskander.contract.declared import declared_graph
+from iskander.contract.backend_manifest import PythonPart
+from iskander.contract.declared_graph import declared_graph
 from iskander.contract.manifest import read_manifest
-from iskander.contract.parts import PythonPart
+from iskander.contract.paths import confined
+from iskander.control.messages import ModelSpec
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError
-from iskander.wire.messages import ModelSpec
-from iskander_worker.arrow import from_batch, to_batch
 from iskander_worker.backends import Arrays, Run
-from iskander_worker.files import load_safetensors
+from iskander_worker.loading.weight_files import load_safetensors
+from iskander_worker.record_batches import from_batch, to_batch
 
 MESSAGE_CHARACTERS = 500
 

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from iskander.contract.confined import confined
-from iskander.contract.declared import declared_graph
+from iskander.contract.declared_graph import declared_graph
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.manifest import Manifest, read_manifest
+from iskander.contract.paths import confined
+from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
-from iskander.wire.messages import ModelSpec
 from iskander_worker.backends import Arrays, Run
-from iskander_worker.files import inspect_safetensors, load_safetensors
+from iskander_worker.loading.weight_files import inspect_safetensors, load_safetensors
 from iskander_worker.tensors import plain
 
 ELEMENTS = {

@@ -1,0 +1,1 @@
+"""Arrow types and arrays as tensors: IPC headers, casts, ranks."""

@@ -1,0 +1,1 @@
+"""Authentication and per-model authorization: tokens, grants."""

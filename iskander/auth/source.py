@@ -1,0 +1,20 @@
+"""Source of a request: its token and connection, as the server knows them."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Source(NamedTuple):
+    """Source of a request; fair queueing and memory quotas count by it.
+
+    Attributes:
+        tenant: Name of the token that the call presented; empty where no token is required.
+        connection: Transport connection, unique in the process.
+    """
+
+    tenant: str = ""
+    connection: str | int = 0
+
+
+UNKNOWN_SOURCE: Final = Source()

@@ -1,0 +1,1 @@
+"""The `iskander` command: checks, samples, manifests, tokens, statistics."""

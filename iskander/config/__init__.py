@@ -1,0 +1,1 @@
+"""Configuration: declaration of every setting, loader, reference pages."""

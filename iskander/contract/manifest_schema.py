@@ -1,0 +1,95 @@
+"""The manifest's declarations for other programs and for people: JSON schema, tables of keys.
+
+Runs in the operator's tool and in the script that writes the reference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import msgspec
+
+from iskander.contract.backend_manifest import GraphPart, PipelineStep, PythonPart, TorchPart
+from iskander.contract.manifest import InputColumn, Manifest, WarmUp
+from iskander.contract.outputs import OutputColumn
+
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "manifest": Manifest,
+    "[[inputs]]": InputColumn,
+    "[[outputs]]": OutputColumn,
+    "[warm_up]": WarmUp,
+    "[graph]": GraphPart,
+    "[python]": PythonPart,
+    "[torch]": TorchPart,
+    "[[steps]]": PipelineStep,
+}
+"""The tables that a manifest begins with, by how they are written."""
+
+
+class Key(NamedTuple):
+    """One key of a table: `default` is None where it has to be there."""
+
+    name: str
+    type: str
+    default: str | None
+    sentence: str
+
+
+def manifest_schema() -> dict[str, Any]:
+    """The JSON schema of a manifest that was read as TOML."""
+    schema = msgspec.json.schema(Manifest)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "manifest.toml of an Iskander model",
+        **schema,
+    }
+
+
+def keys_of(table: type[msgspec.Struct]) -> Iterator[Key]:
+    """Every key of a table, as it is declared."""
+    hints = get_type_hints(table, include_extras=True)
+    _, _, attributes = (inspect.getdoc(table) or "").partition("Attributes:\n")
+    sentences = {
+        name: " ".join(text.split())
+        for name, text in re.findall(
+            r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE
+        )
+    }
+    for field in msgspec.structs.fields(table):
+        default: str | None = None
+        if not field.required:
+            value = field.default if field.default is not msgspec.NODEFAULT else None
+            is_table = isinstance(value, msgspec.Struct) or value is None
+            default = "" if is_table else msgspec.json.encode(value).decode()
+        sentence = sentences.get(field.encode_name) or sentences.get(field.name, "")
+        yield Key(field.encode_name, _type_of(hints[field.name]), default, sentence)
+
+
+def _type_of(hint: Any) -> str:  # noqa: ANN401
+    """A declared type in words, from its own schema."""
+    schema = msgspec.json.schema(get_args(hint)[0] if hasattr(hint, "__metadata__") else hint)
+    return _words(schema, schema.get("$defs", {}))
+
+
+def _words(schema: dict[str, Any], named: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        parts = [_words(part, named) for part in schema["anyOf"] if part.get("type") != "null"]
+        return " or ".join(dict.fromkeys(parts))
+    if "enum" in schema:
+        return " or ".join(
+            msgspec.json.encode(value).decode() for value in schema["enum"] if value is not None
+        )
+    if "$ref" in schema:
+        return _words(named.get(schema["$ref"].rpartition("/")[2], {}), named)
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        return f"list of {_words(schema.get('items') or {}, named)}"
+    return {
+        "string": "text",
+        "object": "table",
+        "boolean": "true or false",
+        "null": "nothing",
+    }.get(kind, str(kind))

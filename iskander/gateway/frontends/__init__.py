@@ -1,1 +1,0 @@
-"""One protocol a file, each the same two translations: wire to request, result to wire."""

@@ -1,1 +1,0 @@
-"""What waits, in which order it runs, and what runs together."""

@@ -1,1 +1,0 @@
-"""The worker processes: where they run, how they start, live, hang, are replaced and end."""

@@ -1,1 +1,0 @@
-"""What is seen from outside: measures, metrics, stats, and the admin port."""

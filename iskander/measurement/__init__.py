@@ -1,0 +1,1 @@
+"""Histograms, counters and recent values, for the packages that measure."""

@@ -1,0 +1,1 @@
+"""Protocols: each translates requests to tensors and results to responses."""

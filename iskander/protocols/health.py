@@ -1,0 +1,130 @@
+"""`grpc.health.v1` on the same port: overall under the empty name, and for each model.
+
+A model is asked for as `NAME` (all its versions) or `NAME/VERSION`. One that is being loaded, or
+does not load, is not serving.
+
+Runs on: gateway loop. Source: gRPC health checking protocol v1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from google.protobuf.message import DecodeError
+
+from iskander._generated import health_pb2
+from iskander.auth.grants import Grant
+from iskander.errors import MalformedInput, ModelNotFound, NotReady, Overloaded
+from iskander.repository.models import Models
+from iskander.transport.http2.call import Call
+
+SERVICE = "grpc.health.v1.Health"
+ANONYMOUS_SHARE = 4
+"""Callers who show no token, where one is wanted, have this part of the places."""
+_Status = health_pb2.HealthCheckResponse.ServingStatus
+
+
+class HealthService:
+    """The calls of Health.
+
+    Args:
+        models: What is served.
+        watchers_max: Watch streams open at once.
+    """
+
+    def __init__(self, models: Models, watchers_max: int) -> None:
+        self._models = models
+        self._watchers_max = watchers_max
+        self._watchers = 0
+        self._is_stopped = False
+        self._changed = asyncio.Event()
+
+    def publish(self) -> None:
+        """Tell the watchers that something may have changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Say not serving from now on, whatever the models say."""
+        self._is_stopped = True
+        self.publish()
+
+    async def check(self, raw: bytes, grant: Grant) -> bytes:
+        """The status now.
+
+        Raises:
+            ModelNotFound: No such service.
+            Unauthenticated, PermissionDenied: It is a model that the caller may not ask.
+        """
+        name = _service_name(raw, grant)
+        status = self._status(name)
+        if status == _Status.SERVICE_UNKNOWN:
+            raise ModelNotFound(f"there is no service `{name[:100]}`")
+        return _response(status)
+
+    async def watch(self, raw: bytes, call: Call) -> None:
+        """The status now and whenever it changes."""
+        name, last = _service_name(raw, call.grant), None
+        most = self._watchers_max
+        if call.grant.is_anonymous:
+            most //= ANONYMOUS_SHARE
+        if self._watchers >= most:
+            raise Overloaded(f"{most} watchers are there, the limit")
+        self._watchers += 1
+        try:
+            while True:
+                _require_grant(name, call.grant)
+                changed, status = self._changed, self._status(name)
+                if status != last:
+                    await call.write(_response(status))
+                    last = status
+                elif self._is_stopped:
+                    return
+                else:
+                    await changed.wait()
+        finally:
+            self._watchers -= 1
+
+    def _status(self, name: str) -> _Status:
+        try:
+            is_serving = self._is_ready(name)
+        except ModelNotFound:
+            return _Status.SERVICE_UNKNOWN
+        is_serving = is_serving and not self._is_stopped
+        return _Status.SERVING if is_serving else _Status.NOT_SERVING
+
+    def _is_ready(self, name: str) -> bool:
+        if not name:
+            return self._models.is_ready
+        model, _, version = name.partition("/")
+        lanes = [
+            lane
+            for lane in self._models
+            if lane.model.name == model and version in ("", lane.model.version)
+        ]
+        try:
+            lanes = lanes or [self._models.find(model, version or None)]
+        except NotReady:
+            return False
+        return all(lane.is_ready for lane in lanes)
+
+
+def _service_name(raw: bytes, grant: Grant) -> str:
+    try:
+        name: str = health_pb2.HealthCheckRequest.FromString(raw).service
+    except (DecodeError, UnicodeDecodeError):
+        raise MalformedInput("the message is not a HealthCheckRequest") from None
+    _require_grant(name, grant)
+    return name
+
+
+def _require_grant(name: str, grant: Grant) -> None:
+    """See to it that a caller may ask for that service, also while it is watched."""
+    grant.require_valid()
+    if name:
+        grant.require_model(name.partition("/")[0])
+
+
+def _response(status: _Status) -> bytes:
+    raw: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+    return raw

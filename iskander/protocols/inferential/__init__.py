@@ -1,0 +1,1 @@
+"""Inferential over ZeroMQ (ZMTP): sessions, wire format, terms."""

@@ -1,0 +1,1 @@
+"""Open Inference Protocol over HTTP: routes, bodies, JSON and binary tensors."""

@@ -1,0 +1,1 @@
+"""Model versions: scan of the repository folder, routing, loads and unloads."""

@@ -1,0 +1,1 @@
+"""Queues, policies, admission, batching and dispatch."""

@@ -1,0 +1,1 @@
+"""Worker processes: placement, start, registration, loading, watchdog, recycling."""

@@ -1,0 +1,62 @@
+"""Whether a model is ready, and in a sentence why it is not.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from iskander.scheduling.lane import Lane
+from iskander.supervision.lifecycle import State
+from iskander.supervision.worker import Worker
+
+
+def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
+    """Why a lane is not ready, such as `1 of 2 workers are ready`; empty where it is.
+
+    A worker in a crash loop serves what it is sent while it lives, and counts for no readiness
+    until it has been steady.
+    """
+    if lane.quarantine is not None:
+        return f"in quarantine: {lane.quarantine.reason}"
+    proven = sum(not worker.is_looping for worker in lane.workers.values())
+    if proven >= lane.quorum:
+        return ""
+    missing = [w for w in lane.pool_of(workers) if w.incarnation not in lane.workers]
+    failing = [w for w in workers if w.is_looping or (w in missing and w.failures)]
+    facts = [f"{proven} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
+    facts += [_failure_of(worker) for worker in failing]
+    refusing = [w for w in missing if lane.model.key in w.refused]
+    facts += [f"worker {w.place.index}: {w.refused[lane.model.key]}" for w in refusing]
+    if not failing and not refusing:
+        facts.append(_absence_of(missing))
+    return "; ".join(fact for fact in facts if fact)
+
+
+def _failure_of(worker: Worker) -> str:
+    who, count = f"worker {worker.place.index}", worker.failures
+    end = f" {worker.last_end}" if worker.last_end is not None else ""
+    if worker.complaint:
+        last = f", the last over {worker.complaint}"
+    else:
+        last = f", the last{end}" if end else ""
+    if worker.is_looping:
+        return f"{who} is in a crash loop: {count} deaths in a row{last}"
+    if worker.was_loaded:
+        return f"{who} died{end} and is started again"
+    times = "once" if count == 1 else f"{count} times in a row"
+    return f"{who} ended before it had loaded its models, {times}{last}"
+
+
+def _absence_of(missing: list[Worker]) -> str:
+    states = {worker.state for worker in missing}
+    if any(worker.is_awaited for worker in missing):
+        return "a worker is being replaced in order, and requests wait for it"
+    if states & {State.STARTING, State.LOADING}:
+        return "its workers are loading"
+    if State.HUNG in states:
+        return "a worker hung and is being replaced"
+    if states & {State.LEAVING, State.STOPPING, State.STOPPED}:
+        return "its workers are leaving"
+    return "its workers have not come yet" if missing else ""

@@ -1,0 +1,1 @@
+"""Metrics, statistics, logs and the admin port."""

@@ -1,0 +1,102 @@
+"""The operator's pages of a gateway of several processes: what they say, put together.
+
+`/metrics` has every process's figures with a label `process`. Those of lanes and streams are to be
+summed; those of workers are what each process has seen of the same ones. A process that does not
+answer in time is left out, and `iskander_process_up` says so.
+
+Runs on: the parent's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+from typing import TYPE_CHECKING
+
+from prometheus_client import exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+if TYPE_CHECKING:
+    from iskander.gateway.parent import Parent
+
+ANSWER_S = 2.0
+PAGE_BYTES_MAX = 64 << 20
+
+UP = "Whether the gateway process answered."
+STARTS = "Starts of the gateway process."
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the proxies of the environment, which know nothing of this machine's own ports."""
+
+
+class MergedPages:
+    """What is answered for all processes.
+
+    Args:
+        parent: Of the processes.
+    """
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+
+    def reasons(self) -> list[str]:
+        """Why the gateway is not ready; empty where it is."""
+        return self._parent.reasons()
+
+    async def render(self, *, is_openmetrics: bool) -> bytes:
+        """The page for Prometheus."""
+        texts = await asyncio.gather(
+            *(asyncio.to_thread(_fetch, each.admin_address) for each in self._parent.processes)
+        )
+        merged = _Merged()
+        up = GaugeMetricFamily("iskander_process_up", UP, labels=["process"])
+        starts = CounterMetricFamily("iskander_process_starts", STARTS, labels=["process"])
+        for process, text in zip(self._parent.processes, texts, strict=True):
+            index = str(process.index)
+            up.add_metric([index], float(bool(text)))
+            starts.add_metric([index], float(process.starts))
+            if text:
+                merged.add(text, index)
+        merged.families |= {up.name: up, starts.name: starts}
+        generate = openmetrics.generate_latest if is_openmetrics else exposition.generate_latest
+        return await asyncio.to_thread(generate, merged)
+
+
+class _Merged:
+    """Families of several pages, by name; what an exposition takes for a registry."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, Metric] = {}
+
+    def add(self, text: str, process: str) -> None:
+        """Put a page's samples with those that are there."""
+        for family in text_string_to_metric_families(text):
+            known = self.families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type, family.unit)
+            )
+            known.samples += [
+                Sample(name, {**labels, "process": process}, value, timestamp, exemplar)
+                for name, labels, value, timestamp, exemplar, *_ in family.samples
+            ]
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family."""
+        yield from self.families.values()
+
+
+def _fetch(address: str) -> str:
+    """A process's own page; empty where it gives none."""
+    if not address:
+        return ""
+    try:
+        with _OPENER.open(f"http://{address}/metrics", timeout=ANSWER_S) as answer:
+            text: str = answer.read(PAGE_BYTES_MAX).decode()
+    except (OSError, ValueError, HTTPException):
+        return ""
+    return text

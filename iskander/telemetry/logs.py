@@ -1,0 +1,42 @@
+"""Log lines on stderr: for people, or as JSON for machines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import msgspec
+
+from iskander.config.schema import AdminConfig
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, process: int | None) -> None:
+        super().__init__()
+        self._own: dict[str, object] = {} if process is None else {"process": process}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = self._own | {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def set_up_logs(config: AdminConfig, process: int | None = None) -> None:
+    """Send this process's log lines to stderr, with its number where it is one of several."""
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        handler.setFormatter(_JsonFormatter(process))
+    else:
+        number = "" if process is None else f" [{process}]"
+        line = f"%(asctime)s %(levelname).1s{number} %(name)s: %(message)s"
+        handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(config.log_level.upper())
+    logging.getLogger("asyncio").setLevel(logging.WARNING)

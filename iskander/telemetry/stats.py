@@ -1,0 +1,175 @@
+"""What the action `stats` answers: one JSON object of plain numbers, for people and tests.
+
+Percentiles and counts are since the start; the action `metrics` knows the last moments.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any
+
+from iskander import __version__
+from iskander.clock import NS_PER_MS, NS_PER_US, now_ns
+from iskander.measurement.histogram import Histogram
+from iskander.measurement.process_usage import resident_bytes
+from iskander.memory.arena import Arena
+from iskander.memory.backing import Backing
+from iskander.telemetry.sources import Observed
+
+if TYPE_CHECKING:
+    from iskander.scheduling.lane import Lane
+    from iskander.supervision.worker import Worker
+
+CADENCES_MAX = 20
+"""Clients that are listed for a lane: those that are known best."""
+
+
+def collect(observed: Observed) -> dict[str, Any]:
+    """Counters of lanes, workers and memory."""
+    models = observed.models
+    reasons = models.reasons()
+    return {
+        "version": __version__,
+        "pid": os.getpid(),
+        "uptime_s": round(observed.uptime_s, 3),
+        "ready": not reasons,
+        "reasons": reasons,
+        "streams": len(observed.streams),
+        "calls": len(observed.calls),
+        "late_messages": observed.counts["late_messages"],
+        "resident_bytes": resident_bytes(os.getpid()),
+        "loop_lag_ms": _latency(observed.loop_lag_ns),
+        "input_arena": _arena(observed.input_arena) | _backing(observed.input_backing),
+        "shared_memory": {
+            "regions": len(observed.regions),
+            "lent_bytes": sum(observed.regions.values()),
+        },
+        "lanes": {lane.title: _lane(lane, models.is_lane_ready(lane)) for lane in models},
+        "workers": [_worker(worker, now_ns()) for worker in models.workers],
+    }
+
+
+def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
+    counts, queue, rows = lane.counts, lane.queue, lane.measures.batch_rows
+    return {
+        "ready": is_ready,
+        "workers": len(lane.ready),
+        "isolated": lane.is_isolated,
+        "quarantine": lane.quarantine.reason if lane.quarantine is not None else "",
+        "queued": queue.requests,
+        "queue": {"requests": queue.requests, "rows": queue.rows, "bytes": queue.bytes},
+        "run_ms": round(lane.measures.run_ns.sum / NS_PER_MS, 3),
+        "latency_ms": {
+            "wait": _latency(lane.measures.wait_ns),
+            "run": _latency(lane.measures.run_ns),
+            "total": _latency(lane.measures.total_ns),
+        },
+        "steps_ms": {name: _latency(took) for name, took in lane.measures.steps_ns.items()},
+        "batch_rows": {
+            "count": len(rows),
+            "mean": round(rows.mean, 1),
+            "min": rows.min,
+            "max": rows.max,
+            "up_to": _ranges(rows),
+        },
+        "closed": _counts(counts, "closed."),
+        "refused": _counts(counts, "refused."),
+        "failed": _counts(counts, "failed."),
+        "deadlines": {"hit": counts["deadline.hit"], "missed": counts["deadline.missed"]},
+        "cost": {
+            str(index): {
+                "row_us": round(cost.row_ns / NS_PER_US, 4),
+                "base_us": round(cost.base_ns / NS_PER_US, 1),
+                "samples": cost.samples,
+            }
+            for index, cost in lane.costs.items()
+        },
+        "cadence_clients": len(lane.cadence),
+        "cadence": [
+            {"client": client, "period_ms": round(period_ns / NS_PER_MS, 3), "samples": samples}
+            for client, period_ns, samples in nlargest(
+                CADENCES_MAX, lane.cadence.clients(), key=lambda known: known[2]
+            )
+        ],
+        **counts,
+    }
+
+
+def _worker(worker: Worker, now: int) -> dict[str, Any]:
+    return {
+        "index": worker.place.index,
+        "group": worker.place.group,
+        "pool": worker.place.pool,
+        "cpus": worker.place.cpus,
+        "cores": worker.place.cores,
+        "domains": worker.place.domains,
+        "node": worker.place.node,
+        "state": worker.state.value,
+        "incarnation": worker.incarnation,
+        "pid": worker.pid,
+        "batches": worker.batches,
+        "in_flight": len(worker.in_flight),
+        "credits": worker.credits,
+        "starts": worker.starts,
+        "failures": worker.failures,
+        "ends": dict(worker.ends),
+        "looping": worker.is_looping,
+        "output_leased_bytes": worker.output_arena.leased_bytes,
+        "output_huge_bytes": worker.backing.huge_bytes,
+        "output_locked": worker.backing.is_locked,
+        "output_node": worker.backing.node,
+        "notices": tuple(worker.notices),
+        "resident_bytes": resident_bytes(worker.pid) if worker.pid else 0,
+        "story": [
+            f"{(now - at_ns) // NS_PER_MS} ms ago: {event}, {state}"
+            for at_ns, event, state in worker.story
+        ],
+    }
+
+
+def _arena(arena: Arena) -> dict[str, int]:
+    return {
+        "capacity_bytes": arena.capacity_bytes,
+        "leased_bytes": arena.leased_bytes,
+        "leases": len(arena),
+    }
+
+
+def _backing(backing: Backing) -> dict[str, Any]:
+    return {
+        "huge_bytes": backing.huge_bytes,
+        "locked": backing.is_locked,
+        "notices": backing.complaints,
+    }
+
+
+def _latency(histogram: Histogram) -> dict[str, float]:
+    """In milliseconds; `count` says whether there is anything behind the zeros."""
+
+    def ms(value_ns: float) -> float:
+        return round(value_ns / NS_PER_MS, 3)
+
+    percentiles = {f"p{percent}": ms(histogram.percentile(percent)) for percent in (50, 95, 99)}
+    return {
+        "count": len(histogram),
+        "mean": ms(histogram.mean),
+        **percentiles,
+        "max": ms(histogram.max),
+    }
+
+
+def _ranges(histogram: Histogram) -> dict[str, int]:
+    """How many values came up to each bound and above the one before it; those that are not 0."""
+    bounds = (*map(str, histogram.bounds), "more")
+    counts = histogram.snapshot().counts
+    return {bound: count for bound, count in zip(bounds, counts, strict=True) if count}
+
+
+def _counts(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {
+        key.removeprefix(prefix): count for key, count in counts.items() if key.startswith(prefix)
+    }

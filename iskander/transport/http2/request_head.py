@@ -1,0 +1,188 @@
+"""Request headers of a gRPC call: validation, path, timeout, encoding and metadata.
+
+A request that breaks HTTP is malformed and its stream is reset; a request that is valid HTTP but
+not a valid gRPC call ends with a gRPC status.
+
+Pure. Source: RFC 9113, sections 8.2 and 8.3; gRPC over HTTP/2 (Request-Headers, Timeout,
+Custom-Metadata).
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from iskander.clock import NS_PER_S, NS_PER_US
+from iskander.transport.http2.frames import Code, StreamError
+from iskander.transport.http2.headers import Metadata
+from iskander.transport.http2.status import RpcError, Status
+
+HEADER_LIST_BYTES_MAX: Final = 16_384
+"""As gRPC counts: names, values and 32 bytes for each field."""
+BINARY_PARTS_MAX: Final = 128
+"""Values of `-bin` headers of one request; a header may hold several, separated by commas."""
+
+_TIMEOUT: Final = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
+_UNIT_NS: Final = {
+    "H": 3600 * NS_PER_S,
+    "M": 60 * NS_PER_S,
+    "S": NS_PER_S,
+    "m": 1000 * NS_PER_US,
+    "u": NS_PER_US,
+    "n": 1,
+}
+_LENGTH_DIGITS_MAX: Final = 18
+_IS_GRPC: Final = re.compile(r"application/grpc(?:\Z|[+;])").match
+_BASE64: Final = re.compile(r"([A-Za-z0-9+/]*+)(={0,2})\Z")
+"""`b64decode` takes padding of any length, also in the midst of a value."""
+_IS_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z").match
+_IS_BROKEN_VALUE: Final = re.compile(r"[\0\r\n]").search
+"""White space around a value is accepted: gRPC clients may send it in metadata."""
+_PSEUDO: Final = frozenset((":method", ":scheme", ":path", ":authority"))
+_CONNECTION_SPECIFIC: Final = frozenset(
+    ("connection", "keep-alive", "proxy-connection", "transfer-encoding", "upgrade")
+)
+
+
+class NotGrpc(RpcError):
+    """The request is valid HTTP and no gRPC call."""
+
+
+class RequestHead:
+    """Request headers of a call.
+
+    Args:
+        path: `/SERVICE/METHOD`.
+        timeout_ns: Time until the call's deadline; None without one.
+        encoding: Compression of its compressed messages.
+        metadata: Fields that are not the transport's own.
+        content_bytes: `content-length`; -1 without one.
+    """
+
+    __slots__ = ("content_bytes", "encoding", "metadata", "path", "timeout_ns")
+
+    def __init__(
+        self,
+        path: str,
+        timeout_ns: int | None,
+        encoding: str,
+        metadata: Metadata,
+        content_bytes: int = -1,
+    ) -> None:
+        self.path = path
+        self.timeout_ns = timeout_ns
+        self.encoding = encoding
+        self.metadata = metadata
+        self.content_bytes = content_bytes
+
+
+def read_request(fields: Sequence[tuple[str, str]]) -> RequestHead:
+    """Read the header fields of a request.
+
+    Sizes are checked before any value is decoded.
+
+    Raises:
+        StreamError: The request is malformed HTTP.
+        NotGrpc: It is no gRPC call.
+        RpcError: Its headers are too large, or one of them is malformed.
+    """
+    _require_limits(fields)
+    pseudo = check_fields(fields)
+    _require_pseudo(pseudo)
+    encoding = content_type = ""
+    timeout_ns: int | None = None
+    content_bytes = -1
+    metadata: list[tuple[str, str | bytes]] = []
+    for name, value in fields:
+        match name:
+            case "content-type":
+                content_type = value
+            case "grpc-timeout":
+                timeout_ns = _timeout_ns(value)
+            case "grpc-encoding":
+                encoding = value
+            case "content-length":
+                content_bytes = _content_bytes(value)
+            case "te" | "grpc-accept-encoding" | "user-agent":
+                pass
+            case _ if name.endswith("-bin"):
+                metadata += ((name, _unbase64(part)) for part in value.split(","))
+            case _ if not name.startswith((":", "grpc-")):
+                metadata.append((name, value))
+    if pseudo[":method"] != "POST" or not _IS_GRPC(content_type):
+        raise NotGrpc(Status.INTERNAL, "not a gRPC call: POST of application/grpc is wanted")
+    return RequestHead(pseudo[":path"], timeout_ns, encoding, tuple(metadata), content_bytes)
+
+
+def _require_limits(fields: Sequence[tuple[str, str]]) -> None:
+    size = parts = 0
+    for name, value in fields:
+        size += len(name) + len(value) + 32
+        if name.endswith("-bin"):
+            parts += 1 + value.count(",")
+    if size > HEADER_LIST_BYTES_MAX:
+        raise RpcError(
+            Status.RESOURCE_EXHAUSTED,
+            f"the call's headers have {size} bytes; {HEADER_LIST_BYTES_MAX} are taken",
+        )
+    if parts > BINARY_PARTS_MAX:
+        raise RpcError(
+            Status.RESOURCE_EXHAUSTED,
+            f"the call has {parts} binary header values; {BINARY_PARTS_MAX} are taken",
+        )
+
+
+def check_fields(fields: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Check the fields of a header block; return its pseudo-header fields.
+
+    Raises:
+        StreamError: The block is malformed.
+    """
+    pseudo: dict[str, str] = {}
+    is_regular = False
+    for name, value in fields:
+        if name[:1] == ":":
+            if is_regular or name not in _PSEUDO or name in pseudo:
+                raise StreamError(
+                    Code.PROTOCOL_ERROR, f"unknown, repeated or late pseudo-header `{name[:40]}`"
+                )
+            pseudo[name] = value
+        else:
+            is_regular = True
+            if not _IS_NAME(name):
+                raise StreamError(Code.PROTOCOL_ERROR, "invalid header name")
+            if name in _CONNECTION_SPECIFIC or (name == "te" and value != "trailers"):
+                raise StreamError(Code.PROTOCOL_ERROR, f"header `{name}` is not for HTTP/2")
+        if _IS_BROKEN_VALUE(value):
+            raise StreamError(Code.PROTOCOL_ERROR, f"invalid value of header `{name[:40]}`")
+    return pseudo
+
+
+def _require_pseudo(pseudo: dict[str, str]) -> None:
+    for name in (":method", ":scheme", ":path"):
+        if not pseudo.get(name):
+            raise StreamError(Code.PROTOCOL_ERROR, f"no pseudo-header `{name}`")
+
+
+def _content_bytes(value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= _LENGTH_DIGITS_MAX):
+        raise StreamError(Code.PROTOCOL_ERROR, "invalid content-length")
+    return int(value)
+
+
+def _timeout_ns(value: str) -> int:
+    match = _TIMEOUT.match(value)
+    if match is None:
+        raise RpcError(Status.INTERNAL, f"grpc-timeout `{value[:20]}` is malformed")
+    return int(match[1]) * _UNIT_NS[match[2]]
+
+
+def _unbase64(value: str) -> bytes:
+    """The bytes of a value in base64, with its padding or without."""
+    match = _BASE64.match(value.strip())
+    digits, padding = (len(match[1]), len(match[2])) if match is not None else (1, 0)
+    if digits % 4 == 1 or (padding and (digits + padding) % 4):
+        raise RpcError(Status.INTERNAL, "a binary header is not base64")
+    return base64.b64decode(value.strip() + "=" * (-(digits + padding) % 4))

@@ -1,0 +1,1 @@
+"""ZMTP 3 for a server of DEALER and REQ sockets."""

@@ -1,1 +1,0 @@
-"""What gateway and worker say to each other, and over what."""

@@ -1,0 +1,481 @@
+"""Arrow IPC headers: read as pyarrow wrote them, written as it reads them, and hostile ones."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from iskander.arrow import ipc
+from iskander.arrow.types import (
+    BFloat16,
+    Extent,
+    as_tensor,
+    depth,
+    extent,
+    levels,
+    plain_of,
+    to_arrow,
+)
+from iskander.contract.tensors import ALIGNMENT
+from iskander.errors import MalformedInput
+
+ROWS = 5
+
+
+def strings(kind: pa.DataType) -> pa.Array:
+    values: list[Any] = ["", "a", None, "ccc", "é"]
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        values = [None if value is None else value.encode() for value in values]
+    return pa.array(values, kind)
+
+
+def lists(item: pa.DataType, size: int, values: pa.Array) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(values, type=pa.list_(item, size))
+
+
+# Columns of five rows whose header alone says all.
+PLAIN = {
+    "int64": pa.array([1, 2, 3, 4, 5]),
+    "int8 with nulls": pa.array([1, None, 3, None, 5], pa.int8()),
+    "bool": pa.array([True, False, None, True, True]),
+    "float16": pa.array([0.5, 1.5, 2.5, None, 4.5], pa.float16()),
+    "decimal": pa.array([1, 2, None, 4, 5], pa.decimal128(7, 2)),
+    "timestamp": pa.array([1, 2, 3, 4, 5], pa.timestamp("us", "UTC")),
+    "fixed size binary": pa.array([b"abc"] * ROWS, pa.binary(3)),
+    "string": strings(pa.string()),
+    "large string": strings(pa.large_string()),
+    "binary": strings(pa.binary()),
+    "list of strings": pa.array([["a", "b"]] * ROWS, pa.list_(pa.string(), 2)),
+    "list": lists(pa.int32(), 3, pa.array(range(3 * ROWS), pa.int32())),
+    "list of lists": lists(
+        pa.list_(pa.int16(), 2), 4, lists(pa.int16(), 2, pa.array(range(8 * ROWS), pa.int16()))
+    ),
+    "tensor": pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(pa.float32(), [2, 3]),
+        lists(pa.float32(), 6, pa.array(range(6 * ROWS), pa.float32())),
+    ),
+}
+
+# Columns that are left to pyarrow.
+OTHER = {
+    "null": pa.nulls(ROWS),
+    "list": pa.array([[1], [], None, [2, 3], [4]]),
+    "struct": pa.array([{"a": 1, "b": "x"}] * ROWS),
+    "map": pa.array([[("a", 1)]] * ROWS, pa.map_(pa.string(), pa.int8())),
+    "dictionary": pa.array(["a", "b", "a", None, "b"]).dictionary_encode(),
+    "string view": pa.array(["a", "b", "c", "d", "e"], pa.string_view()),
+    "list of string views": pa.array([["a", "b"]] * ROWS, pa.list_(pa.string_view(), 2)),
+    "run ends": pa.RunEndEncodedArray.from_arrays(pa.array([2, 5], pa.int32()), pa.array([1, 2])),
+    "empty binary": pa.array([b""] * ROWS, pa.binary(0)),
+}
+
+
+def batch_of(*columns: pa.Array) -> pa.RecordBatch:
+    return pa.record_batch(list(columns), names=[str(index) for index in range(len(columns))])
+
+
+def arrays_of(array: pa.Array) -> list[tuple[int, int]]:
+    """Length and null count of an array and its children, as a header lists them."""
+    if isinstance(array, pa.ExtensionArray):
+        return arrays_of(array.storage)
+    children = arrays_of(array.flatten()) if pa.types.is_fixed_size_list(array.type) else []
+    return [(len(array), array.null_count), *children]
+
+
+def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def messages(*batches: pa.RecordBatch, **options: Any) -> list[tuple[bytes, memoryview]]:
+    """Header and body of every message of a stream, after its schema."""
+    sink = pa.BufferOutputStream()
+    write_options = pa.ipc.IpcWriteOptions(**options)
+    with pa.ipc.new_stream(sink, batches[0].schema, options=write_options) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    _, *rest = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    return [(bytes(each.metadata), memoryview(each.body).cast("B")) for each in rest]
+
+
+def header_and_body(batch: pa.RecordBatch, **options: Any) -> tuple[bytes, memoryview]:
+    return messages(batch, **options)[-1]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_batchs_header_is_read_as_it_was_written(name: str) -> None:
+    batch = batch_of(PLAIN[name], PLAIN["int64"], PLAIN[name])
+
+    header, body = header_and_body(batch)
+    message = ipc.read_message(header)
+    read = ipc.read_batch(header, message)
+
+    assert (message.version, message.kind) == (ipc.METADATA_V5, ipc.RECORD_BATCH)
+    assert message.body_bytes == len(body)
+    assert (read.rows, read.is_compressed) == (ROWS, False)
+    expected = [pair for column in batch.columns for pair in arrays_of(column)]
+    assert pairs(read.nodes) == expected
+    for start, length in pairs(read.buffers):
+        assert start % 8 == 0 and 0 <= start <= start + length <= len(body)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_columns_extent_is_what_pyarrow_writes(name: str) -> None:
+    header, _ = header_and_body(batch_of(PLAIN[name]))
+    read = ipc.read_batch(header, ipc.read_message(header))
+
+    got = extent(PLAIN[name].type)
+
+    assert got == Extent(len(read.nodes) // 2, len(read.buffers) // 2)
+    assert [length for length, _ in pairs(read.nodes)] == [
+        ROWS * level for level in levels(PLAIN[name].type)
+    ]
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_column_that_needs_pyarrow_has_no_extent(name: str) -> None:
+    assert extent(OTHER[name].type) is None
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_compression_is_seen(codec: str) -> None:
+    header, _ = header_and_body(batch_of(PLAIN["int64"]), compression=codec)
+
+    assert ipc.read_batch(header, ipc.read_message(header)).is_compressed
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS])
+def test_zero_rows_and_zero_columns_are_read(rows: int) -> None:
+    """Fields at their default are left out of a flatbuffer, which is where 0 comes from."""
+    header, _ = header_and_body(batch_of(PLAIN["int64"]).slice(0, rows))
+    empty, _ = header_and_body(pa.RecordBatch.from_arrays([], names=[]))
+
+    assert ipc.read_batch(header, ipc.read_message(header)).rows == rows
+    assert ipc.read_batch(empty, ipc.read_message(empty)) == ipc.Batch(0, (), (), False)
+
+
+@pytest.mark.parametrize(
+    ("version", "number"), [(pa.ipc.MetadataVersion.V4, 3), (pa.ipc.MetadataVersion.V5, 4)]
+)
+def test_the_metadata_version_is_read(version: Any, number: int) -> None:
+    header, _ = header_and_body(batch_of(PLAIN["int64"]), metadata_version=version)
+
+    assert ipc.read_message(header).version == number
+    assert (number == ipc.METADATA_V5) == (version is pa.ipc.MetadataVersion.V5)
+
+
+@pytest.mark.parametrize("is_big", [False, True])
+def test_a_schemas_byte_order_is_read(is_big: bool) -> None:
+    """pyarrow writes the machine's order, and leaves the field out; the other one is patched in."""
+    header = bytearray(ipc.header_of(pa.schema([("a", pa.int64())]).serialize()))
+    table = ipc.read_message(header).table
+    vtable = table - struct.unpack_from("<i", header, table)[0]
+    if is_big:
+        struct.pack_into("<H", header, vtable + 4, header.index(b"\x01\x00", table) - table)
+
+    message = ipc.read_message(header)
+
+    assert message.kind == ipc.SCHEMA
+    assert ipc.is_big_endian(header, message) is is_big
+
+
+def test_dictionaries_are_read_with_their_ids_and_deltas() -> None:
+    """Given a stream whose dictionary grows, so that pyarrow writes a delta."""
+    first = pa.DictionaryArray.from_arrays([0, 1], pa.array(["a", "b"]))
+    grown = pa.DictionaryArray.from_arrays([2], pa.array(["a", "b", "ccc"]))
+
+    read = []
+    for header, _ in messages(batch_of(first), batch_of(grown), emit_dictionary_deltas=True):
+        message = ipc.read_message(header)
+        if message.kind == ipc.DICTIONARY_BATCH:
+            dictionary, is_delta, batch = ipc.read_dictionary(header, message)
+            read.append((dictionary, is_delta, batch.rows, len(batch.buffers) // 2))
+
+    assert read == [(0, False, 2, 3), (0, True, 1, 3)]
+
+
+def test_a_dictionary_of_a_negative_length_is_malformed() -> None:
+    """pyarrow reads it, and then `len` of it fails without an exception's name."""
+    column = pa.DictionaryArray.from_arrays([0], pa.array(["a"] * 7))
+    header = next(
+        header
+        for header, _ in messages(batch_of(column))
+        if ipc.read_message(header).kind == ipc.DICTIONARY_BATCH
+    )
+    node, wrong = struct.pack("<qq", 7, 0), struct.pack("<qq", -7, 0)
+    assert header.count(node) == 1
+    broken = header.replace(node, wrong)
+
+    with pytest.raises(MalformedInput, match="negative length"):
+        ipc.read_dictionary(broken, ipc.read_message(broken))
+
+
+@pytest.mark.parametrize("body", [b"", b"x" * 64])
+@pytest.mark.parametrize("name", ["int64", "list", "string"])
+def test_an_encapsulated_message_has_its_body_on_a_boundary(name: str, body: bytes) -> None:
+    header, _ = header_and_body(batch_of(PLAIN[name]))
+
+    whole = ipc.encapsulate(header, body)
+
+    assert (len(whole) - len(body)) % ALIGNMENT == 0
+    assert whole.endswith(body)
+    assert whole[:4] == ipc.CONTINUATION
+    assert ipc.header_of(pa.py_buffer(whole)).rstrip(b"\x00") == header.rstrip(b"\x00")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_pyarrow_reads_what_is_encapsulated(name: str) -> None:
+    batch = batch_of(PLAIN[name])
+
+    whole = ipc.encapsulate(*header_and_body(batch))
+
+    assert pa.ipc.read_record_batch(pa.py_buffer(whole), batch.schema).equals(batch)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("rows", [0, 1, ROWS])
+def test_a_template_renders_what_pyarrow_reads(name: str, rows: int) -> None:
+    """Given the numbers of a batch that pyarrow wrote, its own header and the template's agree."""
+    batch = batch_of(PLAIN["bool"], PLAIN[name]).slice(0, rows)
+    header, body = header_and_body(batch)
+    read = ipc.read_batch(header, ipc.read_message(header))
+    template = ipc.BatchTemplate(batch.schema)
+
+    rendered = template.render(rows, list(read.nodes), list(read.buffers), len(body))
+
+    assert ipc.read_batch(rendered, ipc.read_message(rendered)) == read
+    again = pa.ipc.read_record_batch(pa.py_buffer(ipc.encapsulate(rendered, body)), batch.schema)
+    again.validate(full=True)
+    assert again.equals(batch)
+
+
+def test_a_template_is_not_changed_by_what_it_renders() -> None:
+    template = ipc.BatchTemplate(batch_of(PLAIN["int64"]).schema)
+
+    first = template.render(1, [1, 0], [0, 0, 0, 8], 64)
+    template.render(2, [2, 1], [0, 1, 64, 16], 128)
+
+    assert template.render(1, [1, 0], [0, 0, 0, 8], 64) == first
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        pa.binary(1 << 26),
+        pa.list_(pa.int8(), 1 << 26),
+        pa.list_(pa.list_(pa.binary(1 << 10), 1 << 8), 1 << 8),
+    ],
+    ids=str,
+)
+def test_a_template_takes_no_memory_for_what_a_type_declares(declared: pa.DataType) -> None:
+    before = pa.default_memory_pool()
+    watched = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(watched)
+    try:
+        template = ipc.BatchTemplate(pa.schema([("x", declared), ("y", pa.utf8())]))
+    finally:
+        pa.set_memory_pool(before)
+    assert watched.max_memory() < 1 << 16
+    arrays = 1 + str(declared).count("<")
+    assert struct.calcsize(template._nodes.format) // 16 == arrays + 1
+
+
+# Hostile headers.
+
+HEADERS = [header_and_body(batch_of(column))[0] for column in PLAIN.values()]
+HEADERS += [ipc.header_of(batch_of(column).schema.serialize()) for column in PLAIN.values()]
+HEADERS += [header for header, _ in messages(batch_of(OTHER["dictionary"]))]
+
+
+def read_all(header: bytes) -> None:
+    """Everything that is read of a header, whatever its kind says."""
+    message = ipc.read_message(header)
+    for read in (ipc.read_batch, ipc.read_dictionary, ipc.is_big_endian):
+        try:
+            read(header, message)
+        except MalformedInput:
+            continue
+
+
+@st.composite
+def mutated(draw: st.DrawFn, headers: list[bytes]) -> bytes:
+    """A real header with a few words overwritten by extremes or anything, perhaps cut."""
+    header = bytearray(draw(st.sampled_from(headers)))
+    for _ in range(draw(st.integers(1, 4))):
+        width = draw(st.sampled_from([1, 2, 4, 8]))
+        at = draw(st.integers(0, len(header) - width))
+        value = draw(
+            st.sampled_from([0, 1, (1 << 8 * width) - 1, 1 << (8 * width - 1)])
+            | st.integers(0, (1 << 8 * width) - 1)
+            | st.integers(0, min(len(header), (1 << 8 * width) - 1))
+        )
+        header[at : at + width] = value.to_bytes(width, "little")
+    return bytes(header[: draw(st.just(len(header)) | st.integers(0, len(header)))])
+
+
+@settings(deadline=None, max_examples=300)
+@example(b"")
+@example(b"\x00" * 4)
+@example(b"\xff" * 64)
+@given(st.binary(max_size=256))
+def test_random_bytes_are_malformed_and_nothing_else(header: bytes) -> None:
+    with contextlib.suppress(MalformedInput):
+        read_all(header)
+
+
+@settings(deadline=None, max_examples=500)
+@given(mutated(HEADERS))
+def test_mutated_headers_are_malformed_or_read(header: bytes) -> None:
+    with contextlib.suppress(MalformedInput):
+        read_all(header)
+
+
+@pytest.mark.parametrize("header", HEADERS[: len(PLAIN)], ids=list(PLAIN))
+def test_every_shorter_header_is_malformed_or_read(header: bytes) -> None:
+    whole = ipc.read_batch(header, ipc.read_message(header))
+    for length in range(len(header)):
+        try:
+            read = ipc.read_batch(header[:length], ipc.read_message(header[:length]))
+        except MalformedInput:
+            continue
+        assert read == whole
+
+
+def test_a_count_beyond_the_header_is_refused() -> None:
+    header = bytearray(header_and_body(batch_of(PLAIN["int64"]))[0])
+    at = header.index(struct.pack("<Iqq", 1, ROWS, 0))
+    struct.pack_into("<I", header, at, 2**32 - 1)
+
+    with pytest.raises(MalformedInput):
+        ipc.read_batch(header, ipc.read_message(header))
+
+
+def test_a_table_is_not_read_from_the_end() -> None:
+    """Given a whole vtable behind the header, at the place that Python calls a negative one."""
+    header = bytearray(header_and_body(batch_of(PLAIN["int64"]))[0])
+    (root,) = struct.unpack_from("<I", header)
+    vtable = root - struct.unpack_from("<i", header, root)[0]
+    copied = header[vtable : vtable + struct.unpack_from("<H", header, vtable)[0]]
+    struct.pack_into("<i", header, root, root + len(copied))
+
+    with pytest.raises(MalformedInput):
+        ipc.read_message(header + copied)
+
+
+# Arrow types as tensors.
+
+
+@pytest.mark.parametrize(
+    ("arrow", "text"),
+    [
+        (pa.float32(), "float32"),
+        (pa.bool_(), "bool"),
+        (pa.utf8(), "utf8"),
+        (pa.binary(), "binary"),
+        (pa.list_(pa.utf8(), 3), "fixed_size_list<utf8>[3]"),
+        (BFloat16(), "bfloat16"),
+        (pa.list_(BFloat16(), 3), "fixed_size_list<bfloat16>[3]"),
+        (pa.list_(pa.int8(), 3), "fixed_size_list<int8>[3]"),
+        (pa.list_(pa.field("other", pa.int8(), False), 3), "fixed_size_list<int8>[3]"),
+        (pa.list_(pa.list_(pa.int8(), 3), 2), "fixed_size_list<fixed_size_list<int8>[3]>[2]"),
+        (pa.fixed_shape_tensor(pa.float16(), [2, 3]), "fixed_shape_tensor<float16>[2, 3]"),
+        (
+            pa.fixed_shape_tensor(pa.float16(), [2, 3], permutation=[0, 1]),
+            "fixed_shape_tensor<float16>[2, 3]",
+        ),
+        (
+            pa.fixed_shape_tensor(pa.float16(), [2, 3], dim_names=["a", "b"]),
+            "fixed_shape_tensor<float16>[2, 3]",
+        ),
+    ],
+)
+def test_a_type_that_holds_a_tensor(arrow: pa.DataType, text: str) -> None:
+    column_type = as_tensor(arrow)
+
+    assert str(column_type) == text
+    assert column_type is not None and as_tensor(to_arrow(column_type)) == column_type
+
+
+@pytest.mark.parametrize(
+    ("arrow", "plain"),
+    [
+        (pa.utf8(), pa.utf8()),
+        (pa.binary(), pa.binary()),
+        (pa.large_utf8(), pa.binary()),
+        (pa.large_binary(), pa.binary()),
+        (pa.string_view(), pa.binary()),
+        (pa.binary_view(), pa.binary()),
+        (pa.list_(pa.large_utf8(), 3), pa.list_(pa.binary(), 3)),
+        (pa.list_(pa.utf8(), 3), pa.list_(pa.utf8(), 3)),
+        (pa.int64(), pa.int64()),
+    ],
+    ids=str,
+)
+def test_a_type_in_which_strings_are_copied(arrow: pa.DataType, plain: pa.DataType) -> None:
+    """All of them are the same tensor, and only the plain ones lie as a body wants them."""
+    assert plain_of(arrow) == plain
+    given, made = as_tensor(arrow), as_tensor(plain)
+    assert given is not None and made is not None
+    assert (given.dtype.onnx, given.shape) == (made.dtype.onnx, made.shape)
+
+
+def test_bfloat16_is_stored_as_uint16_only() -> None:
+    """A schema of anybody's may claim the name for another type."""
+    name = {"ARROW:extension:name": "iskander.bfloat16", "ARROW:extension:metadata": ""}
+    right, wrong = (
+        pa.schema([pa.field("x", arrow, metadata=name)]).serialize()
+        for arrow in (pa.uint16(), pa.float16())
+    )
+
+    assert pa.ipc.read_schema(right).field("x").type == BFloat16()
+    with pytest.raises(pa.ArrowInvalid, match="stored as uint16, not as halffloat"):
+        pa.ipc.read_schema(wrong)
+
+
+@pytest.mark.parametrize(
+    "arrow",
+    [
+        pa.null(),
+        pa.date32(),
+        pa.decimal128(5, 2),
+        pa.list_(pa.float32()),
+        pa.list_(pa.string()),
+        pa.binary(4),
+        pa.struct([("a", pa.float32())]),
+        pa.dictionary(pa.int8(), pa.float32()),
+        pa.fixed_shape_tensor(pa.float32(), [2, 3], permutation=[1, 0]),
+        pa.fixed_shape_tensor(pa.date32(), [2]),
+        pa.list_(pa.fixed_shape_tensor(pa.float32(), [2]), 3),
+    ],
+    ids=str,
+)
+def test_a_type_that_holds_none(arrow: pa.DataType) -> None:
+    assert as_tensor(arrow) is None
+
+
+@pytest.mark.parametrize(
+    ("arrow", "levels_of_nesting"),
+    [
+        (pa.int8(), 1),
+        (pa.string(), 1),
+        (pa.list_(pa.int8(), 3), 2),
+        (pa.list_(pa.list_(pa.int8())), 3),
+        (pa.struct([("a", pa.int8()), ("b", pa.list_(pa.int8()))]), 3),
+        (pa.struct([]), 1),
+        (pa.map_(pa.string(), pa.list_(pa.int8())), 4),
+        (pa.dictionary(pa.int8(), pa.string()), 1),
+        (pa.dictionary(pa.int8(), pa.list_(pa.int8())), 2),
+        (pa.run_end_encoded(pa.int32(), pa.list_(pa.int8())), 2),
+        (pa.fixed_shape_tensor(pa.int8(), [2, 3]), 2),
+        (pa.list_view(pa.int8()), 2),
+        (pa.union([pa.field("a", pa.list_(pa.int8()))], "dense"), 3),
+    ],
+    ids=str,
+)
+def test_depth_counts_levels_of_nesting(arrow: pa.DataType, levels_of_nesting: int) -> None:
+    assert depth(arrow) == levels_of_nesting

@@ -1,0 +1,94 @@
+"""Ranks within groups: against a plain count, and in the corners."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.arrow_memory import peak_of
+
+from iskander.arrow.rank import can_group, ranks
+
+NAN = math.nan
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from([-1.5, 0.0, -0.0, 2.0, math.inf, -math.inf, NAN]),
+        st.sampled_from(["a", "b", None]),
+    ),
+    max_size=30,
+)
+
+
+def counted(values: list[float], groups: list[Any], order: str) -> list[int]:
+    """Row by row: one more than the rows of its group that come before it."""
+
+    def before(a: int, b: int) -> bool:
+        x, y = values[a], values[b]
+        if math.isnan(x) or math.isnan(y):
+            return a < b if math.isnan(x) and math.isnan(y) else math.isnan(y)
+        if x == y:
+            return a < b
+        return (x > y) == (order == "descending")
+
+    rows = range(len(values))
+    return [1 + sum(groups[a] == groups[b] and before(a, b) for a in rows) for b in rows]
+
+
+@given(ROWS, st.sampled_from(["descending", "ascending"]))
+@settings(deadline=None)
+def test_a_rank_is_one_more_than_the_rows_before_it(rows: list[Any], order: str) -> None:
+    values, groups = [value for value, _ in rows], [group for _, group in rows]
+    got = ranks(np.array(values, np.float64), pa.array(groups, pa.utf8()), order)
+    assert got.dtype == np.int32
+    assert got.tolist() == counted(values, groups, order)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64", "int64", "float16", "float32"])
+def test_every_type_of_number_is_ranked(dtype: str) -> None:
+    values = np.array([1, 0, 2, 2], dtype)
+    assert ranks(values, None, "descending").tolist() == [3, 4, 1, 2]
+    assert ranks(values, None, "ascending").tolist() == [2, 1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pa.array([7, 7, None, None]),
+        pa.array(["x", "x", "", ""]).dictionary_encode(),
+        pa.DictionaryArray.from_arrays(pa.array([0, 2, 1, 1], pa.int8()), ["x", "y", "x"]),
+        pa.DictionaryArray.from_arrays(pa.array([0, 0, 1, None], pa.int8()), ["x", None]),
+        pa.DictionaryArray.from_arrays(pa.array([1, 0, 0, 1, 1], pa.int8()), [b"x", b"y"]).slice(1),
+        pa.array([b"x", b"x", b"", b""]),
+        pa.array([True, True, None, None]),
+        pa.array([1, 1, 2, 2], pa.timestamp("us")),
+        pa.array([NAN, NAN, 1.0, 1.0]),
+        pa.array(["y", "x", "x", "", ""]).slice(1),
+    ],
+)
+def test_every_type_that_can_group_does(groups: pa.Array) -> None:
+    assert can_group(groups.type)
+    assert ranks(np.array([1, 2, 3, 4]), groups, "descending").tolist() == [2, 1, 2, 1]
+
+
+def test_groups_of_a_dictionary_are_never_written_out() -> None:
+    """Rows of one long name are a few bytes each, and not the name each."""
+    index = np.zeros(1 << 17, np.int32)
+    groups = pa.DictionaryArray.from_arrays(index, pa.array(["x" * 4096], pa.large_utf8()))
+    found, peak = peak_of(lambda: ranks(np.arange(len(index)), groups, "ascending"))
+    assert found[-1] == len(index)
+    assert peak < 32 << 20
+
+
+def test_what_cannot_group() -> None:
+    kinds = [pa.list_(pa.int8()), pa.struct([("a", pa.int8())]), pa.map_(pa.utf8(), pa.utf8())]
+    assert not any(map(can_group, kinds))
+
+
+def test_no_rows_have_no_ranks() -> None:
+    assert ranks(np.array([], np.float32), None, "descending").tolist() == []
+    assert ranks(np.array([], np.float32), pa.array([], pa.utf8()), "ascending").tolist() == []

@@ -1,0 +1,261 @@
+"""Rows in buckets by their length: each in the smallest that holds it, and back in its place."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.lanes import CONTRACT, lane_of, request_of
+
+from iskander.config.schema import LimitsConfig
+from iskander.contract.buckets import buckets_of, variants
+from iskander.contract.column_types import parse_column_type
+from iskander.contract.compile import compile_contract
+from iskander.contract.dtypes import BY_ARROW
+from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.manifest import Manifest
+from iskander.contract.rows import RowCopier, Rows
+from iskander.contract.strings import split_strings
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
+from iskander.errors import ContractError, LimitExceeded, ManifestError, Superseded
+from iskander.memory.arena import Lease
+from iskander.protocols.flight.codec import Arrived, StreamCodec
+from iskander.protocols.flight.exchange import Exchange
+from iskander.protocols.flight.plan import Plan
+from iskander.protocols.flight.split import Divided, put_together
+from iskander.protocols.tensors import Tensor, take
+from iskander.scheduling.request import Request
+
+BUCKETS = (2, 4, 9)
+LIMITS = LimitsConfig()
+
+
+def contract_of(*entries: dict[str, Any], **tensors: tuple[Any, ...]) -> Contract:
+    output = {"tensor": "y", "column": "y", "type": "float32"}
+    raw = {"format": 1, "inputs": entries, "outputs": [output]}
+    graph = Graph(
+        tuple(
+            GraphTensor(name, BY_ARROW[element].onnx, ("rows", *trailing))
+            for name, (element, *trailing) in tensors.items()
+        ),
+        (GraphTensor("y", "tensor(float)", ("rows",)),),
+    )
+    return compile_contract(msgspec.convert(raw, Manifest), graph)
+
+
+def bucketed(**more: Any) -> Contract:
+    entry = {"tensor": "x", "column": "x", "buckets": BUCKETS, "mask": "m", "lengths": "n"}
+    return contract_of(
+        entry | {"truncate": "head", "padding": -1} | more,
+        {"tensor": "i", "column": "i", "cast": True},
+        x=("int64", "long"), m=("bool", "long"), n=("int32",), i=("int64",),
+    )  # fmt: skip
+
+
+def read(contract: Contract, limits: LimitsConfig = LIMITS, **columns: pa.Array) -> Arrived:
+    batch = pa.record_batch(list(columns.values()), names=list(columns))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    schema, message = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    codec = StreamCodec(Plan(bytes(schema.metadata), contract, limits), limits)
+    body = memoryview(bytes(message.body) if message.body else b"")
+    arrived = codec.decode(memoryview(bytes(message.metadata)), body, b"")
+    assert arrived is not None
+    return arrived
+
+
+def test_a_bucket_has_a_contract_of_its_own() -> None:
+    contract = bucketed()
+    assert buckets_of(contract) == BUCKETS
+    shapes = [[spec.shape for spec in each.inputs] for each in variants(contract)]
+    assert shapes == [[(n,), (n,), (), ()] for n in BUCKETS]
+    assert variants(contract)[-1] == contract
+    plain = contract_of({"tensor": "x", "column": "x"}, x=("int64",))
+    assert variants(plain) == (plain,) and not buckets_of(plain)
+
+
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_every_row_is_in_the_smallest_bucket_that_holds_it(lengths: list[int]) -> None:
+    contract = bucketed()
+    rows = [[100 * row + at for at in range(length)] for row, length in enumerate(lengths)]
+
+    arrived = read(
+        contract,
+        x=pa.array(rows, pa.list_(pa.int64())),
+        i=pa.array(range(len(rows)), pa.int8()),
+    )
+
+    assert sorted(np.concatenate([part.places for part in arrived.portions])) == list(
+        range(len(rows))
+    )
+    for part in arrived.portions:
+        long = BUCKETS[part.bucket]
+        x, m, n, i = part.tensors
+        padded = np.frombuffer(x, np.int64).reshape(part.rows, long)
+        mask = np.unpackbits(np.frombuffer(m, np.uint8), count=padded.size, bitorder="little")
+        assert np.frombuffer(i, np.int64).tolist() == part.places.tolist()
+        for place, row, kept, length in zip(
+            part.places, padded, mask.reshape(padded.shape), np.frombuffer(n, np.int32), strict=True
+        ):
+            wanted = rows[place][: BUCKETS[-1]]
+            assert length == len(wanted) and kept.sum() == len(wanted)
+            assert row.tolist() == wanted + [-1] * (long - len(wanted))
+            smaller = [size for size in BUCKETS if size >= len(wanted)]
+            assert long == smaller[0]
+
+
+def test_one_long_row_costs_no_batch_its_memory() -> None:
+    """What counts is the bucket that each row is in, and not the largest."""
+    contract = bucketed(buckets=(1, 100_000))
+    lists = pa.array([[1]] * 999 + [[1] * 5000], pa.list_(pa.int64()))
+    arrived = read(contract, x=lists, i=pa.array(range(1000)))
+    assert [part.rows for part in arrived.portions] == [999, 1]
+    with pytest.raises(LimitExceeded, match="bytes"):
+        long = pa.array([[1] * 2] * 1000, pa.list_(pa.int64()))
+        read(contract, x=long, i=pa.array(range(1000)))
+
+
+def test_a_row_is_in_one_bucket_with_all_its_lists() -> None:
+    entries = [{"tensor": name, "column": name, "buckets": [1, 3]} for name in ("a", "b")]
+    contract = contract_of(*entries, a=("int64", "n"), b=("int64", "n"))
+    arrived = read(contract, a=pa.array([[1], [2]]), b=pa.array([[1, 2], [2]]))
+    assert [(p.bucket, p.places.tolist()) for p in arrived.portions] == [(0, [1]), (1, [0])]
+    entries[1]["buckets"] = [1, 4]
+    with pytest.raises(ManifestError, match="`a` and `b` have different buckets"):
+        contract_of(*entries, a=("int64", "n"), b=("int64", "n"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"buckets": [4, 2]}, "not ascending"),
+        ({"max_length": 5}, "its last bucket is 9"),
+        ({"type": "int64"}, "is for lists"),
+    ],
+)
+def test_buckets_that_cannot_be_meant(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ManifestError, match=words):
+        bucketed(**keys)
+
+
+def spec(name: str, text: str) -> TensorSpec:
+    kind = parse_column_type(text)
+    room = 99 if text.endswith("utf8") or "utf8>" in text else 0
+    return TensorSpec(name, name, kind, kind.shape, string_bytes=room)
+
+
+OUTPUTS = (
+    spec("a", "utf8"),
+    spec("b", "fixed_size_list<bool>[3]"),
+    spec("c", "fixed_size_list<int16>[2]"),
+    spec("d", "fixed_size_list<utf8>[2]"),
+)
+RESULTS = Contract((spec("x", "int64"),), OUTPUTS)
+
+
+def body_of(places: np.ndarray) -> memoryview:
+    """Results that tell which rows of the batch they are of, as a worker leaves them."""
+    rows = len(places)
+    copier = RowCopier(OUTPUTS)
+    made = []
+    for place in places:
+        offsets, _ = body_layout(OUTPUTS, 1)
+        texts = [[f"a{place}" * (place % 3)], [f"d{place}", "é" * (place % 2)]]
+        raw = bytearray(4096)
+        joined = [[each.encode() for each in text] for text in texts]
+        for index, strings in zip((0, 3), joined, strict=True):
+            ends = np.cumsum([0, *map(len, strings)]).astype(np.int32)
+            raw[offsets[index] : offsets[index] + ends.nbytes] = ends.tobytes()
+        raw[offsets[1]] = place % 8
+        raw[offsets[2] : offsets[2] + 4] = np.array([place, -place], np.int16).tobytes()
+        ranges, end = copier.string_ranges(memoryview(raw), 1)
+        for (start, stop), strings in zip(ranges, joined, strict=True):
+            raw[start:stop] = b"".join(strings)
+        made.append((1, Rows(memoryview(raw)[:end], 1, 0)))
+    steps = copier.join(made)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            assert rows
+            body: memoryview = done.value
+            return body
+
+
+@given(numbers=st.lists(st.integers(0, 3), min_size=1, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_every_result_comes_back_to_its_row(numbers: list[int]) -> None:
+    """Results of requests that took the rows apart are those of the rows as they came."""
+    found = np.array(numbers)
+    places = [np.flatnonzero(found == number) for number in np.unique(found)]
+    whole = put_together(RESULTS, places, [body_of(each) for each in places])
+    wanted = body_of(np.arange(len(numbers)))
+    offsets = body_layout(OUTPUTS, len(numbers))[0]
+    for index, each in enumerate(OUTPUTS):
+        at, long = offsets[index], each.buffer_bytes(len(numbers))
+        if not each.is_string:
+            assert bytes(whole[at : at + long]) == bytes(wanted[at : at + long])
+    copier = RowCopier(OUTPUTS)
+    for index, which in ((0, 0), (3, 1)):
+        texts = []
+        for body in (whole, wanted):
+            (start, stop) = copier.string_ranges(body, len(numbers))[0][which]
+            count = len(numbers) * OUTPUTS[index].elements
+            ends = body[offsets[index] :][: 4 * (count + 1)]
+            texts.append(split_strings(ends, body[start:stop], count))
+        assert texts[0] == texts[1]
+
+
+def test_tensors_are_as_long_as_a_bucket() -> None:
+    """Clients of tensor protocols have padded their rows themselves."""
+    contract = bucketed()
+
+    def offered(long: int) -> list[Tensor]:
+        return [
+            Tensor("x", "INT64", (3, long), memoryview(bytes(24 * long))),
+            Tensor("m", "BOOL", (3, long), memoryview(bytes(3 * long))),
+            Tensor("n", "INT32", (3,), memoryview(bytes(12))),
+            Tensor("i", "INT64", (3,), memoryview(bytes(24))),
+        ]
+
+    for number, long in enumerate(BUCKETS):
+        assert take(contract, offered(long), LIMITS).bucket == number
+    with pytest.raises(ContractError, match=r"wanted INT64 \[3, 9\], got INT64 \[3, 5\]"):
+        take(contract, offered(5), LIMITS)
+
+
+def test_a_part_that_gets_room_when_its_batch_has_failed_gives_it_back() -> None:
+    """The failure was told while it waited, and what is not submitted nobody can withdraw."""
+    lane = lane_of()
+    divided = Divided(CONTRACT, (), lambda failed: None)
+    first, second, third = divided.requests = [request_of(lane) for _ in range(3)]
+    done: list[tuple[str, Request]] = []
+
+    class Room:
+        def admit(self, request: Request) -> bool:
+            return request is first
+
+        async def admit_later(self, request: Request) -> None:
+            request.lease = Lease(0, 0, 64)
+            divided.fail(first, Superseded("a newer one came"))
+
+        def give_back(self, request: Request) -> None:
+            done.append(("given back", request))
+
+    dispatcher = SimpleNamespace(submit=lambda request: done.append(("submitted", request)))
+    stream: Any = SimpleNamespace(
+        _intake=Room(), _dispatcher=dispatcher, _enter=lambda pending: None
+    )
+    asyncio.run(Exchange._admit_portions(stream, divided))
+
+    assert done == [("submitted", first), ("given back", second)]
+    assert third.lease is None

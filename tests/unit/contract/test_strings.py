@@ -1,0 +1,226 @@
+"""Strings in bodies: put together and taken apart as plain Python would with lists of them."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.intake import Nobody, admit, in_loop
+from support.lanes import lane_of
+
+from iskander.arrow.types import input_schema
+from iskander.arrow.utf8 import require_strings
+from iskander.clock import now_ns
+from iskander.config.schema import LimitsConfig
+from iskander.contract import rows as rows_module
+from iskander.contract import strings as strings_module
+from iskander.contract.column_types import ColumnType
+from iskander.contract.rows import RowCopier, Rows
+from iskander.contract.strings import body_to_strings, strings_to_body
+from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec
+from iskander.errors import ContractError, ExecutionFailed, LimitExceeded, MalformedInput
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.layout import Layouts
+from iskander.scheduling.request import Request
+from iskander.supervision.worker import Place, Worker
+
+KINDS = ["utf8", "binary", "bool", "int64", "int8", "bfloat16"]
+SPEC = st.builds(
+    lambda dtype, shape: TensorSpec("x", "x", ColumnType(dtype, tuple(shape)), tuple(shape)),
+    st.sampled_from(KINDS),
+    st.lists(st.integers(1, 3), max_size=2),
+)
+SPECS = st.lists(SPEC, min_size=1, max_size=4).map(tuple)
+
+Column = list[Any]
+"""A list for each row: of bytes, or of numbers."""
+
+
+@st.composite
+def columns(draw: st.DrawFn, specs: tuple[TensorSpec, ...], rows: int) -> list[Column]:
+    found = []
+    for spec in specs:
+        if spec.is_string:
+            value: Any = st.binary(max_size=5)
+        else:
+            value = st.integers(0, 1 if spec.type.dtype_name == "bool" else 127)
+        row = st.lists(value, min_size=spec.elements, max_size=spec.elements)
+        found.append(draw(st.lists(row, min_size=rows, max_size=rows)))
+    return found
+
+
+def body_of(specs: tuple[TensorSpec, ...], values: list[Column], skipped: bytes = b"") -> bytes:
+    """A body as the documentation describes it, with bytes before the first string of a column."""
+    body, behind = bytearray(), []
+    for spec, column in zip(specs, values, strict=True):
+        flat = list(itertools.chain(*column))
+        if spec.is_string:
+            ends = itertools.accumulate(map(len, flat), initial=len(skipped))
+            body += struct.pack(f"<{len(flat) + 1}i", *ends)
+            behind.append(skipped + b"".join(flat))
+        elif spec.type.dtype_name == "bool":
+            body += np.packbits(flat, bitorder="little").tobytes()
+        else:
+            body += np.array(flat, spec.type.dtype.numpy).tobytes()
+        body += bytes(-len(body) % ALIGNMENT)
+    for strings in behind:
+        body += strings + bytes(-len(strings) % ALIGNMENT)
+    return bytes(body)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), SPECS, st.lists(st.integers(1, 9), min_size=1, max_size=4), st.binary(max_size=3))
+def test_rows_of_several_bodies_make_one(
+    data: st.DataObject, specs: tuple[TensorSpec, ...], sizes: list[int], skipped: bytes
+) -> None:
+    """Any rows of each, in any order, as with lists."""
+    copier = RowCopier(specs)
+    parts, wanted = [], [[] for _ in specs]  # type: ignore[var-annotated]
+    for rows in sizes:
+        values = data.draw(columns(specs, rows))
+        first = data.draw(st.integers(0, rows - 1))
+        count = data.draw(st.integers(1, rows - first))
+        # What lies behind a body belongs to somebody else.
+        body = memoryview(body_of(specs, values, skipped) + b"\xff" * 64)
+        parts.append((count, Rows(body, rows, first)))
+        for column, more in zip(wanted, values, strict=True):
+            column.extend(more[first : first + count])
+
+    joined = joined_by(copier, parts)
+
+    assert bytes(joined) == body_of(specs, wanted)
+    assert joined.nbytes == copier.string_ranges(joined, sum(count for count, _ in parts))[1]
+
+
+@in_loop
+async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
+    """Read by pyarrow as it lies in the arena, and its lease is as long as its strings."""
+    contract = Contract(
+        inputs=(text_spec("a"), TensorSpec("n", "n", ColumnType("int64"), ()), text_spec("b", 2)),
+        outputs=(TensorSpec("y", "y", ColumnType("float32"), ()),),
+    )
+    lane = lane_of(contract=contract)
+    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    intake = Intake(1 << 16, LimitsConfig(arena_wait_ms=0))
+    pairs = pa.FixedSizeListArray.from_arrays(pa.array(["", "q", "é", "r", "s", "tt"]), 2)
+    batch = pa.record_batch(
+        [pa.array(["one", "", "🦎"]), pa.array([1, 2, 3]), pairs], schema=input_schema(contract)
+    )
+    (_, a, a_bytes), (_, n), (_, _, b, b_bytes) = (column.buffers() for column in batch.columns)
+    lengths = ((a, 16), (n, 24), (b, 28), (a_bytes, 7), (b_bytes, 8))
+    tensors = [memoryview(buffer).cast("B")[:length] for buffer, length in lengths]
+    request = Request(lane, Nobody(), 3, tensors, arrived_ns=now_ns())
+
+    await admit(intake, request)
+
+    assert request.lease is not None
+    lease = request.lease
+    assert lease.length_bytes >= request.input_bytes == len(request.layout.header) + 5 * 64
+    raw = intake.segment.view[lease.offset : lease.offset + request.input_bytes]
+    assert pa.ipc.read_record_batch(pa.py_buffer(raw), batch.schema).equals(batch)
+    raw.release()
+    intake.close()
+
+
+def test_rows_whose_results_no_offsets_could_say() -> None:
+    """Both sides of the limit: refused when the request is made, and not when it has run."""
+    spec = TensorSpec("y", "y", ColumnType("utf8"), (2,), False, 1 << 20)
+    inputs = (TensorSpec("x", "x", ColumnType("int8"), ()),)
+    layouts = Layouts(Contract(inputs, (spec,)))
+
+    assert layouts.of(1023).output_bytes == 8192 + (1023 << 21)
+    with pytest.raises(LimitExceeded, match="1024 rows may make 2048 strings of 1048576 bytes"):
+        layouts.of(1024)
+
+
+def test_every_part_is_a_step_of_its_own() -> None:
+    """So that whoever joins large bodies can let others have their turn."""
+    specs = (text_spec(),)
+    body = memoryview(body_of(specs, [[[b"a"], [b"bc"]]]))
+
+    steps = RowCopier(specs).join([(2, Rows(body, 2, 0))] * 5)
+
+    assert sum(1 for _ in steps) == 5
+
+
+@pytest.mark.parametrize("offsets", [(0, 1, 200), (0, 1, -1), (5, 1, 2), (-1, 1, 2), (0, 1, 65)])
+def test_nothing_is_read_beyond_a_body(offsets: tuple[int, ...]) -> None:
+    """Whatever the offsets say; 64 bytes are there, of which the strings have two."""
+    body = struct.pack("<3i", *offsets) + bytes(52) + b"ab" + bytes(62)
+
+    with pytest.raises(AssertionError):
+        joined_by(RowCopier((text_spec(),)), [(2, Rows(memoryview(body), 2, 0))])
+
+
+def test_more_strings_than_offsets_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of the limit, in a batch and in a tensor."""
+    specs = (text_spec(),)
+    part = (1, Rows(memoryview(body_of(specs, [[[b"four"]]])), 1, 0))
+    monkeypatch.setattr(rows_module, "COLUMN_BYTES_MAX", 8)
+    monkeypatch.setattr(strings_module, "COLUMN_BYTES_MAX", 8)
+
+    joined_by(RowCopier(specs), [part] * 2)
+    strings_to_body([b"four"] * 2)
+    with pytest.raises(ExecutionFailed, match="12 bytes together and may have 8"):
+        joined_by(RowCopier(specs), [part] * 3)
+    with pytest.raises(LimitExceeded, match="may have 8 bytes, got 12"):
+        strings_to_body([b"four"] * 3)
+
+
+@given(st.lists(st.binary(max_size=9), max_size=20))
+def test_a_column_in_one_piece(strings: list[bytes]) -> None:
+    body = strings_to_body(strings)
+
+    offsets = np.frombuffer(body, np.int32, len(strings) + 1)
+    assert offsets.tolist() == [0, *itertools.accumulate(map(len, strings))]
+    assert body[offsets.nbytes :] == b"".join(strings)
+    assert body_to_strings(memoryview(body), len(strings)) == strings
+
+
+def test_no_strings_need_no_offsets() -> None:
+    assert body_to_strings(b"", 0) == []
+
+
+@pytest.mark.parametrize(
+    ("offsets", "joined", "error"),
+    [
+        ((0, 2, 4), "é🦎".encode()[:4], ContractError),
+        ((0, 1, 2), "é".encode(), ContractError),
+        ((0, 1, 2), b"\xff\xff", ContractError),
+        ((0, 2, 1), b"ab", MalformedInput),
+        ((-1, 1, 2), b"ab", MalformedInput),
+        ((0, 1, 3), b"ab", MalformedInput),
+    ],
+)
+def test_strings_that_no_model_can_take(
+    offsets: tuple[int, ...], joined: bytes, error: type[Exception]
+) -> None:
+    """Not text, or text that begins within a letter of its neighbour; or offsets that are wrong."""
+    with pytest.raises(error, match=r"^input `x`: "):
+        require_strings("input `x`", 2, struct.pack("<3i", *offsets), joined)
+
+
+def test_strings_that_a_model_can_take() -> None:
+    """What lies before the first one is nobody's."""
+    require_strings("input `x`", 2, struct.pack("<3i", 1, 3, 7), b"\xff" + "é🦎".encode())
+    require_strings("input `x`", 0, b"", b"")
+
+
+def text_spec(name: str = "x", *shape: int) -> TensorSpec:
+    return TensorSpec(name, name, ColumnType("utf8", shape), shape)
+
+
+def joined_by(copier: RowCopier, parts: list[tuple[int, Rows]]) -> memoryview:
+    steps = copier.join(parts)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            body: memoryview = end.value
+            return body

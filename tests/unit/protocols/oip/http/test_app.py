@@ -1,0 +1,84 @@
+"""Targets of requests over HTTP: which path they mean, whatever form they have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from iskander.auth.grants import EVERYTHING, Grant
+from iskander.protocols.oip.http.app import OipHttp
+
+
+class Access:
+    """Lets everybody in, and notes who is a probe."""
+
+    def __init__(self) -> None:
+        self.probes: list[bool] = []
+
+    def grant(self, _: Any, *, is_probe: bool = False) -> Grant:
+        self.probes.append(is_probe)
+        return EVERYTHING
+
+
+class Infer:
+    """Answers with the name of the model that was asked."""
+
+    async def __call__(self, scope: Any, _: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        name = scope["path_params"]["name"].encode()
+        await send({"type": "http.response.body", "body": name})
+
+
+def asked(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
+    """Status and body of the answer, and whether it was a probe; `target` as uvicorn gives it."""
+    access, sent = Access(), []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    app: Any = OipHttp(None, None, Infer(), access, None).app()  # type: ignore[arg-type]
+    scope = {
+        "type": "http",
+        "method": method,
+        "raw_path": target,
+        "path": target.decode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [],
+    }
+    asyncio.run(app(scope, receive, send))
+    (is_probe,) = access.probes
+    return sent[0]["status"], sent[1]["body"], is_probe
+
+
+@pytest.mark.parametrize(
+    "server", [b"", b"http://host", b"HTTP://127.0.0.1:8000", b"https://u@[::1]:1", b"http://%2f"]
+)
+def test_a_target_may_name_the_server_too(server: bytes) -> None:
+    assert asked(server + b"/v2/health/live") == (200, b'{"live":true}', True)
+    assert asked(server + b"/v2/models/a/infer", "POST") == (200, b"a", False)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"http://host",
+        b"http://host/",
+        b"http:///",
+        b"http:/v2/health/live",
+        b"ftp://host/v2/health/live",
+        b"/http://host/v2/health/live",
+        b"//host/v2/health/live",
+        b"http://host//v2/health/live",
+        b"http://host/http://host/v2/health/live",
+        b"*",
+    ],
+)
+def test_what_is_no_path_here_is_not_found(target: bytes) -> None:
+    status, _, is_probe = asked(target)
+    assert (status, is_probe) == (404, False)

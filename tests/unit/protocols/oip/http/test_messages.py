@@ -1,0 +1,328 @@
+"""Bodies of requests and answers: the JSON, the tensors behind it, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
+from iskander.contract.strings import body_to_strings, strings_to_body
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
+from iskander.protocols.oip.http.messages import (
+    Asked,
+    Wanted,
+    choose,
+    read_raw,
+    read_request,
+    write_answer,
+)
+from iskander.protocols.tensors import Tensor
+
+LIMITS = LimitsConfig(columns=4)
+X = {"name": "x", "datatype": "INT32", "shape": [2]}
+JSON_X = X | {"data": [1, 2]}
+BINARY_X = X | {"parameters": {"binary_data_size": 8}}
+RAW_X = struct.pack("<2i", 1, 2)
+
+
+def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, name, ColumnType(dtype, shape), shape)
+
+
+CONTRACT = Contract(
+    inputs=(spec("x", "int32"),),
+    outputs=(spec("y", "int32"), spec("z", "bool", 3), spec("h", "float16")),
+)
+
+
+def read(head: Any, behind: bytes | None = None, contract: Contract = CONTRACT) -> Asked:
+    raw = head if isinstance(head, bytes) else json.dumps(head).encode()
+    length = None if behind is None else len(raw)
+    return read_request(memoryview(raw + (behind or b"")), length, contract, LIMITS)
+
+
+def request(*inputs: Any, **rest: Any) -> dict[str, Any]:
+    return {"inputs": list(inputs), **rest}
+
+
+def test_a_request_of_json_is_read() -> None:
+    asked = read(request(JSON_X, id="a", parameters={"priority": 1}, more="is not looked at"))
+
+    assert asked.tensors == [Tensor("x", "INT32", (2,), memoryview(RAW_X))]
+    assert (asked.id, asked.parameters, asked.outputs) == ("a", {"priority": 1}, None)
+    assert not asked.is_binary
+
+
+def test_tensors_lie_behind_the_json_in_its_order_beside_those_that_are_in_it() -> None:
+    second = {**BINARY_X, "name": "w"}
+
+    three = Contract(inputs=tuple(spec(name, "int32") for name in "xvw"), outputs=())
+    asked = read(request(BINARY_X, {**JSON_X, "name": "v"}, second), RAW_X + RAW_X[::-1], three)
+
+    assert [bytes(tensor.data) for tensor in asked.tensors] == [RAW_X, RAW_X, RAW_X[::-1]]
+
+
+def test_a_tensor_behind_the_json_is_not_copied() -> None:
+    raw = json.dumps(request(BINARY_X)).encode()
+    body = memoryview(raw + RAW_X)
+
+    assert read_request(body, len(raw), CONTRACT, LIMITS).tensors[0].data.obj is body.obj
+
+
+def test_an_output_is_of_the_form_that_it_or_the_request_says() -> None:
+    outputs = [{"name": "y"}, {"name": "z", "parameters": {"binary_data": False}}]
+
+    said = read(request(JSON_X, outputs=outputs, parameters={"binary_data_output": True}))
+    unsaid = read(request(JSON_X, outputs=[{"name": "y", "parameters": {"binary_data": True}}]))
+
+    assert said.outputs == [Wanted("y", True), Wanted("z", False)]
+    assert unsaid.outputs == [Wanted("y", True)]
+    assert read(request(JSON_X, parameters={"binary_data_output": True})).is_binary
+
+
+def test_null_is_as_if_it_were_not_there() -> None:
+    """So clients write what they leave open."""
+    nothing = {"id": None, "outputs": None, "parameters": None}
+    asked = read(request(JSON_X | {"parameters": None}, **nothing))
+    assert asked == read(request(JSON_X))
+
+    unsaid = {"shared_memory_region": None, "classification": None, "binary_data": None}
+    for parameters in (None, unsaid):
+        asked = read(request(JSON_X, outputs=[{"name": "y", "parameters": parameters}]))
+        assert asked.outputs == [Wanted("y", False)]
+    unsaid = {"binary_data_size": None, "shared_memory_region": None, "priority": None}
+    asked = read(request(JSON_X | {"parameters": unsaid}, parameters=unsaid))
+    assert asked == read(request(JSON_X))
+    assert read(request(BINARY_X | {"data": None}), RAW_X) == read(request(BINARY_X), RAW_X)
+
+
+MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
+    "no JSON": (b"{]", None, "cannot be read"),
+    "truncated": (json.dumps(request(JSON_X)).encode()[:-3], None, "truncated"),
+    "a NaN": (b'{"inputs":[{"name":"x","data":[NaN]}]}', None, "NaN and Infinity are no JSON"),
+    "no UTF-8": (b'{"inputs":[{"name":"\xff"}]}', None, "cannot be read"),
+    "deep": (b"[" * 100_000, None, "cannot be read|Expected"),
+    "deep where nobody looks": (b'{"a":' + b"[" * 100_000, None, "cannot be read"),
+    "a list": ([], None, "Expected `object`"),
+    "no inputs": ({}, None, "`inputs`"),
+    "a number as id": (request(JSON_X, id=1), None, r"\$\.id"),
+    "a negative size": (request(JSON_X | {"shape": [-1]}), None, "shape"),
+    "a fraction in a shape": (request(JSON_X | {"shape": [2.5]}), None, "shape"),
+    "a huge shape": (request(JSON_X | {"shape": [2**64]}), None, "shape"),
+    "a shape of many axes": (request(JSON_X | {"shape": [1] * 1000}), None, "shape"),
+    "null": (request(X | {"data": None}), None, "neither `data` nor"),
+    "neither form": (request(X), None, "neither `data` nor"),
+    "both forms": (request(BINARY_X | JSON_X), RAW_X, "`data` and `binary_data_size`"),
+    "too few bytes": (request(BINARY_X), RAW_X[:-1], "body ends after 7"),
+    "no bytes": (request(BINARY_X), None, "body ends after 0"),
+    "too many bytes": (request(BINARY_X), RAW_X + b"12", "goes on for 2 bytes"),
+    "bytes that nobody owns": (request(JSON_X), RAW_X, "goes on for 8 bytes"),
+    "a length below zero": (
+        request(X | {"parameters": {"binary_data_size": -1}}),
+        RAW_X,
+        "no number",
+    ),
+    "a length beyond all": (
+        request(X | {"parameters": {"binary_data_size": 10**30}}),
+        RAW_X,
+        "no number",
+    ),
+    "a length of text": (
+        request(X | {"parameters": {"binary_data_size": "8"}}),
+        RAW_X,
+        "no number",
+    ),
+    "a flag of text": (
+        request(JSON_X, parameters={"binary_data_output": "yes"}),
+        None,
+        "true or false",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_cannot_be_read_is_refused_with_what_is_wrong(name: str) -> None:
+    head, behind, why = MALFORMED[name]
+    with pytest.raises(MalformedInput, match=why):
+        read(head, behind)
+
+
+def test_more_tensors_than_columns_are_refused_before_they_are_read() -> None:
+    with pytest.raises(LimitExceeded, match="4 inputs, got 5"):
+        read(request(*[X] * 5))
+    with pytest.raises(LimitExceeded, match="4 outputs, got 5"):
+        read(request(JSON_X, outputs=[{"name": "y"}] * 5))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        request(X | {"parameters": {"shared_memory_region": "a"}}),
+        request(JSON_X, outputs=[{"name": "y", "parameters": {"shared_memory_region": "a"}}]),
+        request(JSON_X, outputs=[{"name": "y", "parameters": {"classification": 3}}]),
+    ],
+)
+def test_what_is_not_offered_is_refused_as_that(head: Any) -> None:
+    with pytest.raises(Unsupported):
+        read(head)
+
+
+def test_a_body_without_json_is_the_only_input_and_all_results_are_binary() -> None:
+    asked = read_raw(CONTRACT, memoryview(RAW_X))
+
+    assert asked.tensors == [Tensor("x", "INT32", (2,), memoryview(RAW_X))]
+    assert asked.is_binary
+
+
+def test_a_body_without_json_is_whole_rows_of_one_input() -> None:
+    pair = Contract(inputs=(spec("x", "int32", 2), spec("w", "int8")), outputs=CONTRACT.outputs)
+
+    with pytest.raises(ContractError, match="2 inputs"):
+        read_raw(pair, memoryview(RAW_X))
+    flags = Contract(inputs=(spec("x", "bool", 16),), outputs=CONTRACT.outputs)
+    assert read_raw(flags, memoryview(bytes(32))).tensors[0].shape == (2, 16)
+    with pytest.raises(ContractError, match="4 bytes a row, got 7 bytes"):
+        read_raw(CONTRACT, memoryview(RAW_X[:-1]))
+
+
+def test_outputs_are_chosen_in_the_order_asked_for() -> None:
+    asked = Asked([], outputs=[Wanted("z", True), Wanted("y", False)])
+
+    assert choose(CONTRACT, asked, 10, 1000) == asked.outputs
+    everything = choose(CONTRACT, Asked([], is_binary=True), 10, 1000)
+    assert everything == [Wanted("y", True), Wanted("z", True), Wanted("h", True)]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kind", "why"),
+    [
+        ([Wanted("q", True)], ContractError, "`q` is no output of the model, which has y, z, h"),
+        ([Wanted("y", True), Wanted("y", False)], ContractError, "twice"),
+        ([Wanted("h", False)], ContractError, "`h` is FP16.*binary"),
+        ([Wanted("y", False)], LimitExceeded, "40 bytes and may have 39 as JSON.*binary"),
+        (None, ContractError, "FP16"),
+    ],
+)
+def test_outputs_that_cannot_be_answered_are_refused_before_the_run(
+    outputs: list[Wanted] | None, kind: type[IskanderError], why: str
+) -> None:
+    with pytest.raises(kind, match=why):
+        choose(CONTRACT, Asked([], outputs=outputs), 10, 39)
+
+
+def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
+    given = [
+        Tensor("y", "INT32", (2,), memoryview(RAW_X)),
+        Tensor("z", "BOOL", (2, 3), memoryview(bytes([1, 0, 1, 0, 0, 1]))),
+        Tensor("h", "FP16", (2,), memoryview(np.ones(2, np.float16).tobytes())),
+    ]
+    chosen = [Wanted("h", True), Wanted("z", False), Wanted("y", True)]
+
+    parts, length = write_answer(("m", "3"), Asked([], id="a"), given, chosen, 6)
+
+    body = b"".join(parts)
+    assert length is not None
+    assert json.loads(body[:length]) == {
+        "model_name": "m",
+        "model_version": "3",
+        "id": "a",
+        "outputs": [
+            {
+                "name": "h",
+                "datatype": "FP16",
+                "shape": [2],
+                "parameters": {"binary_data_size": 4},
+            },
+            {
+                "name": "z",
+                "datatype": "BOOL",
+                "shape": [2, 3],
+                "data": [True, False, True, False, False, True],
+            },
+            {
+                "name": "y",
+                "datatype": "INT32",
+                "shape": [2],
+                "parameters": {"binary_data_size": 8},
+            },
+        ],
+    }
+    assert body[length:] == np.ones(2, np.float16).tobytes() + RAW_X
+
+
+def test_an_answer_of_json_alone_has_no_length_of_it() -> None:
+    given = [Tensor("y", "INT32", (2,), memoryview(RAW_X))]
+
+    parts, length = write_answer(("m", "3"), Asked([]), given, [Wanted("y", False)], 8)
+
+    assert length is None
+    assert "id" not in json.loads(b"".join(parts))
+
+
+TEXTS = Contract(inputs=(spec("s", "utf8"),), outputs=(spec("t", "utf8"),))
+RAW_TEXTS = b"\x02\0\0\0\xc3\xa4\0\0\0\0"
+
+
+def test_strings_are_the_same_in_both_forms() -> None:
+    head = {"name": "s", "datatype": "BYTES", "shape": [2]}
+    in_json = read(request(head | {"data": ["ä", ""]}), contract=TEXTS)
+    size = {"parameters": {"binary_data_size": len(RAW_TEXTS)}}
+    behind = read(request(head | size), RAW_TEXTS, TEXTS)
+
+    assert in_json.tensors == behind.tensors
+    given = [replace(in_json.tensors[0], name="t")]
+    for is_binary, written in ((True, RAW_TEXTS), (False, '["ä",""]'.encode())):
+        parts, _ = write_answer(("m", "1"), Asked([]), given, [Wanted("t", is_binary)], 100)
+        assert written in b"".join(parts)
+
+
+def test_strings_that_are_too_long_for_json_are_refused_when_they_are_there() -> None:
+    given = [Tensor("t", "BYTES", (1,), memoryview(strings_to_body([b"a" * 93])))]
+    assert choose(TEXTS, Asked([]), 1, 100)
+
+    with pytest.raises(LimitExceeded, match=r"101 bytes.*binary"):
+        write_answer(("m", "1"), Asked([]), given, [Wanted("t", False)], 100)
+
+
+def test_strings_that_are_not_as_many_as_the_shape_says_are_malformed() -> None:
+    head = {"name": "s", "datatype": "BYTES", "shape": [3]}
+    with pytest.raises(MalformedInput):
+        read(request(head | {"parameters": {"binary_data_size": 10}}), RAW_TEXTS, TEXTS)
+
+
+def test_strings_that_no_input_takes_so_many_of_are_left_as_they_came() -> None:
+    size = {"parameters": {"binary_data_size": 8}}
+    head = {"name": "s", "datatype": "BYTES", "shape": [2]}
+
+    (tensor,) = read(
+        request(head | size), bytes(8), Contract(inputs=(spec("s", "int64"),), outputs=())
+    ).tensors
+
+    assert bytes(tensor.data) == bytes(8)
+
+
+@pytest.mark.parametrize("names", [["other"], ["s", "other"], ["s", "s"]])
+def test_no_element_is_looked_at_where_the_names_are_not_the_models(names: list[str]) -> None:
+    """These would all be refused by themselves."""
+    size = {"parameters": {"binary_data_size": 3}}
+    described = [{"name": name, "datatype": "BYTES", "shape": [2]} for name in names]
+
+    raw = read(request(*(each | size for each in described)), bytes(3 * len(names)), TEXTS)
+    in_json = read(request(*(each | {"data": [1]} for each in described)), contract=TEXTS)
+
+    assert [bytes(each.data) for each in raw.tensors + in_json.tensors] == [b""] * 2 * len(names)
+
+
+def test_a_body_without_json_is_one_string() -> None:
+    (tensor,) = read_raw(TEXTS, memoryview(b"a b")).tensors
+
+    assert (tensor.shape, body_to_strings(tensor.data, 1)) == ((1,), [b"a b"])
+    with pytest.raises(ContractError):
+        read_raw(Contract(inputs=(spec("s", "utf8", 2),), outputs=()), memoryview(b"a b"))

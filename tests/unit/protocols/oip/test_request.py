@@ -1,0 +1,295 @@
+"""A request's head read: parameters and terms, inputs and outputs, and what is not offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from iskander._generated import oip_pb2
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
+from iskander.contract.strings import body_to_strings
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
+from iskander.protocols.oip import typed as oip_typed
+from iskander.protocols.oip.request import Asked, is_for_thread, plain, read_head, tensors_of
+from iskander.protocols.oip.tensors import AT_ONCE, AT_ONCE_BYTES, raw_strings
+from iskander.protocols.oip.terms import said_in
+from iskander.protocols.oip.wire import scan
+from iskander.protocols.tensors import Tensor
+from iskander.protocols.terms import SaidTerms
+
+COLUMNS = 8
+X = {"name": "x", "datatype": "INT64", "shape": [2, 3]}
+FLAG = {"name": "flag", "datatype": "BOOL", "shape": [2]}
+
+
+def head_of(**values: Any) -> bytes:
+    return oip_pb2.ModelInferRequest(
+        **({"model_name": "m", "inputs": [X]} | values)
+    ).SerializeToString()
+
+
+def read(head: bytes) -> Asked:
+    return read_head(head, COLUMNS)
+
+
+def taken_of(
+    message: bytes, raw: list[memoryview], strings_max: int, *shape: int, **limits: int
+) -> list[Tensor]:
+    """The tensors for a model with such inputs: numbers of the shape [3], unless it is said.
+
+    The raw contents are left where they are.
+    """
+    scanned = scan(message, LimitsConfig())
+    scanned.raw = raw
+    asked = read(scanned.head)
+    of_numbers, of_strings = ColumnType("int64", shape or (3,)), ColumnType("binary", ())
+    contract = Contract(
+        inputs=tuple(
+            TensorSpec(name, name, of_strings, ())
+            if datatype == "BYTES" and strings_max
+            else TensorSpec(name, name, of_numbers, of_numbers.shape)
+            for name, datatype, _ in asked.inputs
+        ),
+        outputs=(),
+    )
+    return tensors_of(asked, scanned, contract, LimitsConfig(**{"rows": strings_max or 9} | limits))
+
+
+def test_what_a_request_asks_for() -> None:
+    asked = read(head_of(model_version="3", inputs=[X, FLAG], outputs=[{"name": "y"}]))
+    assert (asked.model, asked.version, asked.said) == ("m", "3", None)
+    assert asked.inputs == [("x", "INT64", (2, 3)), ("flag", "BOOL", (2,))]
+    assert asked.outputs == ("y",) and not asked.wants_final
+
+
+def test_no_version_is_the_default_one() -> None:
+    assert read(head_of()).version is None
+
+
+def test_raw_contents_go_to_the_inputs_in_order() -> None:
+    message = head_of(inputs=[X, FLAG])
+    x, flag = memoryview(bytes(48)), memoryview(bytes(2))
+    assert taken_of(message, [x, flag], 0) == [
+        Tensor("x", "INT64", (2, 3), x),
+        Tensor("flag", "BOOL", (2,), flag),
+    ]
+
+
+def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
+    flag = FLAG | {"contents": {"bool_contents": [True, False]}}
+    x, taken = taken_of(head_of(inputs=[X, flag]), [], 0)
+    assert bytes(x.data) == b"" and bytes(taken.data) == b"\x01\x00"
+
+
+@pytest.mark.parametrize("raw", [1, 3])
+def test_raw_contents_that_are_not_one_for_each_input_are_refused(raw: int) -> None:
+    message = head_of(inputs=[X, FLAG])
+    with pytest.raises(MalformedInput, match=f"2 inputs and {raw} raw contents"):
+        taken_of(message, [memoryview(b"")] * raw, 0)
+
+
+def test_raw_and_typed_contents_are_not_mixed() -> None:
+    inputs = [X, FLAG | {"contents": {"bool_contents": [True]}}]
+    scanned = scan(head_of(inputs=inputs, raw_input_contents=[b"raw"]), LimitsConfig())
+    with pytest.raises(MalformedInput, match="`flag` has typed contents beside raw ones"):
+        read(scanned.head)
+
+
+WORDS = {"name": "words", "datatype": "BYTES", "shape": [1, 3]}
+STRINGS = [b"one", b"", b"three"]
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_strings_are_put_together_where_so_many_may_be(*, is_raw: bool) -> None:
+    words = WORDS if is_raw else WORDS | {"contents": {"bytes_contents": STRINGS}}
+    raw = [memoryview(raw_strings(STRINGS))] if is_raw else []
+    message = head_of(inputs=[words])
+    (taken,) = taken_of(message, raw, 3)
+    assert body_to_strings(taken.data, 3) == STRINGS
+    (left,) = taken_of(message, raw, 2)
+    assert left.data is raw[0] if is_raw else not left.data
+
+
+def test_strings_that_are_not_as_many_as_the_shape_says_are_refused() -> None:
+    message = head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}])
+    with pytest.raises(MalformedInput, match="shape has 3 strings, got 6"):
+        taken_of(message, [], 10)
+
+
+REGION = {"parameters": {"shared_memory_region": {"string_param": "r"}}}
+REFUSED: dict[str, tuple[dict[str, Any], type[IskanderError]]] = {
+    "shared memory": ({"inputs": [X | REGION]}, Unsupported),
+    "results in shared memory": ({"outputs": [{"name": "y"} | REGION]}, Unsupported),
+    "classes": (
+        {"outputs": [{"name": "y", "parameters": {"classification": {"int64_param": 1}}}]},
+        Unsupported,
+    ),
+    "an output twice": ({"outputs": [{"name": "y"}, {"name": "y"}]}, ContractError),
+    "a sequence": ({"parameters": {"sequence_id": {"int64_param": 7}}}, Unsupported),
+    "a named sequence": ({"parameters": {"sequence_id": {"string_param": "s"}}}, Unsupported),
+    "a sequence's end": ({"parameters": {"sequence_end": {"bool_param": True}}}, Unsupported),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+    values, kind = REFUSED[name]
+    with pytest.raises(kind):
+        read(head_of(**values))
+
+
+TOO_MANY: dict[str, dict[str, Any]] = {
+    "inputs": {"inputs": [X] * 9},
+    "outputs": {"outputs": [{"name": "y"}] * 9},
+    "parameters": {"parameters": {f"p{number}": {"bool_param": True} for number in range(9)}},
+    "axes": {"inputs": [X | {"shape": [1 << 62] * 18}]},
+}
+
+
+@pytest.mark.parametrize("what", TOO_MANY)
+def test_more_than_a_batch_has_is_refused(what: str) -> None:
+    with pytest.raises(LimitExceeded, match=rf"may have \d+ {what}"):
+        read(head_of(**TOO_MANY[what]))
+
+
+def test_as_many_as_a_batch_has_are_taken() -> None:
+    names = [f"y{number}" for number in range(COLUMNS)]
+    asked = read(
+        head_of(
+            inputs=[X | {"shape": [1] * 17}] * COLUMNS,
+            outputs=[{"name": name} for name in names],
+            parameters={name: {"bool_param": True} for name in names},
+        )
+    )
+    assert len(asked.inputs) == COLUMNS and asked.outputs == tuple(names)
+
+
+def typed(shape: list[int], count: int) -> dict[str, Any]:
+    return X | {"datatype": "INT8", "shape": shape, "contents": {"int_contents": [1] * count}}
+
+
+LARGE: dict[str, tuple[list[dict[str, Any]], type[IskanderError], str]] = {
+    "rows": ([typed([10, 3], 30)], LimitExceeded, "9 rows, got 10"),
+    "bytes": ([typed([9, 3], 27)] * 4, LimitExceeded, "100 bytes, got 108"),
+    "beside a negative shape": (
+        [typed([-9, 30], 1), typed([9, 30], 270)],
+        LimitExceeded,
+        "got 270",
+    ),
+    "elements": ([typed([2, 3], 7)], MalformedInput, "shape has 6 elements, got 7"),
+    "no rows": ([typed([-1, 3], 3)], MalformedInput, "-3 elements"),
+    "nothing": ([typed([], 3)], MalformedInput, "shape has 1 elements, got 3"),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_typed_contents_are_held_against_the_limits_before_they_are_read(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, kind, text = LARGE[what]
+    monkeypatch.setattr(oip_typed, "_varints", lambda *_: pytest.fail("it is read"))
+    with pytest.raises(kind, match=text):
+        taken_of(head_of(inputs=inputs), [], 0, bytes=100)
+
+
+def test_typed_contents_that_fit_no_input_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oip_typed._Reader, "numbers", lambda *_: pytest.fail("it is read"))
+    (left,) = taken_of(head_of(inputs=[typed([1, 90], 90)]), [], 0)
+    assert left.shape == (1, 90) and not left.data
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "length", "is_slow"),
+    [
+        ("BYTES", [9], AT_ONCE_BYTES, False),
+        ("BYTES", [9], AT_ONCE_BYTES + 1, True),
+        ("BYTES", [AT_ONCE], 9, False),
+        ("BYTES", [AT_ONCE + 1], 9, True),
+        ("INT64", [AT_ONCE + 1], AT_ONCE_BYTES + 1, False),
+    ],
+)
+def test_many_strings_and_long_ones_are_for_a_thread(
+    datatype: str, shape: list[int], length: int, *, is_slow: bool
+) -> None:
+    head = head_of(inputs=[{"name": "x", "datatype": datatype, "shape": shape}])
+    scanned = scan(head, LimitsConfig())
+    scanned.raw = [memoryview(bytes(length))]
+    assert is_for_thread(read(head), scanned) is is_slow
+
+
+def test_what_is_no_request_is_malformed() -> None:
+    with pytest.raises(MalformedInput):
+        read(b"\x0a\xff")
+
+
+def test_parameters_of_every_kind_are_plain_values() -> None:
+    message = oip_pb2.ModelInferRequest(
+        parameters={
+            "a": {"bool_param": False},
+            "b": {"int64_param": -3},
+            "c": {"string_param": "text"},
+            "d": {"double_param": 0.5},
+            "e": {"uint64_param": 1 << 63},
+            "f": {},
+        }
+    )
+    assert plain(message.parameters) == {
+        "a": False, "b": -3, "c": "text", "d": 0.5, "e": 1 << 63, "f": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({}, None),
+        ({"priority": 0, "timeout": 0}, None),
+        ({"sequence_id": 0, "sequence_start": False}, None),
+        ({"client": "x", "haste": 1, "binary_data_output": True}, None),
+        ({"priority": 1}, SaidTerms(priority=0)),
+        ({"priority": 2}, SaidTerms(priority=1)),
+        ({"priority": 10}, SaidTerms(priority=9)),
+        ({"priority": 1 << 63}, SaidTerms(priority=9)),
+        ({"priority": 5, "iskander_priority": 0}, SaidTerms(priority=0)),
+        ({"timeout": 86_400_000_000}, SaidTerms(deadline_ms=86_400_000.0)),
+        ({"timeout": 1500}, SaidTerms(deadline_ms=1.5)),
+        ({"timeout": 2000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=2.0)),
+        ({"timeout": 4000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=3.0)),
+        ({"iskander-deadline-ms": "20"}, SaidTerms(deadline_ms=20.0)),
+        (
+            {"iskander_client": "robot", "iskander_urgency": 1, "iskander_newest_wins": True},
+            SaidTerms(client="robot", urgency=1.0, newest_wins=True),
+        ),
+    ],
+)
+def test_terms_in_parameters(parameters: dict[str, Any], said: SaidTerms | None) -> None:
+    assert said_in(parameters) == said
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"priority": -1},
+        {"priority": "high"},
+        {"priority": True},
+        {"priority": 1.0},
+        {"timeout": -1},
+        {"timeout": "soon"},
+        {"timeout": None},
+        {"iskander_deadline_ms": -1},
+        {"iskander_priority": 10},
+        {"iskander_haste": 1},
+        {"iskander_": 1},
+    ],
+)
+def test_terms_that_are_none_are_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(MalformedInput):
+        said_in(parameters)
+
+
+def test_a_timeout_beyond_a_day_is_refused_by_its_name() -> None:
+    with pytest.raises(MalformedInput, match=r"`timeout`.*86400000000 micro") as caught:
+        said_in({"timeout": 86_400_000_001})
+    assert "deadline" not in caught.value.message

@@ -1,0 +1,101 @@
+"""A stream of requests: what is refused is answered, and is not kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.intake import in_loop
+
+from iskander._generated import oip_pb2
+from iskander.auth.grants import EVERYTHING
+from iskander.auth.source import UNKNOWN_SOURCE
+from iskander.config.schema import LimitsConfig
+from iskander.errors import IskanderError, ModelNotFound
+from iskander.protocols.oip.infer import Inference
+from iskander.protocols.oip.stream import STATUS_WANTED, InferStream
+from iskander.protocols.submit import Desk
+from iskander.repository.models import Models
+from iskander.transport.http2.call import Call, Message
+
+NOBODYS = oip_pb2.ModelInferRequest(model_name="nobody", id="seven").SerializeToString()
+TOO_MANY = b"\x2a\x00" * 5000
+BROKEN = b"\x0b" * 100
+
+
+class NoDesk(Desk):
+    def __init__(self) -> None:
+        self.limits = LimitsConfig()
+
+
+class PlayedCall(Call):
+    """A client that sends the same message again and again, and reads everything."""
+
+    deadline_ns = None
+    grant = EVERYTHING
+    source = UNKNOWN_SOURCE
+
+    def __init__(self, raw: bytes, count: int, *, ends_on_error: bool) -> None:
+        self.metadata = (STATUS_WANTED,) if ends_on_error else ()
+        self.raw, self.left = raw, count
+        self.sent: list[weakref.ref[np.ndarray]] = []
+        self.written: list[bytes] = []
+
+    async def read(self) -> Message | None:
+        if not self.left:
+            return None
+        self.left -= 1
+        message = np.frombuffer(bytearray(self.raw), np.uint8)
+        self.sent.append(weakref.ref(message))
+        return message.data
+
+    async def write(self, *parts: Message) -> None:
+        self.written.append(b"".join(parts))
+
+    @property
+    def kept(self) -> int:
+        return sum(each() is not None for each in self.sent)
+
+
+def stream_of(call: Call) -> InferStream:
+    return InferStream(call, Inference(Models(), NoDesk()), LimitsConfig())
+
+
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collections")
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [(NOBODYS, "model_not_found"), (TOO_MANY, "limit"), (BROKEN, "malformed")],
+)
+@in_loop
+async def test_a_request_that_is_refused_is_not_kept(raw: bytes, code: str) -> None:
+    call = PlayedCall(raw, 20, ends_on_error=False)
+    await stream_of(call).run()
+
+    assert len(call.written) == 20 and call.kept == 0
+    response = oip_pb2.ModelStreamInferResponse.FromString(call.written[-1])
+    assert response.error_message
+    assert response.infer_response.parameters["iskander-code"].string_param == code
+
+
+@pytest.mark.usefixtures("_no_collections")
+@in_loop
+async def test_a_stream_that_ends_with_an_error_keeps_nothing() -> None:
+    call = PlayedCall(NOBODYS, 20, ends_on_error=True)
+    try:
+        await stream_of(call).run()
+    except IskanderError as error:
+        assert isinstance(error, ModelNotFound)
+    else:
+        pytest.fail("it goes on")
+
+    assert not call.written and len(call.sent) > 1 and call.kept == 0

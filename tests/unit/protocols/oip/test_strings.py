@@ -1,0 +1,78 @@
+"""Strings in raw tensors: there and back, malformed in every way, and what many of them cost."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iskander.contract.strings import body_to_strings, strings_to_body
+from iskander.errors import MalformedInput
+from iskander.protocols.oip import tensors as oip_strings
+from iskander.protocols.oip.tensors import body_to_raw, raw_strings, raw_to_body
+
+STRINGS = st.lists(st.binary(max_size=300), max_size=10)
+
+
+@given(STRINGS)
+def test_strings_come_as_a_body_has_them(values: list[bytes]) -> None:
+    body = raw_to_body(memoryview(raw_strings(values)), len(values))
+    assert bytes(body) == strings_to_body(values)
+
+
+def test_more_strings_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for at_once in (1, 2, 3, 100):
+        monkeypatch.setattr(oip_strings, "AT_ONCE", at_once)
+        values = [b"x" * (number % 5) for number in range(100)]
+        body = raw_to_body(memoryview(raw_strings(values)), len(values))
+        assert bytes(body) == strings_to_body(values)
+
+
+@given(STRINGS)
+def test_strings_go_as_they_came(values: list[bytes]) -> None:
+    body = memoryview(strings_to_body(values))
+    assert bytes(body_to_raw(body, len(values))) == raw_strings(values)
+
+
+@pytest.mark.parametrize(
+    ("raw", "count", "says"),
+    [
+        (b"", 1, "1 strings take more than 0 bytes"),
+        (b"", -2, "a shape of -2 strings"),
+        (b"\x01\x00\x00", 1, "take more"),
+        (b"\x01\x00\x00\x00a", 1 << 62, "take more"),
+        (b"\x02\x00\x00\x00a", 1, "string 0 of 1 is cut short"),
+        (b"\xff\xff\xff\xffabcd", 1, "cut short"),
+        (b"\x01\x00\x00\x00ab\x00\x00", 2, "the bytes end after 1"),
+        (b"\x01\x00\x00\x00ab", 1, "1 bytes are left after 1 strings"),
+        (b"\x00\x00\x00\x00", 0, "4 bytes are left after 0 strings"),
+    ],
+)
+def test_bytes_that_are_not_so_many_strings_are_refused(raw: bytes, count: int, says: str) -> None:
+    with pytest.raises(MalformedInput, match=says):
+        raw_to_body(memoryview(raw), count)
+
+
+@given(st.binary(max_size=60), st.integers(0, 10))
+def test_any_bytes_are_strings_or_malformed(raw: bytes, count: int) -> None:
+    try:
+        body = raw_to_body(memoryview(raw), count)
+    except MalformedInput:
+        return
+    strings = body_to_strings(body, count)
+    assert raw_strings(strings) == raw and len(strings) == count
+
+
+def test_many_short_strings_take_a_few_times_their_bytes() -> None:
+    """An object for each would take sixty times as much."""
+    count = 200_000
+    raw = memoryview(bytes(4 * count))
+    tracemalloc.start()
+    body = raw_to_body(raw, count)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not np.frombuffer(body, np.int32).any() and len(body) == 4 * count + 4
+    assert most < 6 * len(raw)

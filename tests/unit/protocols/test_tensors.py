@@ -1,0 +1,329 @@
+"""Tensors against a contract: what is taken, what is refused and by which name, what is given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
+from iskander.contract.dtypes import DTYPES, Dtype
+from iskander.contract.strings import body_to_strings, strings_to_body
+from iskander.contract.tensors import Contract, TensorSpec, body_layout
+from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
+from iskander.protocols.tensors import PROBLEMS_MAX, Offered, Tensor, fit_of, give, places, take
+
+LIMITS = LimitsConfig(rows=100, bytes=4096)
+FIXED = [dtype for dtype in DTYPES if dtype.arrow_bits and dtype.oip not in ("BF16", "BYTES")]
+
+
+def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(f"column_{name}", name, ColumnType(dtype, shape), shape)
+
+
+CONTRACT = Contract(
+    inputs=(spec("x", "float32", 2), spec("flag", "bool")),
+    outputs=(spec("y", "bool", 3), spec("z", "int16")),
+)
+
+
+def tensor(name: str, datatype: str, values: Any) -> Tensor:
+    return Tensor(name, datatype, values.shape, memoryview(values.tobytes()))
+
+
+def x_of(rows: int) -> Tensor:
+    return tensor("x", "FP32", np.arange(2 * rows, dtype=np.float32).reshape(rows, 2))
+
+
+def flag_of(rows: int) -> Tensor:
+    return tensor("flag", "BOOL", np.arange(rows) % 3 == 0)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 100])
+def test_inputs_are_taken_in_the_contracts_order_and_booleans_packed(rows: int) -> None:
+    x, flag = x_of(rows), flag_of(rows)
+
+    offered = take(CONTRACT, [flag, x], LIMITS)
+
+    assert offered.rows == rows
+    packed = np.packbits(np.arange(rows) % 3 == 0, bitorder="little").tobytes()
+    assert [bytes(each) for each in offered.tensors] == [bytes(x.data), packed]
+
+
+def test_what_is_not_a_boolean_is_not_copied() -> None:
+    x = x_of(4)
+    offered = take(CONTRACT, [x, flag_of(4)], LIMITS)
+    assert offered.tensors[0] is x.data
+
+
+PLAIN = Contract(inputs=(spec("x", "float32", 2), spec("n", "int64")), outputs=CONTRACT.outputs)
+
+
+def n_of(rows: int) -> Tensor:
+    return tensor("n", "INT64", np.arange(rows))
+
+
+def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None:
+    """In the contract's order, whatever its own; one of other lengths is for `take` to judge."""
+    first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    fit = fit_of(PLAIN, [first.tensors[1], first.tensors[0]], first)
+    assert fit is not None and fit.contract is PLAIN
+
+    n, x = memoryview(b"n" * 32), memoryview(b"x" * 32)
+    offered = fit.offered([n, x])
+
+    assert offered is not None and (offered.rows, offered.bucket) == (4, 0)
+    assert offered.tensors[0] is x and offered.tensors[1] is n
+    for raw in ([n], [n, x, x], [n[:24], x], [n, x[:24]], []):
+        assert fit.offered(raw) is None
+
+
+def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
+    first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    raw = [first.tensors[1], first.tensors[0]]
+    fit = fit_of(PLAIN, raw, Offered(4, first.tensors, 3))
+    assert fit is not None
+    offered = fit.offered(raw)
+    assert offered is not None and offered.bucket == 3
+
+
+def test_what_is_made_of_a_tensor_fits_by_no_length() -> None:
+    x, flag = x_of(4), flag_of(4)
+    assert fit_of(CONTRACT, [x.data, flag.data], take(CONTRACT, [x, flag], LIMITS)) is None
+    typed = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    assert fit_of(PLAIN, [], typed) is None
+
+
+REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
+    "nothing": ([], ContractError, "`x` is missing"),
+    "one missing": ([x_of(2)], ContractError, "`flag` is missing"),
+    "one too many": ([x_of(2), flag_of(2), replace(x_of(2), name="w")], ContractError, "no input"),
+    "another": ([x_of(2), replace(flag_of(2), name="flags")], ContractError, "`flag` is missing"),
+    "twice": ([x_of(2), x_of(2)], ContractError, "twice"),
+    "datatype": ([replace(x_of(2), datatype="INT32"), flag_of(2)], ContractError, "wanted FP32"),
+    "no datatype": (
+        [replace(x_of(2), datatype="?" * 5000), flag_of(2)],
+        ContractError,
+        "wanted FP32",
+    ),
+    "rank": ([replace(x_of(2), shape=(4,)), flag_of(2)], ContractError, r"wanted FP32 \[4, 2\]"),
+    "no rank": ([replace(x_of(2), shape=()), flag_of(2)], ContractError, r"\[rows, 2\], got FP32"),
+    "trailing": ([replace(x_of(2), shape=(2, 3)), flag_of(2)], ContractError, r"\[2, 3\]"),
+    "negative trailing": ([replace(x_of(2), shape=(2, -2)), flag_of(2)], ContractError, "-2"),
+    "other rows": ([x_of(2), flag_of(3)], ContractError, r"`flag`: wanted BOOL \[2\]"),
+    "negative rows": ([replace(x_of(2), shape=(-2, 2)), flag_of(2)], MalformedInput, "rows, got"),
+    "too few bytes": ([replace(x_of(2), shape=(3, 2)), flag_of(3)], MalformedInput, "24 bytes"),
+    "too many bytes": ([replace(x_of(2), shape=(1, 2)), flag_of(1)], MalformedInput, "8 bytes"),
+    "boolean bits": (
+        [x_of(9), replace(flag_of(9), data=memoryview(b"\x00\x01"))],
+        MalformedInput,
+        "9 bytes as BOOL, got 2",
+    ),
+    "rows": ([x_of(101), flag_of(101)], LimitExceeded, "100 rows, got 101"),
+    "absurd rows": ([replace(x_of(1), shape=(1 << 62, 2)), flag_of(1)], LimitExceeded, "100 rows"),
+    "bytes": (
+        [replace(x_of(2), data=memoryview(bytes(5000))), flag_of(2)],
+        LimitExceeded,
+        "4096 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_meet_the_contract_is_refused_by_name(name: str) -> None:
+    tensors, kind, says = REFUSED[name]
+    with pytest.raises(kind, match=says):
+        take(CONTRACT, tensors, LIMITS)
+
+
+class CountedName(str):
+    """A name that counts how often one is compared with another."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("name", ["t{0}", "t{0}" + "x" * 500, "t1"])
+def test_a_thousand_wrong_names_are_looked_at_once_and_a_few_are_told(name: str) -> None:
+    CountedName.compared, count = 0, 1000
+    tensors = [replace(x_of(1), name=CountedName(name.format(n))) for n in range(count)]
+
+    with pytest.raises(ContractError, match=r"`x` is missing; .*`t1") as caught:
+        take(CONTRACT, tensors, LIMITS)
+
+    assert CountedName.compared < 10 * count
+    assert caught.value.message.count(" is ") <= PROBLEMS_MAX
+
+
+def test_a_contract_without_a_fixed_trailing_shape_needs_none() -> None:
+    """A scalar for each row has the shape of the rows alone."""
+    with pytest.raises(ContractError, match=r"wanted BOOL \[2\], got BOOL \[2, 1\]"):
+        take(CONTRACT, [x_of(2), replace(flag_of(2), shape=(2, 1))], LIMITS)
+
+
+@given(
+    dtype=st.sampled_from(FIXED),
+    rows=st.integers(0, 20),
+    shape=st.lists(st.integers(1, 3), max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_given_back_is_what_was_taken(
+    dtype: Dtype, rows: int, shape: list[int], seed: int
+) -> None:
+    """Of every type: the arena's own bytes read as results are the tensor that went in."""
+    one = TensorSpec("t", "t", ColumnType(dtype.arrow, tuple(shape)), tuple(shape))
+    contract = Contract(inputs=(one,), outputs=(one,))
+    count = rows * math.prod(shape)
+    if dtype.arrow_bits == 1:
+        raw = (np.random.default_rng(seed).random(count) < 0.5).tobytes()
+    else:
+        raw = np.random.default_rng(seed).bytes(count * dtype.arrow_bits // 8)
+    sent = Tensor("t", dtype.oip, (rows, *shape), memoryview(raw))
+
+    (data,) = take(contract, [sent], LimitsConfig()).tensors
+    offsets, length = body_layout(contract.outputs, rows)
+    body = bytearray(length)
+    body[offsets[0] : offsets[0] + len(data)] = data
+    (got,) = give(contract, rows, bytes(body))
+
+    assert (got.name, got.datatype, got.shape) == ("t", dtype.oip, (rows, *shape))
+    assert bytes(got.data) == raw
+
+
+def test_results_are_given_in_the_contracts_order_each_from_its_place() -> None:
+    rows = 5
+    (first, second), length = body_layout(CONTRACT.outputs, rows)
+    y = np.random.default_rng(1).random(rows * 3) < 0.5
+    z = np.arange(rows, dtype=np.int16)
+    body = bytearray(length)
+    packed = np.packbits(y, bitorder="little").tobytes()
+    body[first : first + len(packed)] = packed
+    body[second : second + z.nbytes] = z.tobytes()
+
+    given = give(CONTRACT, rows, body)
+
+    assert [(each.name, each.datatype, each.shape) for each in given] == [
+        ("y", "BOOL", (5, 3)),
+        ("z", "INT16", (5,)),
+    ]
+    assert bytes(given[0].data) == y.tobytes() and bytes(given[1].data) == z.tobytes()
+
+
+@given(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4), st.integers(0, 9))
+def test_places_are_where_what_is_given_lies(dtypes: list[Dtype], rows: int) -> None:
+    """And nowhere, where a result of them is no slice of the body."""
+    specs = [spec(f"t{at}", dtype.arrow, at + 1) for at, dtype in enumerate(dtypes)]
+    contract = Contract(inputs=(), outputs=tuple(specs))
+    there = places(contract, rows)
+    if any(dtype.oip in ("BOOL", "BYTES") for dtype in dtypes):
+        assert there is None
+    else:
+        body = np.random.default_rng(rows).bytes(body_layout(contract.outputs, rows)[1])
+        assert there is not None
+        assert [body[begin:end] for begin, end in there] == [
+            bytes(each.data) for each in give(contract, rows, body)
+        ]
+
+
+def test_no_rows_give_empty_tensors() -> None:
+    assert [len(each.data) for each in give(CONTRACT, 0, b"")] == [0, 0]
+
+
+# Strings, in one piece as `strings_to_body` makes it.
+
+WORDS = Contract(
+    inputs=(spec("a", "utf8", 2), spec("n", "int8"), spec("b", "binary")),
+    outputs=(spec("c", "utf8"), spec("flag", "bool"), spec("d", "utf8", 2)),
+)
+
+
+def words(name: str, shape: tuple[int, ...], strings: list[bytes]) -> Tensor:
+    return Tensor(name, "BYTES", shape, memoryview(strings_to_body(strings)))
+
+
+def offered_words(rows: int, **changes: Tensor) -> list[Tensor]:
+    tensors = {
+        "a": words("a", (rows, 2), [b"%d" % index for index in range(2 * rows)]),
+        "n": tensor("n", "INT8", np.arange(rows, dtype=np.int8)),
+        "b": words("b", (rows,), ["é".encode() * index for index in range(rows)]),
+    }
+    return list((tensors | changes).values())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 12])
+def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
+    """The bytes of all of them come behind every input's own buffer."""
+    tensors = offered_words(rows)
+
+    a, n, b, a_bytes, b_bytes = take(WORDS, tensors, LIMITS).tensors
+
+    assert bytes(a) + bytes(a_bytes) == bytes(tensors[0].data)
+    assert bytes(n) == bytes(tensors[1].data)
+    assert bytes(b) + bytes(b_bytes) == bytes(tensors[2].data)
+    assert (len(a), len(b)) == (4 * (2 * rows + 1), 4 * (rows + 1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words_of_it"),
+    [
+        (words("b", (2,), [b"\xff", b""]), ContractError, "input `b`: Invalid UTF8"),
+        (words("b", (2,), [b"x"]), MalformedInput, "`b` has not the 2 strings"),
+        (words("b", (2,), [b"x", b"y", b"z"]), MalformedInput, "`b` has not the 2 strings"),
+        (
+            words("b", (2, 1), [b"x", b"y"]),
+            ContractError,
+            r"wanted BYTES \[2\], got BYTES \[2, 1\]",
+        ),
+        (tensor("b", "UINT8", np.zeros(2, np.uint8)), ContractError, "wanted BYTES"),
+        (Tensor("b", "BYTES", (2,), memoryview(b"")), MalformedInput, "too small"),
+        (
+            Tensor("b", "BYTES", (2,), memoryview(np.array([0, 2, 1], np.int32)).cast("B")),
+            MalformedInput,
+            "`b` has not the 2 strings",
+        ),
+        (words("b", (2,), [b"x" * 500, b"y" * 501]), LimitExceeded, "strings may have 1000 bytes"),
+    ],
+)
+def test_strings_are_refused(changed: Tensor, error: type[IskanderError], words_of_it: str) -> None:
+    limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1000)
+
+    with pytest.raises(error, match=words_of_it):
+        take(WORDS, offered_words(2, b=changed), limits)
+
+
+def test_as_many_bytes_of_strings_as_may_be() -> None:
+    limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1004)
+
+    take(WORDS, offered_words(2, b=words("b", (2,), [b"x" * 500, b"y" * 500])), limits)
+
+
+def test_strings_are_given_in_one_piece_each() -> None:
+    """From a body with a boolean between two of them, and what is behind it is not theirs."""
+    c, d = strings_to_body([b"one", b""]), strings_to_body([b"p", b"qq", b"", "é".encode()])
+    body = b"".join(
+        each + bytes(-len(each) % 64) for each in (c[:12], b"\x02", d[:20], c[12:], d[20:])
+    )
+
+    first, flag, second = give(WORDS, 2, body + b"others")
+
+    assert body_to_strings(first.data, 2) == [b"one", b""]
+    assert bytes(flag.data) == b"\0\1"
+    assert body_to_strings(second.data, 4) == [b"p", b"qq", b"", "é".encode()]
+    assert (second.datatype, second.shape) == ("BYTES", (2, 2))
+
+
+def test_no_rows_are_no_strings() -> None:
+    first, _, second = give(WORDS, 0, b"")
+
+    assert body_to_strings(first.data, 0) == body_to_strings(second.data, 0) == []

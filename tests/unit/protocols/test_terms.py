@@ -1,0 +1,271 @@
+"""What a Flight client says of its batches: headers, metadata, which goes first, what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from iskander.auth.grants import ANONYMOUS
+from iskander.auth.source import Source
+from iskander.errors import MalformedInput
+from iskander.protocols import stream_terms as terms_module
+from iskander.protocols.stream_terms import REMEMBERED_MAX, StreamTerms
+from iskander.scheduling.request import NEVER_NS, Terms
+
+NOW_NS, WALL_NS = 1_000_000_000_000, 1_700_000_000_000_000_000
+ENCODERS = {"json": msgspec.json.encode, "msgpack": msgspec.msgpack.encode}
+FULL = {
+    "client": "robot-7",
+    "priority": 0,
+    "urgency": 0.5,
+    "deadline_ms": 20,
+    "ttl_ms": 50.5,
+    "steps_remaining": 3,
+    "timestamp_ns": WALL_NS - 7_000_000,
+    "newest_wins": True,
+}
+OF_A_CALL = {name: value for name, value in FULL.items() if name != "timestamp_ns"}
+"""The time of an observation is one batch's."""
+FULL_TERMS = Terms(
+    client="robot-7",
+    is_named=True,
+    priority=0,
+    urgency=0.5,
+    budget_ms=20.0,
+    ttl_ms=50.5,
+    steps_remaining=3,
+    age_ms=7.0,
+    is_newest_wins=True,
+)
+WRONG: list[tuple[str, Any]] = [
+    ("client", ""),
+    ("client", "x" * 129),
+    ("priority", -1),
+    ("priority", 10),
+    ("priority", "high"),
+    ("urgency", -0.1),
+    ("urgency", 1.1),
+    ("urgency", "nan"),
+    ("deadline_ms", -1),
+    ("deadline_ms", 86_400_001),
+    ("deadline_ms", "soon"),
+    ("ttl_ms", -1),
+    ("steps_remaining", -1),
+    ("steps_remaining", 1.5),
+    ("timestamp_ns", -1),
+    ("newest_wins", "maybe"),
+    ("deadline", 20),
+]
+RIGHT: list[tuple[str, Any, str, Any]] = [
+    ("client", "x" * 128, "client", "x" * 128),
+    ("priority", 9, "priority", 9),
+    ("urgency", 1, "urgency", 1.0),
+    ("urgency", 0, "urgency", 0.0),
+    ("deadline_ms", 0, "budget_ms", 0.0),
+    ("deadline_ms", 86_400_000, "budget_ms", 86_400_000.0),
+    ("ttl_ms", 0.5, "ttl_ms", 0.5),
+    ("steps_remaining", 0, "steps_remaining", 0),
+    ("timestamp_ns", WALL_NS + 1, "age_ms", 0.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms_module, "wall_ns", lambda: WALL_NS)
+
+
+def stream(deadline_ns: int | None = None, **headers: Any) -> StreamTerms:
+    """A stream whose call has these headers, as gRPC gives them: text, under names with dashes."""
+    named = [
+        (f"iskander-{name.replace('_', '-')}", str(value).lower() if value is True else str(value))
+        for name, value in headers.items()
+    ]
+    return StreamTerms([("user-agent", "x"), *named, ("x-bin", b"\xff")], deadline_ns)
+
+
+def said(**terms: Any) -> bytes:
+    return msgspec.json.encode({"iskander": terms})
+
+
+def test_who_says_nothing_gets_the_defaults_and_a_name_of_its_own() -> None:
+    first, second = stream().of(b""), stream().of(b"")
+
+    assert first == Terms(client=first.client)
+    assert not first.is_named and first.client != second.client
+
+
+def test_headers_are_the_terms_of_every_batch() -> None:
+    terms = stream(**OF_A_CALL)
+
+    assert terms.of(b"") == terms.of(b"anything") == replace(FULL_TERMS, age_ms=0.0)
+    with pytest.raises(MalformedInput, match="is of one batch"):
+        stream(timestamp_ns=WALL_NS)
+
+
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
+def test_metadata_is_the_terms_of_its_batch(encode: Any) -> None:
+    terms = stream()
+
+    assert terms.of(encode({"iskander": FULL, "other": [1, {"iskander": 5}]})) == FULL_TERMS
+    assert not terms.of(b"").is_named
+
+
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
+@pytest.mark.parametrize("name", FULL)
+def test_what_a_batch_says_goes_before_what_its_stream_says(name: str, encode: Any) -> None:
+    """One by one; what the batch leaves open is as the stream says. Also where it says 0."""
+    other = {
+        "client": "arm",
+        "priority": 7,
+        "urgency": 0.0,
+        "deadline_ms": 0,
+        "ttl_ms": 0,
+        "steps_remaining": 0,
+        "timestamp_ns": WALL_NS,
+        "newest_wins": False,
+    }
+    field = {"deadline_ms": "budget_ms", "newest_wins": "is_newest_wins", "timestamp_ns": "age_ms"}
+    terms = stream(**OF_A_CALL).of(encode({"iskander": {name: other[name]}}))
+
+    wanted = replace(FULL_TERMS, age_ms=0.0)  # A stamp is of one observation.
+    if name != "timestamp_ns":
+        wanted = replace(wanted, **{field.get(name, name): other[name]})
+    assert terms == wanted
+
+
+def test_a_batch_may_name_a_client_where_its_stream_does_not() -> None:
+    terms = stream()
+
+    assert terms.of(said(client="a")).is_named
+    assert terms.of(said(priority=3)) == Terms(client=terms.of(b"").client, priority=3)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"",
+        b"\x00\x01\x02",
+        b"iskander",
+        b'"iskander"',
+        b"[1, 2]",
+        b'{"a": "iskander"}',
+        b'{"iskander": ',
+        b'  {"iskander"} ',
+        b'{"iskander": null}',
+        b"\xff\xfeiskander",
+        b"{iskander}",
+        msgspec.msgpack.encode(["iskander", {"priority": 99}]),
+        msgspec.msgpack.encode({"a": {"iskander": {"priority": 99}}}),
+        msgspec.msgpack.encode({"iskander": {"priority": 0}})[:-1],
+        msgspec.msgpack.encode({1: "iskander"}),
+    ],
+)
+def test_metadata_of_others_means_nothing(metadata: bytes) -> None:
+    terms = stream(priority=4)
+
+    assert terms.of(metadata) == terms.of(b"") and terms.of(metadata).priority == 4
+
+
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_no_bytes_whatever_break_a_stream(before: bytes, after: bytes) -> None:
+    terms = StreamTerms([], None)
+
+    assert terms.of(before + b"iskander" + after) == terms.of(b"")
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_what_is_ours_and_wrong_is_refused(name: str, value: Any) -> None:
+    """In headers and in metadata; and the error names it."""
+    with pytest.raises(MalformedInput, match="the call's `iskander-` headers") as caught:
+        stream(**{name: value})
+    assert name in caught.value.message
+
+    for encode in ENCODERS.values():
+        value = float("nan") if value == "nan" and encode is msgspec.msgpack.encode else value
+        terms = stream()
+        for _ in range(2):
+            with pytest.raises(MalformedInput, match="the batch's app_metadata") as caught:
+                terms.of(encode({"iskander": {name: value}}))
+            assert name in caught.value.message
+        assert terms.of(b"") == Terms(client=terms.of(b"").client)
+
+
+@pytest.mark.parametrize("value", [5, "x", [1], True])
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
+def test_terms_that_are_no_object_are_refused(encode: Any, value: Any) -> None:
+    with pytest.raises(MalformedInput):
+        stream().of(encode({"iskander": value}))
+
+
+@pytest.mark.parametrize(("name", "value", "field", "wanted"), RIGHT)
+def test_the_other_side_of_every_bound(name: str, value: Any, field: str, wanted: Any) -> None:
+    if name in OF_A_CALL:
+        assert getattr(stream(**{name: value}).of(b""), field) == wanted
+    assert getattr(stream().of(said(**{name: value})), field) == wanted
+
+
+def test_an_unknown_field_of_any_name_is_refused() -> None:
+    with pytest.raises(MalformedInput):
+        stream().of(b'{"iskander": {"$": 1}}')
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_in_band"),
+    [({}, False), ({"errors": "end"}, False), ({"errors": "in-band"}, True)],
+)
+def test_errors_end_the_stream_or_take_a_results_place(
+    headers: dict[str, str], is_in_band: bool
+) -> None:
+    assert stream(**headers).is_in_band is is_in_band
+
+
+def test_errors_are_of_the_stream_and_of_no_batch() -> None:
+    with pytest.raises(MalformedInput, match="errors"):
+        stream(errors="somewhere")
+    with pytest.raises(MalformedInput, match="errors"):
+        stream().of(said(errors="in-band"))
+
+
+def test_the_calls_deadline_is_a_moment() -> None:
+    assert stream(deadline_ns=NOW_NS).deadline_ns == NOW_NS
+    assert stream().deadline_ns == NEVER_NS
+
+
+def test_an_age_is_counted_from_its_stamp_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same metadata twice, a second later: it is not remembered with its age."""
+    terms, metadata = stream(), said(timestamp_ns=WALL_NS)
+    assert terms.of(metadata).age_ms == 0
+
+    monkeypatch.setattr(terms_module, "wall_ns", lambda: WALL_NS + 1_000_000_000)
+    assert terms.of(metadata).age_ms == 1000
+
+
+def test_metadata_is_remembered_up_to_a_number() -> None:
+    terms: Any = stream()
+    same = terms.of(said(priority=1))
+    assert terms.of(said(priority=1)) is same
+
+    for steps in range(3 * REMEMBERED_MAX):
+        assert terms.of(said(steps_remaining=steps)).steps_remaining == steps
+        assert len(terms._remembered) <= REMEMBERED_MAX
+
+
+def test_no_caller_is_called_as_one_of_another_token() -> None:
+    """And so can neither take its place nor its share."""
+    terms = StreamTerms([("iskander-client", "robot-7")], None, Source("fleet"))
+    assert terms.of(b"").client == "fleet/robot-7"
+    assert terms.of(b'{"iskander": {"client": "robot-8"}}').client == "fleet/robot-8"
+    assert terms.route_key == "robot-7"  # Versions with shares stay where they were.
+    nobody = StreamTerms([("iskander-client", "fleet/robot-7")], None, Source(ANONYMOUS))
+    assert nobody.of(b"").client == f"{ANONYMOUS}/fleet/robot-7"
+
+
+def test_streams_without_a_name_are_clients_of_their_own() -> None:
+    one, other = (StreamTerms((), None, Source("fleet")).of(b"") for _ in range(2))
+    assert one.client != other.client and one.client.startswith("fleet/stream ")
+    assert not one.is_named and not other.is_named

@@ -1,0 +1,35 @@
+"""What a start has yet to look at: who waits for it, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+from support.intake import in_loop, turns
+
+from iskander.repository.startup_barrier import Beginning
+
+
+@in_loop
+async def test_a_change_waits_until_the_start_has_begun_with_its_model() -> None:
+    beginning = Beginning()
+    order: list[str] = []
+
+    async def change(name: str) -> None:
+        await beginning.until(name)
+        order.append(name)
+
+    changes = [asyncio.create_task(change(name)) for name in ("a", "b", "unknown")]
+    await turns()
+    assert order == []  # The folder is not listed.
+    beginning.expect("a")
+    beginning.expect("b")
+    beginning.listed()
+    await turns()
+    assert order == ["unknown"]
+    beginning.begun("b")
+    beginning.begun("b")
+    await turns()
+    assert order == ["unknown", "b"]
+    beginning.begun("a")
+    await asyncio.gather(*changes)
+    await change("later")

@@ -1,0 +1,323 @@
+"""A fair queue: the backlog of one source delays its own requests, and nobody else's for long."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.lanes import MS, cost_of, lane_of, put, request_of
+
+from iskander.auth.source import Source
+from iskander.errors import QueueFull
+from iskander.scheduling.batcher import Reason
+from iskander.scheduling.cost import CostModel
+from iskander.scheduling.fair_share import (
+    RECENT_NS,
+    SLICE_NS,
+    SOURCES_MAX,
+    BriefRequests,
+    FairShare,
+    is_brief,
+    slice_rows,
+)
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.queue import WaitingQueue
+from iskander.scheduling.request import NEVER_NS, Request
+from iskander.supervision.worker import Place, Worker
+
+LANE = lane_of()
+ATTACKER, INNOCENT = Source(connection=1), Source(connection=2)
+
+
+class Queue:
+    """A fair queue whose ranks are given, by default in the order of arrival."""
+
+    def __init__(self, quantum_rows: int = 1) -> None:
+        self.queue = WaitingQueue(is_fair=True)
+        self.queue.shares.quantum_rows = quantum_rows
+        self.number = 0
+
+    def put(self, source: Source, rows: int = 1, rank: float | None = None) -> Request:
+        self.number += 1
+        request = self.newcomer(source, rows, self.number if rank is None else rank)
+        request.number = self.number
+        self.queue.put(request)
+        self.queue.validate()
+        return request
+
+    def newcomer(self, source: Source, rows: int = 1, rank: float = 0) -> Request:
+        request = request_of(LANE, rows, source=source)
+        request.rank, request.expires_ns = rank, NEVER_NS
+        return request
+
+    def serve(self, rows: int = 1 << 30) -> Request:
+        request = self.queue.first
+        self.queue.take(request, rows)
+        self.queue.validate()
+        return request
+
+    def rows_until(self, wanted: Request, rows: int = 1 << 30) -> int:
+        """Rows that are served before the first of a request."""
+        before = 0
+        while self.queue.first is not wanted:
+            before += min(self.queue.first.waiting_rows, rows)
+            self.serve(rows)
+        return before
+
+
+def test_a_backlog_delays_only_its_own_source() -> None:
+    queue = Queue()
+    for _ in range(100):
+        queue.put(ATTACKER, 64)
+    queue.serve()
+    late = queue.put(INNOCENT)
+
+    assert queue.rows_until(late) == 0
+
+
+def test_a_source_with_one_request_waits_for_little_of_many_backlogs() -> None:
+    """Ten sources with a hundred large requests each: it does not wait for one of each."""
+    queue = Queue(quantum_rows=64)
+    for number in range(1000):
+        queue.put(Source(connection=100 + number % 10), 64)
+    for _ in range(200):
+        queue.serve()
+    late = queue.put(INNOCENT)
+
+    assert queue.rows_until(late) <= 2 * 64
+
+
+def test_within_a_share_ranks_decide() -> None:
+    """Sources that are not ahead of their share are served by deadline, whoever they are."""
+    queue = Queue(quantum_rows=100)
+    second = queue.put(ATTACKER, rank=20)
+    third = queue.put(Source(connection=3), rank=30)
+    first = queue.put(INNOCENT, rank=10)
+
+    assert [queue.serve() for _ in range(3)] == [first, second, third]
+
+
+def test_a_source_serves_its_own_requests_by_rank() -> None:
+    queue = Queue()
+    later, sooner = queue.put(ATTACKER, rank=2), queue.put(ATTACKER, rank=1)
+
+    assert [queue.serve(), queue.serve()] == [sooner, later]
+
+
+def test_no_deadline_buys_more_than_a_round() -> None:
+    """A source whose requests are always the most urgent has its share and a round."""
+    queue, served = Queue(quantum_rows=8), {ATTACKER: 0, INNOCENT: 0}
+    for _ in range(200):
+        queue.put(ATTACKER, rank=0)
+        queue.put(INNOCENT, rank=1)
+    for _ in range(200):
+        served[queue.serve().terms.source] += 1
+
+    assert abs(served[ATTACKER] - served[INNOCENT]) <= 2 * 8 + 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=2, max_size=5))
+def test_backlogged_sources_get_the_same_rows(sizes: list[list[int]]) -> None:
+    queue, served = Queue(), dict.fromkeys((Source(connection=n) for n in range(len(sizes))), 0)
+    for source, each in zip(served, sizes, strict=True):
+        for number in range(60):
+            queue.put(source, each[number % len(each)])
+    for _ in range(50):
+        request = queue.serve()
+        served[request.terms.source] += request.rows
+
+        assert max(served.values()) - min(served.values()) <= max(map(max, sizes)) + 1
+
+
+def test_a_tenant_has_one_share_whatever_it_connects() -> None:
+    """Nine connections of one token get as much as the one of another."""
+    queue, served = Queue(), {"many": 0, "one": 0}
+    for number in range(9 * 60):
+        queue.put(Source("many", number % 9))
+    for _ in range(60):
+        queue.put(Source("one", 99))
+    for _ in range(80):
+        served[queue.serve().terms.source.tenant] += 1
+
+    assert abs(served["many"] - served["one"]) <= 10
+
+
+def test_who_was_away_has_saved_nothing() -> None:
+    queue = Queue()
+    for _ in range(60):
+        queue.put(ATTACKER)
+    queue.put(INNOCENT)
+    for _ in range(40):
+        queue.serve()
+    for _ in range(20):
+        queue.put(INNOCENT)
+    order = [queue.serve().terms.source for _ in range(10)]
+
+    assert 4 <= order.count(INNOCENT) <= 6
+
+
+def test_who_had_more_does_not_lose_that_by_an_empty_queue() -> None:
+    """A source that always has one request waiting is not a newcomer each time."""
+    queue, served = Queue(), {ATTACKER: 0, INNOCENT: 0}
+    for _ in range(40):
+        queue.put(INNOCENT)
+    queue.put(ATTACKER, 8)
+    for _ in range(36):
+        request = queue.serve()
+        served[request.terms.source] += request.rows
+        if request.terms.source is ATTACKER:
+            queue.put(ATTACKER, 8)
+
+    assert served[ATTACKER] <= served[INNOCENT] + 2 * 8
+
+
+def test_an_endless_series_of_new_sources_does_not_starve_a_backlog() -> None:
+    queue, served = Queue(), 0
+    for _ in range(50):
+        queue.put(ATTACKER)
+    for number in range(100, 300):
+        queue.put(Source(connection=number))
+        served += queue.serve().terms.source is ATTACKER
+
+    assert served >= 10
+
+
+def test_sources_that_are_away_are_remembered_up_to_a_number() -> None:
+    shares = FairShare()
+    busy = shares.enter(INNOCENT)
+    for number in range(2 * SOURCES_MAX):
+        flow = shares.enter(Source(connection=1000 + number))
+        shares.serve(flow, 1)
+        shares.leave(flow)
+        assert len(shares._away) <= SOURCES_MAX
+    shares.leave(busy)
+    assert shares._shares == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=40), st.integers(0, 4))
+def test_the_rows_before_a_newcomer_are_not_underestimated_by_more_than_a_request(
+    waiting: list[tuple[int, int]], served: int
+) -> None:
+    """What late refusal goes by, against what is then served."""
+    queue = Queue(quantum_rows=5)
+    for connection, rows in waiting:
+        queue.put(Source(connection=connection), rows)
+    for _ in range(min(served, len(waiting))):
+        queue.serve()
+    newcomer = queue.newcomer(INNOCENT, rank=queue.number + 1)
+    expected = queue.queue.rows_before(newcomer)
+    newcomer.number = queue.number + 1
+    queue.queue.put(newcomer)
+
+    before = queue.rows_until(newcomer)
+
+    assert before <= expected + 5 * 9
+
+
+def test_a_fair_queue_is_not_filled_by_one_source() -> None:
+    """By requests; what is left is for others, and for each of them a part."""
+    lane = lane_of(queue_requests=900, client_requests=10_000)
+    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    taken = dict.fromkeys(range(20), 0)
+    for connection in taken:
+        while True:
+            request = request_of(lane, source=Source(connection=connection))
+            try:
+                lane.require_open(request, 0)
+            except QueueFull:
+                break
+            lane.put(request, 0)
+            taken[connection] += 1
+
+    assert taken[0] == 800
+    assert all(taken[connection] for connection in taken if connection < 3)
+    assert sum(taken.values()) < 900
+    with pytest.raises(QueueFull, match="the rest is for others"):
+        lane.require_open(request_of(lane, source=Source(connection=0)), 0)
+
+
+def test_nobody_gives_way_to_a_source_that_holds_more() -> None:
+    lane = lane_of(queue_requests=128, client_requests=10_000, overflow="drop_oldest")
+    innocent = put(lane, source=INNOCENT)
+    for _ in range(200):
+        removed = lane.put(request_of(lane, source=ATTACKER), 0)
+        assert all(victim.terms.source == ATTACKER for victim, _ in removed)
+
+    assert innocent.is_waiting
+
+
+def learned(row_ns: int, base_ns: int) -> CostModel:
+    return cost_of(row_ns, base_ns)
+
+
+def test_a_slice_is_as_long_as_it_may_be_or_worth_its_batch() -> None:
+    assert slice_rows(CostModel()) == 0
+    assert slice_rows(learned(1000, 1)) == pytest.approx(SLICE_NS / 1000, rel=0.01)
+    assert slice_rows(learned(1000, 10 * MS)) == pytest.approx(10 * MS / 1000, rel=0.01)
+    assert slice_rows(learned(60 * MS, 1)) == 1
+    assert is_brief(learned(1000, 1), 1000) and not is_brief(learned(1000, 1), 4000)
+    assert not is_brief(CostModel(), 1)
+
+
+def test_whose_requests_are_brief_is_known_for_a_while() -> None:
+    brief = BriefRequests()
+    assert not brief.has_other(ATTACKER, 0)
+    brief.note(ATTACKER, 0)
+    assert not brief.has_other(ATTACKER, 1) and brief.has_other(INNOCENT, 1)
+    brief.note(INNOCENT, 10)
+    brief.note(INNOCENT, 20)
+    assert brief.has_other(ATTACKER, RECENT_NS) and brief.has_other(INNOCENT, RECENT_NS - 1)
+    assert not brief.has_other(INNOCENT, RECENT_NS)
+    assert not brief.is_recent(20 + RECENT_NS)
+
+
+def sliced_lane() -> tuple[Lane, Worker]:
+    lane = lane_of(rows_max=65_536)
+    worker = Worker(Place(0, 0, (0,), None))
+    lane.workers[1] = worker
+    lane.cost_of(worker)
+    for rows in (128, 1024, 128, 1024, 128):
+        lane.on_ran(worker, rows, 1000 * rows + 10_000, 0)
+    return lane, worker
+
+
+def test_a_large_request_runs_in_slices_while_others_send_brief_ones() -> None:
+    """And as one where nobody else does, or only others with large ones."""
+    lane, worker = sliced_lane()
+    large = put(lane, 60_000, source=ATTACKER)
+    brief = BriefRequests()
+    assert lane.form(worker, 0, brief).rows == 60_000
+    brief.note(ATTACKER, 0)
+    assert lane.form(worker, 0, brief).rows == 60_000
+
+    brief.note(INNOCENT, 0)
+    formed = lane.form(worker, 0, brief)
+
+    assert formed.picks == [(large, formed.rows)] and formed.reason is Reason.FULL
+    assert formed.rows == pytest.approx(SLICE_NS / 1000, rel=0.01)
+
+
+def test_the_next_slice_is_kept_until_the_worker_is_nearly_free() -> None:
+    lane, worker = sliced_lane()
+    put(lane, 60_000, source=ATTACKER)
+    brief = BriefRequests()
+    brief.note(INNOCENT, 0)
+    worker.in_flight[1] = None  # type: ignore[assignment]
+    worker.busy_until_ns = 4 * MS
+
+    formed = lane.form(worker, 0, brief)
+
+    assert 3 * MS < formed.hold_ns < 4 * MS and formed.is_kept
+
+
+def test_a_brief_request_does_not_wait_for_the_rest_of_a_large_one() -> None:
+    lane, worker = sliced_lane()
+    brief = BriefRequests()
+    put(lane, 60_000, source=ATTACKER)
+    brief.note(INNOCENT, 0)
+    for request, rows in lane.form(worker, 0, brief).picks:
+        lane.take(request, rows)
+    newcomer = put(lane, 128, source=INNOCENT)
+
+    assert lane.form(worker, 0, brief).picks == [(newcomer, 128)]

@@ -1,0 +1,215 @@
+"""The way into shared memory: what is written, who waits in which order, and that nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.intake import (
+    CONTRACT,
+    FOR_EVER,
+    GRAINS,
+    QUEUE_REQUESTS,
+    Nobody,
+    admit,
+    in_loop,
+    open_lane,
+    request_of,
+    turns,
+)
+
+from iskander.arrow.types import input_schema
+from iskander.clock import now_ns
+from iskander.config.schema import LimitsConfig
+from iskander.contract.tensors import ALIGNMENT
+from iskander.errors import LimitExceeded, NotReady, QueueFull
+from iskander.memory.arena import GRAIN_BYTES
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.lane import Lane
+from iskander.scheduling.request import Request, Terms
+
+
+@pytest.fixture
+def lane() -> Lane:
+    return open_lane()
+
+
+@pytest.fixture
+def intake() -> Iterator[Intake]:
+    """An arena of a few grains, whose waiters wait for ever."""
+    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
+    yield intake
+    intake.close()
+
+
+@in_loop
+async def test_a_request_is_written_as_an_arrow_message(intake: Intake, lane: Lane) -> None:
+    """Given two columns, what lies in the arena is read by pyarrow as the batch that they are."""
+    batch = pa.record_batch(
+        [pa.array([3, 1, 2], pa.int64()), pa.array([True, False, True])],
+        schema=input_schema(CONTRACT),
+    )
+    values = [memoryview(column.buffers()[1]).cast("B") for column in batch.columns]
+    tensors = [values[0][:24], values[1][:1]]
+    request = Request(lane, Nobody(), 3, tensors, arrived_ns=now_ns())
+
+    await admit(intake, request)
+
+    assert request.lease is not None and request.tensors == []
+    lease = request.lease
+    raw = intake.segment.view[lease.offset : lease.offset + lease.length_bytes]
+    assert pa.ipc.read_record_batch(pa.py_buffer(raw), batch.schema).equals(batch)
+    assert (intake.segment.address + request.body_offset) % ALIGNMENT == 0
+    assert request.body_offset - lease.offset == len(lane.layout(3).header)
+    assert list(lane.queue) == [request]
+    assert (lane.counts["requests"], lane.counts["rows"]) == (1, 3)
+    raw.release()
+
+
+@in_loop
+async def test_a_lane_without_workers_is_refused_before_anything_is_leased(
+    intake: Intake, lane: Lane
+) -> None:
+    lane.workers.clear()
+
+    with pytest.raises(NotReady, match="`m0/1` has no ready worker") as caught:
+        await admit(intake, request_of(lane))
+
+    assert caught.value.retry_after_ms
+    assert (intake.arena.leased_bytes, len(lane.queue)) == (0, 0)
+
+
+@in_loop
+async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> None:
+    """Both sides of the limit."""
+    intake = Intake((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
+    for _ in range(QUEUE_REQUESTS):
+        await admit(intake, request_of(lane))
+
+    with pytest.raises(QueueFull, match=f"{QUEUE_REQUESTS} requests wait"):
+        await admit(intake, request_of(lane))
+
+    assert len(intake.arena) == len(lane.queue) == QUEUE_REQUESTS
+    intake.close()
+
+
+@in_loop
+async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lane) -> None:
+    """Both sides of the limit, which is by the rows and not by what they take."""
+    request = request_of(lane)
+    most = request.layout.output_bytes
+    for result_bytes in (most - 1, most):
+        intake = Intake(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
+        if result_bytes < most:
+            says = rf"{request.rows} rows make {most} .* {result_bytes} \(limits.result_bytes\)"
+            with pytest.raises(LimitExceeded, match=says) as caught:
+                intake.admit(request)
+            assert not caught.value.retryable and intake.arena.leased_bytes == 0
+        else:
+            assert intake.admit(request)
+        intake.close()
+
+
+@in_loop
+async def test_what_is_admitted_and_what_is_refused_is_heard_once(
+    intake: Intake, lane: Lane
+) -> None:
+    """A client's rhythm is known by when its requests came, whatever came of them."""
+    terms = Terms(client="robot", is_named=True)
+    intervals = [samples for _, _, samples in lane.cadence.clients()]
+    for is_open in (True, False, True, False, False):
+        workers = dict(lane.workers)
+        if not is_open:
+            lane.workers.clear()
+        with contextlib.nullcontext() if is_open else pytest.raises(NotReady):
+            await admit(intake, request_of(lane, terms=terms))
+        lane.workers.update(workers)
+        intervals += [samples for _, _, samples in lane.cadence.clients()]
+
+    assert intervals == [0, 1, 2, 3, 4]
+
+
+@in_loop
+async def test_a_lease_is_given_back_once(intake: Intake, lane: Lane) -> None:
+    request = request_of(lane)
+    await admit(intake, request)
+
+    intake.give_back(request)
+
+    assert request.lease is None
+    assert intake.arena.leased_bytes == 0
+    with pytest.raises(AssertionError):
+        intake.give_back(request)
+
+
+@in_loop
+async def test_a_write_that_fails_gives_its_lease_back(intake: Intake, lane: Lane) -> None:
+    request = request_of(lane)
+    request.tensors.pop()
+
+    with pytest.raises(AssertionError):
+        await admit(intake, request)
+
+    assert (intake.arena.leased_bytes, len(lane.queue)) == (0, 0)
+
+
+STEPS = st.lists(
+    st.tuples(st.just("ask"), st.integers(1, GRAINS))
+    | st.tuples(st.sampled_from(["cancel", "give back"]), st.integers(0, 7))
+    | st.tuples(st.just("turn"), st.just(0)),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(STEPS)
+def test_no_order_of_events_loses_room(steps: list[tuple[str, int]]) -> None:
+    """Given any asking, cancelling and giving back, within a turn or over several: no leak."""
+    asyncio.run(_play(steps))
+
+
+async def _play(steps: list[tuple[str, int]]) -> None:
+    lane = open_lane()
+    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
+    asked: list[tuple[Request, asyncio.Task[None]]] = []
+    try:
+        for step, number in steps:
+            if step == "ask":
+                request = request_of(lane, number)
+                asked.append((request, asyncio.create_task(admit(intake, request))))
+            elif step == "turn":
+                await turns()
+            else:
+                _cancel_or_give_back(intake, asked, step, number)
+            intake.arena.validate()
+        while any(not task.done() for _, task in asked) or _holders(asked):
+            for request in _holders(asked):
+                intake.give_back(request)
+            await turns()
+        assert all(task.cancelled() or task.exception() is None for _, task in asked)
+        intake.arena.validate()
+        assert intake.arena.leased_bytes == 0
+    finally:
+        for _, task in asked:
+            task.cancel()
+        await turns()
+        intake.close()
+
+
+def _holders(asked: list[tuple[Request, asyncio.Task[None]]]) -> list[Request]:
+    return [request for request, _ in asked if request.lease is not None]
+
+
+def _cancel_or_give_back(
+    intake: Intake, asked: list[tuple[Request, asyncio.Task[None]]], step: str, number: int
+) -> None:
+    waiting, holding = [task for _, task in asked if not task.done()], _holders(asked)
+    if step == "cancel" and waiting:
+        waiting[number % len(waiting)].cancel()
+    elif step == "give back" and holding:
+        intake.give_back(holding[number % len(holding)])

@@ -1,0 +1,308 @@
+"""The order of a lane's queue: each policy's formula, and how long anything may be overtaken."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.lanes import MS, lane_of, request_of
+
+from iskander.config.models import LaneConfig
+from iskander.errors import ConfigError
+from iskander.scheduling import policies
+from iskander.scheduling.policies import CLIENTS_MAX, POLICIES, Policy, make_policy
+from iskander.scheduling.queue import WaitingQueue
+from iskander.scheduling.request import PRIORITY_MAX, Request
+
+PATIENCE_MS = 20
+PATIENCE = PATIENCE_MS * MS
+LANE = lane_of(ttl_ms=0)
+
+# How much later than another a request may come and still go first, in patiences; the promise
+# that waiting ends. Under `deadline_aware` that is so for requests without a deadline; what has one
+# is passed by nothing that comes after it. `round_robin` counts in rows, and has tests of its own.
+BOUNDS = {
+    "fifo": 0,
+    "batch_optimized": 0,
+    "deadline_aware": 10,
+    "model_deadline": 10,
+    "tiered_deadline": 100,
+    "priority_tiered": 90,
+}
+TERMS = st.fixed_dictionaries(
+    {
+        "priority": st.integers(0, PRIORITY_MAX),
+        "urgency": st.floats(0, 1),
+        "budget_ms": st.none() | st.floats(0, 3_600_000),
+        "steps_remaining": st.none() | st.integers(0, 9),
+    }
+)
+
+
+def policy_of(name: str) -> Policy:
+    return make_policy(LaneConfig(policy=name, patience_ms=PATIENCE_MS))
+
+
+def rank_of(name: str, arrived_ns: int = 0, period_ns: int = 0, **terms: Any) -> int:
+    request = request_of(LANE, arrived_ns=arrived_ns, **terms)
+    return policy_of(name).rank(request, period_ns)
+
+
+@pytest.mark.parametrize("name", ["fifo", "batch_optimized"])
+@given(terms=TERMS, arrived_ns=st.integers(0, 1 << 50))
+def test_by_arrival_and_nothing_else(name: str, terms: dict[str, Any], arrived_ns: int) -> None:
+    assert rank_of(name, arrived_ns, **terms) == arrived_ns
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100 * PATIENCE_MS)), min_size=2))
+def test_earliest_deadline_first_is_exact(
+    asked: list[tuple[int, int]],
+) -> None:
+    """Whatever else is said, requests with deadlines are in the order of these."""
+    ranked = sorted(
+        (rank_of("deadline_aware", at * MS, budget_ms=budget, priority=at % 10, urgency=1.0), at, b)
+        for at, budget in asked
+        for b in [budget]
+    )
+
+    deadlines = [(at + budget) * MS for _, at, budget in ranked]
+    assert deadlines == sorted(deadlines) == [rank for rank, _, _ in ranked]
+
+
+@pytest.mark.parametrize("name", ["model_deadline", "tiered_deadline"])
+def test_a_far_deadline_counts_as_ten_patiences(name: str) -> None:
+    ranks = {rank_of(name, 7, budget_ms=10 * PATIENCE_MS + more) for more in (0, 1, 10_000)}
+
+    assert len(ranks) == 1 and max(ranks) <= 7 + 20 * PATIENCE
+
+
+@pytest.mark.parametrize(
+    ("terms", "patiences"),
+    [
+        ({"priority": 0}, 1),
+        ({"priority": 9}, 10),
+        ({}, 2),
+        ({"priority": 1, "urgency": 0.5}, 1),
+        ({"priority": 1, "urgency": 1.0}, 0),
+        ({"priority": 1, "steps_remaining": 0}, 1),
+        ({"priority": 1, "steps_remaining": 2}, 1.3),
+        ({"priority": 1, "steps_remaining": 4}, 1.6),
+        ({"priority": 1, "steps_remaining": 5}, 2),
+        ({"priority": 3, "urgency": 0.25, "steps_remaining": 0}, 1.5),
+    ],
+)
+def test_without_a_deadline_patience_stands_for_one(
+    terms: dict[str, Any], patiences: float
+) -> None:
+    assert rank_of("deadline_aware", 3, **terms) == 3 + int(patiences * PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("terms", "period", "score"),
+    [
+        ({"priority": 9}, 0, 0),
+        ({"priority": 0}, 0, 10),
+        ({"priority": 9, "urgency": 1.0}, 0, 25),
+        ({"priority": 9, "steps_remaining": 0}, 0, 15),
+        ({"priority": 9, "steps_remaining": 3}, 0, 6),
+        ({"priority": 9}, 0.25, 45 * 0.75),
+        ({"priority": 9}, 1, 0),
+        ({"priority": 9}, 2, 0),
+        ({"priority": 0, "urgency": 1.0, "steps_remaining": 0}, 0.5, 72.5),
+    ],
+)
+@pytest.mark.parametrize("budget_ms", [None, 5, 50])
+def test_a_models_deadline_shrinks_with_its_weights(
+    terms: dict[str, Any], period: float, score: float, budget_ms: int | None
+) -> None:
+    """45 for cadence, 25 for urgency, 15 for steps, 10 for priority; nine tenths of it in all."""
+    budget_ns = PATIENCE if budget_ms is None else budget_ms * MS
+
+    rank = rank_of("model_deadline", 3, int(period * budget_ns), budget_ms=budget_ms, **terms)
+
+    assert rank == pytest.approx(3 + budget_ns * (1 - 0.9 * score / 95), abs=2)
+
+
+@given(terms=TERMS)
+def test_tiers_are_ten_patiences_apart(terms: dict[str, Any]) -> None:
+    tier = terms["priority"] * 10 * PATIENCE
+
+    assert rank_of("priority_tiered", 5, **terms) == 5 + tier
+    due_ns = min(rank_of("deadline_aware", 5, **terms), 5 + 10 * PATIENCE)
+    assert rank_of("tiered_deadline", 5, **terms) == due_ns + tier
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@given(old=TERMS, new=TERMS, more=st.integers(0, 1 << 50))
+def test_nobody_is_overtaken_by_what_comes_after_the_bound(
+    name: str, old: dict[str, Any], new: dict[str, Any], more: int
+) -> None:
+    """An endless stream of anything, as urgent as may be, passes a request for that long only."""
+    bound_ns = BOUNDS[name] * PATIENCE
+    if name == "deadline_aware" and old["budget_ms"] is not None:
+        bound_ns = int(old["budget_ms"] * MS)
+
+    assert rank_of(name, 0, **old) <= rank_of(name, bound_ns + more, **new)
+
+
+@pytest.mark.parametrize("name", [name for name, bound in BOUNDS.items() if bound])
+def test_the_bound_is_one_that_is_reached(name: str) -> None:
+    """What is least urgent is overtaken by what is most, up to a hundredth before the bound."""
+    least = {"priority": 9, "budget_ms": None if name == "deadline_aware" else 3_600_000}
+    most = {"priority": 0, "urgency": 1.0, "steps_remaining": 0, "budget_ms": 0}
+    before = int(0.99 * BOUNDS[name] * PATIENCE)
+
+    assert rank_of(name, before, **most) < rank_of(name, 0, **least)
+
+
+def test_an_endless_stream_of_urgent_requests_ends_for_who_waits() -> None:
+    """By a queue that serves one while two urgent ones come: when the one without haste runs."""
+    for name, bound in BOUNDS.items():
+        policy, queue = policy_of(name), WaitingQueue()
+        victim = request_of(LANE, priority=9)
+        enqueue(queue, policy, victim, number=1)
+        now_ns, number = 0, 1
+        while victim.is_waiting:
+            for _ in range(2):
+                number += 1
+                urgent = request_of(LANE, arrived_ns=now_ns, priority=0, urgency=1.0, budget_ms=0)
+                enqueue(queue, policy, urgent, number)
+            serve(queue, policy)
+            now_ns += PATIENCE // 10
+            assert number < 20_000
+        # It waits for those that came before the bound, at the rate at which they are served.
+        assert now_ns <= 2 * bound * PATIENCE + PATIENCE, name
+
+
+def enqueue(queue: WaitingQueue, policy: Policy, request: Request, number: int) -> None:
+    request.number = number
+    request.rank = policy.rank(request, 0)
+    policy.on_put(request)
+    queue.put(request)
+
+
+def serve(queue: WaitingQueue, policy: Policy) -> Request:
+    request = queue.first
+    policy.on_taken(request)
+    queue.take(request, request.rows)
+    return request
+
+
+def serve_backlogged(rows: dict[str, list[int]], rounds: int) -> list[dict[str, int]]:
+    """Rows served to clients that always have three requests waiting, after each round."""
+    policy, queue, served = policy_of("round_robin"), WaitingQueue(), dict.fromkeys(rows, 0)
+    number, history = 0, []
+    for turn in range(rounds):
+        for client, sizes in rows.items():
+            while sum(request.terms.client == client for request in queue) < 3:
+                number += 1
+                size = sizes[number % len(sizes)]
+                enqueue(queue, policy, request_of(LANE, size, client=client), number)
+        request = serve(queue, policy)
+        served[request.terms.client] += request.rows
+        history.append(dict(served))
+        assert turn < rounds
+    return history
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=2, max_size=5))
+def test_rows_of_clients_differ_by_one_request_at_most(sizes: list[list[int]]) -> None:
+    """Clients with small and large requests, who always have some waiting, are served alike."""
+    clients = {f"c{index}": each for index, each in enumerate(sizes)}
+
+    for served in serve_backlogged(clients, 60):
+        assert max(served.values()) - min(served.values()) <= max(map(max, sizes))
+
+
+def test_a_client_that_sends_more_gets_no_more() -> None:
+    """One has a hundred requests waiting and others a few; each gets its turn in each round."""
+    policy, queue = policy_of("round_robin"), WaitingQueue()
+    clients = ["greedy"] * 100 + ["a"] * 3 + ["b"] * 3
+    for number, client in enumerate(clients):
+        enqueue(queue, policy, request_of(LANE, 4, client=client), number)
+
+    first = [serve(queue, policy).terms.client for _ in range(9)]
+
+    assert [first.count(client) for client in ("greedy", "a", "b")] == [3, 3, 3]
+
+
+def test_a_client_that_was_away_has_saved_nothing() -> None:
+    """While it was idle the other one was served; from now on they take turns."""
+    policy, queue = policy_of("round_robin"), WaitingQueue()
+    for number in range(40):
+        enqueue(queue, policy, request_of(LANE, client="busy"), number)
+    for _ in range(30):
+        serve(queue, policy)
+    for number in range(40, 80):
+        enqueue(queue, policy, request_of(LANE, client="back"), number)
+
+    order = [serve(queue, policy).terms.client for _ in range(10)]
+
+    assert abs(order.count("back") - order.count("busy")) <= 2
+
+
+def test_a_client_with_one_request_waits_for_one_of_each_other() -> None:
+    policy, queue = policy_of("round_robin"), WaitingQueue()
+    others = [f"c{index}" for index in range(10)]
+    for number in range(100):
+        enqueue(queue, policy, request_of(LANE, client=others[number % 10]), number)
+    for _ in range(35):
+        serve(queue, policy)
+    last = request_of(LANE, client="new")
+    enqueue(queue, policy, last, number=1000)
+
+    before = 0
+    while last.is_waiting:
+        serve(queue, policy)
+        before += 1
+    assert before - 1 <= len(others)
+
+
+def test_clients_are_remembered_up_to_a_number() -> None:
+    policy: Any = policy_of("round_robin")
+    for number in range(2 * CLIENTS_MAX):
+        request = request_of(LANE, client=f"c{number}")
+        request.rank = policy.rank(request, 0)
+        policy.on_put(request)
+        assert len(policy._ends) <= CLIENTS_MAX
+        if number < CLIENTS_MAX // 2:
+            policy.on_taken(request)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_has_its_name(name: str) -> None:
+    policy = policy_of(name)
+
+    assert type(policy) is POLICIES[name]
+    assert (policy.linger_ns > 0) == (name == "batch_optimized")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
+    """Have installed packages offer these policies."""
+
+    def entry_points(*, group: str) -> EntryPoints:
+        assert group == "iskander.policies"
+        return EntryPoints(EntryPoint(name, target, group) for name, target in targets.items())
+
+    monkeypatch.setattr(policies, "entry_points", entry_points)
+
+
+def test_an_installed_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, mine="iskander.scheduling.policies:RoundRobin")
+
+    assert isinstance(policy_of("mine"), policies.RoundRobin)
+
+
+def test_an_unknown_policy_is_refused_and_the_known_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, mine="iskander.scheduling.policies:RoundRobin")
+
+    with pytest.raises(ConfigError, match=r'lane\.policy = "yours"') as caught:
+        policy_of("yours")
+
+    for name in [*POLICIES, "mine"]:
+        assert name in caught.value.message

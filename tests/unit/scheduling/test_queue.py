@@ -1,0 +1,180 @@
+"""A lane's queue: all its orders hold the same requests, and agree with the plainest list."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.lanes import lane_of, request_of
+
+from iskander.scheduling.queue import WaitingQueue
+from iskander.scheduling.request import NEVER_NS, Request
+
+LANE = lane_of()
+
+
+def waiting_of(number: int, rank: int = 0, rows: int = 1, *, priority: int = 1) -> Request:
+    request = request_of(LANE, rows, priority=priority)
+    request.number, request.rank, request.expires_ns = number, rank, NEVER_NS
+    return request
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """A queue beside a list of what should be in it, which is sorted whenever it is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = WaitingQueue()
+        self.waiting: list[Request] = []
+        self.out: list[Request] = []
+        self.rows: dict[int, int] = {}
+        self.numbers = 0
+        self.now_ns = 0
+
+    def pick(self, index: int) -> Request:
+        return self.ranked()[index % len(self.waiting)]
+
+    def ranked(self) -> list[Request]:
+        return sorted(self.waiting, key=lambda request: (request.rank, request.number))
+
+    @rule(
+        rank=st.integers(0, 5),
+        rows=st.integers(1, 9),
+        priority=st.integers(0, 2),
+        lives=st.integers(1, 20) | st.none(),
+    )
+    def put(self, rank: int, rows: int, priority: int, lives: int | None) -> None:
+        self.numbers += 1
+        request = waiting_of(self.numbers, rank, rows, priority=priority)
+        if lives is not None:
+            request.expires_ns = self.now_ns + lives
+        self.queue.put(request)
+        self.waiting.append(request)
+        self.rows[request.number] = rows
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=st.integers(0, 99), rows=st.integers(1, 9))
+    def take(self, index: int, rows: int) -> None:
+        request = self.pick(index)
+        first, left = request.todo[0]
+        assert self.queue.take(request, rows) == (first, min(rows, left))
+        self.rows[request.number] -= min(rows, left)
+        if not self.rows[request.number]:
+            self.waiting.remove(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=st.integers(0, 99))
+    def remove(self, index: int) -> None:
+        request = self.pick(index)
+        self.queue.remove(request)
+        self.waiting.remove(request)
+        self.out.append(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(index=st.integers(0, 99), rows=st.integers(1, 9))
+    def wait_for_more_pieces(self, index: int, rows: int) -> None:
+        """Rows come back from a worker while others of the request still wait."""
+        request = self.pick(index)
+        self.queue.remove(request)
+        request.todo.append((100, rows))
+        self.rows[request.number] += rows
+        if self.is_in_order(request):
+            self.queue.put(request)
+        else:
+            self.waiting.remove(request)
+            self.out.append(request)
+
+    def is_in_order(self, request: Request) -> bool:
+        """Whether no later one of its priority waits; see the machine below for the others."""
+        return not any(
+            other.number > request.number and other.terms.priority == request.terms.priority
+            for other in self.waiting
+        )
+
+    @precondition(lambda self: self.waiting)
+    @rule(ns=st.integers(0, 9))
+    def expire(self, ns: int) -> None:
+        self.now_ns += ns
+        expired = self.queue.expired(self.now_ns)
+        assert expired == [r for r in self.ranked() if r.expires_ns <= self.now_ns]
+        for request in expired:
+            self.queue.remove(request)
+            self.waiting.remove(request)
+
+    @invariant()
+    def agrees_with_the_list(self) -> None:
+        queue, ranked = self.queue, self.ranked()
+        queue.validate()
+        assert list(queue) == ranked
+        assert len(queue) == queue.requests == len(ranked)
+        assert queue.rows == sum(self.rows[request.number] for request in ranked)
+        assert queue.bytes == sum(request.input_bytes for request in ranked)
+        assert [request.is_waiting for request in ranked] == [True] * len(ranked)
+        for rank in range(7):
+            before = sum(self.rows[r.number] for r in ranked if r.rank <= rank)
+            assert queue.rows_before(waiting_of(0, rank)) == before
+        if not ranked:
+            assert queue.next_expiry_ns == NEVER_NS
+            return
+        assert queue.first is ranked[0]
+        for highest in (0, 1, 2, 9):
+            older = [request for request in ranked if request.terms.priority >= highest]
+            assert list(queue.oldest_first(highest)) == sorted(older, key=lambda r: r.number)
+        for above in (-1, 0, 1, 9):
+            lower = [request for request in ranked if request.terms.priority > above]
+            lower.sort(key=lambda r: (-r.terms.priority, -r.number))
+            assert list(queue.least_first(above)) == lower
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_request_leaves_with_its_last_rows() -> None:
+    """Rows of it that came back are taken piece by piece, none with those of another piece."""
+    queue = WaitingQueue()
+    request = waiting_of(1, rows=10)
+    request.todo = [(4, 3), (0, 2)]
+    queue.put(request)
+
+    taken = [queue.take(request, 2), queue.take(request, 2)]
+    assert (request.is_waiting, queue.rows, len(queue)) == (True, 2, 1)
+    taken.append(queue.take(request, 99))
+
+    assert taken == [(4, 2), (6, 1), (0, 2)]
+    assert (request.is_waiting, queue.rows, queue.bytes, request.todo) == (False, 0, 0, [])
+
+
+def test_of_equal_rank_the_one_that_was_admitted_first_runs_first() -> None:
+    queue = WaitingQueue()
+    later, sooner = waiting_of(2, rank=7), waiting_of(1, rank=7)
+    queue.put(later)
+    queue.put(sooner)
+
+    assert list(queue) == [sooner, later]
+
+
+def test_who_does_not_wait_cannot_be_removed() -> None:
+    queue = WaitingQueue()
+    one, stranger = waiting_of(1), waiting_of(1)
+    queue.put(one)
+
+    with pytest.raises(AssertionError):
+        queue.remove(stranger)
+    with pytest.raises(AssertionError):
+        queue.put(one)
+    assert list(queue) == [one]
+
+
+@pytest.mark.parametrize(("now_ns", "gone"), [(4, 0), (5, 1), (6, 1)])
+def test_what_expires_now_has_expired(now_ns: int, gone: int) -> None:
+    """Both sides of the moment."""
+    queue = WaitingQueue()
+    request = waiting_of(1)
+    request.expires_ns = 5
+    queue.put(request)
+    queue.put(waiting_of(2))
+
+    assert queue.expired(now_ns) == [request][:gone]
+    assert queue.next_expiry_ns == (NEVER_NS if gone else 5)

@@ -1,0 +1,215 @@
+"""Large requests and results are copied in pieces, and others have their turn between them."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.intake import CONTRACT, GRAINS, admit, in_loop, open_lane, request_of, turn
+from support.lanes import Asker, lane_of
+from support.lanes import request_of as lane_request_of
+from support.simulation import PlayedWorker, Simulation
+
+from iskander.config.schema import LimitsConfig
+from iskander.contract.column_types import ColumnType
+from iskander.contract.tensors import Contract, TensorSpec
+from iskander.errors import QueueFull
+from iskander.memory import chunked_copy as pieces
+from iskander.memory.arena import GRAIN_BYTES
+from iskander.scheduling import input_arena as intake_module
+from iskander.scheduling import results
+from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.worker_slot import BatchPart
+from iskander.supervision.worker import Place, Worker
+
+PIECE = 64
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large request is one of more than four pieces of 64 bytes."""
+    for module in (pieces, results):
+        monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(results, "WHOLE_BYTES", 4 * PIECE)
+
+
+@pytest.fixture
+def intake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Intake]:
+    monkeypatch.setattr(intake_module, "WHOLE_BYTES", 4 * PIECE)
+    intake = Intake(GRAINS * GRAIN_BYTES, LimitsConfig())
+    yield intake
+    intake.close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[Simulation]:
+    with Simulation(lane_of(0, rows_max=64)) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def worker(gateway: Simulation) -> PlayedWorker:
+    return gateway.start()
+
+
+def values_of(asker: Asker) -> list[int]:
+    (result,) = asker.results
+    return np.frombuffer(result, np.int64).tolist()
+
+
+@pytest.mark.parametrize("length", [0, 1, PIECE, PIECE + 1, 10 * PIECE - 1])
+def test_a_copy_is_whole_and_pauses_after_each_piece(length: int) -> None:
+    source = bytes(index % 251 for index in range(length))
+    target = bytearray(length)
+
+    pauses = sum(1 for _ in pieces.copied(memoryview(target), memoryview(source)))
+
+    assert bytes(target) == source
+    assert pauses == -(-length // PIECE)
+
+
+@in_loop
+async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
+    intake: Intake,
+) -> None:
+    request = request_of(open_lane(), 2)
+    request.tensors = [
+        memoryview(bytes(index % 251 for index in range(len(tensor)))) for tensor in request.tensors
+    ]
+    wanted, turns = [bytes(tensor) for tensor in request.tensors], 0
+
+    assert not intake.admit(request)
+    task = asyncio.create_task(intake.admit_later(request))
+    while not task.done():
+        await turn()
+        turns += 1
+
+    assert turns > 10
+    for each, offset in zip(wanted, request.layout.offsets, strict=True):
+        start = request.body_offset + offset
+        assert intake.segment.view[start : start + len(each)] == each
+    intake.give_back(request)
+    assert intake.arena.leased_bytes == 0
+
+
+@in_loop
+async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behind(
+    intake: Intake,
+) -> None:
+    request = request_of(open_lane(), 2)
+    assert not intake.admit(request)
+    task = asyncio.create_task(intake.admit_later(request))
+    for _ in range(4):
+        await turn()
+    assert intake.arena.leased_bytes
+
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert (request.lease, intake.arena.leased_bytes) == (None, 0)
+
+
+@in_loop
+async def test_who_finds_the_queue_full_after_the_copy_is_refused(intake: Intake) -> None:
+    """Both found a place before their copies; the first to be copied has it."""
+    lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=1)
+    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    requests = [request_of(lane), request_of(lane)]
+
+    first, second = (asyncio.create_task(admit(intake, request)) for request in requests)
+    await asyncio.wait([first, second])
+
+    assert first.exception() is None
+    error = second.exception()
+    assert isinstance(error, QueueFull)
+    error.__traceback__ = None  # It knows the arena, which is to be closed.
+    assert len(lane.queue) == 1 and requests[1].lease is None
+    intake.give_back(requests[0])
+    assert intake.arena.leased_bytes == 0
+
+
+def test_large_results_are_taken_in_pieces_and_small_ones_overtake_them(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    large, small = gateway.ask(0, 60, first=0), gateway.ask(0, 5, first=100)
+    gateway.loop.turn()
+    first, second = worker.sent
+
+    gateway.done(worker, first)
+    assert not large[1].told and gateway.dispatcher.in_flight
+    gateway.done(worker, second)
+    assert values_of(small[1])[:5] == list(range(100, 105)) and not large[1].told
+    for _ in range(20):
+        gateway.loop.turn()
+
+    assert values_of(large[1])[:60] == list(range(60))
+    assert not gateway.dispatcher.in_flight and gateway.is_clean()
+
+
+def test_a_request_in_several_batches_is_put_together_in_pieces(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    request, asker = gateway.ask(0, 200, first=0)
+    gateway.loop.turn()
+    while not asker.told:
+        for execute in list(worker.sent):
+            if execute.batch_id in worker.in_flight:
+                gateway.done(worker, execute)
+        gateway.loop.turn()
+
+    assert values_of(asker)[:200] == list(range(200))
+    assert request.is_over and gateway.is_clean()
+
+
+def test_the_first_results_of_a_large_request_touch_no_memory_for_the_others() -> None:
+    """A row of 256 KiB comes, of 1024: what is resident grows by about that, and not by all."""
+    wide = TensorSpec("y", "y", ColumnType("float32", (1 << 16,)), (1 << 16,))
+    request = lane_request_of(lane_of(contract=Contract(CONTRACT.inputs, (wide,))), 1024)
+    row = memoryview(bytes(range(256)) * 1024)
+    before = resident_bytes()
+
+    for _ in results.taken(BatchPart(request, 1, 1, 0), row):
+        pass
+
+    assert resident_bytes() - before < 64 << 20
+    assert isinstance(request.results, memoryview)
+    assert request.results[len(row) : 2 * len(row)] == row and not any(request.results[:99])
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_results_that_were_being_taken_are_delivered_when_their_worker_is_lost(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    """They were computed, and their arena goes with the worker."""
+    request, asker = gateway.ask(0, 60, first=0)
+    gateway.loop.turn()
+    gateway.done(worker, worker.sent[0])
+    assert not asker.told
+
+    gateway.dispatcher.on_lost(worker)
+
+    assert values_of(asker)[:60] == list(range(60)) and request.losses == 0
+    gateway.loop.turn()
+    assert not gateway.dispatcher.in_flight
+
+
+def test_a_caller_that_goes_while_its_results_are_taken_is_told_nothing(
+    gateway: Simulation, worker: PlayedWorker
+) -> None:
+    request, asker = gateway.ask(0, 60, first=0)
+    gateway.loop.turn()
+    gateway.done(worker, worker.sent[0])
+
+    gateway.dispatcher.withdraw(request)
+    for _ in range(20):
+        gateway.loop.turn()
+
+    assert not asker.told and gateway.is_clean()

@@ -1,0 +1,252 @@
+"""What `stats` answers, and how `iskander stats` prints it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from support.observed import MIB, make_lane, make_worker, observe
+
+from iskander.cli.tables import COLUMNS_MAX, render_stats, render_table
+from iskander.memory.arena import Arena
+from iskander.memory.backing import Backing
+from iskander.scheduling.arrivals import SAMPLES_LEAST
+from iskander.scheduling.cost import CostModel
+from iskander.scheduling.lane import Lane
+from iskander.supervision.lifecycle import Event, State
+from iskander.supervision.worker import Place, Worker
+from iskander.telemetry import stats
+from iskander.telemetry.sources import Observed
+
+NS_PER_MS = 1_000_000
+
+
+def collect(observed: Observed) -> dict[str, Any]:
+    """As a client gets it."""
+    answer: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(stats.collect(observed)))
+    return answer
+
+
+def lane_of(lane: Lane) -> dict[str, Any]:
+    found: dict[str, Any] = collect(observe([lane]))["lanes"][lane.title]
+    return found
+
+
+def test_the_gateway() -> None:
+    arena = Arena(2 * MIB)
+    arena.lease(1)
+    answer = collect(
+        observe([], streams={1, 2}, counts=Counter(late_messages=3), input_arena=arena)
+    )
+
+    assert (answer["pid"], answer["streams"], answer["late_messages"]) == (os.getpid(), 2, 3)
+    assert (answer["ready"], answer["reasons"]) == (True, [])
+    assert answer["input_arena"] == {
+        "capacity_bytes": 2 * MIB,
+        "leased_bytes": 4096,
+        "leases": 1,
+        "huge_bytes": 0,
+        "locked": False,
+        "notices": [],
+    }
+
+
+def test_what_memory_the_arenas_are_and_what_was_refused() -> None:
+    worker = make_worker(3)
+    worker.backing = Backing(4 * MIB, 2 * MIB, is_locked=True, node=1)
+    worker.notices.extend(["no policy", "not pinned"])
+    backing = Backing(8 * MIB, 6 * MIB, is_locked=True, complaints=("too few",))
+
+    answer = collect(observe([], [worker], input_backing=backing))
+
+    arena, (found,) = answer["input_arena"], answer["workers"]
+    assert (arena["huge_bytes"], arena["locked"], arena["notices"]) == (6 * MIB, True, ["too few"])
+    assert (found["output_huge_bytes"], found["output_locked"]) == (2 * MIB, True)
+    assert (found["output_node"], found["notices"]) == (1, ["no policy", "not pinned"])
+    assert render_stats(answer)[-3:] == [
+        "input arena: too few",
+        "worker 3: no policy",
+        "worker 3: not pinned",
+    ]
+
+
+def test_where_a_worker_runs() -> None:
+    worker = Worker(Place(0, 1, (4, 5, 12, 13), 1, cores=2, domains=(2,)))
+
+    (answer,) = collect(observe([], [worker]))["workers"]
+
+    assert (answer["group"], answer["cpus"], answer["node"]) == (1, [4, 5, 12, 13], 1)
+    assert (answer["cores"], answer["domains"]) == (2, [2])
+
+
+def test_why_it_is_not_ready() -> None:
+    answer = collect(observe([make_lane("a"), make_lane("b", is_ready=False)]))
+
+    assert answer["ready"] is False
+    assert [reason.partition(":")[0] for reason in answer["reasons"]] == ["model `b/1`"]
+    assert [answer["lanes"][title]["ready"] for title in ("a/1", "b/1")] == [True, False]
+
+
+def test_counts_of_a_lane_are_there_flat_and_grouped() -> None:
+    lane = lane_of(
+        make_lane(
+            requests=9,
+            refused__queue_full=2,
+            refused__deadline_unreachable=1,
+            failed__poisoned=4,
+            closed__idle=7,
+            deadline__hit=5,
+        )
+    )
+
+    assert (lane["requests"], lane["failed.poisoned"]) == (9, 4)
+    assert lane["refused"] == {"queue_full": 2, "deadline_unreachable": 1}
+    assert lane["failed"] == {"poisoned": 4}
+    assert lane["closed"] == {"idle": 7}
+    assert lane["deadlines"] == {"hit": 5, "missed": 0}
+
+
+def test_latencies_are_in_milliseconds() -> None:
+    lane = make_lane()
+    for value in range(1, 101):
+        lane.measures.wait_ns.record(value * NS_PER_MS)
+        lane.measures.run_ns.record(5 * NS_PER_MS)
+
+    found = lane_of(lane)
+
+    wait = found["latency_ms"]["wait"]
+    assert (wait["count"], wait["mean"], wait["max"]) == (100, 50.5, 100)
+    assert wait["p50"] == pytest.approx(50, abs=1)
+    assert wait["p99"] == pytest.approx(99, abs=1)
+    assert found["latency_ms"]["run"]["p99"] == 5
+    assert found["latency_ms"]["total"]["count"] == 0
+    assert found["run_ms"] == 500
+
+
+def test_batch_sizes_by_what_they_come_up_to() -> None:
+    lane = make_lane()
+    for rows in (1, 100, 128, 129, 1 << 21):
+        lane.measures.batch_rows.record(rows)
+
+    rows = lane_of(lane)["batch_rows"]
+
+    assert rows["up_to"] == {"1": 1, "128": 2, "256": 1, "more": 1}
+    assert (rows["count"], rows["min"], rows["max"]) == (5, 1, 1 << 21)
+
+
+def test_costs_are_of_each_worker() -> None:
+    lane = make_lane()
+    lane.costs[0] = CostModel()
+    lane.costs[2] = cost = CostModel()
+    for rows in (100, 200, 300, 400):
+        cost.observe(rows, 1_000_000 + rows * 2000)
+
+    costs = lane_of(lane)["cost"]
+
+    assert costs["0"] == {"row_us": 0, "base_us": 0, "samples": 0}
+    assert costs["2"]["row_us"] == pytest.approx(2, rel=0.01)
+    assert costs["2"]["base_us"] == pytest.approx(1000, rel=0.01)
+    assert costs["2"]["samples"] == 4
+
+
+def test_only_the_clients_known_best_are_listed() -> None:
+    lane = make_lane()
+    for index in range(50):
+        for turn in range(SAMPLES_LEAST + 1 + index):
+            lane.cadence.observe(f"client-{index}", turn * 20 * NS_PER_MS, 0)
+
+    found = lane_of(lane)
+
+    assert found["cadence_clients"] == 50
+    assert len(found["cadence"]) == stats.CADENCES_MAX
+    assert found["cadence"][0] == {"client": "client-49", "period_ms": 20, "samples": 53}
+
+
+def test_a_worker_and_its_story() -> None:
+    worker = make_worker(1, State.LOOPING)
+    worker.ends["crash"] = 5
+    worker.batches = 12
+
+    (answer,) = collect(observe([], [worker]))["workers"]
+
+    assert (answer["index"], answer["state"], answer["batches"]) == (1, "crash loop", 12)
+    assert (answer["incarnation"], answer["pid"], answer["starts"]) == (8, os.getpid(), 1)
+    assert (answer["in_flight"], answer["credits"], answer["ends"]) == (0, 2, {"crash": 5})
+    assert answer["resident_bytes"] > MIB
+    assert answer["story"][0].endswith(" ms ago: attached, loading")
+
+
+def busy_lane(name: str) -> Lane:
+    """As much as there may be of everything."""
+    lane = make_lane(
+        name,
+        "20240131",
+        requests=123_456_789_012,
+        refused__queue_full=98_765_432,
+        refused__deadline_unreachable=12,
+        failed__poisoned=99_999,
+        deadline__hit=123_456_789_012,
+        deadline__missed=99_999_999,
+        closed__full=1_234_567_890,
+    )
+    for histogram in (lane.measures.wait_ns, lane.measures.run_ns, lane.measures.total_ns):
+        histogram.record(86_400_000 * NS_PER_MS)
+    lane.measures.batch_rows.record(1 << 20)
+    lane.costs[0] = cost = CostModel()
+    cost.observe(1 << 20, 86_400_000 * NS_PER_MS)
+    return lane
+
+
+def test_the_table_of_a_busy_server_fits_100_columns() -> None:
+    worker = make_worker(999, State.LOOPING)
+    worker.batches = 123_456_789_012
+    worker.starts = 123_456
+    worker.pid = 4_194_304
+    worker.story.append((0, Event.LOAD_FAILED, State.LOOPING))
+    lanes = [busy_lane("two-tower-ranker-with-a-long-name"), busy_lane("ids")]
+
+    lines = render_stats(collect(observe(lanes, [worker])))
+
+    assert max(map(len, lines)) <= COLUMNS_MAX
+    assert any(line.startswith("two-tower-..20240131") for line in lines)
+
+
+def test_counts_have_at_most_five_digits() -> None:
+    """And say with a letter what was left out."""
+    shown = [
+        render_stats(collect(observe([make_lane("ids", requests=count)])))[4].split()[5]
+        for count in (0, 99_999, 100_000, 99_999_999, 100_000_000, 123_456_789_012_345)
+    ]
+
+    assert shown == ["0", "99999", "100k", "99999k", "100M", "123T"]
+
+
+def test_the_table_says_what_an_operator_looks_for() -> None:
+    lane = make_lane("ids", requests=12, refused__queue_full=3, closed__idle=4)
+    text = "\n".join(render_stats(collect(observe([lane, make_lane("b", is_ready=False)]))))
+
+    assert "not ready: model `b/1`: its workers have not come yet" in text
+    assert "ids/1: refused: queue_full 3" in text
+    assert "ids/1: batches closed: idle 4" in text
+    assert "attached, loading" in text
+
+
+def test_the_table_of_a_server_that_did_nothing_is_a_table() -> None:
+    lines = render_stats(collect(observe([make_lane("ids")])))
+
+    assert lines[1] == "ready"
+    assert [line for line in lines if line.startswith("ids/1")][1].split() == (
+        ["ids/1", "0", "0", "-", "-", "-", "-", "-"]
+    )
+
+
+def test_columns_are_aligned_texts_left_and_numbers_right() -> None:
+    assert render_table(("a", "n"), [("long", "1"), ("b", "234")], numbers_from=1) == [
+        "a       n",
+        "long    1",
+        "b     234",
+    ]
+    assert render_table(("a", "n"), [("long", "1")]) == ["a     n", "long  1"]

@@ -1,0 +1,134 @@
+"""The bytes of frames, read by another library; and the patience with those that carry nothing."""
+
+from __future__ import annotations
+
+import hyperframe.frame as judge
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iskander.clock import NS_PER_S
+from iskander.transport.http2 import frames
+from iskander.transport.http2.frames import Code, ConnectionBroken
+from iskander.transport.http2.rate_limit import BURST, PER_S, RateLimiter
+
+stream_ids = st.integers(1, frames.WINDOW_MAX)
+
+
+def judged(raw: bytes) -> judge.Frame:
+    found, length = judge.Frame.parse_frame_header(memoryview(raw[:9]))
+    assert length == len(raw) - 9
+    found.parse_body(memoryview(raw[9:]))
+    return found
+
+
+@given(st.integers(0, frames.FRAME_BYTES_MAX), st.integers(0, 9), st.integers(0, 255), stream_ids)
+def test_a_head_is_read_as_it_was_written(
+    length: int, kind: int, flags: int, stream_id: int
+) -> None:
+    raw = frames.head(length, kind, flags, stream_id)
+    high, low, *rest = frames.read_head(raw)
+
+    assert len(raw) == frames.HEAD_BYTES
+    assert (high << 16 | low, *rest) == (length, kind, flags, stream_id)
+    assert int.from_bytes(raw[:3]) == length
+
+
+def test_settings_are_what_another_library_reads() -> None:
+    values = {frames.MAX_CONCURRENT_STREAMS: 7, frames.INITIAL_WINDOW_SIZE: frames.WINDOW_MAX}
+
+    found = judged(frames.settings(values))
+    assert isinstance(found, judge.SettingsFrame) and found.settings == values
+
+
+@given(stream_ids, st.integers(1, frames.WINDOW_MAX), st.sampled_from(Code))
+def test_windows_resets_and_goodbyes_are_what_another_library_reads(
+    stream_id: int, increment: int, code: Code
+) -> None:
+    update = judged(frames.window_update(stream_id, increment))
+    reset = judged(frames.rst_stream(stream_id, code))
+    goodbye = judged(frames.goaway(stream_id, code, "why"))
+
+    assert isinstance(update, judge.WindowUpdateFrame) and update.window_increment == increment
+    assert isinstance(reset, judge.RstStreamFrame) and reset.error_code == code
+    assert update.stream_id == reset.stream_id == stream_id
+    assert isinstance(goodbye, judge.GoAwayFrame) and goodbye.additional_data == b"why"
+    assert (goodbye.last_stream_id, goodbye.error_code) == (stream_id, code)
+
+
+def test_settings_come_in_the_order_in_which_they_were_sent() -> None:
+    pairs = [(4, 1), (99, 5), (4, 2), (5, 16_384)]
+    raw = b"".join(name.to_bytes(2) + value.to_bytes(4) for name, value in pairs)
+
+    assert frames.read_settings(memoryview(raw)) == pairs
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"\0\4\0\0\0", Code.FRAME_SIZE_ERROR),
+        (b"\0\4\x80\0\0\0", Code.FLOW_CONTROL_ERROR),
+        (b"\0\5\0\0\x3f\xff", Code.PROTOCOL_ERROR),
+        (b"\0\5\1\0\0\0", Code.PROTOCOL_ERROR),
+    ],
+)
+def test_settings_out_of_bounds_are_refused(raw: bytes, code: Code) -> None:
+    with pytest.raises(ConnectionBroken) as caught:
+        frames.read_settings(memoryview(raw))
+    assert caught.value.code is code
+
+
+def test_a_number_has_31_bits() -> None:
+    assert frames.read_number(memoryview(b"\xff\xff\xff\xff")) == frames.WINDOW_MAX
+    with pytest.raises(ConnectionBroken) as caught:
+        frames.read_number(memoryview(b"\0\0\0"))
+    assert caught.value.code is Code.FRAME_SIZE_ERROR
+
+
+@given(st.binary(max_size=50), st.none() | st.integers(0, 255), st.booleans())
+def test_padding_and_priority_are_taken_off(
+    payload: bytes, padding: int | None, has_priority: bool
+) -> None:
+    raw = b"p" * 5 * has_priority + payload
+    flags = frames.HAS_PRIORITY * has_priority
+    if padding is not None:
+        raw = bytes([padding]) + raw + bytes(padding)
+        flags |= frames.PADDED
+
+    assert frames.unpadded(memoryview(raw), flags) == payload
+
+
+@pytest.mark.parametrize(
+    ("raw", "flags"),
+    [
+        (b"", frames.PADDED),
+        (b"\1", frames.PADDED),
+        (b"\5abcd", frames.PADDED),
+        (b"abcd", frames.HAS_PRIORITY),
+        (b"\2ppppp.", frames.PADDED | frames.HAS_PRIORITY),
+    ],
+)
+def test_more_padding_than_payload_is_refused(raw: bytes, flags: int) -> None:
+    with pytest.raises(ConnectionBroken) as caught:
+        frames.unpadded(memoryview(raw), flags)
+    assert caught.value.code is Code.PROTOCOL_ERROR
+
+
+def test_patience_has_an_end_and_comes_back_with_time() -> None:
+    patience = RateLimiter(0)
+    for _ in range(BURST):
+        patience.charge(0)
+    for second in (1, 2):
+        for _ in range(PER_S):
+            patience.charge(second * NS_PER_S)
+    with pytest.raises(ConnectionBroken) as caught:
+        patience.charge(2 * NS_PER_S)
+    assert caught.value.code is Code.ENHANCE_YOUR_CALM
+
+
+def test_patience_is_not_saved_up() -> None:
+    patience = RateLimiter(0)
+    for _ in range(BURST):
+        patience.charge(1000 * NS_PER_S)
+    with pytest.raises(ConnectionBroken):
+        patience.charge(1000 * NS_PER_S)

@@ -1,0 +1,354 @@
+"""Header blocks: of requests, in pieces and of every wrong kind; of responses, for any reader."""
+
+from __future__ import annotations
+
+import base64
+import re
+from urllib.parse import unquote
+
+import hpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.http2 import END_HEADERS, END_STREAM, HAS_PRIORITY, PADDED, Fields, request_fields
+from support.http2 import block as block_of
+
+from iskander.transport.http2 import headers
+from iskander.transport.http2.frames import Code, ConnectionBroken, StreamError
+from iskander.transport.http2.header_blocks import (
+    FIELD_COST_BYTES,
+    FIELDS_MAX,
+    HUFFMAN_BYTES_MAX,
+    TABLE_UPDATES_MAX,
+    HeaderBlocks,
+    scan,
+)
+from iskander.transport.http2.request_head import (
+    BINARY_PARTS_MAX,
+    HEADER_LIST_BYTES_MAX,
+    RequestHead,
+    read_request,
+)
+from iskander.transport.http2.status import RpcError, Status
+
+VALUE = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=40)
+NAME = st.text("abcdefghijklmnopqrstuvwxyz0123456789-_.", min_size=1, max_size=20)
+FIELDS = st.lists(st.tuples(NAME, VALUE), max_size=8)
+
+
+def read(raw: bytes) -> list[tuple[str, str]]:
+    return [(str(name), str(value)) for name, value in hpack.Decoder().decode(raw)]
+
+
+def request(*extra: tuple[str, str]) -> RequestHead:
+    return read_request(request_fields(extra=extra))
+
+
+def size_of(fields: Fields) -> int:
+    return sum(len(name) + len(value) + 32 for name, value in fields)
+
+
+class TestResponses:
+    @given(FIELDS)
+    def test_any_fields_are_read_as_they_were_written(self, fields: Fields) -> None:
+        fields = [(name + ".", value) for name, value in fields]
+        assert read(headers.block(fields)) == fields
+
+    @pytest.mark.parametrize("length", [0, 126, 127, 128, 254, 255, 16_000, 20_000])
+    def test_strings_of_every_length(self, length: int) -> None:
+        fields = [("n" * max(length, 1), "v" * length), ("after", "it")]
+        assert read(headers.block(fields)) == fields
+
+    def test_a_response_begins_as_grpc_wants_it(self) -> None:
+        assert dict(read(headers.RESPONSE)) == {
+            ":status": "200",
+            "content-type": "application/grpc",
+            "grpc-accept-encoding": "identity,deflate,gzip",
+        }
+
+    def test_trailers_have_a_status_and_a_message_where_there_is_one(self) -> None:
+        assert read(headers.trailers(Status.OK, "", ())) == [("grpc-status", "0")]
+        assert read(headers.trailers(Status.INTERNAL, "why", [("a", "b")])) == [
+            ("grpc-status", "13"),
+            ("grpc-message", "why"),
+            ("a", "b"),
+        ]
+
+    @given(st.text())
+    def test_messages_are_percent_encoded(self, message: str) -> None:
+        said = dict(read(headers.trailers(Status.INTERNAL, message, ()))).get("grpc-message", "")
+        assert unquote(said, errors="strict") == message
+        assert re.fullmatch(r"([\x20-\x24\x26-\x7e]|%[0-9A-F]{2})*", said)
+
+    @given(st.binary(max_size=100))
+    def test_binary_metadata_is_base64_without_padding(self, raw: bytes) -> None:
+        said = dict(read(headers.trailers(Status.OK, "", [("it-bin", raw)])))["it-bin"]
+        assert "=" not in said
+        assert base64.b64decode(said + "=" * (-len(said) % 4), validate=True) == raw
+
+
+class TestRequests:
+    def test_what_a_call_says_of_itself(self) -> None:
+        head = request(("grpc-encoding", "gzip"), ("a", "1"), ("b", "2"), ("a", "3"))
+        assert (head.path, head.timeout_ns, head.encoding) == ("/t/M", None, "gzip")
+        assert head.metadata == (("a", "1"), ("b", "2"), ("a", "3"))
+
+    def test_what_is_the_transports_own_is_left_out(self) -> None:
+        ours = [("user-agent", "x"), ("grpc-accept-encoding", "gzip"), ("grpc-internal", "x")]
+        assert request(*ours).metadata == ()
+
+    @pytest.mark.parametrize(
+        ("said", "ns"),
+        [
+            ("0n", 0),
+            ("1n", 1),
+            ("2u", 2_000),
+            ("3m", 3_000_000),
+            ("4S", 4 * 10**9),
+            ("5M", 300 * 10**9),
+            ("6H", 6 * 3600 * 10**9),
+            ("99999999n", 99_999_999),
+            ("00000001S", 10**9),
+        ],
+    )
+    def test_timeouts_of_every_unit(self, said: str, ns: int) -> None:
+        assert request(("grpc-timeout", said)).timeout_ns == ns
+
+    @pytest.mark.parametrize(
+        "said", ["", "1", "S", "-1S", "1.5S", "1s", " 1S", "1S ", "123456789n", "1SS"]
+    )
+    def test_malformed_timeouts_are_refused(self, said: str) -> None:
+        with pytest.raises(RpcError, match="grpc-timeout"):
+            request(("grpc-timeout", said))
+
+    @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.booleans())
+    def test_binary_values_are_decoded_padded_or_not_and_joined(
+        self, values: list[bytes], is_padded: bool
+    ) -> None:
+        parts = [base64.b64encode(value).decode() for value in values]
+        said = ",".join(part if is_padded else part.rstrip("=") for part in parts)
+
+        assert request(("k-bin", said)).metadata == tuple(("k-bin", value) for value in values)
+
+    @pytest.mark.parametrize("said", ["*", "a", "aaaaa", "aa aa", "====", "\xe9\xe9\xe9\xe9",
+                                      "akGk=", "akGk=z", "aa=a", "aaa=="])  # fmt: skip
+    def test_binary_values_that_are_not_base64_are_refused(self, said: str) -> None:
+        with pytest.raises(RpcError, match="not base64"):
+            request(("k-bin", said))
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            request_fields(without=["content-type"]),
+            request_fields(without=["content-type"], extra=[("content-type", "text/html")]),
+            request_fields(without=[":method"], extra=[(":method", "GET")]),
+        ],
+    )
+    def test_what_is_no_grpc_call_is_refused(self, fields: Fields) -> None:
+        with pytest.raises(RpcError, match="not a gRPC call"):
+            read_request(fields)
+
+    @pytest.mark.parametrize("kind", ["application/grpc+proto", "application/grpc;a=b"])
+    def test_content_types_with_more_to_them(self, kind: str) -> None:
+        fields = request_fields(without=["content-type"], extra=[("content-type", kind)])
+        assert read_request(fields).path == "/t/M"
+
+    def test_a_list_of_headers_may_have_so_many_bytes_and_no_more(self) -> None:
+        left = HEADER_LIST_BYTES_MAX - size_of(request_fields(extra=[("k", "")]))
+        assert request(("k", "v" * left)).metadata[0][0] == "k"
+        with pytest.raises(RpcError, match="16385 bytes; 16384 are taken") as caught:
+            request(("k", "v" * (left + 1)))
+        assert caught.value.status is Status.RESOURCE_EXHAUSTED
+
+    def test_the_values_of_binary_headers_are_counted_before_they_are_decoded(self) -> None:
+        """ "!" is not base64: an error about that would mean that it was looked at."""
+        assert len(request(("k-bin", "," * (BINARY_PARTS_MAX - 1))).metadata) == BINARY_PARTS_MAX
+        with pytest.raises(RpcError, match="129 binary header values; 128 are taken"):
+            request(("k-bin", "!" + "," * BINARY_PARTS_MAX))
+        with pytest.raises(RpcError, match="bytes; 16384 are taken"):
+            request(("k-bin", "!" + "," * 60_000))
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            request_fields(without=[":method"]),
+            request_fields(without=[":path"]),
+            request_fields(without=[":scheme"]),
+            request_fields(without=[":path"], extra=[(":path", "")]),
+            request_fields(extra=[(":path", "/t/N")]),
+            request_fields(extra=[(":status", "200")]),
+            request_fields(extra=[(":unknown", "x")]),
+            [*request_fields(without=[":path"]), (":path", "/t/M")],
+            request_fields(extra=[("Upper", "x")]),
+            request_fields(extra=[("a b", "x")]),
+            request_fields(extra=[("", "x")]),
+            request_fields(extra=[("k", "a\r\nb")]),
+            request_fields(extra=[("k", "a\0b")]),
+            request_fields(extra=[("connection", "close")]),
+            request_fields(extra=[("transfer-encoding", "chunked")]),
+            request_fields(without=["te"], extra=[("te", "gzip")]),
+            request_fields(extra=[("content-length", "-1")]),
+            request_fields(extra=[("content-length", "9" * 5000)]),
+        ],
+    )
+    def test_a_malformed_request_is_an_error_of_its_stream(self, fields: Fields) -> None:
+        with pytest.raises(StreamError) as caught:
+            read_request(fields)
+        assert caught.value.code is Code.PROTOCOL_ERROR
+
+
+class TestBlocks:
+    @given(FIELDS, st.lists(st.integers(0, 200), max_size=6), st.none() | st.integers(0, 9))
+    def test_a_block_in_pieces_is_the_same_block(
+        self, fields: Fields, cuts: list[int], padding: int | None
+    ) -> None:
+        fields = request_fields(extra=[(f"x{name}", value) for name, value in fields])
+        raw = block_of(fields)
+        ends = [*sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+        pieces = [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        flags, first = END_STREAM | HAS_PRIORITY, b"ppppp" + pieces[0]
+        if padding is not None:
+            flags, first = flags | PADDED, bytes([padding]) + first + bytes(padding)
+
+        blocks = HeaderBlocks()
+        blocks.begin(5, flags, memoryview(first))
+        for piece in pieces[1:]:
+            assert blocks.is_open
+            blocks.go_on(5, memoryview(piece))
+        stream_id, is_last, ended = blocks.end()
+        assert (stream_id, is_last, ended.pairs) == (5, True, fields)
+        assert not blocks.is_open
+
+    def test_blocks_share_a_table(self) -> None:
+        encoder, blocks = hpack.Encoder(), HeaderBlocks()
+        for stream_id in (1, 3, 5):
+            fields = request_fields(extra=[("client", "robot-7"), ("n", str(stream_id))])
+            raw = memoryview(encoder.encode(fields))
+            blocks.begin(stream_id, END_HEADERS, raw)
+            number, is_last, ended = blocks.end()
+            assert (number, is_last, ended.pairs) == (stream_id, False, fields)
+        assert len(raw) < 20
+
+    def test_a_request_that_comes_again_is_read_once(self) -> None:
+        """Once the table does not change any more, which the first one writes to."""
+        blocks, encoder, requests = HeaderBlocks(), hpack.Encoder(), []
+        for stream_id in (1, 3, 5):
+            raw = encoder.encode(request_fields(extra=[("client", "robot-7")]))
+            blocks.begin(stream_id, END_HEADERS, memoryview(raw))
+            requests.append(blocks.end()[2].request())
+        first, again, _ = requests
+        assert again is requests[2]
+        assert (first.path, first.metadata) == (again.path, again.metadata)
+        assert (first.path, first.metadata) == ("/t/M", (("client", "robot-7"),))
+
+    @pytest.mark.parametrize("stream_id", [1, 3])
+    def test_a_continuation_of_nothing_is_refused(self, stream_id: int) -> None:
+        blocks = HeaderBlocks()
+        if stream_id == 3:
+            blocks.begin(1, 0, memoryview(b""))
+        with pytest.raises(ConnectionBroken) as caught:
+            blocks.go_on(stream_id, memoryview(b""))
+        assert caught.value.code is Code.PROTOCOL_ERROR
+
+    def test_a_block_without_end_is_refused(self) -> None:
+        blocks = HeaderBlocks()
+        blocks.begin(1, 0, memoryview(bytes(65_536)))
+        blocks.go_on(1, memoryview(b""))
+        with pytest.raises(ConnectionBroken) as caught:
+            blocks.go_on(1, memoryview(b"\0"))
+        assert caught.value.code is Code.ENHANCE_YOUR_CALM
+
+    @given(st.binary(max_size=200))
+    def test_bytes_at_random_are_a_block_or_break_the_connection(self, raw: bytes) -> None:
+        blocks = HeaderBlocks()
+        blocks.begin(1, END_HEADERS, memoryview(raw))
+        try:
+            blocks.end()
+        except ConnectionBroken as error:
+            assert error.code is Code.COMPRESSION_ERROR
+
+    @pytest.mark.parametrize("block", [b"\xff", b"\x00\x81\xff\x00", b"\xff\x80\x01"])
+    def test_what_is_wrong_with_a_block_is_said_without_addresses(self, block: bytes) -> None:
+        """`hpack` names the bytes that it read by their place in memory."""
+        blocks = HeaderBlocks()
+        blocks.begin(1, END_HEADERS, memoryview(block))
+        with pytest.raises(ConnectionBroken) as caught:
+            blocks.end()
+        assert str(caught.value) == "invalid header block"
+
+    def test_a_small_block_that_expands_without_measure_is_refused(self) -> None:
+        blocks, encoder = HeaderBlocks(), hpack.Encoder()
+        first = encoder.encode([("bomb", "b" * 4000)])
+        blocks.begin(1, END_HEADERS, memoryview(first + b"\xbe" * 20))
+        with pytest.raises(ConnectionBroken):
+            blocks.end()
+
+    def test_nothing_is_kept_of_a_block_that_has_ended(self) -> None:
+        blocks = HeaderBlocks()
+        blocks.begin(1, END_HEADERS, memoryview(block_of([("k", "v" * 60_000)])))
+        blocks.end()
+        assert len(blocks._block) == 0
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 5), st.booleans()) | st.sampled_from([0, 64, 200, 4096]),
+            max_size=40,
+        )
+    )
+    def test_blocks_that_come_again_mean_what_the_table_says_by_then(
+        self, steps: list[tuple[int, bool] | int]
+    ) -> None:
+        """Few different fields, with and without a place in a table of changing size."""
+        encoder, blocks, plain = hpack.Encoder(), HeaderBlocks(), hpack.Decoder()
+        changes = 0
+        for step in steps:
+            if isinstance(step, int):
+                # Or hpack forgets the change before; a block may have two changes.
+                if step != encoder.header_table_size and changes < TABLE_UPDATES_MAX:
+                    encoder.header_table_size = step
+                    changes += 1
+                continue
+            changes = 0
+            number, is_sensitive = step
+            fields = [(f"name-{number % 3}", f"value-{number}"), (":method", "POST")]
+            raw = (
+                encoder.encode(fields, huffman=False)
+                if not is_sensitive
+                else encoder.encode([hpack.NeverIndexedHeaderTuple(*each) for each in fields])
+            )
+            blocks.begin(1, END_HEADERS, memoryview(raw))
+            wanted = [(str(name), str(value)) for name, value in plain.decode(raw)]
+            assert blocks.end()[2].pairs == wanted == fields
+
+    @pytest.mark.parametrize(
+        ("block", "limit"),
+        [
+            (b"\x20" * TABLE_UPDATES_MAX, b"\x20"),
+            (b"\x82" * FIELDS_MAX, b"\x82"),
+            (b"\x00\x01a\xff\x81\xbf\x01" + bytes(HUFFMAN_BYTES_MAX), b"\x00\x01a\x81\x1f"),
+            (b"\x7f\xff\xff\xff\xff\x0f", b"\x7f\xff\xff\xff\xff\xff\x0f"),
+        ],
+        ids=["table size updates", "fields", "Huffman-coded bytes", "an integer"],
+    )
+    def test_the_work_of_a_block_is_bounded_before_it_is_decoded(
+        self, block: bytes, limit: bytes
+    ) -> None:
+        assert scan(block) > 0
+        with pytest.raises(ConnectionBroken) as caught:
+            scan(block + limit)
+        assert caught.value.code in (Code.ENHANCE_YOUR_CALM, Code.COMPRESSION_ERROR)
+
+    @given(FIELDS, st.booleans())
+    def test_the_cost_of_a_block_is_of_its_fields_and_of_its_huffman_codes(
+        self, fields: Fields, is_coded: bool
+    ) -> None:
+        raw = hpack.Encoder().encode(fields, huffman=is_coded)
+        assert scan(raw) >= len(raw) + FIELD_COST_BYTES * len(fields)
+        assert (scan(raw) == len(raw) + FIELD_COST_BYTES * len(fields)) or is_coded
+
+    @given(st.binary(max_size=100))
+    def test_any_bytes_can_be_scanned(self, raw: bytes) -> None:
+        try:
+            assert scan(raw) >= len(raw)
+        except ConnectionBroken as error:
+            assert error.code in (Code.ENHANCE_YOUR_CALM, Code.COMPRESSION_ERROR)

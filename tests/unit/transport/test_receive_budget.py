@@ -1,0 +1,47 @@
+"""The memory of large messages: its charge, and its pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from iskander.transport.allocator import MMAP_THRESHOLD_BYTES
+from iskander.transport.receive_budget import ReceiveBudget, TrackedArray
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("size", [1, 5 * MIB, MMAP_THRESHOLD_BYTES])
+def test_memory_is_charged_until_its_last_view_is_gone(size: int) -> None:
+    budget = ReceiveBudget(1 << 30)
+    array = budget.charged_array(size)
+    assert array is not None
+    view = array.data
+    view[:] = bytes([7]) * size
+    del array
+    assert budget.used_bytes == size
+    assert view[0] == view[-1] == 7
+    del view
+    assert budget.used_bytes == 0
+
+
+def test_memory_that_is_mapped_anew_has_small_pages() -> None:
+    """A huge page is cleared in one step, and the loop waits for it."""
+    array = ReceiveBudget(1 << 30).array(2 * MMAP_THRESHOLD_BYTES)
+    array[:] = 1
+    assert huge_bytes(array) == 0
+
+
+def huge_bytes(array: TrackedArray) -> int:
+    """Of the mapping that has the array in it. Source: proc(5), `smaps`."""
+    address = array.ctypes.data
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(part, 16) for part in first.split("-"))
+            is_inside = start <= address < stop
+        elif is_inside and first == "AnonHugePages:":
+            return int(rest.split()[0]) * 1024
+    raise AssertionError("the array is in no mapping")

@@ -1,0 +1,52 @@
+"""Sockets with a path: what is at the path first, and what is left."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from iskander.config.schema import ServerConfig
+from iskander.errors import ConfigError
+from iskander.transport.sockets import BoundPath
+
+
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("dear")
+    with pytest.raises(ConfigError, match=r"notes\.txt: there is a file that is no socket"):
+        BoundPath(notes, ServerConfig())
+    assert notes.read_text() == "dear"
+    assert list(tmp_path.iterdir()) == [notes]
+
+
+def test_a_link_is_left_alone(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="no socket"):
+        BoundPath(link, ServerConfig())
+    assert link.is_symlink()
+
+
+def test_the_socket_of_one_that_is_gone_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sock"
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(path))
+    bound = BoundPath(path, ServerConfig())
+    bound.socket.close()
+    assert path.is_socket()
+    with pytest.raises(ConfigError, match="another process listens"):
+        BoundPath(path, ServerConfig())
+    bound.release()
+    assert not path.exists()
+
+
+def test_what_took_the_sockets_place_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.sock"
+    bound = BoundPath(path, ServerConfig())
+    bound.socket.close()
+    path.unlink()
+    path.write_text("dear")
+    bound.release()
+    assert path.read_text() == "dear"

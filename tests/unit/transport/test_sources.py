@@ -1,0 +1,86 @@
+"""Connections by source: which one gives way, in a bounded number of steps."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from iskander.transport.sources import LOOKED_AT, SourceTable, source_of
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "source"),
+    [
+        (socket.AF_UNIX, "", "unix"),
+        (socket.AF_INET, ("10.1.2.3", 5), "10.1.2.3"),
+        (socket.AF_INET6, ("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::"),
+        (socket.AF_INET6, ("2001:db8:1:2::9", 5, 0, 0), "2001:db8:1:2::"),
+        (socket.AF_INET6, ("::ffff:10.1.2.3", 5, 0, 0), "10.1.2.3"),
+        (socket.AF_INET6, ("fe80::1%eth0", 5, 0, 2), "fe80::"),
+    ],
+)
+def test_a_source_is_what_one_client_has(family: int, address: object, source: str) -> None:
+    assert source_of(family, address) == source
+
+
+def idle_since(times: dict[str, int]) -> Callable[[str], int]:
+    return lambda item: times.get(item, 0)
+
+
+def filled(**counts: int) -> SourceTable[str]:
+    table: SourceTable[str] = SourceTable()
+    for source, count in counts.items():
+        for number in range(count):
+            table.add(source, f"{source}{number}")
+    return table
+
+
+def test_items_are_counted_by_source() -> None:
+    table = filled(a=2, b=1)
+    assert (len(table), table.count("a"), table.count("b"), table.count("c")) == (3, 2, 1, 0)
+    assert table.remove("a", "a0") and not table.remove("a", "a0") and not table.remove("c", "c0")
+    assert (len(table), table.count("a")) == (2, 1)
+    assert table.remove("a", "a1") and table.count("a") == 0
+
+
+def test_the_oldest_idle_item_of_the_source_with_most_is_found() -> None:
+    table = filled(few=2, most=4)
+    times = {"few0": 1, "few1": 2, "most0": 9, "most1": 0, "most2": 5, "most3": 7}
+    assert table.oldest_idle(idle_since(times)) == "most2"
+    assert table.oldest_idle(idle_since(times), "few") == "few0"
+    table.remove("most", "most2")
+    table.remove("most", "most3")
+    table.remove("most", "most0")
+    # The other source has more now.
+    assert table.oldest_idle(idle_since(times)) == "few0"
+
+
+def test_where_the_source_with_most_is_busy_the_next_one_gives() -> None:
+    table = filled(a=3, b=2)
+    assert table.oldest_idle(idle_since({"b1": 5})) == "b1"
+    assert table.oldest_idle(idle_since({})) is None
+    assert table.oldest_idle(idle_since({"b1": 5}), "a") is None
+
+
+def test_of_sources_with_as_many_the_oldest_item_gives_way() -> None:
+    table = filled(a=1, b=1, c=1)
+    assert table.oldest_idle(idle_since({"a0": 3, "b0": 1, "c0": 2})) == "b0"
+
+
+@pytest.mark.parametrize("counts", [{"a": 5000}, {f"s{number}": 1 for number in range(5000)}])
+def test_a_search_looks_at_few_items_and_comes_to_all_of_them(counts: dict[str, int]) -> None:
+    table = filled(**counts)
+    seen: list[str] = []
+
+    def busy(item: str) -> int:
+        seen.append(item)
+        return 0
+
+    assert table.oldest_idle(busy) is None
+    assert len(seen) == LOOKED_AT
+    while len(set(seen)) < 5000:
+        before = len(set(seen))
+        table.oldest_idle(busy)
+        assert len(set(seen)) == min(before + LOOKED_AT, 5000)

@@ -1,0 +1,219 @@
+"""Which files an ONNX model names, which of them may be opened, and what they have to be."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from iskander_worker.loading import onnx_external as external
+from iskander_worker.loading.model_files import inspect_files, require_pins
+from iskander_worker.loading.onnx_external import external_tensors
+from onnx import TensorProto, helper
+
+from iskander.contract.paths import confined
+from iskander.errors import ManifestError
+from iskander.varint import varint
+
+LARGE = 1 << 40
+
+
+def outside(name: str, location: str, offset: int, length: int) -> TensorProto:
+    tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[max(length // 4, 1)])
+    tensor.data_location = TensorProto.EXTERNAL
+    entries = {"location": location, "offset": str(offset)} | (
+        {"length": str(length)} if length else {}
+    )
+    for key, text in entries.items():
+        tensor.external_data.add(key=key, value=text)
+    return tensor
+
+
+def model(*weights: TensorProto) -> onnx.ModelProto:
+    """Weights of the graph, of a subgraph's node, of a constant and of a function's."""
+    first, second, third, fourth, fifth = weights
+    body = helper.make_graph([], "body", [], [], [second])
+    sparse = onnx.SparseTensorProto(values=fourth)
+    nodes = [
+        helper.make_node("If", ["c"], ["y"], then_branch=body),
+        helper.make_node("Constant", [], ["k"], value=third),
+    ]
+    graph = helper.make_graph(nodes, "g", [], [], [first], sparse_initializer=[sparse])
+    inner = helper.make_node("Constant", [], ["f"], value=fifth)
+    function = helper.make_function("d", "f", [], ["f"], [inner], [helper.make_opsetid("", 17)])
+    return helper.make_model(graph, functions=[function])
+
+
+def test_every_place_of_a_tensor_is_found() -> None:
+    wanted = [(f"w{n}.bin", 64 * n, 4 * n) for n in range(5)]
+    raw = model(*(outside(f"w{n}", *each) for n, each in enumerate(wanted))).SerializeToString()
+
+    assert sorted(external_tensors(memoryview(raw), "m")) == wanted
+
+
+def test_files_are_found_bounded_and_hashed(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "w.bin").write_bytes(bytes(range(200)))
+    weights = [outside(f"w{n}", "sub/w.bin", 8 * n, 8) for n in range(4)]
+    file = tmp_path / "model.onnx"
+    file.write_bytes(model(*weights, outside("w4", "sub/w.bin", 100, 0)).SerializeToString())
+
+    files = inspect_files(file, LARGE)
+
+    assert list(files.paths) == ["model.onnx", "sub/w.bin"]
+    assert files.digests["sub/w.bin"] == hashlib.sha256(bytes(range(200))).hexdigest()
+    assert files.weight_bytes == file.stat().st_size + 200
+    with pytest.raises(ManifestError, match=r"loading\.model_bytes is 250"):
+        inspect_files(file, 250)
+
+
+@given(st.data())
+def test_a_damaged_model_is_refused_or_read_and_nothing_else(data: st.DataObject) -> None:
+    raw = bytearray(model(*(outside(f"w{n}", "w", n, 4) for n in range(5))).SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    del raw[data.draw(st.integers(1, len(raw))) :]
+    try:
+        external_tensors(memoryview(raw), "m")
+    except ManifestError as error:
+        assert "`m`" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../a", "leads out"),
+        ("/etc/passwd", "leads out"),
+        ("", "leads out"),
+        ("a\0b", "leads out"),
+        ("sub/../../a", "leads out"),
+        ("missing", "No such file"),
+        ("sub", "is not a file"),
+        ("link", "is a link that leads out"),
+        ("sub/link", "is a link that leads out"),
+        ("circle", "cannot be read"),
+        ("twice", "2 names"),
+    ],
+)
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str, words: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (tmp_path / "a").write_bytes(b"secret")
+    (folder / "link").symlink_to("../a")
+    (folder / "sub" / "link").symlink_to("../../a")
+    (folder / "circle").symlink_to("circle")
+    os.link(tmp_path / "a", folder / "twice")
+
+    with pytest.raises(ManifestError, match=words):
+        confined(folder, name)
+
+
+def test_a_link_within_the_folder_is_a_name_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("w")
+
+    assert confined(tmp_path, "link").read_bytes() == b"1"
+
+
+def test_pins_hold_every_file_or_say_which_not(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(64))
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    weights = [outside(f"w{n}", "w.bin", 0, 4) for n in range(5)]
+    (tmp_path / "model.onnx").write_bytes(model(*weights).SerializeToString())
+    files = inspect_files(tmp_path / "model.onnx", LARGE)
+    labels = hashlib.sha256(b"cat\ndog\n").hexdigest()
+    pins = {**files.digests, "labels.txt": labels.upper()}
+
+    require_pins(tmp_path, pins, files.digests, files.paths)
+    require_pins(tmp_path, {}, {})
+    with pytest.raises(ManifestError, match=r"`labels\.txt` is not the file that the manifest pin"):
+        require_pins(tmp_path, pins | {"labels.txt": "0" * 64}, files.digests)
+    with pytest.raises(ManifestError, match=r"pins no sha256 of `w\.bin`"):
+        require_pins(
+            tmp_path, {"model.onnx": files.digests["model.onnx"]}, files.digests, files.paths
+        )
+
+
+def test_a_model_without_weights_outside_is_one_file(tmp_path: Path) -> None:
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [4], np.ones(4))
+    graph = helper.make_graph([], "g", [], [], [weight])
+    (tmp_path / "model.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+
+    assert list(inspect_files(tmp_path / "model.onnx", LARGE).paths) == ["model.onnx"]
+
+
+def message(number: int, body: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(body)) + body
+
+
+def test_a_tag_that_protobuf_would_cut_is_refused() -> None:
+    """Cut to 32 bits it is the graph; read whole it is a field that nobody knows."""
+    graph = message(5, outside("w", "../x", 0, 4).SerializeToString())
+    raw = varint((7 << 3 | 2) | 1 << 32) + varint(len(graph)) + graph
+
+    with pytest.raises(ManifestError, match="makes no sense"):
+        external_tensors(memoryview(raw), "m")
+
+
+def test_a_model_is_walked_whatever_its_file_is_called(tmp_path: Path) -> None:
+    weights = [outside(f"w{n}", "../x", 0, 4) for n in range(5)]
+    (tmp_path / "model.pb").write_bytes(model(*weights).SerializeToString())
+
+    with pytest.raises(ManifestError, match="leads out"):
+        inspect_files(tmp_path / "model.pb", LARGE)
+
+
+def test_a_tensor_says_once_where_it_lies() -> None:
+    tensor = outside("w", "a", 0, 4)
+    tensor.external_data.add(key="location", value="b")
+    raw = message(7, message(5, tensor.SerializeToString()))
+
+    with pytest.raises(ManifestError, match="says its location twice"):
+        external_tensors(memoryview(raw), "m")
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [("FIELDS_MAX", "more than 8 fields"), ("TENSORS_MAX", "more than 8 tensors outside")],
+)
+def test_a_walk_has_its_end(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
+    monkeypatch.setattr(external, limit, 8)
+    raw = message(7, 9 * message(5, outside("w", "a", 0, 4).SerializeToString()))
+
+    with pytest.raises(ManifestError, match=words):
+        external_tensors(memoryview(raw), "m")
+
+
+def test_a_walk_takes_no_more_memory_where_there_is_more_to_walk() -> None:
+    raw = memoryview(message(7, 100_000 * message(1, b"")))
+    tracemalloc.start()
+    try:
+        assert external_tensors(raw, "m") == []
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 100_000
+
+
+def test_a_folder_is_confined_where_one_is_wanted_and_never_the_models_own(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "self").symlink_to(".")
+    (tmp_path / "away").symlink_to("/etc")
+
+    assert confined(tmp_path, "sub", is_folder_allowed=True) == tmp_path / "sub"
+    for name, words in (
+        (".", "own folder"),
+        ("self", "own folder"),
+        ("away", "leads out"),
+        ("a\0b", "leads out"),
+        ("a" * 300, "File name too long"),
+    ):
+        with pytest.raises(ManifestError, match=words):
+            confined(tmp_path, name, is_folder_allowed=True)

@@ -1,0 +1,1 @@
+"""Model loading: files, weights, signatures, and the thread that loads."""

@@ -1,0 +1,94 @@
+"""Files of weights, read without running what is in them.
+
+Runs on: worker main.
+
+Source: the safetensors format (header length, JSON header, one block of data).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from iskander.decoders import prepared
+from iskander.errors import ManifestError
+
+HEADER_BYTES_MAX = 16 << 20
+RANK_MAX = 16
+SAFETENSORS = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "uint16",
+    "F32": "float32", "F64": "float64",
+}  # fmt: skip
+"""Element types by their names there; NumPy has no bfloat16, so its bits are uint16."""
+
+Length = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+@prepared
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor in a file.
+
+    Attributes:
+        data_offsets: Where its bytes begin and end, counted from the end of the header.
+    """
+
+    dtype: str
+    shape: tuple[Length, ...]
+    data_offsets: tuple[Length, Length]
+
+
+def inspect_safetensors(path: Path) -> tuple[dict[str, Stored], int]:
+    """What a file of weights holds, each tensor found to lie in it whole and apart from others.
+
+    Returns:
+        The tensors by name, and where their bytes begin in the file.
+
+    Raises:
+        ManifestError: It is no such file, or says what cannot be.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        end = path.stat().st_size - 8 - length
+        if length > HEADER_BYTES_MAX or end < 0:
+            raise ManifestError(f"`{path.name}` is no safetensors file: its header has {length} B")
+        raw = file.read(length)
+    try:
+        entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        tensors = {name: msgspec.json.decode(raw, type=Stored) for name, raw in entries.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ManifestError(f"`{path.name}` is no safetensors file: {error}") from None
+    at = 0
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        first, last = stored.data_offsets
+        is_known = stored.dtype in SAFETENSORS and len(stored.shape) <= RANK_MAX
+        wanted = prod(stored.shape) * np.dtype(SAFETENSORS.get(stored.dtype, "uint8")).itemsize
+        if not is_known or first < at or last > end or last - first != wanted:
+            raise ManifestError(
+                f"`{path.name}`: the tensor `{name[:100]}` of {stored.dtype[:20]} "
+                f"{list(stored.shape)[:RANK_MAX]} cannot lie at {first} to {last}"
+            )
+        at = last
+    return tensors, 8 + length
+
+
+def load_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file of weights, mapped and not copied; they cannot be written.
+
+    Raises:
+        ManifestError: As `inspect_safetensors`.
+    """
+    tensors, begin = inspect_safetensors(path)
+    mapped = np.memmap(path, np.uint8, mode="r")
+    return {
+        name: np.frombuffer(
+            mapped[begin + stored.data_offsets[0] : begin + stored.data_offsets[1]],
+            SAFETENSORS[stored.dtype],
+        ).reshape(stored.shape)
+        for name, stored in tensors.items()
+    }

@@ -1,0 +1,53 @@
+"""A model loaded once for a look, by no worker of any gateway: what `iskander check` asks.
+
+The description comes on standard input, the answer goes to standard output; what the model's code
+prints goes to standard error.
+
+Runs on: a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from iskander.control.messages import Loaded, LoadFailed, ModelSpec, encode
+from iskander.errors import IskanderError
+from iskander_worker.failures import named
+from iskander_worker.session import Session
+
+
+def try_model(cores: int) -> None:
+    """Load the model that is described, and tell what came of it.
+
+    Args:
+        cores: Physical cores that it would have.
+    """
+    answer_fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelSpec)
+    try:
+        answer: Loaded | LoadFailed = look(spec, cores)
+    except IskanderError as failure:
+        answer = LoadFailed(spec.key, failure.code, failure.message)
+    os.write(answer_fd, encode([answer]))
+
+
+def look(spec: ModelSpec, cores: int) -> Loaded:
+    """Load and warm a model, and let it go.
+
+    Raises:
+        IskanderError: It cannot be.
+    """
+    try:
+        session = Session(spec, cores)
+        session.warm_up(spec.rows_max)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise named(error) from None
+    loaded = Loaded(spec.key, session.contract, session.providers, session.threads, 0.0)
+    session.close()
+    return loaded
