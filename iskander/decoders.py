@@ -16,7 +16,7 @@ import msgspec
 KindT = TypeVar("KindT", bound=msgspec.Struct)
 
 
-def prepared(kind: type[KindT]) -> type[KindT]:
+def thread_safe(kind: type[KindT]) -> type[KindT]:
     """Have msgspec learn a type, and those in it, where it is defined; a decorator."""
     msgspec.json.Decoder(kind)
     return kind

@@ -24,14 +24,14 @@ from iskander.config.loader import load_config
 from iskander.errors import ConfigError
 from iskander.gateway.__main__ import main
 from iskander.measurement.subscribers import LISTENERS, Listener
-from iskander.scheduling.scored import Score, register
+from iskander.scheduling.scored_policy import Score, register
 
 
 def register_policy(name: str) -> Callable[[Score], Score]:
     """Decorate a function that scores a request; the higher score goes first.
 
     It is called on the gateway loop for every request, and so has to be quick. For what it is told
-    see `iskander.scheduling.scored.Scorable`.
+    see `iskander.scheduling.scored_policy.Scorable`.
 
     Raises:
         ConfigError: There is a policy of that name.

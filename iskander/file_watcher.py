@@ -13,7 +13,7 @@ from pathlib import Path
 LOOK_S = 1.0
 
 
-class Following:
+class FileWatcher:
     """Looks at files once a second; a look takes a few microseconds.
 
     A change counts when two looks have found the same: what is being written is not half read.

@@ -1,7 +1,7 @@
 """A gateway and its workers in virtual time: the same decisions as the server's, in no time.
 
-What decides is the server's own code: `Intake`, `Lane` with its queue, policy, batcher, admission,
-cadence and cost, and `Dispatcher`, whole. Simulated are the clock, asyncio's loop (with the steps
+The decisions are the server's own code: `InputArena`, `Lane` (queue, policy, batcher, admission,
+arrivals, cost) and `Dispatcher`. Simulated are the clock, asyncio's loop (with the steps
 of its timers), the worker processes (a run takes what a cost says, with some noise) and the way to
 them and back. The gateway's own work takes no time. Equal seeds give equal results.
 
@@ -38,11 +38,11 @@ from iskander.scheduling import input_arena as intake
 from iskander.scheduling.batcher import Formed
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.fair_share import BriefRequests
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, NO_TERMS, Request, Terms
 from iskander.scheduling.wakeup import BusyPolling
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 
 TIMER_STEP_NS = NS_PER_MS
 """epoll waits for whole milliseconds, so that asyncio's timers are late by up to one."""
@@ -229,7 +229,7 @@ class Process:
     def __init__(self, world: World, seed: int, noise: float) -> None:
         self.batches: list[tuple[int, int, int]] = []
         self.busy_ns = 0
-        self.worker = Worker(Place(0, 0, (0,), None))
+        self.worker = Worker(SlotPlan(0, 0, (0,), None))
         output = Segment.create("iskander-output", ARENA_BYTES)
         self.worker.attach(1, os.getpid(), output, ARENA_BYTES)
         self.worker.channel = cast(Channel, self)
@@ -301,7 +301,7 @@ class World:
         with _stands_for_asyncio(self.loop):
             for key, model in self.models.items():
                 self.lanes[key] = _make_lane(key, model)
-            self.intake = Intake(ARENA_BYTES, LimitsConfig(arena_wait_ms=0))
+            self.intake = InputArena(ARENA_BYTES, LimitsConfig(arena_wait_ms=0))
             lanes: dict[int, Lane] = {**self.lanes}
             self.dispatcher = Dispatcher(self.intake, lanes, BusyPolling(0))
             self.process = Process(self, self._seed, noise)

@@ -48,7 +48,7 @@ class Values(NamedTuple):
     is_bfloat16: bool = False
 
 
-class Where(NamedTuple):
+class ValueLocation(NamedTuple):
     """What elements are of, for errors.
 
     Attributes:
@@ -65,7 +65,7 @@ class Where(NamedTuple):
         return at if self.rows is None else int(self.rows[at])
 
 
-def cast(values: Values, wanted: str, where: Where) -> np.ndarray:
+def cast(values: Values, wanted: str, where: ValueLocation) -> np.ndarray:
     """Elements in another type; zero where there is no value.
 
     Args:
@@ -107,7 +107,9 @@ def cast(values: Values, wanted: str, where: Where) -> np.ndarray:
     return made
 
 
-def rescale(values: Values, multiply: int, divide: int, wanted: str, where: Where) -> np.ndarray:
+def rescale(
+    values: Values, multiply: int, divide: int, wanted: str, where: ValueLocation
+) -> np.ndarray:
     """Whole numbers times `multiply` over `divide`, in another type; zero where there is no value.
 
     Exact where whole numbers are wanted, rounded where floats are.
@@ -143,7 +145,7 @@ def constant(value: float | str, dtype_name: str) -> np.generic:
     return made
 
 
-def refuse_nulls(bad: np.ndarray, where: Where) -> None:
+def refuse_nulls(bad: np.ndarray, where: ValueLocation) -> None:
     """Refuse elements that are null.
 
     Raises:
@@ -164,7 +166,7 @@ def _zeroed(values: Values) -> np.ndarray:
     return np.where(values.valid, values.data, np.zeros((), values.data.dtype))
 
 
-def _refuse(bad: np.ndarray, data: np.ndarray, wanted: str, where: Where) -> None:
+def _refuse(bad: np.ndarray, data: np.ndarray, wanted: str, where: ValueLocation) -> None:
     count = int(np.count_nonzero(bad))
     if count:
         found = data[bad][0]

@@ -22,7 +22,7 @@ from iskander.auth.tokens import digest, read_tokens
 from iskander.clock import NS_PER_S, wall_ns
 from iskander.config.auth import AccessConfig, Token
 from iskander.errors import ConfigError, PermissionDenied, Unauthenticated
-from iskander.file_watcher import Following
+from iskander.file_watcher import FileWatcher
 
 HEADER: Final = "authorization"
 ANONYMOUS: Final = "(anonymous)"
@@ -139,7 +139,7 @@ class Grant:
         raise error
 
 
-class _Everything(Grant):
+class _FullGrant(Grant):
     """Nothing is refused, and nothing remembered of what is asked."""
 
     __slots__ = ()
@@ -149,11 +149,11 @@ class _Everything(Grant):
         return True
 
 
-EVERYTHING: Final = _Everything("", ("*",), may_manage=True, refused=Counter())
+EVERYTHING: Final = _FullGrant("", ("*",), may_manage=True, refused=Counter())
 """Of callers of a server without tokens."""
 
 
-class Access:
+class Authenticator:
     """The tokens of one server.
 
     Args:
@@ -176,7 +176,7 @@ class Access:
         self._on_change = on_change
         self._grants: dict[str, Grant] = {}
         self._expiries: dict[str, float] = {}
-        self._following = Following([self._path], self._look)
+        self._following = FileWatcher([self._path], self._look)
         self._reading: asyncio.Task[None] | None = None
         self.anonymous: Grant = EVERYTHING
         if not self._is_open:
@@ -208,7 +208,7 @@ class Access:
             if self._is_closed and not is_probe:
                 raise self._counted(f"this server wants a token: {_WANTED}")
             return self.anonymous
-        token = token_in(str(shown))
+        token = bearer_token(str(shown))
         grant = self._grants.get(digest(token)) if token else None
         if grant is None or not grant.is_valid:
             raise self._counted("the token is not known" if grant is None else _EXPIRED)
@@ -276,7 +276,7 @@ class Access:
         return bool(over)
 
 
-def token_in(shown: str) -> str:
+def bearer_token(shown: str) -> str:
     """The token of a header: a bearer's, or the password of whatever name; empty where none is."""
     scheme, _, credentials = shown[:CREDENTIALS_MAX].partition(" ")
     if scheme.lower() == "basic":

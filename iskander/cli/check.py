@@ -30,18 +30,18 @@ from iskander.memory.backing import (
     pages_huge,
     transparent_rule,
 )
-from iskander.repository.reading import Found, Reader
+from iskander.repository.model_reader import FoundModel, ModelReader
 from iskander.repository.scan import list_models
 from iskander.repository.specs import loading_spec, model_spec
 from iskander.repository.version_policy import (
     complaint_about_targets,
     names_at_start,
     policy_of,
-    wanted,
+    wanted_versions,
 )
 from iskander.scheduling.policies import make_policy
 from iskander.supervision.model_check import try_model
-from iskander.supervision.placement import Plan, plan
+from iskander.supervision.placement import PlacementPlan, plan
 from iskander.supervision.topology import read_topology, render_cpu_list
 from iskander.transport.addresses import admin_address, require_addresses
 
@@ -65,7 +65,7 @@ class Findings(NamedTuple):
     """What a start would come to."""
 
     models: list[Checked]
-    placed: Plan
+    placed: PlacementPlan
 
 
 def check(config: Config) -> Findings:
@@ -108,9 +108,9 @@ def render(found: Findings, config: Config) -> Iterator[str]:
     yield from _memory(config.arena, len(found.placed.places), config.server.processes)
 
 
-def _of_folder(placed: Plan, config: Config) -> Iterator[Checked]:
+def _of_folder(placed: PlacementPlan, config: Config) -> Iterator[Checked]:
     """The versions of the repository that a start would load, and what would keep it from that."""
-    settings, reader = config.repository, Reader(config)
+    settings, reader = config.repository, ModelReader(config)
     listed = list_models(Path(settings.path), settings.marker)
     for name in sorted(names_at_start(settings, listed)):
         if reader.is_configured(name):
@@ -126,7 +126,7 @@ def _of_folder(placed: Plan, config: Config) -> Iterator[Checked]:
         except IskanderError as error:
             yield Checked(name, name, None, error.message)
             continue
-        versions = wanted(there.versions, policy_of(settings, own), routing)
+        versions = wanted_versions(there.versions, policy_of(settings, own), routing)
         if not versions:
             yield Checked(name, name, None, "there is nothing of it that is to be served")
         if problem := complaint_about_targets(routing, versions):
@@ -137,7 +137,7 @@ def _of_folder(placed: Plan, config: Config) -> Iterator[Checked]:
 
 
 def _one_of_folder(
-    name: str, title: str, found: Found | IskanderError, placed: Plan, config: Config
+    name: str, title: str, found: FoundModel | IskanderError, placed: PlacementPlan, config: Config
 ) -> Checked:
     try:
         if isinstance(found, IskanderError):
@@ -147,7 +147,7 @@ def _one_of_folder(
         return Checked(name, title, None, error.message)
 
 
-def _loaded(spec: ModelSpec, python: str, placed: Plan, config: Config) -> Loaded:
+def _loaded(spec: ModelSpec, python: str, placed: PlacementPlan, config: Config) -> Loaded:
     """Load and warm a model: here, or in a process like its own workers.
 
     Raises:
@@ -157,9 +157,9 @@ def _loaded(spec: ModelSpec, python: str, placed: Plan, config: Config) -> Loade
     if spec.pool:
         loaded = try_model(spec, python, cores, config.workers.start_s)
     else:
-        from iskander_worker.sandbox.check import look
+        from iskander_worker.sandbox.check import check_load
 
-        loaded = look(spec, cores)
+        loaded = check_load(spec, cores)
     require_room(loaded.contract, spec.rows_max, usable_bytes(config.arena.output_bytes))
     return loaded
 
@@ -179,7 +179,7 @@ def _rows(checked: Checked) -> Iterator[tuple[str, str, str, str]]:
     yield "", "", "", f"-> {results}"
 
 
-def _render_plan(placed: Plan) -> list[str]:
+def _render_plan(placed: PlacementPlan) -> list[str]:
     """Where each process would run, and what could not be as it was asked for."""
     rows = [("gateway", "-", render_cpu_list(placed.gateway) or "any", "-", "-", "-")]
     rows += [

@@ -19,7 +19,7 @@ from iskander.contract.inputs import columns_of, entries_of
 from iskander.contract.manifest import InputColumn, Manifest
 from iskander.contract.tensors import Contract
 from iskander.errors import IskanderError, ManifestError
-from iskander.protocols.flight.inputs import Maker
+from iskander.protocols.flight.inputs import InputBuilder
 
 ROWS = 65_536
 """Of a sample that are looked at, for nulls and for values that a tensor cannot hold."""
@@ -76,7 +76,7 @@ def explain(sample: Sample, contract: Contract) -> list[Line]:
     schema = sample.batch.schema
     lines, used = [], set()
     for entry in entries_of(contract):
-        maker = Maker(entry, contract, schema)
+        maker = InputBuilder(entry, contract, schema)
         problems = {
             name: text for name in maker.names for text in maker.problems if f"`{name}`" in text
         }
@@ -104,7 +104,7 @@ def explain(sample: Sample, contract: Contract) -> list[Line]:
     return lines
 
 
-def _refusal(maker: Maker, batch: pa.RecordBatch) -> str:
+def _refusal(maker: InputBuilder, batch: pa.RecordBatch) -> str:
     """Why the values of a column that has the right type cannot be taken."""
     try:
         made = maker.make(batch)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.client.details import Details
-from iskander.client.feeder import FLIGHT_ERRORS, Feeder
-from iskander.client.region import Regions
-from iskander.control.client_memory import REGION_HEADER
+from iskander.client.call_details import Details
+from iskander.client.shared_memory import Regions
+from iskander.client.stream_writer import FLIGHT_ERRORS, StreamWriter
+from iskander.control.shared_regions import REGION_HEADER
 from iskander.errors import ConfigError, IskanderError, NotReady, ProtocolError, RegionNotFound
 
 CALL_TIMEOUT_S = 10.0
@@ -225,7 +225,7 @@ class Client:
             # Refused before the descriptor was written.
             raise self._details.latest().named(error) from error
         detail = self._details.latest()
-        feeder = Feeder(writer, reader, first, feed, region)
+        feeder = StreamWriter(writer, reader, first, feed, region)
         feeder.start()
         is_lent = True
         try:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from iskander.config.section import Section
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 
 TOKENS_MAX = 10_000
 PATTERNS_MAX = 1000
@@ -75,7 +75,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     expires: Annotated[datetime.datetime, Meta(tz=True)] | None = None
 
 
-@prepared
+@thread_safe
 class TokenFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file."""
 

@@ -10,7 +10,7 @@ from msgspec import Meta, field
 
 from iskander.config.models import ModelConfig
 from iskander.config.section import Section
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 
 ALIAS = r"^(?![0-9]+\Z)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z"
 """A name that is no version."""
@@ -90,7 +90,7 @@ class RepositoryConfig(Section, frozen=True, kw_only=True):
     ] = 30.0
 
 
-@prepared
+@thread_safe
 class ModelFile(ModelConfig, frozen=True, kw_only=True):
     """`model.toml` beside the versions of a model: settings of `[[models]]`, and which versions."""
 

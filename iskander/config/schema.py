@@ -15,7 +15,7 @@ from iskander.config.auth import AccessConfig, TlsConfig
 from iskander.config.models import LaneConfig, LoadingConfig, ModelConfig
 from iskander.config.repository import RepositoryConfig
 from iskander.config.section import MIB, Positive, Section
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 
 HEADER_ROOM_BYTES = MIB
 """Room beside a batch's body for its metadata and padding."""
@@ -399,7 +399,7 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     ] = 256 * MIB
 
 
-@prepared
+@thread_safe
 class Config(Section, frozen=True, kw_only=True):
     """All settings."""
 

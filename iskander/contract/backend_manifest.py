@@ -12,7 +12,7 @@ import msgspec
 STEPS_MAX = 32
 
 
-class PythonPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PythonSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[python]` of a manifest.
 
     Attributes:
@@ -26,7 +26,7 @@ class PythonPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any] = {}
 
 
-class TorchPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TorchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[torch]` of a manifest.
 
     Attributes:
@@ -40,7 +40,7 @@ class TorchPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: tuple[str, ...] = ()
 
 
-class GraphPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GraphSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[graph]` of a manifest: tensors of a model that says nothing of itself, by name.
 
     Those that are columns as they are need not be declared. Types are spelled as those of columns.

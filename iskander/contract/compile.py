@@ -16,7 +16,7 @@ from iskander.contract.inputs import compile_input, is_tensor_as_sent, tensors_o
 from iskander.contract.labels import Labels
 from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.outputs import ColumnOrder, OutputColumn
-from iskander.contract.postprocess import Finish, compile_outputs, is_plain
+from iskander.contract.postprocess import PostProcessing, compile_outputs, is_plain
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
 from iskander.errors import ManifestError
 
@@ -107,7 +107,7 @@ def compile_contract(
 
 
 def _output(
-    finish: Finish,
+    finish: PostProcessing,
     is_plain: bool,
     graph_outputs: dict[str, GraphTensor],
     rows_fixed: int | None,

@@ -37,7 +37,7 @@ LIST_KEYS = ("max_length", "padding", "truncate", "lengths", "buckets")
 _FILE = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 
 
-class Made(NamedTuple):
+class BuiltInput(NamedTuple):
     """What an entry makes.
 
     Attributes:
@@ -89,7 +89,7 @@ def is_tensor_as_sent(entry: InputColumn) -> bool:
     return not sent.is_ragged and sent.element in BY_ARROW
 
 
-def compile_input(entry: InputColumn, tensors: dict[str, GraphTensor]) -> Made:
+def compile_input(entry: InputColumn, tensors: dict[str, GraphTensor]) -> BuiltInput:
     """Hold an entry against the graph.
 
     Raises:
@@ -112,7 +112,7 @@ class _Entry:
         self.sent = parse_sent_type(entry.type) if entry.type else self._derived()
         self.is_list = self.sent.is_ragged
 
-    def made(self) -> Made:
+    def made(self) -> BuiltInput:
         entry = self.entry
         self._require(
             (entry.column is not None) != bool(entry.columns), "wants either `column` or `columns`"
@@ -149,7 +149,7 @@ class _Entry:
         is_as_it_comes = nulls == "reject" and is_tensor_as_sent(
             msgspec.structs.replace(source, nulls=None)
         )
-        return Made(specs, None if is_as_it_comes else source)
+        return BuiltInput(specs, None if is_as_it_comes else source)
 
     def _derived(self) -> SentType:
         """The type of a column whose entry names none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from iskander.contract.manifest import Manifest, model_file
-from iskander.contract.paths import confined
+from iskander.contract.paths import path_inside
 from iskander.errors import ManifestError
 
 LABELS_MAX = 1 << 20
@@ -47,7 +47,7 @@ def _read(folder: Path, name: str) -> tuple[str, ...]:
     if "/" in name or name in (".", ".."):
         raise ManifestError(f"labels `{name}` has to be the name of a file beside the model")
     try:
-        with confined(folder, name).open("rb") as opened:
+        with path_inside(folder, name).open("rb") as opened:
             raw = opened.read(LABELS_BYTES_MAX + 1)
     except OSError as error:
         raise ManifestError(f"labels `{name}` cannot be read: {error.strerror}") from None

@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from iskander.contract.backend_manifest import GraphPart, PythonPart, Steps, TorchPart
+from iskander.contract.backend_manifest import GraphSection, PythonSection, Steps, TorchSection
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.paths import read_plain
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import ManifestError
 
 MANIFEST_BYTES_MAX = 1 << 20
@@ -107,7 +107,7 @@ class WarmUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relative: Annotated[float, Meta(ge=0)] = 1e-4
 
 
-@prepared
+@thread_safe
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A manifest as written, before it is held against a graph.
 
@@ -131,12 +131,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: tuple[OutputColumn, ...]
     passthrough: Passthrough = "none"
     columns: ColumnOrder = "passthrough_first"
-    graph: GraphPart = GraphPart()
-    python: PythonPart = PythonPart()
+    graph: GraphSection = GraphSection()
+    python: PythonSection = PythonSection()
     sha256: dict[str, Annotated[str, Meta(pattern=r"^[0-9A-Fa-f]{64}\Z")]] = {}
     custom_ops: tuple[str, ...] = ()
     warm_up: WarmUp = WarmUp()
-    torch: TorchPart = TorchPart()
+    torch: TorchSection = TorchSection()
     steps: Steps = ()
 
 

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from iskander.contract.backend_manifest import GraphPart, PipelineStep, PythonPart, TorchPart
+from iskander.contract.backend_manifest import (
+    GraphSection,
+    PipelineStep,
+    PythonSection,
+    TorchSection,
+)
 from iskander.contract.manifest import InputColumn, Manifest, WarmUp
 from iskander.contract.outputs import OutputColumn
 
@@ -21,9 +26,9 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "[[inputs]]": InputColumn,
     "[[outputs]]": OutputColumn,
     "[warm_up]": WarmUp,
-    "[graph]": GraphPart,
-    "[python]": PythonPart,
-    "[torch]": TorchPart,
+    "[graph]": GraphSection,
+    "[python]": PythonSection,
+    "[torch]": TorchSection,
     "[[steps]]": PipelineStep,
 }
 """The tables that a manifest begins with, by how they are written."""

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from iskander.errors import ManifestError
 
 
-def confined(folder: Path, name: str, *, is_folder_allowed: bool = False) -> Path:
+def path_inside(folder: Path, name: str, *, is_folder_allowed: bool = False) -> Path:
     """A file in a folder.
 
     Args:

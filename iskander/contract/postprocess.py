@@ -28,8 +28,8 @@ from iskander.contract.result_types import (
 )
 from iskander.contract.steps import (
     NUMBERS,
-    Made,
     Sizes,
+    StepOutput,
     after,
     fetched,
     is_sequence,
@@ -47,7 +47,7 @@ LENGTH = "length"
 """The part of a list that says how many of its entries are meant."""
 
 
-class Finish(NamedTuple):
+class PostProcessing(NamedTuple):
     """How one tensor of the results is made.
 
     Attributes:
@@ -61,7 +61,7 @@ class Finish(NamedTuple):
     """
 
     source: Source
-    raw: Made
+    raw: StepOutput
     is_tensor: bool
     part: str
     labels: tuple[str, ...]
@@ -83,7 +83,7 @@ class Finished(NamedTuple):
         is_plain: Each is a tensor of the graph as it is, so that the runtime can write it.
     """
 
-    finishes: tuple[Finish, ...]
+    finishes: tuple[PostProcessing, ...]
     columns: tuple[ResultColumn, ...]
     is_plain: bool
 
@@ -106,7 +106,7 @@ def compile_outputs(
         ManifestError: What does not fit, naming the column, what was wanted and what was found.
     """
     tensors = {tensor.name: tensor for tensor in graph.outputs}
-    finishes: list[Finish] = []
+    finishes: list[PostProcessing] = []
     columns: list[ResultColumn] = []
     taken: set[str] = set()
     for entry in entries:
@@ -164,7 +164,7 @@ def _finishes(
     labels: Mapping[str, tuple[str, ...]],
     string_bytes: int,
     taken: set[str],
-) -> list[Finish]:
+) -> list[PostProcessing]:
     """The tensors that one column is made of."""
     kind = parse_result_type(entry.type)
     if kind is None:
@@ -254,7 +254,7 @@ def _finish(
     tensors: dict[str, GraphTensor],
     labels: Mapping[str, tuple[str, ...]],
     string_bytes: int,
-) -> Finish:
+) -> PostProcessing:
     """One tensor of the results, still without its name."""
     graph_tensor = tensors.get(source.tensor)
     if graph_tensor is None:
@@ -292,7 +292,7 @@ def _finish(
     room = max(map(len, map(str.encode, lines))) if lines else string_bytes
     dtype = BY_ARROW[leaf.dtype_name]
     column_shape = shape if leaf.sizes else ()
-    return Finish(
+    return PostProcessing(
         source,
         raw,
         not is_sequence(graph_tensor),
@@ -348,7 +348,7 @@ def _ranked(
     entry: OutputColumn,
     column: ResultColumn,
     columns: list[ResultColumn],
-    finishes: list[Finish],
+    finishes: list[PostProcessing],
 ) -> ResultColumn:
     """The column of a rank, once it is known what it ranks by."""
     assert entry.rank is not None

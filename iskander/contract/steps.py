@@ -22,7 +22,7 @@ def is_sequence(tensor: GraphTensor) -> bool:
     return _SEQUENCE.fullmatch(tensor.element) is not None
 
 
-def fetched(where: str, source: Source, tensor: GraphTensor, sizes: Sizes) -> Made:
+def fetched(where: str, source: Source, tensor: GraphTensor, sizes: Sizes) -> StepOutput:
     """An output of the graph seen as one tensor.
 
     Args:
@@ -77,7 +77,7 @@ def fetched(where: str, source: Source, tensor: GraphTensor, sizes: Sizes) -> Ma
             f"{where}: `{tensor.name}` is a {tensor.element}, which is not supported; supported "
             f"are {', '.join(BY_ONNX)}, and sequences of them or of maps to them"
         )
-    return Made(dtype.arrow, shape)
+    return StepOutput(dtype.arrow, shape)
 
 
 Sizes = tuple[int | None, ...]
@@ -87,7 +87,7 @@ FLOATS = ("float16", "float32", "float64")
 NUMBERS = (*FLOATS, *(sign + bits for sign in ("int", "uint") for bits in ("8", "16", "32", "64")))
 
 
-class Made(NamedTuple):
+class StepOutput(NamedTuple):
     """What steps have made so far: elements, and a shape with the axis of rows.
 
     Of `top_k` this is the scores; the indices have the same shape.
@@ -98,7 +98,7 @@ class Made(NamedTuple):
     is_top: bool = False
 
 
-def after(where: str, step: Post, made: Made, axes: int = 1) -> Made:
+def after(where: str, step: Post, made: StepOutput, axes: int = 1) -> StepOutput:
     """What a step makes of what was made before it.
 
     Args:
@@ -127,24 +127,24 @@ def after(where: str, step: Post, made: Made, axes: int = 1) -> Made:
     result = made
     if step == "argmax":
         require(is_number and has_axis, "numbers with an axis that is its own")
-        result = Made("int64", tuple(outer))
+        result = StepOutput("int64", tuple(outer))
     elif isinstance(step, str):
         wanted = "" if step == "sigmoid" else " with an axis that is its own"
         require(is_float and (has_axis or step == "sigmoid"), f"floats{wanted}")
     elif step.top_k is not None:
         require(is_number and has_axis, "numbers with an axis that is its own")
         require(width is None or width >= step.top_k, "at least as many numbers in the last axis")
-        result = Made(dtype_name, (*outer, step.top_k), is_top=True)
+        result = StepOutput(dtype_name, (*outer, step.top_k), is_top=True)
     elif step.select is not None:
         require(has_axis, "an axis besides that of the rows")
         require(width is None or width > step.select, "more in the last axis")
-        result = Made(dtype_name, tuple(outer))
+        result = StepOutput(dtype_name, tuple(outer))
     elif step.threshold is not None:
         require(is_number, "numbers")
-        result = Made("bool", shape)
+        result = StepOutput("bool", shape)
     elif step.quantize is not None:
         require(is_float, "floats")
-        result = Made("int8", shape)
+        result = StepOutput("int8", shape)
     else:
         target = step.cast or ""
         is_narrowing = (is_float and target not in FLOATS) or (
@@ -155,11 +155,13 @@ def after(where: str, step: Post, made: Made, axes: int = 1) -> Made:
             (is_number or dtype_name == "bool") and not is_narrowing,
             "numbers of that kind; floats become whole by quantize, and truths by threshold",
         )
-        result = Made(target, shape)
+        result = StepOutput(target, shape)
     return result
 
 
-def labelled(where: str, source: Source, raw: Made, made: Made, wanted: str, count: int) -> Made:
+def labelled(
+    where: str, source: Source, raw: StepOutput, made: StepOutput, wanted: str, count: int
+) -> StepOutput:
     """Labels in the place of numbers; where the graph says how many classes, so many."""
     if made.dtype_name == "bool":
         classes: int | None = 2

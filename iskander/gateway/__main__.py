@@ -25,9 +25,9 @@ from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.gateway.child_settings import read_settings
 from iskander.gateway.systemd import keep_alive, notify, notify_reloading
-from iskander.supervision.placement import Plan, plan
+from iskander.supervision.placement import PlacementPlan, plan
 from iskander.supervision.topology import read_topology, render_cpu_list
-from iskander.supervision.worker import Place
+from iskander.supervision.worker import SlotPlan
 from iskander.telemetry.logs import set_up_logs
 from iskander.transport.allocator import keep_large_blocks
 
@@ -89,7 +89,7 @@ def _read(arguments: argparse.Namespace) -> Config:
     return load_config(arguments.config, overrides=tuple(arguments.set)).config
 
 
-def _take_place(placed: Plan) -> None:
+def _take_place(placed: PlacementPlan) -> None:
     """Pin this process, before it has threads or much memory, and say what the plan could not do.
 
     A worker pins itself anew, so this is no limit for it.
@@ -123,7 +123,7 @@ async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
     return EXIT_AT_ONCE if parent.is_cut else code
 
 
-async def _serve(config: Config, places: list[Place], process: int | None) -> None:
+async def _serve(config: Config, places: list[SlotPlan], process: int | None) -> None:
     name = "isk-gateway" if process is None else f"isk-gateway-{process}"
     Path("/proc/self/comm").write_text(name)
     stop = asyncio.Event()

@@ -26,7 +26,7 @@ WATCHDOG_USEC = 4_000_000
 """What a child goes by, which beats twice in that time."""
 
 
-class Process:
+class ChildProcess:
     """The place of one gateway process, and what fills it.
 
     Args:

@@ -29,13 +29,13 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import Config
 from iskander.control.runtime_directory import ATTACH_SOCKET, RuntimeDirectory, process_directory
 from iskander.errors import IskanderError
-from iskander.gateway.child import BACKOFF_MOST_S, Process
+from iskander.gateway.child import BACKOFF_MOST_S, ChildProcess
 from iskander.gateway.child_settings import fixed
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.systemd import notify, notify_reloading
-from iskander.repository.load_intents import Wishes
+from iskander.repository.load_intents import LoadIntents
 from iskander.transport.addresses import admin_address, require_addresses
-from iskander.transport.sockets import HeldPorts
+from iskander.transport.sockets import ReservedPorts
 
 if TYPE_CHECKING:
     from iskander.telemetry.admin import AdminServer
@@ -77,13 +77,13 @@ class Parent:
         self._read_again = read_again
         self._runtime = RuntimeDirectory(config)
         self.processes = [
-            Process(index, process_directory(self._runtime.path, index), config)
+            ChildProcess(index, process_directory(self._runtime.path, index), config)
             for index in range(config.server.processes)
         ]
-        Wishes(self._runtime.path).clear()
+        LoadIntents(self._runtime.path).clear()
         self._attach = self._runtime.path / ATTACH_SOCKET
         self._link()
-        self._ports = HeldPorts()
+        self._ports = ReservedPorts()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._is_stopping = self._was_ready = self.is_cut = False
@@ -185,12 +185,12 @@ class Parent:
     async def _start_admin(self) -> None:
         if address := admin_address(self._config.admin):
             from iskander.telemetry.admin import AdminServer
-            from iskander.telemetry.aggregate import MergedPages
+            from iskander.telemetry.aggregate import AggregatedPages
 
-            self._admin = AdminServer(address, MergedPages(self))
+            self._admin = AdminServer(address, AggregatedPages(self))
             await self._admin.start()
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: ChildProcess) -> None:
         if process.timer is not None:
             process.timer.cancel()
             process.timer = None
@@ -204,11 +204,11 @@ class Parent:
         else:
             self._loop.add_reader(ended, self._on_end, process, ended)
 
-    def _on_notice(self, process: Process) -> None:
+    def _on_notice(self, process: ChildProcess) -> None:
         process.read_notices()
         self._changed.set()
 
-    def _on_end(self, process: Process, ended: int) -> None:
+    def _on_end(self, process: ChildProcess, ended: int) -> None:
         self._loop.remove_reader(ended)
         os.close(ended)
         process.read_notices()
@@ -259,7 +259,7 @@ class Parent:
         self._changed.set()
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
-    def _listen_again(self, process: Process) -> None:
+    def _listen_again(self, process: ChildProcess) -> None:
         """Nobody is killed for what could not be heard."""
         log.error(
             "somebody removed the runtime directory: what process %d speaks to is made again; "
@@ -305,7 +305,9 @@ class Parent:
                 for process in self.processes:
                     self._start(process)  # One that ended too late to be replaced.
 
-    async def _replace(self, processes: Iterable[Process], was_able: bool) -> Process | None:
+    async def _replace(
+        self, processes: Iterable[ChildProcess], was_able: bool
+    ) -> ChildProcess | None:
         """Replace processes, each when the one before is back; the one that is not, if any."""
         for process in processes:
             await self._end(process, signal.SIGHUP)
@@ -326,7 +328,7 @@ class Parent:
         # SIGINT, which only this process sends: after it the workers end, too.
         await asyncio.gather(*(self._end(each, signal.SIGINT) for each in self.processes))
 
-    async def _end(self, process: Process, number: signal.Signals) -> None:
+    async def _end(self, process: ChildProcess, number: signal.Signals) -> None:
         """Ask a process to end, and kill it where it does not."""
         process.signal(number)
         # Each by what it was started with: they differ while they are replaced.
@@ -357,11 +359,11 @@ class Parent:
         self._runtime.release()
 
 
-def _has_no_child(process: Process) -> bool:
+def _has_no_child(process: ChildProcess) -> bool:
     return process.child is None
 
 
-def _is_back(process: Process, was_able: bool) -> bool:
+def _is_back(process: ChildProcess, was_able: bool) -> bool:
     return process.is_ready and (process.is_able or not was_able)
 
 

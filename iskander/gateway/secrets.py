@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from iskander.auth.grants import Access
+from iskander.auth.grants import Authenticator
 from iskander.config.schema import Config
 from iskander.transport.tls import HTTP2, Tls
 
@@ -13,5 +13,5 @@ def require_secrets(config: Config) -> None:
     Raises:
         ConfigError: A file of `access` or `tls` is not what it has to be.
     """
-    Access(config.access, lambda: None)
+    Authenticator(config.access, lambda: None)
     Tls(config.tls).context(HTTP2)

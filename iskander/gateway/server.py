@@ -12,30 +12,30 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from iskander.auth.grants import Access
+from iskander.auth.grants import Authenticator
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config.schema import Config
 from iskander.control.runtime_directory import Member, RuntimeDirectory
 from iskander.gateway.systemd import notify, notify_changes
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.memory.backing import BackingOptions, log_backing
-from iskander.protocols.flight.regions import Regions
+from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.service import FlightService
 from iskander.protocols.grpc_server import GrpcServer
 from iskander.protocols.health import HealthService
 from iskander.protocols.inferential.service import InferentialService
 from iskander.protocols.oip.service import OipService
-from iskander.protocols.submit import Desk
+from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import configured
-from iskander.repository.peers import Siblings
-from iskander.repository.reconciler import Repository
+from iskander.repository.peers import Peers
+from iskander.repository.repository import Repository
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.wakeup import BusyPolling
 from iskander.supervision.supervisor import Supervisor
-from iskander.supervision.worker import Place
+from iskander.supervision.worker import SlotPlan
 from iskander.telemetry.loop_lag import LoopLag
-from iskander.telemetry.sources import Observed
+from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.stats import collect
 from iskander.transport.addresses import admin_address, require_addresses, sharing_path
 from iskander.transport.connection_limits import ConnectionLimits
@@ -71,7 +71,7 @@ class Server:
         SegmentError: The system has not the memory for the input arena.
     """
 
-    def __init__(self, config: Config, places: list[Place], index: int = 0) -> None:
+    def __init__(self, config: Config, places: list[SlotPlan], index: int = 0) -> None:
         self._config = config
         require_addresses(config)
         self._runtime = RuntimeDirectory(config)
@@ -79,10 +79,10 @@ class Server:
         self._started_ns = now_ns()
         self._is_stopping = False
         self._is_started = False
-        self._recent = Recent()
+        self._recent = RecentValues()
         self._models = configured(config, self._recent)
         arena = config.arena
-        self._intake = Intake(
+        self._intake = InputArena(
             arena.input_bytes,
             config.limits,
             BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock),
@@ -111,13 +111,15 @@ class Server:
             on_change=self._supervisor.noticed,
         )
         self._tls = Tls(config.tls)
-        self._access = Access(config.access, self._on_access)
+        self._access = Authenticator(config.access, self._on_access)
         self._models.is_discreet = bool(config.access.tokens)
-        self._siblings = Siblings(
+        self._siblings = Peers(
             self._repository, self._member, self._runtime.path, config.workers.start_s
         )
         self._health = HealthService(self._models, config.limits.streams)
-        self._regions = Regions(config.shared_memory, config.server, sharing_path(config, index))
+        self._regions = RegionServer(
+            config.shared_memory, config.server, sharing_path(config, index)
+        )
         self._flight = FlightService(
             self._models,
             self._siblings,
@@ -128,7 +130,7 @@ class Server:
             recent=self._recent,
             regions=self._regions,
         )
-        self._desk = Desk(self._intake, self._dispatcher, config.limits)
+        self._desk = RequestSubmitter(self._intake, self._dispatcher, config.limits)
         self._oip = OipService(self._models, self._desk, self._siblings)
         self._grpc = self._grpc_server()
         self._inferential = self._inferential_service()
@@ -276,8 +278,8 @@ class Server:
             connection_limits=self._connection_limits,
         )
 
-    def _observe(self) -> Observed:
-        return Observed(
+    def _observe(self) -> MetricSources:
+        return MetricSources(
             started_ns=self._started_ns,
             models=self._models,
             input_arena=self._intake.arena,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Counts(dict[str, int]):
+class Counters(dict[str, int]):
     """What was counted; of what never was there is 0.
 
     A `Counter` does the same at four times the cost: it stands between a dictionary and whoever

@@ -14,9 +14,9 @@ from typing import Annotated
 import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import MalformedInput
-from iskander.measurement.subscribers import LISTENERS, HeardRing, Labels, Point
+from iskander.measurement.subscribers import LISTENERS, Labels, Point, SubscribedRing
 
 POINTS_MAX = 1024
 NAMES_MAX = 64
@@ -36,8 +36,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     latest: float | None = None
 
 
-@prepared
-class Question(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+@thread_safe
+class ValuesQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The body of the action `metrics`.
 
     Attributes:
@@ -51,7 +51,7 @@ class Question(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     window_s: Annotated[float, msgspec.Meta(ge=0, le=WINDOW_S_MAX)] | None = None
 
 
-class Recent:
+class RecentValues:
     """The last points of each measure.
 
     Args:
@@ -93,7 +93,7 @@ class Recent:
         if ring is None:
             ring = deque(maxlen=self._points_max)
             if self._listeners:
-                ring = HeardRing(name, self._points_max, self._listeners)
+                ring = SubscribedRing(name, self._points_max, self._listeners)
             self._rings[name] = ring
         return ring
 
@@ -131,7 +131,7 @@ class Recent:
             MalformedInput: The body is not a question; says what was wanted.
         """
         try:
-            question = msgspec.json.decode(body, type=Question) if body else Question()
+            question = msgspec.json.decode(body, type=ValuesQuery) if body else ValuesQuery()
         except msgspec.MsgspecError as error:
             raise MalformedInput(
                 f'action `metrics`: wanted {{"name"?, "labels"?, "window_s"?}}: {error}'

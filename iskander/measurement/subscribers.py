@@ -21,7 +21,7 @@ LISTENERS: list[Listener] = []
 log = logging.getLogger("iskander.metrics")
 
 
-class HeardRing(deque[Point]):
+class SubscribedRing(deque[Point]):
     """The last points of a measure, to which somebody listens.
 
     Args:

@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from iskander.memory.client_segment import Range
+from iskander.memory.client_segment import SegmentRange
 
 WHOLE_BYTES: Final = 4 << 20
 """Up to here a copy is made at once; a millisecond or two."""
 PIECE_BYTES: Final = 1 << 20
 
 
-def copy(target: memoryview, source: memoryview | Range) -> None:
+def copy(target: memoryview, source: memoryview | SegmentRange) -> None:
     """Copy a source to a target of its length."""
-    if isinstance(source, Range):
+    if isinstance(source, SegmentRange):
         source.read_into(target)
     else:
         target[:] = source
 
 
-def copied(target: memoryview, source: memoryview | Range) -> Iterator[None]:
+def copied(target: memoryview, source: memoryview | SegmentRange) -> Iterator[None]:
     """The same, with a pause after every piece."""
     for start in range(0, len(source), PIECE_BYTES):
         stop = min(start + PIECE_BYTES, len(source))

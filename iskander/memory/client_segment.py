@@ -27,7 +27,7 @@ _PUNCH_HOLE: Final = 0x02 | 0x01
 """And keep the length."""
 
 
-class Loan:
+class ClientSegment:
     """The memory; it goes with the last one who has a range of it, or the descriptor.
 
     Args:
@@ -92,7 +92,7 @@ class Loan:
         return _LIBC.mincore(where, ctypes.c_size_t(stop - first), vector) == 0 and 0 not in pages
 
 
-class Range:
+class SegmentRange:
     """A part of a loan; `range_[start:stop]` is a part of it.
 
     Args:
@@ -101,7 +101,7 @@ class Range:
         stop: Where it ends; the range is within the loan.
     """
 
-    def __init__(self, loan: Loan, start: int, stop: int) -> None:
+    def __init__(self, loan: ClientSegment, start: int, stop: int) -> None:
         assert 0 <= start <= stop <= len(loan)
         self._loan = loan
         self._start = start
@@ -110,9 +110,9 @@ class Range:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def __getitem__(self, part: slice) -> Range:
+    def __getitem__(self, part: slice) -> SegmentRange:
         start, stop, _ = part.indices(len(self))
-        return Range(self._loan, self._start + start, self._start + max(start, stop))
+        return SegmentRange(self._loan, self._start + start, self._start + max(start, stop))
 
     def read_into(self, target: memoryview) -> None:
         """Read all of it to a target of its length.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from iskander.auth.grants import Access, Grant
+from iskander.auth.grants import Authenticator, Grant
 from iskander.config.schema import LimitsConfig, ServerConfig
 from iskander.errors import (
     ConfigError,
@@ -98,7 +98,7 @@ class GrpcServer:
         flight_service: FlightService,
         health_service: HealthService,
         oip_service: OipService,
-        access: Access,
+        access: Authenticator,
         tls: Tls,
         *,
         limits: LimitsConfig,

@@ -15,8 +15,8 @@ from iskander.protocols.terms import (
     HEADER_PREFIX,
     KEY,
     NOTHING,
-    SaidHeaders,
-    SaidTerms,
+    ClientTerms,
+    HeaderTerms,
     read_headers,
     read_metadata,
 )
@@ -88,15 +88,15 @@ class StreamTerms:
                 self._remembered[app_metadata] = terms
         return terms
 
-    def route_key_of(self, said: SaidTerms | None) -> str:
+    def route_key_of(self, said: ClientTerms | None) -> str:
         """The key by which a request's version is chosen, that says these terms itself."""
         return self.route_key if said is None else said.route_key or said.client or self.route_key
 
-    def with_said(self, said: SaidTerms | None) -> Terms:
+    def with_said(self, said: ClientTerms | None) -> Terms:
         """The terms of a request that says these, or nothing, itself."""
         return self._default if said is None else self._with(said)
 
-    def _with(self, said: SaidTerms) -> Terms:
+    def _with(self, said: ClientTerms) -> Terms:
         stream = self._said
         priority = _first(said.priority, stream.priority)
         stamp_ns = said.timestamp_ns
@@ -119,7 +119,7 @@ class StreamTerms:
         return f"{tenant}/{said}" if tenant else said
 
 
-def _said_in(headers: Sequence[tuple[str, Any]]) -> SaidHeaders:
+def _said_in(headers: Sequence[tuple[str, Any]]) -> HeaderTerms:
     for name, _ in headers:
         if name.startswith(HEADER_PREFIX):
             return read_headers(headers)

@@ -15,9 +15,9 @@ from typing import Final
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import Draining, IskanderError, Overloaded, detach
-from iskander.protocols.tensors import Offered
+from iskander.protocols.tensors import RequestTensors
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, NO_TERMS, Caller, Request, Terms
 
@@ -28,7 +28,7 @@ SHARE: Final = 8
 opens calls and leaves them keeps nobody else out."""
 
 
-class Held:
+class OpenCall:
     """A call that is held open: until it is closed, or while the block under it runs.
 
     Args:
@@ -40,7 +40,7 @@ class Held:
     __slots__ = ("_calls", "caller")
 
     def __init__(
-        self, calls: dict[Held, Callable[[], None]], drain: Callable[[], None], caller: object
+        self, calls: dict[OpenCall, Callable[[], None]], drain: Callable[[], None], caller: object
     ) -> None:
         self._calls = calls
         self.caller = caller
@@ -57,7 +57,7 @@ class Held:
         self.close()
 
 
-class Desk:
+class RequestSubmitter:
     """Takes requests and gives results, for every frontend that has no streams of its own.
 
     Args:
@@ -70,12 +70,12 @@ class Desk:
         calls: Those that are held open, and what tells each that the server stops.
     """
 
-    def __init__(self, intake: Intake, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
+    def __init__(self, intake: InputArena, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
         self._intake = intake
         self._dispatcher = dispatcher
         self.limits = limits
         self.is_draining = False
-        self.calls: dict[Held, Callable[[], None]] = {}
+        self.calls: dict[OpenCall, Callable[[], None]] = {}
         # Those that wait for room; no more than calls may be open, each of which bounds its own.
         self._entering: dict[Request, asyncio.Task[None]] = {}
 
@@ -85,7 +85,7 @@ class Desk:
         for drain in list(self.calls.values()):
             drain()
 
-    def held(self, drain: Callable[[], None] = lambda: None, caller: object = None) -> Held:
+    def held(self, drain: Callable[[], None] = lambda: None, caller: object = None) -> OpenCall:
         """Hold a call open from its beginning until its answer is written.
 
         Args:
@@ -101,7 +101,7 @@ class Desk:
         share = self.limits.streams // SHARE
         if count >= self.limits.streams - share and caller is not None:
             self._require_share(caller, share)
-        return Held(self.calls, drain, caller)
+        return OpenCall(self.calls, drain, caller)
 
     def require_open(self) -> None:
         """Refuse a request before its bytes are looked at.
@@ -115,7 +115,7 @@ class Desk:
     async def ask(
         self,
         lane: Lane,
-        offered: Offered,
+        offered: RequestTensors,
         *,
         terms: Terms = NO_TERMS,
         call_deadline_ns: int = NEVER_NS,
@@ -149,7 +149,7 @@ class Desk:
     def begin(
         self,
         lane: Lane,
-        offered: Offered,
+        offered: RequestTensors,
         caller: Caller,
         *,
         terms: Terms = NO_TERMS,

@@ -46,7 +46,7 @@ class Tensor(msgspec.Struct, frozen=True):
     data: memoryview
 
 
-class Offered:
+class RequestTensors:
     """What a request wants computed.
 
     Args:
@@ -69,7 +69,7 @@ class Offered:
         return sum(map(len, self.tensors))
 
 
-class Fit:
+class InputMatch:
     """How the raw tensors of one request became what it offered.
 
     It is as true of every other that says the same of its tensors, and has as many bytes.
@@ -84,7 +84,7 @@ class Fit:
     __slots__ = ("_bucket", "_lengths", "_order", "_rows", "contract")
 
     def __init__(
-        self, contract: Contract, lengths: list[int], order: list[int], offered: Offered
+        self, contract: Contract, lengths: list[int], order: list[int], offered: RequestTensors
     ) -> None:
         self.contract = contract
         self._lengths = lengths
@@ -92,26 +92,28 @@ class Fit:
         self._rows = offered.rows
         self._bucket = offered.bucket
 
-    def offered(self, raw: list[memoryview]) -> Offered | None:
+    def offered(self, raw: list[memoryview]) -> RequestTensors | None:
         """What a request offers with these tensors; None where they are not of the same length."""
         if len(raw) != len(self._lengths):
             return None
         for number, length in enumerate(self._lengths):
             if len(raw[number]) != length:
                 return None
-        return Offered(self._rows, [raw[number] for number in self._order], self._bucket)
+        return RequestTensors(self._rows, [raw[number] for number in self._order], self._bucket)
 
 
-def fit_of(contract: Contract, raw: list[memoryview], offered: Offered) -> Fit | None:
+def match_inputs(
+    contract: Contract, raw: list[memoryview], offered: RequestTensors
+) -> InputMatch | None:
     """How raw tensors fitted; None where some did not become an input as they were."""
     numbers = {id(tensor): number for number, tensor in enumerate(raw)}
     order = [numbers[id(tensor)] for tensor in offered.tensors if id(tensor) in numbers]
     if len(order) < len(offered.tensors):
         return None
-    return Fit(contract, list(map(len, raw)), order, offered)
+    return InputMatch(contract, list(map(len, raw)), order, offered)
 
 
-def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Offered:
+def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> RequestTensors:
     """Find each of the contract's inputs among the tensors; all of them have the same rows.
 
     Raises:
@@ -153,7 +155,7 @@ def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> Off
         buffers.append(_packed(tensor.data) if bits == 1 else tensor.data)
     if strings:
         require_string_bytes(sum(map(len, strings)), limits)
-    return Offered(rows, buffers + strings, bucket)
+    return RequestTensors(rows, buffers + strings, bucket)
 
 
 def places(contract: Contract, rows: int) -> list[tuple[int, int]] | None:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import MalformedInput
 from iskander.scheduling.request import PRIORITY_MAX
 
@@ -34,7 +34,7 @@ _DAY_MS = 86_400_000
 Milliseconds = Annotated[float, Meta(ge=0, le=_DAY_MS)]
 
 
-class SaidTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a client may say; a header's name has `-` for `_`, and `iskander-` before it.
 
     Attributes:
@@ -61,8 +61,8 @@ class SaidTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     route_key: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
-@prepared
-class SaidHeaders(SaidTerms, frozen=True, forbid_unknown_fields=True):
+@thread_safe
+class HeaderTerms(ClientTerms, frozen=True, forbid_unknown_fields=True):
     """Beside the terms: what else a stream's headers may say.
 
     Attributes:
@@ -74,21 +74,21 @@ class SaidHeaders(SaidTerms, frozen=True, forbid_unknown_fields=True):
     region: str = ""
 
 
-NOTHING: Final = SaidHeaders()
+NOTHING: Final = HeaderTerms()
 
 
 class _Envelope(msgspec.Struct, frozen=True):
     iskander: msgspec.Raw = msgspec.Raw()
 
 
-_JSON = (msgspec.json.Decoder(_Envelope).decode, msgspec.json.Decoder(SaidTerms | None).decode)
+_JSON = (msgspec.json.Decoder(_Envelope).decode, msgspec.json.Decoder(ClientTerms | None).decode)
 _MSGPACK = (
     msgspec.msgpack.Decoder(_Envelope).decode,
-    msgspec.msgpack.Decoder(SaidTerms | None).decode,
+    msgspec.msgpack.Decoder(ClientTerms | None).decode,
 )
 
 
-def read_headers(headers: Iterable[tuple[str, Any]]) -> SaidHeaders:
+def read_headers(headers: Iterable[tuple[str, Any]]) -> HeaderTerms:
     """What a call's headers say.
 
     Args:
@@ -105,7 +105,7 @@ def read_headers(headers: Iterable[tuple[str, Any]]) -> SaidHeaders:
     if not ours:
         return NOTHING
     try:
-        said = msgspec.convert(ours, SaidHeaders, strict=False)
+        said = msgspec.convert(ours, HeaderTerms, strict=False)
     except msgspec.ValidationError as error:
         raise MalformedInput(f"the call's `{HEADER_PREFIX}` headers: {error}") from None
     if said.timestamp_ns is not None:
@@ -113,7 +113,7 @@ def read_headers(headers: Iterable[tuple[str, Any]]) -> SaidHeaders:
     return said
 
 
-def read_metadata(app_metadata: bytes) -> SaidTerms | None:
+def read_metadata(app_metadata: bytes) -> ClientTerms | None:
     """What a batch's metadata says; None where it is neither JSON nor msgpack with our key.
 
     Raises:
@@ -127,7 +127,7 @@ def read_metadata(app_metadata: bytes) -> SaidTerms | None:
     if not bytes(ours):
         return None
     try:
-        said: SaidTerms | None = read_terms(ours)
+        said: ClientTerms | None = read_terms(ours)
         return said
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedInput(f"the batch's app_metadata, `iskander`: {error}") from None

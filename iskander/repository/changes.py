@@ -14,7 +14,7 @@ from watchfiles import awatch
 
 from iskander.config.repository import RepositoryConfig
 from iskander.errors import IskanderError
-from iskander.repository.scan import Listed, list_models
+from iskander.repository.scan import ScannedModel, list_models
 from iskander.repository.version_policy import settled
 
 log = logging.getLogger("iskander.repository")
@@ -51,11 +51,13 @@ async def changes(root: Path, rescan_s: float) -> AsyncGenerator[None, None]:
 
 log = logging.getLogger("iskander.repository")
 
-NOTHING = Listed("", {})
+NOTHING = ScannedModel("", {})
 
 
 async def follow(
-    settings: RepositoryConfig, seen: dict[str, Listed], on_model: Callable[[str, Listed], None]
+    settings: RepositoryConfig,
+    seen: dict[str, ScannedModel],
+    on_model: Callable[[str, ScannedModel], None],
 ) -> None:
     """Tell of each model that has changed, for ever.
 
@@ -78,13 +80,13 @@ async def follow(
 class Known:
     """What was seen at the last look, and what is gone by."""
 
-    def __init__(self, before: dict[str, Listed], followed: dict[str, Listed]) -> None:
+    def __init__(self, before: dict[str, ScannedModel], followed: dict[str, ScannedModel]) -> None:
         self.before = before
         self.followed = followed
 
 
 async def _follow_change(
-    settings: RepositoryConfig, known: Known, on_model: Callable[[str, Listed], None]
+    settings: RepositoryConfig, known: Known, on_model: Callable[[str, ScannedModel], None]
 ) -> None:
     """Look until nothing moves any more, and tell of what has changed and was left alone."""
     is_moving = True

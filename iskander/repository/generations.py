@@ -20,14 +20,13 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.models import LaneConfig
 from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError, LimitExceeded, ManifestError, ModelMoved, NotReady
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.repository.generation_lifecycle import Action, Event, Stage, step
 from iskander.repository.models import Failure, Models
 from iskander.scheduling.lane import Lane
 from iskander.supervision.lifecycle import State
-from iskander.supervision.model_loader import AT_WORK, Loading
+from iskander.supervision.model_loader import AT_WORK, ModelLoader
 from iskander.supervision.worker import Worker
-
 
 log = logging.getLogger("iskander.repository")
 
@@ -79,12 +78,12 @@ class Generations:
     def __init__(
         self,
         models: Models,
-        loading: Loading,
+        loading: ModelLoader,
         refuse_queued: Callable[[Lane, IskanderError], None],
         *,
         load_s: float,
         drain_s: float,
-        recent: Recent,
+        recent: RecentValues,
         on_change: Callable[[], None],
     ) -> None:
         self._models = models

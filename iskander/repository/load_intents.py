@@ -20,7 +20,7 @@ import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.control.attach import LockFile
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import NotReady, Overloaded
 
 FOLDER = "wishes"
@@ -30,8 +30,8 @@ TURN_S = 0.02
 RETRY_MS = 1000
 
 
-@prepared
-class Wish(msgspec.Struct, frozen=True):
+@thread_safe
+class LoadIntent(msgspec.Struct, frozen=True):
     """What is wanted of a model.
 
     Attributes:
@@ -44,14 +44,14 @@ class Wish(msgspec.Struct, frozen=True):
     is_loaded: bool = True
     but: tuple[str, ...] = ()
 
-    def without(self, version: str | None) -> Wish:
+    def without(self, version: str | None) -> LoadIntent:
         """The same when a version, or all of them, have been given up."""
         if version is None:
-            return Wish(self.model, is_loaded=False)
-        return Wish(self.model, self.is_loaded, (*self.but, version))
+            return LoadIntent(self.model, is_loaded=False)
+        return LoadIntent(self.model, self.is_loaded, (*self.but, version))
 
 
-class Wishes:
+class LoadIntents:
     """Those of one gateway.
 
     Args:
@@ -65,20 +65,20 @@ class Wishes:
         """Forget those of a gateway that was here before."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __iter__(self) -> Iterator[Wish]:
+    def __iter__(self) -> Iterator[LoadIntent]:
         """All of them; one that cannot be read is none."""
         for path in sorted(self._folder.glob("*.json")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                yield msgspec.json.decode(path.read_bytes(), type=Wish)
+                yield msgspec.json.decode(path.read_bytes(), type=LoadIntent)
 
-    def of(self, model: str) -> Wish:
+    def of(self, model: str) -> LoadIntent:
         """What is wanted of a model, where nobody said: that it is served."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            return msgspec.json.decode(self._path(model).read_bytes(), type=Wish)
-        return Wish(model)
+            return msgspec.json.decode(self._path(model).read_bytes(), type=LoadIntent)
+        return LoadIntent(model)
 
     @contextlib.contextmanager
-    def keeping(self, wish: Wish) -> Iterator[None]:
+    def keeping(self, wish: LoadIntent) -> Iterator[None]:
         """Keep a wish in the place of the one before, where what is done meanwhile succeeds.
 
         Raises:

@@ -13,11 +13,11 @@ from iskander.config.schema import Config
 from iskander.contract.inputs import entries_of, said
 from iskander.contract.tensors import Contract
 from iskander.errors import ModelNotFound, NotReady
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.repository.routing import Routing
 from iskander.repository.specs import loading_spec, model_spec, quorum_of
 from iskander.scheduling.lane import Lane
-from iskander.supervision.file_freshness import Freshness
+from iskander.supervision.file_freshness import FileFreshness
 from iskander.supervision.readiness import reason_of
 from iskander.supervision.worker import Worker
 
@@ -65,7 +65,7 @@ class Models:
         self.is_discreet = False
         self.is_looking = False
         self.pending = 0
-        self.freshness = Freshness()
+        self.freshness = FileFreshness()
         self._served: dict[str, dict[str, Lane]] = {}
         self._highest: dict[str, str] = {}
 
@@ -198,7 +198,7 @@ class Models:
         stopping = {"reason": STOPPING} if self.is_stopping else {}
         return {"ready": self.is_ready, **stopping, "models": models}
 
-    def index(self) -> Iterator[Standing]:
+    def index(self) -> Iterator[ModelStatus]:
         """Every model version that is served, is coming, or should be served and does not load."""
         for lane in self:
             failure = self.failures.get((lane.model.name, lane.model.version))
@@ -206,21 +206,21 @@ class Models:
             state = "UNAVAILABLE" if reason else "READY"
             if failure is not None:
                 reason = reason or f"a change of it is not served: {failure.reason}"
-            yield Standing(lane.model.name, lane.model.version, state, reason, lane)
+            yield ModelStatus(lane.model.name, lane.model.version, state, reason, lane)
         told = {(lane.model.name, lane.model.version) for lane in self}
         for lane in self.coming:
             which = (lane.model.name, lane.model.version)
             if which not in told:
                 told.add(which)
-                yield Standing(*which, "LOADING", self._reason(lane), None)
+                yield ModelStatus(*which, "LOADING", self._reason(lane), None)
         for lane in self.by_key.values():
             which = (lane.model.name, lane.model.version)
             if not lane.is_served and not lane.is_coming and which not in told:
                 told.add(which)
-                yield Standing(*which, "UNLOADING", "it finishes what it accepted", None)
+                yield ModelStatus(*which, "UNLOADING", "it finishes what it accepted", None)
         for which, failure in self.failures.items():
             if which not in told:
-                yield Standing(*which, "UNAVAILABLE", failure.reason, None)
+                yield ModelStatus(*which, "UNAVAILABLE", failure.reason, None)
 
     def stages(self) -> Iterator[tuple[tuple[str], int]]:
         """How many lanes are in each stage of their life."""
@@ -289,7 +289,7 @@ class Models:
         )
 
 
-class Standing(NamedTuple):
+class ModelStatus(NamedTuple):
     """How a model version stands.
 
     Attributes:
@@ -305,7 +305,7 @@ class Standing(NamedTuple):
     lane: Lane | None
 
 
-def configured(config: Config, recent: Recent) -> Models:
+def configured(config: Config, recent: RecentValues) -> Models:
     """The models of the configuration, which are found from the start.
 
     Raises:

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from iskander.control.runtime_directory import Member
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import Draining, IskanderError, ModelNotFound, NotReady, Overloaded
-from iskander.repository.load_intents import RETRY_MS, Wish, Wishes
-from iskander.repository.reconciler import Repository
+from iskander.repository.load_intents import RETRY_MS, LoadIntent, LoadIntents
+from iskander.repository.repository import Repository
 
 SOCKET = "peers.sock"
 LINE_BYTES_MAX = 65_536
@@ -35,7 +35,7 @@ SLACK_S = 5.0
 log = logging.getLogger("iskander.repository")
 
 
-@prepared
+@thread_safe
 class Change(msgspec.Struct, frozen=True):
     """One change.
 
@@ -49,7 +49,7 @@ class Change(msgspec.Struct, frozen=True):
     version: str | None = None
 
 
-@prepared
+@thread_safe
 class Outcome(msgspec.Struct, frozen=True):
     """What came of it in one process: the versions, or the error as `to_wire` tells it."""
 
@@ -57,7 +57,7 @@ class Outcome(msgspec.Struct, frozen=True):
     error: dict[str, Any] | None = None
 
 
-class Siblings:
+class Peers:
     """What makes changes here and there.
 
     Args:
@@ -71,13 +71,13 @@ class Siblings:
         self._repository = repository
         self._others = [Path(each).with_name(SOCKET) for each in member.siblings]
         self._path = folder / SOCKET
-        self._wishes = Wishes(folder.parent)
+        self._wishes = LoadIntents(folder.parent)
         self._load_s = load_s
         self._server: asyncio.Server | None = None
         self._changes: set[asyncio.Task[list[str]]] = set()
         self._is_closed = False
 
-    async def start(self) -> list[Wish]:
+    async def start(self) -> list[LoadIntent]:
         """Be there for the others' changes; what was asked of them before."""
         if not self._others:
             return []
@@ -145,7 +145,9 @@ class Siblings:
             return contextlib.nullcontext()
         wish = self._wishes.of(change.model)
         is_load = change.action == "load"
-        return self._wishes.keeping(Wish(wish.model) if is_load else wish.without(change.version))
+        return self._wishes.keeping(
+            LoadIntent(wish.model) if is_load else wish.without(change.version)
+        )
 
     async def _here(self, change: Change) -> list[str]:
         if change.action == "load":

@@ -36,7 +36,7 @@ NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Of errors: the others are of things that are there."""
 
 
-class Listed(NamedTuple):
+class ScannedModel(NamedTuple):
     """A model in the folder.
 
     Attributes:
@@ -49,13 +49,13 @@ class Listed(NamedTuple):
     versions: dict[str, str]
     error: str = ""
 
-    def without(self, versions: Collection[str]) -> Listed:
+    def without(self, versions: Collection[str]) -> ScannedModel:
         """The same as if some versions were not there."""
         kept = {each: state for each, state in self.versions.items() if each not in versions}
         return self._replace(versions=kept)
 
 
-def list_models(root: Path, marker: str) -> dict[str, Listed]:
+def list_models(root: Path, marker: str) -> dict[str, ScannedModel]:
     """Every model, by name; what has not the name of one is passed over.
 
     Args:
@@ -79,23 +79,23 @@ def list_models(root: Path, marker: str) -> dict[str, Listed]:
     return {name: each for name, each in listed.items() if each.versions or each.error}
 
 
-def list_model(root: Path, name: str, marker: str) -> Listed:
+def list_model(root: Path, name: str, marker: str) -> ScannedModel:
     """One model; without versions where it is not there."""
     folder = root / name
     if not NAME.fullmatch(name):
-        return Listed("", {})
+        return ScannedModel("", {})
     try:
         found = [entry.name for entry in os.scandir(folder) if VERSION.fullmatch(entry.name)]
     except OSError as error:
         if error.errno in NOTHING_THERE:
-            return Listed("", {})
-        return Listed("", {}, f"its folder cannot be read: {error.strerror}")
+            return ScannedModel("", {})
+        return ScannedModel("", {}, f"its folder cannot be read: {error.strerror}")
     versions = {
         version: stamp
         for version in sorted(found, key=int)[-VERSIONS_MAX:]
         if (stamp := stamp_of(folder / version, marker))
     }
-    return Listed(_state_of(folder / SETTINGS), versions)
+    return ScannedModel(_state_of(folder / SETTINGS), versions)
 
 
 def stamp_of(folder: Path, marker: str = "") -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Beginning:
+class StartupBarrier:
     """Which models a start has not begun with."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from iskander.config.repository import ModelFile, RepositoryConfig, Versions
-from iskander.repository.load_intents import Wish
+from iskander.repository.load_intents import LoadIntent
 from iskander.repository.routing import Routing
 
 EVERYTHING = "*"
@@ -19,7 +19,7 @@ Seen = TypeVar("Seen")
 
 
 def names_at_start(
-    settings: RepositoryConfig, listed: Collection[str], wishes: Iterable[Wish] = ()
+    settings: RepositoryConfig, listed: Collection[str], wishes: Iterable[LoadIntent] = ()
 ) -> set[str]:
     """The models of the folder that a start loads, whether they are there or not.
 
@@ -43,7 +43,7 @@ def policy_of(settings: RepositoryConfig, own: ModelFile) -> Versions:
     return settings.versions if own.versions is None else own.versions
 
 
-def wanted(present: Collection[str], policy: Versions, routing: Routing) -> list[str]:
+def wanted_versions(present: Collection[str], policy: Versions, routing: Routing) -> list[str]:
     """The versions to serve, lowest first: those of the policy, and those that something leads to.
 
     Args:

@@ -29,7 +29,7 @@ class _Rhythm:
         self.expected_ns = self.budget_ns = 0
 
 
-class Cadence:
+class ArrivalPredictor:
     """The rhythms of one lane's clients; of the last `CLIENTS_MAX` that were heard of."""
 
     def __init__(self) -> None:

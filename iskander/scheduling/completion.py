@@ -13,20 +13,20 @@ from typing import Final
 from iskander.clock import now_ns
 from iskander.errors import IskanderError
 from iskander.scheduling.admission import MISSED
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.request import Request
 
 log: Final = logging.getLogger("iskander.dispatch")
 
 
-class Ending:
+class RequestCompletion:
     """Ends requests.
 
     Args:
         intake: Owner of their leases.
     """
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: InputArena) -> None:
         self._intake = intake
 
     def complete(self, request: Request, results: bytes | memoryview, run_ns: int) -> None:

@@ -18,18 +18,18 @@ from typing import Final
 from iskander.clock import now_ns
 from iskander.control.messages import Done, Execute, Failed, Slice, encode
 from iskander.errors import IskanderError
-from iskander.measurement.counters import Counts
+from iskander.measurement.counters import Counters
 from iskander.memory.arena import Lease
 from iskander.scheduling.admission import doomed_error, expired_error
 from iskander.scheduling.batcher import Formed
-from iskander.scheduling.completion import Ending
+from iskander.scheduling.completion import RequestCompletion
 from iskander.scheduling.fair_share import BriefRequests
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.layout import Layout
 from iskander.scheduling.request import NEVER_NS, Request
-from iskander.scheduling.results import taken, taken_at_once
-from iskander.scheduling.retry import after_failure, after_loss, unlanded, untaken
+from iskander.scheduling.results import copy_results, copy_small_results
+from iskander.scheduling.retry import after_failure, after_loss, results_error, undo_parts
 from iskander.scheduling.wakeup import Alarm, BusyPolling
 from iskander.scheduling.worker_slot import BatchPart, InFlightBatch, WorkerSlot
 
@@ -49,8 +49,8 @@ class Dispatcher:
         end_worker: Told of a worker that cannot be sent anything: its batches come back as lost.
     """
 
-    def __init__(self, intake: Intake, lanes: dict[int, Lane], polling: BusyPolling) -> None:
-        self._ending = Ending(intake)
+    def __init__(self, intake: InputArena, lanes: dict[int, Lane], polling: BusyPolling) -> None:
+        self._ending = RequestCompletion(intake)
         self._polling = polling
         self._lanes = lanes
         self._open: dict[int, WorkerSlot] = {}
@@ -62,7 +62,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self.alarm = Alarm(self.pump)
         self.end_worker: Callable[[WorkerSlot], None] = lambda worker: worker.kill()
-        self.counts = Counts()
+        self.counts = Counters()
 
     @property
     def in_flight(self) -> int:
@@ -170,7 +170,7 @@ class Dispatcher:
         worker.output_arena.give_back(flight.output)
         error = IskanderError.from_wire({"code": failed.code, "message": failed.message})
         is_shared = len({part.request for part in flight.parts}) > 1
-        for request in unlanded(flight.parts):
+        for request in undo_parts(flight.parts):
             self._ending.settle(request, after_failure(request, error, is_shared=is_shared))
 
     def on_lost(self, worker: WorkerSlot) -> None:
@@ -186,7 +186,7 @@ class Dispatcher:
         flights = dict(worker.in_flight)
         worker.in_flight.clear()
         for batch_id, flight in flights.items():
-            for request in unlanded(flight.parts):
+            for request in undo_parts(flight.parts):
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
                     log.error("%r of client `%s`: %s", request, request.terms.client, error)
@@ -316,11 +316,11 @@ class Dispatcher:
                 failure: IskanderError | None = None
                 if not request.is_over:
                     try:
-                        results = taken_at_once(part, view)
+                        results = copy_small_results(part, view)
                         if results is None:
-                            results = yield from taken(part, view)
+                            results = yield from copy_results(part, view)
                     except Exception as error:
-                        failure = untaken(request, error)
+                        failure = results_error(request, error)
                 request.running -= 1
                 if request.is_over:
                     self._ending.release(request)

@@ -18,7 +18,7 @@ from iskander.errors import ArenaFull, IskanderError, LimitExceeded
 from iskander.memory.arena import GRAIN_BYTES, Arena, Lease
 from iskander.memory.backing import ANY_MEMORY, BackingOptions
 from iskander.memory.chunked_copy import WHOLE_BYTES, copied, copy
-from iskander.memory.client_segment import Range
+from iskander.memory.client_segment import SegmentRange
 from iskander.memory.segment import Segment
 from iskander.scheduling.admission import FREE_SHARE, MISSED, expired_error, reserve_of
 from iskander.scheduling.request import Request
@@ -27,7 +27,7 @@ SMALL_SHARE: Final = 64
 """A request of at most this part of the arena does not wait behind larger ones of other sources."""
 
 
-class Intake:
+class InputArena:
     """The gateway's input arena, and who waits for room in it.
 
     Sources that wait are granted room in turn. The last ninth of the arena is for sources that hold
@@ -138,7 +138,9 @@ class Intake:
             for _ in copied(target, source):
                 await asyncio.sleep(0)
 
-    def _lent(self, request: Request, lease: Lease) -> list[tuple[memoryview, memoryview | Range]]:
+    def _lent(
+        self, request: Request, lease: Lease
+    ) -> list[tuple[memoryview, memoryview | SegmentRange]]:
         """Where in a lease each part of a request is to be copied, and the part."""
         view, layout = self.segment.view, request.layout
         body = lease.offset + len(layout.header)
@@ -146,7 +148,7 @@ class Intake:
         request.body_offset = body
         assert len(request.tensors) == len(layout.offsets), "of another contract"
         view[lease.offset : body] = layout.header
-        lent: list[tuple[memoryview, memoryview | Range]] = []
+        lent: list[tuple[memoryview, memoryview | SegmentRange]] = []
         for index, tensor in enumerate(request.tensors):
             start = body + layout.offsets[index]
             lent.append((view[start : start + len(tensor)], tensor))

@@ -23,8 +23,8 @@ from iskander.errors import (
     QueueFull,
     Superseded,
 )
-from iskander.measurement.counters import Counts
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.counters import Counters
+from iskander.measurement.recent_values import RecentValues
 from iskander.scheduling.admission import (
     MISSED,
     RETRY_UNKNOWN_MS,
@@ -37,12 +37,12 @@ from iskander.scheduling.admission import (
     make_way,
     share_error,
 )
-from iskander.scheduling.arrivals import Cadence
+from iskander.scheduling.arrivals import ArrivalPredictor
 from iskander.scheduling.batcher import Formed, Rules, form, make_rules
 from iskander.scheduling.cost import LEARNED_SAMPLES, CostModel
 from iskander.scheduling.fair_share import QUANTUM_ROWS, BriefRequests, is_brief, slice_rows
 from iskander.scheduling.layout import Layout, Layouts
-from iskander.scheduling.metrics import Measures
+from iskander.scheduling.metrics import LaneMetrics
 from iskander.scheduling.policies import make_policy
 from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
@@ -106,7 +106,11 @@ class Lane:
     """
 
     def __init__(
-        self, model: ModelSpec, config: LaneConfig, quorum: int = 1, recent: Recent | None = None
+        self,
+        model: ModelSpec,
+        config: LaneConfig,
+        quorum: int = 1,
+        recent: RecentValues | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -117,12 +121,12 @@ class Lane:
         self.is_awaiting = False
         self.ttl_ns = int(config.ttl_ms * NS_PER_MS) or NEVER_NS
         self.has_limits = bool(config.deadline_ms or config.staleness_ms)
-        self.cadence = Cadence()
+        self.cadence = ArrivalPredictor()
         self.costs: dict[int, CostModel] = {}
         self.virtual_ns = 0.0
         self.outstanding: dict[str, int] = {}
-        self.counts = Counts()
-        self.measures = Measures(model, recent or Recent())
+        self.counts = Counters()
+        self.measures = LaneMetrics(model, recent or RecentValues())
         self.rules = Rules(model.rows_max)
         self._policy = make_policy(config)
         self.queue = WaitingQueue(is_fair=getattr(self._policy, "is_fair", False))

@@ -9,12 +9,12 @@ from iskander.clock import NS_PER_MS
 from iskander.contract.backend_manifest import STEPS_MAX
 from iskander.control.messages import ModelSpec
 from iskander.measurement.histogram import LATENCY_BOUNDS_NS, ROWS_BOUNDS, Histogram
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.scheduling.arrivals import CLIENTS_MAX
 from iskander.scheduling.request import Request, Terms
 
 
-class Measures:
+class LaneMetrics:
     """Of one lane.
 
     Args:
@@ -29,7 +29,7 @@ class Measures:
         steps_ns: Of the steps of a pipeline, by their names.
     """
 
-    def __init__(self, model: ModelSpec, recent: Recent) -> None:
+    def __init__(self, model: ModelSpec, recent: RecentValues) -> None:
         self.wait_ns = Histogram(LATENCY_BOUNDS_NS)
         self.run_ns = Histogram(LATENCY_BOUNDS_NS)
         self.total_ns = Histogram(LATENCY_BOUNDS_NS)

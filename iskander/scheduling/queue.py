@@ -24,7 +24,7 @@ from iskander.scheduling.fair_share import FairShare, Flow
 from iskander.scheduling.request import NEVER_NS, Request
 
 
-class Held(NamedTuple):
+class SourceUsage(NamedTuple):
     """What a queue holds, or what a source holds of it."""
 
     requests: int
@@ -77,10 +77,12 @@ class WaitingQueue:
         """All of them, those of one source in the order of their ranks."""
         return (entry[2] for flow in self._flows.values() for entry in flow.ranked)
 
-    def held_by(self, source: Source) -> Held:
+    def held_by(self, source: Source) -> SourceUsage:
         """What waits of a source."""
         flow = self._flows.get(source)
-        return Held(len(flow.ranked), flow.rows, flow.bytes) if flow else Held(0, 0, 0)
+        return (
+            SourceUsage(len(flow.ranked), flow.rows, flow.bytes) if flow else SourceUsage(0, 0, 0)
+        )
 
     def put(self, request: Request) -> None:
         """Let a request wait; its rank, number and todo are set."""

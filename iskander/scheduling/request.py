@@ -15,7 +15,7 @@ from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS
 from iskander.errors import IskanderError
 from iskander.memory.arena import Lease
-from iskander.memory.client_segment import Range
+from iskander.memory.client_segment import SegmentRange
 
 if TYPE_CHECKING:
     from iskander.scheduling.lane import Lane
@@ -141,7 +141,7 @@ class Request:
         lane: Lane,
         caller: Caller,
         rows: int,
-        tensors: Sequence[memoryview | Range],
+        tensors: Sequence[memoryview | SegmentRange],
         *,
         terms: Terms = NO_TERMS,
         arrived_ns: int = 0,

@@ -21,8 +21,8 @@ from iskander.scheduling.worker_slot import BatchPart
 Taking: TypeAlias = Generator[None, None, bytes | memoryview | None]
 
 
-def taken_at_once(part: BatchPart, arena: memoryview) -> bytes | None:
-    """Copy a request's results where they are small and all there; None where `taken` does."""
+def copy_small_results(part: BatchPart, arena: memoryview) -> bytes | None:
+    """Copy small, complete results of a request; None where `copy_results` has to do it."""
     request, offset = part.request, part.output_offset
     if part.rows < request.rows:
         return None
@@ -33,7 +33,7 @@ def taken_at_once(part: BatchPart, arena: memoryview) -> bytes | None:
     return output.tobytes() if output.nbytes <= WHOLE_BYTES else None
 
 
-def taken(part: BatchPart, arena: memoryview) -> Taking:
+def copy_results(part: BatchPart, arena: memoryview) -> Taking:
     """Copy what a batch computed of a request, with pauses in a large copy.
 
     Args:

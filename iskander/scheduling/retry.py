@@ -63,7 +63,7 @@ def after_loss(request: Request, *, was_running: bool) -> IskanderError | None:
     )
 
 
-def untaken(request: Request, error: Exception) -> IskanderError:
+def results_error(request: Request, error: Exception) -> IskanderError:
     """The error that a request gets whose results were computed and cannot be taken.
 
     It would be so again: nothing runs twice for that. What is no error of ours is the log's.
@@ -74,7 +74,7 @@ def untaken(request: Request, error: Exception) -> IskanderError:
     return detach(error)  # Its frames hold views of the worker's arena.
 
 
-def unlanded(parts: list[BatchPart]) -> list[Request]:
+def undo_parts(parts: list[BatchPart]) -> list[Request]:
     """Undo the parts of a batch that has no results; every request of it once."""
     for part in parts:
         request = part.request

@@ -25,7 +25,7 @@ LOOK_S = 10.0
 """After which the answer is no, whether a look has its turn or waits for it."""
 
 
-class Freshness:
+class FileFreshness:
     """Looks at files.
 
     Attributes:

@@ -21,7 +21,7 @@ from iskander.contract.tensors import Contract, require_room
 from iskander.control.messages import Load, Loaded, LoadFailed, Unload, Unloaded, encode
 from iskander.errors import IskanderError, ManifestError
 from iskander.scheduling.lane import Lane
-from iskander.supervision.file_freshness import Freshness
+from iskander.supervision.file_freshness import FileFreshness
 from iskander.supervision.lifecycle import Event, State
 from iskander.supervision.worker import Worker
 
@@ -31,7 +31,7 @@ CHANGED = "its files were changed, and are not what is being served"
 AT_WORK = (State.LOADING, State.READY)
 
 
-class Loading:
+class ModelLoader:
     """Gives workers their models.
 
     Args:
@@ -49,7 +49,7 @@ class Loading:
         workers: Sequence[Worker],
         output_bytes: int,
         *,
-        freshness: Freshness,
+        freshness: FileFreshness,
         happened: Callable[[Worker, Event], None],
         on_refused: Callable[[Worker, IskanderError], None],
     ) -> None:
@@ -94,7 +94,7 @@ class Loading:
     def on_answer(self, worker: Worker, answer: Loaded | LoadFailed | Unloaded) -> None:
         """A worker has loaded the model that it was asked for, or cannot; or gave one up."""
         if isinstance(answer, Unloaded):
-            log.info("worker %d has given generation %d up", worker.place.index, answer.model)
+            log.info("worker %d has given generation %d up", worker.index, answer.model)
             return
         lane = self._lanes.get(answer.model)
         is_asked = worker.asked == answer.model
@@ -134,18 +134,18 @@ class Loading:
         """A worker is gone; what nobody has loaded yet, and it was loading, is held against it."""
         lane = self._coming_to(worker)
         if lane is not None:
-            lane.refusal = ManifestError(f"worker {worker.place.index} ended while it loaded it")
+            lane.refusal = ManifestError(f"worker {worker.index} ended while it loaded it")
 
     def replace_overdue(self, limit_ns: int) -> None:
         """Replace, in order, workers that serve and do not come to the end of a load."""
         for worker in self._workers:
             is_loading = worker.state is State.READY and worker.asked is not None
             if is_loading and now_ns() - worker.asked_ns > limit_ns:
-                log.error("worker %d does not come to the end of a load", worker.place.index)
+                log.error("worker %d does not come to the end of a load", worker.index)
                 lane = self._coming_to(worker)
                 if lane is not None and lane.contract is None:
                     text = f"had not loaded it after {limit_ns // NS_PER_S} s"
-                    lane.refusal = ManifestError(f"worker {worker.place.index} {text}")
+                    lane.refusal = ManifestError(f"worker {worker.index} {text}")
                 worker.is_due = True
                 self._happened(worker, Event.RECYCLE_DUE)
 
@@ -243,7 +243,7 @@ class Loading:
         worker.models.add(answer.model)
         log.info(
             "worker %d loaded %s in %.0f ms: %s, %d threads",
-            worker.place.index,
+            worker.index,
             lane.title,
             answer.load_ms,
             ", ".join(answer.providers),
@@ -254,7 +254,7 @@ class Loading:
 
     def _refuse(self, worker: Worker, lane: Lane, error: IskanderError) -> bool:
         """Note that a worker cannot serve a model; whether it is of no use without it."""
-        index, text = worker.place.index, error.message
+        index, text = worker.index, error.message
         log.error("worker %d cannot serve %s: %s", index, lane.title, text)
         if lane.is_coming:
             lane.refusal = error

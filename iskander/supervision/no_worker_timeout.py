@@ -17,7 +17,7 @@ from iskander.supervision.lifecycle import State
 from iskander.supervision.worker import Worker
 
 
-class Vacancy:
+class NoWorkerTimeout:
     """Keeps the time of every lane that no worker serves.
 
     Args:

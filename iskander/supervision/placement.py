@@ -15,7 +15,7 @@ import msgspec
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.supervision.topology import Topology, parse_cpu_list, render_cpu_list
-from iskander.supervision.worker import Place
+from iskander.supervision.worker import SlotPlan
 
 Item = TypeVar("Item")
 
@@ -24,7 +24,7 @@ LEFT_CORES = 2
 fewer, the models would lose half of them or all."""
 
 
-class Plan(NamedTuple):
+class PlacementPlan(NamedTuple):
     """Where every process runs.
 
     Attributes:
@@ -34,11 +34,11 @@ class Plan(NamedTuple):
     """
 
     gateway: tuple[int, ...]
-    places: list[Place]
+    places: list[SlotPlan]
     notes: tuple[str, ...]
 
 
-def plan(config: Config, topology: Topology) -> Plan:
+def plan(config: Config, topology: Topology) -> PlacementPlan:
     """Set the gateway's cores aside, and divide the core groups among the workers.
 
     Raises:
@@ -64,7 +64,7 @@ def plan(config: Config, topology: Topology) -> Plan:
     notes += _across_nodes(groups, topology)
     notes += _shared_cores(gateway, places, topology) + crowded
     _require_threads(config, places)
-    return Plan(gateway, places, tuple(notes))
+    return PlacementPlan(gateway, places, tuple(notes))
 
 
 def _named_groups(config: Config, topology: Topology) -> list[tuple[int, ...]]:
@@ -144,7 +144,7 @@ def _groups(
 
 def _own(
     config: Config, topology: Topology, groups: list[tuple[int, ...]]
-) -> tuple[list[Place], list[tuple[int, ...]], list[str]]:
+) -> tuple[list[SlotPlan], list[tuple[int, ...]], list[str]]:
     """Places of workers that serve one model: as many cores as it has threads, from a group's end.
 
     The workers go to the groups in turn. Where a group has too few cores for all, one of these
@@ -174,7 +174,7 @@ def _own(
         node = _node_of(here, topology)
         domains = tuple(here.domains) if topology.has_l3 else ()
         places.append(
-            Place(
+            SlotPlan(
                 index=0,
                 group=group,
                 cpus=mine,
@@ -193,7 +193,7 @@ def _node_of(part: Topology, topology: Topology) -> int | None:
     return next(iter(part.nodes)) if len(topology.nodes) > 1 and len(part.nodes) == 1 else None
 
 
-def _places(config: Config, topology: Topology, groups: list[tuple[int, ...]]) -> list[Place]:
+def _places(config: Config, topology: Topology, groups: list[tuple[int, ...]]) -> list[SlotPlan]:
     """Places of the workers that serve all models."""
     if not config.has_shared_models:
         return []
@@ -208,7 +208,7 @@ def _places(config: Config, topology: Topology, groups: list[tuple[int, ...]]) -
             f"workers.quorum = {config.workers.quorum} can never be met: the plan has {count} "
             "workers"
         )
-    places: list[Place] = []
+    places: list[SlotPlan] = []
     for group, cpus in enumerate(groups):
         shares = count // len(groups) + (group < count % len(groups))
         if shares > len(cpus):
@@ -221,7 +221,7 @@ def _places(config: Config, topology: Topology, groups: list[tuple[int, ...]]) -
         for mine in _divide(here, shares):
             part = here.only(mine)
             domains = tuple(part.domains) if topology.has_l3 else ()
-            places.append(Place(len(places), group, mine, node, len(part.cores), domains))
+            places.append(SlotPlan(len(places), group, mine, node, len(part.cores), domains))
     return places
 
 
@@ -254,7 +254,9 @@ def _across_nodes(groups: list[tuple[int, ...]], topology: Topology) -> list[str
     ]
 
 
-def _shared_cores(gateway: tuple[int, ...], places: list[Place], topology: Topology) -> list[str]:
+def _shared_cores(
+    gateway: tuple[int, ...], places: list[SlotPlan], topology: Topology
+) -> list[str]:
     """A line where siblings went to different processes, which slow each other down."""
     holder = dict.fromkeys(gateway, "the gateway")
     for place in places:
@@ -274,7 +276,7 @@ def _shared_cores(gateway: tuple[int, ...], places: list[Place], topology: Topol
     ]
 
 
-def _require_threads(config: Config, places: list[Place]) -> None:
+def _require_threads(config: Config, places: list[SlotPlan]) -> None:
     for index, model in enumerate(config.models):
         keys = f"intra_threads = {model.intra_threads}"
         if model.parallel_execution:

@@ -28,8 +28,8 @@ from iskander.errors import IskanderError
 from iskander.memory.heartbeat import model_digest
 from iskander.scheduling.lane import Lane, Quarantine
 from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.model_loader import Loading
-from iskander.supervision.worker import End, Worker
+from iskander.supervision.model_loader import ModelLoader
+from iskander.supervision.worker import ProcessExit, Worker
 from iskander.transport.machine_memory import oom_kills
 
 log = logging.getLogger("iskander.supervisor")
@@ -109,7 +109,7 @@ class Quarantines:
         settings: WorkersConfig,
         *,
         is_first: bool,
-        loading: Loading,
+        loading: ModelLoader,
         refuse_queued: Callable[[Lane, IskanderError], None],
         happened: Callable[[Worker, Event], None],
         on_change: Callable[[], None],
@@ -139,13 +139,13 @@ class Quarantines:
         was_hung = worker.is_hung and not worker.was_stopped
         if worker.is_hung and not was_hung:
             return
-        self._suspects[worker.place.index] = Suspect(lane, was_hung)
+        self._suspects[worker.index] = Suspect(lane, was_hung)
         if worker.child is None:
-            self.on_end(worker, End(None, was_killed=False))
+            self.on_end(worker, ProcessExit(None, was_killed=False))
 
-    def on_end(self, worker: Worker, end: End) -> None:
+    def on_end(self, worker: Worker, end: ProcessExit) -> None:
         """Count the end of a process for the model that it was running."""
-        suspect = self._suspects.pop(worker.place.index, None)
+        suspect = self._suspects.pop(worker.index, None)
         if suspect is None:
             return
         kills, self._oom_kills = self._oom_kills, oom_kills()
@@ -198,7 +198,7 @@ class Quarantines:
         if lane.model.pool or not can_isolate:
             self._refuse(lane, rate)
         elif self._is_first:
-            index = max(self._planned, *(each.place.index + 1 for each in self._workers))
+            index = max(self._planned, *(each.index + 1 for each in self._workers))
             self._isolate(lane, index, worker.place.cpus)
 
     def _isolate(self, lane: Lane, index: int, cpus: tuple[int, ...]) -> None:

@@ -35,7 +35,7 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
 
 
 def _failure_of(worker: Worker) -> str:
-    who, count = f"worker {worker.place.index}", worker.failures
+    who, count = f"worker {worker.index}", worker.failures
     end = f" {worker.last_end}" if worker.last_end is not None else ""
     if worker.complaint:
         last = f", the last over {worker.complaint}"

@@ -76,7 +76,7 @@ class Recycling:
         else:
             return
         worker.is_due = True
-        log.info("worker %d is replaced in order: %s", worker.place.index, why)
+        log.info("worker %d is replaced in order: %s", worker.index, why)
         self._on_due(worker)
 
     def _has_grown(self, worker: Worker) -> bool:

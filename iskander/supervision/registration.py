@@ -24,14 +24,14 @@ from iskander.memory.heartbeat import BEAT_BYTES
 from iskander.memory.segment import Segment
 from iskander.supervision.lifecycle import State
 from iskander.supervision.worker import Worker
-from iskander.transport.local_listener import Doorstep
+from iskander.transport.local_listener import LocalListener
 
 TakeOn: TypeAlias = Callable[[socket.socket, int, Hello], Awaitable[None]]
 
 log = logging.getLogger("iskander.reception")
 
 
-class Reception:
+class RegistrationListener:
     """The attach socket.
 
     Args:
@@ -43,12 +43,12 @@ class Reception:
     def __init__(self, path: Path, take_on: TakeOn) -> None:
         self._path = path
         self._take_on = take_on
-        self._doorstep: Doorstep | None = None
+        self._doorstep: LocalListener | None = None
 
     def open(self) -> None:
         """Begin to let workers in."""
         listening = attach.listen(str(self._path))
-        self._doorstep = Doorstep(listening, FRAME_BYTES_MAX, self._greet, self._refuse)
+        self._doorstep = LocalListener(listening, FRAME_BYTES_MAX, self._greet, self._refuse)
         self._doorstep.open()
 
     def close(self) -> None:
@@ -77,21 +77,21 @@ log = logging.getLogger("iskander.supervisor")
 VACANT = (State.ABSENT, State.LOOPING, State.STARTING)
 
 
-def is_vacant(worker: Worker) -> bool:
+def is_free(worker: Worker) -> bool:
     """Whether a place can have a process, and none is on its way to it."""
     return worker.state in VACANT and not worker.is_claimed
 
 
-def place_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
+def slot_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
     """The place that a process gets: where it was started for, its old one, else any in its group.
 
     Raises:
         ProtocolError: None is free.
     """
-    free = [each for each in workers if is_vacant(each) and each.place.pool == hello.pool]
+    free = [each for each in workers if is_free(each) and each.place.pool == hello.pool]
     own = [each for each in free if each.child is not None and each.child.pid == pid]
     unclaimed = [each for each in free if each.child is None]
-    old = [each for each in unclaimed if each.place.index == hello.index]
+    old = [each for each in unclaimed if each.index == hello.index]
     any_in_group = [each for each in unclaimed if hello.group in (None, each.place.group)]
     for worker in own + old + any_in_group:
         return worker
@@ -103,7 +103,7 @@ def place_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
     )
 
 
-async def give_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaConfig) -> None:
+async def create_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaConfig) -> None:
     """Make the segments that are this worker's own: the large one in a thread.
 
     Nobody else gets the place meanwhile.
@@ -112,7 +112,7 @@ async def give_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaCo
         SegmentError: The system has not the memory.
         ProtocolError: The place is not to be filled any more.
     """
-    index = worker.place.index
+    index = worker.index
     options = BackingOptions(worker.place.node, arena.huge_pages, arena.lock)
     worker.is_claimed = True
     making = asyncio.get_running_loop().run_in_executor(
@@ -129,7 +129,7 @@ async def give_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaCo
         output.close()
         raise ProtocolError(f"the place {index} is {worker.state}")
     worker.attach(incarnation, pid, output, arena.output_bytes)
-    log_backing(log, f"output arena of worker {worker.place.index}", worker.backing)
+    log_backing(log, f"output arena of worker {worker.index}", worker.backing)
 
 
 def _close(made: asyncio.Future[Segment]) -> None:
@@ -153,7 +153,7 @@ def welcome(
     assert worker.output is not None and worker.beat is not None
     answer = Welcome(
         incarnation=worker.incarnation,
-        index=worker.place.index,
+        index=worker.index,
         group=worker.place.group,
         cpus=worker.place.cpus,
         cores=worker.place.cores,

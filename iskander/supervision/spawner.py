@@ -22,7 +22,7 @@ from iskander.control.attach import LockFile
 from iskander.control.runtime_directory import ATTACH_SOCKET
 from iskander.errors import IskanderError, NotReady
 from iskander.supervision.lifecycle import BACKOFF_MAX_S, Event, State, backoff_s
-from iskander.supervision.worker import Child, End, Worker
+from iskander.supervision.worker import Child, ProcessExit, Worker
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -42,13 +42,13 @@ class Timers:
     ) -> None:
         """Call back later, instead of whatever was to happen."""
         self.clear(worker)
-        self._handles[worker.place.index] = asyncio.get_running_loop().call_later(
+        self._handles[worker.index] = asyncio.get_running_loop().call_later(
             delay_s, callback, *arguments
         )
 
     def clear(self, worker: Worker) -> None:
         """Nothing is to happen by itself."""
-        handle = self._handles.pop(worker.place.index, None)
+        handle = self._handles.pop(worker.index, None)
         if handle is not None:
             handle.cancel()
 
@@ -68,7 +68,7 @@ AWAITED_PAUSE_S = 2.0
 """The longest pause after a failure in which requests wait for the next process."""
 
 
-class Starting:
+class Spawner:
     """Starts processes, and counts how they end.
 
     Args:
@@ -91,7 +91,7 @@ class Starting:
         is_first: bool,
         timers: Timers,
         happened: Callable[[Worker, Event], None],
-        ended: Callable[[Worker, End], None],
+        ended: Callable[[Worker, ProcessExit], None],
     ) -> None:
         self._ended = ended
         self._is_first = is_first
@@ -113,7 +113,7 @@ class Starting:
         try:
             child, pidfd = worker.spawn(self._folder / ATTACH_SOCKET)
         except OSError as error:
-            log.error("worker %d cannot be started: %s", worker.place.index, error)
+            log.error("worker %d cannot be started: %s", worker.index, error)
             self._happened(worker, Event.EXITED)
             return
         self._loop.add_reader(pidfd, self._on_exit, worker, child, pidfd)
@@ -128,7 +128,7 @@ class Starting:
             worker.is_looping = True
             log.error(
                 "worker %d is in a crash loop: %d deaths in a row; the next start is in %g s",
-                worker.place.index,
+                worker.index,
                 worker.failures,
                 pause_s,
             )
@@ -152,7 +152,7 @@ class Starting:
             worker.complaint = f"model `{worker.loading}`: its process ended while it loaded it"
         log.error(
             "worker %d ended before it had loaded its models: failure %d in a row%s",
-            worker.place.index,
+            worker.index,
             worker.failures,
             f": {worker.complaint}" if worker.complaint else "",
         )
@@ -179,7 +179,7 @@ class Starting:
         """Wait while a worker of an earlier gateway lives in this place; else start one."""
         if worker.state is not State.ABSENT:
             return
-        lock = LockFile(self._folder / f"worker-{worker.place.index}.lock")
+        lock = LockFile(self._folder / f"worker-{worker.index}.lock")
         if not lock.take() and now_ns() < deadline_ns:
             self._timers.set(worker, ADOPTION_TURN_S, self._adopt_or_spawn, worker, deadline_ns)
             return
@@ -199,7 +199,7 @@ class Starting:
             return
         if not worker.has_been_ready and worker.starts >= BOOT_STARTS_MAX:
             self.boot_error = NotReady(
-                f"worker {worker.place.index} ended {worker.starts} times before it was ready, "
+                f"worker {worker.index} ended {worker.starts} times before it was ready, "
                 f"the last time {end}{end.explanation}"
             )
         self._happened(worker, Event.EXITED)

@@ -37,20 +37,20 @@ from iskander.control.runtime_directory import ATTACH_SOCKET, Member
 from iskander.errors import IskanderError, NotReady
 from iskander.memory.arena import usable_bytes
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.worker_slot import WorkerSlot
-from iskander.supervision.file_freshness import Freshness
+from iskander.supervision.file_freshness import FileFreshness
 from iskander.supervision.lifecycle import Action, Event, State, step, validate
-from iskander.supervision.model_loader import Loading
-from iskander.supervision.no_worker_timeout import Vacancy
+from iskander.supervision.model_loader import ModelLoader
+from iskander.supervision.no_worker_timeout import NoWorkerTimeout
 from iskander.supervision.quarantine import Quarantines
 from iskander.supervision.recycling import Recycling
-from iskander.supervision.registration import Reception, give_memory, place_for, welcome
-from iskander.supervision.spawner import Starting, Timers
-from iskander.supervision.watchdog import Watch
-from iskander.supervision.worker import End, Place, Worker
-from iskander.supervision.worker_messages import Hearing
+from iskander.supervision.registration import RegistrationListener, create_memory, slot_for, welcome
+from iskander.supervision.spawner import Spawner, Timers
+from iskander.supervision.watchdog import Watchdog
+from iskander.supervision.worker import ProcessExit, SlotPlan, Worker
+from iskander.supervision.worker_messages import WorkerMessageReader
 
 log = logging.getLogger("iskander.supervisor")
 
@@ -71,7 +71,7 @@ class ServedModels(Protocol):
     """
 
     by_key: dict[int, Lane]
-    freshness: Freshness
+    freshness: FileFreshness
     workers: list[Worker]
 
     @property
@@ -99,12 +99,12 @@ class Supervisor:
     def __init__(
         self,
         config: Config,
-        places: list[Place],
+        places: list[SlotPlan],
         *,
         folder: Path,
         member: Member,
         models: ServedModels,
-        intake: Intake,
+        intake: InputArena,
         dispatcher: Dispatcher,
         on_change: Callable[[], None],
     ) -> None:
@@ -118,14 +118,14 @@ class Supervisor:
         dispatcher.end_worker = self._on_deaf
         self._on_change = on_change
         self.workers = models.workers = [Worker(place, is_ours=member.is_first) for place in places]
-        self._hearing = Hearing(dispatcher, self)
+        self._hearing = WorkerMessageReader(dispatcher, self)
         self._incarnation = 0
         self._is_stopping = False
-        self._reception = Reception(folder / ATTACH_SOCKET, self._take_on)
+        self._reception = RegistrationListener(folder / ATTACH_SOCKET, self._take_on)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._timers = Timers()
-        self._starting = Starting(
+        self._starting = Spawner(
             settings,
             folder,
             is_first=member.is_first,
@@ -133,7 +133,7 @@ class Supervisor:
             happened=self._happened,
             ended=self._on_process_end,
         )
-        self.loading = Loading(
+        self.loading = ModelLoader(
             models.by_key,
             self.workers,
             usable_bytes(config.arena.output_bytes),
@@ -141,7 +141,7 @@ class Supervisor:
             happened=self._happened,
             on_refused=self._on_refused,
         )
-        self._watch = Watch(
+        self._watch = Watchdog(
             self.workers,
             int(settings.hang_s * NS_PER_S),
             self._on_hung,
@@ -149,7 +149,7 @@ class Supervisor:
             is_shared=bool(member.siblings) and member.is_first,
         )
         self._recycling = Recycling(self.workers, settings, self._on_recycle_due)
-        self._vacancy = Vacancy(
+        self._vacancy = NoWorkerTimeout(
             models.by_key,
             self.workers,
             wait_s=settings.start_s,
@@ -282,9 +282,7 @@ class Supervisor:
         worker.state, actions = step(before, event)
         if actions or worker.state is not before:
             worker.story.append((now_ns(), event, worker.state))
-            log.info(
-                "worker %d: %s, was %s, is %s", worker.place.index, event, before, worker.state
-            )
+            log.info("worker %d: %s, was %s, is %s", worker.index, event, before, worker.state)
         for action in actions:
             self._actions[action](worker)
         self._vacancy.look()
@@ -303,7 +301,7 @@ class Supervisor:
             self._happened(worker, Event.LEFT)
         elif isinstance(message, Notice):
             worker.notices.append(message.text)
-            log.warning("worker %d: %s", worker.place.index, message.text)
+            log.warning("worker %d: %s", worker.index, message.text)
         else:
             assert isinstance(message, Loaded | LoadFailed | Unloaded)
             self.loading.on_answer(worker, message)
@@ -311,7 +309,7 @@ class Supervisor:
 
     def on_garbled(self, worker: Worker, error: Exception) -> None:
         """End a worker that was not understood: somebody might wait for ever for what it meant."""
-        index = worker.place.index
+        index = worker.index
         log.error("worker %d is ended: a frame was not understood: %s", index, error)
         self._give_up(worker, worker.incarnation)
 
@@ -341,10 +339,10 @@ class Supervisor:
     async def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
         """Give a worker that came in its place, its memory and its models."""
         self._quarantines.follow(hello)
-        worker = place_for(self.workers, pid, hello)
+        worker = slot_for(self.workers, pid, hello)
         self._incarnation += 1
         try:
-            await give_memory(worker, self._incarnation, pid, self._config.arena)
+            await create_memory(worker, self._incarnation, pid, self._config.arena)
             welcome(worker, connection, self._intake.segment, self._settings, self._member)
         except (IskanderError, OSError):
             worker.detach()
@@ -364,13 +362,13 @@ class Supervisor:
         worker.was_stopped = worker.is_stopped
         log.error(
             "worker %d has been silent for %d ms, %s: it is ended",
-            worker.place.index,
+            worker.index,
             silent_ns // NS_PER_MS,
             _doing(worker),
         )
         self._happened(worker, Event.HUNG)
 
-    def _on_process_end(self, worker: Worker, end: End) -> None:
+    def _on_process_end(self, worker: Worker, end: ProcessExit) -> None:
         self._quarantines.on_end(worker, end)
 
     def _later(self, worker: Worker, delay_s: float, event: Event) -> None:
@@ -404,7 +402,7 @@ class Supervisor:
 
     def _detach(self, worker: Worker) -> None:
         if worker.in_flight:
-            log.error("worker %d is gone, %s", worker.place.index, _doing(worker))
+            log.error("worker %d is gone, %s", worker.index, _doing(worker))
         # While the beat can still be read: it says which batch was running.
         self._quarantines.suspect(worker)
         self._dispatcher.on_lost(worker)

@@ -30,7 +30,7 @@ LEAST_NS = 2 * NS_PER_S
 _SERVING = (State.READY, State.LEAVING)
 
 
-class Watch:
+class Watchdog:
     """Looks at the beats of workers that have batches.
 
     Args:

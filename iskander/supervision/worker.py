@@ -35,7 +35,7 @@ NEVER: Final = sys.maxsize
 Child = subprocess.Popen[bytes]
 
 
-class End(NamedTuple):
+class ProcessExit(NamedTuple):
     """How a process ended.
 
     Attributes:
@@ -85,7 +85,7 @@ class End(NamedTuple):
         return ""
 
 
-class Place(msgspec.Struct, frozen=True):
+class SlotPlan(msgspec.Struct, frozen=True):
     """Where a worker of the plan runs.
 
     Attributes:
@@ -151,7 +151,7 @@ class Worker(WorkerSlot):
         story: The last events, for the operator.
     """
 
-    def __init__(self, place: Place, *, is_ours: bool = True) -> None:
+    def __init__(self, place: SlotPlan, *, is_ours: bool = True) -> None:
         super().__init__(place.index, place.pool)
         self.place = place
         self._is_ours = is_ours
@@ -175,7 +175,7 @@ class Worker(WorkerSlot):
         self.backing = NO_MEMORY
         self.notices: deque[str] = deque(maxlen=NOTICES_MAX)
         self.was_loaded = False
-        self.last_end: End | None = None
+        self.last_end: ProcessExit | None = None
         self.story: deque[tuple[int, Event, State]] = deque(maxlen=STORY_LENGTH)
         self.child: Child | None = None
         self._pidfd: int | None = None
@@ -185,7 +185,7 @@ class Worker(WorkerSlot):
 
     def __repr__(self) -> str:
         return (
-            f"<Worker {self.place.index} {self.state} incarnation {self.incarnation} "
+            f"<Worker {self.index} {self.state} incarnation {self.incarnation} "
             f"pid {self.pid}, {len(self.in_flight)} in flight>"
         )
 
@@ -227,7 +227,7 @@ class Worker(WorkerSlot):
         if self.place.pool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-        self.last_end = End(child.wait(), self._was_killed and child is self.child)
+        self.last_end = ProcessExit(child.wait(), self._was_killed and child is self.child)
         if child is not self.child:
             return False
         self.child = None
@@ -248,7 +248,7 @@ class Worker(WorkerSlot):
             output: Memory for its results; owned from here on.
             output_bytes: That are wanted of it.
         """
-        index = self.place.index
+        index = self.index
         self.output = output
         self.backing = output.backing
         self.notices.extend(f"output arena: {each}" for each in self.backing.complaints)
@@ -282,7 +282,7 @@ class Worker(WorkerSlot):
     def detach(self) -> None:
         """Let go of a process that is gone: its memory, sockets and descriptors."""
         if self.pid and not self._is_own:
-            self.last_end = End(None, self._was_killed)
+            self.last_end = ProcessExit(None, self._was_killed)
         self.incarnation = self.pid = self.credits = 0
         self.models, self.refused, self.asked = set(), {}, None
         self.output_arena = Arena(0)

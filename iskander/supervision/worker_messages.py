@@ -17,7 +17,7 @@ from iskander.scheduling.dispatch import Dispatcher
 from iskander.supervision.worker import Worker
 
 
-class Listener(Protocol):
+class WorkerMessageHandler(Protocol):
     """Who is told of what is not about a batch."""
 
     def on_message(self, worker: Worker, message: ToGateway) -> None:
@@ -33,7 +33,7 @@ class Listener(Protocol):
         """It has run as many batches as it should."""
 
 
-class Hearing:
+class WorkerMessageReader:
     """Listens to all workers.
 
     Args:
@@ -41,7 +41,7 @@ class Hearing:
         listener: Told the rest.
     """
 
-    def __init__(self, dispatcher: Dispatcher, listener: Listener) -> None:
+    def __init__(self, dispatcher: Dispatcher, listener: WorkerMessageHandler) -> None:
         self._dispatcher = dispatcher
         self._listener = listener
 

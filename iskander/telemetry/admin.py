@@ -23,7 +23,7 @@ from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.transport.addresses import PORT_MAX
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.http1.listener import Http1Port
+from iskander.transport.http1.listener import Http1Listener
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -36,7 +36,7 @@ REUSE_NS = 100 * NS_PER_MS
 """A page of this age is given again: someone who asks in a loop costs ten pages a second."""
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """Who knows what is answered."""
 
     def reasons(self) -> list[str]:
@@ -58,13 +58,13 @@ class AdminServer:
     """
 
     def __init__(
-        self, address: str, source: Source, limits: ConnectionLimits | None = None
+        self, address: str, source: PageSource, limits: ConnectionLimits | None = None
     ) -> None:
         self._address = address
         self._source = source
         self._limits = limits
         self._own_limits: ConnectionLimits | None = None
-        self._port: Http1Port | None = None
+        self._port: Http1Listener | None = None
 
     async def start(self) -> str:
         """Listen; the address with the port that was taken.
@@ -75,7 +75,7 @@ class AdminServer:
         bound = _bind(self._address)
         if self._limits is None:
             self._limits = self._own_limits = ConnectionLimits(Config())
-        self._port = Http1Port(
+        self._port = Http1Listener(
             _Pages(self._source).app(),
             CONNECTIONS_MAX,
             self._limits,
@@ -97,7 +97,7 @@ class AdminServer:
 class _Pages:
     """What is answered."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: PageSource) -> None:
         self._source = source
         self._lock = asyncio.Lock()
         self._made: dict[str, tuple[int, bytes]] = {}

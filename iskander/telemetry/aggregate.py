@@ -35,7 +35,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the proxies of the environment, which know nothing of this machine's own ports."""
 
 
-class MergedPages:
+class AggregatedPages:
     """What is answered for all processes.
 
     Args:

@@ -30,7 +30,7 @@ from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import cpu_s, resident_bytes
 from iskander.scheduling.batcher import Reason
 from iskander.supervision.lifecycle import State
-from iskander.telemetry.sources import Observed
+from iskander.telemetry.metric_sources import MetricSources
 
 if TYPE_CHECKING:
     from iskander.scheduling.lane import Lane
@@ -193,7 +193,7 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
            _one(lambda worker: resident_bytes(worker.pid) if worker.pid else 0)),
 )  # fmt: skip
 
-GATEWAY_METRICS: tuple[Metric[Observed], ...] = (
+GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
     Metric("iskander_build_info", "gauge", "", ("version", "python"), "Always 1; what runs.",
            lambda _: [((__version__, platform.python_version()), 1)]),
     Metric("iskander_ready", "gauge", "", (), "Whether every model is ready and it does not stop.",
@@ -276,7 +276,7 @@ SCOPES: tuple[tuple[str, tuple[str, ...], tuple[Metric[Any], ...]], ...] = (
 class Collector:
     """Reads every metric; what `prometheus_client` calls a collector."""
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, observed: MetricSources) -> None:
         self._observed = observed
 
     def collect(self) -> Iterator[Family]:
@@ -307,7 +307,7 @@ class Collector:
         sources: tuple[Sources, ...] = (
             [((), observed)],
             [((lane.model.name, lane.model.version), lane) for lane in observed.models],
-            [((str(worker.place.index),), worker) for worker in observed.models.workers],
+            [((str(worker.index),), worker) for worker in observed.models.workers],
         )
         for (_, labels, metrics), of in zip(SCOPES, sources, strict=True):
             for metric in metrics:

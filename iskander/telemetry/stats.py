@@ -18,7 +18,7 @@ from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import resident_bytes
 from iskander.memory.arena import Arena
 from iskander.memory.backing import Backing
-from iskander.telemetry.sources import Observed
+from iskander.telemetry.metric_sources import MetricSources
 
 if TYPE_CHECKING:
     from iskander.scheduling.lane import Lane
@@ -28,7 +28,7 @@ CADENCES_MAX = 20
 """Clients that are listed for a lane: those that are known best."""
 
 
-def collect(observed: Observed) -> dict[str, Any]:
+def collect(observed: MetricSources) -> dict[str, Any]:
     """Counters of lanes, workers and memory."""
     models = observed.models
     reasons = models.reasons()
@@ -101,7 +101,7 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
 
 def _worker(worker: Worker, now: int) -> dict[str, Any]:
     return {
-        "index": worker.place.index,
+        "index": worker.index,
         "group": worker.place.group,
         "pool": worker.place.pool,
         "cpus": worker.place.cpus,

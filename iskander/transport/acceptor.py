@@ -35,7 +35,7 @@ log = logging.getLogger("iskander.connections")
 Peer = TypeVar("Peer")
 
 
-class Accepted(Generic[Peer]):
+class AcceptedSocket(Generic[Peer]):
     """A connection from its accept to its end.
 
     Attributes:
@@ -59,16 +59,16 @@ class Accepted(Generic[Peer]):
         self.is_surplus = False
 
 
-class Taker(Protocol[Peer]):
+class ConnectionFactory(Protocol[Peer]):
     """A listener that takes connections."""
 
-    def admit(self, source: Source) -> Accepted[Peer] | None:
+    def admit(self, source: Source) -> AcceptedSocket[Peer] | None:
         """Count a new connection; None where it is to be closed."""
 
-    def make(self, accepted: Accepted[Peer]) -> asyncio.BaseProtocol:
+    def make(self, accepted: AcceptedSocket[Peer]) -> asyncio.BaseProtocol:
         """The server's end of an accepted connection."""
 
-    def drop(self, accepted: Accepted[Peer]) -> None:
+    def drop(self, accepted: AcceptedSocket[Peer]) -> None:
         """An accepted connection is not there any more; more than once is as good as once."""
 
     def on_accept_error(self, listening: socket.socket, error: OSError) -> None:
@@ -85,14 +85,17 @@ class Acceptor(Generic[Peer]):
     """
 
     def __init__(
-        self, listening: socket.socket, taker: Taker[Peer], tls: ssl.SSLContext | None = None
+        self,
+        listening: socket.socket,
+        taker: ConnectionFactory[Peer],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._taker = taker
         self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
-        self._handshakes: SourceTable[Accepted[Peer]] = SourceTable()
+        self._handshakes: SourceTable[AcceptedSocket[Peer]] = SourceTable()
         self._pause: asyncio.TimerHandle | None = None
         self._is_closed = False
         listening.setblocking(False)
@@ -143,7 +146,7 @@ class Acceptor(Generic[Peer]):
                 if oldest.handshake is not None:
                     oldest.handshake.cancel()
 
-    async def _connect(self, connection: socket.socket, accepted: Accepted[Peer]) -> None:
+    async def _connect(self, connection: socket.socket, accepted: AcceptedSocket[Peer]) -> None:
         make = partial(self._taker.make, accepted)
         if self._tls is None:
             await self._loop.connect_accepted_socket(make, connection)
@@ -157,7 +160,7 @@ class Acceptor(Generic[Peer]):
             )
 
     def _on_connected(
-        self, connection: socket.socket, accepted: Accepted[Peer], task: asyncio.Task[None]
+        self, connection: socket.socket, accepted: AcceptedSocket[Peer], task: asyncio.Task[None]
     ) -> None:
         # Not in the task itself: one that is cancelled before its first step never begins.
         self._tasks.discard(task)
@@ -181,5 +184,5 @@ class Acceptor(Generic[Peer]):
         self._loop.add_reader(self._listening, self._accept)
 
 
-def _accepted_ns(accepted: Accepted[Any]) -> int:
+def _accepted_ns(accepted: AcceptedSocket[Any]) -> int:
     return accepted.at_ns

@@ -14,7 +14,7 @@ from iskander.transport.allocator import return_free_memory
 from iskander.transport.descriptors import Descriptors
 from iskander.transport.machine_memory import receive_bytes
 from iskander.transport.receive_budget import ReceiveBudget
-from iskander.transport.turns import TurnScheduler
+from iskander.transport.turn_scheduler import TurnScheduler
 
 EXCESS_S: Final = 2.0
 """How often memory that is free is looked for."""

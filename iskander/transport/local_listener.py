@@ -24,7 +24,7 @@ ACCEPT_PAUSE_S = 1.0
 be tried without end."""
 
 
-class Doorstep:
+class LocalListener:
     """Where connections come in.
 
     Args:

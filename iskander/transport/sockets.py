@@ -19,7 +19,7 @@ from iskander.errors import ConfigError
 from iskander.transport.addresses import owner_of, zmq_address
 
 
-class HeldPorts:
+class ReservedPorts:
     """What is held.
 
     Attributes:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from iskander.config.auth import TlsConfig
 from iskander.errors import ConfigError
-from iskander.file_watcher import Following
+from iskander.file_watcher import FileWatcher
 
 HTTP2, HTTP1 = "h2", "http/1.1"
 
@@ -31,7 +31,7 @@ class Tls:
         self._config = config
         self._current: dict[str, ssl.SSLContext] = {}
         files = (config.certificate, config.key, config.client_ca)
-        self._following = Following([Path(name) for name in files if name], self._look)
+        self._following = FileWatcher([Path(name) for name in files if name], self._look)
 
     def context(self, protocol: str) -> ssl.SSLContext | None:
         """What a port needs that speaks a protocol; None where it speaks in the clear.

@@ -23,7 +23,7 @@ from iskander.config.schema import AdminConfig, Config, ServerConfig, WorkersCon
 from iskander.errors import ConfigError
 from iskander.gateway import parent as processes
 from iskander.gateway import systemd
-from iskander.gateway.child import Process
+from iskander.gateway.child import ChildProcess
 from iskander.gateway.parent import Parent
 
 CHILD = """
@@ -306,9 +306,9 @@ def test_one_that_ends_long_after_it_was_killed_is_started_again(
     """Such as one that the kernel holds: its place is not taken for replaced meanwhile."""
     monkeypatch.setattr(processes, "STOP_SLACK_S", 0.2)
     on_end, is_late = Parent._on_end, threading.Event()
-    held: list[tuple[Parent, Process, int]] = []
+    held: list[tuple[Parent, ChildProcess, int]] = []
 
-    def hold(parent: Parent, process: Process, ended: int) -> None:
+    def hold(parent: Parent, process: ChildProcess, ended: int) -> None:
         if not is_late.is_set():
             return on_end(parent, process, ended)
         parent._loop.remove_reader(ended)

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 from iskander_worker.sandbox import client as tryout
-from iskander_worker.sandbox.client import Verdict, trial_server, try_out
+from iskander_worker.sandbox.client import Verdict, load_in_sandbox, sandbox_server
 from onnx import TensorProto, helper
 from support import models
 from support.processes import eventually
@@ -28,7 +28,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def no_server_is_left() -> Iterator[None]:
     yield
-    trial_server.end()
+    sandbox_server.end()
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +52,15 @@ def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Pa
     """One that hangs and one that ends its process cost the next ones nothing."""
     good = model_spec(models.row_ids(tmp_path / "m"))
     for _ in range(3):
-        assert try_out(good, 1, (), seconds=60.0) == Verdict()
+        assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
     (server,) = servers()
     eventually(lambda: len(timers()) == 1, what="one timer that is to end it")
 
-    late = try_out(model_spec(hostile / "endless_loop"), 1, (), seconds=1.0)
+    late = load_in_sandbox(model_spec(hostile / "endless_loop"), 1, (), seconds=1.0)
     assert late.is_late and "1 s (loading.trial_s)" in late.refusal
-    ended = try_out(model_spec(hostile / "overflowing_division"), 1, (), seconds=60.0)
+    ended = load_in_sandbox(model_spec(hostile / "overflowing_division"), 1, (), seconds=60.0)
     assert "by SIGFPE" in ended.refusal and not ended.is_late
-    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
 
     assert servers() == [server] and server.children() == []
     assert server.num_threads() == 1
@@ -91,11 +91,11 @@ def test_whatever_code_a_model_brings_does_its_verdict_is_a_refusal(
     played = [sys.executable, "-c", PLAYED.format(code)]
     with monkeypatch.context() as patch:
         patch.setattr(tryout, "own_command", lambda _: played)
-        found = try_out(good, 1, (), seconds=60.0)
+        found = load_in_sandbox(good, 1, (), seconds=60.0)
     assert found.refusal.endswith(words) and not found.is_late
 
-    trial_server.end()
-    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    sandbox_server.end()
+    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
 
 
 def test_a_stop_of_the_whole_service_is_no_verdict_on_a_model(
@@ -105,7 +105,7 @@ def test_a_stop_of_the_whole_service_is_no_verdict_on_a_model(
     played = PLAYED.format('[os.kill(os.getpid(), each) for each in (15, 2, 1)]; return ""')
     monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", played])
     spec = model_spec(models.row_ids(tmp_path / "m"))
-    assert try_out(spec, 1, (), seconds=60.0) == Verdict()
+    assert load_in_sandbox(spec, 1, (), seconds=60.0) == Verdict()
 
 
 FORGES = """
@@ -120,18 +120,18 @@ def test_a_fork_has_no_way_to_the_answers(tmp_path: Path, monkeypatch: pytest.Mo
     """Of all descriptors that it finds, only its own verdict's takes what it writes."""
     played = PLAYED.replace("{}", FORGES, 1)
     monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", played])
-    found = try_out(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0)
+    found = load_in_sandbox(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0)
     assert found != Verdict() and "exit code 0" in found.refusal
 
 
 def test_a_server_that_is_gone_is_started_anew(tmp_path: Path) -> None:
     good = model_spec(models.row_ids(tmp_path / "m"))
-    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
     (server,) = servers()
     server.kill()
     eventually(lambda: server.status() == psutil.STATUS_ZOMBIE, what="its end")
 
-    assert try_out(good, 1, (), seconds=60.0) == Verdict()
+    assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
     assert servers() != [server]
 
 
@@ -140,7 +140,10 @@ def test_a_server_that_is_asked_nothing_more_is_ended(
 ) -> None:
     """And leaves no zombie."""
     monkeypatch.setattr(tryout, "IDLE_S", 0.1)
-    assert try_out(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0) == Verdict()
+    assert (
+        load_in_sandbox(model_spec(models.row_ids(tmp_path / "m")), 1, (), seconds=60.0)
+        == Verdict()
+    )
 
     eventually(lambda: psutil.Process().children() == [], what="its end")
 
@@ -161,7 +164,7 @@ def test_a_trial_writes_no_more_than_the_cache_may_have(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     spec = model_spec(tmp_path / "m", rows_max=1, loading=LoadingSpec(cache_bytes=MIB))
-    verdict = try_out(spec, 1, (), seconds=60.0, folder=copy)
+    verdict = load_in_sandbox(spec, 1, (), seconds=60.0, folder=copy)
 
     assert max((file.stat().st_size for file in copy.iterdir()), default=0) <= MIB
     assert verdict.note or verdict.error or verdict.refusal
@@ -201,8 +204,8 @@ def test_an_order_may_be_longer_than_a_pipe_holds(
     options = {"CPUExecutionProvider": {"note": "x" * (1 << 18)}}
     spec = msgspec.structs.replace(good, provider_options=options)
     if server is None:
-        assert try_out(spec, 1, (), seconds=60.0).refusal == ""
+        assert load_in_sandbox(spec, 1, (), seconds=60.0).refusal == ""
         return
     monkeypatch.setattr(tryout, "own_command", lambda _: [sys.executable, "-c", server])
     monkeypatch.setattr(tryout, "ANSWER_S", 0.1)
-    assert try_out(spec, 1, (), seconds=0.5).is_late
+    assert load_in_sandbox(spec, 1, (), seconds=0.5).is_late

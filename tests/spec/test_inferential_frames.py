@@ -36,13 +36,14 @@ from iskander.protocols.inferential.wire import (
     render_results,
 )
 from iskander.scheduling.request import Terms
-from iskander.transport import cpu_allowance, turns
-from iskander.transport.turns import QUANTUM_NS
+from iskander.transport import cpu_allowance
+from iskander.transport import turn_scheduler as turns
+from iskander.transport.turn_scheduler import QUANTUM_NS
 from iskander.transport.zmtp import connection as zmtp
 from iskander.transport.zmtp.backlog import BACKLOG_BYTES, BACKLOG_MESSAGES
 from iskander.transport.zmtp.connection import Connection
 from iskander.transport.zmtp.context import Part
-from iskander.transport.zmtp.frames import BrokenPeer, command, read_properties
+from iskander.transport.zmtp.frames import ProtocolViolation, command, read_properties
 
 VECTORS = {
     name: bytes.fromhex(raw)
@@ -594,7 +595,7 @@ def test_bytes_that_are_changed_break_nothing_but_their_connection(name: str) ->
 
 def test_properties_that_lead_beyond_the_end() -> None:
     for data in (b"\x04Na", b"\x01a\0\0", b"\x01a\0\0\0\x09b", b"\xff"):
-        with pytest.raises(BrokenPeer):
+        with pytest.raises(ProtocolViolation):
             read_properties(data)
 
 

@@ -12,10 +12,10 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import IskanderError
 from iskander.memory.arena import GRAIN_BYTES
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request, Terms
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 from support.lanes import lane_of
 
 QUEUE_REQUESTS = 64
@@ -68,7 +68,7 @@ async def turns() -> None:
 
 def open_lane() -> Lane:
     lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=QUEUE_REQUESTS)
-    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
     return lane
 
 
@@ -77,7 +77,7 @@ def submit(request: Request) -> None:
     request.lane.put(request, now_ns())
 
 
-async def admit(intake: Intake, request: Request) -> None:
+async def admit(intake: InputArena, request: Request) -> None:
     """What a stream does with a batch, up to the queue."""
     if not intake.admit(request):
         await intake.admit_later(request)

@@ -22,8 +22,8 @@ from iskander.config.schema import Config
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.decompression import Compressed
-from iskander.transport.http2.headers import Metadata
 from iskander.transport.http2.listener import Listener
+from iskander.transport.http2.response_headers import Metadata
 from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.sockets import bind
 from support.generated import interop_pb2 as pb

@@ -9,12 +9,12 @@ from typing import Any
 from iskander.config.schema import Config
 from iskander.control.messages import Load, Loaded, LoadFailed, decode_to_worker
 from iskander.errors import IskanderError
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.repository.models import Models, configured
-from iskander.repository.reconciler import Repository
+from iskander.repository.repository import Repository
 from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.model_loader import Loading
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.model_loader import ModelLoader
+from iskander.supervision.worker import SlotPlan, Worker
 from support.lanes import CONTRACT
 
 
@@ -41,18 +41,18 @@ class Fleet:
 
     def __init__(self, count: int, models: Models | None = None) -> None:
         self.models = models or Models()
-        self.workers = [Worker(Place(index, 0, (0,), None)) for index in range(count)]
+        self.workers = [Worker(SlotPlan(index, 0, (0,), None)) for index in range(count)]
         for worker in self.workers:
-            worker.state, worker.incarnation = State.READY, worker.place.index + 1
+            worker.state, worker.incarnation = State.READY, worker.index + 1
             worker.channel = Heard()  # type: ignore[assignment]
         self.models.workers = self.workers
         self.happened: list[tuple[int, Event]] = []
-        self.loading = Loading(
+        self.loading = ModelLoader(
             self.models.by_key,
             self.workers,
             1 << 20,
             freshness=self.models.freshness,
-            happened=lambda worker, event: self.happened.append((worker.place.index, event)),
+            happened=lambda worker, event: self.happened.append((worker.index, event)),
             on_refused=lambda worker, error: None,
         )
 
@@ -90,13 +90,13 @@ def repository_of(config: Config, workers: int) -> tuple[Fleet, Repository]:
     def look() -> None:
         repository.look()
 
-    fleet = Fleet(workers, configured(config, Recent()))
+    fleet = Fleet(workers, configured(config, RecentValues()))
     repository = Repository(
         config,
         fleet.models,
         fleet.loading,
         lambda lane, error: None,
-        recent=Recent(),
+        recent=RecentValues(),
         on_change=look,
     )
     return fleet, repository

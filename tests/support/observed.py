@@ -16,8 +16,8 @@ from iskander.memory.arena import Arena
 from iskander.repository.models import Models
 from iskander.scheduling.lane import Lane
 from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.worker import Place, Worker
-from iskander.telemetry.sources import Observed
+from iskander.supervision.worker import SlotPlan, Worker
+from iskander.telemetry.metric_sources import MetricSources
 from support.lanes import model_of
 
 MIB = 1 << 20
@@ -39,7 +39,7 @@ def make_model(name: str, version: str) -> ModelSpec:
 
 def make_worker(index: int = 0, state: State = State.READY) -> Worker:
     """A worker that has done nothing; its process is this one."""
-    worker = Worker(Place(index, 0, (index,), None))
+    worker = Worker(SlotPlan(index, 0, (index,), None))
     worker.state = state
     worker.incarnation = 7 + index
     worker.pid = os.getpid()
@@ -65,7 +65,7 @@ def observe(
     *,
     is_stopping: bool = False,
     **more: Any,
-) -> Observed:
+) -> MetricSources:
     """A gateway with these lanes and workers."""
     models = models_of(lanes)
     models.workers = [make_worker()] if workers is None else workers
@@ -78,4 +78,4 @@ def observe(
         "counts": Counter(),
         "loop_lag_ns": Histogram(LATENCY_BOUNDS_NS),
     }
-    return Observed(**{**parts, **more})
+    return MetricSources(**{**parts, **more})

@@ -11,10 +11,10 @@ import numpy as np
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.memory.arena import GRAIN_BYTES
-from iskander.protocols.submit import Desk
-from iskander.protocols.tensors import Offered, Tensor, take
+from iskander.protocols.submit import RequestSubmitter
+from iskander.protocols.tensors import RequestTensors, Tensor, take
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request
 from support.intake import CONTRACT, open_lane, turns
@@ -26,7 +26,7 @@ ARENA_BYTES = 4 * GRAIN_BYTES
 class PlayedDispatcher(Dispatcher):
     """Takes requests, and does with them what the test says."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: InputArena) -> None:
         self.intake = intake
         self.asked: list[Request] = []
         self.withdrawn: list[Request] = []
@@ -50,9 +50,9 @@ class Office:
     """A desk and what is behind it."""
 
     def __init__(self) -> None:
-        self.intake = Intake(ARENA_BYTES, LimitsConfig())
+        self.intake = InputArena(ARENA_BYTES, LimitsConfig())
         self.dispatcher = PlayedDispatcher(self.intake)
-        self.desk = Desk(self.intake, self.dispatcher, LIMITS)
+        self.desk = RequestSubmitter(self.intake, self.dispatcher, LIMITS)
         self.lane: Lane = open_lane()
 
     def ask(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes | memoryview]:
@@ -71,7 +71,7 @@ async def office() -> AsyncIterator[Office]:
         made.intake.close()
 
 
-def offered(rows: int) -> Offered:
+def offered(rows: int) -> RequestTensors:
     ids = memoryview(np.arange(rows).tobytes())
     flags = memoryview(bytes(rows))
     tensors = [Tensor("id", "INT64", (rows,), ids), Tensor("flag", "BOOL", (rows,), flags)]

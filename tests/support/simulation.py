@@ -27,11 +27,11 @@ from iskander.scheduling import completion as ending
 from iskander.scheduling import dispatch
 from iskander.scheduling import input_arena as intake
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NO_TERMS, Request, Terms
 from iskander.scheduling.wakeup import BusyPolling
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 from support.lanes import CONTRACT, Asker, lane_of
 
 MIB = 1 << 20
@@ -121,7 +121,7 @@ class PlayedWorker(Worker):
     """
 
     def __init__(self, simulation: Simulation, index: int) -> None:
-        super().__init__(Place(index, 0, (0,), None))
+        super().__init__(SlotPlan(index, 0, (0,), None))
         self.simulation = simulation
         self.aborted: list[int] = []
         self.ran: list[Execute] = []
@@ -214,7 +214,7 @@ class Simulation:
         self.workers: list[PlayedWorker] = []
         self._incarnation = 0
         self._patches = ExitStack()
-        self.intake = Intake(input_bytes, LimitsConfig(arena_wait_ms=0))
+        self.intake = InputArena(input_bytes, LimitsConfig(arena_wait_ms=0))
         with mock.patch.object(asyncio, "get_running_loop", lambda: self.loop):
             self.dispatcher = Dispatcher(self.intake, self.lanes, BusyPolling(0))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from iskander.config.schema import TimeoutsConfig
 from iskander.transport.receive_budget import ReceiveBudget
-from iskander.transport.turns import TurnScheduler
+from iskander.transport.turn_scheduler import TurnScheduler
 from iskander.transport.zmtp.connection import Connection
 from iskander.transport.zmtp.context import Part
 

@@ -17,7 +17,7 @@ from support.http2 import PREFACE, Wire, settings
 from support.processes import Gateway, eventually, running
 from support.robots import GREETING, Peer, ask, connected
 
-from iskander.transport.connections import LOOK_AFTER_S
+from iskander.transport.connection_listener import LOOK_AFTER_S
 
 MOST = 16
 DESCRIPTORS = 200

@@ -37,11 +37,11 @@ from support.intake import in_loop, turns
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
 from iskander.transport import receive_budget
-from iskander.transport.http2 import call_input
+from iskander.transport.http2 import call_receiver as call_input
 from iskander.transport.http2 import connection as connection_module
 from iskander.transport.http2 import decompression as inflating
 from iskander.transport.http2.call import Call
-from iskander.transport.http2.call_input import WINDOW_BYTES
+from iskander.transport.http2.call_receiver import WINDOW_BYTES
 from iskander.transport.http2.rate_limit import BURST
 from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.receive_budget import ReceiveBudget

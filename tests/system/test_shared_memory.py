@@ -21,8 +21,8 @@ from support.processes import MIB, Gateway, eventually, running, shared_mappings
 
 from iskander.auth.tokens import add_token
 from iskander.client import Client
-from iskander.client.region import WORTH_BYTES, Region
-from iskander.control.client_memory import REGION_HEADER, Located, encode, read_located
+from iskander.client.shared_memory import WORTH_BYTES, Region
+from iskander.control.shared_regions import REGION_HEADER, BodyLocation, encode, read_body_location
 from iskander.errors import (
     ContractError,
     IskanderError,
@@ -310,13 +310,13 @@ def test_names_that_nothing_is_lent_by(gateway: Gateway) -> None:
 def test_places_that_are_none_cost_nobody_else_anything(gateway: Gateway, region: Region) -> None:
     good = region.put(ids(0))
     assert good is not None
-    header = read_located(good).header
+    header = read_body_location(good).header
     bad = [
-        encode(Located(header, (0, 8))),
-        encode(Located(header, (MIB - 8, 8 * ROWS))),
-        encode(Located(header, (-8, 8 * ROWS))),
-        encode(Located(b"nonsense", (0, 1 << 50))),
-        encode(Located(bytes(100), (1 << 62, 1 << 62))),
+        encode(BodyLocation(header, (0, 8))),
+        encode(BodyLocation(header, (MIB - 8, 8 * ROWS))),
+        encode(BodyLocation(header, (-8, 8 * ROWS))),
+        encode(BodyLocation(b"nonsense", (0, 1 << 50))),
+        encode(BodyLocation(bytes(100), (1 << 62, 1 << 62))),
         b"nonsense",
         good[:-1],
     ]

@@ -78,7 +78,7 @@ DOORS = {
     "h11": (("iskander/transport/http1/connection.py",), "iskander.transport.http1.listener"),
     "pyarrow.flight": (("iskander/client/",), "iskander.client"),
     "grpc": ((), "iskander.transport.http2"),
-    "hpack": (("iskander/transport/http2/header_blocks.py",), "iskander.transport.http2"),
+    "hpack": (("iskander/transport/http2/header_block_reader.py",), "iskander.transport.http2"),
     "watchfiles": (
         ("iskander/repository/changes.py",),
         "iskander.repository.changes",
@@ -169,7 +169,7 @@ PURE = (
     "iskander/protocols/oip/wire.py",
     "iskander/protocols/flight/results.py",
     "iskander/arrow/casts.py",
-    "iskander/arrow/input_schema.py",
+    "iskander/arrow/request_schema.py",
     "iskander/protocols/tensors.py",
     "iskander/transport/cpu_allowance.py",
     "iskander/arrow/rank.py",

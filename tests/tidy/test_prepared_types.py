@@ -26,7 +26,7 @@ def known(tree: ast.AST) -> Iterator[str]:
     """Names of the types that a file prepares, and what its decoders of the module are of."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            if any(ast.unparse(each) == "prepared" for each in node.decorator_list):
+            if any(ast.unparse(each) == "thread_safe" for each in node.decorator_list):
                 yield node.name
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".Decoder"):
             yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name))

@@ -12,10 +12,10 @@ from support.lanes import MS, lane_of, request_of
 from iskander.config.models import LaneConfig
 from iskander.embed import on_metric, register_policy
 from iskander.errors import ConfigError
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.measurement.subscribers import LISTENERS
 from iskander.scheduling.policies import POLICIES, make_policy
-from iskander.scheduling.scored import Scorable
+from iskander.scheduling.scored_policy import Scorable
 
 LANE = lane_of(ttl_ms=0)
 
@@ -92,7 +92,7 @@ def test_points_are_told_to_all_who_listen(caplog: pytest.LogCaptureFixture) -> 
     def hears(name: str, value: float, labels: Any) -> None:
         heard.append((name, value, dict(labels)))
 
-    kept = Recent(points_max=2)
+    kept = RecentValues(points_max=2)
     with caplog.at_level(logging.ERROR):
         for value in (1, 2, 3):
             kept.record("queue_depth", value, {"model": "m"})

@@ -22,7 +22,7 @@ from iskander import __version__, clock
 from iskander.control import attach
 from iskander.control.messages import PROTOCOL_VERSION, Hello, Welcome
 from iskander.errors import NotReady, ProtocolError, SegmentError
-from iskander_worker.affinity import place, set_library_environment
+from iskander_worker.affinity import pin_process, set_library_environment
 
 if TYPE_CHECKING:
     from iskander_worker.loop import WorkerLoop
@@ -128,10 +128,10 @@ def _work(arguments: argparse.Namespace) -> int:
             raise ProtocolError(f"the gateway refused this worker: {answer.message}")
         if loop is None:
             cpus = answer.cpus
-            notices = place(cpus, answer.node)
+            notices = pin_process(cpus, answer.node)
             _name_process(f"isk-worker-{answer.index}")
             from iskander_worker import backends
-            from iskander_worker.attachments import Attachment, Gateways
+            from iskander_worker.attachments import Attachment, Attachments
             from iskander_worker.loop import WorkerLoop
 
             backends.threads.is_one_pool = answer.has_one_pool
@@ -148,7 +148,7 @@ def _work(arguments: argparse.Namespace) -> int:
         assert lock is not None
         # The worker that it replaces may hold the lock for a moment more: tried at every turn.
         first = Attachment(path, connection, answer, descriptors)
-        if loop.serve(Gateways(first, greet, notices), on_turn=lock.take):
+        if loop.serve(Attachments(first, greet, notices), on_turn=lock.take):
             if not loop.finish():
                 os._exit(EXIT_DRAINED)
             return EXIT_DRAINED

@@ -23,7 +23,7 @@ def set_library_environment() -> None:
         os.environ[name] = "1"
 
 
-def place(cpus: tuple[int, ...], node: int | None) -> list[str]:
+def pin_process(cpus: tuple[int, ...], node: int | None) -> list[str]:
     """Pin the process to `cpus`, and prefer memory of `node`, as far as it may.
 
     Args:

@@ -23,7 +23,7 @@ from iskander.control.messages import Leaving, Notice, Welcome, encode
 from iskander.errors import IskanderError, ProtocolError
 from iskander.memory.heartbeat import write_beat
 from iskander.memory.segment import Segment
-from iskander_worker.cancellation import Aborter
+from iskander_worker.cancellation import RunCanceller
 from iskander_worker.executor import Executor
 
 BEAT_INTERVAL_S: Final = 0.1
@@ -74,7 +74,7 @@ class Attachment:
         # One socket is waited on by reading it; of several, only what has come is read.
         self.channel = Channel(connection, None if welcome.siblings else BEAT_INTERVAL_S)
         self.executor = Executor(inputs, outputs)
-        self.aborter = Aborter(abort_fd)
+        self.aborter = RunCanceller(abort_fd)
         self.is_told = False
         self.last_run = (-1, 0, 0)
 
@@ -99,7 +99,7 @@ class Attachment:
             segment.close()
 
 
-class Gateways:
+class Attachments:
     """All that this worker is attached to.
 
     Args:

@@ -20,7 +20,7 @@ EARLY_MAX: Final = 16
 """Batches given up before their turn that are remembered; a worker has two at most."""
 
 
-class Aborter:
+class RunCanceller:
     """Knows what runs, and ends it when the gateway names it.
 
     Args:

@@ -21,7 +21,7 @@ LOG_CHARACTERS_MAX = 16_000
 _OURS = tuple(Path(file).resolve().parent for file in (__file__, iskander.__file__))
 
 
-def named(error: BaseException) -> BaseException:
+def load_error(error: BaseException) -> BaseException:
     """The error to answer a load with: itself where it has a name or is an assertion of ours.
 
     Of any other the traceback goes to the log, and its words into a ManifestError.

@@ -24,7 +24,7 @@ LENT = "ISKANDER_LENT"
 NEEDED = ("msgspec", "numpy")
 
 
-class Lent:
+class PackageFinder:
     """Finds our packages in the folders, and nothing else there."""
 
     def __init__(self, folders: list[str]) -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     if complaint:
         sys.stderr.write(f"iskander-worker[{os.getpid()}]: {sys.executable} {complaint}\n")
         sys.exit(EXIT_LACKS)
-    sys.meta_path.insert(0, Lent(os.environ[LENT].split(os.pathsep)))
+    sys.meta_path.insert(0, PackageFinder(os.environ[LENT].split(os.pathsep)))
     importlib.import_module(module).main()
 
 

@@ -30,8 +30,8 @@ from iskander.control.messages import (
     encode,
 )
 from iskander.errors import Cancelled, IskanderError, ManifestError
-from iskander_worker.attachments import Attachment, Gateways
-from iskander_worker.loading.loader import Loads
+from iskander_worker.attachments import Attachment, Attachments
+from iskander_worker.loading.loader import LoadQueue
 
 HOLD_NS: Final = 100_000
 """An answer waits for the next one where the batch between them is no larger than one that took
@@ -50,14 +50,14 @@ class WorkerLoop:
     """
 
     def __init__(self, cores: int) -> None:
-        self._loads = Loads(min(cores, len(os.sched_getaffinity(0))))
-        self._gateways: Gateways | None = None
+        self._loads = LoadQueue(min(cores, len(os.sched_getaffinity(0))))
+        self._gateways: Attachments | None = None
         self.is_leaving = False
         os.register_at_fork(after_in_child=self._after_fork)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def serve(self, gateways: Gateways, *, on_turn: Callable[[], bool]) -> bool:
+    def serve(self, gateways: Attachments, *, on_turn: Callable[[], bool]) -> bool:
         """Work until this worker is drained (True), or no gateway is left (False).
 
         Args:
@@ -93,7 +93,7 @@ class WorkerLoop:
         """Load nothing more; whether this process can end in order."""
         return self._loads.leave()
 
-    def _turn(self, gateways: Gateways, attachment: Attachment) -> Drain | None:
+    def _turn(self, gateways: Attachments, attachment: Attachment) -> Drain | None:
         """Take everything that a gateway has said, and answer."""
         channel = attachment.channel
         answers: list[ToGateway] = []
@@ -121,7 +121,7 @@ class WorkerLoop:
             channel.send(encode(answers))
         return None
 
-    def _on_drain(self, gateways: Gateways, attachment: Attachment, drain: Drain) -> bool:
+    def _on_drain(self, gateways: Attachments, attachment: Attachment, drain: Drain) -> bool:
         """Let a gateway go; whether it was the first, with which this worker ends.
 
         Where that one stops, its siblings do too, and finish what they have; where it only replaces
@@ -157,13 +157,13 @@ class WorkerLoop:
             answers.append(Stepped(message.model, run.steps))
             run.steps = ()
 
-    def _keep_used(self, gateways: Gateways) -> None:
+    def _keep_used(self, gateways: Attachments) -> None:
         """What no gateway asked for, the next one will hardly want."""
         self._loads.keep(
             {each for one in gateways.attached for each in one.executor.sessions.values()}
         )
 
-    def _answer_load(self, gateways: Gateways) -> None:
+    def _answer_load(self, gateways: Attachments) -> None:
         """Tell what came of a load, where one is done and who asked for it is still there."""
         done = self._loads.take()
         if done is None or done[0] not in gateways.attached:

@@ -17,14 +17,14 @@ import numpy as np
 
 from iskander.contract.dtypes import BY_ARROW
 from iskander.contract.outputs import Post, Quantization, Source
-from iskander.contract.postprocess import LENGTH, Finish
-from iskander.contract.steps import Made
+from iskander.contract.postprocess import LENGTH, PostProcessing
+from iskander.contract.steps import StepOutput
 from iskander.errors import ExecutionFailed
 from iskander_worker.arrays import Compute
 from iskander_worker.backends import Arrays, Run
 
 
-class Finisher:
+class PostProcessor:
     """Makes a model's results of what its graph made.
 
     Args:
@@ -34,7 +34,7 @@ class Finisher:
         fetched: Outputs of the graph that it needs, each once.
     """
 
-    def __init__(self, finishes: tuple[Finish, ...]) -> None:
+    def __init__(self, finishes: tuple[PostProcessing, ...]) -> None:
         self._finishes = finishes
         sources = [finish.source for finish in finishes]
         names = [name for source in sources for name in (source.tensor, source.lengths) if name]
@@ -75,7 +75,7 @@ class Finisher:
 
 
 def _made(
-    fetched: Mapping[str, Any], finish: Finish, rows: int
+    fetched: Mapping[str, Any], finish: PostProcessing, rows: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """What a source comes to, and indices of `top_k` or lengths of lists beside it."""
     source, value = finish.source, fetched.get(finish.source.tensor)
@@ -134,7 +134,7 @@ def _blanked(tensor: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def as_tensor(
     value: Any,  # noqa: ANN401
     source: Source,
-    wanted: Made,
+    wanted: StepOutput,
     rows: int,
 ) -> np.ndarray:
     """What a graph made, as one array: maps by their keys, sequences stacked.
@@ -274,7 +274,7 @@ _STEPS: dict[Post, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _part(
-    tensor: np.ndarray, indices: np.ndarray | None, finish: Finish, labels: np.ndarray
+    tensor: np.ndarray, indices: np.ndarray | None, finish: PostProcessing, labels: np.ndarray
 ) -> np.ndarray:
     """What of it all is the result: a tensor or what is beside it, and labels for numbers."""
     if finish.part in ("index", "label", LENGTH):

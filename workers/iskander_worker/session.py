@@ -26,7 +26,7 @@ from iskander.memory.heartbeat import model_digest
 from iskander_worker.arrays import ArrayBatch, Compute
 from iskander_worker.backends import BindingModel, Bound, Model, load_model
 from iskander_worker.loading.opener import require_trusted
-from iskander_worker.postprocess import Finisher
+from iskander_worker.postprocess import PostProcessor
 from iskander_worker.vocabulary import Vocabularies
 from iskander_worker.warm_up import warm
 
@@ -64,7 +64,7 @@ class Session:
             finished = compile_outputs(written.outputs, model.graph, labels, spec.string_bytes)
             is_plain = finished.is_plain
             if not is_plain:
-                self._compute = Finisher(finished.finishes).around(model.compute)
+                self._compute = PostProcessor(finished.finishes).around(model.compute)
         vocabularies = Vocabularies(self.contract, model.graph, labels)
         if len(vocabularies):
             self._compute = vocabularies.around(self._compute)

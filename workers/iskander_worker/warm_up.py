@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from iskander.contract.manifest import WarmUp
-from iskander.contract.paths import confined
+from iskander.contract.paths import path_inside
 from iskander.contract.strings import (
     body_to_strings,
     string_lengths,
@@ -244,7 +244,7 @@ def read_arrays(folder: Path, name: str) -> dict[str, np.ndarray]:
     Raises:
         ManifestError: It is not there, no such file, has objects in it, or is too large.
     """
-    path = confined(folder, name)
+    path = path_inside(folder, name)
     try:
         with zipfile.ZipFile(path) as archive:
             total = sum(member.file_size for member in archive.infolist())

@@ -33,10 +33,17 @@ from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import ALIGNMENT, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.memory.chunked_copy import WHOLE_BYTES
-from iskander.memory.client_segment import Range
-from iskander.protocols.flight.convert import Converter, Portion, require_bytes
+from iskander.memory.client_segment import SegmentRange
+from iskander.protocols.flight.convert import BatchPortion, Converter, require_bytes
 from iskander.protocols.flight.data import Parts, data_head, read_flight_data
-from iskander.protocols.flight.plan import Checked, Column, Passed, Plan, Reply, require_header
+from iskander.protocols.flight.plan import (
+    Checked,
+    Column,
+    PassthroughColumn,
+    Plan,
+    Reply,
+    require_header,
+)
 
 
 def require_apart(total: int, length: int) -> None:
@@ -120,7 +127,7 @@ CHECKED_MAX: Final = 64
 """Headers remembered by a plan; batches of one size have one header, byte for byte."""
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class ParsedBatch(msgspec.Struct, frozen=True):
     """A checked batch.
 
     Attributes:
@@ -132,16 +139,16 @@ class Arrived(msgspec.Struct, frozen=True):
     """
 
     rows: int
-    body: memoryview | Range
+    body: memoryview | SegmentRange
     tensors: list[tuple[int, int]]
-    reply: Reply | Passed | None
+    reply: Reply | PassthroughColumn | None
     kept: list[pa.Array]
     app_metadata: bytes
-    portions: tuple[Portion, ...] = ()
+    portions: tuple[BatchPortion, ...] = ()
 
-    def without_inputs(self) -> Arrived:
+    def without_inputs(self) -> ParsedBatch:
         """Itself, for whoever has taken its inputs: lent memory is not kept for its response."""
-        if isinstance(self.body, Range):
+        if isinstance(self.body, SegmentRange):
             return replace(self, portions=(), body=memoryview(b""))
         return replace(self, portions=()) if self.portions else self
 
@@ -153,7 +160,7 @@ class Unrendered(NamedTuple):
         batch: The response; None until it is put together.
     """
 
-    arrived: Arrived
+    arrived: ParsedBatch
     results: bytes | memoryview
     batch: pa.RecordBatch | None
 
@@ -171,7 +178,7 @@ class StreamCodec:
         self._converter = Converter(plan, limits)
         self._head = b""
         self._raw_bytes = 0
-        self._like: Arrived | None = None
+        self._like: ParsedBatch | None = None
 
     def is_quick(self, raw: bytes | memoryview) -> bool:
         """Whether a message is small, or will be read without a look into its body.
@@ -213,7 +220,7 @@ class StreamCodec:
         data = read_flight_data(raw)
         return self._work_bytes(bytes(data.header), data.body)
 
-    def _work_bytes(self, header: bytes, body: memoryview | Range) -> int:
+    def _work_bytes(self, header: bytes, body: memoryview | SegmentRange) -> int:
         message = ipc.read_message(header)
         is_dictionary = message.kind == ipc.DICTIONARY_BATCH
         if not is_dictionary and message.kind != ipc.RECORD_BATCH:
@@ -224,7 +231,7 @@ class StreamCodec:
         # A batch that is converted is written once more.
         return 2 * work + (0 if is_dictionary or not self.plan.is_converted else len(body))
 
-    def read(self, raw: bytes | memoryview, *, is_at_once: bool = False) -> Arrived | None:
+    def read(self, raw: bytes | memoryview, *, is_at_once: bool = False) -> ParsedBatch | None:
         """Take one message of the stream; None for a dictionary.
 
         Raises:
@@ -237,7 +244,7 @@ class StreamCodec:
             if raw[:head_bytes] == self._head:
                 # As the one before it but for the body, into which no check looks.
                 body = memoryview(raw)[head_bytes:]
-                return Arrived(like.rows, body, like.tensors, like.reply, [], like.app_metadata)
+                return ParsedBatch(like.rows, body, like.tensors, like.reply, [], like.app_metadata)
         data = read_flight_data(raw)
         if not data.header:
             raise MalformedInput("a message of the stream has no record batch")
@@ -253,11 +260,11 @@ class StreamCodec:
     def decode(
         self,
         header: memoryview,
-        body: memoryview | Range,
+        body: memoryview | SegmentRange,
         app_metadata: bytes,
         *,
         is_at_once: bool = False,
-    ) -> Arrived | None:
+    ) -> ParsedBatch | None:
         """Check one message of the stream; None for a dictionary, which is kept.
 
         Args:
@@ -277,7 +284,7 @@ class StreamCodec:
         checked = self.plan.checked.get(raw)
         if checked is not None and checked.body_bytes == len(body):
             body = self._own(body) if self.plan.forwarded else body
-            return Arrived(checked.rows, body, checked.tensors, checked.reply, [], app_metadata)
+            return ParsedBatch(checked.rows, body, checked.tensors, checked.reply, [], app_metadata)
         message = ipc.read_message(raw)
         if not 0 <= message.body_bytes <= len(body):
             raise MalformedInput(
@@ -313,25 +320,25 @@ class StreamCodec:
             )
         return arrived
 
-    def _require_short(self, batch: ipc.Batch, body: memoryview | Range) -> None:
+    def _require_short(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> None:
         if len(body) + self._converter.work_bytes(batch, body) > WHOLE_BYTES:
             raise LongMessage
 
-    def _own(self, body: memoryview | Range) -> memoryview:
+    def _own(self, body: memoryview | SegmentRange) -> memoryview:
         """A body that is to be looked into, or kept, as bytes that nobody changes."""
-        return body.read() if isinstance(body, Range) else body
+        return body.read() if isinstance(body, SegmentRange) else body
 
-    def take(self, arrived: Arrived, results: bytes | memoryview) -> Parts | Unrendered:
+    def take(self, arrived: ParsedBatch, results: bytes | memoryview) -> Parts | Unrendered:
         """What `frames` wants of a batch's results: the finished message, for a plain response."""
         if self.plan.is_response_plain:
             return _plain_frame(self.plan, arrived, results)
         return Unrendered(arrived, results, None)
 
-    def is_slow(self, arrived: Arrived) -> bool:
+    def is_slow(self, arrived: ParsedBatch) -> bool:
         """Whether it is better for the others that a thread puts the response together."""
         return self.plan.is_assembled and arrived.rows > ASSEMBLED_ROWS
 
-    def assembled(self, arrived: Arrived, results: bytes | memoryview) -> Unrendered:
+    def assembled(self, arrived: ParsedBatch, results: bytes | memoryview) -> Unrendered:
         """What `frames` wants, with the response put together; may be called by any thread."""
         batch = self._converter.assembled(arrived.rows, arrived.kept, results)
         return Unrendered(arrived, b"", batch)
@@ -351,8 +358,12 @@ class StreamCodec:
         return self._converter.frames(self._converter.assembled(0, kept, b""), kept, metadata)
 
     def _check(
-        self, batch: ipc.Batch, body: memoryview | Range, kept: list[pa.Array], app_metadata: bytes
-    ) -> Arrived:
+        self,
+        batch: ipc.Batch,
+        body: memoryview | SegmentRange,
+        kept: list[pa.Array],
+        app_metadata: bytes,
+    ) -> ParsedBatch:
         plan, rows, nodes, buffers = self.plan, batch.rows, batch.nodes, batch.buffers
         if len(nodes) != 2 * plan.nodes_count or len(buffers) != 2 * plan.buffers_count:
             raise MalformedInput(
@@ -385,14 +396,14 @@ class StreamCodec:
             texts = [column for column in plan.inputs if not column.bits]
             tensors += [strings_range(column, rows, batch, _ours(body)) for column in texts]
         require_apart(sum(stop - start for start, stop in tensors), length)
-        reply: Reply | Passed | None = None
+        reply: Reply | PassthroughColumn | None = None
         if plan.is_response_plain:
             reply = passed = _passed(plan, batch, body)
             if not plan.has_string_results:
                 reply = _reply(plan, rows, passed, b"")
         if plan.strings:
             self._require_strings(plan.strings, batch)
-        return Arrived(rows, body, tensors, reply, kept, app_metadata)
+        return ParsedBatch(rows, body, tensors, reply, kept, app_metadata)
 
     def _require_rows(self, rows: int) -> None:
         if not 0 <= rows <= self._limits.rows:
@@ -405,7 +416,7 @@ class StreamCodec:
         require_string_bytes(total, self._limits)
 
 
-def _plain_frame(plan: Plan, arrived: Arrived, results: bytes | memoryview) -> Parts:
+def _plain_frame(plan: Plan, arrived: ParsedBatch, results: bytes | memoryview) -> Parts:
     """The response to a plain batch.
 
     Layout:
@@ -430,7 +441,7 @@ def _plain_frame(plan: Plan, arrived: Arrived, results: bytes | memoryview) -> P
     return head, results, *passed
 
 
-def _passed(plan: Plan, batch: ipc.Batch, body: memoryview | Range) -> Passed:
+def _passed(plan: Plan, batch: ipc.Batch, body: memoryview | SegmentRange) -> PassthroughColumn:
     """Check the passed-through columns, and lay them out one after the other."""
     rows, nodes, end = batch.rows, batch.nodes, 0
     reply_nodes: list[int] = []
@@ -446,10 +457,10 @@ def _passed(plan: Plan, batch: ipc.Batch, body: memoryview | Range) -> Passed:
             reply_buffers += (end, stop - start)
             end += stop - start + len(padding)
     require_apart(sum(stop - start for start, stop, _ in ranges), len(body))
-    return Passed(reply_nodes, reply_buffers, ranges, end)
+    return PassthroughColumn(reply_nodes, reply_buffers, ranges, end)
 
 
-def _reply(plan: Plan, rows: int, passed: Passed, results: bytes | memoryview) -> Reply:
+def _reply(plan: Plan, rows: int, passed: PassthroughColumn, results: bytes | memoryview) -> Reply:
     """Render the response's header.
 
     Args:
@@ -474,7 +485,7 @@ def _reply(plan: Plan, rows: int, passed: Passed, results: bytes | memoryview) -
     return Reply(header, data_head(header, b"", end), results_bytes, passed.ranges, end)
 
 
-def _ours(body: memoryview | Range) -> memoryview:
+def _ours(body: memoryview | SegmentRange) -> memoryview:
     """A body of which more than tensors is read: then nobody else can change it."""
     assert isinstance(body, memoryview)
     return body

@@ -21,7 +21,7 @@ from iskander.arrow.types import is_string
 from iskander.arrow.utf8 import require_string_bytes, require_strings
 from iskander.config.schema import LimitsConfig
 from iskander.errors import LimitExceeded, MalformedInput
-from iskander.memory.client_segment import Range
+from iskander.memory.client_segment import SegmentRange
 from iskander.protocols.flight.data import Parts, data_head
 from iskander.protocols.flight.dictionaries import BatchReader, key_of
 from iskander.protocols.flight.inputs import assemble, bucket_numbers
@@ -31,7 +31,7 @@ from iskander.protocols.flight.results import result_columns
 _I64 = struct.Struct("<q")
 
 
-class Portion(NamedTuple):
+class BatchPortion(NamedTuple):
     """Rows of a batch that are one request.
 
     Attributes:
@@ -46,7 +46,7 @@ class Portion(NamedTuple):
     bucket: int
 
 
-class Rewritten(NamedTuple):
+class RewrittenBatch(NamedTuple):
     """A batch as a plain one.
 
     Attributes:
@@ -58,7 +58,7 @@ class Rewritten(NamedTuple):
     batch: ipc.Batch
     body: memoryview
     kept: list[pa.Array]
-    portions: tuple[Portion, ...]
+    portions: tuple[BatchPortion, ...]
 
 
 class Converter:
@@ -77,7 +77,7 @@ class Converter:
         """Memory of decoded dictionaries beside the messages that they came in."""
         return self._reader.held_bytes
 
-    def work_bytes(self, batch: ipc.Batch, body: memoryview | Range) -> int:
+    def work_bytes(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> int:
         """Bytes that reading a message takes beside its own: decompressed, and dictionaries.
 
         Raises:
@@ -101,7 +101,7 @@ class Converter:
         body = body[: message.body_bytes]
         self._reader.keep(dictionary, header, body, expanded, is_delta=is_delta)
 
-    def plain(self, header: bytes, batch: ipc.Batch, body: memoryview) -> Rewritten:
+    def plain(self, header: bytes, batch: ipc.Batch, body: memoryview) -> RewrittenBatch:
         """A batch rewritten as a plain one.
 
         Raises:
@@ -129,20 +129,20 @@ class Converter:
         message = ipc.read_message(plain_header)
         plain_body = memoryview(plain).cast("B")[len(plain) - message.body_bytes :]
         plain_batch = ipc.read_batch(plain_header, message)._replace(rows=read.num_rows)
-        return Rewritten(plain_batch, plain_body, kept, portions)
+        return RewrittenBatch(plain_batch, plain_body, kept, portions)
 
-    def _portions(self, read: pa.RecordBatch) -> tuple[Portion, ...]:
+    def _portions(self, read: pa.RecordBatch) -> tuple[BatchPortion, ...]:
         """The model's inputs, made of the columns: one request, or one for each bucket in use."""
         plan, rows = self._plan, read.num_rows
         contract = plan.contract
         if not rows:
             strings = sum(spec.is_string for spec in contract.inputs)
             empty = [memoryview(b"")] * (len(contract.inputs) + strings)
-            return (Portion(0, empty, np.arange(0), 0),)
+            return (BatchPortion(0, empty, np.arange(0), 0),)
         made = [maker.make(read) for maker in plan.makers]
         if not plan.buckets:
-            portions: tuple[Portion, ...] = (
-                Portion(rows, assemble(contract, made, None, 0), np.arange(0), 0),
+            portions: tuple[BatchPortion, ...] = (
+                BatchPortion(rows, assemble(contract, made, None, 0), np.arange(0), 0),
             )
         else:
             numbers = bucket_numbers(made, plan.buckets)
@@ -154,7 +154,7 @@ class Converter:
             ]
             require_bytes(sum(sizes), self._limits)
             portions = tuple(
-                Portion(
+                BatchPortion(
                     len(places),
                     assemble(contract, made, places, plan.buckets[number]),
                     places,
@@ -165,7 +165,7 @@ class Converter:
         self._require_texts(portions)
         return portions
 
-    def _require_texts(self, portions: tuple[Portion, ...]) -> None:
+    def _require_texts(self, portions: tuple[BatchPortion, ...]) -> None:
         """Refuse strings that are too many, or no UTF-8."""
         inputs, total = self._plan.contract.inputs, 0
         for portion in portions:

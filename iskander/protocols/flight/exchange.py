@@ -21,23 +21,23 @@ from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import Draining, IskanderError, MalformedInput, ModelMoved, detach
 from iskander.memory.chunked_copy import WHOLE_BYTES
-from iskander.memory.client_segment import Loan
-from iskander.protocols.flight.codec import Arrived, LongMessage, StreamCodec
+from iskander.memory.client_segment import ClientSegment
+from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
 from iskander.protocols.flight.data import FlightData, read_flight_data, schema_frame
 from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.shared_memory import SharedCodec
-from iskander.protocols.flight.split import Divided, divide
+from iskander.protocols.flight.split import SplitBatch, split_batch
 from iskander.protocols.stream_terms import StreamTerms
 from iskander.repository.models import Models
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Caller, Request
 from iskander.transport.http2.call import Call, Message
 from iskander.transport.http2.status import RpcError
 
 
-class Target:
+class StreamTarget:
     """Of one stream.
 
     Args:
@@ -102,7 +102,7 @@ class Target:
                 self.lane = found
 
 
-class Pending(Request):
+class PendingBatch(Request):
     """A batch of a stream, from admission until its response is written.
 
     Attributes:
@@ -114,7 +114,7 @@ class Pending(Request):
     __slots__ = ("arrived", "error", "held_bytes", "taken")
 
     def __init__(
-        self, lane: Lane, caller: Caller, arrived: Arrived, raw_bytes: int, terms: StreamTerms
+        self, lane: Lane, caller: Caller, arrived: ParsedBatch, raw_bytes: int, terms: StreamTerms
     ) -> None:
         super().__init__(
             lane,
@@ -134,7 +134,7 @@ class Pending(Request):
         self.held_bytes = max(raw_bytes, len(arrived.body)) + self.layout.output_bytes
 
 
-class Refused:
+class RejectedBatch:
     """Stands in the window for a batch that was not taken."""
 
     __slots__ = ("error", "held_bytes", "taken")
@@ -172,11 +172,11 @@ class Exchange:
         self,
         call: Call,
         *,
-        intake: Intake,
+        intake: InputArena,
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         find: Callable[[bytes, str], Lane],
-        region: Callable[[str], Loan],
+        region: Callable[[str], ClientSegment],
         plan: Callable[[Lane, bytes], Plan],
         models: Models,
     ) -> None:
@@ -188,8 +188,8 @@ class Exchange:
         self._region = region
         self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
         self._codec: StreamCodec | None = None
-        self.target = Target(find, models, self._terms.route_key)
-        self._window: deque[Pending | Divided | Refused] = deque()
+        self.target = StreamTarget(find, models, self._terms.route_key)
+        self._window: deque[PendingBatch | SplitBatch | RejectedBatch] = deque()
         self._window_bytes = self._dictionary_bytes = 0
         self._admission: asyncio.Task[None] | None = None
         self._assemblies: set[asyncio.Task[None]] = set()
@@ -226,9 +226,9 @@ class Exchange:
             for assembly in self._assemblies:
                 assembly.cancel()
             for pending in self._window:
-                if isinstance(pending, Pending):
+                if isinstance(pending, PendingBatch):
                     self._dispatcher.withdraw(pending)
-                elif isinstance(pending, Divided):
+                elif isinstance(pending, SplitBatch):
                     self._withdraw(pending)
             self._window.clear()
 
@@ -241,7 +241,7 @@ class Exchange:
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
         """Take the results of one batch, to be sent when its turn comes."""
-        assert isinstance(request, Pending) and self._codec is not None
+        assert isinstance(request, PendingBatch) and self._codec is not None
         if self._codec.is_slow(request.arrived):
             self._assemble_later(request, lambda: results)
             return
@@ -249,14 +249,14 @@ class Exchange:
         self._write_soon()
 
     def _assemble_later(
-        self, pending: Pending | Divided, results: Callable[[], bytes | memoryview]
+        self, pending: PendingBatch | SplitBatch, results: Callable[[], bytes | memoryview]
     ) -> None:
         task = self._loop.create_task(self._assemble(pending, results))
         self._assemblies.add(task)
         task.add_done_callback(self._assemblies.discard)
 
     async def _assemble(
-        self, pending: Pending | Divided, results: Callable[[], bytes | memoryview]
+        self, pending: PendingBatch | SplitBatch, results: Callable[[], bytes | memoryview]
     ) -> None:
         """Have a response put together by a thread."""
         codec = self._codec
@@ -270,7 +270,7 @@ class Exchange:
 
     def fail(self, request: Request, error: IskanderError) -> None:
         """Take the failure of one batch, to be told when its turn comes."""
-        assert isinstance(request, Pending)
+        assert isinstance(request, PendingBatch)
         request.error = error
         self._write_soon()
 
@@ -357,7 +357,9 @@ class Exchange:
             self._call.give_back_memory(self._dictionary_bytes - held)
         self._dictionary_bytes = held
 
-    async def _take_later(self, raw: Message, pending: Pending | Divided | None = None) -> None:
+    async def _take_later(
+        self, raw: Message, pending: PendingBatch | SplitBatch | None = None
+    ) -> None:
         """Take a batch that has to be read by a thread, or to wait until it is in the arena."""
         assert self._codec is not None
         work_bytes = 0
@@ -369,7 +371,7 @@ class Exchange:
                 arrived = await asyncio.to_thread(self._codec.read, raw)
                 self._charge_dictionaries()
                 pending = self._begin(arrived, len(raw))
-            if isinstance(pending, Divided):
+            if isinstance(pending, SplitBatch):
                 await self._admit_portions(pending)
             elif pending is not None:
                 await self._intake.admit_later(pending)
@@ -385,7 +387,9 @@ class Exchange:
         self._admission = None
         self._read()
 
-    def _begin(self, arrived: Arrived | None, raw_bytes: int) -> Pending | Divided | None:
+    def _begin(
+        self, arrived: ParsedBatch | None, raw_bytes: int
+    ) -> PendingBatch | SplitBatch | None:
         """Take what was read as far as can be at once; the batch that has to wait, if it has."""
         if arrived is None:
             return None
@@ -393,8 +397,8 @@ class Exchange:
         if not self.target.is_current:
             self._move()
         if len(arrived.portions) > 1:
-            return divide(self.target.lane, arrived, raw_bytes, self._terms, self._on_divided)
-        pending = Pending(self.target.lane, self, arrived, raw_bytes, self._terms)
+            return split_batch(self.target.lane, arrived, raw_bytes, self._terms, self._on_divided)
+        pending = PendingBatch(self.target.lane, self, arrived, raw_bytes, self._terms)
         if not pending.rows:
             pending.taken = self._codec.take(arrived, b"")
             self._enter(pending)
@@ -406,7 +410,7 @@ class Exchange:
             return pending
         return None
 
-    async def _admit_portions(self, divided: Divided) -> None:
+    async def _admit_portions(self, divided: SplitBatch) -> None:
         """Send each portion on its way; where one is refused, the batch is."""
         self._enter(divided)
         try:
@@ -426,7 +430,7 @@ class Exchange:
             divided.fail(divided.requests[0], stopping)
             raise
 
-    def _on_divided(self, divided: Divided) -> None:
+    def _on_divided(self, divided: SplitBatch) -> None:
         """All portions of a batch have their results, or one of them has none."""
         assert self._codec is not None
         if divided.error is None:
@@ -440,7 +444,7 @@ class Exchange:
             self._loop.call_soon(self._withdraw, divided)
         self._write_soon()
 
-    def _withdraw(self, divided: Divided) -> None:
+    def _withdraw(self, divided: SplitBatch) -> None:
         for request in divided.requests:
             self._dispatcher.withdraw(request)
 
@@ -452,7 +456,7 @@ class Exchange:
             self._end(error)
             raise
 
-    def _enter(self, pending: Pending | Divided) -> None:
+    def _enter(self, pending: PendingBatch | SplitBatch) -> None:
         self._window.append(pending)
         self._window_bytes += pending.held_bytes
 
@@ -460,7 +464,7 @@ class Exchange:
         """Let an error take its batch's place in the window, or end the stream."""
         detach(error)
         if self._terms.is_in_band:
-            self._window.append(Refused(error))
+            self._window.append(RejectedBatch(error))
             self._write_soon()
         else:
             self._end(error)
@@ -516,7 +520,7 @@ class Exchange:
 
 
 def _assembled(
-    codec: StreamCodec, arrived: Arrived, results: Callable[[], bytes | memoryview]
+    codec: StreamCodec, arrived: ParsedBatch, results: Callable[[], bytes | memoryview]
 ) -> Any:  # noqa: ANN401
     """What a response is made of, by a thread."""
     if codec.is_slow(arrived):

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from iskander.arrow import casts
-from iskander.arrow.casts import BFLOAT16, UNIT_NS, Values, Where, refuse_nulls
+from iskander.arrow.casts import BFLOAT16, UNIT_NS, ValueLocation, Values, refuse_nulls
 from iskander.arrow.values import (
     Path,
     decimals,
@@ -51,7 +51,7 @@ class Buffers(NamedTuple):
     joined: memoryview | None = None
 
 
-class Maker:
+class InputBuilder:
     """Makes the tensors of one entry.
 
     Args:
@@ -101,7 +101,7 @@ class Maker:
             return 0
         return shared_bytes(pick(batch, self.paths[0].indices))
 
-    def make(self, batch: pa.RecordBatch) -> Made:
+    def make(self, batch: pa.RecordBatch) -> BuiltTensor:
         """Read the entry's columns.
 
         Raises:
@@ -132,10 +132,10 @@ class Maker:
         if not name:
             return {}
         spec = self._specs[name]
-        where = Where(self.names[0])
+        where = ValueLocation(self.names[0])
         return {name: _buffer(casts.cast(Values(lengths), spec.type.dtype_name, where), spec)}
 
-    def whole(self, values: Values, where: Where) -> tuple[np.ndarray, np.ndarray | None]:
+    def whole(self, values: Values, where: ValueLocation) -> tuple[np.ndarray, np.ndarray | None]:
         """Elements as the tensor has them, nulls done away with, and where there were none."""
         entry, wanted = self.entry, self.spec.type.dtype_name
         data, valid = casts.cast(values, wanted, where), values.valid
@@ -149,14 +149,14 @@ class Maker:
             filled = casts.constant(entry.fill if entry.fill is not None else 0, wanted)
         return np.where(valid, data, filled), valid
 
-    def numbers(self, array: pa.Array, where: Where) -> Values:
+    def numbers(self, array: pa.Array, where: ValueLocation) -> Values:
         """An array's elements as numbers that can be cast to the tensor's type."""
         family = self.sent.family
         if not family:
             return elements(array)
         return self._converted(array, family, where)
 
-    def _converted(self, array: pa.Array, family: str, where: Where) -> Values:
+    def _converted(self, array: pa.Array, family: str, where: ValueLocation) -> Values:
         """Dates, times and decimals as numbers of the declared unit."""
         wanted, unit = self.spec.type.dtype_name, self.entry.unit
         if family == DECIMAL:
@@ -170,7 +170,7 @@ class Maker:
         data = casts.rescale(values, multiply, divide, wanted, where)
         return Values(data, values.valid, wanted == BFLOAT16)
 
-    def _undecimal(self, array: pa.Array, wanted: str, where: Where) -> Values:
+    def _undecimal(self, array: pa.Array, wanted: str, where: ValueLocation) -> Values:
         array, shape, valid = leaf(array)
         unscaled, scale = decimals(array)
         is_number = self.entry.conversion == "number"
@@ -192,7 +192,7 @@ class Maker:
         return Values(casts.cast(values, wanted, where), values.valid, wanted == BFLOAT16)
 
 
-class Made:
+class BuiltTensor:
     """What an entry's columns hold, before rows of it are asked for.
 
     Attributes:
@@ -213,14 +213,14 @@ class Made:
         raise NotImplementedError
 
 
-class _Numbers(Made):
+class _Numbers(BuiltTensor):
     """Columns of numbers; several are one tensor, side by side."""
 
-    def __init__(self, maker: Maker, arrays: list[pa.Array]) -> None:
+    def __init__(self, maker: InputBuilder, arrays: list[pa.Array]) -> None:
         self._maker = maker
         parts = []
         for name, array in zip(maker.names, arrays, strict=True):
-            where = Where(name)
+            where = ValueLocation(name)
             parts.append(maker.whole(maker.numbers(array, where), where))
         self._data, self._valid = parts[0]
         if maker.entry.columns:
@@ -238,14 +238,14 @@ class _Numbers(Made):
         return {spec.tensor: _buffer(data, spec)} | self._maker.others(valid, data.shape)
 
 
-class _Text(Made):
+class _Text(BuiltTensor):
     """Columns of strings; several are one tensor, side by side."""
 
-    def __init__(self, maker: Maker, arrays: list[pa.Array]) -> None:
+    def __init__(self, maker: InputBuilder, arrays: list[pa.Array]) -> None:
         self._maker = maker
         self._count = len(arrays[0])
         parts = [
-            maker_text(maker, array, Where(name))
+            maker_text(maker, array, ValueLocation(name))
             for name, array in zip(maker.names, arrays, strict=True)
         ]
         self._array, self._valid = parts[0]
@@ -266,15 +266,15 @@ class _Text(Made):
         return {spec.tensor: Buffers(*text_buffers(array))} | self._maker.others(valid, valid.shape)
 
 
-class _Ragged(Made):
+class _Ragged(BuiltTensor):
     """A column of lists: cut to a length, padded to it."""
 
-    def __init__(self, maker: Maker, array: pa.Array) -> None:
+    def __init__(self, maker: InputBuilder, array: pa.Array) -> None:
         entry = maker.entry
         self._maker = maker
         self._lists = found = lists(decoded(array))
         if found.valid is not None and maker.are_nulls_refused:
-            refuse_nulls(~found.valid, Where(maker.names[0]))
+            refuse_nulls(~found.valid, ValueLocation(maker.names[0]))
         most = entry.max_length
         assert most is not None
         too_long = found.lengths > most
@@ -302,7 +302,7 @@ class _Ragged(Made):
         keep = np.arange(length) < lengths[:, None]
         index = _ranges(starts, lengths)
         numbers = np.arange(len(lengths)) if rows is None else rows
-        where = Where(maker.names[0], np.repeat(numbers, lengths))
+        where = ValueLocation(maker.names[0], np.repeat(numbers, lengths))
         if maker.spec.is_string:
             made, valid = self._text(index, keep, where)
         else:
@@ -310,7 +310,7 @@ class _Ragged(Made):
         return {maker.spec.tensor: made} | maker.others(valid, keep.shape) | maker.lengths(lengths)
 
     def _numbers(
-        self, index: np.ndarray, keep: np.ndarray, where: Where
+        self, index: np.ndarray, keep: np.ndarray, where: ValueLocation
     ) -> tuple[Buffers, np.ndarray]:
         maker = self._maker
         kept = maker.numbers(taken(self._lists.elements, index), where)
@@ -327,7 +327,7 @@ class _Ragged(Made):
         return _buffer(out, maker.spec), present
 
     def _text(
-        self, index: np.ndarray, keep: np.ndarray, where: Where
+        self, index: np.ndarray, keep: np.ndarray, where: ValueLocation
     ) -> tuple[Buffers, np.ndarray]:
         maker = self._maker
         kept, valid = maker_text(maker, taken(self._lists.elements, index), where)
@@ -341,7 +341,9 @@ class _Ragged(Made):
         return Buffers(*text_buffers(made)), present
 
 
-def maker_text(maker: Maker, array: pa.Array, where: Where) -> tuple[pa.Array, np.ndarray]:
+def maker_text(
+    maker: InputBuilder, array: pa.Array, where: ValueLocation
+) -> tuple[pa.Array, np.ndarray]:
     """Strings as `binary` without nulls, all of them flat; and which were not null, by row."""
     array = decoded(array)
     shape = [len(array)]
@@ -363,7 +365,7 @@ def maker_text(maker: Maker, array: pa.Array, where: Where) -> tuple[pa.Array, n
     return array, valid.reshape(shape)
 
 
-def bucket_numbers(made: Sequence[Made], buckets: tuple[int, ...]) -> np.ndarray:
+def bucket_numbers(made: Sequence[BuiltTensor], buckets: tuple[int, ...]) -> np.ndarray:
     """The bucket of each row: the smallest that holds all its lists."""
     lengths = [each.lengths for each in made if each.lengths is not None and each.has_buckets]
     numbers: np.ndarray = np.searchsorted(buckets, np.max(lengths, axis=0))
@@ -371,7 +373,7 @@ def bucket_numbers(made: Sequence[Made], buckets: tuple[int, ...]) -> np.ndarray
 
 
 def assemble(
-    contract: Contract, made: Sequence[Made], rows: np.ndarray | None, length: int
+    contract: Contract, made: Sequence[BuiltTensor], rows: np.ndarray | None, length: int
 ) -> list[memoryview]:
     """The buffers of a request: of each input in order, then the bytes of each that is strings."""
     tensors: dict[str, Buffers] = {}

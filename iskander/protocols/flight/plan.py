@@ -30,7 +30,7 @@ from iskander.contract.inputs import entries_of
 from iskander.contract.outputs import ColumnOrder
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
-from iskander.protocols.flight.inputs import Maker
+from iskander.protocols.flight.inputs import InputBuilder
 
 
 class Column(NamedTuple):
@@ -59,7 +59,7 @@ class Column(NamedTuple):
         return self.first_buffer + len(self.levels)
 
 
-class Passed(NamedTuple):
+class PassthroughColumn(NamedTuple):
     """The passed-through columns of a plain response.
 
     Attributes:
@@ -100,7 +100,7 @@ class Checked(NamedTuple):
     rows: int
     body_bytes: int
     tensors: list[tuple[int, int]]
-    reply: Reply | Passed | None
+    reply: Reply | PassthroughColumn | None
 
 
 class Order:
@@ -165,7 +165,7 @@ class Plan:
         self.schema_message = ipc.encapsulate(header)
         _require_limits(self.schema, limits)
         self.buckets, self.variants = buckets_of(contract), variants(contract)
-        self.makers = [Maker(entry, contract, self.schema) for entry in entries_of(contract)]
+        self.makers = [InputBuilder(entry, contract, self.schema) for entry in entries_of(contract)]
         used = _match(self.schema, contract, self.makers)
         self.passed = _passed_columns(self.schema, contract, used)
         is_old = ipc.read_message(header).version != ipc.METADATA_V5
@@ -254,7 +254,7 @@ def _require_limits(schema: pa.Schema, limits: LimitsConfig) -> None:
             )
 
 
-def _match(schema: pa.Schema, contract: Contract, makers: list[Maker]) -> set[str]:
+def _match(schema: pa.Schema, contract: Contract, makers: list[InputBuilder]) -> set[str]:
     """The columns that inputs are made of, or what does not fit, column by column."""
     problems = [problem for maker in makers for problem in maker.problems]
     used = {schema.names[path.indices[0]] for maker in makers for path in maker.paths}

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from iskander.config.schema import ServerConfig, SharedMemoryConfig
-from iskander.control.client_memory import FRAME_BYTES_MAX, REGION_HEADER, Lent, lend, read_borrow
+from iskander.control.shared_regions import (
+    FRAME_BYTES_MAX,
+    REGION_HEADER,
+    RegionGrant,
+    read_region_request,
+    send_region,
+)
 from iskander.errors import (
     ConfigError,
     IskanderError,
@@ -29,8 +35,8 @@ from iskander.errors import (
     RegionNotFound,
     Unsupported,
 )
-from iskander.memory.client_segment import Loan
-from iskander.transport.local_listener import Doorstep
+from iskander.memory.client_segment import ClientSegment
+from iskander.transport.local_listener import LocalListener
 from iskander.transport.sockets import BoundPath
 
 BACKLOG = 64
@@ -41,11 +47,11 @@ NAME_BYTES = 16
 class _Region(NamedTuple):
     """Lent for as long as its connection is open."""
 
-    loan: Loan
+    loan: ClientSegment
     connection: socket.socket
 
 
-class Regions:
+class RegionServer:
     """What is lent.
 
     Args:
@@ -63,7 +69,7 @@ class Regions:
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._bound: BoundPath | None = None
-        self._doorstep: Doorstep | None = None
+        self._doorstep: LocalListener | None = None
         self._regions: dict[str, _Region] = {}
         self.lent: dict[str, int] = {}
 
@@ -83,7 +89,9 @@ class Regions:
             ) from None
         self._bound.socket.setblocking(False)
         self._bound.socket.listen(BACKLOG)
-        self._doorstep = Doorstep(self._bound.socket, FRAME_BYTES_MAX, self._greet, self._refuse)
+        self._doorstep = LocalListener(
+            self._bound.socket, FRAME_BYTES_MAX, self._greet, self._refuse
+        )
         self._doorstep.open()
 
     def close(self) -> None:
@@ -95,7 +103,7 @@ class Regions:
         for name in list(self._regions):
             self._end(name)
 
-    def find(self, name: str) -> Loan:
+    def find(self, name: str) -> ClientSegment:
         """The memory of a region.
 
         Raises:
@@ -120,11 +128,11 @@ class Regions:
         return {"path": str(self._path), "region_bytes": self._config.region_bytes}
 
     def _greet(self, connection: socket.socket, frame: bytes) -> None:
-        self._lend(connection, read_borrow(frame).bytes)
+        self._lend(connection, read_region_request(frame).bytes)
 
     def _refuse(self, connection: socket.socket, error: Exception) -> None:
         if isinstance(error, IskanderError):
-            lend(connection, Lent(error=error.to_wire()))
+            send_region(connection, RegionGrant(error=error.to_wire()))
 
     def _lend(self, connection: socket.socket, length_bytes: int) -> None:
         config = self._config
@@ -142,9 +150,9 @@ class Regions:
                 f"{config.regions} with {config.total_bytes}",
                 retry_after_ms=RETRY_MS,
             )
-        loan = Loan("iskander-region", length_bytes)
+        loan = ClientSegment("iskander-region", length_bytes)
         name = secrets.token_hex(NAME_BYTES)
-        lend(connection, Lent(name, length_bytes), loan.fd)
+        send_region(connection, RegionGrant(name, length_bytes), loan.fd)
         self._regions[name] = _Region(loan, connection)
         self.lent[name] = length_bytes
         self._loop.add_reader(connection, self._end, name)

@@ -14,20 +14,20 @@ import msgspec
 from google.protobuf.message import DecodeError, Message
 
 from iskander._generated import flight_pb2
-from iskander.arrow.input_schema import sent_schema
+from iskander.arrow.request_schema import request_schema
 from iskander.arrow.types import output_schema
-from iskander.auth.grants import HEADER, Grant, token_in
+from iskander.auth.grants import HEADER, Grant, bearer_token
 from iskander.config.schema import LimitsConfig
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import Draining, IskanderError, MalformedInput, Overloaded, Unsupported
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.protocols.flight.exchange import OPEN_S, Exchange
 from iskander.protocols.flight.plan import Plan
-from iskander.protocols.flight.regions import Regions
+from iskander.protocols.flight.regions import RegionServer
 from iskander.repository.models import Models, describe
-from iskander.repository.peers import Siblings
+from iskander.repository.peers import Peers
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.transport.http2.call import Call
 
@@ -70,14 +70,14 @@ class FlightService:
     def __init__(
         self,
         models: Models,
-        siblings: Siblings,
+        siblings: Peers,
         *,
-        intake: Intake,
+        intake: InputArena,
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         stats: Callable[[], dict[str, Any]],
-        recent: Recent,
-        regions: Regions,
+        recent: RecentValues,
+        regions: RegionServer,
     ) -> None:
         self.models = models
         self._siblings = siblings
@@ -161,7 +161,9 @@ class FlightService:
         request = _parse(flight_pb2.HandshakeRequest, raw)
         answer = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
         await call.write(answer.SerializeToString())
-        shown = [f"Bearer {token_in(str(said))}" for name, said in call.metadata if name == HEADER]
+        shown = [
+            f"Bearer {bearer_token(str(said))}" for name, said in call.metadata if name == HEADER
+        ]
         call.end(metadata=tuple((HEADER, token) for token in shown))
 
     async def list_flights(self, _: bytes, call: Call) -> None:
@@ -251,7 +253,7 @@ class FlightService:
             grant.require_model(wanted.model)
             lane = self.models.find_loaded(wanted.model, wanted.version_text)
             assert lane.contract is not None
-            schemas = (sent_schema(lane.contract), output_schema(lane.contract))
+            schemas = (request_schema(lane.contract), output_schema(lane.contract))
             return [
                 encode(describe(lane)),
                 *(schema.serialize().to_pybytes() for schema in schemas),
@@ -259,7 +261,7 @@ class FlightService:
         raise Unsupported(f"there is no action `{name[:100]}`; there are {', '.join(ACTIONS)}")
 
 
-@prepared
+@thread_safe
 class _Query(msgspec.Struct):
     model: str
     version: str | int | None = None

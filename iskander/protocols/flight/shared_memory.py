@@ -13,11 +13,11 @@ from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Callable
 
 from iskander.config.schema import HEADER_ROOM_BYTES, LimitsConfig
-from iskander.control.client_memory import Located, read_located
+from iskander.control.shared_regions import BodyLocation, read_body_location
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.memory.chunked_copy import WHOLE_BYTES
-from iskander.memory.client_segment import Loan, Range
-from iskander.protocols.flight.codec import Arrived, StreamCodec
+from iskander.memory.client_segment import ClientSegment, SegmentRange
+from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.plan import Plan
 
@@ -31,10 +31,12 @@ class SharedCodec(StreamCodec):
         region: Finds the memory that the client shares; it raises where it is lent no more.
     """
 
-    def __init__(self, plan: Plan, limits: LimitsConfig, region: Callable[[], Loan]) -> None:
+    def __init__(
+        self, plan: Plan, limits: LimitsConfig, region: Callable[[], ClientSegment]
+    ) -> None:
         super().__init__(plan, limits)
         self._region = region
-        self._latest: tuple[bytes | memoryview, Located | None] | None = None
+        self._latest: tuple[bytes | memoryview, BodyLocation | None] | None = None
 
     def is_quick(self, raw: bytes | memoryview) -> bool:
         """As of any codec; a body elsewhere counts as one that came."""
@@ -56,7 +58,7 @@ class SharedCodec(StreamCodec):
             return super().work_bytes(raw)
         return 2 * min(max(located.body[1], 0), self._limits.bytes)
 
-    def read(self, raw: bytes | memoryview, *, is_at_once: bool = False) -> Arrived | None:
+    def read(self, raw: bytes | memoryview, *, is_at_once: bool = False) -> ParsedBatch | None:
         """As of any codec.
 
         Raises:
@@ -72,19 +74,19 @@ class SharedCodec(StreamCodec):
             raise MalformedInput(
                 f"the batch is said to have {length} bytes at {start} of a region of {len(region)}"
             )
-        body = Range(region, start, start + length)
+        body = SegmentRange(region, start, start + length)
         return self.decode(
             memoryview(located.header), body, located.app_metadata, is_at_once=is_at_once
         )
 
-    def _find(self, raw: bytes | memoryview) -> Located | None:
+    def _find(self, raw: bytes | memoryview) -> BodyLocation | None:
         """Where a message says that its batch is; None where it has one."""
         if self._latest is None or self._latest[0] is not raw:
             self._latest = raw, _located(raw)
         return self._latest[1]
 
 
-def _located(raw: bytes | memoryview) -> Located | None:
+def _located(raw: bytes | memoryview) -> BodyLocation | None:
     data = read_flight_data(raw)
     if data.header or not data.app_metadata:
         return None
@@ -93,4 +95,4 @@ def _located(raw: bytes | memoryview) -> Located | None:
             f"what says where a batch is may have {2 * HEADER_ROOM_BYTES} bytes, got "
             f"{len(data.app_metadata)}"
         )
-    return read_located(data.app_metadata)
+    return read_body_location(data.app_metadata)

@@ -16,14 +16,14 @@ from iskander.clock import now_ns
 from iskander.contract.strings import string_lengths, string_ranges
 from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import IskanderError
-from iskander.protocols.flight.codec import Arrived
-from iskander.protocols.flight.convert import Portion
+from iskander.protocols.flight.codec import ParsedBatch
+from iskander.protocols.flight.convert import BatchPortion
 from iskander.protocols.stream_terms import StreamTerms
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request
 
 
-class Divided:
+class SplitBatch:
     """Stands in a stream's window for a batch of several requests, and is their caller.
 
     Args:
@@ -40,7 +40,10 @@ class Divided:
     """
 
     def __init__(
-        self, contract: Contract, portions: Sequence[Portion], on_end: Callable[[Divided], None]
+        self,
+        contract: Contract,
+        portions: Sequence[BatchPortion],
+        on_end: Callable[[SplitBatch], None],
     ) -> None:
         self._contract = contract
         self._places = [portion.places for portion in portions]
@@ -63,7 +66,7 @@ class Divided:
     def results(self) -> memoryview:
         """Those of the whole batch, once all are there; large ones are for a thread."""
         bodies = [body for body in self._bodies if body is not None]
-        return put_together(self._contract, self._places, bodies)
+        return merge_results(self._contract, self._places, bodies)
 
     def fail(self, request: Request, error: IskanderError) -> None:
         """Take the failure of one portion, which is that of the batch."""
@@ -73,13 +76,13 @@ class Divided:
             self._on_end(self)
 
 
-def divide(
+def split_batch(
     lane: Lane,
-    arrived: Arrived,
+    arrived: ParsedBatch,
     raw_bytes: int,
     terms: StreamTerms,
-    on_end: Callable[[Divided], None],
-) -> Divided:
+    on_end: Callable[[SplitBatch], None],
+) -> SplitBatch:
     """A batch whose rows are in several buckets, as a request for each.
 
     Args:
@@ -87,10 +90,10 @@ def divide(
         arrived: The batch.
         raw_bytes: Of its message.
         terms: Of its stream.
-        on_end: As `Divided` has it.
+        on_end: As `SplitBatch` has it.
     """
     assert lane.contract is not None
-    divided = Divided(lane.contract, arrived.portions, on_end)
+    divided = SplitBatch(lane.contract, arrived.portions, on_end)
     said = terms.of(arrived.app_metadata)
     divided.requests = [
         Request(
@@ -113,7 +116,7 @@ def divide(
     return divided
 
 
-def put_together(
+def merge_results(
     contract: Contract,
     places: Sequence[np.ndarray],
     bodies: Sequence[bytes | memoryview],

@@ -18,7 +18,7 @@ from iskander.errors import (
     QueueFull,
     Superseded,
 )
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.measurement.subscribers import Labels
 
 _FULL = frozenset(
@@ -27,7 +27,7 @@ _FULL = frozenset(
 _EXPIRED = frozenset(kind.code for kind in (DeadlineExceeded, DeadlineUnreachable))
 
 
-class Journal:
+class InferentialMetrics:
     """Counts outcomes, and records points.
 
     Args:
@@ -40,7 +40,7 @@ class Journal:
         last_error: What the last observation failed with, for who looks for it; empty: none has.
     """
 
-    def __init__(self, recent: Recent) -> None:
+    def __init__(self, recent: RecentValues) -> None:
         self._recent = recent
         self.outcomes: Counter[str] = Counter()
         self.broken = 0

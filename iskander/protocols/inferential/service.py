@@ -12,12 +12,12 @@ from typing import Any
 from iskander.auth.grants import Grant
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
-from iskander.measurement.recent_values import Recent
-from iskander.protocols.inferential.metrics import Journal
+from iskander.measurement.recent_values import RecentValues
+from iskander.protocols.inferential.metrics import InferentialMetrics
 from iskander.protocols.inferential.session import Session
 from iskander.repository.models import Models
 from iskander.scheduling.dispatch import Dispatcher
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.transport.addresses import zmq_address
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.sockets import BoundPath, bind, with_port
@@ -50,10 +50,10 @@ class InferentialService:
         config: Config,
         models: Models,
         *,
-        intake: Intake,
+        intake: InputArena,
         dispatcher: Dispatcher,
         grant: Grant,
-        recent: Recent,
+        recent: RecentValues,
         connection_limits: ConnectionLimits,
     ) -> None:
         self.config = config.inferential
@@ -63,7 +63,7 @@ class InferentialService:
         self.intake = intake
         self.dispatcher = dispatcher
         self.grant = grant
-        self.journal = Journal(recent)
+        self.journal = InferentialMetrics(recent)
         self.sessions: dict[str, Session] = {}
         self.is_silent = self.config.errors == "silent"
         self.is_draining = False

@@ -31,7 +31,7 @@ from iskander.protocols.inferential.wire import (
     render_error,
     render_results,
 )
-from iskander.protocols.tensors import Offered, take
+from iskander.protocols.tensors import RequestTensors, take
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, Request, Terms
 from iskander.transport.zmtp.connection import Connection
@@ -63,7 +63,7 @@ class _Pending(Request):
         self,
         lane: Lane,
         caller: Session,
-        offered: Offered,
+        offered: RequestTensors,
         terms: Terms,
         *,
         arrived_ns: int,

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS
+from iskander.decoders import thread_safe
 from iskander.errors import MalformedInput
 from iskander.scheduling.request import PRIORITY_MAX, Terms
 
@@ -23,7 +24,8 @@ _DAY_MS = 86_400_000
 Milliseconds = Annotated[float, Meta(ge=0, le=_DAY_MS)]
 
 
-class SaidTerms(msgspec.Struct, frozen=True):
+@thread_safe
+class InferentialTerms(msgspec.Struct, frozen=True):
     """What metadata may say.
 
     Attributes:
@@ -37,8 +39,8 @@ class SaidTerms(msgspec.Struct, frozen=True):
     newest_wins: bool | None = None
 
 
-NOTHING = SaidTerms()
-NAMES = frozenset(SaidTerms.__struct_fields__)
+NOTHING = InferentialTerms()
+NAMES = frozenset(InferentialTerms.__struct_fields__)
 
 
 def read_terms(
@@ -79,12 +81,12 @@ def read_terms(
     )
 
 
-def _read_metadata(metadata: Mapping[str, str]) -> SaidTerms:
+def _read_metadata(metadata: Mapping[str, str]) -> InferentialTerms:
     ours = {name: metadata[name] for name in NAMES if name in metadata}
     if not ours:
         return NOTHING
     try:
-        return msgspec.convert(ours, SaidTerms, strict=False)
+        return msgspec.convert(ours, InferentialTerms, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).rpartition("$.")[2].rstrip("`")
         wanted = "true or false" if name == "newest_wins" else f"milliseconds from 0 to {_DAY_MS}"

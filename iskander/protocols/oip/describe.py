@@ -18,7 +18,7 @@ from iskander.clock import NS_PER_MS, now_ns, wall_ns
 from iskander.contract.buckets import bucketed_tensors
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.protocols.oip.tensors import STRINGS
-from iskander.repository.models import Standing
+from iskander.repository.models import ModelStatus
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import PRIORITY_DEFAULT, PRIORITY_MAX
 
@@ -129,7 +129,7 @@ def statistics(lane: Lane) -> Any:  # noqa: ANN401
     )
 
 
-def index_entry(standing: Standing) -> Any:  # noqa: ANN401
+def index_entry(standing: ModelStatus) -> Any:  # noqa: ANN401
     """A model version in the repository's index."""
     return oip_pb2.RepositoryIndexResponse.ModelIndex(
         name=standing.name,

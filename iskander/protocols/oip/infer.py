@@ -15,7 +15,7 @@ from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError
 from iskander.protocols.oip.request import (
     COPIES,
-    Asked,
+    ParsedRequest,
     copied_bytes,
     is_copied,
     is_for_thread,
@@ -25,8 +25,16 @@ from iskander.protocols.oip.request import (
 from iskander.protocols.oip.tensors import raw_tensor
 from iskander.protocols.oip.wire import Scanned, raw_head, with_id
 from iskander.protocols.stream_terms import StreamTerms
-from iskander.protocols.submit import Desk
-from iskander.protocols.tensors import NAME_MAX, Fit, Offered, fit_of, give, places, take
+from iskander.protocols.submit import RequestSubmitter
+from iskander.protocols.tensors import (
+    NAME_MAX,
+    InputMatch,
+    RequestTensors,
+    give,
+    match_inputs,
+    places,
+    take,
+)
 from iskander.repository.models import Models
 from iskander.scheduling.lane import Lane
 from iskander.transport.http2.call import Call, Message
@@ -65,7 +73,7 @@ class _Shape:
         self.places = places
 
 
-class Known:
+class CachedRequest:
     """Requests that differ in their tensors' bytes alone, as a client's mostly do.
 
     Attributes:
@@ -75,12 +83,12 @@ class Known:
 
     __slots__ = ("asked", "fit")
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ParsedRequest) -> None:
         self.asked = asked
-        self.fit: Fit | None = None
+        self.fit: InputMatch | None = None
 
 
-class Wanted:
+class ResolvedRequest:
     """What a request wants, as far as it is known before its tensors are.
 
     Attributes:
@@ -92,7 +100,9 @@ class Wanted:
 
     __slots__ = ("contract", "id", "known", "lane")
 
-    def __init__(self, known: Known, lane: Lane, contract: Contract, request_id: bytes) -> None:
+    def __init__(
+        self, known: CachedRequest, lane: Lane, contract: Contract, request_id: bytes
+    ) -> None:
         self.known = known
         self.lane = lane
         self.contract = contract
@@ -107,10 +117,10 @@ class Inference:
         desk: Has the rows computed.
     """
 
-    def __init__(self, models: Models, desk: Desk) -> None:
+    def __init__(self, models: Models, desk: RequestSubmitter) -> None:
         self._models = models
         self._desk = desk
-        self._known: dict[bytes, Known] = {}
+        self._known: dict[bytes, CachedRequest] = {}
         self._shapes: dict[_Key, _Shape] = {}
 
     async def answer(
@@ -155,7 +165,7 @@ class Inference:
                 call.give_back_memory(taken_bytes)
         return self.response(wanted, offered.rows, body, is_streamed=is_streamed)
 
-    def find(self, scanned: Scanned, terms: StreamTerms, grant: Grant) -> Wanted:
+    def find(self, scanned: Scanned, terms: StreamTerms, grant: Grant) -> ResolvedRequest:
         """Find what a request wants.
 
         Raises:
@@ -169,9 +179,9 @@ class Inference:
         assert contract is not None
         if asked.outputs:
             _require_outputs(contract, asked.outputs)
-        return Wanted(known, lane, contract, scanned.id)
+        return ResolvedRequest(known, lane, contract, scanned.id)
 
-    def offered(self, wanted: Wanted, scanned: Scanned) -> Offered:
+    def offered(self, wanted: ResolvedRequest, scanned: Scanned) -> RequestTensors:
         """What a request offers, which is for no thread to read.
 
         Raises:
@@ -185,11 +195,16 @@ class Inference:
         limits = self._desk.limits
         offered = _offered(known.asked, scanned, contract, limits)
         if raw:
-            known.fit = fit_of(contract, raw, offered)
+            known.fit = match_inputs(contract, raw, offered)
         return offered
 
     def response(
-        self, wanted: Wanted, rows: int, body: bytes | memoryview, *, is_streamed: bool = False
+        self,
+        wanted: ResolvedRequest,
+        rows: int,
+        body: bytes | memoryview,
+        *,
+        is_streamed: bool = False,
     ) -> list[Message]:
         """A ModelInferResponse in parts, with the results in a body."""
         asked, lane, contract = wanted.known.asked, wanted.lane, wanted.contract
@@ -210,11 +225,11 @@ class Inference:
                 parts += (raw, body if is_all else memoryview(body)[begin:end])
         return parts
 
-    def _read(self, head: bytes) -> Known:
+    def _read(self, head: bytes) -> CachedRequest:
         """Read a request, or remember it."""
         known = self._known.get(head)
         if known is None:
-            known = Known(read_head(head, self._desk.limits.columns))
+            known = CachedRequest(read_head(head, self._desk.limits.columns))
             if len(self._known) >= REMEMBERED_MAX:
                 self._known.clear()
             if len(head) <= REMEMBERED_BYTES_MAX:
@@ -239,7 +254,9 @@ class Inference:
         return shape
 
 
-def _offered(asked: Asked, scanned: Scanned, contract: Contract, limits: LimitsConfig) -> Offered:
+def _offered(
+    asked: ParsedRequest, scanned: Scanned, contract: Contract, limits: LimitsConfig
+) -> RequestTensors:
     """What a request's tensors are to its model; on any thread."""
     return take(contract, tensors_of(asked, scanned, contract, limits), limits)
 

@@ -30,7 +30,7 @@ from iskander.protocols.oip.terms import said_in
 from iskander.protocols.oip.typed import are_slow, require_typed, typed_bytes, typed_tensors
 from iskander.protocols.oip.wire import Scanned
 from iskander.protocols.tensors import NAME_MAX, Tensor
-from iskander.protocols.terms import SaidTerms
+from iskander.protocols.terms import ClientTerms
 
 COPIES: Final = 3
 """Of tensors that are taken apart: their elements in pieces, joined, and what finds their ends."""
@@ -40,7 +40,7 @@ _CLASSES: Final = "classification"
 _AXES_MAX: Final = RANK_MAX + 1
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request but for its id and its tensors' bytes.
 
     Attributes:
@@ -54,14 +54,14 @@ class Asked(NamedTuple):
 
     model: str
     version: str | None
-    said: SaidTerms | None
+    said: ClientTerms | None
     inputs: list[Described]
     strings: int
     outputs: tuple[str, ...]
     wants_final: bool
 
 
-def read_head(head: bytes, columns: int) -> Asked:
+def read_head(head: bytes, columns: int) -> ParsedRequest:
     """Read a request.
 
     Args:
@@ -108,7 +108,7 @@ def read_head(head: bytes, columns: int) -> Asked:
         if output.name in seen:
             raise ContractError(f"{where} is wanted twice")
         seen.add(output.name)
-    return Asked(
+    return ParsedRequest(
         message.model_name,
         message.model_version or None,
         said_in(parameters),
@@ -120,7 +120,7 @@ def read_head(head: bytes, columns: int) -> Asked:
 
 
 def tensors_of(
-    asked: Asked, scanned: Scanned, contract: Contract, limits: LimitsConfig
+    asked: ParsedRequest, scanned: Scanned, contract: Contract, limits: LimitsConfig
 ) -> list[Tensor]:
     """The request's tensors with their bytes, which are all raw or all typed.
 
@@ -154,7 +154,7 @@ def tensors_of(
     ]
 
 
-def is_for_thread(asked: Asked, scanned: Scanned) -> bool:
+def is_for_thread(asked: ParsedRequest, scanned: Scanned) -> bool:
     """Whether reading its tensors takes so long that others would wait for it."""
     if scanned.typed:
         return are_slow(asked.inputs, scanned.typed)
@@ -163,12 +163,12 @@ def is_for_thread(asked: Asked, scanned: Scanned) -> bool:
     return asked.strings > AT_ONCE or sum(map(len, scanned.raw)) > AT_ONCE_BYTES
 
 
-def is_copied(asked: Asked, scanned: Scanned) -> bool:
+def is_copied(asked: ParsedRequest, scanned: Scanned) -> bool:
     """Whether its tensors are read into memory of their own; others stay in the message."""
     return bool(scanned.typed) or asked.strings >= 0
 
 
-def copied_bytes(asked: Asked, scanned: Scanned) -> int:
+def copied_bytes(asked: ParsedRequest, scanned: Scanned) -> int:
     """Memory that reading its tensors takes beside the message, at most, for a time."""
     if scanned.typed:
         return COPIES * (typed_bytes(asked.inputs) + sum(map(len, scanned.typed.values())))

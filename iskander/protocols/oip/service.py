@@ -19,9 +19,9 @@ from iskander.protocols.oip.stream import InferStream
 from iskander.protocols.oip.unary import Refuse, UnaryInfer
 from iskander.protocols.oip.wire import scan
 from iskander.protocols.stream_terms import StreamTerms
-from iskander.protocols.submit import Desk
+from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import Models
-from iskander.repository.peers import Siblings
+from iskander.repository.peers import Peers
 from iskander.scheduling.lane import Lane
 from iskander.transport.http2.call import Call, Message
 
@@ -40,7 +40,7 @@ class OipService:
         siblings: Bring models and let them go, in all processes.
     """
 
-    def __init__(self, models: Models, desk: Desk, siblings: Siblings) -> None:
+    def __init__(self, models: Models, desk: RequestSubmitter, siblings: Peers) -> None:
         self._models = models
         self._siblings = siblings
         self._desk = desk

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from iskander.errors import MalformedInput, Unsupported
-from iskander.protocols.terms import SaidTerms
+from iskander.protocols.terms import ClientTerms
 from iskander.scheduling.request import PRIORITY_MAX
 
 _PREFIX = "iskander_"
@@ -27,7 +27,7 @@ _WHOLE_END = 1 << 64
 _SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 
 
-def said_in(parameters: Mapping[str, Any], where: str = "parameters") -> SaidTerms | None:
+def said_in(parameters: Mapping[str, Any], where: str = "parameters") -> ClientTerms | None:
     """The terms in a request's parameters; None where there are none.
 
     Args:
@@ -57,19 +57,19 @@ def said_in(parameters: Mapping[str, Any], where: str = "parameters") -> SaidTer
     if not ours and not timeout_us:
         return None
     try:
-        said = msgspec.convert(ours, SaidTerms, strict=False)
+        said = msgspec.convert(ours, ClientTerms, strict=False)
         if timeout_us:
             timeout_ms = timeout_us / _US_PER_MS
             if said.deadline_ms is not None:
                 timeout_ms = min(timeout_ms, said.deadline_ms)
             fields = msgspec.structs.asdict(said) | {"deadline_ms": timeout_ms}
-            said = msgspec.convert(fields, SaidTerms)
+            said = msgspec.convert(fields, ClientTerms)
     except msgspec.ValidationError as error:
         raise MalformedInput(f"the request's {where}: {error}") from None
     return said
 
 
-def said_over(first: SaidTerms | None, otherwise: SaidTerms | None) -> SaidTerms | None:
+def said_over(first: ClientTerms | None, otherwise: ClientTerms | None) -> ClientTerms | None:
     """What is said in two places: as the first says it, and the other where that is silent."""
     if first is None or otherwise is None:
         return first or otherwise

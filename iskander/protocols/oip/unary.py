@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from iskander.errors import IskanderError
-from iskander.protocols.oip.infer import Inference, Wanted
+from iskander.protocols.oip.infer import Inference, ResolvedRequest
 from iskander.protocols.oip.request import is_copied, is_for_thread
 from iskander.protocols.oip.wire import scan
 from iskander.protocols.stream_terms import StreamTerms
-from iskander.protocols.submit import Desk
+from iskander.protocols.submit import RequestSubmitter
 from iskander.scheduling.request import Request
 from iskander.transport.http2.call import Call, Message
 
@@ -37,14 +37,16 @@ class UnaryInfer:
 
     __slots__ = ("_call", "_desk", "_held", "_inference", "_refuse", "_request", "_wanted")
 
-    def __init__(self, inference: Inference, desk: Desk, call: Call, refuse: Refuse) -> None:
+    def __init__(
+        self, inference: Inference, desk: RequestSubmitter, call: Call, refuse: Refuse
+    ) -> None:
         self._inference = inference
         self._desk = desk
         self._call = call
         self._refuse = refuse
         self._held = desk.held(caller=call.caller)
         self._request: Request | None = None
-        self._wanted: Wanted | None = None
+        self._wanted: ResolvedRequest | None = None
 
     def begin(self, message: Message) -> bool:
         """Have the rows of the call's message computed.

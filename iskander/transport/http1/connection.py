@@ -26,7 +26,7 @@ from iskander.config.schema import TimeoutsConfig
 from iskander.errors import MalformedInput
 from iskander.transport.cpu_allowance import CpuAllowance
 from iskander.transport.receive_budget import ReceiveBudget
-from iskander.transport.turns import QUANTUM_NS, ReadBurst, TurnScheduler
+from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst, TurnScheduler
 
 LINGER_S = 5.0
 """How long the rest of a body that was refused is read and thrown away, so that its client, which

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.connections import Listening
+from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http1.connection import HEAD_BYTES_MAX, Connection
 
 CONNECTIONS_SLACK = 64
@@ -28,7 +28,7 @@ _NEVER_S = 86_400
 """uvicorn's own timer between requests, for which `timeouts.idle_s` stands."""
 
 
-class Http1Port(Listening[Connection]):
+class Http1Listener(ConnectionListener[Connection]):
     """Listens, and gives requests to an application.
 
     Args:

@@ -1,7 +1,7 @@
-"""One gRPC call: messages in, messages out, until its status, its deadline or its client ends it.
+"""One gRPC call: messages in, messages out, until its status, deadline or client ends it.
 
-`CallInput` receives. What a client does not read waits here, one message of a call at a time, and
-so does `write`.
+`CallReceiver` receives. `write` waits while the client does not read; a call holds one unsent
+message.
 
 Runs on: gateway loop. Source: gRPC over HTTP/2 (Length-Prefixed-Message, Trailers).
 """
@@ -18,11 +18,12 @@ from iskander.auth.grants import EVERYTHING, Grant
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import Overloaded
-from iskander.transport.http2 import frames, headers
-from iskander.transport.http2.call_input import CallInput, Message
+from iskander.transport.http2 import frames
+from iskander.transport.http2 import response_headers as headers
+from iskander.transport.http2.call_receiver import CallReceiver, Message
 from iskander.transport.http2.frames import PREFIX_BYTES, Code
-from iskander.transport.http2.headers import Metadata
-from iskander.transport.http2.request_head import RequestHead
+from iskander.transport.http2.request_headers import RequestHead
+from iskander.transport.http2.response_headers import Metadata
 from iskander.transport.http2.status import RpcError, Status
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ RETRY_MS: Final = 1000
 __all__ = ["Call", "Message"]
 
 
-class Call(CallInput):
+class Call(CallReceiver):
     """One call of one connection.
 
     Args:

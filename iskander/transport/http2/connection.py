@@ -15,14 +15,14 @@ from typing import Final, cast
 from iskander.clock import NS_PER_S, now_ns
 from iskander.transport.http2 import frames
 from iskander.transport.http2.call import Call
-from iskander.transport.http2.call_input import WINDOW_BYTES
+from iskander.transport.http2.call_receiver import WINDOW_BYTES
 from iskander.transport.http2.context import Host
+from iskander.transport.http2.frame_sender import FrameSender
 from iskander.transport.http2.frames import Code, ConnectionBroken, StreamError
-from iskander.transport.http2.output import Output
 from iskander.transport.http2.rate_limit import RateLimiter
-from iskander.transport.http2.request_head import HEADER_LIST_BYTES_MAX
+from iskander.transport.http2.request_headers import HEADER_LIST_BYTES_MAX
 from iskander.transport.http2.streams import Streams
-from iskander.transport.turns import QUANTUM_NS, ReadBurst
+from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 
 FRAME_BYTES_MAX: Final = 1 << 20
 """Of the DATA frames that are taken; a larger message comes in several."""
@@ -55,7 +55,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.output: Output
+        self.output: FrameSender
         self.streams: Streams
         self.deficit_ns = self.wasted_ns = 0
         self._transport: asyncio.Transport
@@ -73,7 +73,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
         self._transport = cast(asyncio.Transport, transport)  # By its methods; uvloop's is no kin.
-        self.output = Output(self._transport)
+        self.output = FrameSender(self._transport)
         self.streams = Streams(self.host, self.output, self._limiter, self._on_idle)
         self.host.connections.add(self)
         self.host.budget.holders.add(self.streams)

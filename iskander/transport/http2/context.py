@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from iskander.config.schema import TimeoutsConfig
 from iskander.transport.http2.status import RpcError
 from iskander.transport.receive_budget import ReceiveBudget
-from iskander.transport.turns import TurnScheduler
+from iskander.transport.turn_scheduler import TurnScheduler
 
 if TYPE_CHECKING:
     from iskander.transport.http2.call import Call

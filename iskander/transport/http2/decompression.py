@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from iskander.errors import detach
-from iskander.transport.http2 import headers
+from iskander.transport.http2 import response_headers as headers
 from iskander.transport.http2.status import RpcError, Status
 
 if TYPE_CHECKING:

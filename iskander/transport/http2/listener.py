@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.connections import Listening
+from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.connection import Connection
 from iskander.transport.http2.status import RpcError
@@ -18,7 +18,7 @@ from iskander.transport.http2.status import RpcError
 log = logging.getLogger("iskander.http2")
 
 
-class Listener(Listening[Connection]):
+class Listener(ConnectionListener[Connection]):
     """A gRPC server without methods.
 
     Args:

@@ -14,14 +14,15 @@ from typing import Final
 
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_US, now_ns
-from iskander.transport.http2 import frames, headers
+from iskander.transport.http2 import frames
+from iskander.transport.http2 import response_headers as headers
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.context import Host
+from iskander.transport.http2.frame_sender import FrameSender
 from iskander.transport.http2.frames import Code, ConnectionBroken, StreamError
-from iskander.transport.http2.header_blocks import Fields, HeaderBlocks
-from iskander.transport.http2.output import Output
+from iskander.transport.http2.header_block_reader import Fields, HeaderBlockReader
 from iskander.transport.http2.rate_limit import RateLimiter
-from iskander.transport.http2.request_head import NotGrpc, RequestHead, check_fields
+from iskander.transport.http2.request_headers import NotGrpc, RequestHead, check_fields
 from iskander.transport.http2.status import RpcError, Status
 
 FREE_BLOCK_BYTES: Final = 2048
@@ -60,7 +61,7 @@ class Streams:
     """
 
     def __init__(
-        self, host: Host, output: Output, limiter: RateLimiter, on_idle: Callable[[], None]
+        self, host: Host, output: FrameSender, limiter: RateLimiter, on_idle: Callable[[], None]
     ) -> None:
         self.host = host
         self.output = output
@@ -79,7 +80,7 @@ class Streams:
         self.now_ns = 0
         self._limiter = limiter
         self._on_idle = on_idle
-        self._blocks = HeaderBlocks()
+        self._blocks = HeaderBlockReader()
         self._data_left = self._padding_left = 0
         self._data_call: Call | None = None
         self._data_ends = False

@@ -19,11 +19,11 @@ from typing import Final, cast
 from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
 from iskander.transport.cpu_allowance import CpuAllowance
 from iskander.transport.receive_budget import MESSAGE_RATE_MIN, progress_ns
-from iskander.transport.turns import QUANTUM_NS, ReadBurst
+from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 from iskander.transport.zmtp import frames
 from iskander.transport.zmtp.backlog import Backlog
 from iskander.transport.zmtp.context import Host, Part, Session, is_hung_up
-from iskander.transport.zmtp.frames import BrokenPeer
+from iskander.transport.zmtp.frames import ProtocolViolation
 from iskander.transport.zmtp.partial_frame import PartialFrame
 
 PARTS_MAX: Final = 16
@@ -295,7 +295,7 @@ class Connection(asyncio.BufferedProtocol):
             at = self._greet(view)
             if at is not None:
                 self._frames(view, at, until_ns)
-        except BrokenPeer as error:
+        except ProtocolViolation as error:
             self._break(str(error), "protocol_error")
 
     def _greet(self, view: memoryview) -> int | None:
@@ -390,9 +390,11 @@ class Connection(asyncio.BufferedProtocol):
         if head.flags & frames.COMMAND or self._session is None:
             most = COMMAND_BYTES_MAX
         if head.length > most:
-            raise BrokenPeer(f"a peer sends {head.length} bytes where at most {most} are taken")
+            raise ProtocolViolation(
+                f"a peer sends {head.length} bytes where at most {most} are taken"
+            )
         if len(self._parts) >= PARTS_MAX:
-            raise BrokenPeer(f"a peer sends a message of more than {PARTS_MAX} parts")
+            raise ProtocolViolation(f"a peer sends a message of more than {PARTS_MAX} parts")
 
     def _on_frame(self, flags: int, body: Part, small: int) -> None:
         """Take a whole frame; `small` is its length where it is not charged as it came."""
@@ -400,7 +402,7 @@ class Connection(asyncio.BufferedProtocol):
             return self._on_command(*frames.read_command(body))
         session = self._session
         if session is None:
-            raise BrokenPeer("a peer sends messages before it says who it is")
+            raise ProtocolViolation("a peer sends messages before it says who it is")
         if not self._parts:
             self._since_ns = self._heard_ns
         self._parts.append(body)
@@ -429,7 +431,7 @@ class Connection(asyncio.BufferedProtocol):
                 context = data[2 : 2 + frames.PING_CONTEXT_BYTES_MAX]
                 self._transport.write(frames.command(frames.PONG, context))
         elif name == frames.ERROR or self._session is None:
-            raise BrokenPeer("a peer does not want to talk")
+            raise ProtocolViolation("a peer does not want to talk")
 
     def _break(self, message: str, reason: str) -> None:
         self._host.on_broken(message)

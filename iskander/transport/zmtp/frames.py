@@ -33,7 +33,7 @@ GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _NULL + bytes(3
 """Ours: version 3.1, no security."""
 
 
-class BrokenPeer(Exception):
+class ProtocolViolation(Exception):
     """The peer speaks something else, or too much of it; the connection ends."""
 
 
@@ -57,11 +57,11 @@ def check_greeting(raw: bytes | memoryview) -> bool:
         BrokenPeer: It is none, or one of another version or with security.
     """
     if raw[:1] not in (b"", b"\xff") or (len(raw) >= SIGNATURE_BYTES and not raw[9] & 1):
-        raise BrokenPeer("the peer does not speak ZMTP")
+        raise ProtocolViolation("the peer does not speak ZMTP")
     if len(raw) > SIGNATURE_BYTES and raw[SIGNATURE_BYTES] < 3:
-        raise BrokenPeer("the peer speaks a ZMTP before 3.0")
+        raise ProtocolViolation("the peer speaks a ZMTP before 3.0")
     if len(raw) >= GREETING_BYTES and raw[12:32] != _NULL:
-        raise BrokenPeer("the peer wants security, and there is none here")
+        raise ProtocolViolation("the peer wants security, and there is none here")
     return len(raw) > SIGNATURE_BYTES + 1 and tuple(raw[10:12]) >= (3, 1)
 
 
@@ -76,7 +76,7 @@ def read_head(view: memoryview, start: int) -> Head | None:
         return None
     flags = view[start]
     if flags & ~(MORE | LONG | COMMAND) or flags & (MORE | COMMAND) == (MORE | COMMAND):
-        raise BrokenPeer(f"a frame has the flags {flags:#04x}")
+        raise ProtocolViolation(f"a frame has the flags {flags:#04x}")
     if not flags & LONG:
         return Head(flags, view[start + 1], start + 2)
     if left < HEAD_BYTES_MAX:
@@ -124,7 +124,7 @@ def read_command(body: bytes | memoryview) -> tuple[bytes, bytes]:
     """
     end = 1 + body[0] if body else 0
     if not 1 < end <= len(body):
-        raise BrokenPeer("a command has no name")
+        raise ProtocolViolation("a command has no name")
     return bytes(body[1:end]), bytes(body[end:])
 
 
@@ -137,7 +137,7 @@ def read_identity(data: bytes) -> bytes:
     properties = read_properties(data)
     kind = properties.get("socket-type", b"")
     if kind not in PEERS:
-        raise BrokenPeer(f"a {kind[:20].decode('ascii', 'replace')} socket came")
+        raise ProtocolViolation(f"a {kind[:20].decode('ascii', 'replace')} socket came")
     return properties.get("identity", b"")
 
 
@@ -153,7 +153,7 @@ def read_properties(data: bytes) -> dict[str, bytes]:
         value_start = name_end + 4
         value_end = value_start + int.from_bytes(data[name_end:value_start], "big")
         if value_end > len(data) or value_start > len(data):
-            raise BrokenPeer("READY is cut off")
+            raise ProtocolViolation("READY is cut off")
         name = data[at + 1 : name_end].decode("ascii", "replace").lower()
         properties[name] = data[value_start:value_end]
         at = value_end

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.connections import Listening
+from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.zmtp.connection import Connection
 from iskander.transport.zmtp.context import Session
 
@@ -22,7 +22,7 @@ KEEPALIVE = (
 """A peer that is gone without a word is noticed after a minute and a half. Source: tcp(7)."""
 
 
-class Listener(Listening[Connection]):
+class Listener(ConnectionListener[Connection]):
     """Connections of peers.
 
     Args:

@@ -22,7 +22,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import parse_column_type
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.protocols.flight.codec import Arrived, StreamCodec
+from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.protocols.flight.data import data_head, read_flight_data
 from iskander.protocols.flight.plan import Plan
 
@@ -169,7 +169,7 @@ def run(raw: bytes) -> None:
         return
     codec = StreamCodec(plan, LIMITS)
     answers = [ipc.encapsulate(plan.response_header)]
-    arrived: list[Arrived] = []
+    arrived: list[ParsedBatch] = []
     if "dictionary<" not in str(plan.schema):
         # Kept, and never read, where pyarrow looks into them.
         rest = [each for each in rest if not is_dictionary(each[0])]
@@ -253,7 +253,7 @@ def is_stricter(error: IskanderError) -> bool:
     return isinstance(error, ContractError) or any(word in str(error) for word in STRICTER)
 
 
-def answer(codec: StreamCodec, arrived: Arrived) -> list[bytes]:
+def answer(codec: StreamCodec, arrived: ParsedBatch) -> list[bytes]:
     """The messages of a response."""
     results = memoryview(bytes(body_layout(OUTPUTS, arrived.rows)[1]))
     frames = codec.frames(codec.take(arrived, results))
@@ -276,7 +276,7 @@ def check_answers(messages: list[bytes], rows: list[int]) -> None:
     assert got == rows
 
 
-def check_inputs(plan: Plan, arrived: Arrived, batch: pa.RecordBatch) -> None:
+def check_inputs(plan: Plan, arrived: ParsedBatch, batch: pa.RecordBatch) -> None:
     """The tensors are the elements that pyarrow reads."""
     assert arrived.rows == batch.num_rows
     specs = plan.contract.inputs
@@ -300,7 +300,7 @@ def check_inputs(plan: Plan, arrived: Arrived, batch: pa.RecordBatch) -> None:
         assert repr(got) == repr(wanted), f"other elements\n{got} where {wanted} was read"
 
 
-def buffer_of(arrived: Arrived, index: int) -> memoryview:
+def buffer_of(arrived: ParsedBatch, index: int) -> memoryview:
     if arrived.portions:
         return arrived.portions[0].tensors[index]
     start, stop = arrived.tensors[index]

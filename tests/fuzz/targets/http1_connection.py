@@ -18,7 +18,7 @@ from fuzz import mutation
 from fuzz.serving import LOOP
 from iskander.config.schema import Config
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.http1.listener import HEAD_BYTES_MAX, Http1Port
+from iskander.transport.http1.listener import HEAD_BYTES_MAX, Http1Listener
 
 ITERATIONS = 300
 TURNS = 60
@@ -194,7 +194,7 @@ async def served(pieces: list[bytes]) -> tuple[list[Request], bytes]:
         await send({"type": "http.response.body", "body": b""})
 
     limits = ConnectionLimits(Config())
-    port = Http1Port(app, 10, limits)
+    port = Http1Listener(app, 10, limits)
     transport = Transport()
     connection = transport.protocol = port.connection()
     connection.connection_made(transport)

@@ -18,15 +18,15 @@ from hpack.hpack import decode_integer
 
 from fuzz import mutation
 from iskander.transport.http2.frames import ConnectionBroken, StreamError
-from iskander.transport.http2.header_blocks import (
+from iskander.transport.http2.header_block_reader import (
     EXPANDED_BYTES_MAX,
     FIELDS_MAX,
     HUFFMAN_BYTES_MAX,
     INTEGER_BYTES_MAX,
     TABLE_UPDATES_MAX,
-    HeaderBlocks,
+    HeaderBlockReader,
 )
-from iskander.transport.http2.request_head import (
+from iskander.transport.http2.request_headers import (
     BINARY_PARTS_MAX,
     HEADER_LIST_BYTES_MAX,
     RequestHead,
@@ -82,7 +82,7 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 
 def run(raw: bytes) -> None:
-    ours, judge = HeaderBlocks(), hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
+    ours, judge = HeaderBlockReader(), hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
     random = Random(zlib.crc32(raw))
     for block in split(raw):
         wanted, why = decoded(judge, block)
@@ -98,7 +98,7 @@ def run(raw: bytes) -> None:
         assert outcome(fields.pairs) == outcome_of(fields.request), "a repeated block differs"
 
 
-def read_in_pieces(blocks: HeaderBlocks, block: bytes, random: Random) -> Any:
+def read_in_pieces(blocks: HeaderBlockReader, block: bytes, random: Random) -> Any:
     """Give a block as HEADERS and CONTINUATION."""
     cuts = sorted(random.randint(0, len(block)) for _ in range(random.choice((0, 0, 1, 3))))
     pieces = [block[a:b] for a, b in zip([0, *cuts], [*cuts, len(block)], strict=True)]

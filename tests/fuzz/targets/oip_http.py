@@ -25,9 +25,9 @@ from iskander.contract.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
 from iskander.protocols import tensors as offered
-from iskander.protocols.oip.http.body import Held, Room, read_body
+from iskander.protocols.oip.http.body import BodyQuota, ReceivedBody, read_body
 from iskander.protocols.oip.http.json_values import write_data
-from iskander.protocols.oip.http.messages import Asked, read_raw, read_request
+from iskander.protocols.oip.http.messages import ParsedRequest, read_raw, read_request
 from iskander.transport.receive_budget import ReceiveBudget
 
 ITERATIONS = 2000
@@ -135,8 +135,8 @@ async def received(sent: bytes, coding: str, random: Random) -> bytes | None:
         return {"type": "http.request", "body": next(coming), "more_body": left > 0}
 
     budget = ReceiveBudget(100 * BODY_BYTES_MAX)
-    room = Room(10 * BODY_BYTES_MAX, budget, MESSAGE_S, lambda reason: None)
-    with Held(room) as held:
+    room = BodyQuota(10 * BODY_BYTES_MAX, budget, MESSAGE_S, lambda reason: None)
+    with ReceivedBody(room) as held:
         try:
             headers = Headers({"content-encoding": coding})
             body = bytes(await read_body(receive, headers, BODY_BYTES_MAX, held))
@@ -223,7 +223,7 @@ def contract_for(document: Any) -> Contract:
         return _contract("FP32", (1,))
 
 
-def check_tensors(asked: Asked, given: list[Any], body: bytes, at: int) -> None:
+def check_tensors(asked: ParsedRequest, given: list[Any], body: bytes, at: int) -> None:
     is_named = [each["name"] for each in given] == ["x"]
     for each, tensor in zip(given, asked.tensors, strict=True):
         size = (each.get("parameters") or {}).get("binary_data_size")

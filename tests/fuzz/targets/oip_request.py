@@ -23,7 +23,7 @@ from iskander.contract.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
 from iskander.protocols import tensors as offered
-from iskander.protocols.oip.request import Asked, is_for_thread, read_head, tensors_of
+from iskander.protocols.oip.request import ParsedRequest, is_for_thread, read_head, tensors_of
 from iskander.protocols.oip.typed import FIELDS
 from iskander.protocols.oip.wire import Scanned, scan
 
@@ -118,7 +118,7 @@ def contract_of(message: Any) -> Contract:
     return Contract(tuple(inputs.values()), ())
 
 
-def check_head(wanted: Any, asked: Asked, scanned: Scanned) -> None:
+def check_head(wanted: Any, asked: ParsedRequest, scanned: Scanned) -> None:
     assert asked.model == wanted.model_name
     assert asked.version == (wanted.model_version or None)
     assert scanned.id.decode() == wanted.id

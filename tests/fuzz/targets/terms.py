@@ -15,10 +15,10 @@ import msgspec
 from fuzz import mutation
 from iskander.errors import MalformedInput, Unsupported
 from iskander.protocols.oip.terms import said_in
-from iskander.protocols.terms import SaidTerms, read_headers, read_metadata
+from iskander.protocols.terms import ClientTerms, read_headers, read_metadata
 
 ITERATIONS = 4000
-NAMES = list(SaidTerms.__struct_fields__)
+NAMES = list(ClientTerms.__struct_fields__)
 WORDS = [
     *NAMES, "iskander", "null", "true", "false", "0", "-1", "1e400", "NaN", "Infinity", "1.5", "9",
     "10", "{", "}", "[", "]", '"', ":", ",", "\\ud800", "\\u0000", "18446744073709551616",

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from iskander.arrow.casts import Values, Where, cast, rescale
+from iskander.arrow.casts import ValueLocation, Values, cast, rescale
 from iskander.errors import ContractError
 
-WHERE = Where("x")
+WHERE = ValueLocation("x")
 WHOLE = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 EXACT = {"float16": 2**11, "float32": 2**24, "float64": 2**53}
 

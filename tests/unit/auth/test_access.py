@@ -15,7 +15,7 @@ import pytest
 
 from iskander import file_watcher as following
 from iskander.auth import grants
-from iskander.auth.grants import ANONYMOUS, EVERYTHING, Access, Grant, token_in
+from iskander.auth.grants import ANONYMOUS, EVERYTHING, Authenticator, Grant, bearer_token
 from iskander.auth.tokens import add_token, digest, read_tokens
 from iskander.config.auth import AccessConfig
 from iskander.errors import ConfigError, PermissionDenied, Unauthenticated
@@ -35,8 +35,8 @@ def granted(*models: str, manage: bool = False, name: str = "a") -> Grant:
     return Grant(name, models, may_manage=manage, refused=Counter())
 
 
-def opened(path: Path, *anonymous: str) -> Access:
-    return Access(AccessConfig(tokens=str(path), anonymous=anonymous), lambda: None)
+def opened(path: Path, *anonymous: str) -> Authenticator:
+    return Authenticator(AccessConfig(tokens=str(path), anonymous=anonymous), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def test_a_grant_remembers_a_bounded_number_of_names() -> None:
     ],
 )
 def test_the_token_of_a_header(header: str, token: str) -> None:
-    assert token_in(header) == token
+    assert bearer_token(header) == token
 
 
 def test_without_tokens_everybody_may_everything() -> None:
-    access = Access(AccessConfig(), lambda: None)
+    access = Authenticator(AccessConfig(), lambda: None)
     assert access.grant(()) is EVERYTHING and access.grant(shown("x")) is EVERYTHING
     access.start()
     assert access.stats() == {}
@@ -229,7 +229,7 @@ async def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokens.toml"
     first = add_token(path, "a", ("m",))
     changes: list[int] = []
-    access = Access(AccessConfig(tokens=str(path)), lambda: changes.append(len(changes)))
+    access = Authenticator(AccessConfig(tokens=str(path)), lambda: changes.append(len(changes)))
     held = access.grant(shown(first))
     access.start()
     try:
@@ -279,7 +279,7 @@ async def expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     )
     changes: list[int] = []
-    access = Access(AccessConfig(tokens=str(path)), lambda: changes.append(1))
+    access = Authenticator(AccessConfig(tokens=str(path)), lambda: changes.append(1))
     held = access.grant(shown("soon"))
     with pytest.raises(Unauthenticated, match="not valid any more"):
         access.grant(shown("past"))

@@ -21,16 +21,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iskander.client.region import WORTH_BYTES, Region, _room, can_share
+from iskander.client.shared_memory import WORTH_BYTES, Region, _room, can_share
 from iskander.config.schema import ServerConfig, SharedMemoryConfig
-from iskander.control.client_memory import (
-    Borrow,
-    Lent,
-    borrow,
+from iskander.control.shared_regions import (
+    RegionGrant,
+    RegionRequest,
     encode,
-    lend,
-    read_borrow,
-    read_located,
+    read_body_location,
+    read_region_request,
+    request_region,
+    send_region,
 )
 from iskander.errors import (
     ConfigError,
@@ -41,8 +41,8 @@ from iskander.errors import (
     SegmentError,
     Unsupported,
 )
-from iskander.memory.client_segment import Loan, Range
-from iskander.protocols.flight.regions import Regions
+from iskander.memory.client_segment import ClientSegment, SegmentRange
+from iskander.protocols.flight.regions import RegionServer
 
 KIB = 1024
 TIMEOUT_S = 5.0
@@ -96,7 +96,9 @@ def test_what_can_be_shared() -> None:
 
 
 @contextlib.contextmanager
-def lending(folder: Path, **settings: int) -> Iterator[tuple[Regions, Path, Callable[..., object]]]:
+def lending(
+    folder: Path, **settings: int
+) -> Iterator[tuple[RegionServer, Path, Callable[..., object]]]:
     """A lender in a loop of its own; what asks it runs a call there."""
     path = folder / "memory"
     loop = asyncio.new_event_loop()
@@ -110,8 +112,8 @@ def lending(folder: Path, **settings: int) -> Iterator[tuple[Regions, Path, Call
         return asyncio.run_coroutine_threadsafe(asked(), loop).result(TIMEOUT_S)
 
     config = SharedMemoryConfig(path=str(path), **settings)
-    regions = ask(lambda: Regions(config, ServerConfig(), path))
-    assert isinstance(regions, Regions)
+    regions = ask(lambda: RegionServer(config, ServerConfig(), path))
+    assert isinstance(regions, RegionServer)
     ask(regions.start)
     try:
         yield regions, path, ask
@@ -128,15 +130,16 @@ def batch_of(rows: int, seed: int = 0) -> pa.RecordBatch:
     return pa.record_batch([features, pa.array(range(rows))], names=["features", "id"])
 
 
-def read_at(loan: Loan, message: bytes) -> pa.RecordBatch:
+def read_at(loan: ClientSegment, message: bytes) -> pa.RecordBatch:
     """The batch that a `Located` says, as Arrow reads it."""
-    located = read_located(message)
+    located = read_body_location(message)
     start, length = located.body
     header = located.header
     prefix = b"\xff\xff\xff\xff" + len(header).to_bytes(4, "little")
     schema = batch_of(1).schema
     return pa.ipc.read_record_batch(
-        pa.py_buffer(prefix + header + bytes(Range(loan, start, start + length).read())), schema
+        pa.py_buffer(prefix + header + bytes(SegmentRange(loan, start, start + length).read())),
+        schema,
     )
 
 
@@ -154,12 +157,12 @@ def test_a_batch_is_read_where_it_was_put(tmp_path: Path) -> None:
         assert ask(lambda: dict(regions.lent)) == {region.name: 512 * KIB}
         assert len(region.name) == 32
         loan = ask(lambda: regions.find(region.name))
-        assert isinstance(loan, Loan)
+        assert isinstance(loan, ClientSegment)
         sent = [batch_of(6000, seed) for seed in range(3)]
         put = [region.put(batch, b"mine") for batch in sent]
         for batch, message in zip(sent, put, strict=True):
             assert message is not None
-            assert read_located(message).app_metadata == b"mine"
+            assert read_body_location(message).app_metadata == b"mine"
             assert read_at(loan, message).equals(batch)
         # A slice is what it shows, no more.
         region.free()
@@ -206,7 +209,7 @@ def test_who_waits_for_a_place_goes_on_when_one_is_free_or_the_stream_ends(tmp_p
 
 def test_the_memory_cannot_be_taken_away(tmp_path: Path) -> None:
     with lending(tmp_path) as (_, path, _ask):
-        connection, lent, fd = borrow(path, 64 * KIB, TIMEOUT_S)
+        connection, lent, fd = request_region(path, 64 * KIB, TIMEOUT_S)
         assert os.fstat(fd).st_size == lent.bytes == 64 * KIB
         for length in (0, 128 * KIB):
             with pytest.raises(PermissionError):
@@ -222,12 +225,12 @@ def test_a_region_ends_with_its_connection(tmp_path: Path) -> None:
     with lending(tmp_path) as (regions, path, ask):
         region = Region(path, 64 * KIB, TIMEOUT_S)
         assert region.is_lent
-        kept = ask(lambda: Range(regions.find(region.name), 0, 10))
+        kept = ask(lambda: SegmentRange(regions.find(region.name), 0, 10))
         region.close()
         until(lambda: not regions.lent)
         with pytest.raises(RegionNotFound, match="ends with the connection"):
             ask(lambda: regions.find(region.name))
-        assert isinstance(kept, Range)
+        assert isinstance(kept, SegmentRange)
         assert bytes(kept.read()) == bytes(10)  # What was on its way has its bytes still.
 
 
@@ -272,7 +275,7 @@ def test_nonsense_is_told_so_and_holds_nobody_up(tmp_path: Path, frame: bytes) -
                 peer.settimeout(TIMEOUT_S)
                 peer.connect(str(path))
                 peer.sendall(frame)
-                lent = msgspec.msgpack.decode(peer.recv(4096), type=Lent)
+                lent = msgspec.msgpack.decode(peer.recv(4096), type=RegionGrant)
                 assert lent.error is not None
                 assert lent.error["code"] == "malformed"
                 assert peer.recv(1) == b""
@@ -285,8 +288,8 @@ def test_nonsense_is_told_so_and_holds_nobody_up(tmp_path: Path, frame: bytes) -
 
 def test_who_talks_on_loses_its_region(tmp_path: Path) -> None:
     with lending(tmp_path) as (regions, path, _ask):
-        connection, _, fd = borrow(path, 4 * KIB, TIMEOUT_S)
-        connection.sendall(encode(Borrow(4 * KIB)))
+        connection, _, fd = request_region(path, 4 * KIB, TIMEOUT_S)
+        connection.sendall(encode(RegionRequest(4 * KIB)))
         until(lambda: not regions.lent)
         os.close(fd)
         connection.close()
@@ -294,7 +297,7 @@ def test_who_talks_on_loses_its_region(tmp_path: Path) -> None:
 
 def test_nobody_lends_where_no_path_is_set(tmp_path: Path) -> None:
     async def refused() -> None:
-        regions = Regions(SharedMemoryConfig(), ServerConfig(), tmp_path)
+        regions = RegionServer(SharedMemoryConfig(), ServerConfig(), tmp_path)
         regions.start()
         with pytest.raises(Unsupported, match=r"shared_memory\.path"):
             regions.describe()
@@ -307,7 +310,7 @@ def test_a_path_that_another_process_has(tmp_path: Path) -> None:
     with lending(tmp_path) as (_, path, _ask), pytest.raises(ConfigError, match="another process"):
 
         async def second() -> None:
-            Regions(SharedMemoryConfig(path=str(path)), ServerConfig(), path).start()
+            RegionServer(SharedMemoryConfig(path=str(path)), ServerConfig(), path).start()
 
         asyncio.run(second())
 
@@ -315,25 +318,25 @@ def test_a_path_that_another_process_has(tmp_path: Path) -> None:
 def test_an_answer_that_is_none() -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with here, there:
-        lend(here, Lent("name", 5))
+        send_region(here, RegionGrant("name", 5))
         frame, descriptors, _, _ = socket.recv_fds(there, 4096, 1)
         assert not descriptors
-        assert msgspec.msgpack.decode(frame, type=Lent) == Lent("name", 5)
+        assert msgspec.msgpack.decode(frame, type=RegionGrant) == RegionGrant("name", 5)
 
 
 def test_a_loan_is_read_and_takes_no_memory_for_what_was_never_written() -> None:
-    loan = Loan("iskander-test", 10 * KIB)
+    loan = ClientSegment("iskander-test", 10 * KIB)
     fd = os.dup(loan.fd)
-    assert bytes(Range(loan, 0, len(loan)).read()) == bytes(10 * KIB)
+    assert bytes(SegmentRange(loan, 0, len(loan)).read()) == bytes(10 * KIB)
     assert os.fstat(fd).st_blocks == 0
     os.pwrite(fd, b"here", 5000)
-    part = Range(loan, 4000, 6000)[1000:1004]
+    part = SegmentRange(loan, 4000, 6000)[1000:1004]
     assert (len(part), bytes(part.read())) == (4, b"here")
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
     os.pwrite(fd, bytes(range(256)) * 40, 0)
-    assert bytes(Range(loan, 255, 258).read()) == bytes([255, 0, 1])
-    assert bytes(part.read()) == bytes(Range(loan, 0, len(loan)).read()[5000:5004])
+    assert bytes(SegmentRange(loan, 255, 258).read()) == bytes([255, 0, 1])
+    assert bytes(part.read()) == bytes(SegmentRange(loan, 0, len(loan)).read()[5000:5004])
     where = Path(f"/proc/self/fd/{loan.fd}")
     del loan
     assert where.exists()
@@ -345,20 +348,20 @@ def test_a_loan_is_read_and_takes_no_memory_for_what_was_never_written() -> None
 
 
 def test_nothing_is_read_of_an_empty_range() -> None:
-    loan = Loan("iskander-test", 8 * KIB)
+    loan = ClientSegment("iskander-test", 8 * KIB)
     for at in (0, 1, 4 * KIB, 8 * KIB):
-        assert bytes(Range(loan, at, at).read()) == b""
+        assert bytes(SegmentRange(loan, at, at).read()) == b""
 
 
 def test_a_read_that_the_system_refuses_is_an_error() -> None:
-    loan = Loan("iskander-test", KIB)
+    loan = ClientSegment("iskander-test", KIB)
     with pytest.raises(SegmentError, match="shorter"):
         loan.read_into(memoryview(bytearray(2)), KIB - 1)
     fd, loan.fd = loan.fd, -1
     with pytest.raises(SegmentError, match="could not be read"):
-        Range(loan, 0, 1).read()
+        SegmentRange(loan, 0, 1).read()
     loan.fd = fd
 
 
 def test_frames_are_read_back() -> None:
-    assert read_borrow(encode(Borrow(5))) == Borrow(5)
+    assert read_region_request(encode(RegionRequest(5))) == RegionRequest(5)

@@ -26,10 +26,10 @@ from iskander.contract.strings import split_strings
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, LimitExceeded, ManifestError, Superseded
 from iskander.memory.arena import Lease
-from iskander.protocols.flight.codec import Arrived, StreamCodec
+from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.protocols.flight.exchange import Exchange
 from iskander.protocols.flight.plan import Plan
-from iskander.protocols.flight.split import Divided, put_together
+from iskander.protocols.flight.split import SplitBatch, merge_results
 from iskander.protocols.tensors import Tensor, take
 from iskander.scheduling.request import Request
 
@@ -59,7 +59,7 @@ def bucketed(**more: Any) -> Contract:
     )  # fmt: skip
 
 
-def read(contract: Contract, limits: LimitsConfig = LIMITS, **columns: pa.Array) -> Arrived:
+def read(contract: Contract, limits: LimitsConfig = LIMITS, **columns: pa.Array) -> ParsedBatch:
     batch = pa.record_batch(list(columns.values()), names=list(columns))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -197,7 +197,7 @@ def test_every_result_comes_back_to_its_row(numbers: list[int]) -> None:
     """Results of requests that took the rows apart are those of the rows as they came."""
     found = np.array(numbers)
     places = [np.flatnonzero(found == number) for number in np.unique(found)]
-    whole = put_together(RESULTS, places, [body_of(each) for each in places])
+    whole = merge_results(RESULTS, places, [body_of(each) for each in places])
     wanted = body_of(np.arange(len(numbers)))
     offsets = body_layout(OUTPUTS, len(numbers))[0]
     for index, each in enumerate(OUTPUTS):
@@ -236,7 +236,7 @@ def test_tensors_are_as_long_as_a_bucket() -> None:
 def test_a_part_that_gets_room_when_its_batch_has_failed_gives_it_back() -> None:
     """The failure was told while it waited, and what is not submitted nobody can withdraw."""
     lane = lane_of()
-    divided = Divided(CONTRACT, (), lambda failed: None)
+    divided = SplitBatch(CONTRACT, (), lambda failed: None)
     first, second, third = divided.requests = [request_of(lane) for _ in range(3)]
     done: list[tuple[str, Request]] = []
 

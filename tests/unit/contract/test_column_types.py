@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iskander.arrow import ipc
-from iskander.arrow.input_schema import sent_schema
+from iskander.arrow.request_schema import request_schema
 from iskander.arrow.types import BFloat16
 from iskander.config.schema import LimitsConfig
 from iskander.contract.compile import compile_contract
@@ -27,7 +27,7 @@ from iskander.contract.manifest import InputColumn, Manifest, OutputColumn, Pass
 from iskander.contract.strings import split_strings
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, IskanderError, LimitExceeded, ManifestError
-from iskander.protocols.flight.codec import Arrived, StreamCodec
+from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.protocols.flight.plan import Plan
 
 LIMITS = LimitsConfig()
@@ -56,7 +56,7 @@ def packed(*columns: str, **keys: Any) -> InputColumn:
     return InputColumn(tensor="x", columns=columns, **keys)
 
 
-def read(contract: Contract, batch: pa.RecordBatch, limits: LimitsConfig = LIMITS) -> Arrived:
+def read(contract: Contract, batch: pa.RecordBatch, limits: LimitsConfig = LIMITS) -> ParsedBatch:
     """What the gateway makes of a batch."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -74,7 +74,7 @@ def read(contract: Contract, batch: pa.RecordBatch, limits: LimitsConfig = LIMIT
     return arrived
 
 
-def tensors_of(contract: Contract, arrived: Arrived) -> dict[str, Any]:
+def tensors_of(contract: Contract, arrived: ParsedBatch) -> dict[str, Any]:
     """The tensors that lie in a request, by name; strings as bytes."""
     buffers = [arrived.body[start:stop] for start, stop in arrived.tensors]
     if arrived.portions:
@@ -515,7 +515,7 @@ def test_a_model_says_what_columns_it_is_sent() -> None:
         entry(tensor="t", column="t", type="time32[ms]", unit="s"),
         x=("float32", 2), l=("int64", "n"), d=("float64",), t=("float32",),
     )  # fmt: skip
-    assert sent_schema(contract) == pa.schema(
+    assert request_schema(contract) == pa.schema(
         {
             "user": pa.struct({"age": pa.float32(), "rate": pa.float32()}),
             "l": pa.list_(pa.timestamp("us")),
@@ -524,7 +524,7 @@ def test_a_model_says_what_columns_it_is_sent() -> None:
         }
     )
     plain = contract_of(entry(column="a.b", type="int64"), x=("int64",))
-    assert sent_schema(plain) == pa.schema({"a.b": pa.int64()})
+    assert request_schema(plain) == pa.schema({"a.b": pa.int64()})
 
 
 def test_no_rows() -> None:

@@ -25,10 +25,10 @@ from iskander.contract.rows import RowCopier, Rows
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded, MalformedInput
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.layout import Layouts
 from iskander.scheduling.request import Request
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 
 KINDS = ["utf8", "binary", "bool", "int64", "int8", "bfloat16"]
 SPEC = st.builds(
@@ -106,8 +106,8 @@ async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
         outputs=(TensorSpec("y", "y", ColumnType("float32"), ()),),
     )
     lane = lane_of(contract=contract)
-    lane.workers[1] = Worker(Place(0, 0, (0,), None))
-    intake = Intake(1 << 16, LimitsConfig(arena_wait_ms=0))
+    lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
+    intake = InputArena(1 << 16, LimitsConfig(arena_wait_ms=0))
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(["", "q", "é", "r", "s", "tt"]), 2)
     batch = pa.record_batch(
         [pa.array(["one", "", "🦎"]), pa.array([1, 2, 3]), pairs], schema=input_schema(contract)

@@ -15,7 +15,7 @@ from iskander.clock import NS_PER_S
 from iskander.config.models import ModelConfig
 from iskander.config.schema import Config, LimitsConfig, ServerConfig
 from iskander.errors import ConfigError
-from iskander.gateway.child import BACKOFF_MOST_S, Process
+from iskander.gateway.child import BACKOFF_MOST_S, ChildProcess
 from iskander.gateway.child_settings import fixed, read_settings, write_settings
 
 CONFIG = Config(
@@ -26,27 +26,27 @@ CONFIG = Config(
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[Process]:
-    found = Process(1, tmp_path, CONFIG)
+def process(tmp_path: Path) -> Iterator[ChildProcess]:
+    found = ChildProcess(1, tmp_path, CONFIG)
     yield found
     found.close()
 
 
-def say(process: Process, folder: Path, text: str) -> None:
+def say(process: ChildProcess, folder: Path, text: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.sendto(text.encode(), str(folder / "notify"))
     process.read_notices()
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3, 10, 1025, 10**9])
-def test_however_often_it_failed_it_is_started_again(process: Process, failures: int) -> None:
+def test_however_often_it_failed_it_is_started_again(process: ChildProcess, failures: int) -> None:
     process.failures = failures
     assert 0.1 <= process.backoff_s() <= BACKOFF_MOST_S
     assert (process.backoff_s() == BACKOFF_MOST_S) == (failures > 7)
 
 
 def test_one_that_serves_is_silent_since_it_was_heard_last(
-    process: Process, tmp_path: Path
+    process: ChildProcess, tmp_path: Path
 ) -> None:
     assert process.silent_s(60 * NS_PER_S) == 0.0  # There is none.
     os.close(process.start([sys.executable, "-c", "import time; time.sleep(60)"], CONFIG))
@@ -86,7 +86,7 @@ def test_settings_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_child_is_given_its_settings_and_what_to_beat_by(
-    process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: ChildProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHDOG_PID", "1")
     out = tmp_path / "out"

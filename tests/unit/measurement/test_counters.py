@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from iskander.measurement.counters import Counts
+from iskander.measurement.counters import Counters
 
 
 def test_what_was_never_counted_is_nothing() -> None:
-    counts = Counts()
+    counts = Counters()
     assert counts["requests"] == 0 and not counts
     counts["requests"] += 3
     counts["requests"] += 1

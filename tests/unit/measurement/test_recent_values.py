@@ -10,7 +10,7 @@ import pytest
 from iskander.clock import NS_PER_S
 from iskander.errors import MalformedInput
 from iskander.measurement import recent_values as recent
-from iskander.measurement.recent_values import Recent, Summary
+from iskander.measurement.recent_values import RecentValues, Summary
 
 A1 = {"model": "a", "version": "1"}
 A2 = {"model": "a", "version": "2"}
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_summary_says_what_the_points_come_to() -> None:
-    points = Recent()
+    points = RecentValues()
     for value in range(1, 102):
         points.record("wait_ms", value, A1)
 
@@ -48,7 +48,7 @@ def test_a_summary_says_what_the_points_come_to() -> None:
 
 
 def test_the_latest_point_is_the_last_recorded_and_not_the_greatest() -> None:
-    points = Recent()
+    points = RecentValues()
     for value in (3, 9, 5):
         points.record("wait_ms", value, A1)
 
@@ -56,7 +56,7 @@ def test_the_latest_point_is_the_last_recorded_and_not_the_greatest() -> None:
 
 
 def test_a_percentile_between_two_points_is_in_proportion() -> None:
-    points = Recent()
+    points = RecentValues()
     for value in (0, 10):
         points.record("wait_ms", value, A1)
 
@@ -65,7 +65,7 @@ def test_a_percentile_between_two_points_is_in_proportion() -> None:
 
 
 def test_labels_are_a_filter_that_points_may_have_more_than() -> None:
-    points = Recent()
+    points = RecentValues()
     for labels, value in ((A1, 1), (A2, 2), (B1, 3)):
         points.record("wait_ms", value, labels)
 
@@ -77,7 +77,7 @@ def test_labels_are_a_filter_that_points_may_have_more_than() -> None:
 
 
 def test_a_window_leaves_out_what_is_older(clock: Clock) -> None:
-    points = Recent()
+    points = RecentValues()
     points.record("wait_ms", 1, A1)
     clock.pass_s(10)
     points.record("wait_ms", 2, A1)
@@ -90,7 +90,7 @@ def test_a_window_leaves_out_what_is_older(clock: Clock) -> None:
 
 
 def test_a_new_point_takes_the_place_of_the_oldest() -> None:
-    points = Recent(points_max=3)
+    points = RecentValues(points_max=3)
     for value in range(10):
         points.record("wait_ms", value, A1)
 
@@ -99,7 +99,7 @@ def test_a_new_point_takes_the_place_of_the_oldest() -> None:
 
 
 def test_each_measure_has_a_ring_of_its_own() -> None:
-    points = Recent(points_max=2)
+    points = RecentValues(points_max=2)
     for value in (1, 2, 3):
         points.record("wait_ms", value, A1)
         points.record("run_ms", value * 10, A1)
@@ -109,7 +109,7 @@ def test_each_measure_has_a_ring_of_its_own() -> None:
 
 
 def test_names_are_bounded_and_what_is_dropped_is_counted() -> None:
-    points = Recent(names_max=2)
+    points = RecentValues(names_max=2)
     for name in ("a", "b", "c", "c", "a"):
         points.record(name, 1, A1)
 
@@ -117,12 +117,12 @@ def test_names_are_bounded_and_what_is_dropped_is_counted() -> None:
     assert points.query("c") == Summary()
 
 
-def answer(points: Recent, body: bytes) -> dict[str, Summary]:
+def answer(points: RecentValues, body: bytes) -> dict[str, Summary]:
     return asyncio.run(points.answer(body))
 
 
 def test_the_action_answers_for_every_measure_or_the_one_that_is_named() -> None:
-    points = Recent()
+    points = RecentValues()
     points.record("wait_ms", 1, A1)
     points.record("run_ms", 2, A1)
 
@@ -132,7 +132,7 @@ def test_the_action_answers_for_every_measure_or_the_one_that_is_named() -> None
 
 
 def test_the_action_filters_and_its_answer_is_json(clock: Clock) -> None:
-    points = Recent()
+    points = RecentValues()
     points.record("wait_ms", 1, A1)
     clock.pass_s(60)
     points.record("wait_ms", 2, A1)
@@ -163,12 +163,12 @@ def test_the_action_filters_and_its_answer_is_json(clock: Clock) -> None:
 )
 def test_what_is_no_question_is_refused_by_name(body: bytes) -> None:
     with pytest.raises(MalformedInput, match="action `metrics`: wanted"):
-        answer(Recent(), body)
+        answer(RecentValues(), body)
 
 
 def test_labels_are_shared_and_not_copied() -> None:
     """A copy for each point would cost more than the point."""
-    points = Recent()
+    points = RecentValues()
     points.record("wait_ms", 1, A1)
 
     (point,) = points._rings["wait_ms"]

@@ -12,7 +12,7 @@ from iskander._generated import health_pb2
 from iskander.auth.grants import EVERYTHING
 from iskander.config.schema import Config, RepositoryConfig
 from iskander.errors import ModelNotFound
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.protocols.health import HealthService
 from iskander.repository.models import Failure, Models, configured
 from iskander.repository.routing import Routing
@@ -44,7 +44,7 @@ def test_with_nothing_to_serve_the_server_is_well() -> None:
 def test_a_repository_of_which_nothing_is_known_yet_is_not_ready(tmp_path: Path) -> None:
     """From before the port listens, which is before the folder is read."""
     config = Config(repository=RepositoryConfig(path=str(tmp_path)))
-    models = configured(config, Recent())
+    models = configured(config, RecentValues())
     for is_looking, pending, is_ready in ((True, 0, False), (False, 2, False), (False, 0, True)):
         models.is_looking, models.pending = is_looking, pending
         assert models.is_ready == models.is_settled == is_ready
@@ -62,7 +62,7 @@ def test_a_model_whose_workers_are_not_even_planned_is_not_ready() -> None:
 
 
 def test_without_a_repository_there_is_nothing_to_look_at() -> None:
-    assert configured(Config(), Recent()).is_ready
+    assert configured(Config(), RecentValues()).is_ready
 
 
 def test_what_is_being_loaded_is_told_by_name_where_it_has_one() -> None:

@@ -16,8 +16,8 @@ from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.errors import DeadlineExceeded, Draining, ExecutionFailed, NotReady, Overloaded
 from iskander.memory.arena import GRAIN_BYTES
-from iskander.protocols.submit import Desk
-from iskander.protocols.tensors import Offered
+from iskander.protocols.submit import RequestSubmitter
+from iskander.protocols.tensors import RequestTensors
 from iskander.scheduling.request import Terms
 
 
@@ -113,7 +113,7 @@ async def test_a_refused_request_keeps_its_tensors_no_longer() -> None:
         async with office() as made:
             ids = np.arange(4)
             held = weakref.ref(ids)
-            wanted = Offered(4, [memoryview(ids).cast("B"), memoryview(b"\x00")])
+            wanted = RequestTensors(4, [memoryview(ids).cast("B"), memoryview(b"\x00")])
             with contextlib.suppress(DeadlineExceeded):
                 await made.desk.ask(made.lane, wanted, call_deadline_ns=1)
             del ids, wanted
@@ -170,7 +170,7 @@ async def test_one_caller_leaves_places_for_others() -> None:
     """Of 32, four are for callers that hold less than four."""
     limits = LimitsConfig(streams=32)
     async with office() as made:
-        desk = Desk(made.intake, made.dispatcher, limits)
+        desk = RequestSubmitter(made.intake, made.dispatcher, limits)
         with contextlib.ExitStack() as stack:
             for _ in range(28):
                 stack.enter_context(desk.held(caller="greedy"))

@@ -17,7 +17,15 @@ from iskander.contract.dtypes import DTYPES, Dtype
 from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
-from iskander.protocols.tensors import PROBLEMS_MAX, Offered, Tensor, fit_of, give, places, take
+from iskander.protocols.tensors import (
+    PROBLEMS_MAX,
+    RequestTensors,
+    Tensor,
+    give,
+    match_inputs,
+    places,
+    take,
+)
 
 LIMITS = LimitsConfig(rows=100, bytes=4096)
 FIXED = [dtype for dtype in DTYPES if dtype.arrow_bits and dtype.oip not in ("BF16", "BYTES")]
@@ -72,7 +80,7 @@ def n_of(rows: int) -> Tensor:
 def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None:
     """In the contract's order, whatever its own; one of other lengths is for `take` to judge."""
     first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
-    fit = fit_of(PLAIN, [first.tensors[1], first.tensors[0]], first)
+    fit = match_inputs(PLAIN, [first.tensors[1], first.tensors[0]], first)
     assert fit is not None and fit.contract is PLAIN
 
     n, x = memoryview(b"n" * 32), memoryview(b"x" * 32)
@@ -87,7 +95,7 @@ def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None
 def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
     first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
     raw = [first.tensors[1], first.tensors[0]]
-    fit = fit_of(PLAIN, raw, Offered(4, first.tensors, 3))
+    fit = match_inputs(PLAIN, raw, RequestTensors(4, first.tensors, 3))
     assert fit is not None
     offered = fit.offered(raw)
     assert offered is not None and offered.bucket == 3
@@ -95,9 +103,9 @@ def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
 
 def test_what_is_made_of_a_tensor_fits_by_no_length() -> None:
     x, flag = x_of(4), flag_of(4)
-    assert fit_of(CONTRACT, [x.data, flag.data], take(CONTRACT, [x, flag], LIMITS)) is None
+    assert match_inputs(CONTRACT, [x.data, flag.data], take(CONTRACT, [x, flag], LIMITS)) is None
     typed = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
-    assert fit_of(PLAIN, [], typed) is None
+    assert match_inputs(PLAIN, [], typed) is None
 
 
 REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {

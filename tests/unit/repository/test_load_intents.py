@@ -9,43 +9,43 @@ import pytest
 
 from iskander.config.repository import RepositoryConfig
 from iskander.errors import ModelNotFound, NotReady, Overloaded
-from iskander.repository.load_intents import FOLDER, Wish, Wishes
+from iskander.repository.load_intents import FOLDER, LoadIntent, LoadIntents
 from iskander.repository.version_policy import names_at_start
 
 
-def keep(wishes: Wishes, wish: Wish) -> None:
+def keep(wishes: LoadIntents, wish: LoadIntent) -> None:
     with wishes.keeping(wish):
         pass
 
 
 def test_a_wish_is_kept_and_replaced(tmp_path: Path) -> None:
-    wishes = Wishes(tmp_path)
+    wishes = LoadIntents(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    assert list(wishes) == [] and wishes.of("m") == Wish("m")
+    assert list(wishes) == [] and wishes.of("m") == LoadIntent("m")
     keep(wishes, wishes.of("m").without("1"))
     keep(wishes, wishes.of("m").without("2"))
-    keep(wishes, Wish("n" * 300 + "/../").without(None))
-    assert wishes.of("m") == Wish("m", is_loaded=True, but=("1", "2"))
+    keep(wishes, LoadIntent("n" * 300 + "/../").without(None))
+    assert wishes.of("m") == LoadIntent("m", is_loaded=True, but=("1", "2"))
     assert {wish.model[:1]: wish.is_loaded for wish in wishes} == {"m": True, "n": False}
-    keep(wishes, Wish("m"))
-    assert wishes.of("m") == Wish("m")
+    keep(wishes, LoadIntent("m"))
+    assert wishes.of("m") == LoadIntent("m")
     wishes.clear()
     assert list(wishes) == []
 
 
 def test_a_wish_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
-    wishes = Wishes(tmp_path)
+    wishes = LoadIntents(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    keep(wishes, Wish("m", is_loaded=False))
-    with pytest.raises(ModelNotFound), wishes.keeping(Wish("m")):
+    keep(wishes, LoadIntent("m", is_loaded=False))
+    with pytest.raises(ModelNotFound), wishes.keeping(LoadIntent("m")):
         raise ModelNotFound("it is not there")
-    assert wishes.of("m") == Wish("m", is_loaded=False)
+    assert wishes.of("m") == LoadIntent("m", is_loaded=False)
     assert len(list((tmp_path / FOLDER).iterdir())) == 1
 
 
 def test_where_a_wish_cannot_be_written_nothing_is_done(tmp_path: Path) -> None:
-    wishes = Wishes(tmp_path / "away")
-    with pytest.raises(NotReady, match="cannot be kept"), wishes.keeping(Wish("m")):
+    wishes = LoadIntents(tmp_path / "away")
+    with pytest.raises(NotReady, match="cannot be kept"), wishes.keeping(LoadIntent("m")):
         pytest.fail("it is done")
 
     async def hold() -> None:
@@ -57,17 +57,17 @@ def test_where_a_wish_cannot_be_written_nothing_is_done(tmp_path: Path) -> None:
 
 
 def test_a_wish_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    wishes = Wishes(tmp_path)
+    wishes = LoadIntents(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    keep(wishes, Wish("m", is_loaded=False))
+    keep(wishes, LoadIntent("m", is_loaded=False))
     (path,) = (tmp_path / FOLDER).iterdir()
     path.write_bytes(b"{")
-    assert list(wishes) == [] and wishes.of("m") == Wish("m")
+    assert list(wishes) == [] and wishes.of("m") == LoadIntent("m")
 
 
 def test_who_changes_a_model_has_it_alone(tmp_path: Path) -> None:
     async def two() -> None:
-        wishes, other = Wishes(tmp_path), Wishes(tmp_path)
+        wishes, other = LoadIntents(tmp_path), LoadIntents(tmp_path)
         async with wishes.held("m", 1.0):
             with pytest.raises(Overloaded) as refused:
                 async with other.held("m", 0.05):
@@ -82,7 +82,7 @@ def test_who_changes_a_model_has_it_alone(tmp_path: Path) -> None:
 def test_locks_are_bounded_whatever_models_are_called(tmp_path: Path) -> None:
     async def many() -> None:
         for number in range(1000):
-            async with Wishes(tmp_path).held(f"m{number}", 0.0):
+            async with LoadIntents(tmp_path).held(f"m{number}", 0.0):
                 pass
 
     asyncio.run(many())
@@ -92,14 +92,14 @@ def test_locks_are_bounded_whatever_models_are_called(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("load", "wishes", "names"),
     [
-        ((), (Wish("a"),), {"a"}),
-        (("a", "b"), (Wish("a", is_loaded=False),), {"b"}),
-        (("*",), (Wish("b", is_loaded=False), Wish("gone")), {"a", "c", "gone"}),
-        (("a",), (Wish("b", but=("1",)),), {"a", "b"}),
+        ((), (LoadIntent("a"),), {"a"}),
+        (("a", "b"), (LoadIntent("a", is_loaded=False),), {"b"}),
+        (("*",), (LoadIntent("b", is_loaded=False), LoadIntent("gone")), {"a", "c", "gone"}),
+        (("a",), (LoadIntent("b", but=("1",)),), {"a", "b"}),
     ],
 )
 def test_a_start_loads_what_calls_wanted(
-    load: tuple[str, ...], wishes: tuple[Wish, ...], names: set[str]
+    load: tuple[str, ...], wishes: tuple[LoadIntent, ...], names: set[str]
 ) -> None:
     settings = RepositoryConfig(path="models", control="explicit", load=load)
     assert names_at_start(settings, ["a", "b", "c"], wishes) == names
@@ -107,4 +107,6 @@ def test_a_start_loads_what_calls_wanted(
 
 def test_a_folder_that_is_watched_says_itself_what_is_loaded() -> None:
     settings = RepositoryConfig(path="models")
-    assert names_at_start(settings, ["a"], (Wish("a", is_loaded=False), Wish("b"))) == {"a"}
+    assert names_at_start(settings, ["a"], (LoadIntent("a", is_loaded=False), LoadIntent("b"))) == {
+        "a"
+    }

@@ -20,14 +20,14 @@ from iskander.config.repository import RepositoryConfig
 from iskander.config.schema import Config
 from iskander.control.messages import Unload
 from iskander.errors import IskanderError, ManifestError, NotReady
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.repository import generations as generations_module
 from iskander.repository.generations import Generation, Generations
 from iskander.repository.scan import SETTINGS
 from iskander.scheduling.lane import Lane
 from iskander.supervision import file_freshness as freshness_module
 from iskander.supervision import model_loader as loading_module
-from iskander.supervision.file_freshness import Freshness
+from iskander.supervision.file_freshness import FileFreshness
 from iskander.supervision.lifecycle import Event, State
 from iskander.supervision.model_loader import CHANGED
 
@@ -58,7 +58,7 @@ def generations_of(fleet: Fleet) -> Generations:
         lambda lane, error: None,
         load_s=LOAD_S,
         drain_s=1.0,
-        recent=Recent(),
+        recent=RecentValues(),
         on_change=lambda: None,
     )
 
@@ -196,7 +196,7 @@ def test_a_worker_that_dies_over_a_load_is_held_against_it() -> None:
     run(scenario)
 
 
-class Files(Freshness):
+class Files(FileFreshness):
     """Files of which a test says whether they are as they were; each look waits for `answer`."""
 
     def __init__(self) -> None:
@@ -370,7 +370,7 @@ def test_looks_do_not_hold_the_loop_up_and_have_an_end(monkeypatch: pytest.Monke
 
     async def scenario() -> None:
         monkeypatch.setattr(freshness_module, "LOOK_S", 0.05)
-        freshness = Freshness()
+        freshness = FileFreshness()
         freshness.fingerprint_of = fingerprint_of
         found: dict[int, bool] = {}
         for key in range(3):

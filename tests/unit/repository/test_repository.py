@@ -14,8 +14,14 @@ from iskander.config.schema import Config
 from iskander.errors import ConfigError
 from iskander.repository.generation_lifecycle import TABLE, Action, Event, Stage, step
 from iskander.repository.routing import Routing
-from iskander.repository.scan import Listed, list_model, list_models, read_settings, stamp_of
-from iskander.repository.version_policy import complaint_about, move, routing_of, settled, wanted
+from iskander.repository.scan import ScannedModel, list_model, list_models, read_settings, stamp_of
+from iskander.repository.version_policy import (
+    complaint_about,
+    move,
+    routing_of,
+    settled,
+    wanted_versions,
+)
 
 HALF = Routing(split={"1": 50, "2": 50})
 SERVED = ("1", "2", "3")
@@ -36,12 +42,12 @@ keys = st.text(max_size=40)
 def test_versions_are_numbers_and_the_policy_chooses(
     policy: str | tuple[int, ...], chosen: list[str]
 ) -> None:
-    assert wanted(["10", "9", "1", "2"], policy, Routing()) == chosen
+    assert wanted_versions(["10", "9", "1", "2"], policy, Routing()) == chosen
 
 
 def test_what_something_leads_to_is_wanted_too() -> None:
     routing = Routing(default="stable", aliases={"stable": "2"}, split={"1": 1, "canary": 1})
-    assert wanted(["1", "2", "3"], "latest:1", routing) == ["1", "2", "3"]
+    assert wanted_versions(["1", "2", "3"], "latest:1", routing) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_a_listing_has_numbers_below_names_and_passes_the_rest_over(tmp_path: Pa
     (tmp_path / "file").write_text("")
     listed = list_models(tmp_path, "")
     assert {name: sorted(entry.versions) for name, entry in listed.items()} == {"m": ["1", "10"]}
-    assert list_model(tmp_path, "../m", "") == Listed("", {})
+    assert list_model(tmp_path, "../m", "") == ScannedModel("", {})
     assert list_models(tmp_path, ".complete") == {}
 
 

@@ -21,7 +21,7 @@ from iskander.repository import changes as following
 from iskander.repository import changes as watching
 from iskander.repository import scan as listing
 from iskander.repository import specs
-from iskander.repository.scan import Listed, list_model, list_models, read_settings, stamp_of
+from iskander.repository.scan import ScannedModel, list_model, list_models, read_settings, stamp_of
 
 ODD = b"caf\xe9.txt"
 """A name in Latin-1, which is no UTF-8."""
@@ -135,7 +135,7 @@ def test_a_look_that_fails_in_an_unknown_way_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next change is followed, and the log has what happened."""
-    seen = [KeyError("nobody thought of this"), {"m": Listed("", {"1": "a"})}]
+    seen = [KeyError("nobody thought of this"), {"m": ScannedModel("", {"1": "a"})}]
     told: list[str] = []
 
     async def two(*_: Any) -> AsyncIterator[None]:

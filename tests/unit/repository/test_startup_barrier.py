@@ -6,12 +6,12 @@ import asyncio
 
 from support.intake import in_loop, turns
 
-from iskander.repository.startup_barrier import Beginning
+from iskander.repository.startup_barrier import StartupBarrier
 
 
 @in_loop
 async def test_a_change_waits_until_the_start_has_begun_with_its_model() -> None:
-    beginning = Beginning()
+    beginning = StartupBarrier()
     order: list[str] = []
 
     async def change(name: str) -> None:

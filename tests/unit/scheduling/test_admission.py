@@ -21,7 +21,7 @@ from iskander.scheduling.admission import (
 from iskander.scheduling.batcher import Rules
 from iskander.scheduling.cost import CostModel
 from iskander.scheduling.lane import PROBE_NS, RETRY_MOST_MS, Lane
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 
 NOW = 1_000 * MS
 RUN_MS = 10
@@ -31,7 +31,7 @@ def open_lane(*, workers: int = 1, is_learned: bool = False, **settings: Any) ->
     """A lane with workers; where it has learned its cost, a full batch of 8 takes 10 ms."""
     lane = lane_of(rows_max=8, **settings)
     for index in range(workers):
-        lane.workers[index + 1] = Worker(Place(index, 0, (0,), None))
+        lane.workers[index + 1] = Worker(SlotPlan(index, 0, (0,), None))
     if is_learned:
         learn(lane, 1 * MS, 2 * MS)
     return lane

@@ -9,15 +9,25 @@ import random
 import pytest
 from support.lanes import MS
 
-from iskander.scheduling.arrivals import CLIENTS_MAX, DEVIATION_MOST, SAMPLES_LEAST, Cadence
+from iskander.scheduling.arrivals import (
+    CLIENTS_MAX,
+    DEVIATION_MOST,
+    SAMPLES_LEAST,
+    ArrivalPredictor,
+)
 
 PERIOD, BUDGET = 20 * MS, 7 * MS
 
 
 def regular(
-    cadence: Cadence, client: str = "a", *, begin_ns: int = 0, count: int = 10, jitter: float = 0.0,
+    cadence: ArrivalPredictor,
+    client: str = "a",
+    *,
+    begin_ns: int = 0,
+    count: int = 10,
+    jitter: float = 0.0,
     budget_ns: int = BUDGET,
-) -> int:  # fmt: skip
+) -> int:
     """Requests of a client, each a period after the one before; returns when the last one came."""
     chance, at_ns = random.Random(client), begin_ns
     for index in range(count):
@@ -27,14 +37,14 @@ def regular(
     return at_ns
 
 
-def moments(cadence: Cadence, now_ns: int) -> list[int]:
+def moments(cadence: ArrivalPredictor, now_ns: int) -> list[int]:
     """When clients are expected, without what is allowed for their deviation."""
     return [due_ns - BUDGET for _, due_ns in cadence.expected(now_ns)]
 
 
 def test_a_period_is_known_after_so_many_intervals() -> None:
     """Both sides: after one less, nothing is, and nobody is expected."""
-    cadence, periods, counts = Cadence(), [], []
+    cadence, periods, counts = ArrivalPredictor(), [], []
     for index in range(SAMPLES_LEAST + 2):
         cadence.observe("a", index * PERIOD, BUDGET)
         periods.append(cadence.period_ns("a"))
@@ -48,7 +58,7 @@ def test_a_period_is_known_after_so_many_intervals() -> None:
 
 def test_the_next_one_is_expected_a_period_after_the_last() -> None:
     """And is due as much later as the last one was."""
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     last_ns = regular(cadence)
     expected = [(last_ns + PERIOD, last_ns + PERIOD + BUDGET)]
 
@@ -59,7 +69,7 @@ def test_the_next_one_is_expected_a_period_after_the_last() -> None:
 
 
 def test_what_is_due_when_is_what_the_last_request_said() -> None:
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     last_ns = regular(cadence) + PERIOD
     cadence.observe("a", last_ns, 3 * BUDGET)
 
@@ -68,7 +78,7 @@ def test_what_is_due_when_is_what_the_last_request_said() -> None:
 
 def test_one_whose_last_request_had_no_deadline_is_not_expected() -> None:
     """Its rhythm is known all the same, and it is expected again when it says one."""
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     last_ns = regular(cadence, budget_ns=0)
     assert (cadence.period_ns("a"), list(cadence.expected(last_ns))) == (PERIOD, [])
 
@@ -79,7 +89,7 @@ def test_one_whose_last_request_had_no_deadline_is_not_expected() -> None:
 
 
 def test_a_little_jitter_is_regular_and_much_is_not() -> None:
-    steady, wild = Cadence(), Cadence()
+    steady, wild = ArrivalPredictor(), ArrivalPredictor()
     regular(steady, count=40, jitter=0.05)
     regular(wild, count=40, jitter=0.5)
 
@@ -91,7 +101,7 @@ def test_a_little_jitter_is_regular_and_much_is_not() -> None:
 
 
 def test_one_that_becomes_irregular_is_expected_no_more() -> None:
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     last_ns = regular(cadence)
     cadence.observe("a", last_ns + 3 * PERIOD, BUDGET)
 
@@ -100,7 +110,7 @@ def test_one_that_becomes_irregular_is_expected_no_more() -> None:
 
 
 def test_a_new_period_is_learned() -> None:
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     now_ns = regular(cadence)
     for _ in range(40):
         now_ns += 2 * PERIOD
@@ -111,7 +121,7 @@ def test_a_new_period_is_learned() -> None:
 
 def test_one_is_worth_waiting_for_until_its_usual_deviation_after_its_moment() -> None:
     """Both sides; one without any that is late by a nanosecond has missed its time."""
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     last_ns = regular(cadence, count=40, jitter=0.1)
     ((until_ns, due_ns),) = expected = list(cadence.expected(last_ns))
     at_ns = due_ns - BUDGET
@@ -120,14 +130,14 @@ def test_one_is_worth_waiting_for_until_its_usual_deviation_after_its_moment() -
     assert list(cadence.expected(until_ns)) == expected
     assert list(cadence.expected(until_ns + 1)) == []
 
-    exact = Cadence()
+    exact = ArrivalPredictor()
     last_ns = regular(exact)
     assert moments(exact, last_ns + PERIOD) == [last_ns + PERIOD]
     assert moments(exact, last_ns + PERIOD + 1) == []
 
 
 def test_one_that_missed_its_time_is_not_expected_until_it_comes_again() -> None:
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     last_ns = regular(cadence)
     late_ns = last_ns + int((1 + DEVIATION_MOST) * PERIOD) + 1
 
@@ -141,7 +151,7 @@ def test_one_that_missed_its_time_is_not_expected_until_it_comes_again() -> None
 
 def test_all_are_expected_the_soonest_first() -> None:
     """And when the first has missed its time, the others."""
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     for client, begin_ns in (("b", 3 * MS), ("a", 1 * MS), ("c", 2 * MS)):
         regular(cadence, client, begin_ns=begin_ns)
     next_ns = 10 * PERIOD
@@ -154,7 +164,7 @@ def test_all_are_expected_the_soonest_first() -> None:
 
 
 def test_one_that_came_is_expected_a_period_later_and_after_the_others() -> None:
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     for client, begin_ns in (("a", 0), ("b", MS)):
         last_ns = regular(cadence, client, begin_ns=begin_ns)
     came_ns = last_ns - MS + PERIOD
@@ -164,7 +174,7 @@ def test_one_that_came_is_expected_a_period_later_and_after_the_others() -> None
 
 
 def test_every_client_has_a_rhythm_of_its_own() -> None:
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     for index in range(20):
         cadence.observe("fast", index * PERIOD, BUDGET)
         if index % 2:
@@ -177,7 +187,7 @@ def test_every_client_has_a_rhythm_of_its_own() -> None:
 
 
 def test_only_so_many_clients_are_remembered_and_the_least_recent_goes() -> None:
-    cadence = Cadence()
+    cadence = ArrivalPredictor()
     regular(cadence, "old")
     last_ns = regular(cadence, "kept")
     for index in range(CLIENTS_MAX - 2):
@@ -199,7 +209,7 @@ def test_only_so_many_clients_are_remembered_and_the_least_recent_goes() -> None
 
 def test_all_clients_that_are_expected_are_in_order_whatever_comes() -> None:
     """Many clients with rhythms and pauses, beside a list of what each is expected at."""
-    chance, cadence = random.Random(6), Cadence()
+    chance, cadence = random.Random(6), ArrivalPredictor()
     live: dict[str, int] = {}
     coming = [(chance.randint(0, PERIOD), f"c{index}") for index in range(12)]
     most = late = 0

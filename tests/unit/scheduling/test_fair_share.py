@@ -23,7 +23,7 @@ from iskander.scheduling.fair_share import (
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 
 LANE = lane_of()
 ATTACKER, INNOCENT = Source(connection=1), Source(connection=2)
@@ -218,7 +218,7 @@ def test_the_rows_before_a_newcomer_are_not_underestimated_by_more_than_a_reques
 def test_a_fair_queue_is_not_filled_by_one_source() -> None:
     """By requests; what is left is for others, and for each of them a part."""
     lane = lane_of(queue_requests=900, client_requests=10_000)
-    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
     taken = dict.fromkeys(range(20), 0)
     for connection in taken:
         while True:
@@ -274,7 +274,7 @@ def test_whose_requests_are_brief_is_known_for_a_while() -> None:
 
 def sliced_lane() -> tuple[Lane, Worker]:
     lane = lane_of(rows_max=65_536)
-    worker = Worker(Place(0, 0, (0,), None))
+    worker = Worker(SlotPlan(0, 0, (0,), None))
     lane.workers[1] = worker
     lane.cost_of(worker)
     for rows in (128, 1024, 128, 1024, 128):

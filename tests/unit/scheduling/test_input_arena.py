@@ -29,7 +29,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.contract.tensors import ALIGNMENT
 from iskander.errors import LimitExceeded, NotReady, QueueFull
 from iskander.memory.arena import GRAIN_BYTES
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request, Terms
 
@@ -40,15 +40,15 @@ def lane() -> Lane:
 
 
 @pytest.fixture
-def intake() -> Iterator[Intake]:
+def intake() -> Iterator[InputArena]:
     """An arena of a few grains, whose waiters wait for ever."""
-    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
+    intake = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield intake
     intake.close()
 
 
 @in_loop
-async def test_a_request_is_written_as_an_arrow_message(intake: Intake, lane: Lane) -> None:
+async def test_a_request_is_written_as_an_arrow_message(intake: InputArena, lane: Lane) -> None:
     """Given two columns, what lies in the arena is read by pyarrow as the batch that they are."""
     batch = pa.record_batch(
         [pa.array([3, 1, 2], pa.int64()), pa.array([True, False, True])],
@@ -73,7 +73,7 @@ async def test_a_request_is_written_as_an_arrow_message(intake: Intake, lane: La
 
 @in_loop
 async def test_a_lane_without_workers_is_refused_before_anything_is_leased(
-    intake: Intake, lane: Lane
+    intake: InputArena, lane: Lane
 ) -> None:
     lane.workers.clear()
 
@@ -87,7 +87,7 @@ async def test_a_lane_without_workers_is_refused_before_anything_is_leased(
 @in_loop
 async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> None:
     """Both sides of the limit."""
-    intake = Intake((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
+    intake = InputArena((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
     for _ in range(QUEUE_REQUESTS):
         await admit(intake, request_of(lane))
 
@@ -104,7 +104,7 @@ async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lan
     request = request_of(lane)
     most = request.layout.output_bytes
     for result_bytes in (most - 1, most):
-        intake = Intake(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
+        intake = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
         if result_bytes < most:
             says = rf"{request.rows} rows make {most} .* {result_bytes} \(limits.result_bytes\)"
             with pytest.raises(LimitExceeded, match=says) as caught:
@@ -117,7 +117,7 @@ async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lan
 
 @in_loop
 async def test_what_is_admitted_and_what_is_refused_is_heard_once(
-    intake: Intake, lane: Lane
+    intake: InputArena, lane: Lane
 ) -> None:
     """A client's rhythm is known by when its requests came, whatever came of them."""
     terms = Terms(client="robot", is_named=True)
@@ -135,7 +135,7 @@ async def test_what_is_admitted_and_what_is_refused_is_heard_once(
 
 
 @in_loop
-async def test_a_lease_is_given_back_once(intake: Intake, lane: Lane) -> None:
+async def test_a_lease_is_given_back_once(intake: InputArena, lane: Lane) -> None:
     request = request_of(lane)
     await admit(intake, request)
 
@@ -148,7 +148,7 @@ async def test_a_lease_is_given_back_once(intake: Intake, lane: Lane) -> None:
 
 
 @in_loop
-async def test_a_write_that_fails_gives_its_lease_back(intake: Intake, lane: Lane) -> None:
+async def test_a_write_that_fails_gives_its_lease_back(intake: InputArena, lane: Lane) -> None:
     request = request_of(lane)
     request.tensors.pop()
 
@@ -175,7 +175,7 @@ def test_no_order_of_events_loses_room(steps: list[tuple[str, int]]) -> None:
 
 async def _play(steps: list[tuple[str, int]]) -> None:
     lane = open_lane()
-    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
+    intake = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     asked: list[tuple[Request, asyncio.Task[None]]] = []
     try:
         for step, number in steps:
@@ -206,7 +206,7 @@ def _holders(asked: list[tuple[Request, asyncio.Task[None]]]) -> list[Request]:
 
 
 def _cancel_or_give_back(
-    intake: Intake, asked: list[tuple[Request, asyncio.Task[None]]], step: str, number: int
+    intake: InputArena, asked: list[tuple[Request, asyncio.Task[None]]], step: str, number: int
 ) -> None:
     waiting, holding = [task for _, task in asked if not task.done()], _holders(asked)
     if step == "cancel" and waiting:

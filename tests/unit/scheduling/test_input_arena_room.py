@@ -24,7 +24,7 @@ from iskander.auth.source import Source
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ArenaFull, DeadlineExceeded, NotReady, QueueFull, SegmentError
 from iskander.memory.arena import GRAIN_BYTES
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request, Terms
 
@@ -35,9 +35,9 @@ def lane() -> Lane:
 
 
 @pytest.fixture
-def intake() -> Iterator[Intake]:
+def intake() -> Iterator[InputArena]:
     """An arena of a few grains, whose waiters wait for ever."""
-    intake = Intake(GRAINS * GRAIN_BYTES, FOR_EVER)
+    intake = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield intake
     intake.close()
 
@@ -45,7 +45,7 @@ def intake() -> Iterator[Intake]:
 class Room:
     """A full arena, and requests that wait for it in the order in which they came."""
 
-    def __init__(self, intake: Intake, lane: Lane) -> None:
+    def __init__(self, intake: InputArena, lane: Lane) -> None:
         self.intake, self.lane = intake, lane
         self.holders: list[Request] = []
         self.order: list[Request] = []
@@ -65,7 +65,7 @@ class Room:
 
 
 @pytest.fixture
-def room(intake: Intake, lane: Lane) -> Room:
+def room(intake: InputArena, lane: Lane) -> Room:
     return Room(intake, lane)
 
 
@@ -133,7 +133,7 @@ async def test_a_newcomer_does_not_overtake_who_waits(room: Room) -> None:
 @pytest.mark.parametrize("wait_ms", [0, 1])
 @in_loop
 async def test_who_waits_too_long_is_refused_and_may_come_again(lane: Lane, wait_ms: int) -> None:
-    intake = Intake(GRAIN_BYTES, LimitsConfig(arena_wait_ms=wait_ms))
+    intake = InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=wait_ms))
     holder, late = request_of(lane), request_of(lane)
     await admit(intake, holder)
 
@@ -250,7 +250,7 @@ async def test_cancelled_and_then_granted_in_one_turn(room: Room) -> None:
 @in_loop
 async def test_granted_and_too_late_in_one_turn(lane: Lane, turns_between: int) -> None:
     """Room is made just before, in, and just after the turn that ends the wait: nothing is lost."""
-    room = Room(Intake(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0)), lane)
+    room = Room(InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0)), lane)
     await room.fill(1)
     request = request_of(lane)
     task = asyncio.create_task(admit(room.intake, request))
@@ -301,7 +301,7 @@ class LargeRoom:
 
     def __init__(self) -> None:
         self.lane = open_lane()
-        self.intake = Intake(self.GRAINS * GRAIN_BYTES, FOR_EVER)
+        self.intake = InputArena(self.GRAINS * GRAIN_BYTES, FOR_EVER)
         self.held: list[Request] = []
 
     async def admit(self, source: Source, grains: int = 1) -> asyncio.Task[None]:

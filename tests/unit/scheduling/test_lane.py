@@ -14,14 +14,14 @@ from iskander.scheduling.admission import PASSED_MAX
 from iskander.scheduling.lane import PROBE_NS, Lane
 from iskander.scheduling.policies import BATCH_LINGER_NS
 from iskander.scheduling.request import NEVER_NS, Request
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 
 NOW = 1_000 * MS
 
 
 def open_lane(**settings: Any) -> Lane:
     lane = lane_of(rows_max=8, **settings)
-    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
     return lane
 
 
@@ -301,7 +301,7 @@ def test_of_a_client_whose_requests_are_answered_nothing_is_kept() -> None:
 
 def test_a_worker_that_has_run_nothing_costs_what_another_does() -> None:
     lane = open_lane()
-    first, second = (Worker(Place(index, 0, (0,), None)) for index in range(2))
+    first, second = (Worker(SlotPlan(index, 0, (0,), None)) for index in range(2))
     assert lane.cost_of(first).samples == 0
     lane.costs[0].observe(1, 7)
 
@@ -312,7 +312,7 @@ def test_a_worker_that_has_run_nothing_costs_what_another_does() -> None:
 
 def test_a_backlog_is_that_of_the_worker_that_is_free_first() -> None:
     lane = open_lane()
-    lane.workers[2] = Worker(Place(1, 0, (0,), None))
+    lane.workers[2] = Worker(SlotPlan(1, 0, (0,), None))
     lane.workers[1].busy_until_ns, lane.workers[2].busy_until_ns = 50, 40
 
     assert lane.backlog(NOW)[1:] == (2, 40)
@@ -501,6 +501,6 @@ def test_a_lane_is_ready_with_its_quorum_and_open_with_any() -> None:
     lane = Lane(open_lane().model, LaneConfig(), quorum=2)
     assert (lane.is_open, lane.is_ready) == (False, False)
     for index, wanted in ((0, (True, False)), (1, (True, True))):
-        lane.workers[index] = Worker(Place(index, 0, (0,), None))
+        lane.workers[index] = Worker(SlotPlan(index, 0, (0,), None))
         assert (lane.is_open, lane.is_ready) == wanted
     assert list(lane.ready) == [0, 1]

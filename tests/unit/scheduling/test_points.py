@@ -9,7 +9,7 @@ from support.lanes import CONTRACT, MS, model_of
 from support.simulation import Simulation
 
 from iskander.config.models import LaneConfig
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.scheduling.lane import Lane
 
 MEASURES = ("scheduling_wait_ms", "inference_latency_ms", "e2e_latency_ms")
@@ -17,25 +17,25 @@ RUN_NS = 2 * MS
 
 
 @pytest.fixture
-def recent() -> Recent:
-    return Recent()
+def recent() -> RecentValues:
+    return RecentValues()
 
 
 @pytest.fixture
-def gateway(recent: Recent) -> Iterator[Simulation]:
+def gateway(recent: RecentValues) -> Iterator[Simulation]:
     lane = Lane(model_of(rows_max=8), LaneConfig(), recent=recent)
     lane.set_contract(CONTRACT)
     with Simulation(lane) as gateway:
         yield gateway
 
 
-def counts(recent: Recent, **labels: str) -> list[int]:
+def counts(recent: RecentValues, **labels: str) -> list[int]:
     """Points of each of `MEASURES` that have these labels."""
     return [recent.query(name, labels).count for name in MEASURES]
 
 
 def test_a_request_leaves_one_point_of_each_measure_whoever_it_is_of(
-    gateway: Simulation, recent: Recent
+    gateway: Simulation, recent: RecentValues
 ) -> None:
     """Of one batch: two clients that have names, and one that has none."""
     worker = gateway.start()
@@ -55,7 +55,9 @@ def test_a_request_leaves_one_point_of_each_measure_whoever_it_is_of(
     assert recent.query("e2e_latency_ms", {"client": "robot"}).latest == 3.0
 
 
-def test_a_wait_ends_when_a_worker_gets_the_request(gateway: Simulation, recent: Recent) -> None:
+def test_a_wait_ends_when_a_worker_gets_the_request(
+    gateway: Simulation, recent: RecentValues
+) -> None:
     gateway.lanes[0].is_awaiting = True
     gateway.ask(client="robot", is_named=True)
     gateway.loop.run(4 * MS)
@@ -66,7 +68,9 @@ def test_a_wait_ends_when_a_worker_gets_the_request(gateway: Simulation, recent:
     assert recent.query("scheduling_wait_ms", {"client": "robot"}).latest == 4.0
 
 
-def test_a_request_that_runs_in_pieces_is_one_request(gateway: Simulation, recent: Recent) -> None:
+def test_a_request_that_runs_in_pieces_is_one_request(
+    gateway: Simulation, recent: RecentValues
+) -> None:
     worker = gateway.start()
     worker.play()
     _, asker = gateway.ask(rows=30, client="robot", is_named=True)
@@ -76,7 +80,9 @@ def test_a_request_that_runs_in_pieces_is_one_request(gateway: Simulation, recen
     assert counts(recent) == counts(recent, client="robot") == [1, 1, 1]
 
 
-def test_what_has_no_results_leaves_no_points_of_them(gateway: Simulation, recent: Recent) -> None:
+def test_what_has_no_results_leaves_no_points_of_them(
+    gateway: Simulation, recent: RecentValues
+) -> None:
     worker = gateway.start()
     worker.judge = lambda values: "execution_failed"
     worker.play()
@@ -88,7 +94,7 @@ def test_what_has_no_results_leaves_no_points_of_them(gateway: Simulation, recen
     assert recent.query("dispatch_retries").count == 0
 
 
-def test_every_retry_is_a_point_of_whose_it_is(gateway: Simulation, recent: Recent) -> None:
+def test_every_retry_is_a_point_of_whose_it_is(gateway: Simulation, recent: RecentValues) -> None:
     """A batch that the model refuses runs again caller by caller; one whose worker dies too."""
     worker = gateway.start()
     worker.judge = lambda values: "execution_failed" if len(values) > 1 else None

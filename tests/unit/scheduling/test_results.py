@@ -10,7 +10,7 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.strings import string_ranges
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.memory.chunked_copy import WHOLE_BYTES
-from iskander.scheduling.results import taken, taken_at_once
+from iskander.scheduling.results import copy_results, copy_small_results
 from iskander.scheduling.worker_slot import BatchPart
 
 ROWS = 4096
@@ -38,13 +38,13 @@ def words(length: int) -> tuple[BatchPart, memoryview, bytes]:
 def test_short_strings_are_taken_at_once_however_long_they_might_have_been() -> None:
     part, arena, body = words(3)
     assert part.request.layout.output_bytes > WHOLE_BYTES > len(body)
-    assert taken_at_once(part, arena) == body
+    assert copy_small_results(part, arena) == body
 
 
 def test_long_ones_are_left_to_be_taken_in_pieces() -> None:
     part, arena, body = words(WHOLE_BYTES // ROWS + 1)
-    assert taken_at_once(part, arena) is None
-    taking, pauses = taken(part, arena), 0
+    assert copy_small_results(part, arena) is None
+    taking, pauses = copy_results(part, arena), 0
     with pytest.raises(StopIteration) as done:
         while True:
             next(taking)
@@ -55,4 +55,4 @@ def test_long_ones_are_left_to_be_taken_in_pieces() -> None:
 def test_some_rows_of_a_request_are_never_taken_alone() -> None:
     part, arena, _ = words(3)
     part.rows = ROWS - 1
-    assert taken_at_once(part, arena) is None
+    assert copy_small_results(part, arena) is None

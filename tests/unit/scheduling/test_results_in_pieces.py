@@ -22,9 +22,9 @@ from iskander.memory import chunked_copy as pieces
 from iskander.memory.arena import GRAIN_BYTES
 from iskander.scheduling import input_arena as intake_module
 from iskander.scheduling import results
-from iskander.scheduling.input_arena import Intake
+from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.worker_slot import BatchPart
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 
 PIECE = 64
 
@@ -38,9 +38,9 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def intake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Intake]:
+def intake(monkeypatch: pytest.MonkeyPatch) -> Iterator[InputArena]:
     monkeypatch.setattr(intake_module, "WHOLE_BYTES", 4 * PIECE)
-    intake = Intake(GRAINS * GRAIN_BYTES, LimitsConfig())
+    intake = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig())
     yield intake
     intake.close()
 
@@ -74,7 +74,7 @@ def test_a_copy_is_whole_and_pauses_after_each_piece(length: int) -> None:
 
 @in_loop
 async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
-    intake: Intake,
+    intake: InputArena,
 ) -> None:
     request = request_of(open_lane(), 2)
     request.tensors = [
@@ -98,7 +98,7 @@ async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
 
 @in_loop
 async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behind(
-    intake: Intake,
+    intake: InputArena,
 ) -> None:
     request = request_of(open_lane(), 2)
     assert not intake.admit(request)
@@ -115,10 +115,10 @@ async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behin
 
 
 @in_loop
-async def test_who_finds_the_queue_full_after_the_copy_is_refused(intake: Intake) -> None:
+async def test_who_finds_the_queue_full_after_the_copy_is_refused(intake: InputArena) -> None:
     """Both found a place before their copies; the first to be copied has it."""
     lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=1)
-    lane.workers[1] = Worker(Place(0, 0, (0,), None))
+    lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
     requests = [request_of(lane), request_of(lane)]
 
     first, second = (asyncio.create_task(admit(intake, request)) for request in requests)
@@ -173,7 +173,7 @@ def test_the_first_results_of_a_large_request_touch_no_memory_for_the_others() -
     row = memoryview(bytes(range(256)) * 1024)
     before = resident_bytes()
 
-    for _ in results.taken(BatchPart(request, 1, 1, 0), row):
+    for _ in results.copy_results(BatchPart(request, 1, 1, 0), row):
         pass
 
     assert resident_bytes() - before < 64 << 20

@@ -33,18 +33,18 @@ class Untakeable:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         self.requests: set[Request] = set()
         self._error = error
-        monkeypatch.setattr(dispatch, "taken", self._taken)
-        monkeypatch.setattr(dispatch, "taken_at_once", self._taken_at_once)
+        monkeypatch.setattr(dispatch, "copy_results", self._taken)
+        monkeypatch.setattr(dispatch, "copy_small_results", self._taken_at_once)
 
     def _taken_at_once(self, part: BatchPart, arena: memoryview) -> bytes | None:
         if part.request in self.requests:
             raise self._error
-        return results.taken_at_once(part, arena)
+        return results.copy_small_results(part, arena)
 
     def _taken(self, part: BatchPart, arena: memoryview) -> results.Taking:
         if part.request in self.requests:
             raise self._error
-        return (yield from results.taken(part, arena))
+        return (yield from results.copy_results(part, arena))
 
 
 ERRORS = [
@@ -97,13 +97,13 @@ def test_large_results_behind_them_are_still_taken(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(results, "WHOLE_BYTES", 256)
 
     def taken(part: BatchPart, arena: memoryview) -> results.Taking:
-        taking = results.taken(part, arena)
+        taking = results.copy_results(part, arena)
         yield next(taking)
         if part.request is first[0]:
             raise MemoryError
         return (yield from taking)
 
-    monkeypatch.setattr(dispatch, "taken", taken)
+    monkeypatch.setattr(dispatch, "copy_results", taken)
     with Simulation(lane_of(0, rows_max=64)) as gateway:
         worker = gateway.start()
         first, second = gateway.ask(0, 60), gateway.ask(0, 60, first=100)
@@ -129,8 +129,8 @@ def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_take
         yield
         raise MemoryError
 
-    monkeypatch.setattr(dispatch, "taken", taken)
-    monkeypatch.setattr(dispatch, "taken_at_once", lambda *_: None)
+    monkeypatch.setattr(dispatch, "copy_results", taken)
+    monkeypatch.setattr(dispatch, "copy_small_results", lambda *_: None)
     computed, waiting = gateway.ask(0, 8), gateway.ask(0, 8)
     gateway.loop.turn()
     worker.run(worker.sent[0])
@@ -138,7 +138,7 @@ def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_take
 
     assert computed[1].codes == ["internal"]
     assert gateway.lanes[0].counts["retried"] == 1 and len(gateway.lanes[0].queue) == 1
-    monkeypatch.setattr(dispatch, "taken", results.taken)
+    monkeypatch.setattr(dispatch, "copy_results", results.copy_results)
     gateway.start().play()
     gateway.loop.run(100_000_000)
     assert len(waiting[1].results) == 1 and gateway.is_clean()

@@ -15,7 +15,7 @@ from iskander.config.schema import Config, ServerConfig, WorkersConfig
 from iskander.errors import ConfigError
 from iskander.supervision.placement import plan
 from iskander.supervision.topology import Topology, render_cpu_list
-from iskander.supervision.worker import Place
+from iskander.supervision.worker import SlotPlan
 
 
 def config(
@@ -32,7 +32,7 @@ def config(
     )
 
 
-def rows(places: list[Place]) -> list[tuple[int, str, int, int | None]]:
+def rows(places: list[SlotPlan]) -> list[tuple[int, str, int, int | None]]:
     """Group, cpus, physical cores and node of each."""
     return [(each.group, render_cpu_list(each.cpus), each.cores, each.node) for each in places]
 
@@ -398,7 +398,7 @@ def with_own(*own: dict[str, Any], count: int = 0, has_shared: bool = True) -> C
     return Config(workers=WorkersConfig(count=count), models=(*shared, *others))
 
 
-def pools(places: list[Place]) -> list[tuple[int, str, str]]:
+def pools(places: list[SlotPlan]) -> list[tuple[int, str, str]]:
     return [(each.index, each.pool, render_cpu_list(each.cpus)) for each in places]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from iskander.supervision.quarantine import QUARANTINE_MAX_S, DeathRate
-from iskander.supervision.worker import End
+from iskander.supervision.worker import ProcessExit
 from iskander.transport.machine_memory import oom_kills
 
 WINDOW_NS = 100
@@ -63,7 +63,7 @@ def test_each_quarantine_is_twice_as_long_as_the_one_before_up_to_an_hour() -> N
 def test_whose_doing_an_end_was(
     code: int | None, was_killed: bool, was_hung: bool, was_out_of_memory: bool, is_own: bool
 ) -> None:
-    end = End(code, was_killed)
+    end = ProcessExit(code, was_killed)
     assert end.is_own_doing(was_hung=was_hung, was_out_of_memory=was_out_of_memory) == is_own
 
 

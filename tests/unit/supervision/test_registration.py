@@ -14,8 +14,8 @@ from iskander.control.messages import Hello
 from iskander.errors import ProtocolError
 from iskander.memory.segment import Segment
 from iskander.supervision.lifecycle import State
-from iskander.supervision.registration import give_memory, place_for
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.registration import create_memory, slot_for
+from iskander.supervision.worker import SlotPlan, Worker
 
 
 class Started(NamedTuple):
@@ -25,7 +25,7 @@ class Started(NamedTuple):
 
 
 def worker(index: int, group: int = 0, *, pid: int | None = None, pool: str = "") -> Worker:
-    made = Worker(Place(index, group, (0,), None, pool=pool))
+    made = Worker(SlotPlan(index, group, (0,), None, pool=pool))
     if pid is not None:
         child: Any = Started(pid)
         made.child = child
@@ -37,7 +37,7 @@ def hello(*, group: int | None = None, index: int | None = None, pool: str = "")
 
 
 def place_of(workers: list[Worker], said: Hello, pid: int = 7) -> int:
-    return place_for(workers, pid, said).place.index
+    return slot_for(workers, pid, said).place.index
 
 
 def test_a_child_gets_the_place_that_it_was_started_for() -> None:
@@ -83,17 +83,17 @@ def test_a_place_is_nobody_elses_while_its_memory_is_made(monkeypatch: pytest.Mo
 
     async def run() -> None:
         only = worker(0)
-        making = asyncio.create_task(give_memory(only, 1, os.getpid(), arena))
+        making = asyncio.create_task(create_memory(only, 1, os.getpid(), arena))
         await asyncio.sleep(0.01)
         with pytest.raises(ProtocolError, match="every place"):
-            place_for([only], 8, hello())
+            slot_for([only], 8, hello())
         go_on.set()
         await making
         assert only.incarnation == 1 and only.output is not None
         only.detach()
 
         stopped = worker(0)
-        making = asyncio.create_task(give_memory(stopped, 2, os.getpid(), arena))
+        making = asyncio.create_task(create_memory(stopped, 2, os.getpid(), arena))
         await asyncio.sleep(0)
         stopped.state = State.STOPPED
         with pytest.raises(ProtocolError, match="is stopped"):

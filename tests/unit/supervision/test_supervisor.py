@@ -16,12 +16,12 @@ from iskander.scheduling.cost import HANG_SAMPLES, CostModel
 from iskander.scheduling.lane import Lane
 from iskander.supervision import recycling as recycling_module
 from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.no_worker_timeout import Vacancy
+from iskander.supervision.no_worker_timeout import NoWorkerTimeout
 from iskander.supervision.readiness import reason_of
 from iskander.supervision.recycling import SERVICE_LEAST_NS, Recycling
 from iskander.supervision.supervisor import Supervisor
-from iskander.supervision.watchdog import LEAST_NS, Watch
-from iskander.supervision.worker import NEVER, End, Place, Worker
+from iskander.supervision.watchdog import LEAST_NS, Watchdog
+from iskander.supervision.worker import NEVER, ProcessExit, SlotPlan, Worker
 
 HANG_NS = 1000
 """Far below what the clock has passed since the machine was started; times below are made up."""
@@ -49,10 +49,10 @@ class Silent(Worker):
 
 
 def workers(count: int = 2, state: State = State.READY) -> list[Silent]:
-    made = [Silent(Place(index, 0, (0,), None)) for index in range(count)]
+    made = [Silent(SlotPlan(index, 0, (0,), None)) for index in range(count)]
     for worker in made:
         worker.state = state
-        worker.incarnation = worker.place.index + 1
+        worker.incarnation = worker.index + 1
     return made
 
 
@@ -65,11 +65,11 @@ class Watched:
 
     def __init__(self, made: list[Silent]) -> None:
         self.hung: list[tuple[int, int]] = []
-        self.watch = Watch(made, HANG_NS, self._on_hung)
+        self.watch = Watchdog(made, HANG_NS, self._on_hung)
         self.watch._since_ns = 0
 
     def _on_hung(self, worker: Worker, silent_ns: int) -> None:
-        self.hung.append((worker.place.index, silent_ns))
+        self.hung.append((worker.index, silent_ns))
 
 
 def test_a_silence_is_told_at_its_limit_and_not_before() -> None:
@@ -179,7 +179,9 @@ def test_the_limit_of_a_silence_follows_the_cost(
 ) -> None:
     (worker,) = made = workers(1)
     hung: list[int] = []
-    watch = Watch(made, 30 * 10**9, lambda worker, silent_ns: hung.append(silent_ns), factor=factor)
+    watch = Watchdog(
+        made, 30 * 10**9, lambda worker, silent_ns: hung.append(silent_ns), factor=factor
+    )
     watch._since_ns = 0
     running_a(Priced(runs), worker)
     worker.asked = 7 if is_loading else None
@@ -193,7 +195,9 @@ def test_the_limit_of_a_silence_follows_the_cost(
 def test_a_worker_that_has_just_begun_nothing_is_judged_by_what_it_has() -> None:
     (worker,) = made = workers(1)
     hung: list[int] = []
-    watch = Watch(made, 30 * 10**9, lambda worker, silent_ns: hung.append(silent_ns), factor=20.0)
+    watch = Watchdog(
+        made, 30 * 10**9, lambda worker, silent_ns: hung.append(silent_ns), factor=20.0
+    )
     watch._since_ns = 0
     running_a(Priced(), worker)
     worker.beat_now = Beat(1, 0)
@@ -211,7 +215,7 @@ class Recycled:
             self.recycling.opened(worker)
 
     def _on_due(self, worker: Worker) -> None:
-        self.due.append(worker.place.index)
+        self.due.append(worker.index)
 
 
 def test_a_worker_is_replaced_after_its_batches() -> None:
@@ -292,10 +296,12 @@ def test_nobody_is_replaced_without_limits_or_after_the_end() -> None:
     assert without.due == closed.due == []
 
 
-def waiting(made: list[Silent], wait_s: float = 0.01) -> tuple[Vacancy, Lane, list[Lane]]:
+def waiting(made: list[Silent], wait_s: float = 0.01) -> tuple[NoWorkerTimeout, Lane, list[Lane]]:
     target = lane()
     refused: list[Lane] = []
-    vacancy = Vacancy({0: target}, made, wait_s=wait_s, refuse=lambda lane, _: refused.append(lane))
+    vacancy = NoWorkerTimeout(
+        {0: target}, made, wait_s=wait_s, refuse=lambda lane, _: refused.append(lane)
+    )
     return vacancy, target, refused
 
 
@@ -357,7 +363,7 @@ def test_the_time_begins_when_the_last_worker_has_left() -> None:
 
 def failing(worker: Worker, count: int, *, is_loaded: bool, code: int = -11) -> None:
     worker.failures, worker.was_loaded, worker.state = count, is_loaded, State.ABSENT
-    worker.last_end = End(code, was_killed=False)
+    worker.last_end = ProcessExit(code, was_killed=False)
 
 
 def test_a_lane_with_its_quorum_is_ready() -> None:
@@ -433,7 +439,7 @@ def test_a_worker_in_a_crash_loop_counts_for_nothing_until_it_is_steady() -> Non
     ],
 )
 def test_an_end_in_words(code: int | None, was_killed: bool, words: str, more: str) -> None:
-    end = End(code, was_killed)
+    end = ProcessExit(code, was_killed)
     assert str(end) == words
     assert more in end.explanation and bool(more) == bool(end.explanation)
 
@@ -446,11 +452,11 @@ def test_who_cannot_be_talked_to_is_given_up_unless_another_has_its_place() -> N
             self._loop = asyncio.get_running_loop()
 
         def _happened(self, worker: Worker, event: Event) -> None:
-            happened.append((worker.place.index, event))
+            happened.append((worker.index, event))
 
     async def run() -> None:
         supervisor = Played()
-        made = workers(4)
+        made = supervisor.workers = workers(4)
         made[1].state = State.LOADING
         for worker in made:
             supervisor._on_deaf(worker)

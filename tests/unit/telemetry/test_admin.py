@@ -18,8 +18,8 @@ from support.observed import make_lane, observe
 from iskander.errors import ConfigError
 from iskander.telemetry import admin
 from iskander.telemetry.admin import AdminServer
+from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.metrics import Collector
-from iskander.telemetry.sources import Observed
 
 WITHIN_S = 10.0
 
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     body: str
 
 
-def serve(observed: Observed, talk: Callable[[str], Awaitable[Any]]) -> Any:
+def serve(observed: MetricSources, talk: Callable[[str], Awaitable[Any]]) -> Any:
     """Start a port, talk to it, stop it; nothing may hang."""
 
     async def run() -> Any:
@@ -65,7 +65,7 @@ def parse(raw: bytes) -> Answer:
     return Answer(int(status.split()[1]), headers, body)
 
 
-def get(observed: Observed, path: str, accept: str = "*/*", method: str = "GET") -> Answer:
+def get(observed: MetricSources, path: str, accept: str = "*/*", method: str = "GET") -> Answer:
     answer: Answer = serve(observed, lambda address: ask(address, path, accept, method))
     return answer
 

@@ -20,19 +20,19 @@ from iskander.scheduling.batcher import Reason
 from iskander.scheduling.cost import CostModel
 from iskander.supervision.lifecycle import State
 from iskander.telemetry import metrics
+from iskander.telemetry.metric_sources import MetricSources
 from iskander.telemetry.metrics import SCOPES, Collector
-from iskander.telemetry.sources import Observed
 
 DECLARED = [metric for _, _, declared in SCOPES for metric in declared]
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-def page(observed: Observed, *, is_openmetrics: bool = False) -> str:
+def page(observed: MetricSources, *, is_openmetrics: bool = False) -> str:
     return asyncio.run(Collector(observed).render(is_openmetrics=is_openmetrics)).decode()
 
 
-def scrape(observed: Observed, *, is_openmetrics: bool = False) -> Samples:
+def scrape(observed: MetricSources, *, is_openmetrics: bool = False) -> Samples:
     """Every sample, by its name and its labels."""
     parse = parse_openmetrics if is_openmetrics else parse_text
     return {

@@ -17,14 +17,14 @@ from iskander.scheduling.arrivals import SAMPLES_LEAST
 from iskander.scheduling.cost import CostModel
 from iskander.scheduling.lane import Lane
 from iskander.supervision.lifecycle import Event, State
-from iskander.supervision.worker import Place, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 from iskander.telemetry import stats
-from iskander.telemetry.sources import Observed
+from iskander.telemetry.metric_sources import MetricSources
 
 NS_PER_MS = 1_000_000
 
 
-def collect(observed: Observed) -> dict[str, Any]:
+def collect(observed: MetricSources) -> dict[str, Any]:
     """As a client gets it."""
     answer: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(stats.collect(observed)))
     return answer
@@ -74,7 +74,7 @@ def test_what_memory_the_arenas_are_and_what_was_refused() -> None:
 
 
 def test_where_a_worker_runs() -> None:
-    worker = Worker(Place(0, 1, (4, 5, 12, 13), 1, cores=2, domains=(2,)))
+    worker = Worker(SlotPlan(0, 1, (4, 5, 12, 13), 1, cores=2, domains=(2,)))
 
     (answer,) = collect(observe([], [worker]))["workers"]
 

@@ -21,9 +21,9 @@ import pytest
 
 from iskander.config.schema import Config, LimitsConfig
 from iskander.transport import acceptor as accepting
-from iskander.transport import connections as listening
+from iskander.transport import connection_listener as listening
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.connections import Listening
+from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.descriptors import Descriptors
 
 WITHIN_S = 10.0
@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
 
-class Port(Listening[Connection]):
+class Port(ConnectionListener[Connection]):
     def connection(self) -> Connection:
         return Connection(self)
 
@@ -311,7 +311,7 @@ def test_a_connection_that_just_came_is_busy_where_it_says_so() -> None:
 
 class Surplus(Port):
     def __init__(self, limits: ConnectionLimits) -> None:
-        Listening.__init__(self, 1, limits, slack=2)
+        ConnectionListener.__init__(self, 1, limits, slack=2)
 
 
 def test_a_surplus_connection_has_a_place_once_there_is_one() -> None:

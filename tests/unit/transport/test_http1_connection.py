@@ -13,13 +13,13 @@ import pytest
 
 from iskander.clock import thread_cpu_ns
 from iskander.config.schema import Config, LimitsConfig, TimeoutsConfig
-from iskander.transport import connections as listening
+from iskander.transport import connection_listener as listening
 from iskander.transport import cpu_allowance
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http1 import connection as http1_connection
 from iskander.transport.http1 import listener as http1
-from iskander.transport.http1.listener import Http1Port
-from iskander.transport.turns import QUANTUM_NS, TURN_NS
+from iskander.transport.http1.listener import Http1Listener
+from iskander.transport.turn_scheduler import QUANTUM_NS, TURN_NS
 
 WITHIN_S = 10.0
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -75,7 +75,7 @@ class Port:
     def __init__(self, app: App, connections_max: int, config: Config) -> None:
         self.app = app
         self.limits = ConnectionLimits(config)
-        self.http = Http1Port(app, connections_max, self.limits)
+        self.http = Http1Listener(app, connections_max, self.limits)
         self.address: tuple[str, int] = ("", 0)
 
     @contextlib.asynccontextmanager

@@ -10,15 +10,15 @@ import pytest
 
 from iskander.config.schema import Config, HttpConfig, InferentialConfig, ServerConfig
 from iskander.errors import ConfigError
-from iskander.transport.sockets import HeldPorts, bind
+from iskander.transport.sockets import ReservedPorts, bind
 
 ANY = "127.0.0.1:0"
 CONFIG = Config(server=ServerConfig(address=(ANY, ANY)), http=HttpConfig(address=ANY))
 
 
 @pytest.fixture
-def ports() -> Iterator[HeldPorts]:
-    ports = HeldPorts()
+def ports() -> Iterator[ReservedPorts]:
+    ports = ReservedPorts()
     yield ports
     ports.close()
 
@@ -33,7 +33,7 @@ def listen(address: str, *, is_shared: bool) -> socket.socket:
     return bound
 
 
-def test_settings_name_the_ports_that_were_taken(ports: HeldPorts) -> None:
+def test_settings_name_the_ports_that_were_taken(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
     taken = ports.said_in(CONFIG)
     found = [*taken.server.address, taken.http.address]
@@ -42,7 +42,7 @@ def test_settings_name_the_ports_that_were_taken(ports: HeldPorts) -> None:
     assert ports.said_in(CONFIG) == taken
 
 
-def test_nobody_else_gets_a_held_port_while_no_process_listens(ports: HeldPorts) -> None:
+def test_nobody_else_gets_a_held_port_while_no_process_listens(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
     for address in (*ports.addresses, ports.said_in(CONFIG).http.address):
         with pytest.raises(OSError, match="in use"):
@@ -57,7 +57,7 @@ def test_nobody_else_gets_a_held_port_while_no_process_listens(ports: HeldPorts)
 @pytest.mark.parametrize("setting", ["server.address", "http.address", "inferential.address"])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_port_where_somebody_listens_is_refused_by_its_setting(
-    ports: HeldPorts, setting: str, *, is_shared: bool
+    ports: ReservedPorts, setting: str, *, is_shared: bool
 ) -> None:
     """Also where another gateway of several processes does."""
     with listen(ANY, is_shared=is_shared) as other:
@@ -73,7 +73,7 @@ def test_a_port_where_somebody_listens_is_refused_by_its_setting(
             asyncio.run(ports.hold(config))
 
 
-def test_a_port_is_free_when_it_is_let_go(ports: HeldPorts) -> None:
+def test_a_port_is_free_when_it_is_let_go(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
     ports.close()
     listen(ports.addresses[0], is_shared=False).close()

@@ -8,8 +8,8 @@ import pytest
 from support.intake import in_loop
 
 from iskander.clock import NS_PER_US
-from iskander.transport import turns
-from iskander.transport.turns import (
+from iskander.transport import turn_scheduler as turns
+from iskander.transport.turn_scheduler import (
     GAP_NS,
     LARGE_READ_BYTES,
     QUANTUM_NS,

@@ -39,7 +39,7 @@ def answer_of(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
         raise error
 
     monkeypatch.setattr(loading, "_loaded", fail)
-    loads = loading.Loads(1)
+    loads = loading.LoadQueue(1)
     attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
     loads.ask(attachment, model_spec(Path("/m"), key=7))
     done = eventually(loads.take, what="its end")
@@ -80,7 +80,7 @@ def test_an_error_with_a_name_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_assertion_of_this_programs_own_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = loading.Loads(1)
+    loads = loading.LoadQueue(1)
     attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
 
     def fail(spec: Any, cores: int) -> None:

@@ -17,7 +17,7 @@ from iskander_worker.loading.model_files import inspect_files, require_pins
 from iskander_worker.loading.onnx_external import external_tensors
 from onnx import TensorProto, helper
 
-from iskander.contract.paths import confined
+from iskander.contract.paths import path_inside
 from iskander.errors import ManifestError
 from iskander.varint import varint
 
@@ -111,14 +111,14 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str, words:
     os.link(tmp_path / "a", folder / "twice")
 
     with pytest.raises(ManifestError, match=words):
-        confined(folder, name)
+        path_inside(folder, name)
 
 
 def test_a_link_within_the_folder_is_a_name_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(b"1")
     (tmp_path / "link").symlink_to("w")
 
-    assert confined(tmp_path, "link").read_bytes() == b"1"
+    assert path_inside(tmp_path, "link").read_bytes() == b"1"
 
 
 def test_pins_hold_every_file_or_say_which_not(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_folder_is_confined_where_one_is_wanted_and_never_the_models_own(tmp_p
     (tmp_path / "self").symlink_to(".")
     (tmp_path / "away").symlink_to("/etc")
 
-    assert confined(tmp_path, "sub", is_folder_allowed=True) == tmp_path / "sub"
+    assert path_inside(tmp_path, "sub", is_folder_allowed=True) == tmp_path / "sub"
     for name, words in (
         (".", "own folder"),
         ("self", "own folder"),
@@ -216,4 +216,4 @@ def test_a_folder_is_confined_where_one_is_wanted_and_never_the_models_own(tmp_p
         ("a" * 300, "File name too long"),
     ):
         with pytest.raises(ManifestError, match=words):
-            confined(tmp_path, name, is_folder_allowed=True)
+            path_inside(tmp_path, name, is_folder_allowed=True)

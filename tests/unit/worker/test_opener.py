@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from iskander_worker import warm_up
 from iskander_worker.loading import opener as opening
 from iskander_worker.loading.model_files import require_signature
-from iskander_worker.loading.opener import Source, libraries_of, opened, require_trusted
+from iskander_worker.loading.opener import ModelSource, libraries_of, open_model, require_trusted
 from iskander_worker.loading.prepacked import align_weights
 from iskander_worker.sandbox.client import Verdict
 from onnx import TensorProto, helper
@@ -186,7 +186,7 @@ class Signer:
         (folder / "manifest.toml.sig").write_bytes(self._key.sign(raw))
 
 
-def model(spec: ModelSpec, cores: int, source: Source) -> Any:
+def model(spec: ModelSpec, cores: int, source: ModelSource) -> Any:
     return SimpleNamespace(notices=(), close=lambda: None)
 
 
@@ -204,9 +204,9 @@ def test_a_signed_graph_pins_every_file_that_its_manifest_names(tmp_path: Path) 
     for left_out in names:
         signer.sign(folder, more, *(name for name in names if name != left_out))
         with pytest.raises(ManifestError, match=f"pins no sha256 of `{left_out}`"):
-            opened(spec, 1, model, "1")
+            open_model(spec, 1, model, "1")
     signer.sign(folder, more, *names)
-    opened(spec, 1, model, "1")
+    open_model(spec, 1, model, "1")
 
 
 def test_a_signed_folder_has_nothing_that_its_signature_does_not_cover(tmp_path: Path) -> None:
@@ -248,16 +248,16 @@ def test_what_was_found_of_other_files_is_not_kept(
         exchange("in the trial")
         return Verdict()
 
-    def make(spec: ModelSpec, cores: int, source: Source) -> Any:
+    def make(spec: ModelSpec, cores: int, source: ModelSource) -> Any:
         exchange("in the opening")
         return SimpleNamespace(notices=(), close=lambda: closed.append(1))
 
-    monkeypatch.setattr(opening, "try_out", try_out)
+    monkeypatch.setattr(opening, "load_in_sandbox", try_out)
     with pytest.raises(ManifestError, match="its files were changed while it was tried out"):
-        opened(spec, 1, make, "1")
+        open_model(spec, 1, make, "1")
     assert len(closed) == (when == "in the opening")
-    opened(spec, 1, make, "1")
-    opened(spec, 1, make, "1")
+    open_model(spec, 1, make, "1")
+    open_model(spec, 1, make, "1")
     assert len(tried) == 2
 
 
@@ -276,7 +276,7 @@ def test_a_trial_has_what_is_left_of_the_time_and_is_not_blamed_for_it(
         given.append(seconds)
         return late
 
-    monkeypatch.setattr(opening, "try_out", try_out)
+    monkeypatch.setattr(opening, "load_in_sandbox", try_out)
     find, passed_ns = opening.WeightStore.find, 50 * opening.clock.NS_PER_S
 
     def find_late(self: Any, key: str) -> Any:
@@ -287,8 +287,8 @@ def test_a_trial_has_what_is_left_of_the_time_and_is_not_blamed_for_it(
     with monkeypatch.context() as patch:
         patch.setattr(opening.WeightStore, "find", find_late)
         with pytest.raises(ManifestError, match="it was late"):
-            opened(spec, 1, model, "1")
+            open_model(spec, 1, model, "1")
     assert given[-1] <= 10
     late = Verdict()
-    opened(spec, 1, model, "1")
+    open_model(spec, 1, model, "1")
     assert len(given) == 2

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from iskander_worker import postprocess as finishing
-from iskander_worker.postprocess import Finisher
+from iskander_worker.postprocess import PostProcessor
 
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.outputs import OutputColumn, Quantization, Source, Step
@@ -29,9 +29,9 @@ FLOATS = arrays.arrays(
 
 def finisher(
     *entries: OutputColumn, element: str = "tensor(float)", shape: Any = ("N", 3)
-) -> Finisher:
+) -> PostProcessor:
     graph = Graph((), (GraphTensor("y", element, shape),))
-    return Finisher(compile_outputs(entries, graph, LABELS, 256).finishes)
+    return PostProcessor(compile_outputs(entries, graph, LABELS, 256).finishes)
 
 
 def post(*steps: Any, type: str = "fixed_size_list<float32>[3]", **keys: Any) -> OutputColumn:
@@ -229,7 +229,7 @@ def test_lengths_that_another_tensor_says() -> None:
         ),
     )
     entry = post(type="list<float32>", lengths="counts")
-    made = Finisher(compile_outputs((entry,), graph, {}, 256).finishes)
+    made = PostProcessor(compile_outputs((entry,), graph, {}, 256).finishes)
     assert made.fetched == ("y", "counts")
     rows = np.arange(6, dtype=np.float32).reshape(2, 3)
     found = made.finish({"y": rows, "counts": np.array([3, 0])}, 2)
@@ -240,7 +240,7 @@ def test_lengths_that_another_tensor_says() -> None:
             made.finish({"y": rows, "counts": np.array(counts)}, 2)
 
 
-def with_lengths(entry: OutputColumn, element: str = "int64", *more: Any) -> Finisher:
+def with_lengths(entry: OutputColumn, element: str = "int64", *more: Any) -> PostProcessor:
     """Lists of up to four, whose lengths are beside them."""
     graph = Graph(
         (),
@@ -249,7 +249,7 @@ def with_lengths(entry: OutputColumn, element: str = "int64", *more: Any) -> Fin
             GraphTensor("n", "tensor(int32)", ("N",)),
         ),
     )
-    return Finisher(compile_outputs((entry,), graph, LABELS, 256).finishes)
+    return PostProcessor(compile_outputs((entry,), graph, LABELS, 256).finishes)
 
 
 def test_what_lies_beyond_a_lists_length_is_held_against_nothing() -> None:

@@ -22,7 +22,7 @@ from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker.backends import Arrays, Run, threads
 from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
-from iskander_worker.loading.opener import Source, opened
+from iskander_worker.loading.opener import ModelSource, open_model
 from iskander_worker.tensors import plain
 
 PROVIDERS = {
@@ -48,7 +48,7 @@ def load(spec: ModelSpec, cores: int) -> OnnxModel:
     Raises:
         ManifestError: File, provider or graph cannot be served; says which.
     """
-    return opened(spec, cores, OnnxModel, ort.__version__)
+    return open_model(spec, cores, OnnxModel, ort.__version__)
 
 
 class OnnxModel:
@@ -66,7 +66,7 @@ class OnnxModel:
         ManifestError: The model cannot be loaded: file, provider or graph; says which.
     """
 
-    def __init__(self, spec: ModelSpec, cores: int, source: Source = Source()) -> None:  # noqa: B008
+    def __init__(self, spec: ModelSpec, cores: int, source: ModelSource = ModelSource()) -> None:  # noqa: B008
         self.notices: tuple[str, ...] = ()
         self.threads = spec.threads_intra or cores
         options = ort.SessionOptions()

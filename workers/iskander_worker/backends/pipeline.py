@@ -21,7 +21,7 @@ import numpy as np
 from iskander.clock import now_ns
 from iskander.contract.backend_manifest import PipelineStep
 from iskander.contract.manifest import model_file, read_manifest
-from iskander.contract.paths import confined
+from iskander.contract.paths import path_inside
 from iskander.contract.pipelines import Flow, Joint, flow_of
 from iskander.control.messages import ModelSpec
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError
@@ -93,7 +93,7 @@ class Pipeline:
 
 def _load_step(step: PipelineStep, spec: ModelSpec, cores: int) -> Model:
     try:
-        path = confined(Path(spec.path).parent, step.model, is_folder_allowed=True)
+        path = path_inside(Path(spec.path).parent, step.model, is_folder_allowed=True)
         if step.backend != "onnx" and not path.is_dir():
             raise ManifestError(
                 f"a model of the backend `{step.backend}` is a folder with its own manifest.toml"

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from iskander.contract.backend_manifest import PythonPart
+from iskander.contract.backend_manifest import PythonSection
 from iskander.contract.declared_graph import declared_graph
 from iskander.contract.manifest import read_manifest
-from iskander.contract.paths import confined
+from iskander.contract.paths import path_inside
 from iskander.control.messages import ModelSpec
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError
 from iskander_worker.backends import Arrays, Run
@@ -68,7 +68,7 @@ class Context:
         Raises:
             ManifestError: It is no such file, or lies outside of the folder.
         """
-        return load_safetensors(confined(self.folder, name))
+        return load_safetensors(path_inside(self.folder, name))
 
     def load_skops(self, name: str) -> Any:  # noqa: ANN401
         """An estimator of scikit-learn that skops wrote.
@@ -78,7 +78,7 @@ class Context:
         """
         from skops import io
 
-        path = confined(self.folder, name)
+        path = path_inside(self.folder, name)
         untrusted = io.get_untrusted_types(file=path)
         refused = [each for each in untrusted if each not in self._spec.trusted_types]
         if refused:
@@ -101,7 +101,7 @@ class Context:
                 f"`{name}` is a pickle, which runs code when it is read; the model's trust_pickle "
                 "= true would allow it"
             )
-        with confined(self.folder, name).open("rb") as file:
+        with path_inside(self.folder, name).open("rb") as file:
             return pickle.load(file)  # noqa: S301
 
 
@@ -213,8 +213,8 @@ class PythonModel:
         return f"{type(error).__name__}: {message}{where}"
 
 
-def _class_of(folder: Path, part: PythonPart) -> Any:  # noqa: ANN401
-    path = confined(folder, part.file, is_folder_allowed=True)
+def _class_of(folder: Path, part: PythonSection) -> Any:  # noqa: ANN401
+    path = path_inside(folder, part.file, is_folder_allowed=True)
     module = _import(path / "__init__.py" if path.is_dir() else path)
     if not hasattr(module, part.class_name):
         raise ManifestError(f"there is no class `{part.class_name}` in `{part.file}`")

@@ -25,7 +25,7 @@ import torch
 from iskander.contract.declared_graph import declared_graph
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.manifest import Manifest, read_manifest
-from iskander.contract.paths import confined
+from iskander.contract.paths import path_inside
 from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
 from iskander_worker.backends import Arrays, Run
@@ -86,7 +86,7 @@ class TorchModel:
         self.threads = threads
         self._device = _device(spec.execution_providers)
         self.providers = (f"PyTorch {torch.__version__} on {self._device}",)
-        path = confined(folder, part.file)
+        path = path_inside(folder, part.file)
         self._outputs = list(part.outputs) or list(_results(manifest))
         try:
             with _no_pickle(is_trusted=spec.trust_pickle):
@@ -96,7 +96,7 @@ class TorchModel:
         except Exception as error:
             raise ManifestError(f"`{part.file}` cannot be loaded: {plain(error)}") from None
         if part.weights:
-            self._load_weights(confined(folder, part.weights))
+            self._load_weights(path_inside(folder, part.weights))
         self._bfloat16 = {each.name for each in self.graph.inputs if each.element == BFLOAT16}
 
     def compute(self, arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:

@@ -17,15 +17,15 @@ from iskander.clock import NS_PER_MS, now_ns
 from iskander.control.messages import Loaded, LoadFailed, ModelSpec, Notice, ToGateway
 from iskander.errors import IskanderError
 from iskander_worker.attachments import Attachment
-from iskander_worker.failures import named
-from iskander_worker.sandbox.client import trial_server
+from iskander_worker.failures import load_error
+from iskander_worker.sandbox.client import sandbox_server
 from iskander_worker.session import Session
 
 LEAVE_S = 5.0
 """How long a worker that ends waits for a load that it began: libraries end badly in its midst."""
 
 
-class Loads:
+class LoadQueue:
     """The loads that gateways asked for, in their order; each gateway waits for one at most.
 
     Args:
@@ -82,7 +82,7 @@ class Loads:
             self._running.thread.join(LEAVE_S)
             if self._running.thread.is_alive():
                 return False
-        trial_server.end()
+        sandbox_server.end()
         return True
 
     def _begin(self) -> None:
@@ -138,7 +138,7 @@ class _Load:
             if self.session is None:
                 self.session = _loaded(self.spec, self._cores)
         except BaseException as error:
-            self.error = named(error)
+            self.error = load_error(error)
         finally:
             self._wake()
 

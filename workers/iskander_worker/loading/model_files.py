@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from iskander.contract.manifest import MANIFEST_BYTES_MAX
-from iskander.contract.paths import confined, read_plain
+from iskander.contract.paths import path_inside, read_plain
 from iskander.errors import ManifestError
-from iskander_worker.loading.onnx_external import External, external_tensors
+from iskander_worker.loading.onnx_external import ExternalTensor, external_tensors
 
 SIGNATURE_BYTES = 64
 FILE_BYTES_MAX = 1024
@@ -109,7 +109,7 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
     for external in _externals(file) if size else ():
         name = external.location
         if name not in paths:
-            paths[name] = path = confined(file.parent, name)
+            paths[name] = path = path_inside(file.parent, name)
             stamps[path], sizes[name] = stamp_of(path), _size_of(path)
             _require_bytes(file.name, sum(sizes.values()), bytes_max)
             if len(paths) > FILES_MAX:
@@ -167,7 +167,7 @@ def require_pins(
     for name, pin in pins.items():
         found = digests.get(name)
         if found is None:
-            found = _digest(confined(folder, name))
+            found = _digest(path_inside(folder, name))
         if found != pin.lower():
             raise ManifestError(
                 f"`{name}` is not the file that the manifest pins: sha256 wanted {pin.lower()}, "
@@ -181,7 +181,7 @@ def require_pins(
         )
 
 
-def _externals(file: Path) -> list[External]:
+def _externals(file: Path) -> list[ExternalTensor]:
     try:
         # Mapped, not read: the weights in it stay where they are.
         raw = np.memmap(file, np.uint8, "r").data

@@ -45,7 +45,7 @@ _INNER: dict[int, dict[int, int]] = {
 _KEYS = ("location", "offset", "length")
 
 
-class External(NamedTuple):
+class ExternalTensor(NamedTuple):
     """Where a tensor's bytes lie outside of the model file; `length` is 0 for up to its end."""
 
     location: str
@@ -53,14 +53,14 @@ class External(NamedTuple):
     length: int
 
 
-def external_tensors(raw: memoryview, name: str) -> list[External]:
+def external_tensors(raw: memoryview, name: str) -> list[ExternalTensor]:
     """Every reference of an ONNX file to bytes outside of it.
 
     Raises:
         ManifestError: It is cut off, is no protobuf, is nested too deeply, or has too many fields
             or tensors outside.
     """
-    found: list[External] = []
+    found: list[ExternalTensor] = []
     above: list[tuple[int, int, int, dict[str, str]]] = []
     kind, at, stop = _MODEL, 0, len(raw)
     entries: dict[str, str] = {}
@@ -149,12 +149,12 @@ def _note(entries: dict[str, str], key: str, value: str, name: str) -> None:
     entries[key] = value
 
 
-def _external(entries: dict[str, str], name: str) -> External:
+def _external(entries: dict[str, str], name: str) -> ExternalTensor:
     numbers = [entries.get(key, "0") for key in _KEYS[1:]]
     if not all(text.isascii() and text.isdecimal() and len(text) < 20 for text in numbers):
         shown = [text[:20] for text in numbers]
         raise ManifestError(f"`{name}` has a tensor at {shown} of a file, which are no numbers")
-    return External(entries["location"], *map(int, numbers))
+    return ExternalTensor(entries["location"], *map(int, numbers))
 
 
 def _varint(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int]:

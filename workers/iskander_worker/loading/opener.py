@@ -33,7 +33,7 @@ from iskander_worker.loading.model_files import (
     stamp_of,
 )
 from iskander_worker.loading.weight_cache import FORMAT, Entry, WeightStore
-from iskander_worker.sandbox.client import try_out
+from iskander_worker.sandbox.client import load_in_sandbox
 
 SHARED_BYTES_MIN = 1 << 20
 """Weights that are less are cheaper to have in each worker than to look after."""
@@ -47,7 +47,7 @@ _UNPINNED = ("manifest.toml", "manifest.toml.sig")
 """Of the folder itself, and of none below it."""
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """What to open.
 
     Attributes:
@@ -75,8 +75,8 @@ class Noticing(Protocol):
 ModelT = TypeVar("ModelT", bound=Noticing)
 
 
-def opened(
-    spec: ModelSpec, cores: int, make: Callable[[ModelSpec, int, Source], ModelT], runtime: str
+def open_model(
+    spec: ModelSpec, cores: int, make: Callable[[ModelSpec, int, ModelSource], ModelT], runtime: str
 ) -> ModelT:
     """Open a model.
 
@@ -101,7 +101,7 @@ def opened(
     wanted_pins = [*files.paths, *sorted(named_files(manifest))] if is_signed else ()
     require_pins(folder, pins, files.digests, wanted_pins)
 
-    def make_known(spec: ModelSpec, cores: int, source: Source) -> ModelT:
+    def make_known(spec: ModelSpec, cores: int, source: ModelSource) -> ModelT:
         """A model of the files that were looked at, and of no others."""
         model = make(spec, cores, source)
         try:
@@ -112,7 +112,7 @@ def opened(
         return model
 
     wanted = manifest.custom_ops if manifest is not None else ()
-    source = Source(libraries=libraries_of(wanted, loading.custom_ops))
+    source = ModelSource(libraries=libraries_of(wanted, loading.custom_ops))
     is_shared = loading.is_shared and files.weight_bytes >= SHARED_BYTES_MIN
     if spec.execution_providers != ("cpu",) or not (loading.is_tried or is_shared):
         return make_known(spec, cores, source)
@@ -126,7 +126,7 @@ def opened(
     except ConfigError as error:
         notices = (f"{error.message}; every worker has weights of its own",) if is_shared else ()
     if loading.is_tried:
-        verdict = try_out(spec, cores, source.libraries, seconds=loading.trial_s)
+        verdict = load_in_sandbox(spec, cores, source.libraries, seconds=loading.trial_s)
         if verdict.refusal or verdict.error:
             raise ManifestError(verdict.refusal or verdict.error)
     model = make_known(spec, cores, source)
@@ -165,8 +165,8 @@ def _files_below(folder: Path) -> Iterator[str]:
 def _from_store(
     spec: ModelSpec,
     cores: int,
-    make: Callable[[ModelSpec, int, Source], ModelT],
-    source: Source,
+    make: Callable[[ModelSpec, int, ModelSource], ModelT],
+    source: ModelSource,
     files: ModelFiles,
     *,
     store: WeightStore,
@@ -196,8 +196,8 @@ def _from_entry(
     entry: Entry,
     spec: ModelSpec,
     cores: int,
-    make: Callable[[ModelSpec, int, Source], ModelT],
-    source: Source,
+    make: Callable[[ModelSpec, int, ModelSource], ModelT],
+    source: ModelSource,
 ) -> ModelT:
     record = entry.record
     if record.refusal:
@@ -218,7 +218,7 @@ def _add(
     key: str,
     spec: ModelSpec,
     cores: int,
-    source: Source,
+    source: ModelSource,
     files: ModelFiles,
     *,
     deadline_ns: int,
@@ -236,7 +236,7 @@ def _add(
     begun_ns = clock.now_ns()
     whole_s = max((deadline_ns - begun_ns) / clock.NS_PER_S, TRIAL_S_MIN)
     folder = store.prepare(key)
-    verdict = try_out(
+    verdict = load_in_sandbox(
         spec,
         cores,
         source.libraries,
@@ -248,7 +248,7 @@ def _add(
         # It may be the copy that the runtime does not stand, and not the model.
         note = f"{verdict.refusal}, when its copy was made"
         left_s = whole_s - (clock.now_ns() - begun_ns) / clock.NS_PER_S
-        verdict = try_out(spec, cores, source.libraries, seconds=max(left_s, TRIAL_S_MIN))
+        verdict = load_in_sandbox(spec, cores, source.libraries, seconds=max(left_s, TRIAL_S_MIN))
     is_known = not verdict.is_late or whole_s > loading.trial_s / 2
     try:
         require_unchanged(files.stamps)

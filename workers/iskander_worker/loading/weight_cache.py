@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from iskander import clock
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import ConfigError, ManifestError
 
 FORMAT = 1
@@ -36,7 +36,7 @@ TURN_S = 0.02
 RECORD, MODEL, WEIGHTS = "entry.json", "model.onnx", "weights.bin"
 
 
-@prepared
+@thread_safe
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is known of a model that was tried out.
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import ManifestError
 
 HEADER_BYTES_MAX = 16 << 20
@@ -29,8 +29,8 @@ SAFETENSORS = {
 Length = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
-@prepared
-class Stored(msgspec.Struct, frozen=True):
+@thread_safe
+class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor in a file.
 
     Attributes:
@@ -42,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True):
     data_offsets: tuple[Length, Length]
 
 
-def inspect_safetensors(path: Path) -> tuple[dict[str, Stored], int]:
+def inspect_safetensors(path: Path) -> tuple[dict[str, StoredTensor], int]:
     """What a file of weights holds, each tensor found to lie in it whole and apart from others.
 
     Returns:
@@ -60,7 +60,9 @@ def inspect_safetensors(path: Path) -> tuple[dict[str, Stored], int]:
     try:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        tensors = {name: msgspec.json.decode(raw, type=Stored) for name, raw in entries.items()}
+        tensors = {
+            name: msgspec.json.decode(raw, type=StoredTensor) for name, raw in entries.items()
+        }
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ManifestError(f"`{path.name}` is no safetensors file: {error}") from None
     at = 0

@@ -15,7 +15,7 @@ import msgspec
 
 from iskander.control.messages import Loaded, LoadFailed, ModelSpec, encode
 from iskander.errors import IskanderError
-from iskander_worker.failures import named
+from iskander_worker.failures import load_error
 from iskander_worker.session import Session
 
 
@@ -29,13 +29,13 @@ def try_model(cores: int) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelSpec)
     try:
-        answer: Loaded | LoadFailed = look(spec, cores)
+        answer: Loaded | LoadFailed = check_load(spec, cores)
     except IskanderError as failure:
         answer = LoadFailed(spec.key, failure.code, failure.message)
     os.write(answer_fd, encode([answer]))
 
 
-def look(spec: ModelSpec, cores: int) -> Loaded:
+def check_load(spec: ModelSpec, cores: int) -> Loaded:
     """Load and warm a model, and let it go.
 
     Raises:
@@ -47,7 +47,7 @@ def look(spec: ModelSpec, cores: int) -> Loaded:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise named(error) from None
+        raise load_error(error) from None
     loaded = Loaded(spec.key, session.contract, session.providers, session.threads, 0.0)
     session.close()
     return loaded

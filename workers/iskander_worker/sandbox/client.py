@@ -24,7 +24,7 @@ import msgspec
 
 from iskander import clock
 from iskander.control.messages import LoadingSpec, ModelSpec
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander_worker.foreign_interpreter import own_command
 
 IDLE_S = 10.0
@@ -36,7 +36,7 @@ STARTING_BYTES = 1 << 28
 _LINE_BYTES = 1 << 16
 
 
-@prepared
+@thread_safe
 class Job(msgspec.Struct, frozen=True):
     """What is to be tried out.
 
@@ -57,7 +57,7 @@ class Job(msgspec.Struct, frozen=True):
     seconds: float
 
 
-@prepared
+@thread_safe
 class Order(msgspec.Struct, frozen=True):
     """A job as the server gets it.
 
@@ -71,7 +71,7 @@ class Order(msgspec.Struct, frozen=True):
     job: Job
 
 
-@prepared
+@thread_safe
 class Verdict(msgspec.Struct, frozen=True):
     """How it went.
 
@@ -88,7 +88,7 @@ class Verdict(msgspec.Struct, frozen=True):
     is_late: bool = False
 
 
-@prepared
+@thread_safe
 class Answer(msgspec.Struct, frozen=True):
     """A verdict, and on which order."""
 
@@ -105,7 +105,7 @@ def late(seconds: float) -> Verdict:
     )
 
 
-class TrialServer:
+class SandboxServer:
     """The server of a worker: there while models are tried out and a little longer."""
 
     def __init__(self) -> None:
@@ -175,11 +175,11 @@ class TrialServer:
         server.wait()
 
 
-trial_server = TrialServer()
+sandbox_server = SandboxServer()
 """This process's own."""
 
 
-def try_out(
+def load_in_sandbox(
     spec: ModelSpec,
     cores: int,
     libraries: tuple[str, ...],
@@ -196,7 +196,7 @@ def try_out(
         seconds: How long it may take.
         folder: Where the optimised model is wanted; None where it is not.
     """
-    return trial_server.ask(
+    return sandbox_server.ask(
         Job(
             msgspec.structs.replace(spec, loading=LoadingSpec()),
             cores,

@@ -157,14 +157,14 @@ def _limit(job: Job, deadline_ns: int) -> None:
 
 
 def _judged(job: Job) -> Verdict:
-    from iskander_worker.failures import named
+    from iskander_worker.failures import load_error
 
     try:
         return Verdict(note=_judge(job))
     except MemoryError:
         return Verdict(error=f"it needs more than {job.private_bytes} bytes (loading.trial_bytes)")
     except BaseException as error:
-        failure = named(error)
+        failure = load_error(error)
         if not isinstance(failure, IskanderError):
             raise
         return Verdict(error=shorten(failure.message, WORDS_MAX))
@@ -177,14 +177,14 @@ def _judge(job: Job) -> str:
         ManifestError: The model cannot be served.
     """
     from iskander_worker.backends.onnx import OnnxModel
-    from iskander_worker.loading.opener import Source
+    from iskander_worker.loading.opener import ModelSource
     from iskander_worker.loading.prepacked import align_weights
     from iskander_worker.session import Session
     from iskander_worker.warm_up import sample_results
 
-    spec, source = job.spec, Source(libraries=job.libraries)
+    spec, source = job.spec, ModelSource(libraries=job.libraries)
 
-    def opened(source: Source) -> Session:
+    def opened(source: ModelSource) -> Session:
         return Session(spec, job.cores, lambda spec, cores: OnnxModel(spec, cores, source))
 
     if job.folder is None:

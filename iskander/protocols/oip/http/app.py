@@ -25,8 +25,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from iskander._generated import oip_pb2
-from iskander.auth.grants import Access
-from iskander.decoders import prepared
+from iskander.auth.grants import Authenticator
+from iskander.decoders import thread_safe
 from iskander.errors import (
     Draining,
     IskanderError,
@@ -35,7 +35,7 @@ from iskander.errors import (
     Unauthenticated,
     Unsupported,
 )
-from iskander.protocols.oip.http.body import RETRY_MS, Held, Room, read_body
+from iskander.protocols.oip.http.body import RETRY_MS, BodyQuota, ReceivedBody, read_body
 from iskander.protocols.oip.http.infer import JSON_TYPE
 from iskander.protocols.oip.http.messages import plain
 from iskander.protocols.oip.service import OipService
@@ -54,12 +54,12 @@ Answer = Callable[[Request], Awaitable[Response]]
 Pick = Callable[[Any], Any]
 
 
-@prepared
+@thread_safe
 class _Index(msgspec.Struct):
     ready: bool | None = None
 
 
-@prepared
+@thread_safe
 class _Load(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
@@ -80,8 +80,8 @@ class OipHttp:
         models: Models,
         service: OipService,
         infer: ASGIApp,
-        access: Access,
-        room: Room,
+        access: Authenticator,
+        room: BodyQuota,
     ) -> None:
         self._access = access
         self._room = room
@@ -212,7 +212,7 @@ class OipHttp:
 
     async def _read(self, request: Request, kind: type[_Struct]) -> _Struct:
         """A small body of JSON; without one, what is meant by saying nothing."""
-        with Held(self._room) as held:
+        with ReceivedBody(self._room) as held:
             raw = await read_body(request.receive, request.headers, ASKED_BYTES_MAX, held)
             try:
                 return msgspec.json.decode(raw or b"{}", type=kind)

@@ -54,7 +54,7 @@ _ISIZE_BYTES: Final = 4
 _WINDOWS = {"gzip": 31, "deflate": 15}
 
 
-class Room:
+class BodyQuota:
     """What all bodies together may take, requests and answers.
 
     Args:
@@ -79,13 +79,13 @@ class Room:
         self.held_bytes = 0
 
 
-class Held:
+class ReceivedBody:
     """The part of the room that one call takes; given back when the block ends.
 
     While a body is read it may be refused for want of memory, by the budget.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: BodyQuota) -> None:
         self._room = room
         self._budget = room.budget
         self._bytes = self._charged = self._filled = 0
@@ -97,7 +97,7 @@ class Held:
         self._error: IskanderError | None = None
         self._began_ns = self._moved_ns = 0
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> ReceivedBody:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -325,7 +325,9 @@ class Held:
         )
 
 
-async def read_body(receive: Receive, headers: Headers, bytes_max: int, held: Held) -> memoryview:
+async def read_body(
+    receive: Receive, headers: Headers, bytes_max: int, held: ReceivedBody
+) -> memoryview:
     """All of a request's body, decompressed.
 
     Args:

@@ -26,15 +26,15 @@ from iskander.errors import (
 from iskander.protocols.oip.http.body import (
     PIECE_BYTES,
     RETRY_MS,
-    Held,
-    Room,
+    BodyQuota,
+    ReceivedBody,
     chosen_coding,
     compress,
     read_body,
 )
 from iskander.protocols.oip.http.messages import (
     HEADER_LENGTH,
-    Asked,
+    ParsedRequest,
     choose,
     read_raw,
     read_request,
@@ -42,7 +42,7 @@ from iskander.protocols.oip.http.messages import (
 )
 from iskander.protocols.oip.terms import said_in, said_over
 from iskander.protocols.stream_terms import StreamTerms
-from iskander.protocols.submit import Desk
+from iskander.protocols.submit import RequestSubmitter
 from iskander.protocols.tensors import give, take
 from iskander.protocols.terms import HEADER_PREFIX
 from iskander.repository.models import Models
@@ -68,7 +68,9 @@ class HttpInference:
         room: For bodies.
     """
 
-    def __init__(self, models: Models, desk: Desk, config: HttpConfig, room: Room) -> None:
+    def __init__(
+        self, models: Models, desk: RequestSubmitter, config: HttpConfig, room: BodyQuota
+    ) -> None:
         self._models = models
         self._desk = desk
         self._json_max = min(config.json_bytes, desk.limits.message_bytes)
@@ -90,7 +92,7 @@ class HttpInference:
         key = _route_key(request.headers, grant)
         lane = self._models.find_loaded(path["name"], path.get("version"), key)
         lane.entering += 1
-        with Held(self._room) as held:
+        with ReceivedBody(self._room) as held:
             try:
                 asked = await self._read(request, lane, held)
                 with self._desk.held(caller=_caller(request)):
@@ -103,7 +105,7 @@ class HttpInference:
             finally:
                 lane.entering -= 1
 
-    async def _read(self, request: Request, lane: Lane, held: Held) -> Asked:
+    async def _read(self, request: Request, lane: Lane, held: ReceivedBody) -> ParsedRequest:
         json_bytes, limits = _json_bytes(request.headers), self._desk.limits
         body_max = self._json_max if json_bytes is None else limits.message_bytes
         raw = await read_body(request.receive, request.headers, body_max, held)
@@ -119,7 +121,7 @@ class HttpInference:
             return await asyncio.to_thread(read_request, body, json_bytes, lane.contract, limits)
 
     async def _ask(
-        self, request: Request, lane: Lane, asked: Asked
+        self, request: Request, lane: Lane, asked: ParsedRequest
     ) -> tuple[list[bytes | memoryview], int | None]:
         contract = lane.contract
         assert contract is not None
@@ -173,7 +175,7 @@ def _source(request: Request) -> Source:
     return Source(grant.name, f"{client.host}:{client.port}" if client else "http")
 
 
-def _terms(request: Request, asked: Asked) -> Terms:
+def _terms(request: Request, asked: ParsedRequest) -> Terms:
     """What headers and parameters say about urgency; where both do, the parameters."""
     headers = request.headers
     said = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}

@@ -87,14 +87,14 @@ class _Request(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Request).decode
 
 
-class Wanted(NamedTuple):
+class RequestedOutput(NamedTuple):
     """An output that a client asks for, and in which form."""
 
     name: str
     is_binary: bool
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A request as it came.
 
     Attributes:
@@ -107,13 +107,13 @@ class Asked(NamedTuple):
     tensors: list[Tensor]
     id: str = ""
     parameters: Mapping[str, Any] = MappingProxyType({})
-    outputs: list[Wanted] | None = None
+    outputs: list[RequestedOutput] | None = None
     is_binary: bool = False
 
 
 def read_request(
     body: memoryview, json_bytes: int | None, contract: Contract, limits: LimitsConfig
-) -> Asked:
+) -> ParsedRequest:
     """Read a body that has JSON.
 
     Args:
@@ -159,10 +159,10 @@ def read_request(
     parameters = _set(head.parameters)
     is_binary = _flag(parameters, "binary_data_output", "the request", otherwise=False)
     outputs = [_wanted(output, is_binary) for output in head.outputs or ()] or None
-    return Asked(tensors, head.id or "", parameters, outputs, is_binary)
+    return ParsedRequest(tensors, head.id or "", parameters, outputs, is_binary)
 
 
-def read_raw(contract: Contract, body: memoryview) -> Asked:
+def read_raw(contract: Contract, body: memoryview) -> ParsedRequest:
     """Read a body that is one tensor: the model's only input, its elements one after the other.
 
     All results go back in binary form.
@@ -189,10 +189,12 @@ def read_raw(contract: Contract, body: memoryview) -> Asked:
             )
         shape = (rows, *spec.shape)
     tensor = tensor_of(spec.tensor, dtype.oip, shape, body, most=1)
-    return Asked([tensor], is_binary=True)
+    return ParsedRequest([tensor], is_binary=True)
 
 
-def choose(contract: Contract, asked: Asked, rows: int, json_bytes_max: int) -> list[Wanted]:
+def choose(
+    contract: Contract, asked: ParsedRequest, rows: int, json_bytes_max: int
+) -> list[RequestedOutput]:
     """The outputs to answer, in the order asked for; decided before anything is computed.
 
     Raises:
@@ -202,7 +204,7 @@ def choose(contract: Contract, asked: Asked, rows: int, json_bytes_max: int) -> 
     specs = {spec.tensor: spec for spec in contract.outputs}
     chosen = asked.outputs
     if chosen is None:
-        chosen = [Wanted(name, asked.is_binary) for name in specs]
+        chosen = [RequestedOutput(name, asked.is_binary) for name in specs]
     seen: set[str] = set()
     json_bytes = 0
     for name, is_binary in chosen:
@@ -224,9 +226,9 @@ def choose(contract: Contract, asked: Asked, rows: int, json_bytes_max: int) -> 
 
 def write_answer(
     model: tuple[str, str],
-    asked: Asked,
+    asked: ParsedRequest,
     given: Sequence[Tensor],
-    chosen: Sequence[Wanted],
+    chosen: Sequence[RequestedOutput],
     json_bytes_max: int,
 ) -> tuple[list[bytes | memoryview], int | None]:
     """The answer to a request.
@@ -316,14 +318,16 @@ def _binary_bytes(given: _Input) -> int | None:
     return length
 
 
-def _wanted(output: _Output, is_binary: bool) -> Wanted:
+def _wanted(output: _Output, is_binary: bool) -> RequestedOutput:
     parameters = _set(output.parameters)
     if "shared_memory_region" in parameters:
         raise Unsupported(f"output `{output.name}`: shared memory of clients is not written here")
     if parameters.get("classification"):
         raise Unsupported(f"output `{output.name}`: classification is not offered")
     where = f"output `{output.name}`"
-    return Wanted(output.name, _flag(parameters, "binary_data", where, otherwise=is_binary))
+    return RequestedOutput(
+        output.name, _flag(parameters, "binary_data", where, otherwise=is_binary)
+    )
 
 
 def _set(parameters: _Parameters | None) -> _Parameters:

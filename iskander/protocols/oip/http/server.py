@@ -7,17 +7,17 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from iskander.auth.grants import Access
+from iskander.auth.grants import Authenticator
 from iskander.config.schema import HttpConfig
 from iskander.errors import ConfigError
 from iskander.protocols.oip.http.app import OipHttp
-from iskander.protocols.oip.http.body import Room
+from iskander.protocols.oip.http.body import BodyQuota
 from iskander.protocols.oip.http.infer import HttpInference
 from iskander.protocols.oip.service import OipService
-from iskander.protocols.submit import Desk
+from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import Models
 from iskander.transport.connection_limits import ConnectionLimits
-from iskander.transport.http1.listener import Http1Port
+from iskander.transport.http1.listener import Http1Listener
 from iskander.transport.sockets import bind, with_port
 from iskander.transport.tls import HTTP1, Tls
 
@@ -39,15 +39,15 @@ class OipHttpServer:
         self,
         models: Models,
         service: OipService,
-        desk: Desk,
-        access: Access,
+        desk: RequestSubmitter,
+        access: Authenticator,
         tls: Tls,
         config: HttpConfig,
         *,
         limits: ConnectionLimits,
     ) -> None:
         self._address = config.address
-        room = Room(
+        room = BodyQuota(
             config.bodies_bytes,
             limits.budget,
             limits.timeouts.message_s,
@@ -55,7 +55,7 @@ class OipHttpServer:
         )
         infer = HttpInference(models, desk, config, room)
         app = OipHttp(models, service, infer, access, room).app()
-        self._port = Http1Port(app, config.connections, limits, tls.context(HTTP1))
+        self._port = Http1Listener(app, config.connections, limits, tls.context(HTTP1))
 
     @property
     def unsent(self) -> int:

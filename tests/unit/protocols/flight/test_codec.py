@@ -26,7 +26,7 @@ from iskander.contract.manifest import Passthrough
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput
 from iskander.protocols.flight import dictionaries as flight_dictionaries
-from iskander.protocols.flight.codec import Arrived, LongMessage, StreamCodec
+from iskander.protocols.flight.codec import LongMessage, ParsedBatch, StreamCodec
 from iskander.protocols.flight.data import read_flight_data
 from iskander.protocols.flight.plan import Plan
 
@@ -107,7 +107,7 @@ class Stream:
         self.plan = Plan(schema_header, contract, settings_)
         self.codec = StreamCodec(self.plan, settings_)
 
-    def decode(self, messages: Iterable[tuple[bytes, bytes]]) -> list[Arrived]:
+    def decode(self, messages: Iterable[tuple[bytes, bytes]]) -> list[ParsedBatch]:
         decoded = (self.codec.decode(memoryview(h), unaligned(b), HEAD) for h, b in messages)
         return [arrived for arrived in decoded if arrived is not None]
 
@@ -132,7 +132,7 @@ class Stream:
         return batches
 
 
-def buffer_of(arrived: Arrived, index: int) -> memoryview:
+def buffer_of(arrived: ParsedBatch, index: int) -> memoryview:
     """One of a request's buffers, wherever it is."""
     if arrived.portions:
         return arrived.portions[0].tensors[index]
@@ -140,7 +140,7 @@ def buffer_of(arrived: Arrived, index: int) -> memoryview:
     return arrived.body[start:stop]
 
 
-def tensor_of(arrived: Arrived, index: int, column_type: ColumnType) -> np.ndarray:
+def tensor_of(arrived: ParsedBatch, index: int, column_type: ColumnType) -> np.ndarray:
     """The elements that were cut out for one input, flat."""
     raw = np.frombuffer(buffer_of(arrived, index), np.uint8)
     count = arrived.rows * int(np.prod(column_type.shape))
@@ -1170,7 +1170,7 @@ def test_one_body_for_many_inputs_is_no_larger_batch() -> None:
     batch = batch_of(**SHARED)
     length = 8 * SHARED_ROWS
     stream = Stream(contract, header_of(batch.schema), bytes=length)
-    arrived: list[Arrived] = []
+    arrived: list[ParsedBatch] = []
 
     with contextlib.suppress(LimitExceeded, MalformedInput):
         arrived = stream.decode([overlapping(batch, length)])

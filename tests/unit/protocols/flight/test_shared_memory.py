@@ -13,11 +13,11 @@ import pytest
 from iskander.config.schema import HEADER_ROOM_BYTES, LimitsConfig
 from iskander.contract.column_types import parse_column_type
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.control.client_memory import Located, encode
+from iskander.control.shared_regions import BodyLocation, encode
 from iskander.errors import IskanderError, LimitExceeded, MalformedInput, RegionNotFound
 from iskander.memory.chunked_copy import WHOLE_BYTES
-from iskander.memory.client_segment import Loan, Range
-from iskander.protocols.flight.codec import Arrived
+from iskander.memory.client_segment import ClientSegment, SegmentRange
+from iskander.protocols.flight.codec import ParsedBatch
 from iskander.protocols.flight.data import data_head
 from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.shared_memory import SharedCodec
@@ -53,11 +53,13 @@ class Shared:
             for each in pa.ipc.MessageReader.open_stream(sink.getvalue())
         ]
         contract = Contract(inputs or (spec("x", "int64"),), (spec("y", "float32"),), "all", None)
-        self.loan = Loan("iskander-test", 256 + sum(len(body) + 64 for _, body in self.messages))
+        self.loan = ClientSegment(
+            "iskander-test", 256 + sum(len(body) + 64 for _, body in self.messages)
+        )
         self.is_lent = True
         self.codec = SharedCodec(Plan(schema[0], contract, LIMITS), LIMITS, self.find)
 
-    def find(self) -> Loan:
+    def find(self) -> ClientSegment:
         if not self.is_lent:
             raise RegionNotFound("gone")
         return self.loan
@@ -70,9 +72,9 @@ class Shared:
         """The message that says where a batch is, after it was put there."""
         header, body = self.messages[number]
         os.pwrite(self.loan.fd, body, at)
-        return carrier(Located(header, (at, len(body)), b"mine"))
+        return carrier(BodyLocation(header, (at, len(body)), b"mine"))
 
-    def read(self, raw: bytes) -> Arrived:
+    def read(self, raw: bytes) -> ParsedBatch:
         arrived = self.codec.read(raw)
         assert arrived is not None
         return arrived
@@ -84,12 +86,12 @@ def carrier(located: object) -> bytes:
     return b"\x1a" + varint(len(said)) + said
 
 
-def values(arrived: Arrived, number: int = 0) -> bytes:
+def values(arrived: ParsedBatch, number: int = 0) -> bytes:
     if arrived.portions:
         return bytes(arrived.portions[0].tensors[number])
     start, stop = arrived.tensors[number]
     part = arrived.body[start:stop]
-    return bytes(part.read() if isinstance(part, Range) else part)
+    return bytes(part.read() if isinstance(part, SegmentRange) else part)
 
 
 def numbers(rows: int = ROWS) -> pa.RecordBatch:
@@ -105,7 +107,7 @@ def test_tensors_of_fixed_width_are_read_where_they_are() -> None:
         assert arrived.rows == ROWS
         assert arrived.app_metadata == b"mine"
         assert values(arrived) == np.arange(ROWS).tobytes()
-        assert isinstance(arrived.body, Range)
+        assert isinstance(arrived.body, SegmentRange)
         shared.fill(0)
         assert values(arrived) == bytes(8 * ROWS)
 
@@ -156,7 +158,7 @@ def test_a_response_that_waits_keeps_no_lent_memory() -> None:
     waiting = shared.read(shared.located()).without_inputs()
     assert waiting.rows == ROWS
     where = f"/proc/self/fd/{shared.loan.fd}"
-    shared.loan = Loan("iskander-test", 8)
+    shared.loan = ClientSegment("iskander-test", 8)
     assert not os.path.lexists(where)
 
 
@@ -192,7 +194,7 @@ def test_a_large_body_is_large_wherever_it_is() -> None:
 def hostile(body: tuple[int, int]) -> tuple[Shared, bytes]:
     shared = Shared(numbers())
     shared.located()
-    return shared, carrier(Located(shared.messages[-1][0], body))
+    return shared, carrier(BodyLocation(shared.messages[-1][0], body))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_limits_hold_there_too() -> None:
     shared = Shared(numbers())
     for header_bytes, said in ((HEADER_ROOM_BYTES + 1, "header"), (3 << 20, "where a batch is")):
         with pytest.raises(LimitExceeded, match=said):
-            shared.codec.read(carrier(Located(bytes(header_bytes), (0, 1))))
+            shared.codec.read(carrier(BodyLocation(bytes(header_bytes), (0, 1))))
 
 
 def test_dictionaries_are_bounded_before_they_are_read() -> None:
@@ -243,10 +245,10 @@ def test_dictionaries_are_bounded_before_they_are_read() -> None:
     batch = pa.record_batch([pa.array(range(100)), words], names=["x", "d"])
     shared = Shared(batch)
     header, body = shared.messages[0]
-    shared.loan = Loan("iskander-test", LIMITS.bytes + len(body) + 8)
+    shared.loan = ClientSegment("iskander-test", LIMITS.bytes + len(body) + 8)
     for _ in range(3):
         with pytest.raises(LimitExceeded):
-            shared.codec.read(carrier(Located(header, (0, LIMITS.bytes + 1))))
+            shared.codec.read(carrier(BodyLocation(header, (0, LIMITS.bytes + 1))))
     assert not shared.codec._converter._reader._parts
 
 

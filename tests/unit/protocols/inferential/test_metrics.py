@@ -19,16 +19,18 @@ from iskander.errors import (
     QueueFull,
     Superseded,
 )
-from iskander.measurement.recent_values import Recent
-from iskander.protocols.inferential.metrics import Journal
+from iskander.measurement.recent_values import RecentValues
+from iskander.protocols.inferential.metrics import InferentialMetrics
 
 ROBOT = {"client": "robot-7"}
 
 
-def points(happen: Callable[[Journal], None]) -> tuple[dict[str, list[dict[str, str]]], Journal]:
+def points(
+    happen: Callable[[InferentialMetrics], None],
+) -> tuple[dict[str, list[dict[str, str]]], InferentialMetrics]:
     """The labels of each measure's points, and the journal."""
-    recent = Recent()
-    journal = Journal(recent)
+    recent = RecentValues()
+    journal = InferentialMetrics(recent)
     happen(journal)
     return {
         name: [dict(labels) for _, _, labels in recent.ring(name)] for name in recent.names()
@@ -60,10 +62,11 @@ def test_a_refusal_is_a_point_of_one_measure(
 
 
 @pytest.mark.parametrize(
-    ("happen", "outcome"), [(Journal.late, "late"), (Journal.unsent, "unsent")]
+    ("happen", "outcome"),
+    [(InferentialMetrics.late, "late"), (InferentialMetrics.unsent, "unsent")],
 )
 def test_results_that_reach_nobody_are_errors_of_sending(
-    happen: Callable[[Journal, dict[str, str]], None], outcome: str
+    happen: Callable[[InferentialMetrics, dict[str, str]], None], outcome: str
 ) -> None:
     found, journal = points(lambda journal: happen(journal, ROBOT))
     assert found == {"send_errors": [ROBOT]}

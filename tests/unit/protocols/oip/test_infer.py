@@ -20,8 +20,8 @@ from iskander.protocols.oip import infer as oip_infer
 from iskander.protocols.oip.infer import REMEMBERED_MAX, Inference
 from iskander.protocols.oip.wire import scan
 from iskander.protocols.stream_terms import StreamTerms
-from iskander.protocols.submit import Desk
-from iskander.protocols.tensors import Offered
+from iskander.protocols.submit import RequestSubmitter
+from iskander.protocols.tensors import RequestTensors
 from iskander.repository.models import Models
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS
@@ -38,14 +38,14 @@ CONTRACT = Contract(
 FIRST, SECOND = np.arange(3), np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
-class PlayedDesk(Desk):
+class PlayedDesk(RequestSubmitter):
     """Answers everything with the same results, and keeps how it was asked."""
 
     def __init__(self) -> None:
         self.limits = LimitsConfig()
         self.asked: list[dict[str, Any]] = []
 
-    async def ask(self, lane: Lane, offered: Offered, **terms: Any) -> bytes:
+    async def ask(self, lane: Lane, offered: RequestTensors, **terms: Any) -> bytes:
         self.asked.append({"lane": lane, "offered": offered, **terms})
         offsets, length = body_layout(CONTRACT.outputs, offered.rows)
         body = bytearray(length)

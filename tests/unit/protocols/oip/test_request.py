@@ -13,12 +13,18 @@ from iskander.contract.strings import body_to_strings
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
 from iskander.protocols.oip import typed as oip_typed
-from iskander.protocols.oip.request import Asked, is_for_thread, plain, read_head, tensors_of
+from iskander.protocols.oip.request import (
+    ParsedRequest,
+    is_for_thread,
+    plain,
+    read_head,
+    tensors_of,
+)
 from iskander.protocols.oip.tensors import AT_ONCE, AT_ONCE_BYTES, raw_strings
 from iskander.protocols.oip.terms import said_in
 from iskander.protocols.oip.wire import scan
 from iskander.protocols.tensors import Tensor
-from iskander.protocols.terms import SaidTerms
+from iskander.protocols.terms import ClientTerms
 
 COLUMNS = 8
 X = {"name": "x", "datatype": "INT64", "shape": [2, 3]}
@@ -31,7 +37,7 @@ def head_of(**values: Any) -> bytes:
     ).SerializeToString()
 
 
-def read(head: bytes) -> Asked:
+def read(head: bytes) -> ParsedRequest:
     return read_head(head, COLUMNS)
 
 
@@ -248,23 +254,23 @@ def test_parameters_of_every_kind_are_plain_values() -> None:
         ({"priority": 0, "timeout": 0}, None),
         ({"sequence_id": 0, "sequence_start": False}, None),
         ({"client": "x", "haste": 1, "binary_data_output": True}, None),
-        ({"priority": 1}, SaidTerms(priority=0)),
-        ({"priority": 2}, SaidTerms(priority=1)),
-        ({"priority": 10}, SaidTerms(priority=9)),
-        ({"priority": 1 << 63}, SaidTerms(priority=9)),
-        ({"priority": 5, "iskander_priority": 0}, SaidTerms(priority=0)),
-        ({"timeout": 86_400_000_000}, SaidTerms(deadline_ms=86_400_000.0)),
-        ({"timeout": 1500}, SaidTerms(deadline_ms=1.5)),
-        ({"timeout": 2000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=2.0)),
-        ({"timeout": 4000, "iskander_deadline_ms": 3}, SaidTerms(deadline_ms=3.0)),
-        ({"iskander-deadline-ms": "20"}, SaidTerms(deadline_ms=20.0)),
+        ({"priority": 1}, ClientTerms(priority=0)),
+        ({"priority": 2}, ClientTerms(priority=1)),
+        ({"priority": 10}, ClientTerms(priority=9)),
+        ({"priority": 1 << 63}, ClientTerms(priority=9)),
+        ({"priority": 5, "iskander_priority": 0}, ClientTerms(priority=0)),
+        ({"timeout": 86_400_000_000}, ClientTerms(deadline_ms=86_400_000.0)),
+        ({"timeout": 1500}, ClientTerms(deadline_ms=1.5)),
+        ({"timeout": 2000, "iskander_deadline_ms": 3}, ClientTerms(deadline_ms=2.0)),
+        ({"timeout": 4000, "iskander_deadline_ms": 3}, ClientTerms(deadline_ms=3.0)),
+        ({"iskander-deadline-ms": "20"}, ClientTerms(deadline_ms=20.0)),
         (
             {"iskander_client": "robot", "iskander_urgency": 1, "iskander_newest_wins": True},
-            SaidTerms(client="robot", urgency=1.0, newest_wins=True),
+            ClientTerms(client="robot", urgency=1.0, newest_wins=True),
         ),
     ],
 )
-def test_terms_in_parameters(parameters: dict[str, Any], said: SaidTerms | None) -> None:
+def test_terms_in_parameters(parameters: dict[str, Any], said: ClientTerms | None) -> None:
     assert said_in(parameters) == said
 
 

@@ -14,18 +14,18 @@ from iskander.auth.grants import EVERYTHING
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ModelNotFound, NotReady
 from iskander.protocols.oip.service import OipService
-from iskander.protocols.submit import Desk
+from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import Failure, Models
-from iskander.repository.peers import Siblings
+from iskander.repository.peers import Peers
 from iskander.repository.routing import Routing
 
 
-class NoDesk(Desk):
+class NoDesk(RequestSubmitter):
     def __init__(self) -> None:
         self.limits = LimitsConfig()
 
 
-class NoSiblings(Siblings):
+class NoSiblings(Peers):
     def __init__(self) -> None:
         pass
 

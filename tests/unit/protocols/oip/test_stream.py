@@ -17,7 +17,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.errors import IskanderError, ModelNotFound
 from iskander.protocols.oip.infer import Inference
 from iskander.protocols.oip.stream import STATUS_WANTED, InferStream
-from iskander.protocols.submit import Desk
+from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import Models
 from iskander.transport.http2.call import Call, Message
 
@@ -26,7 +26,7 @@ TOO_MANY = b"\x2a\x00" * 5000
 BROKEN = b"\x0b" * 100
 
 
-class NoDesk(Desk):
+class NoDesk(RequestSubmitter):
     def __init__(self) -> None:
         self.limits = LimitsConfig()
 

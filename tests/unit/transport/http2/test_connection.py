@@ -47,11 +47,11 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
 from iskander.errors import DeadlineExceeded
 from iskander.protocols import grpc_errors, grpc_server
-from iskander.transport import turns as turns_of_loop
-from iskander.transport.connections import SCRATCH_BYTES
+from iskander.transport import turn_scheduler as turns_of_loop
+from iskander.transport.connection_listener import SCRATCH_BYTES
 from iskander.transport.http2 import connection, frames
 from iskander.transport.http2.call import Call, Message
-from iskander.transport.http2.call_input import WINDOW_BYTES
+from iskander.transport.http2.call_receiver import WINDOW_BYTES
 from iskander.transport.http2.rate_limit import BURST
 from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.http2.streams import BYTE_CPU_NS, MESSAGE_CPU_NS

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from support.http2 import END_HEADERS, END_STREAM, HAS_PRIORITY, PADDED, Fields, request_fields
 from support.http2 import block as block_of
 
-from iskander.transport.http2 import headers
+from iskander.transport.http2 import response_headers as headers
 from iskander.transport.http2.frames import Code, ConnectionBroken, StreamError
-from iskander.transport.http2.header_blocks import (
+from iskander.transport.http2.header_block_reader import (
     FIELD_COST_BYTES,
     FIELDS_MAX,
     HUFFMAN_BYTES_MAX,
     TABLE_UPDATES_MAX,
-    HeaderBlocks,
+    HeaderBlockReader,
     scan,
 )
-from iskander.transport.http2.request_head import (
+from iskander.transport.http2.request_headers import (
     BINARY_PARTS_MAX,
     HEADER_LIST_BYTES_MAX,
     RequestHead,
@@ -210,7 +210,7 @@ class TestBlocks:
         if padding is not None:
             flags, first = flags | PADDED, bytes([padding]) + first + bytes(padding)
 
-        blocks = HeaderBlocks()
+        blocks = HeaderBlockReader()
         blocks.begin(5, flags, memoryview(first))
         for piece in pieces[1:]:
             assert blocks.is_open
@@ -220,7 +220,7 @@ class TestBlocks:
         assert not blocks.is_open
 
     def test_blocks_share_a_table(self) -> None:
-        encoder, blocks = hpack.Encoder(), HeaderBlocks()
+        encoder, blocks = hpack.Encoder(), HeaderBlockReader()
         for stream_id in (1, 3, 5):
             fields = request_fields(extra=[("client", "robot-7"), ("n", str(stream_id))])
             raw = memoryview(encoder.encode(fields))
@@ -231,7 +231,7 @@ class TestBlocks:
 
     def test_a_request_that_comes_again_is_read_once(self) -> None:
         """Once the table does not change any more, which the first one writes to."""
-        blocks, encoder, requests = HeaderBlocks(), hpack.Encoder(), []
+        blocks, encoder, requests = HeaderBlockReader(), hpack.Encoder(), []
         for stream_id in (1, 3, 5):
             raw = encoder.encode(request_fields(extra=[("client", "robot-7")]))
             blocks.begin(stream_id, END_HEADERS, memoryview(raw))
@@ -243,7 +243,7 @@ class TestBlocks:
 
     @pytest.mark.parametrize("stream_id", [1, 3])
     def test_a_continuation_of_nothing_is_refused(self, stream_id: int) -> None:
-        blocks = HeaderBlocks()
+        blocks = HeaderBlockReader()
         if stream_id == 3:
             blocks.begin(1, 0, memoryview(b""))
         with pytest.raises(ConnectionBroken) as caught:
@@ -251,7 +251,7 @@ class TestBlocks:
         assert caught.value.code is Code.PROTOCOL_ERROR
 
     def test_a_block_without_end_is_refused(self) -> None:
-        blocks = HeaderBlocks()
+        blocks = HeaderBlockReader()
         blocks.begin(1, 0, memoryview(bytes(65_536)))
         blocks.go_on(1, memoryview(b""))
         with pytest.raises(ConnectionBroken) as caught:
@@ -260,7 +260,7 @@ class TestBlocks:
 
     @given(st.binary(max_size=200))
     def test_bytes_at_random_are_a_block_or_break_the_connection(self, raw: bytes) -> None:
-        blocks = HeaderBlocks()
+        blocks = HeaderBlockReader()
         blocks.begin(1, END_HEADERS, memoryview(raw))
         try:
             blocks.end()
@@ -270,21 +270,21 @@ class TestBlocks:
     @pytest.mark.parametrize("block", [b"\xff", b"\x00\x81\xff\x00", b"\xff\x80\x01"])
     def test_what_is_wrong_with_a_block_is_said_without_addresses(self, block: bytes) -> None:
         """`hpack` names the bytes that it read by their place in memory."""
-        blocks = HeaderBlocks()
+        blocks = HeaderBlockReader()
         blocks.begin(1, END_HEADERS, memoryview(block))
         with pytest.raises(ConnectionBroken) as caught:
             blocks.end()
         assert str(caught.value) == "invalid header block"
 
     def test_a_small_block_that_expands_without_measure_is_refused(self) -> None:
-        blocks, encoder = HeaderBlocks(), hpack.Encoder()
+        blocks, encoder = HeaderBlockReader(), hpack.Encoder()
         first = encoder.encode([("bomb", "b" * 4000)])
         blocks.begin(1, END_HEADERS, memoryview(first + b"\xbe" * 20))
         with pytest.raises(ConnectionBroken):
             blocks.end()
 
     def test_nothing_is_kept_of_a_block_that_has_ended(self) -> None:
-        blocks = HeaderBlocks()
+        blocks = HeaderBlockReader()
         blocks.begin(1, END_HEADERS, memoryview(block_of([("k", "v" * 60_000)])))
         blocks.end()
         assert len(blocks._block) == 0
@@ -299,7 +299,7 @@ class TestBlocks:
         self, steps: list[tuple[int, bool] | int]
     ) -> None:
         """Few different fields, with and without a place in a table of changing size."""
-        encoder, blocks, plain = hpack.Encoder(), HeaderBlocks(), hpack.Decoder()
+        encoder, blocks, plain = hpack.Encoder(), HeaderBlockReader(), hpack.Decoder()
         changes = 0
         for step in steps:
             if isinstance(step, int):

@@ -23,8 +23,8 @@ from iskander.errors import (
 )
 from iskander.protocols.oip.http.body import (
     PIECE_BYTES,
-    Held,
-    Room,
+    BodyQuota,
+    ReceivedBody,
     chosen_coding,
     compress,
     read_body,
@@ -56,9 +56,9 @@ ENDED: list[str] = []
 
 def room_of(
     bytes_max: int = 100 * MIB, budget: ReceiveBudget | None = None, message_s: float = 10.0
-) -> Room:
+) -> BodyQuota:
     ENDED.clear()
-    return Room(bytes_max, budget or ReceiveBudget(1 << 30), message_s, ENDED.append)
+    return BodyQuota(bytes_max, budget or ReceiveBudget(1 << 30), message_s, ENDED.append)
 
 
 def within(play: Coroutine[Any, Any, T]) -> T:
@@ -68,7 +68,7 @@ def within(play: Coroutine[Any, Any, T]) -> T:
 def read(
     *pieces: bytes,
     bytes_max: int = 2 * MIB,
-    room: Room | None = None,
+    room: BodyQuota | None = None,
     receive: Any = None,
     **headers: str,
 ) -> bytes:
@@ -76,7 +76,7 @@ def read(
     named = Headers({name.replace("_", "-"): value for name, value in headers.items()})
 
     async def run() -> bytes:
-        with Held(room) as held:
+        with ReceivedBody(room) as held:
             return bytes(await read_body(receive or receive_of(*pieces), named, bytes_max, held))
 
     try:
@@ -217,7 +217,7 @@ def test_bodies_are_refused_where_memory_is_out_and_the_oldest_large_one_first()
         room = room_of(budget=budget, message_s=60.0)
 
         async def one(receive: Any) -> int:
-            with Held(room) as held:
+            with ReceivedBody(room) as held:
                 return len(await read_body(receive, Headers({}), 8 * MIB, held))
 
         large = asyncio.create_task(one(slowly(bytes(3 * MIB))))
@@ -244,8 +244,8 @@ def test_a_large_body_has_its_memory_before_it_comes() -> None:
         size = 10 * MIB
         headers = Headers({"content-length": str(size)})
 
-        async def one(receive: Any, room: Room) -> int:
-            with Held(room) as held:
+        async def one(receive: Any, room: BodyQuota) -> int:
+            with ReceivedBody(room) as held:
                 return len(await read_body(receive, headers, size, held))
 
         first = asyncio.create_task(one(slowly(bytes(MIB)), room_of(budget=budget)))
@@ -275,7 +275,7 @@ def test_a_large_body_that_stalls_makes_room_for_one_that_waits(
         headers = Headers({"content-length": str(10 * MIB)})
 
         async def one(receive: Any) -> int:
-            with Held(room) as held:
+            with ReceivedBody(room) as held:
                 return len(await read_body(receive, headers, 10 * MIB, held))
 
         stalled = asyncio.create_task(one(slowly(bytes(MIB))))
@@ -290,7 +290,7 @@ def test_a_large_body_that_stalls_makes_room_for_one_that_waits(
 
 def test_bodies_share_a_room_and_leave_it() -> None:
     room = room_of(10)
-    with Held(room) as first, Held(room) as second:
+    with ReceivedBody(room) as first, ReceivedBody(room) as second:
         first.grow(6)
         with pytest.raises(Overloaded, match="6 bytes are held") as refused:
             second.grow(5)

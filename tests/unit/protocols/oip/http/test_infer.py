@@ -18,10 +18,10 @@ from iskander.auth.grants import EVERYTHING
 from iskander.auth.source import Source
 from iskander.config.schema import HttpConfig, LimitsConfig
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, Overloaded
-from iskander.protocols.oip.http.body import Room
+from iskander.protocols.oip.http.body import BodyQuota
 from iskander.protocols.oip.http.infer import HttpInference
-from iskander.protocols.oip.http.messages import Asked
-from iskander.protocols.tensors import Offered
+from iskander.protocols.oip.http.messages import ParsedRequest
+from iskander.protocols.tensors import RequestTensors
 from iskander.scheduling.request import Terms
 from iskander.transport.receive_budget import ReceiveBudget
 
@@ -33,7 +33,7 @@ BODY = json.dumps(
 class Desk:
     """Stands for the real one."""
 
-    def __init__(self, answer: Callable[[Offered], Awaitable[bytes]]) -> None:
+    def __init__(self, answer: Callable[[RequestTensors], Awaitable[bytes]]) -> None:
         self.limits = LimitsConfig()
         self.calls = 0
         self.terms: list[Terms] = []
@@ -49,7 +49,7 @@ class Desk:
         yield
         self.calls -= 1
 
-    async def ask(self, _: Any, offered: Offered, *, terms: Terms) -> bytes:
+    async def ask(self, _: Any, offered: RequestTensors, *, terms: Terms) -> bytes:
         self.terms.append(terms)
         return await self._answer(offered)
 
@@ -61,7 +61,7 @@ class Models:
         return lane_of()
 
 
-async def tripled(offered: Offered) -> bytes:
+async def tripled(offered: RequestTensors) -> bytes:
     return (3 * np.frombuffer(offered.tensors[0], np.int64)).tobytes()
 
 
@@ -97,7 +97,7 @@ class Client:
             Models(),  # type: ignore[arg-type]
             desk,  # type: ignore[arg-type]
             settings,
-            Room(settings.bodies_bytes, budget, 10.0, [].append),
+            BodyQuota(settings.bodies_bytes, budget, 10.0, [].append),
         )
         try:
             await infer(self._scope, self._receive, self._send)
@@ -169,7 +169,7 @@ def test_every_parameter_goes_before_its_header(
 def test_all_connections_of_an_address_are_one_caller() -> None:
     """Or one client would hold every place, with a connection for each."""
 
-    async def answer(_: Offered) -> bytes:
+    async def answer(_: RequestTensors) -> bytes:
         return bytes(16)
 
     desk = Desk(answer)
@@ -181,7 +181,7 @@ def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:
     async def run() -> None:
         begun, ended = asyncio.Event(), asyncio.Event()
 
-        async def never(_: Offered) -> bytes:
+        async def never(_: RequestTensors) -> bytes:
             begun.set()
             try:
                 await asyncio.Event().wait()
@@ -204,7 +204,7 @@ def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:
 def test_a_refused_request_is_forgotten_at_once() -> None:
     """Collections are rare, and bodies large."""
 
-    async def refuse(_: Offered) -> bytes:
+    async def refuse(_: RequestTensors) -> bytes:
         await asyncio.sleep(0)
         raise DeadlineExceeded("late")
 
@@ -214,7 +214,7 @@ def test_a_refused_request_is_forgotten_at_once() -> None:
 
     with collections_off():
         asyncio.run(run())
-        assert not [each for each in gc.get_objects() if type(each) is Asked]
+        assert not [each for each in gc.get_objects() if type(each) is ParsedRequest]
 
 
 def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:

@@ -16,8 +16,8 @@ from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, LimitExceeded, MalformedInput, Unsupported
 from iskander.protocols.oip.http.messages import (
-    Asked,
-    Wanted,
+    ParsedRequest,
+    RequestedOutput,
     choose,
     read_raw,
     read_request,
@@ -42,7 +42,7 @@ CONTRACT = Contract(
 )
 
 
-def read(head: Any, behind: bytes | None = None, contract: Contract = CONTRACT) -> Asked:
+def read(head: Any, behind: bytes | None = None, contract: Contract = CONTRACT) -> ParsedRequest:
     raw = head if isinstance(head, bytes) else json.dumps(head).encode()
     length = None if behind is None else len(raw)
     return read_request(memoryview(raw + (behind or b"")), length, contract, LIMITS)
@@ -82,8 +82,8 @@ def test_an_output_is_of_the_form_that_it_or_the_request_says() -> None:
     said = read(request(JSON_X, outputs=outputs, parameters={"binary_data_output": True}))
     unsaid = read(request(JSON_X, outputs=[{"name": "y", "parameters": {"binary_data": True}}]))
 
-    assert said.outputs == [Wanted("y", True), Wanted("z", False)]
-    assert unsaid.outputs == [Wanted("y", True)]
+    assert said.outputs == [RequestedOutput("y", True), RequestedOutput("z", False)]
+    assert unsaid.outputs == [RequestedOutput("y", True)]
     assert read(request(JSON_X, parameters={"binary_data_output": True})).is_binary
 
 
@@ -96,7 +96,7 @@ def test_null_is_as_if_it_were_not_there() -> None:
     unsaid = {"shared_memory_region": None, "classification": None, "binary_data": None}
     for parameters in (None, unsaid):
         asked = read(request(JSON_X, outputs=[{"name": "y", "parameters": parameters}]))
-        assert asked.outputs == [Wanted("y", False)]
+        assert asked.outputs == [RequestedOutput("y", False)]
     unsaid = {"binary_data_size": None, "shared_memory_region": None, "priority": None}
     asked = read(request(JSON_X | {"parameters": unsaid}, parameters=unsaid))
     assert asked == read(request(JSON_X))
@@ -193,28 +193,36 @@ def test_a_body_without_json_is_whole_rows_of_one_input() -> None:
 
 
 def test_outputs_are_chosen_in_the_order_asked_for() -> None:
-    asked = Asked([], outputs=[Wanted("z", True), Wanted("y", False)])
+    asked = ParsedRequest([], outputs=[RequestedOutput("z", True), RequestedOutput("y", False)])
 
     assert choose(CONTRACT, asked, 10, 1000) == asked.outputs
-    everything = choose(CONTRACT, Asked([], is_binary=True), 10, 1000)
-    assert everything == [Wanted("y", True), Wanted("z", True), Wanted("h", True)]
+    everything = choose(CONTRACT, ParsedRequest([], is_binary=True), 10, 1000)
+    assert everything == [
+        RequestedOutput("y", True),
+        RequestedOutput("z", True),
+        RequestedOutput("h", True),
+    ]
 
 
 @pytest.mark.parametrize(
     ("outputs", "kind", "why"),
     [
-        ([Wanted("q", True)], ContractError, "`q` is no output of the model, which has y, z, h"),
-        ([Wanted("y", True), Wanted("y", False)], ContractError, "twice"),
-        ([Wanted("h", False)], ContractError, "`h` is FP16.*binary"),
-        ([Wanted("y", False)], LimitExceeded, "40 bytes and may have 39 as JSON.*binary"),
+        (
+            [RequestedOutput("q", True)],
+            ContractError,
+            "`q` is no output of the model, which has y, z, h",
+        ),
+        ([RequestedOutput("y", True), RequestedOutput("y", False)], ContractError, "twice"),
+        ([RequestedOutput("h", False)], ContractError, "`h` is FP16.*binary"),
+        ([RequestedOutput("y", False)], LimitExceeded, "40 bytes and may have 39 as JSON.*binary"),
         (None, ContractError, "FP16"),
     ],
 )
 def test_outputs_that_cannot_be_answered_are_refused_before_the_run(
-    outputs: list[Wanted] | None, kind: type[IskanderError], why: str
+    outputs: list[RequestedOutput] | None, kind: type[IskanderError], why: str
 ) -> None:
     with pytest.raises(kind, match=why):
-        choose(CONTRACT, Asked([], outputs=outputs), 10, 39)
+        choose(CONTRACT, ParsedRequest([], outputs=outputs), 10, 39)
 
 
 def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
@@ -223,9 +231,9 @@ def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
         Tensor("z", "BOOL", (2, 3), memoryview(bytes([1, 0, 1, 0, 0, 1]))),
         Tensor("h", "FP16", (2,), memoryview(np.ones(2, np.float16).tobytes())),
     ]
-    chosen = [Wanted("h", True), Wanted("z", False), Wanted("y", True)]
+    chosen = [RequestedOutput("h", True), RequestedOutput("z", False), RequestedOutput("y", True)]
 
-    parts, length = write_answer(("m", "3"), Asked([], id="a"), given, chosen, 6)
+    parts, length = write_answer(("m", "3"), ParsedRequest([], id="a"), given, chosen, 6)
 
     body = b"".join(parts)
     assert length is not None
@@ -260,7 +268,9 @@ def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
 def test_an_answer_of_json_alone_has_no_length_of_it() -> None:
     given = [Tensor("y", "INT32", (2,), memoryview(RAW_X))]
 
-    parts, length = write_answer(("m", "3"), Asked([]), given, [Wanted("y", False)], 8)
+    parts, length = write_answer(
+        ("m", "3"), ParsedRequest([]), given, [RequestedOutput("y", False)], 8
+    )
 
     assert length is None
     assert "id" not in json.loads(b"".join(parts))
@@ -279,16 +289,18 @@ def test_strings_are_the_same_in_both_forms() -> None:
     assert in_json.tensors == behind.tensors
     given = [replace(in_json.tensors[0], name="t")]
     for is_binary, written in ((True, RAW_TEXTS), (False, '["ä",""]'.encode())):
-        parts, _ = write_answer(("m", "1"), Asked([]), given, [Wanted("t", is_binary)], 100)
+        parts, _ = write_answer(
+            ("m", "1"), ParsedRequest([]), given, [RequestedOutput("t", is_binary)], 100
+        )
         assert written in b"".join(parts)
 
 
 def test_strings_that_are_too_long_for_json_are_refused_when_they_are_there() -> None:
     given = [Tensor("t", "BYTES", (1,), memoryview(strings_to_body([b"a" * 93])))]
-    assert choose(TEXTS, Asked([]), 1, 100)
+    assert choose(TEXTS, ParsedRequest([]), 1, 100)
 
     with pytest.raises(LimitExceeded, match=r"101 bytes.*binary"):
-        write_answer(("m", "1"), Asked([]), given, [Wanted("t", False)], 100)
+        write_answer(("m", "1"), ParsedRequest([]), given, [RequestedOutput("t", False)], 100)
 
 
 def test_strings_that_are_not_as_many_as_the_shape_says_are_malformed() -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from typing import Final, Generic, Protocol, TypeVar
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.transport.acceptor import Accepted, Acceptor
+from iskander.transport.acceptor import AcceptedSocket, Acceptor
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.sources import Source, SourceTable
 
@@ -61,7 +61,7 @@ class Peer(Protocol):
 Connection = TypeVar("Connection", bound=Peer)
 
 
-class Listening(Generic[Connection]):
+class ConnectionListener(Generic[Connection]):
     """What the listeners of all protocols have in common.
 
     Args:
@@ -98,8 +98,8 @@ class Listening(Generic[Connection]):
         self._slack = slack
         self._share = max(connections_max * limits.source_percent // 100, 1)
         self._tls = tls
-        self._sources: SourceTable[Accepted[Connection]] = SourceTable()
-        self._accepted: dict[Connection, Accepted[Connection]] = {}
+        self._sources: SourceTable[AcceptedSocket[Connection]] = SourceTable()
+        self._accepted: dict[Connection, AcceptedSocket[Connection]] = {}
         # Connections whose client does not read, and since when that was known.
         self._unread: dict[Connection, int] = {}
         self._acceptors: list[Acceptor[Connection]] = []
@@ -176,7 +176,7 @@ class Listening(Generic[Connection]):
 
     # For the acceptors.
 
-    def admit(self, source: Source) -> Accepted[Connection] | None:
+    def admit(self, source: Source) -> AcceptedSocket[Connection] | None:
         """Count a new connection; None where it is to be closed."""
         # Those that gave way take a moment to close.
         is_taken = (
@@ -187,7 +187,7 @@ class Listening(Generic[Connection]):
         if not is_taken or (is_surplus and self._surplus >= self._slack):
             self.on_too_many()
             return None
-        accepted: Accepted[Connection] = Accepted(source)
+        accepted: AcceptedSocket[Connection] = AcceptedSocket(source)
         if is_surplus:
             accepted.is_surplus = True
             self._surplus += 1
@@ -196,7 +196,7 @@ class Listening(Generic[Connection]):
         self._limits.open_count += 1
         return accepted
 
-    def make(self, accepted: Accepted[Connection]) -> asyncio.BaseProtocol:
+    def make(self, accepted: AcceptedSocket[Connection]) -> asyncio.BaseProtocol:
         """The server's end of an accepted connection."""
         connection = self.connection()
         accepted.peer = connection
@@ -204,7 +204,7 @@ class Listening(Generic[Connection]):
         assert isinstance(connection, asyncio.BaseProtocol)
         return connection
 
-    def drop(self, accepted: Accepted[Connection]) -> None:
+    def drop(self, accepted: AcceptedSocket[Connection]) -> None:
         """An accepted connection is not there any more; more than once is as good as once."""
         if accepted.is_open:
             accepted.is_open = False
@@ -248,7 +248,7 @@ class Listening(Generic[Connection]):
             oldest.is_surplus = False
             self._surplus -= 1
 
-    def _idle_since(self, accepted: Accepted[Connection]) -> int:
+    def _idle_since(self, accepted: AcceptedSocket[Connection]) -> int:
         # A peer is made before its handshake, and has no transport until that is over.
         peer = accepted.peer
         return peer.idle_since_ns if peer in self.connections else accepted.at_ns

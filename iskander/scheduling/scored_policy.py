@@ -50,7 +50,7 @@ class Scorable(NamedTuple):
 Score = Callable[[Scorable], float]
 
 
-class Scored:
+class ScoredPolicy:
     """The higher score goes first.
 
     A later request overtakes by at most a tenth of `patience_ms` for each point that it has more,
@@ -98,7 +98,7 @@ def register(name: str, score: Score) -> None:
     """
     if name in POLICIES:
         raise ConfigError(f"there is a policy `{name}` already")
-    POLICIES[name] = lambda config: Scored(config, score)
+    POLICIES[name] = lambda config: ScoredPolicy(config, score)
 
 
 def _scorable(request: Request, period_ns: int) -> Scorable:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from iskander.control.client_memory import Located, borrow, encode
+from iskander.control.shared_regions import BodyLocation, encode, request_region
 from iskander.errors import NotReady, SegmentError
 from iskander.memory.segment import Segment
 
@@ -116,7 +116,7 @@ class Region:
 
     def __init__(self, path: Path, length_bytes: int, timeout_s: float) -> None:
         self._is_closed = True
-        self._connection, lent, fd = borrow(path, length_bytes, timeout_s)
+        self._connection, lent, fd = request_region(path, length_bytes, timeout_s)
         try:
             self._segment = Segment.attach(fd, lent.bytes, is_writable=True)
         except SegmentError:
@@ -165,7 +165,7 @@ class Region:
         at = _header_end(view, 0)
         body = _header_end(view, at)
         header = bytes(view[at + _PREFIX.size : body])
-        return encode(Located(header, (start + body, end - body), app_metadata))
+        return encode(BodyLocation(header, (start + body, end - body), app_metadata))
 
     def free(self) -> None:
         """Let go of the oldest range: its batch's result has come."""

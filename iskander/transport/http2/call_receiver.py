@@ -22,7 +22,7 @@ from iskander.transport.http2 import decompression as inflating
 from iskander.transport.http2 import frames
 from iskander.transport.http2.decompression import Compressed
 from iskander.transport.http2.frames import PREFIX_BYTES, Code
-from iskander.transport.http2.request_head import RequestHead
+from iskander.transport.http2.request_headers import RequestHead
 from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.receive_budget import (
     MESSAGE_RATE_MIN,
@@ -44,7 +44,7 @@ QUEUED_COST: Final = 128
 Message: TypeAlias = bytes | memoryview
 
 
-class CallInput:
+class CallReceiver:
     """The receiving half of one call.
 
     Args:

@@ -31,7 +31,7 @@ GAP_NS: Final = 30 * NS_PER_US
 LARGE_READ_BYTES: Final = 16_384
 
 
-class Waiting(Protocol):
+class TurnTaker(Protocol):
     """A connection with input that is left over.
 
     Attributes:
@@ -58,14 +58,14 @@ class TurnScheduler:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[TurnTaker] = deque()
         self._present = 0
         self._is_counting = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def wait(self, connection: Waiting) -> None:
+    def wait(self, connection: TurnTaker) -> None:
         """Call a connection's `take_turn` until it has no input left; it must not wait already."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:

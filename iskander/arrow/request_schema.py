@@ -33,7 +33,7 @@ _DECIMALS = {
 }
 
 
-def sent_schema(contract: Contract) -> pa.Schema:
+def request_schema(contract: Contract) -> pa.Schema:
     """The columns of all inputs, each once; fields that are named by a path in their structs."""
     dtypes = {spec.tensor: spec.type.dtype_name for spec in contract.inputs}
     tree: dict[str, Any] = {}

@@ -2,9 +2,8 @@
 
 Those of the configuration are loaded anew here, too, when their files have changed.
 
-Which versions are wanted is decided in `wanted`, how they come and go in `generations`. In each
-gateway process by itself: processes that watch the same folder come to the same end, each in its
-own time.
+`wanted_versions` decides which versions to serve, `generations` replaces them. Each gateway process
+does this by itself; processes that watch the same folder reach the same state independently.
 
 Runs on: gateway loop; folders are read on threads.
 """
@@ -22,25 +21,25 @@ from weakref import WeakValueDictionary
 from iskander.config.repository import ModelFile
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ModelMoved, ModelNotFound, Unsupported
-from iskander.measurement.recent_values import Recent
+from iskander.measurement.recent_values import RecentValues
 from iskander.repository.changes import NOTHING, follow
 from iskander.repository.generations import Generation, Generations
-from iskander.repository.load_intents import Wish
+from iskander.repository.load_intents import LoadIntent
+from iskander.repository.model_reader import FoundModel, ModelReader, Which
 from iskander.repository.models import Failure, Models
-from iskander.repository.reading import Found, Reader, Which
 from iskander.repository.routing import Routing
-from iskander.repository.scan import SETTINGS, Listed, list_models
+from iskander.repository.scan import SETTINGS, ScannedModel, list_models
 from iskander.repository.specs import quorum_of
-from iskander.repository.startup_barrier import Beginning
+from iskander.repository.startup_barrier import StartupBarrier
 from iskander.repository.version_policy import (
     complaint_about_targets,
     move,
     names_at_start,
     policy_of,
-    wanted,
+    wanted_versions,
 )
 from iskander.scheduling.lane import Lane
-from iskander.supervision.model_loader import Loading
+from iskander.supervision.model_loader import ModelLoader
 
 log = logging.getLogger("iskander.repository")
 
@@ -70,15 +69,15 @@ class Repository:
         self,
         config: Config,
         models: Models,
-        loading: Loading,
+        loading: ModelLoader,
         refuse_queued: Callable[[Lane, IskanderError], None],
         *,
-        recent: Recent,
+        recent: RecentValues,
         on_change: Callable[[], None],
     ) -> None:
         self._config = config
         self._settings = config.repository
-        self._reader = Reader(config)
+        self._reader = ModelReader(config)
         self._models = models
         self._loading = loading
         self._generations = Generations(
@@ -91,7 +90,7 @@ class Repository:
             on_change=on_change,
         )
         self._on_change = on_change
-        self.beginning = Beginning()
+        self.beginning = StartupBarrier()
         self._tried: dict[str, dict[str, str]] = {}
         self._model_files: dict[str, ModelFile] = {}
         # Of the models of which something is being changed; one that nobody holds is forgotten.
@@ -111,7 +110,7 @@ class Repository:
         """Whether a model comes and goes by calls, and not by the configuration or the folder."""
         return self.is_explicit and not self._reader.is_configured(name)
 
-    async def start(self, wishes: Iterable[Wish] = ()) -> None:
+    async def start(self, wishes: Iterable[LoadIntent] = ()) -> None:
         """Begin to load what is to be served from the start, and to watch the folder.
 
         Args:
@@ -237,10 +236,10 @@ class Repository:
         which = lane.model.name, lane.model.version
         return self._reader.fingerprint_of(which, lane.model.key, self._model_files.get(which[0]))
 
-    def _on_model(self, name: str, listed: Listed) -> None:
+    def _on_model(self, name: str, listed: ScannedModel) -> None:
         self._spawn(self._quietly(name, listed))
 
-    async def _start(self, name: str, listed: Listed, *, is_required: bool) -> None:
+    async def _start(self, name: str, listed: ScannedModel, *, is_required: bool) -> None:
         try:
             await self._quietly(name, listed, is_required=is_required)
         finally:
@@ -248,7 +247,7 @@ class Repository:
             self._models.pending -= 1
             self._on_change()
 
-    async def _quietly(self, name: str, listed: Listed, *, is_required: bool = False) -> None:
+    async def _quietly(self, name: str, listed: ScannedModel, *, is_required: bool = False) -> None:
         with contextlib.suppress(IskanderError):  # It is kept among the failures.
             await self._change(name, listed, is_required=is_required)
 
@@ -272,7 +271,7 @@ class Repository:
                 raise error_at_once
 
     async def _change(
-        self, name: str, listed: Listed, *, is_asked: bool = False, is_required: bool = False
+        self, name: str, listed: ScannedModel, *, is_asked: bool = False, is_required: bool = False
     ) -> None:
         """Bring what is served of a model to what is listed.
 
@@ -297,7 +296,9 @@ class Repository:
                     raise self._fail((name, SETTINGS), error, is_required=is_required) from None
                 settings, routing = ModelFile(), Routing()
             self._model_files[name] = settings
-            versions = wanted(listed.versions, policy_of(self._settings, settings), routing)
+            versions = wanted_versions(
+                listed.versions, policy_of(self._settings, settings), routing
+            )
             for which in [which for which in self._models.failures if which[0] == name]:
                 if which[1] not in versions:
                     del self._models.failures[which]
@@ -324,7 +325,7 @@ class Repository:
     def _begin_all(
         self,
         name: str,
-        found: Mapping[str, Found | IskanderError],
+        found: Mapping[str, FoundModel | IskanderError],
         *,
         is_asked: bool,
         is_required: bool = False,

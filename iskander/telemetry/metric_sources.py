@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
+class MetricSources:
     """One gateway.
 
     Attributes:

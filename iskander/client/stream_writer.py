@@ -15,14 +15,14 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.client.region import Region
+from iskander.client.shared_memory import Region
 from iskander.errors import ContractError
 
 FEEDER_STOP_S = 1.0
 FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
 
-class Feeder(threading.Thread):
+class StreamWriter(threading.Thread):
     """Writes a stream's batches while its results are read.
 
     It never says that writing is done: where a call fails, the reading thread closes the writing

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from iskander.decoders import prepared
+from iskander.decoders import thread_safe
 from iskander.errors import IskanderError, MalformedInput, ProtocolError
 
 SaidT = TypeVar("SaidT")
@@ -31,15 +31,15 @@ REGION_HEADER = "iskander-region"
 FRAME_BYTES_MAX = 4096
 
 
-@prepared
-class Borrow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@thread_safe
+class RegionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a client asks for."""
 
     bytes: int
 
 
-@prepared
-class Lent(msgspec.Struct, frozen=True):
+@thread_safe
+class RegionGrant(msgspec.Struct, frozen=True):
     """What it gets.
 
     Attributes:
@@ -53,8 +53,8 @@ class Lent(msgspec.Struct, frozen=True):
     error: dict[str, Any] | None = None
 
 
-@prepared
-class Located(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@thread_safe
+class BodyLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A batch whose body is in the stream's region.
 
     Attributes:
@@ -69,25 +69,25 @@ class Located(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_read_borrow = msgspec.msgpack.Decoder(Borrow).decode
-_read_lent = msgspec.msgpack.Decoder(Lent).decode
-_read_located = msgspec.msgpack.Decoder(Located).decode
+_read_borrow = msgspec.msgpack.Decoder(RegionRequest).decode
+_read_lent = msgspec.msgpack.Decoder(RegionGrant).decode
+_read_located = msgspec.msgpack.Decoder(BodyLocation).decode
 
 
-def read_borrow(frame: bytes) -> Borrow:
+def read_region_request(frame: bytes) -> RegionRequest:
     """What a client asks for.
 
     Raises:
-        MalformedInput: It is no `Borrow`.
+        MalformedInput: It is no `RegionRequest`.
     """
     return _read(_read_borrow, frame, "what was asked for")
 
 
-def read_located(app_metadata: bytes) -> Located:
+def read_body_location(app_metadata: bytes) -> BodyLocation:
     """Where a batch is.
 
     Raises:
-        MalformedInput: It is no `Located`.
+        MalformedInput: It is no `BodyLocation`.
     """
     return _read(_read_located, app_metadata, "where the batch is")
 
@@ -99,12 +99,14 @@ def _read(decode: Callable[[bytes], SaidT], said: bytes, what: str) -> SaidT:
         raise MalformedInput(f"{what} was not understood: {error}") from None
 
 
-def lend(connection: socket.socket, lent: Lent, fd: int | None = None) -> None:
+def send_region(connection: socket.socket, lent: RegionGrant, fd: int | None = None) -> None:
     """Answer a client, with a descriptor where it gets memory. Runs on: gateway loop."""
     socket.send_fds(connection, [encode(lent)], [] if fd is None else [fd])
 
 
-def borrow(path: Path, length_bytes: int, timeout_s: float) -> tuple[socket.socket, Lent, int]:
+def request_region(
+    path: Path, length_bytes: int, timeout_s: float
+) -> tuple[socket.socket, RegionGrant, int]:
     """Ask for memory; the caller owns the connection and the descriptor. Runs on: a client.
 
     Raises:
@@ -116,7 +118,7 @@ def borrow(path: Path, length_bytes: int, timeout_s: float) -> tuple[socket.sock
     try:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
-        connection.sendall(encode(Borrow(length_bytes)))
+        connection.sendall(encode(RegionRequest(length_bytes)))
         frame, descriptors, _, _ = socket.recv_fds(
             connection, FRAME_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
         )

@@ -14,7 +14,7 @@ import hpack
 
 from iskander.transport.http2 import frames
 from iskander.transport.http2.frames import Code, ConnectionBroken
-from iskander.transport.http2.request_head import RequestHead, read_request
+from iskander.transport.http2.request_headers import RequestHead, read_request
 
 EXPANDED_BYTES_MAX: Final = 65_536
 BLOCK_BYTES_MAX: Final = 65_536
@@ -58,7 +58,7 @@ class Fields:
         return self._request
 
 
-class HeaderBlocks:
+class HeaderBlockReader:
     """Assembles and decodes the header blocks of one connection.
 
     Attributes:

@@ -16,7 +16,7 @@ from typing import Final
 
 from iskander.clock import NS_PER_S, NS_PER_US
 from iskander.transport.http2.frames import Code, StreamError
-from iskander.transport.http2.headers import Metadata
+from iskander.transport.http2.response_headers import Metadata
 from iskander.transport.http2.status import RpcError, Status
 
 HEADER_LIST_BYTES_MAX: Final = 16_384

@@ -19,7 +19,7 @@ from iskander.config.schema import Config
 from iskander.control.messages import ModelSpec
 from iskander.errors import ConfigError, IskanderError
 from iskander.repository.routing import Routing
-from iskander.repository.scan import SETTINGS, Listed, list_model, read_settings, stamp_of
+from iskander.repository.scan import SETTINGS, ScannedModel, list_model, read_settings, stamp_of
 from iskander.repository.specs import loading_spec, model_spec
 from iskander.repository.version_policy import complaint_about, routing_of
 
@@ -27,7 +27,7 @@ Which = tuple[str, str]
 """A name and a version."""
 
 
-class Found(NamedTuple):
+class FoundModel(NamedTuple):
     """A version that can be loaded.
 
     Attributes:
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     spec: ModelSpec
 
 
-class Reader:
+class ModelReader:
     """Reads them.
 
     Args:
@@ -58,7 +58,7 @@ class Reader:
         """Whether a model is of the configuration, and not of the folder."""
         return name in self._names
 
-    def listed(self, name: str) -> Listed:
+    def listed(self, name: str) -> ScannedModel:
         """What is there of a model of the folder."""
         return list_model(self._root, name, self._marker)
 
@@ -77,7 +77,7 @@ class Reader:
 
     def of_folder(
         self, name: str, settings: ModelFile, stamps: Mapping[str, str]
-    ) -> dict[str, Found | IskanderError]:
+    ) -> dict[str, FoundModel | IskanderError]:
         """Versions of the folder, or why they cannot be loaded.
 
         Args:
@@ -85,21 +85,21 @@ class Reader:
             settings: Of all of them.
             stamps: What tells the state of each version's folder from another.
         """
-        found: dict[str, Found | IskanderError] = {}
+        found: dict[str, FoundModel | IskanderError] = {}
         for version, stamp in stamps.items():
             try:
-                found[version] = Found(settings, self._spec((name, version), settings, stamp))
+                found[version] = FoundModel(settings, self._spec((name, version), settings, stamp))
             except IskanderError as error:
                 found[version] = error
         return found
 
-    def of_configuration(self, name: str) -> dict[str, Found | IskanderError]:
+    def of_configuration(self, name: str) -> dict[str, FoundModel | IskanderError]:
         """Versions of the configuration, or why they cannot be loaded."""
-        found: dict[str, Found | IskanderError] = {}
+        found: dict[str, FoundModel | IskanderError] = {}
         for (each, version), model in self._configured.items():
             if each == name:
                 try:
-                    found[version] = Found(model, model_spec(0, model, self._loading))
+                    found[version] = FoundModel(model, model_spec(0, model, self._loading))
                 except IskanderError as error:
                     found[version] = error
         return found

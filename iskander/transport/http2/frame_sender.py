@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.transport.http2 import frames, headers
+from iskander.transport.http2 import frames
+from iskander.transport.http2 import response_headers as headers
 from iskander.transport.http2.frames import Code, ConnectionBroken, StreamError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ kind and flags of DATA are 0, and so is the prefix of what is not compressed."""
 _AFTER: Final = struct.Struct(f"!{_KIND_BYTES}sI{len(headers.OK)}s").pack
 
 
-class Output:
+class FrameSender:
     """The sending half of a connection.
 
     Args:
