@@ -1,7 +1,8 @@
-# The developer's verbs. `make quickstart` and `make test` are all that a newcomer needs.
+# Commands for development. Start with `make quickstart` and `make test`.
 
 PYTHON ?= python3
 BIN := .venv/bin
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup quickstart serve test test-fast test-all test-kserve lint fmt bench bench-peers bench-scheduling docs wheel ci clean
 
@@ -11,7 +12,7 @@ setup: .venv/.installed
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[http]'
 	touch $@
 
-# The tests want clients and trainers of others, which a first look at the server need not wait for.
+# The tests need other clients and trainers; the quickstart does not.
 .venv/.installed-tests: .venv/.installed
 	PYTHON=$(PYTHON) sh scripts/setup.sh '.[test]'
 	touch $@
@@ -23,19 +24,20 @@ serve: setup
 	$(BIN)/iskander-gateway --config configs/quickstart.toml
 
 test: .venv/.installed-tests
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 test-fast: .venv/.installed-tests
 	$(BIN)/pytest tests/unit tests/spec tests/tidy
 
-# Clients in other languages are skipped by name where their tools are missing: g++, go with
-# golang-google-grpc-dev, node with npm. Fuzzing is guided by coverage where the extra `fuzz` is
-# installed, which not every Python has.
-test-all: test
+# Slow tests too, clients in other languages, and fuzzing for 30 s a target. Clients whose tools are
+# missing are skipped by name: g++, go with golang-google-grpc-dev, node with npm. Fuzzing is guided by
+# coverage if the extra `fuzz` is installed, which does not support every Python.
+test-all: .venv/.installed-tests
+	ISKANDER_SLOW=1 $(BIN)/pytest $(SIDE_BY_SIDE)
 	ISKANDER_TEST_ALL=1 $(BIN)/pytest tests/interop
-	ISKANDER_TEST_ALL=1 $(BIN)/pytest -n 3 tests/fuzz
+	ISKANDER_SLOW=1 ISKANDER_TEST_ALL=1 $(BIN)/pytest -n 3 tests/fuzz
 
-# KServe's client wants an older psutil than the server, and so an environment of its own.
+# KServe's client needs an older psutil than the server, so it has its own environment.
 test-kserve: .venv/.installed-tests
 	[ -d build/kserve ] || $(PYTHON) -m venv build/kserve
 	build/kserve/bin/python -m pip install --quiet --disable-pip-version-check kserve
@@ -78,7 +80,8 @@ docs: setup
 wheel: setup
 	$(BIN)/python scripts/check_wheel.py
 
-ci: wheel lint test
+# One compile: the wheel runs the slow tests, the sources run the others.
+ci: lint wheel test
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

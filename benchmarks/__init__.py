@@ -1,1 +1,1 @@
-"""Iskander beside the servers that people would otherwise choose: `python -m benchmarks`."""
+"""Benchmarks of Iskander against other model servers: `python -m benchmarks`."""

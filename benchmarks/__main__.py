@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: install peers, measure, report, compare."""
+"""Command line of the benchmarks: install peers, measure, report, compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks import compare, page, probes, ramp, reload, results
 from benchmarks.cases import GOALS, SUITES, Case, with_processes
 from benchmarks.machine import describe_machine, describe_versions
 from benchmarks.peers import install
-from benchmarks.runner import Effort, run, say
+from benchmarks.runner import Effort, log_progress, run
 from benchmarks.systems import REQUIREMENTS, SYSTEMS
 from benchmarks.tables import render_case, render_verdicts
 
@@ -26,14 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0, or 1 where something asked for was not done.
+        0, or 1 if an installation failed.
     """
     options = _parser().parse_args(arguments)
     command = options.command
     if command == "install":
         failures = install(tuple(options.peers or REQUIREMENTS))
         for failure in failures:
-            say(f"not installed: {failure}")
+            log_progress(f"not installed: {failure}")
         return bool(failures)
     if command == "report":
         images = page.IMAGES if options.images else None
@@ -91,7 +91,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
                 with_processes(replace(case, systems=systems, seconds=seconds), processes)
             )
     if not chosen:
-        raise SystemExit("no case of that suite is left")
+        raise SystemExit("no case of the suite matches --case and --systems")
     return chosen
 
 
@@ -104,7 +104,7 @@ def _effort(options: argparse.Namespace) -> Effort:
 
 def _peer(name: str) -> str:
     if name not in REQUIREMENTS:
-        raise argparse.ArgumentTypeError(f"there are {', '.join(REQUIREMENTS)}")
+        raise argparse.ArgumentTypeError(f"unknown peer; choose from {', '.join(REQUIREMENTS)}")
     return name
 
 
@@ -112,26 +112,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    add = commands.add_parser("install", help="make environments for the other servers")
-    # argparse holds an empty list against `choices` too.
+    add = commands.add_parser("install", help="create environments for the other servers")
+    # argparse checks an empty list against `choices` too.
     add.add_argument("peers", nargs="*", type=_peer, metavar="PEER", help=", ".join(REQUIREMENTS))
 
     for name, help_text in (
         ("run", "measure the cases of a suite"),
-        ("ramp", "find the greatest load that each system sustains"),
-        ("probe", "time the start, weigh idle streams"),
-        ("reload", "measure what reloads cost those who are served"),
+        ("ramp", "find the greatest sustained load of each system"),
+        ("probe", "measure the startup time, and the cost of idle streams"),
+        ("reload", "measure the cost of reloads for active streams"),
     ):
         add = commands.add_parser(name, help=help_text)
         if name == "run":
             add.add_argument("suite", choices=[*SUITES])
-            add.add_argument("--case", default="", metavar="REGEX", help="of their names")
-            add.add_argument("--processes", type=int, help="client processes; else one a client")
+            add.add_argument("--case", default="", metavar="REGEX", help="of case names")
+            add.add_argument(
+                "--processes", type=int, help="client processes; default: one a client"
+            )
         if name in ("run", "ramp"):
             add.add_argument("--systems", nargs="*", choices=[*SYSTEMS], metavar="SYSTEM")
-        add.add_argument("--rounds", type=int, default=3, help="medians are reported")
-        add.add_argument("--seconds", type=float, default=5.0, help="of a system in a round")
-        add.add_argument("--quick", action="store_true", help="a moment each, to see it run")
+        add.add_argument("--rounds", type=int, default=3, help="rounds; medians are reported")
+        add.add_argument("--seconds", type=float, default=5.0, help="of each system in a round")
+        add.add_argument("--quick", action="store_true", help="run each only for a moment")
         add.add_argument("--out", type=Path, default=Path(f"build/{name}.jsonl"), metavar="PATH")
 
     add = commands.add_parser("report", help="write benchmarks/README.md")
@@ -139,12 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--output", type=Path, default=page.README, metavar="PATH")
     add.add_argument("--images", action=argparse.BooleanOptionalAction, default=True)
 
-    add = commands.add_parser("compare", help="say what changed beyond noise")
+    add = commands.add_parser("compare", help="print the changes beyond noise")
     add.add_argument("files", type=Path, nargs=2, metavar="FILE")
     return parser
 
 
 if __name__ == "__main__":
-    # Who is told to end takes the servers along that it has started, as with ^C.
+    # SIGTERM stops the started servers too, as ^C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

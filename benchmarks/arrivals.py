@@ -1,4 +1,7 @@
-"""When requests are due in an open loop; pure."""
+"""Arrival times of requests in an open loop.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ Pattern = Literal["poisson", "fixed"]
 
 
 def arrivals_ns(pattern: Pattern, per_s: float, seconds: float, seed: int) -> npt.NDArray[np.int64]:
-    """Moments from the beginning, in nanoseconds, ascending and below `seconds`.
+    """Arrival times since the start, in nanoseconds, ascending and below `seconds`.
 
     Args:
         pattern: Poisson arrivals have exponential gaps; fixed ones are evenly spaced.
         per_s: Rate; above 0.
-        seconds: How long.
-        seed: Of the gaps, or of where the first fixed one falls.
+        seconds: Duration.
+        seed: Of the gaps, or of the first fixed arrival.
     """
     generator = np.random.default_rng(seed)
     if pattern == "fixed":
         first = generator.random() / per_s
         moments = np.arange(first, seconds, 1 / per_s)
     else:
-        # Enough gaps to be beyond the end but for one case in a million.
+        # Too few gaps only in one case in a million.
         count = int(per_s * seconds + 5 * np.sqrt(per_s * seconds) + 10)
         moments = np.cumsum(generator.exponential(1 / per_s, count))
     return (moments[moments < seconds] * NS_PER_S).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Large batches beside bare Flight: `python -m benchmarks.batch_throughput`."""
+"""Throughput of large batches, next to bare Flight: `python -m benchmarks.batch_throughput`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: cases, the suites that they are grouped in, and what is to be reached."""
+"""Benchmark cases, their suites, and the goals."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SERVERS = ("echo", "iskander", *PEERS)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to load some systems.
+    """A load on several systems.
 
     Attributes:
-        name: What tables and targets call it.
+        name: Name in tables and goals.
         systems: In the order of the first round.
-        seconds: Measured, of each system and round; None for the run's own setting.
+        seconds: Measured time of each system and round; None for the run's setting.
     """
 
     name: str
@@ -38,26 +38,26 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A bound on a figure of Iskander's, or on its ratio to another system's in the same round.
+    """A bound on a figure of Iskander, or on its ratio to another system in the same round.
 
     Attributes:
         case: Name of the case.
         metric: Name of the figure.
-        than: The other system; empty for the figure itself.
-        of: Iskander, as it is asked.
-        bound: The least or the most that is wanted.
+        baseline: The other system; empty for the figure itself.
+        system: Iskander's variant.
+        bound: Lower or upper bound, by `sense`.
     """
 
     case: str
     metric: str
-    than: str = ""
-    of: str = "iskander"
+    baseline: str = ""
+    system: str = "iskander"
     sense: Literal["least", "most"] = "least"
     bound: float
 
 
 def closed(workload: Workload, rows: int, clients: int, systems: tuple[str, ...]) -> Case:
-    """Every client sends its next batch when the last one was answered."""
+    """A closed loop: every client sends its next batch after the last response."""
     name = f"{_LABELS[workload.model]}, {_rows(rows)}, {clients} client{'s' * (clients > 1)}"
     return Case(
         name=name, load=Load(workload=workload, rows=rows, clients=clients), systems=systems
@@ -124,8 +124,9 @@ SUITES: dict[str, list[Case]] = {
         for rate in RATES_PER_S
     ],
 }
-"""By name: what the goals need; Iskander beside bare Flight and bare ONNX Runtime; every shape and
-system; open loops; and long ones."""
+"""By name: the goals; Iskander next to bare Flight and bare ONNX Runtime; every shape and system;
+open loops; and long open loops.
+"""
 
 _SMALL, _ONE_ROW = "two-tower, 128 rows, 4 clients", "two-tower, 1 row, 4 clients"
 _LARGE, _EMBEDDING = "two-tower, 1,024 rows, 4 clients", "embedding, 1,024 rows, 4 clients"
@@ -134,9 +135,11 @@ _OPEN = "two-tower, 128 rows, 1,000 arrivals/s for 30 s"
 _WIDE = tuple(f"wide, {rows} rows, 4 clients" for rows in ("8,192", "65,536"))
 
 
-def _goal(case: str, metric: str, than: str, bound: float, of: str = "iskander") -> Goal:
+def _goal(case: str, metric: str, baseline: str, bound: float, system: str = "iskander") -> Goal:
     sense: Literal["least", "most"] = "least" if metric.endswith("_per_s") else "most"
-    return Goal(case=case, metric=metric, than=than, of=of, sense=sense, bound=bound)
+    return Goal(
+        case=case, metric=metric, baseline=baseline, system=system, sense=sense, bound=bound
+    )
 
 
 GOALS = [
@@ -160,10 +163,10 @@ GOALS = [
     _goal(_LARGE, "requests_per_s", "mosec", 1.6),
     _goal(_LARGE, "requests_per_s", "direct", 0.6),
     *(
-        _goal(case, "rows_per_s", than, bound, of)
+        _goal(case, "rows_per_s", baseline, bound, system)
         for case in _WIDE
-        for of in ("iskander", "iskander-shared")
-        for than, bound in (
+        for system in ("iskander", "iskander-shared")
+        for baseline, bound in (
             ("echo", 0.9),
             ("triton", 4.0),
             ("triton-serialized", 2.0),
@@ -173,8 +176,8 @@ GOALS = [
     _goal(_EMBEDDING, "rows_per_s", "triton", 2.0),
     _goal(_EMBEDDING, "rows_per_s", "mosec", 2.0),
     *(
-        _goal(_SMALL, metric, than, bound, of)
-        for of, than in (
+        _goal(_SMALL, metric, baseline, bound, system)
+        for system, baseline in (
             ("iskander-oip", "triton"),
             ("iskander-oip", "triton-polled"),
             ("iskander-oip-default", "triton"),
@@ -186,6 +189,6 @@ GOALS = [
 
 
 def with_processes(case: Case, processes: int) -> Case:
-    """The same case from so many client processes, no more than it has clients."""
+    """The same case with `processes` client processes, at most one for each client."""
     load = replace(case.load, processes=min(processes, case.load.clients))
     return replace(case, load=load)

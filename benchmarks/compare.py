@@ -1,9 +1,9 @@
-"""What changed between two results files, beyond the noise of either.
+"""Differences between two results files that exceed the noise of both.
 
-The machine's speed differs from run to run, so a figure is first divided by what a yardstick, a
-system that did not change (the echo), made of the same metric in the same round; where there is
-none, it stands as it is, and the table says so. Noise is the spread of the rounds: two medians
-differ when they are further apart than the larger of both files' half ranges and a floor.
+The machine's speed differs from run to run. Therefore each figure is first divided by the same
+figure, in the same round, of a system that did not change (the yardstick: echo). Without a
+yardstick the figure is compared as it is, and the table shows that. Noise is the spread of the
+rounds: two medians differ if their distance exceeds a floor and the larger half range of the files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.tables import render_table
 METRICS = ("requests_per_s", "p50_us", "p99_us", "server_cpu_us")
 YARDSTICKS = ("echo", "direct")
 FLOOR = 0.05
-"""Changes of less than a twentieth are not told apart from noise by a few rounds."""
+"""A few rounds cannot distinguish changes below a twentieth from noise."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Change:
     """One figure in both files, as a factor: 1.1 is a tenth more in the second.
 
     Attributes:
-        noise: How far from 1 a factor may be without meaning anything.
-        yardstick: What the figures were divided by; empty for none.
+        noise: Distance from 1 that is not significant.
+        yardstick: Divisor of the figures; empty for none.
     """
 
     case: str
@@ -47,7 +47,7 @@ class Change:
 
 
 def compare(before: Results, after: Results) -> list[Change]:
-    """Every figure that both files have."""
+    """Compare every figure that both files have."""
     changes = []
     for case in before.cases:
         systems = [system for system in before.systems(case) if system in after.systems(case)]
@@ -64,8 +64,8 @@ def compare(before: Results, after: Results) -> list[Change]:
 
 
 def render(changes: list[Change]) -> str:
-    """The changes beyond noise as a table, and how many were within."""
-    told = [change for change in changes if change.word != "same"]
+    """The changes beyond noise as a table, and the number of the others."""
+    significant = [change for change in changes if change.word != "same"]
     rows = [
         [
             change.case,
@@ -75,21 +75,22 @@ def render(changes: list[Change]) -> str:
             f"{change.noise:.2f}",
             change.word,
         ]
-        for change in told
+        for change in significant
     ]
     headings = ["case", "system", "figure", "factor", "noise ±", "verdict"]
     table = f"{render_table(headings, rows)}\n\n" if rows else ""
-    return f"{table}{len(changes) - len(told)} of {len(changes)} figures are the same within noise."
+    same = len(changes) - len(significant)
+    return f"{table}{same} of {len(changes)} figures are the same within noise."
 
 
 def _relative(results: Results, case: str, system: str, metric: str, yardstick: str) -> list[float]:
-    """Round by round, over the yardstick's figure in that round; empty where any is missing."""
-    ours = {each["round"]: each[metric] for each in results.of(case, system)}
+    """A figure by round, over the yardstick's figure in that round; empty if any is missing."""
+    ours = {each["round"]: each[metric] for each in results.select(case, system)}
     if not yardstick:
         return list(ours.values()) if all(ours.values()) else []
-    scale = {each["round"]: each[metric] for each in results.of(case, yardstick)}
+    scale = {each["round"]: each[metric] for each in results.select(case, yardstick)}
     both = [(ours[number], scale[number]) for number in ours if number in scale]
-    return [mine / its for mine, its in both] if both and all(map(all, both)) else []
+    return [mine / other for mine, other in both] if both and all(map(all, both)) else []
 
 
 def _half_range(values: list[float]) -> float:

@@ -1,4 +1,7 @@
-"""Small batches beside bare Flight and bare ONNX Runtime: `python -m benchmarks.flight_latency`."""
+"""Latency of small batches, next to bare Flight and ONNX Runtime.
+
+Command: `python -m benchmarks.flight_latency`.
+"""
 
 from __future__ import annotations
 

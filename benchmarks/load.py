@@ -1,11 +1,11 @@
-"""The load on one system: client processes, each with threads and a connection for each.
+"""Load generator: client processes with one thread for each connection.
 
-    closed loop   a client sends its next batch when the last one was answered
-    open loop     batches are due at times that do not look at the answers; whichever connection is
-                  free takes the next one. A latency counts from the moment at which the batch was
-                  due, so a late client or server cannot hide in it.
+    closed loop   a client sends its next batch after the last response
+    open loop     batches are due at times that do not depend on responses; any idle connection
+                  sends the next one. A latency counts from the due time, so it includes the delay
+                  of a late client or server.
 
-Every system is driven by the same code.
+The same code drives every system.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from benchmarks.sessions import Session, Target, environment, opener
 from benchmarks.workloads import BATCHES_COUNT, Workload
 
 GRACE_S = 5.0
-"""After the end, how long answers are waited for; what is missing then is dropped."""
+"""Time to wait for responses after the end; a batch without a response is then dropped."""
 
 _PR_SET_TIMERSLACK = 29
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What all clients together do.
+    """The load of all clients together.
 
     Attributes:
         clients: Connections.
-        processes: Client processes that they are spread over.
+        processes: Client processes; each has an equal share of the connections.
         arrivals_per_s: Of all clients together, for an open loop; 0 is a closed loop.
     """
 
@@ -61,54 +61,54 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Duration."""
         return (self.end_ns - self.begin_ns) / NS_PER_S
 
 
 @dataclass
 class Tally:
-    """What came of the load inside the span.
+    """Results of the load inside the span.
 
     Attributes:
-        latencies_ns: Of every answer.
-        late_ns: How late each batch of an open loop was sent: none of the connections was free, or
-            the client itself was not in time.
-        drops: Batches of an open loop that were due and had no answer.
-        errors: Calls that failed; each ends its client.
-        words: The first words of an error, for people.
+        latencies_ns: Of every response.
+        late_ns: Delay of each sent batch of an open loop: no connection was idle, or the client
+            itself was late.
+        drops: Due batches of an open loop without a response.
+        errors: Failed calls; each ends its client.
+        error: First line of an error.
     """
 
     latencies_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     late_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     drops: int = 0
     errors: int = 0
-    words: str = ""
+    error: str = ""
 
 
 def merge(tallies: list[Tally]) -> Tally:
-    """All of them as one."""
+    """All tallies as one."""
     return Tally(
         np.concatenate([tally.latencies_ns for tally in tallies]),
         np.concatenate([tally.late_ns for tally in tallies]),
         sum(tally.drops for tally in tallies),
         sum(tally.errors for tally in tallies),
-        next((tally.words for tally in tallies if tally.words), ""),
+        next((tally.error for tally in tallies if tally.error), ""),
     )
 
 
 def run_client(kind: str, port: int, load: Load, number: int, driver: Connection) -> None:
-    """Main function of a client process: say when ready, take the span, give back the tally."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # Sleeps end when they should.
+    """Main function of a client process: report readiness, receive the span, send the tally."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # Exact sleeps.
     os.environ.update(environment(kind))
     open_session = opener(kind, Target(port, load.workload, load.rows))
-    mine = len(range(number, load.clients, load.processes))
-    clients = [_Client(open_session()) for _ in range(mine)]
+    clients_count = len(range(number, load.clients, load.processes))
+    clients = [_Client(open_session()) for _ in range(clients_count)]
     gc.collect()
     gc.freeze()
     driver.send(None)
     span: Span = driver.recv()
     driver.send(_run(clients, load, span, number))
-    # A call that hangs must not keep this process.
+    # A hanging call must not keep this process alive.
     os._exit(0)
 
 
@@ -116,15 +116,15 @@ def _run(clients: list[_Client], load: Load, span: Span, number: int) -> Tally:
     loop: Callable[[_Client], None]
     due_count = 0
     if load.arrivals_per_s:
-        begun_ns = time.monotonic_ns()
-        seconds = (span.end_ns - begun_ns) / NS_PER_S
+        started_ns = time.monotonic_ns()
+        seconds = (span.end_ns - started_ns) / NS_PER_S
         rate = load.arrivals_per_s / load.processes
-        due_ns = begun_ns + arrivals_ns(load.pattern, rate, seconds, number)
+        due_ns = started_ns + arrivals_ns(load.pattern, rate, seconds, number)
         due_count = int(np.count_nonzero(due_ns >= span.begin_ns))
-        turns = iter(due_ns.tolist())
+        due_times = iter(due_ns.tolist())
 
         def loop(client: _Client) -> None:
-            client.open_loop(turns, span)
+            client.open_loop(due_times, span)
     else:
 
         def loop(client: _Client) -> None:
@@ -155,10 +155,10 @@ class _Client:
             session.call(index)
 
     def closed_loop(self, span: Span) -> None:
-        """Send and receive until the span has ended."""
-        call, now_ns, took = self._session.call, time.monotonic_ns, self._latencies_ns.append
+        """Send and receive until the span ends."""
+        call, now_ns, record = self._session.call, time.monotonic_ns, self._latencies_ns.append
         begin_ns, end_ns = span.begin_ns, span.end_ns
-        with self._watched():
+        with self._recorded_error():
             for index in itertools.cycle(range(BATCHES_COUNT)):
                 sent_ns = now_ns()
                 call(index)
@@ -166,14 +166,14 @@ class _Client:
                 if answered_ns >= end_ns:
                     break
                 if answered_ns >= begin_ns:
-                    took(answered_ns - sent_ns)
+                    record(answered_ns - sent_ns)
 
-    def open_loop(self, turns: Iterator[int], span: Span) -> None:
-        """Take the next batch that is due, wait for its time, send and receive."""
+    def open_loop(self, due_times: Iterator[int], span: Span) -> None:
+        """Take the next due batch, wait for its time, send and receive."""
         call, now_ns = self._session.call, time.monotonic_ns
         last_ns = span.end_ns + int(GRACE_S * NS_PER_S)
-        with self._watched():
-            for index, due_ns in enumerate(turns):
+        with self._recorded_error():
+            for index, due_ns in enumerate(due_times):
                 wait_ns = due_ns - now_ns()
                 if wait_ns > 0:
                     time.sleep(wait_ns / NS_PER_S)
@@ -186,17 +186,17 @@ class _Client:
                     self._latencies_ns.append(now_ns() - due_ns)
 
     def tally(self, *, has_ended: bool) -> Tally:
-        """What came of it."""
-        error = self._error or ("" if has_ended else "no answer in time")
+        """Results so far."""
+        error = self._error or ("" if has_ended else "no response in time")
         return Tally(
             np.array(self._latencies_ns, np.int64),
             np.array(self._late_ns, np.int64),
             errors=bool(error),
-            words=error,
+            error=error,
         )
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _recorded_error(self) -> Iterator[None]:
         try:
             yield
             self._session.close()

@@ -1,4 +1,4 @@
-"""What was measured on, and with which versions; nothing that names the machine."""
+"""Description of the machine and the software versions, without names of the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("iskander", "pyarrow", "onnxruntime-gpu", "uvloop", "numpy", "msgspe
 
 
 def installed_version(package: str) -> str:
-    """Of a package in this environment."""
+    """Version of a package in this environment."""
     return version(package)
 
 
@@ -35,7 +35,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Of Python, of what the figures depend on, the commit, and whether it was compiled."""
+    """Versions of Python and the packages, the commit, and the kind of build."""
     versions = {"python": platform.python_version()}
     versions |= {package: installed_version(package) for package in PACKAGES}
     marker = PEERS / "iskander" / COMMIT_FILE
@@ -45,7 +45,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_commit() -> str:
-    """Of the checkout."""
+    """Commit of the checkout."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Writes `benchmarks/README.md` and its pictures from results files."""
+"""Renders `benchmarks/README.md` and its plots from results files."""
 
 from __future__ import annotations
 
@@ -16,74 +16,75 @@ OPENING = """# Benchmarks
 
 <!-- Written by `python -m benchmarks report` from results files; change benchmarks/page.py. -->
 
-Iskander beside the servers that people would otherwise choose, and beside bare Arrow Flight and
-bare ONNX Runtime, on the same machine, in the same run. Read the ratios; the absolute figures are
-this machine's, which clients and servers share.
+Iskander compared with other model servers, with bare Arrow Flight and with bare ONNX Runtime, on
+the same machine, in the same run. Compare the ratios: the absolute figures depend on this
+machine, which clients and servers share.
 
-    python -m benchmarks install            # the other servers, each in an environment of its own
+    python -m benchmarks install            # the other servers, each in its own environment
     python -m benchmarks run goals --out build/goals.jsonl
     python -m benchmarks report build/goals.jsonl
 """
 
 METHOD = """## Method
 
-- `direct` is ONNX Runtime without any server: I/O bindings used again and again, in the client's
-  process. `echo` is a bare pyarrow Flight server that sends each batch back. `iskander` is
-  `iskander-gateway` with the configuration under `configs/`: one worker, all else at its default;
-  `iskander-oip` is the same asked by tritonclient, `iskander-inferential` by Inferential's client;
-  `iskander-shared` has large batches in memory that it lends, each written there anew, and
-  `iskander-busy` has 2,000 us of `busy_poll_us` for gateway and worker.
-  `triton` is `tritonserver` of the nvidia-pytriton wheel, its Python backend running the model;
-  `triton-serialized` is the same server asked with requests that were serialized once, since
-  tritonclient spends most of its time on that, and `triton-shared` with inputs in a region of
-  shared memory that tritonclient registers, each written there anew. `mosec` has one Python worker
-  and no batching, which made closed loops slower; `mlserver` a custom runtime in its own process;
-  `inferential` its local dispatcher. All of them run the same model file in the same version of
+- `direct` is ONNX Runtime without a server: reused I/O bindings in the client's process. `echo`
+  is a bare pyarrow Flight server that returns each batch. `iskander` is `iskander-gateway` with
+  the configuration in `configs/`: one worker, all other settings at their defaults.
+  `iskander-oip` is the same server with tritonclient as its client, `iskander-inferential` with
+  Inferential's client. `iskander-shared` has large batches in shared-memory regions of the
+  server, written again for each request. `iskander-busy` has 2,000 us of `busy_poll_us` for
+  gateway and worker. `triton` is `tritonserver` of the nvidia-pytriton wheel with its Python
+  backend. The requests of `triton-serialized` are serialized once, because serialization is
+  most of tritonclient's time. The inputs of `triton-shared` are in a shared-memory region that
+  tritonclient registers, written again for each request. `mosec` has one Python worker and no
+  batching, which made closed loops slower. `mlserver` has a custom runtime in its own process,
+  `inferential` its local dispatcher. All servers run the same model file in the same version of
   ONNX Runtime with one intra-op thread that does not spin. Start scripts are in `servers/`.
-- Clients are what users of each system take: pyarrow, tritonclient over gRPC, the `inferential`
-  package, and for mosec, which leaves the format to its users, raw tensor bytes over the standard
-  library's HTTP client with its connection kept open. A client is a process of its own with one
-  connection. In open loops 16 connections are spread over 4 processes.
-- The clients of `echo`, `iskander`, its variants and `iskander-oip` run without gRPC's event engine
-  (`GRPC_EXPERIMENTS=-event_engine_client`): the thread that waits for an answer then reads the
-  socket by itself, where gRPC by default hands a batch over four times between threads. With
-  `-default` they are as they come. Triton's are as they come, which suits Triton better;
+- Clients are the usual client libraries: pyarrow, tritonclient over gRPC, the `inferential`
+  package. mosec leaves the format to its users, so its client sends raw tensor bytes over a
+  persistent connection of the standard library's HTTP client. Each client is a process with one
+  connection. In open loops, 4 processes share 16 connections.
+- The clients of `echo`, `iskander`, its variants and `iskander-oip` run without gRPC's event
+  engine (`GRPC_EXPERIMENTS=-event_engine_client`): the waiting thread then reads the socket
+  itself, whereas by default gRPC passes a batch between threads four times. `-default` clients
+  keep the default. Triton's clients keep the default, which is faster for Triton;
   `triton-polled` is without the event engine.
-- Closed loop: a client sends its next batch when the last is answered. Open loop: batches are due
-  at Poisson times, whichever connection is free takes the next, and a latency counts from the time
-  at which the batch was due. `sent late` is how long it waited for a free connection or for the
-  client; `dropped` are batches without an answer.
-- Before anything is measured, every system's answers are compared with the model's own.
-- Every figure is the median of {rounds} rounds of {seconds} s (open loops have their time in
-  their name), each after {warm_up_seconds:g} s of warm-up that is not counted. In a round the
-  systems take turns, and the one to begin changes. A ratio is taken within each round, and the
-  median of those is held against its goal.
+- Closed loop: a client sends its next batch after the last response. Open loop: batches are due
+  at Poisson times, any idle connection sends the next one, and a latency counts from the due
+  time. `sent late` is the delay until a connection was idle and the client ready; `dropped` are
+  batches without a response.
+- Before the measurements, the outputs of every system are compared with the model's own.
+- Every figure is the median of {rounds} rounds of {seconds} s (names of open loops contain
+  theirs), each after {warm_up_seconds:g} s of warm-up that does not count. In a round the
+  systems run in turn, and each round starts with another system. A ratio is taken within each
+  round; the median of the ratios is compared with the goal.
 - CPU is user and system time of the processes per request, from the kernel's accounting: of the
-  process that clients talk to (front), of all processes of the server, of the clients.
-- Reloads: eight streams stay open at 400 batches/s in all. In every other window the model's folder
-  is replaced by a copy, which is tried out and loaded by a call, and again a quarter of a second
-  after it is served.
-- The policy model's 20 ms are the same for one observation and for eight that came together.
-- The wide model answers 256 bytes of a row with 4, and the echo server with 256: there a ratio to
-  the echo above 1 means a smaller answer. The embedding model answers 8 bytes with 8 kB.
+  process that accepts the clients' connections (front), of all processes of the server, of the
+  clients.
+- Reloads: eight streams stay open at 400 batches/s in total. In every other window a copy
+  replaces the model's folder, and a call loads it, sandboxed load included; the next reload
+  starts a quarter of a second after the last one is served.
+- The policy model's 20 ms are the same for one observation and for eight in one batch.
+- The wide model returns 4 bytes for 256 bytes of a row, the echo server 256: there a ratio to
+  the echo above 1 is due to the smaller response. The embedding model returns 8 kB for 8 bytes.
 """
 
 
 def write_page(results: Results, path: Path, *, images: Path | None) -> None:
-    """The page, and a picture of each open loop and of the first closed one."""
+    """Write the page, and a plot for each case."""
     parts = [OPENING]
     verdicts = judge(results, GOALS)
     if verdicts:
         parts.append(f"## Goals\n\n{render_verdicts(verdicts)}\n")
-    probed = probes.render(results)
-    if probed:
-        parts.append(f"## Start and idle streams\n\n{probed}\n")
-    ramped = ramp.render(results)
-    if ramped:
-        parts.append(f"## The greatest load that is sustained\n\n{ramped}\n")
-    reloaded = reload.render(results)
-    if reloaded:
-        parts.append(f"## Reloads\n\n{reloaded}\n")
+    probe_table = probes.render(results)
+    if probe_table:
+        parts.append(f"## Start and idle streams\n\n{probe_table}\n")
+    ramp_table = ramp.render(results)
+    if ramp_table:
+        parts.append(f"## Sustained load\n\n{ramp_table}\n")
+    reload_table = reload.render(results)
+    if reload_table:
+        parts.append(f"## Reloads\n\n{reload_table}\n")
     parts.append("## Cases\n")
     for case in results.cases:
         parts.append(f"{render_case(results, case)}\n")
@@ -104,7 +105,7 @@ def write_page(results: Results, path: Path, *, images: Path | None) -> None:
 
 
 def _seconds(results: Results) -> str:
-    """How long the rounds of closed loops were, which suites may differ in."""
+    """Durations of the closed-loop rounds; suites may differ."""
     closed = {each["seconds"] for each in results.measurements if not each["arrivals_per_s"]}
     return " or ".join(f"{seconds:g}" for seconds in sorted(closed)) or "no"
 

@@ -1,12 +1,11 @@
-"""Environments of the servers: one for each, since what they need does not go together.
+"""Virtual environments of the servers: one for each, because their requirements conflict.
 
-Iskander itself is installed as it is shipped, compiled, where there is a C compiler; without an
-environment of its own it is run from the checkout as it is.
+Iskander is installed from its wheel, which is compiled if there is a C compiler. Without its own
+environment it runs from the checkout, interpreted.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,29 +15,29 @@ from benchmarks.systems import REQUIREMENTS
 
 
 def install(names: tuple[str, ...]) -> list[str]:
-    """Make the environments that are asked for, with the ONNX Runtime that Iskander runs.
+    """Create the named environments, with the ONNX Runtime version of Iskander.
 
     Returns:
-        A line about each that cannot be installed here.
+        A line for each failed installation.
     """
-    compiled = {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "1"} if shutil.which("cc") else {}
     runtime = f"onnxruntime=={installed_version('onnxruntime-gpu')}"
     failures = []
     for name in names:
         folder = PEERS / name
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
-        wanted = [f"{ROOT}[http]"] if name == "iskander" else [runtime, *REQUIREMENTS[name]]
-        done = subprocess.run(
-            [*command, *wanted],
-            env=os.environ | compiled,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        packages = [f"{_wheel()}[http]"] if name == "iskander" else [runtime, *REQUIREMENTS[name]]
+        done = subprocess.run([*command, *packages], capture_output=True, text=True, check=False)
         if done.returncode:
             shutil.rmtree(folder)
             failures.append(f"{name}: {done.stderr.strip().splitlines()[-1]}")
         elif name == "iskander":
             (folder / COMMIT_FILE).write_text(describe_commit(), "utf-8")
     return failures
+
+
+def _wheel() -> str:
+    """Path of this checkout's wheel, built if necessary."""
+    command = [sys.executable, ROOT / "scripts" / "build_wheel.py"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()

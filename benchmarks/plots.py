@@ -1,7 +1,7 @@
-"""Latency distributions as one picture: the percentile on an axis that stretches towards the tail.
+"""Plots of latency distributions on a logarithmic percentile axis.
 
-The axis counts nines, as HdrHistogram's plots do: 90 %, 99 % and 99.9 % are equally far apart, so
-that the tail has as much room as the rest.
+The axis counts nines, as in HdrHistogram's plots: 90 %, 99 % and 99.9 % are equally far apart, so
+the tail gets the same space as the rest.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from benchmarks.results import Results
 
 TICKS = (0.0, 0.5, 0.9, 0.99, 0.999, 0.9999)
 LAST = 0.99995
-"""Where the maximum is drawn: a finite number of samples has no hundredth percentile."""
+"""Position of the maximum: a finite number of samples has no hundredth percentile."""
 
 
 def draw(results: Results, case: str, path: Path) -> None:
-    """Write a PNG with a line a system; the rounds' medians at each percentile."""
+    """Write a PNG with a line for each system: the rounds' medians at each percentile."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 5))
     for system in results.systems(case):
-        rounds = [each for each in results.of(case, system) if each["latencies_us"]]
+        rounds = [each for each in results.select(case, system) if each["latencies_us"]]
         if rounds:
             quantiles = np.minimum(rounds[0]["quantiles"], LAST)
             medians = np.median([each["latencies_us"] for each in rounds], axis=0) / 1000
@@ -32,7 +32,7 @@ def draw(results: Results, case: str, path: Path) -> None:
     axes.set_xticks(_nines(np.array(TICKS)), [f"{100 * tick:g} %" for tick in TICKS])
     axes.set_yscale("log")
     axes.set_xlabel("percentile of requests")
-    axes.set_ylabel("latency in ms, from the time at which it was due")
+    axes.set_ylabel("latency in ms, from the due time")
     axes.set_title(case)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend()

@@ -1,7 +1,7 @@
-"""How many arrivals a second a system sustains: an open loop whose rate grows until it does not.
+"""Sustained load: an open loop with a growing rate, until the system cannot keep up.
 
-A rate is sustained when nearly all that is due is answered, and the 99th percentile stays below a
-bound; queues that only grow break it soon.
+A rate is sustained if nearly all due batches are answered, and the 99th percentile stays below a
+bound; growing queues exceed it soon.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.cases import OPEN_CLIENTS
 from benchmarks.load import Load
 from benchmarks.results import Results
-from benchmarks.runner import Effort, Fleet, brief, measure, say
+from benchmarks.runner import Effort, Fleet, log_progress, measure, summarize
 from benchmarks.systems import SYSTEMS
 from benchmarks.tables import render_table
 from benchmarks.workloads import TWO_TOWER
@@ -27,10 +27,10 @@ RAMPED = ("echo", "iskander", "triton", "mosec", "mlserver")
 
 
 def ramp(systems: tuple[str, ...], effort: Effort) -> Iterator[dict[str, Any]]:
-    """Every system in every round, from the first rate to the first that is too much.
+    """Ramp every system in every round, from the first rate to the first that is not sustained.
 
     Returns:
-        Measurements, and for each system and round a probe with the greatest rate that it bore.
+        A probe for each system and round, with the greatest sustained rate.
     """
     with Fleet() as fleet:
         for index in range(effort.rounds):
@@ -43,10 +43,10 @@ def ramp(systems: tuple[str, ...], effort: Effort) -> Iterator[dict[str, Any]]:
                     for step in range(STEPS_MAX):
                         rate = round(FIRST_PER_S * GROWTH**step)
                         load = replace(LOAD, arrivals_per_s=rate)
-                        say(f"round {index + 1}: ramp: {name}: {rate:,} arrivals/s")
+                        log_progress(f"round {index + 1}: ramp: {name}: {rate:,} arrivals/s")
                         session = SYSTEMS[name].session
                         figures = measure(session, load, system, effort, effort.seconds)
-                        say(f"    {brief(figures)}")
+                        log_progress(f"    {summarize(figures)}")
                         if not is_sustained(figures):
                             break
                         sustained = figures["requests_per_s"]
@@ -60,7 +60,7 @@ def ramp(systems: tuple[str, ...], effort: Effort) -> Iterator[dict[str, Any]]:
 
 
 def is_sustained(figures: dict[str, Any]) -> bool:
-    """Whether a measurement shows a system that keeps up."""
+    """Whether the system keeps up in a measurement."""
     due = figures["requests"] + figures["drops"]
     p99_us = figures["p99_us"]
     is_answered = due > 0 and figures["requests"] >= ANSWERED_LEAST * due
@@ -68,11 +68,11 @@ def is_sustained(figures: dict[str, Any]) -> bool:
 
 
 def render(results: Results) -> str:
-    """A line a system; empty where nothing was ramped."""
+    """A row for each system; empty without ramps."""
     probes = [each for each in results.probes if each["name"] == "ramp"]
     rows = []
     for name in dict.fromkeys(each["system"] for each in probes):
-        found = [each["sustained_per_s"] for each in probes if each["system"] == name]
-        told = " ".join(f"{value:,.0f}" for value in found)
-        rows.append([name, f"{median(found):,.0f}", told])
+        rates = [each["sustained_per_s"] for each in probes if each["system"] == name]
+        rounds = " ".join(f"{rate:,.0f}" for rate in rates)
+        rows.append([name, f"{median(rates):,.0f}", rounds])
     return render_table(["system", "sustained/s", "rounds"], rows) if rows else ""

@@ -1,7 +1,7 @@
-"""What a reload costs those who are served meanwhile: windows with reloads and without, in turns.
+"""Cost of a model reload for active streams: alternating windows with and without reloads.
 
-Eight streams stay open at a constant rate. In every other window the model's folder is replaced by
-a copy and loaded by a call, again as soon as the one before is served.
+Eight streams stay open at a constant rate. In every other window a copy replaces the model's
+folder, and a call loads it; the next reload starts after `PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import psutil
 
 from benchmarks.load import Load
 from benchmarks.results import Results
-from benchmarks.runner import Effort, brief, measure, say
+from benchmarks.runner import Effort, log_progress, measure, summarize
 from benchmarks.systems import (
     Running,
-    behind,
+    child_processes,
     free_port,
     gateway_command,
     listen,
@@ -38,7 +38,7 @@ LOAD = Load(
     workload=TWO_TOWER, rows=128, clients=8, processes=2, arrivals_per_s=400.0, pattern="fixed"
 )
 PAUSE_S = 0.25
-"""Between two reloads: what a folder that is watched is left alone for."""
+"""Pause between two reloads: the quiet time of a watched folder."""
 P99_MOST = 2.0
 CONFIG = """
 [server]
@@ -55,17 +55,17 @@ load = ["*"]
 
 
 def reload(effort: Effort) -> Iterator[dict[str, Any]]:
-    """Every window's figures, and how many reloads there were in it."""
+    """The figures of each window, and the number of its reloads."""
     with tempfile.TemporaryDirectory(prefix="isk-bench-") as name, _serving(Path(name)) as system:
         for number in range(effort.rounds):
             for is_reloading in (False, True):
-                what = "with reloads" if is_reloading else "without"
-                say(f"round {number + 1}: reload: {what}")
+                window = "with reloads" if is_reloading else "without"
+                log_progress(f"round {number + 1}: reload: {window}")
                 with Reloader(Path(name), system.address, is_active=is_reloading) as reloader:
                     figures = measure("flight", LOAD, system, effort, effort.seconds)
                 if reloader.error is not None:
                     raise reloader.error
-                say(f"    {brief(figures)}")
+                log_progress(f"    {summarize(figures)}")
                 kept = ("requests", "errors", "drops", "p50_us", "p99_us")
                 yield {
                     "kind": "probe",
@@ -77,7 +77,7 @@ def reload(effort: Effort) -> Iterator[dict[str, Any]]:
 
 
 def render(results: Results) -> str:
-    """Both kinds of windows, and what the one is of the other; empty where there were none."""
+    """Both kinds of windows and their ratio; empty without windows."""
     probes = [each for each in results.probes if each["name"] == "reload"]
     if not probes:
         return ""
@@ -99,11 +99,11 @@ def render(results: Results) -> str:
 
 
 class Reloader(threading.Thread):
-    """Replaces the model again and again, where it is active.
+    """Replaces the model repeatedly while active.
 
     Attributes:
-        count: Reloads that were served.
-        error: Why one was not.
+        count: Completed reloads.
+        error: Of a failed reload.
     """
 
     def __init__(self, folder: Path, address: str, *, is_active: bool) -> None:
@@ -124,32 +124,32 @@ class Reloader(threading.Thread):
             self.join()
 
     def run(self) -> None:
-        """Until it is told to stop."""
+        """Reload until `__exit__`."""
         try:
             with Client(self._address) as client:
                 while not self._is_over.wait(PAUSE_S):
-                    _put(self._folder)
+                    _replace_model(self._folder)
                     client.load(TWO_TOWER.model)
                     self.count += 1
         except Exception as error:
             self.error = error
 
 
-def _put(folder: Path) -> None:
-    """Put a fresh copy of the model in place."""
-    made, old = folder / "made", folder / "old"
+def _replace_model(folder: Path) -> None:
+    """Replace the model's folder with a fresh copy."""
+    new, old = folder / "new", folder / "old"
     target = folder / "models" / TWO_TOWER.model / "1"
-    shutil.copytree(TWO_TOWER.folder, made)
+    shutil.copytree(TWO_TOWER.folder, new)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         target.rename(old)
-    made.rename(target)
+    new.rename(target)
     shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _serving(folder: Path) -> Iterator[Running]:
-    _put(folder)
+    _replace_model(folder)
     port = free_port()
     config = folder / "iskander.toml"
     config.write_text(CONFIG.format(port=port, folder=folder))
@@ -167,8 +167,9 @@ def _serving(folder: Path) -> Iterator[Running]:
     try:
         failure = wait_ready(process, notices)
         if failure:
-            raise RuntimeError(f"{failure}:\n{(folder / 'log').read_text()[-4000:]}")
-        workers = behind(front)
+            log_tail = (folder / "log").read_text()[-4000:]
+            raise RuntimeError(f"the gateway did not become ready: {failure}:\n{log_tail}")
+        workers = child_processes(front)
         yield Running(port, front, workers)
     finally:
         stop(process, workers)

@@ -1,8 +1,8 @@
-"""Results as JSON Lines: one line about the run, then one for each measurement as it is made.
+"""Results as JSON Lines: one line for the run, then one for each measurement.
 
 {"kind": "run", "machine": ..., "versions": ..., "effort": ...}
 {"kind": "measurement", "case": ..., "system": ..., "round": 1, "p50_us": ..., ...}
-{"kind": "probe", "name": ..., ...}        what is no load: start-up, idle streams
+{"kind": "probe", "name": ..., ...}        without load: startup, idle streams
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Measurement = dict[str, Any]
 
 @dataclass
 class Results:
-    """What one results file has, or several.
+    """Contents of one or more results files.
 
     Attributes:
-        run: What was measured on, with which versions and effort.
-        measurements: In the order in which they were made.
-        probes: In the order in which they were made.
+        run: Machine, versions and effort.
+        measurements: In the order of measurement.
+        probes: In the order of measurement.
     """
 
     run: dict[str, Any] = field(default_factory=dict)
@@ -35,40 +35,42 @@ class Results:
 
     @property
     def cases(self) -> list[str]:
-        """In the order of the first measurements."""
+        """Case names in the order of the first measurements."""
         return list(dict.fromkeys(each["case"] for each in self.measurements))
 
     def systems(self, case: str) -> list[str]:
-        """Of a case, in the order of the first round."""
+        """Systems of a case, in the order of the first round."""
         return list(
             dict.fromkeys(each["system"] for each in self.measurements if each["case"] == case)
         )
 
-    def of(self, case: str, system: str) -> list[Measurement]:
-        """Round by round."""
+    def select(self, case: str, system: str) -> list[Measurement]:
+        """Measurements by round."""
         return [
             each for each in self.measurements if each["case"] == case and each["system"] == system
         ]
 
     @property
     def rounds(self) -> str:
-        """How many a system was measured in; of how many to how many where they differ."""
+        """Number of rounds of a system; a range if systems differ."""
         counts = {
-            len(self.of(case, system)) for case in self.cases for system in self.systems(case)
+            len(self.select(case, system)) for case in self.cases for system in self.systems(case)
         }
         return " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else "no"
 
     def median(self, case: str, system: str, metric: str) -> float | None:
-        """Over the rounds; None where a round has no such figure."""
-        values = [each[metric] for each in self.of(case, system)]
+        """Median over the rounds; None if a round has no such figure."""
+        values = [each[metric] for each in self.select(case, system)]
         return None if not values or None in values else float(median(values))
 
     def ratios(self, goal: Goal) -> list[float | None]:
         """A goal's figure in each round in which both systems were measured."""
-        ours = {each["round"]: each[goal.metric] for each in self.of(goal.case, goal.of)}
-        if not goal.than:
+        ours = {each["round"]: each[goal.metric] for each in self.select(goal.case, goal.system)}
+        if not goal.baseline:
             return list(ours.values())
-        theirs = {each["round"]: each[goal.metric] for each in self.of(goal.case, goal.than)}
+        theirs = {
+            each["round"]: each[goal.metric] for each in self.select(goal.case, goal.baseline)
+        }
         return [
             ours[number] / theirs[number] if ours[number] and theirs[number] else None
             for number in ours
@@ -78,7 +80,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A goal and what came of it; `value` is None where it was not measured."""
+    """A goal and its result; `value` is None without a measurement."""
 
     goal: Goal
     rounds: list[float | None]
@@ -95,7 +97,7 @@ class Verdict:
 
 
 def judge(results: Results, goals: Iterable[Goal]) -> list[Verdict]:
-    """Every goal whose case is in the results."""
+    """Judge every goal whose case is in the results."""
     verdicts = []
     for goal in goals:
         if goal.case in results.cases:
@@ -107,7 +109,7 @@ def judge(results: Results, goals: Iterable[Goal]) -> list[Verdict]:
 
 
 def write(path: Path, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Write records to a new file, each as soon as it comes, and pass them on."""
+    """Write each record to a new file as it arrives, and pass it on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for record in records:
@@ -117,12 +119,12 @@ def write(path: Path, records: Iterable[dict[str, Any]]) -> Iterator[dict[str, A
 
 
 def read(paths: Iterable[Path]) -> Results:
-    """Results of one run, or of several on the same machine with the same versions.
+    """Read the results of one run, or of several on the same machine with the same versions.
 
-    What one file measured again is more rounds of the same.
+    Measurements of the same case in several files are further rounds.
 
     Raises:
-        ValueError: A file is no results file, or they are of different machines or versions.
+        ValueError: A file is no results file, or machines or versions differ.
     """
     results = Results()
     for path in paths:
@@ -132,7 +134,7 @@ def read(paths: Iterable[Path]) -> Results:
                 record = json.loads(line)
                 kind = record["kind"]
             except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{path}: line {number} is no record") from None
+                raise ValueError(f"{path}: line {number} is not a record") from None
             if kind == "run":
                 _join(results, record, path)
             elif kind == "measurement":
@@ -140,7 +142,7 @@ def read(paths: Iterable[Path]) -> Results:
             else:
                 results.probes.append(record)
     if not results.run:
-        raise ValueError("no run in these files")
+        raise ValueError("the files contain no run")
     return results
 
 
@@ -152,6 +154,6 @@ def _join(results: Results, run: dict[str, Any], path: Path) -> None:
         ours, theirs = dict(results.run[key]), dict(run[key])
         commits = [each.pop("commit", None) for each in (ours, theirs)]
         if ours != theirs:
-            raise ValueError(f"{path}: another {key} than in the files before it: run them again")
+            raise ValueError(f"{path}: {key} differ from the preceding files; measure them again")
         if key == "versions" and commits[1] not in str(commits[0]).split(", "):
             results.run[key]["commit"] = f"{commits[0]}, {commits[1]}"

@@ -1,9 +1,9 @@
-"""Measures systems side by side: loads them in turn, samples their CPU, writes down what came.
+"""Measures systems side by side: loads them in turn and samples their CPU.
 
-One round measures every system of every case once, one after the other, so that whatever else the
-machine does falls on all of them; the one to begin changes. Ratios are taken within a round.
-Every system has processes of its own, started before the first round and idle while another is
-measured, but for those that are busy when idle: they are started each time.
+One round measures every system of every case once, one after the other, so that other work on the
+machine affects all of them; each round starts with another system. Ratios are taken within a round.
+Every system has its own processes. They start before the first round and are idle while another
+system is measured. Systems that use CPU when idle are started for each measurement.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from benchmarks.workloads import Workload
 
 US_PER_S = 1_000_000
 CLIENT_S = 60.0
-"""How long a client may take to connect, and to finish once its time is over."""
+"""Limit for a client to connect, and to finish after its span."""
 BUSY_WHEN_IDLE = frozenset({"inferential"})
 QUANTILES = (
     *(round(tenth / 10, 1) for tenth in range(10)),
     0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998, 0.9999, 1.0,
 )  # fmt: skip
-"""What of a latency distribution is kept."""
+"""The recorded quantiles of a latency distribution."""
 
 Measurement = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to measure."""
+    """Rounds and durations of a run."""
 
     rounds: int
     seconds: float
@@ -49,7 +49,7 @@ class Effort:
 
 
 class Fleet:
-    """The systems that are up, by name and workload; peers share a server with their variants."""
+    """The running systems, by name and workload; variants of a system share its server."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -64,13 +64,13 @@ class Fleet:
 
     @contextlib.contextmanager
     def running(self, name: str, workload: Workload) -> Iterator[Running | None]:
-        """A system that is up; None where it is not installed, which is said once."""
+        """A running system; None, logged once, if it is not installed."""
         server = SYSTEMS[name].server
         if server in self._missing:
             yield None
         elif server in BUSY_WHEN_IDLE:
-            with contextlib.ExitStack() as brief:
-                yield self._start(server, workload, brief)
+            with contextlib.ExitStack() as stack:
+                yield self._start(server, workload, stack)
         else:
             key = (server, workload.model)
             if key not in self._up:
@@ -86,12 +86,12 @@ class Fleet:
             return stack.enter_context(start(server, workload))
         except NotInstalledError as error:
             self._missing.add(server)
-            say(f"skipped: {error}")
+            log_progress(f"skipped: {error}")
             return None
 
 
 def run(cases: list[Case], effort: Effort) -> Iterator[Measurement]:
-    """Measure every system of every case in every round; a measurement as soon as it is made."""
+    """Measure every system of every case in every round; yields each measurement."""
     for case in cases:
         case.load.workload.prepare()
     total = effort.rounds * sum(len(case.systems) for case in cases)
@@ -103,12 +103,12 @@ def run(cases: list[Case], effort: Effort) -> Iterator[Measurement]:
                 for name in (*case.systems[turn:], *case.systems[:turn]):
                     number += 1
                     seconds = effort.seconds if case.seconds is None else case.seconds
-                    say(f"{number}/{total}: round {index + 1}: {case.name}: {name}")
+                    log_progress(f"{number}/{total}: round {index + 1}: {case.name}: {name}")
                     with fleet.running(name, case.load.workload) as system:
                         if system is None:
                             continue
                         figures = measure(SYSTEMS[name].session, case.load, system, effort, seconds)
-                    say(f"    {brief(figures)}")
+                    log_progress(f"    {summarize(figures)}")
                     yield {
                         "kind": "measurement",
                         "case": case.name,
@@ -121,21 +121,21 @@ def run(cases: list[Case], effort: Effort) -> Iterator[Measurement]:
 def measure(
     session: str, load: Load, system: Running, effort: Effort, seconds: float
 ) -> Measurement:
-    """Load one system, warm-up first, and measure what falls inside the span.
+    """Load one system, warm-up first, and measure inside the span.
 
     Raises:
-        RuntimeError: A client process did not answer.
+        RuntimeError: A client process did not respond.
     """
     context = multiprocessing.get_context("spawn")
     clients: list[tuple[Any, Connection]] = []
     try:
         for number in range(load.processes):
-            driver, far_end = context.Pipe()
+            driver, client_end = context.Pipe()
             client = context.Process(
-                target=run_client, args=(session, system.port, load, number, far_end)
+                target=run_client, args=(session, system.port, load, number, client_end)
             )
             client.start()
-            far_end.close()
+            client_end.close()
             clients.append((client, driver))
         for _, driver in clients:
             _receive(driver, CLIENT_S)
@@ -143,13 +143,13 @@ def measure(
         span = Span(begin_ns, begin_ns + int(seconds * NS_PER_S))
         for _, driver in clients:
             driver.send(span)
-        ours = tuple(psutil.Process(client.pid) for client, _ in clients)
-        groups = {**system.processes, "client": ours}
+        client_processes = tuple(psutil.Process(client.pid) for client, _ in clients)
+        groups = {**system.processes, "client": client_processes}
         _wait_until(span.begin_ns)
-        begun_s = {name: cpu_s(group) for name, group in groups.items()}
+        start_s = {name: cpu_s(group) for name, group in groups.items()}
         front_s = cpu_s((system.front,)) if system.front else 0.0
         _wait_until(span.end_ns)
-        spent_s = {name: cpu_s(group) - begun_s[name] for name, group in groups.items()}
+        spent_s = {name: cpu_s(group) - start_s[name] for name, group in groups.items()}
         front_s = cpu_s((system.front,)) - front_s if system.front else 0.0
         tally = merge([_receive(driver, CLIENT_S) for _, driver in clients])
     finally:
@@ -159,26 +159,26 @@ def measure(
     return _sum_up(tally, span, load, spent_s, front_s)
 
 
-def brief(figures: Measurement) -> str:
-    """A measurement in a line, for who watches."""
+def summarize(figures: Measurement) -> str:
+    """A measurement in one line."""
     if figures["p50_us"] is None:
-        return f"no answers: {figures['error_words']}"
-    told = (
+        return f"no responses: {figures['error_words']}"
+    line = (
         f"{figures['requests_per_s']:,.0f} requests/s, p50 {figures['p50_us']:,.0f} us, "
         f"p99 {figures['p99_us']:,.0f} us"
     )
     if figures["server_cpu_us"]:
-        told += f", server CPU {figures['server_cpu_us']:,.0f} us"
-    told += f", client CPU {figures['client_cpu_us']:,.0f} us"
+        line += f", server CPU {figures['server_cpu_us']:,.0f} us"
+    line += f", client CPU {figures['client_cpu_us']:,.0f} us"
     if figures["drops"] or figures["errors"]:
-        told += f", {figures['drops']} dropped, {figures['errors']} failed"
-        told += f" ({figures['error_words']})"
-    return told
+        line += f", {figures['drops']} dropped, {figures['errors']} failed"
+        line += f" ({figures['error_words']})"
+    return line
 
 
-def say(line: str) -> None:
-    """Progress goes to stderr."""
-    print(line, file=sys.stderr, flush=True)
+def log_progress(text: str) -> None:
+    """Print a line to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _sum_up(
@@ -190,7 +190,7 @@ def _sum_up(
         return seconds * US_PER_S / count if count else None
 
     quantiles = np.quantile(tally.latencies_ns, QUANTILES) / 1000 if count else []
-    at = dict(zip(QUANTILES, map(float, quantiles), strict=False))
+    by_quantile = dict(zip(QUANTILES, map(float, quantiles), strict=False))
     processes = {name: per_request_us(each) for name, each in spent_s.items() if name != "client"}
     return {
         "rows": load.rows,
@@ -202,12 +202,12 @@ def _sum_up(
         "requests": count,
         "requests_per_s": count / span.seconds,
         "rows_per_s": count * load.rows / span.seconds,
-        "p50_us": at.get(0.5),
-        "p95_us": at.get(0.95),
-        "p99_us": at.get(0.99),
-        "p999_us": at.get(0.999),
+        "p50_us": by_quantile.get(0.5),
+        "p95_us": by_quantile.get(0.95),
+        "p99_us": by_quantile.get(0.99),
+        "p999_us": by_quantile.get(0.999),
         "quantiles": QUANTILES,
-        "latencies_us": list(at.values()),
+        "latencies_us": list(by_quantile.values()),
         "server_cpu_us": per_request_us(sum(spent_s.values()) - spent_s["client"]),
         "front_cpu_us": per_request_us(front_s),
         "processes_cpu_us": processes,
@@ -217,13 +217,13 @@ def _sum_up(
         else None,
         "drops": tally.drops,
         "errors": tally.errors,
-        "error_words": tally.words,
+        "error_words": tally.error,
     }
 
 
 def _receive(driver: Connection, timeout_s: float) -> Any:  # noqa: ANN401
     if not driver.poll(timeout_s):
-        raise RuntimeError("a client process did not answer")
+        raise RuntimeError(f"a client process did not respond within {timeout_s:g} s")
     return driver.recv()
 
 

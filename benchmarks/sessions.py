@@ -1,9 +1,8 @@
-"""One client's connection to each system, by the client library that its users take.
+"""Client connections to each system, each with the system's usual client library.
 
-A session sends a batch and waits for the answer, in the form in which that library gives it: a
-record batch, a response object, or bytes. What is sent is made before, so that a call costs what
-sending costs. A session belongs to one thread. Calls have no timeouts of their own; `load` gives
-up on a client that does not come back.
+A session sends a batch and waits for the response, in the library's own form: a record batch, a
+response object, or bytes. Requests are prepared in advance, so a call measures only the exchange.
+A session belongs to one thread. Calls have no timeouts; `load` abandons a client that hangs.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ GRPC_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]
-"""A connection of its own for each session, and no bound on what it carries."""
+"""Each session has its own connection, without message limits."""
 
-SHARED_ROOM_BYTES = 1 << 16
-SHARE_S = 10.0
+REGION_HEADROOM_BYTES = 1 << 16
+REGION_TIMEOUT_S = 10.0
 
 POLLED = "-polled"
-"""Ends the kinds of sessions whose gRPC client is without its event engine."""
+"""Suffix of the session kinds whose gRPC client runs without its event engine."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to ask for what.
+    """Server and workload of a session.
 
     Attributes:
-        port: Of 127.0.0.1; 0 for a session that computes by itself.
+        port: Of 127.0.0.1; 0 for a session without a server.
     """
 
     port: int
@@ -57,32 +56,32 @@ class Session(Protocol):
     """A connection."""
 
     def call(self, index: int) -> Any:  # noqa: ANN401 - each library has its own kind of answer.
-        """Send batch `index` and wait for its answer."""
+        """Send batch `index` and wait for its response."""
         ...
 
     def output(self, answer: Any) -> Array:  # noqa: ANN401
-        """The model's output in an answer."""
+        """The model's output in a response."""
         ...
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         ...
 
 
 def require_outputs(session: Session, expected: list[Array]) -> None:
-    """Compare the answers to all batches with the model's own: a fast wrong answer is no result.
+    """Compare the responses to all batches with the model's own outputs.
 
     Raises:
         ValueError: They differ.
     """
-    for index, wanted in enumerate(expected):
+    for index, reference in enumerate(expected):
         got = session.output(session.call(index))
-        if not np.allclose(got.reshape(wanted.shape), wanted, atol=TOLERANCE):
-            raise ValueError(f"the answer to batch {index} is not the model's")
+        if not np.allclose(got.reshape(reference.shape), reference, atol=TOLERANCE):
+            raise ValueError(f"batch {index}: the output is not the model's (±{TOLERANCE})")
 
 
 class Direct:
-    """ONNX Runtime in the client's own process, over a binding that stays."""
+    """ONNX Runtime in the client's own process, with reused I/O bindings."""
 
     def __init__(self, target: Target, session: ort.InferenceSession) -> None:
         self._session = session
@@ -104,23 +103,23 @@ class Direct:
             self._outputs.append(output)
 
     def call(self, index: int) -> ort.OrtValue:
-        """Run."""
+        """Run the model."""
         self._session.run_with_iobinding(self._bindings[index][0])
         return self._outputs[index]
 
     def output(self, answer: ort.OrtValue) -> Array:
-        """As NumPy sees it."""
+        """The output as a NumPy array."""
         return cast(Array, answer.numpy())
 
     def close(self) -> None:
-        """Nothing to hang up."""
+        """There is no connection."""
 
 
 class Flight:
     """One long DoExchange stream of pyarrow's client."""
 
     def __init__(self, target: Target) -> None:
-        # Without a pool of its own, gRPC would put all streams of this process on one connection.
+        # Without a local pool, gRPC puts all streams of this process on one connection.
         self._client = flight.FlightClient(
             f"grpc://127.0.0.1:{target.port}",
             generic_options=[("grpc.use_local_subchannel_pool", 1)],
@@ -133,7 +132,7 @@ class Flight:
         self._write, self._read = self._writer.write_batch, self._reader.read_chunk
 
     def call(self, index: int) -> pa.RecordBatch:
-        """Write and read."""
+        """Write a batch and read its result."""
         self._write(self._batches[index])
         return self._read().data
 
@@ -141,7 +140,7 @@ class Flight:
         return flight.FlightCallOptions()
 
     def output(self, answer: pa.RecordBatch) -> Array:
-        """The model's column; of the echo, the batch that it sends back."""
+        """The model's column; for the echo, the output for the returned batch."""
         if self._workload.output not in answer.schema.names:
             return self._workload.expected_of(answer)
         column = answer.column(self._workload.output)
@@ -150,7 +149,7 @@ class Flight:
         return np.asarray(column)
 
     def close(self) -> None:
-        """End the stream in order, then the connection."""
+        """End the stream, then close the connection."""
         self._writer.done_writing()
         with contextlib.suppress(StopIteration):
             self._read()
@@ -158,19 +157,20 @@ class Flight:
 
 
 class SharedFlight(Flight):
-    """The same, where the server lends memory: what is large is handed over in it."""
+    """A Flight stream with large batches in a shared-memory region of the server."""
 
     def _options(self) -> flight.FlightCallOptions:
         action = flight.Action("shared-memory", b"")
-        (said,) = [json.loads(each.body.to_pybytes()) for each in self._client.do_action(action)]
-        length_bytes = 2 * self._batches[0].nbytes + SHARED_ROOM_BYTES
-        self._region = Region(Path(said["path"]), length_bytes, SHARE_S)
+        (result,) = self._client.do_action(action)
+        path = json.loads(result.body.to_pybytes())["path"]
+        length_bytes = 2 * self._batches[0].nbytes + REGION_HEADROOM_BYTES
+        self._region = Region(Path(path), length_bytes, REGION_TIMEOUT_S)
         self._region.begin(self._batches[0].schema)
         headers = [(REGION_HEADER.encode(), self._region.name.encode())]
         return flight.FlightCallOptions(headers=headers)
 
     def call(self, index: int) -> pa.RecordBatch:
-        """Hand over and read."""
+        """Write the batch to the region and read its result."""
         located = self._region.put(self._batches[index])
         if located is None:
             return super().call(index)
@@ -180,13 +180,13 @@ class SharedFlight(Flight):
         return answer
 
     def close(self) -> None:
-        """As any other, and give the memory back."""
+        """Close the stream, and release the region."""
         super().close()
         self._region.close()
 
 
 class Infer:
-    """`tritonclient`'s ModelInfer: what Triton and MLServer are asked by."""
+    """`tritonclient`'s ModelInfer, for Triton and MLServer."""
 
     def __init__(self, target: Target) -> None:
         import tritonclient.grpc as triton
@@ -197,7 +197,7 @@ class Infer:
         )
         self._model = target.workload.model
         self._output = target.workload.output
-        self._asked = [triton.InferRequestedOutput(self._output)]
+        self._requested = [triton.InferRequestedOutput(self._output)]
         types = {"int64": "INT64", "float32": "FP32"}
         self._batches = [
             [(name, value, types[str(value.dtype)]) for name, value in tensors(batch).items()]
@@ -214,22 +214,22 @@ class Infer:
             tensor = self._make_input(name, shape, datatype)
             tensor.set_data_from_numpy(value.reshape(shape))
             inputs.append(tensor)
-        return self._client.infer(self._model, inputs, outputs=self._asked)
+        return self._client.infer(self._model, inputs, outputs=self._requested)
 
     def _shape_of(self, value: Array) -> list[int]:
         return [len(value), *(self._value_shape if value.ndim == 1 else value.shape[1:])]
 
     def output(self, answer: Any) -> Array:  # noqa: ANN401
-        """As NumPy sees it."""
+        """The output as a NumPy array."""
         return cast(Array, answer.as_numpy(self._output))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._client.close()
 
 
 class RowsInfer(Infer):
-    """The same, with columns of single values as tensors of one axis, as the graph has them."""
+    """ModelInfer with columns of single values as tensors of one axis, as in the graph."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -237,7 +237,7 @@ class RowsInfer(Infer):
 
 
 class SerializedInfer:
-    """ModelInfer with requests that were serialized once, over grpcio."""
+    """ModelInfer with requests that are serialized once, over grpcio."""
 
     def __init__(self, target: Target) -> None:
         import grpc
@@ -263,11 +263,11 @@ class SerializedInfer:
         return self._infer(self._requests[index])
 
     def output(self, answer: Any) -> Array:  # noqa: ANN401
-        """The one output's bytes."""
+        """The bytes of the only output."""
         return np.frombuffer(answer.raw_output_contents[0], np.float32)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._channel.close()
 
 
@@ -284,7 +284,7 @@ def _infer_request(messages: Any, workload: Workload, batch: pa.RecordBatch) -> 
 
 
 class SharedInfer(Infer):
-    """`tritonclient` with inputs in a region that it registers: written before each request."""
+    """`tritonclient` with inputs in a registered region, written before each request."""
 
     _count = 0
 
@@ -305,7 +305,7 @@ class SharedInfer(Infer):
         self._client.register_system_shared_memory(self._name, f"/{self._name}", length_bytes)
 
     def call(self, index: int) -> Any:  # noqa: ANN401
-        """Write, say where, wait."""
+        """Write the inputs, send their location, wait."""
         inputs, start = [], 0
         values = self._batches[index]
         self._memory.set_shared_memory_region(self._region, [value for _, value, _ in values])
@@ -314,13 +314,13 @@ class SharedInfer(Infer):
             tensor.set_shared_memory(self._name, value.nbytes, start)
             inputs.append(tensor)
             start += value.nbytes
-        return self._client.infer(self._model, inputs, outputs=self._asked)
+        return self._client.infer(self._model, inputs, outputs=self._requested)
 
     def close(self) -> None:
-        """Hang up, and take the region away."""
+        """Unregister and destroy the region, and close the connection."""
         from tritonclient.utils import InferenceServerException
 
-        # For a moment after the last answer the server may say that it is in use.
+        # Shortly after the last response the server may report the region as in use.
         with contextlib.suppress(InferenceServerException):
             self._client.unregister_system_shared_memory(self._name)
         self._memory.destroy_shared_memory_region(self._region)
@@ -328,7 +328,7 @@ class SharedInfer(Infer):
 
 
 class Http:
-    """The standard library's HTTP client, a connection kept open, tensors as raw bytes."""
+    """The standard library's HTTP client: a persistent connection, tensors as raw bytes."""
 
     def __init__(self, target: Target) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", target.port)
@@ -349,16 +349,16 @@ class Http:
         return body
 
     def output(self, answer: bytes) -> Array:
-        """The one output's bytes."""
+        """The bytes of the only output."""
         return np.frombuffer(answer, np.float32)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
 
 class Inferential:
-    """The `inferential` package's own client; its server answers in the order asked."""
+    """The `inferential` package's own client; its server responds in order."""
 
     _count = 0
 
@@ -376,7 +376,7 @@ class Inferential:
         self._batches = [tensors(batch) for batch in target.workload.batches(target.rows)]
 
     def call(self, index: int) -> dict[str, Any]:
-        """Observe, and poll for the result."""
+        """Send an observation, and poll for the result."""
         self._model.observe(**self._batches[index])
         answer = self._model.get_result(timeout_ms=10_000)
         if answer is None:
@@ -384,11 +384,11 @@ class Inferential:
         return cast(dict[str, Any], answer)
 
     def output(self, answer: dict[str, Any]) -> Array:
-        """The named tensor."""
+        """The output tensor."""
         return cast(Array, answer[self._output])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -405,16 +405,16 @@ SESSIONS: dict[str, Callable[[Target], Session]] = {
 
 
 def environment(kind: str) -> dict[str, str]:
-    """What a client's process has in its environment before its first session.
+    """Environment variables of a client's process, set before its first session.
 
-    Where gRPC's event engine is left out, the thread that waits for an answer reads the socket by
-    itself; with it, threads of gRPC's own do, and a batch is handed over four times.
+    Without gRPC's event engine the waiting thread reads the socket itself. With it, gRPC's own
+    threads read, and a batch passes between threads four times.
     """
     return {"GRPC_EXPERIMENTS": "-event_engine_client"} if kind.endswith(POLLED) else {}
 
 
 def opener(kind: str, target: Target) -> Callable[[], Session]:
-    """A call that opens one session after another; direct ones share the model."""
+    """A function that opens one session after another; direct sessions share the model."""
     if kind == "direct":
         model = target.workload.open_session()
         return lambda: Direct(target, model)

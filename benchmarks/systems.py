@@ -1,18 +1,18 @@
-"""The systems that are measured: each started as its own processes, found ready, and stopped.
+"""The measured systems: command lines, startup, readiness, and shutdown.
 
-    direct        no server: the client process runs the model by itself (the ceiling)
-    echo          a bare pyarrow Flight server that sends every batch back (the floor)
-    iskander      `iskander-gateway` by its command line, and the workers that it starts; asked by
-                  Flight, with `-oip` by `tritonclient`, with `-inferential` by Inferential's client
-    iskander-shared   the same server; large batches are handed over in memory that it lends
+    direct        no server: the client process runs the model itself (the ceiling)
+    echo          a bare pyarrow Flight server that returns every batch (the floor)
+    iskander      `iskander-gateway` by its command line, and its workers; the client uses Flight,
+                  with `-oip` `tritonclient`, with `-inferential` Inferential's client
+    iskander-shared   the same server; large batches are in its shared-memory regions
     iskander-busy     with `busy_poll_us`, for gateway and worker
-    ...-default   the same servers, with gRPC's client as it comes (`sessions.environment`)
+    ...-default   the same servers, with gRPC's default client (`sessions.environment`)
     triton        `tritonserver` of the nvidia-pytriton wheel with its Python backend
     mosec         its Rust front and one Python worker
     mlserver      with a custom runtime
     inferential   its server with the local dispatcher
 
-The last four have environments of their own, which `python -m benchmarks install` makes.
+The last four have their own environments, which `python -m benchmarks install` creates.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ REQUIREMENTS = {
     "mlserver": ("mlserver==1.7.1",),
     "inferential": ("inferential==1.4.0",),
 }
-"""What is installed in each environment, beside ONNX Runtime; of Iskander, this checkout."""
+"""Packages of each environment, in addition to ONNX Runtime; for Iskander, this checkout."""
 
 Command = Callable[[Workload, int, Path], list[str]]
 
 
 class System(NamedTuple):
-    """How a system is started and asked.
+    """Server command and client of a system.
 
     Attributes:
         session: A kind of `sessions`.
-        command: Makes the command line from workload, port and a folder of its own; None where
-            there is no server.
-        server: The system whose server this one asks in another way, else itself.
+        command: Returns the command line for a workload, a port and a private folder; None
+            without a server.
+        server: The system with the same server and the default client; else itself.
     """
 
     session: str
@@ -71,12 +71,12 @@ class System(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A system that is up.
+    """A running system.
 
     Attributes:
-        port: Of 127.0.0.1; 0 where the client computes by itself.
-        front: The process that was started.
-        workers: The processes behind it.
+        port: Of 127.0.0.1; 0 if the client computes itself.
+        front: The started process.
+        workers: Its child processes.
     """
 
     port: int
@@ -90,7 +90,7 @@ class Running(NamedTuple):
 
     @property
     def processes(self) -> dict[str, tuple[psutil.Process, ...]]:
-        """All of them by what they are."""
+        """All processes by name."""
         named: dict[str, tuple[psutil.Process, ...]] = {}
         for process in (*((self.front,) if self.front else ()), *self.workers):
             named[process.name()] = (*named.get(process.name(), ()), process)
@@ -98,29 +98,30 @@ class Running(NamedTuple):
 
 
 class NotInstalledError(Exception):
-    """A peer's environment is not there."""
+    """A peer's environment does not exist."""
 
 
 def cpu_s(processes: tuple[psutil.Process, ...]) -> float:
-    """User and system time that they have taken so far."""
+    """User and system time of the processes so far."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 @contextlib.contextmanager
 def start(name: str, workload: Workload) -> Iterator[Running]:
-    """Start a system by its name, wait until it answers as the model does, and stop it at the end.
+    """Start a system by name, wait until its outputs are the model's, and stop it at the end.
 
     Raises:
-        NotInstalledError: Its environment is not there.
-        RuntimeError: It did not get ready; with the end of its log.
+        NotInstalledError: Its environment does not exist.
+        RuntimeError: It did not become ready; with the end of its log.
     """
     system = SYSTEMS[name]
     if system.command is None:
         yield Running(0, None, ())
         return
-    is_apart = system.server in REQUIREMENTS and system.server != "iskander"
-    if is_apart and not (PEERS / system.server).exists():
-        raise NotInstalledError(f"{name}: `python -m benchmarks install {system.server}` first")
+    has_environment = system.server in REQUIREMENTS and system.server != "iskander"
+    if has_environment and not (PEERS / system.server).exists():
+        command = f"python -m benchmarks install {system.server}"
+        raise NotInstalledError(f"{name} is not installed: run `{command}`")
     with tempfile.TemporaryDirectory(prefix="isk-bench-") as folder_name:
         folder = Path(folder_name)
         with (folder / "log").open("wb") as log:
@@ -137,33 +138,33 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
             workers: tuple[psutil.Process, ...] = ()
             try:
                 front = psutil.Process(process.pid)
-                failure = wait_ready(process, notices) or _wait_right(
+                failure = wait_ready(process, notices) or _wait_correct(
                     process, system.session, port, workload
                 )
                 if failure:
                     tail = (folder / "log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-                    raise RuntimeError(f"{name} did not get ready ({failure}):\n{tail}")
-                workers = behind(front)
+                    raise RuntimeError(f"{name} did not become ready: {failure}:\n{tail}")
+                workers = child_processes(front)
                 yield Running(port, front, workers)
             finally:
                 stop(process, workers)
 
 
-def behind(front: psutil.Process) -> tuple[psutil.Process, ...]:
-    """The processes that a system runs, but for that which tries models out, and goes by itself."""
-    everyone = front.children(recursive=True)
-    return tuple(each for each in everyone if each.name() != "isk-trials")
+def child_processes(front: psutil.Process) -> tuple[psutil.Process, ...]:
+    """The child processes of a system, without the sandbox server, which exits when idle."""
+    children = front.children(recursive=True)
+    return tuple(each for each in children if each.name() != "isk-trials")
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket for a service manager's notices."""
+    """A socket for a service manager's notifications."""
     notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     notices.bind(str(path))
     return notices
 
 
 def wait_ready(process: subprocess.Popen[bytes], notices: socket.socket | None) -> str:
-    """Wait for the service manager's READY=1, where the system sends it; otherwise why not."""
+    """Wait for READY=1 if the system sends it; returns the failure, or an empty text."""
     if notices is None:
         return ""
     ended = os.pidfd_open(process.pid)
@@ -172,21 +173,21 @@ def wait_ready(process: subprocess.Popen[bytes], notices: socket.socket | None) 
             while notices.fileno() in select.select([notices.fileno(), ended], [], [], START_S)[0]:
                 if b"READY=1" in notices.recv(4096).splitlines():
                     return ""
-            return "it did not say that it is ready"
+            return f"no READY=1 within {START_S} s, or the process exited"
     finally:
         os.close(ended)
 
 
-def _wait_right(
+def _wait_correct(
     process: subprocess.Popen[bytes], session: str, port: int, workload: Workload
 ) -> str:
-    """Ask again and again until the answers are right; otherwise the last failure."""
+    """Retry until the outputs are correct; returns the last failure, or an empty text."""
     expected = workload.expected(CHECKED_ROWS)
     deadline_s = time.monotonic() + START_S
     failure = ""
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            return f"it ended with {process.returncode}"
+            return f"exit code {process.returncode}"
         try:
             opened = opener(session, Target(port, workload, CHECKED_ROWS))()
             try:
@@ -197,11 +198,11 @@ def _wait_right(
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"[:200]
             time.sleep(0.1)
-    return failure or "it took too long"
+    return failure or f"no response within {START_S} s"
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -221,7 +222,7 @@ def _environment(server: str, workload: Workload, port: int) -> dict[str, str]:
 
 
 def stop(process: subprocess.Popen[bytes], workers: tuple[psutil.Process, ...]) -> None:
-    """Ask a process to end, and end it and its workers where they do not."""
+    """Terminate a process; kill it and its workers if they do not exit."""
     process.terminate()
     try:
         process.wait(STOP_S)
@@ -229,15 +230,15 @@ def stop(process: subprocess.Popen[bytes], workers: tuple[psutil.Process, ...]) 
         process.kill()
         process.wait()
     for worker in workers:
-        # psutil compares start times, so a number that another process got since is left alone.
+        # psutil compares start times, so it does not kill a process with a reused pid.
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
 
 
 def gateway_command() -> Path:
-    """Of the environment that was installed for Iskander, else of this one."""
-    apart = PEERS / "iskander" / "bin" / "iskander-gateway"
-    return apart if apart.exists() else Path(sys.executable).with_name("iskander-gateway")
+    """The command of the environment installed for Iskander, else of this environment."""
+    installed = PEERS / "iskander" / "bin" / "iskander-gateway"
+    return installed if installed.exists() else Path(sys.executable).with_name("iskander-gateway")
 
 
 def _echo(workload: Workload, port: int, folder: Path) -> list[str]:

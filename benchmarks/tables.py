@@ -1,4 +1,4 @@
-"""Results as Markdown: read well in a terminal, and go into the README as they are."""
+"""Results as Markdown tables, for the terminal and for the README."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ COLUMNS = {
     "drops": "dropped",
     "errors": "failed",
 }
-"""Every metric with its heading, in the order of the columns; CPU is of one request."""
+"""Every metric with its heading, in column order; CPU is per request."""
 
 METRICS = COLUMNS | {"front_cpu_us": "front CPU µs"}
-"""With those that have no column: what users talk to is not a process of its own everywhere."""
+"""Adds the metrics without a column: not every system has a front process."""
 
 ROUNDS_SHOWN = 9
-"""Of a goal; of more than these the least and the greatest."""
+"""Rounds of a goal; with more, the table has only the minimum and maximum."""
 
 
 def render_case(results: Results, case: str) -> str:
-    """A table of medians, a system a line."""
+    """A table of medians, with a row for each system."""
     systems = results.systems(case)
     figures = {
         system: {key: results.median(case, system, key) for key in COLUMNS} for system in systems
@@ -35,37 +35,37 @@ def render_case(results: Results, case: str) -> str:
     metrics = [key for key in COLUMNS if any(each[key] is not None for each in figures.values())]
     rows = [[system, *(_figure(figures[system][key]) for key in metrics)] for system in systems]
     table = render_table(["system", *(COLUMNS[key] for key in metrics)], rows)
-    words = [
+    errors = [
         f"{each['system']}: {each['error_words']}"
         for system in systems
-        for each in results.of(case, system)
+        for each in results.select(case, system)
         if each["error_words"]
     ]
-    failures = f"\n\nFirst error: {words[0]}" if words else ""
+    failures = f"\n\nFirst error: {errors[0]}" if errors else ""
     return f"### {case}\n\n{table}{failures}"
 
 
 def render_processes(results: Results, case: str) -> str:
-    """CPU microseconds of a request by server process, a system a line."""
+    """CPU microseconds per request by server process, with a line for each system."""
     lines = []
     for system in results.systems(case):
-        rounds = [each["processes_cpu_us"] for each in results.of(case, system)]
+        rounds = [each["processes_cpu_us"] for each in results.select(case, system)]
         names = list(dict.fromkeys(name for each in rounds for name in each))
-        told = []
+        costs = []
         for name in names:
             values = sorted(each[name] or 0.0 for each in rounds if name in each)
-            told.append(f"{name} {values[len(values) // 2]:,.0f}")
-        if told:
-            lines.append(f"- {system}: {', '.join(told)}")
+            costs.append(f"{name} {values[len(values) // 2]:,.0f}")
+        if costs:
+            lines.append(f"- {system}: {', '.join(costs)}")
     return "\n".join(lines)
 
 
 def render_verdicts(verdicts: list[Verdict]) -> str:
-    """What was aimed at, and whether it was met."""
+    """The goals and their results."""
     rows = [
         [
-            f"{verdict.goal.case}: {METRICS[verdict.goal.metric]}{_asked(verdict.goal.of)}",
-            verdict.goal.than or "-",
+            f"{verdict.goal.case}: {METRICS[verdict.goal.metric]}{_variant(verdict.goal.system)}",
+            verdict.goal.baseline or "-",
             f"{'≥' if verdict.goal.sense == 'least' else '≤'} {verdict.goal.bound:.2f}",
             _ratio(verdict.value),
             _rounds(verdict.rounds),
@@ -73,32 +73,32 @@ def render_verdicts(verdicts: list[Verdict]) -> str:
         ]
         for verdict in verdicts
     ]
-    return render_table(["Iskander's", "against", "goal", "median", "rounds", "verdict"], rows)
+    return render_table(["figure", "baseline", "goal", "median", "rounds", "verdict"], rows)
 
 
 def render_table(headings: list[str], rows: list[list[str]]) -> str:
-    """A table whose columns line up as plain text too; all but the first are to the right."""
+    """A table with aligned columns; all but the first are right-aligned."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    separators = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
 
     def line(cells: list[str]) -> str:
         first = cells[0].ljust(widths[0])
         others = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
         return "| " + " | ".join([first, *others]) + " |"
 
-    return "\n".join([line(headings), line(rules), *map(line, rows)])
+    return "\n".join([line(headings), line(separators), *map(line, rows)])
 
 
 def _rounds(values: list[float | None]) -> str:
-    """Each of them where they are few."""
+    """All values if they are few; else their range."""
     known = [value for value in values if value is not None]
     if len(values) <= ROUNDS_SHOWN or len(known) < len(values):
         return " ".join(map(_ratio, values))
     return f"{len(known)}, from {_ratio(min(known))} to {_ratio(max(known))}"
 
 
-def _asked(system: str) -> str:
-    """How Iskander was asked, where not by Flight."""
+def _variant(system: str) -> str:
+    """Suffix for a variant of Iskander."""
     return system.replace("iskander-", ", by ") if system != "iskander" else ""
 
 

@@ -1,4 +1,4 @@
-"""What is served and sent: a model, batches for it, and the model without any server."""
+"""Workloads: a model, its batches, and its reference outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 FOLDER = Path(__file__).parent
 MODELS = FOLDER.parent / "configs" / "models"
-MADE = FOLDER.parent / "build" / "benchmarks" / "models"
+GENERATED = FOLDER.parent / "build" / "benchmarks" / "models"
 BATCHES_COUNT = 4
 """Different batches that a client sends in turn."""
 SEED = 20260
@@ -31,14 +31,14 @@ Columns = Callable[[np.random.Generator, int], dict[str, pa.Array]]
 
 @dataclass(frozen=True)
 class Workload:
-    """One model and what is sent to it.
+    """A model and its input batches.
 
     Attributes:
-        model: Its name, as the configuration says it.
-        config: The configuration file that serves it.
-        folder: Where `model.onnx` lies.
-        columns: Makes one batch's input columns of so many rows.
-        output: The output's name.
+        model: Name in the configuration.
+        config: Configuration file of the server.
+        folder: Folder of `model.onnx`.
+        columns: Generates the input columns of a batch with the given number of rows.
+        output: Name of the output.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Workload:
         ]
 
     def open_session(self) -> ort.InferenceSession:
-        """The model as every server here opens it: one thread that never spins."""
+        """The model with the settings of every server here: one thread that never spins."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
@@ -72,14 +72,14 @@ class Workload:
         return np.asarray(self.open_session().run([self.output], tensors(batch))[0])
 
     def prepare(self) -> None:
-        """Make the model where it is not kept in the repository."""
-        make = {EMBEDDING.folder: _make_embedding, POLICY.folder: _make_policy}.get(self.folder)
-        if make is not None and not (self.folder / "model.onnx").exists():
-            make(self.folder)
+        """Generate the model if it is not in the repository."""
+        generate = {EMBEDDING.folder: _make_embedding, POLICY.folder: _make_policy}.get(self.folder)
+        if generate is not None and not (self.folder / "model.onnx").exists():
+            generate(self.folder)
 
 
 def tensors(batch: pa.RecordBatch) -> dict[str, Array]:
-    """A batch's columns as the tensors that the model takes."""
+    """The columns of a batch as the model's input tensors."""
     return {name: _to_tensor(batch.column(name)) for name in batch.schema.names}
 
 
@@ -111,7 +111,7 @@ def _policy_columns(generator: np.random.Generator, rows: int) -> dict[str, pa.A
 
 
 def _make_embedding(folder: Path) -> None:
-    """A table of vectors and a look-up: next to no compute, 8 KiB of output a row."""
+    """A table of vectors and a lookup: almost no compute, 8 KiB of output a row."""
     from onnx import TensorProto, helper, numpy_helper
 
     table = np.random.default_rng(SEED).standard_normal((VECTORS_COUNT, VECTOR_SIZE), np.float32)
@@ -126,20 +126,20 @@ def _make_embedding(folder: Path) -> None:
 
 
 def _make_policy(folder: Path) -> None:
-    """A recurrent policy: as many steps as take 20 ms here, for one row or some alike."""
+    """A recurrent policy, calibrated to 20 ms for one row or a few."""
     _save(_policy_graph(CALIBRATION_STEPS), folder)
     session = POLICY.open_session()
     (batch, *_) = POLICY.batches(1)
     times_s = []
     for _ in range(5):
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         session.run([POLICY.output], tensors(batch))
-        times_s.append(time.perf_counter() - begun_s)
+        times_s.append(time.perf_counter() - started_s)
     _save(_policy_graph(round(CALIBRATION_STEPS * POLICY_S / min(times_s))), folder)
 
 
 def _policy_graph(steps: int) -> Any:  # noqa: ANN401
-    """`h = tanh(h W)`, again and again, and a projection to the actions."""
+    """`h = tanh(h W)`, repeated, and a projection to the actions."""
     from onnx import TensorProto, helper, numpy_helper
 
     def value(name: str, element: int, shape: list[str | int]) -> Any:  # noqa: ANN401
@@ -202,6 +202,6 @@ TWO_TOWER = _configured(
 )
 WIDE = _configured("wide-tabular", "wide.toml", MODELS / "wide-tabular" / "1", _wide_columns)
 EMBEDDING = _configured(
-    "embedding", "embedding.toml", MADE / "embedding" / "1", _embedding_columns, "embedding"
+    "embedding", "embedding.toml", GENERATED / "embedding" / "1", _embedding_columns, "embedding"
 )
-POLICY = _configured("policy", "policy.toml", MADE / "policy" / "1", _policy_columns, "action")
+POLICY = _configured("policy", "policy.toml", GENERATED / "policy" / "1", _policy_columns, "action")

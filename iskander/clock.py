@@ -1,6 +1,6 @@
-"""The only source of time: a monotonic clock in nanoseconds; the wall's only for others' stamps.
+"""Clock access: monotonic nanoseconds; wall-clock time only for timestamps of others.
 
-Code that decides takes `now_ns` as an argument, so that tests pass their own.
+Decision code takes `now_ns` as an argument, so that tests pass their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Types that may be decoded by any thread.
+"""Thread-safe preparation of msgspec types.
 
-msgspec learns what a type is when it is first decoded, and lets other threads see what it has
-learned so far: two threads that decode a type for the first time end the process. What is known
-before a second thread is there cannot be half known.
+msgspec analyzes a type at its first decoding and publishes partial results: two threads that decode
+a type for the first time crash the process. Types are therefore analyzed at import.
 
 Source: msgspec 0.22, where this was found: a segmentation fault in `convert`.
 """
@@ -17,6 +16,6 @@ KindT = TypeVar("KindT", bound=msgspec.Struct)
 
 
 def thread_safe(kind: type[KindT]) -> type[KindT]:
-    """Have msgspec learn a type, and those in it, where it is defined; a decorator."""
+    """Decorate a type: analyze it, and the types in it, at its definition."""
     msgspec.json.Decoder(kind)
     return kind

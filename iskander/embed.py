@@ -1,4 +1,4 @@
-"""The gateway in a program of your own, with policies and callbacks that it brings.
+"""Embedding of the gateway in a Python program with its own policies and metric callbacks.
 
     from iskander.embed import on_metric, register_policy, serve
 
@@ -12,7 +12,7 @@
 
     serve("iskander.toml")  # With `policy = "shortest_plan_first"` in `[lanes]`.
 
-A policy of more than a score comes by an entry point of the group `iskander.policies`.
+For a policy that is more than a score use an entry point of the group `iskander.policies`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pathlib import Path
 from iskander.config.loader import load_config
 from iskander.errors import ConfigError
 from iskander.gateway.__main__ import main
-from iskander.measurement.subscribers import LISTENERS, Listener
-from iskander.scheduling.scored_policy import Score, register
+from iskander.measurement.subscribers import SUBSCRIBERS, Subscriber
+from iskander.scheduling.policies import Score, register
 
 
 def register_policy(name: str) -> Callable[[Score], Score]:
-    """Decorate a function that scores a request; the higher score goes first.
+    """Decorate a function that scores a request; the highest score runs first.
 
-    It is called on the gateway loop for every request, and so has to be quick. For what it is told
-    see `iskander.scheduling.scored_policy.Scorable`.
+    The gateway loop calls it for every request, so it has to be fast. Its argument is a
+    `iskander.scheduling.policies.Scorable`.
 
     Raises:
-        ConfigError: There is a policy of that name.
+        ConfigError: A policy with this name exists.
     """
 
     def decorate(score: Score) -> Score:
@@ -44,30 +44,30 @@ def register_policy(name: str) -> Callable[[Score], Score]:
     return decorate
 
 
-def on_metric(listener: Listener) -> Listener:
-    """Have a function called with the name, value and labels of every point that is measured.
+def on_metric(listener: Subscriber) -> Subscriber:
+    """Decorate a callback for the name, value and labels of every point.
 
-    It is called on the gateway loop, and so has to be quick. What it fails with is logged once.
+    The gateway loop calls it, so it has to be fast. Its first exception is logged.
     """
-    LISTENERS.append(listener)
+    SUBSCRIBERS.append(listener)
     return listener
 
 
 def serve(file: str | Path, *, overrides: Sequence[str] = ()) -> None:
-    """Run the gateway of a configuration until it is told to stop, as `iskander-gateway` does.
+    """Run the gateway until it is stopped, as `iskander-gateway` does.
 
     Args:
-        file: TOML.
-        overrides: Settings that go before those of the file, as `section.key=value`.
+        file: Configuration file (TOML).
+        overrides: Settings that override the file, as `section.key=value`.
 
     Raises:
-        ConfigError: The file is wrong, or wants processes that would not be this one.
-        SystemExit: It did not start, or did not drain; the code is that of the command.
+        ConfigError: The file is invalid, or configures several processes.
+        SystemExit: The start or the drain failed; the exit code is that of the command.
     """
     config = load_config(Path(file), overrides=tuple(overrides)).config
     if config.server.processes > 1:
         raise ConfigError(
-            "server.processes above 1 starts commands of its own, which know nothing of the "
-            "policies and callbacks of this program"
+            "server.processes above 1 is not supported in an embedded gateway: other processes do "
+            "not have the policies and callbacks of this program"
         )
     main(["--config", str(file), *(word for each in overrides for word in ("--set", each))])

@@ -1,9 +1,8 @@
-"""Every failure with a name: whose fault, whether to retry, its status on each front door.
+"""Named errors: fault, retryability, and the status of each protocol.
 
-Two kinds of failure are never mixed. An `AssertionError` says that this program is wrong: a worker
-ends and is started again, in the gateway the call that met it ends, and the log says where. An
-`IskanderError` says that the world is as it is: it is handled, counted and told to the caller.
-Pure; any process may import it.
+An `AssertionError` is a bug in this program: it ends a worker, which the supervisor restarts; in
+the gateway it ends the call and is logged. An `IskanderError` is an expected failure: it is
+handled, counted and returned to the caller. Pure; any process may import it.
 """
 
 from __future__ import annotations
@@ -14,14 +13,22 @@ from typing import Any, ClassVar, TypeVar
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 MESSAGE_BYTES_MAX = 900
 """gRPC sends the text twice beside the detail and drops the status when headers pass 8 KiB."""
-
-
 FIELD_BYTES_MAX = 150
+INTERNAL = "internal server error; details are in the server log"
+"""Text for clients; only the log has the exception, which may contain internals."""
 _JSON_BYTES_MAX = 6
+
+_RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+_HTTP_STATUS = {
+    "INVALID_ARGUMENT": 400, "UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403, "NOT_FOUND": 404,
+    "ABORTED": 409, "CANCELLED": 499, "INTERNAL": 500, "FAILED_PRECONDITION": 500,
+    "UNIMPLEMENTED": 501, "UNAVAILABLE": 503, "RESOURCE_EXHAUSTED": 503, "DEADLINE_EXCEEDED": 504,
+}  # fmt: skip
+"""HTTP status for each gRPC status."""
 
 
 class Fault(StrEnum):
-    """Who has to change something for the same request to succeed."""
+    """The party that has to change something for the same request to succeed."""
 
     CLIENT = "client"
     MODEL = "model"
@@ -31,17 +38,17 @@ class Fault(StrEnum):
 
 
 class IskanderError(Exception):
-    """A named failure; by itself, one of the server's own that has no other name.
+    """An internal error of the server; base class of all named errors.
 
-    Class attributes: `code` is stable and part of the interface; `retryable` says whether the very
-    same request may succeed later; `status` is the gRPC status, and `flight_status` the one used
-    where pyarrow clients are the readers (they show RESOURCE_EXHAUSTED as a bad argument);
-    `http_status` is the one over HTTP.
+    Class attributes: `code` is stable and part of the interface; `retryable` means that the same
+    request may succeed later; `status` is the gRPC status; `flight_status` replaces it for Flight,
+    because pyarrow clients show RESOURCE_EXHAUSTED as a bad argument; `http_status` is for HTTP.
+    A subclass passes its code, fault and gRPC status; the others follow from the gRPC status.
 
     Args:
-        message: What, where, wanted and got, in words. Never a traceback, path or address.
-        retry_after_ms: When a retry is worth it, if that is known.
-        fields: Named facts for programs, such as `column="user_id"`; str, int or None.
+        message: Text of the error: what, where, wanted, got. Never a traceback, path or address.
+        retry_after_ms: Delay before a retry, if it is known.
+        fields: Named values for programs, such as `column="user_id"`; str, int or None.
     """
 
     code: ClassVar[str] = "internal"
@@ -53,10 +60,16 @@ class IskanderError(Exception):
 
     _by_code: ClassVar[dict[str, type[IskanderError]]] = {}
 
-    def __init_subclass__(cls) -> None:
-        """Enter the class in the table that `from_wire` looks up."""
-        assert cls.code not in IskanderError._by_code, f"two errors are called {cls.code}"
-        IskanderError._by_code[cls.code] = cls
+    def __init_subclass__(
+        cls, *, code: str, fault: Fault, status: str, http_status: int | None = None
+    ) -> None:
+        """Set the class attributes and register the class for `from_wire`."""
+        assert code not in IskanderError._by_code, f"two errors have the code {code}"
+        IskanderError._by_code[code] = cls
+        cls.code, cls.fault, cls.status = code, fault, status
+        cls.retryable = status in _RETRYABLE
+        cls.flight_status = "UNAVAILABLE" if status == "RESOURCE_EXHAUSTED" else None
+        cls.http_status = http_status or _HTTP_STATUS[status]
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None, **fields: Any) -> None:  # noqa: ANN401
         self.message = shorten(message)
@@ -65,7 +78,7 @@ class IskanderError(Exception):
         super().__init__(self.message)
 
     def to_wire(self) -> dict[str, Any]:
-        """The error as plain values, for JSON and msgpack."""
+        """Convert to plain values for JSON and msgpack."""
         wire: dict[str, Any] = {
             "code": self.code,
             "fault": self.fault.value,
@@ -74,11 +87,13 @@ class IskanderError(Exception):
         }
         if self.retry_after_ms is not None:
             wire["retry_after_ms"] = self.retry_after_ms
-        return wire | {key: _shorten_field(value) for key, value in self.fields.items()}
+        for key, value in self.fields.items():
+            wire[key] = shorten(value, FIELD_BYTES_MAX) if isinstance(value, str) else value
+        return wire
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> IskanderError:
-        """The error that `to_wire` described; an unknown code gives a plain `IskanderError`."""
+        """Convert back from `to_wire`; an unknown code gives a plain `IskanderError`."""
         known = ("code", "fault", "retryable", "message", "retry_after_ms")
         fields = {key: value for key, value in wire.items() if key not in known}
         kind = IskanderError._by_code.get(wire.get("code", ""), IskanderError)
@@ -86,17 +101,17 @@ class IskanderError(Exception):
 
 
 def shorten(text: str, bytes_max: int = MESSAGE_BYTES_MAX) -> str:
-    """Cut a text to what fits into an error, by the bytes that it takes as JSON in UTF-8."""
+    """Truncate a text to a number of bytes, counted as JSON in UTF-8."""
     text = text.encode("utf-8", "replace").decode()
     if len(text) * _JSON_BYTES_MAX <= bytes_max:
         return text
     total = fitting = 0
-    for kept, letter in enumerate(text, start=1):
+    for count, letter in enumerate(text, start=1):
         total += _json_bytes(letter)
         if total > bytes_max:
             return text[:fitting] + "..."
         if total <= bytes_max - 3:
-            fitting = kept
+            fitting = count
     return text
 
 
@@ -106,263 +121,144 @@ def _json_bytes(letter: str) -> int:
     return 2 if letter in '"\\' else len(letter.encode())
 
 
-def _shorten_field(value: Any) -> Any:  # noqa: ANN401
-    return shorten(value, FIELD_BYTES_MAX) if isinstance(value, str) else value
-
-
-class ContractError(IskanderError):
-    """Names, types, shapes or rows of a request do not meet the model's contract."""
-
-    code = "contract"
-    fault = Fault.CLIENT
-    status = "INVALID_ARGUMENT"
-    http_status = 400
-
-
-class MalformedInput(IskanderError):
-    """The bytes are not the messages that they claim to be."""
-
-    code = "malformed"
-    fault = Fault.CLIENT
-    status = "INVALID_ARGUMENT"
-    http_status = 400
-
-
-class LimitExceeded(IskanderError):
-    """The request is larger than this server is configured to take; it will never fit."""
-
-    code = "limit"
-    fault = Fault.CLIENT
-    status = "INVALID_ARGUMENT"
-    http_status = 413
-
-
-class ModelNotFound(IskanderError):
-    """No model of that name or version is configured."""
-
-    code = "model_not_found"
-    fault = Fault.CLIENT
-    status = "NOT_FOUND"
-    http_status = 404
-
-
-class Unauthenticated(IskanderError):
-    """The server wants a token, and none was shown that is valid."""
-
-    code = "unauthenticated"
-    fault = Fault.CLIENT
-    status = "UNAUTHENTICATED"
-    http_status = 401
-
-
-class PermissionDenied(IskanderError):
-    """The token that was shown is for other models, or not for that."""
-
-    code = "permission_denied"
-    fault = Fault.CLIENT
-    status = "PERMISSION_DENIED"
-    http_status = 403
-
-
-class RegionNotFound(IskanderError):
-    """The shared memory that a stream names is not lent here, or no longer."""
-
-    code = "region_not_found"
-    fault = Fault.CLIENT
-    status = "NOT_FOUND"
-    http_status = 404
-
-
-class ModelMoved(IskanderError):
-    """The model version was replaced, or given up, while a stream or request was under way."""
-
-    code = "model_moved"
-    fault = Fault.NOBODY
-    retryable = True
-    status = "UNAVAILABLE"
-    http_status = 503
-
-
-class Unsupported(IskanderError):
-    """The call exists in the protocol and this server does not offer it."""
-
-    code = "unsupported"
-    fault = Fault.CLIENT
-    status = "UNIMPLEMENTED"
-    http_status = 501
-
-
-class Overloaded(IskanderError):
-    """As many streams, calls, connections or bytes are there as there may be."""
-
-    code = "overloaded"
-    fault = Fault.NOBODY
-    retryable = True
-    status = "RESOURCE_EXHAUSTED"
-    flight_status = "UNAVAILABLE"
-    http_status = 503
-
-
-class QueueFull(IskanderError):
-    """The model's queue is at its limit of requests, rows or bytes."""
-
-    code = "queue_full"
-    fault = Fault.NOBODY
-    retryable = True
-    status = "RESOURCE_EXHAUSTED"
-    flight_status = "UNAVAILABLE"
-    http_status = 503
-
-
-class ClientOverShare(IskanderError):
-    """The client has as many requests outstanding as one may."""
-
-    code = "client_over_share"
-    fault = Fault.CLIENT
-    retryable = True
-    status = "RESOURCE_EXHAUSTED"
-    flight_status = "UNAVAILABLE"
-    http_status = 429
-
-
-class ArenaFull(IskanderError):
-    """There was no room in shared memory within the time to wait."""
-
-    code = "arena_full"
-    fault = Fault.NOBODY
-    retryable = True
-    status = "RESOURCE_EXHAUSTED"
-    flight_status = "UNAVAILABLE"
-    http_status = 503
-
-
-class DroppedFromQueue(IskanderError):
-    """The queue was full and its policy gave this request's place to another."""
-
-    code = "dropped"
-    fault = Fault.NOBODY
-    retryable = True
-    status = "RESOURCE_EXHAUSTED"
-    flight_status = "UNAVAILABLE"
-    http_status = 503
-
-
-class Superseded(IskanderError):
-    """A newer request of the same client took this one's place before it ran."""
-
-    code = "superseded"
-    fault = Fault.CLIENT
-    status = "ABORTED"
-    http_status = 409
-
-
-class DeadlineUnreachable(IskanderError):
-    """By what the model is known to cost, the request could not be done in time; it never ran."""
-
-    code = "deadline_unreachable"
-    fault = Fault.NOBODY
-    retryable = True
-    status = "RESOURCE_EXHAUSTED"
-    flight_status = "UNAVAILABLE"
-    http_status = 503
-
-
-class DeadlineExceeded(IskanderError):
-    """The deadline, or the time that a request may wait or be old, passed before it ran."""
-
-    code = "deadline_exceeded"
-    fault = Fault.NOBODY
-    status = "DEADLINE_EXCEEDED"
-    http_status = 504
-
-
-class Cancelled(IskanderError):
-    """The caller left."""
-
-    code = "cancelled"
-    fault = Fault.CLIENT
-    status = "CANCELLED"
-    http_status = 499
-
-
-class NotReady(IskanderError):
-    """The model has no warmed worker now."""
-
-    code = "not_ready"
-    fault = Fault.OPERATOR
-    retryable = True
-    status = "UNAVAILABLE"
-    http_status = 503
-
-
-class Draining(IskanderError):
-    """The server finishes what it accepted and takes no more."""
-
-    code = "draining"
-    fault = Fault.NOBODY
-    retryable = True
-    status = "UNAVAILABLE"
-    http_status = 503
-
-
-class PoisonedRequest(IskanderError):
-    """Two workers died while they ran this request; it is not given to a third."""
-
-    code = "poisoned"
-    fault = Fault.MODEL
-    status = "INTERNAL"
-
-
-class ModelQuarantined(IskanderError):
-    """Batches of this model ended several workers; its requests are refused for a while."""
-
-    code = "model_quarantined"
-    fault = Fault.MODEL
-    retryable = True
-    status = "UNAVAILABLE"
-    http_status = 503
-
-
-class ExecutionFailed(IskanderError):
-    """The runtime refused to compute this batch with this model."""
-
-    code = "execution_failed"
-    fault = Fault.MODEL
-    status = "INTERNAL"
-
-
-class ManifestError(IskanderError):
-    """A model or its manifest is outside what can be served."""
-
-    code = "manifest"
-    fault = Fault.OPERATOR
-    status = "FAILED_PRECONDITION"
-
-
-class ConfigError(IskanderError):
-    """A setting is unknown, of the wrong type, out of range or against another one."""
-
-    code = "config"
-    fault = Fault.OPERATOR
-    status = "FAILED_PRECONDITION"
-
-
-class ProtocolError(IskanderError):
-    """The other process speaks another version, or says what cannot be."""
-
-    code = "protocol"
-
-
-class SegmentError(IskanderError):
-    """The system refused memory, or a range of it was used without a right to it."""
-
-    code = "segment"
-
-
 def detach(error: ErrorT) -> ErrorT:
-    """Prepare an error to be kept: drop the frames that it went through, and their variables.
+    """Drop the traceback and the chained errors of an error that is kept.
 
-    They would keep what they refer to, such as a message, until a garbage collection.
+    Their frames keep messages in memory until a garbage collection.
     """
     error.__traceback__ = error.__context__ = error.__cause__ = None
     return error
+
+
+class ContractError(IskanderError, code="contract", fault=Fault.CLIENT, status="INVALID_ARGUMENT"):
+    """Names, types, shapes or rows of the request do not match the model's contract."""
+
+
+class MalformedInput(
+    IskanderError, code="malformed", fault=Fault.CLIENT, status="INVALID_ARGUMENT"
+):
+    """The bytes are not valid messages of the protocol."""
+
+
+class LimitExceeded(
+    IskanderError, code="limit", fault=Fault.CLIENT, status="INVALID_ARGUMENT", http_status=413
+):
+    """The request is larger than a configured limit."""
+
+
+class ModelNotFound(IskanderError, code="model_not_found", fault=Fault.CLIENT, status="NOT_FOUND"):
+    """No model has this name or version."""
+
+
+class Unauthenticated(
+    IskanderError, code="unauthenticated", fault=Fault.CLIENT, status="UNAUTHENTICATED"
+):
+    """The call has no valid token."""
+
+
+class PermissionDenied(
+    IskanderError, code="permission_denied", fault=Fault.CLIENT, status="PERMISSION_DENIED"
+):
+    """The token does not permit this model or action."""
+
+
+class RegionNotFound(
+    IskanderError, code="region_not_found", fault=Fault.CLIENT, status="NOT_FOUND"
+):
+    """The shared-memory region of the stream does not exist or was released."""
+
+
+class ModelMoved(IskanderError, code="model_moved", fault=Fault.NOBODY, status="UNAVAILABLE"):
+    """The model version was replaced or unloaded during the stream or request."""
+
+
+class Unsupported(IskanderError, code="unsupported", fault=Fault.CLIENT, status="UNIMPLEMENTED"):
+    """The server does not implement this part of the protocol."""
+
+
+class Overloaded(IskanderError, code="overloaded", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"):
+    """Streams, calls, connections or received bytes are at their limit."""
+
+
+class QueueFull(IskanderError, code="queue_full", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"):
+    """The model's queue is at its limit of requests, rows or bytes."""
+
+
+class ClientOverShare(
+    IskanderError,
+    code="client_over_share",
+    fault=Fault.CLIENT,
+    status="RESOURCE_EXHAUSTED",
+    http_status=429,
+):
+    """The client is at its limit of outstanding requests."""
+
+
+class ArenaFull(IskanderError, code="arena_full", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"):
+    """Shared memory had no free space before the timeout."""
+
+
+class DroppedFromQueue(
+    IskanderError, code="dropped", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"
+):
+    """The queue was full and its policy evicted this request."""
+
+
+class Superseded(IskanderError, code="superseded", fault=Fault.CLIENT, status="ABORTED"):
+    """A newer request of the same client replaced this one before it ran."""
+
+
+class DeadlineUnreachable(
+    IskanderError, code="deadline_unreachable", fault=Fault.NOBODY, status="RESOURCE_EXHAUSTED"
+):
+    """The cost model predicts a missed deadline; the request did not run."""
+
+
+class DeadlineExceeded(
+    IskanderError, code="deadline_exceeded", fault=Fault.NOBODY, status="DEADLINE_EXCEEDED"
+):
+    """The deadline, the queue timeout or the age limit passed before the request ran."""
+
+
+class Cancelled(IskanderError, code="cancelled", fault=Fault.CLIENT, status="CANCELLED"):
+    """The caller cancelled the request."""
+
+
+class NotReady(IskanderError, code="not_ready", fault=Fault.OPERATOR, status="UNAVAILABLE"):
+    """The model has no warmed worker now."""
+
+
+class Draining(IskanderError, code="draining", fault=Fault.NOBODY, status="UNAVAILABLE"):
+    """The server is draining and rejects new requests."""
+
+
+class PoisonedRequest(IskanderError, code="poisoned", fault=Fault.MODEL, status="INTERNAL"):
+    """Two workers died while they ran this request; it is not retried."""
+
+
+class ModelQuarantined(
+    IskanderError, code="model_quarantined", fault=Fault.MODEL, status="UNAVAILABLE"
+):
+    """Batches of this model ended several workers; its requests are rejected for a while."""
+
+
+class ExecutionFailed(IskanderError, code="execution_failed", fault=Fault.MODEL, status="INTERNAL"):
+    """The runtime failed to run the model on this batch."""
+
+
+class ManifestError(
+    IskanderError, code="manifest", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"
+):
+    """The model or its manifest is invalid or not supported."""
+
+
+class ConfigError(IskanderError, code="config", fault=Fault.OPERATOR, status="FAILED_PRECONDITION"):
+    """A setting is unknown, has the wrong type, is out of range or conflicts with another one."""
+
+
+class ProtocolError(IskanderError, code="protocol", fault=Fault.SERVER, status="INTERNAL"):
+    """The other process uses another protocol version or sent an invalid message."""
+
+
+class SegmentError(IskanderError, code="segment", fault=Fault.SERVER, status="INTERNAL"):
+    """The system refused memory, or a range was accessed without a lease."""

@@ -1,4 +1,4 @@
-"""Files that are read again when they change, without a notice from anybody.
+"""File watcher: polls modification time, size and inode.
 
 Runs on: gateway loop.
 """
@@ -10,49 +10,49 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 
 class FileWatcher:
-    """Looks at files once a second; a look takes a few microseconds.
+    """Polls files once a second; a poll costs a few microseconds.
 
-    A change counts when two looks have found the same: what is being written is not half read.
+    Two equal polls confirm a change, so that a file is not read while it is written.
 
     Args:
-        paths: Of the files.
-        look: Called each time, with whether they have changed.
+        paths: Paths of the files.
+        callback: Called after each poll with whether the files have changed.
     """
 
-    def __init__(self, paths: Iterable[Path], look: Callable[[bool], None]) -> None:
+    def __init__(self, paths: Iterable[Path], callback: Callable[[bool], None]) -> None:
         self._paths = list(paths)
-        self._call = look
-        self._followed = self._seen = self._stamps()
+        self._callback = callback
+        self._confirmed = self._last = self._stamps()
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin; what changed since this was made counts."""
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        """Start polling; changes since the construction count."""
+        self._timer = asyncio.get_running_loop().call_later(POLL_S, self._poll)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self.start()
-        before, self._seen = self._seen, self._stamps()
-        has_changed = before == self._seen != self._followed
+        before, self._last = self._last, self._stamps()
+        has_changed = before == self._last != self._confirmed
         if has_changed:
-            self._followed = self._seen
-        self._call(has_changed)
+            self._confirmed = self._last
+        self._callback(has_changed)
 
     def _stamps(self) -> list[object]:
-        return [_stamp_of(path) for path in self._paths]
+        return [_stamp(path) for path in self._paths]
 
 
-def _stamp_of(path: Path) -> object:
+def _stamp(path: Path) -> object:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         return error.errno
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino

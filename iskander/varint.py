@@ -1,4 +1,4 @@
-"""Whole numbers as protobuf writes them: seven bits a byte, the least first.
+"""Protobuf varints: integers with seven bits a byte, least significant first.
 
 Pure. Source: protobuf encoding, base 128 varints.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 
 def read_varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it.
+    """Return the number at an offset and the offset after it.
 
     Raises:
-        IndexError: It does not end, or has more than ten bytes.
+        IndexError: It is incomplete, or has more than ten bytes.
     """
     value = shift = 0
     while True:
@@ -24,8 +24,8 @@ def read_varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
             raise IndexError
 
 
-def varint(value: int) -> bytes:
-    """A number's bytes."""
+def encode_varint(value: int) -> bytes:
+    """Encode a number."""
     if value < 0x80:
         return bytes((value,))
     encoded = bytearray()

@@ -1,10 +1,10 @@
-"""Build the wheel, look into it, install it in a fresh environment and run the system tests on it.
+"""Wheel check: builds the wheel, checks its contents, installs it and runs tests on it.
 
-Compiled where there is a C compiler, so that both ways to run the same files are tested: the
-checkout's own tests run them as they are.
+The wheel is compiled if there is a C compiler, so both kinds of build are tested: `make test` runs
+the interpreted sources. The wheel runs the slow tests, and those of the path of a batch.
 
-The tests run from a copy of `tests/` and of what they read, in an empty folder, so that nothing of
-the checkout can be imported by accident.
+The tests run in an empty folder from a copy of `tests/` and the files that they read, so no import
+can find the checkout.
 """
 
 from __future__ import annotations
@@ -17,16 +17,28 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import build_wheel
+
 ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 READ_BY_TESTS = ("tests", "configs", "docs", "scripts", "benchmarks", "pyproject.toml")
+BATCH_PATH = (
+    "serving",
+    "strings",
+    "outputs",
+    "lanes",
+    "draining",
+    "oip_grpc",
+    "shared_memory",
+)
 
 
 def main() -> None:
-    """Run all of it; exit 1 at the first thing that is not as it should be."""
+    """Run all steps; exit 1 at the first failure."""
+    wheel = build_wheel.wheel()
+    require_contents(wheel)
     with tempfile.TemporaryDirectory(prefix="iskander-wheel-") as name:
         folder = Path(name)
-        wheel = build(folder)
-        require_contents(wheel)
         python = install(wheel, folder / "venv")
         checkout = folder / "checkout"
         for part in READ_BY_TESTS:
@@ -42,38 +54,31 @@ def main() -> None:
             [python, "-c", where], cwd=checkout, capture_output=True, text=True, check=True
         ).stdout
         if str(folder / "venv") not in found:
-            sys.exit(f"the tests would not run on the wheel: {found}")
-        pytest = [python.parent / "pytest", "-q", "-n", "2", "--dist", "loadfile"]
-        pytest += ["tests/system", "-p", "no:cacheprovider"]
-        sys.exit(subprocess.run(pytest, cwd=checkout, check=False).returncode)
-
-
-def build(folder: Path) -> Path:
-    """Build the wheel by a standard front end."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder]
-    if shutil.which("uv"):
-        command = ["uv", "build", "--quiet", "--wheel", "--out-dir", folder]
-    is_compiled = shutil.which("cc") is not None
-    environment = os.environ | {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": str(int(is_compiled))}
-    subprocess.run([*command, ROOT], check=True, env=environment)
-    (wheel,) = folder.glob("iskander-*.whl")
-    return wheel
+            sys.exit(f"the tests import iskander from outside the wheel: {found}")
+        pytest = [python.parent / "pytest", "-q", "-n", "3", "--dist", "loadfile"]
+        pytest += ["--no-loadscope-reorder", "-p", "no:cacheprovider"]
+        core = [f"tests/system/test_{part}.py" for part in BATCH_PATH]
+        environment = os.environ | {"ISKANDER_SLOW": "1"}
+        for selection in (["-m", "slow", "tests"], ["-m", "not slow", *core]):
+            done = subprocess.run([*pytest, *selection], cwd=checkout, env=environment, check=False)
+            if done.returncode:
+                sys.exit(done.returncode)
 
 
 def require_contents(wheel: Path) -> None:
-    """Only the two packages, the shared files, the metadata, and what compiled modules share."""
+    """Check for the two packages, the shared files, the metadata and the compiled modules."""
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names if "__mypyc." not in name}
     version = wheel.name.split("-")[1]
-    wanted = {"iskander", "iskander_worker"}
-    wanted |= {f"iskander-{version}.{part}" for part in ("data", "dist-info")}
-    if tops != wanted:
-        sys.exit(f"the wheel has {sorted(tops)}, wanted {sorted(wanted)}")
+    expected = {"iskander", "iskander_worker"}
+    expected |= {f"iskander-{version}.{part}" for part in ("data", "dist-info")}
+    if tops != expected:
+        sys.exit(f"the wheel contains {sorted(tops)}, expected {sorted(expected)}")
     print(f"{wheel.name}: {len(names)} files")
 
 
 def install(wheel: Path, venv: Path) -> Path:
-    """Install the wheel with what its tests need; the environment's Python."""
+    """Install the wheel and the extra `test` in the locked versions; return the new Python."""
     python = venv / "bin" / "python"
     if shutil.which("uv"):
         subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, venv], check=True)
@@ -81,7 +86,7 @@ def install(wheel: Path, venv: Path) -> Path:
     else:
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*command, f"{wheel}[test]"], check=True)
+    subprocess.run([*command, "-c", CONSTRAINTS, f"{wheel}[test]"], check=True)
     return python
 
 

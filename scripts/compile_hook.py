@@ -1,7 +1,7 @@
-"""Compiles what every batch goes through, when the wheel is built with this hook enabled.
+"""Build hook: compiles the modules on the path of a batch when it is enabled.
 
-mypyc makes C of annotated Python; the modules keep their names, their source lies beside them in
-the wheel, and whatever is not compiled imports them as before. An editable install stays as it is.
+mypyc compiles annotated Python to C. The modules keep their names, their sources are next to them
+in the wheel, and interpreted modules import them as before. An editable install stays interpreted.
 
 Source: hatch's documentation on custom build hooks, mypyc's on `mypycify`.
 """
@@ -23,6 +23,7 @@ COMPILED = (
     "iskander/auth/grants.py",
     "iskander/contract/rows.py",
     "iskander/control/channel.py",
+    "iskander/control/zmq_channel.py",
     "iskander/measurement/histogram.py",
     "iskander/memory/arena.py",
     "iskander/memory/chunked_copy.py",
@@ -88,7 +89,7 @@ COMPILED = (
     "iskander_worker/loop.py",
 )
 FLAGS = "-fvisibility=hidden"
-"""Nobody else calls these functions: so they call each other directly, and not by a table."""
+"""No other library calls these functions, so calls between them are direct, without a table."""
 BUILD = """
 import sys
 from mypyc.build import mypycify
@@ -105,7 +106,7 @@ class CompileHook(BuildHookInterface[Any]):
     _folder: Path | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile a copy of the package, and name what came of it."""
+        """Compile a copy of the packages, and add the results to the wheel."""
         if version == "editable":
             return
         self._folder = folder = Path(tempfile.mkdtemp(prefix="iskander-compile-"))
@@ -118,7 +119,7 @@ class CompileHook(BuildHookInterface[Any]):
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise RuntimeError(f"mypyc: {done.stdout[-4000:]}{done.stderr[-4000:]}")
+            raise RuntimeError(f"mypyc failed: {done.stdout[-4000:]}{done.stderr[-4000:]}")
         inside = [path for package in PACKAGES for path in folder.glob(f"{package}/**/*.so")]
         for path in (*folder.glob("*.so"), *inside):
             build_data["force_include"][str(path)] = path.relative_to(folder).as_posix()

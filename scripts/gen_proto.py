@@ -1,10 +1,12 @@
-"""Make `iskander/_generated/*_pb2.py` from `scripts/protos/*.proto`; needs grpcio-tools 1.73.
+"""Generates `iskander/_generated/*_pb2.py` from `scripts/protos/*.proto`.
 
-The messages of the tests are made from `tests/interop/protos` in the same way.
+Needs grpcio-tools 1.73.
 
-That release writes modules for protobuf 6, which the runtimes 6 and 7 both accept. Messages of the
-server are registered in a pool of our own: clients of the same protocols bring modules with the
-very same names, and the runtime ends whoever loads both into its default pool.
+The messages of the tests are generated from `tests/interop/protos` in the same way.
+
+grpcio-tools writes modules for protobuf 6, which the runtimes 6 and 7 both accept. Messages of the
+server are registered in a private pool: clients of the same protocols bring modules with the same
+names, and the runtime fails if both are registered in its default pool.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ TARGETS = {
     TARGET: ROOT / "scripts" / "protos",
     ROOT / "tests" / "support" / "generated": ROOT / "tests" / "interop" / "protos",
 }
-"""Folders of generated modules, and of their sources."""
+"""Target folder of the generated modules, and folder of their sources."""
 OWN_POOL = {
     "from google.protobuf import descriptor_pool as _descriptor_pool": (
         "from iskander._generated import POOL as _POOL"
@@ -41,16 +43,18 @@ def generate(sources: Path, target: Path, *, has_own_pool: bool) -> None:
         return
     for path in sorted(target.glob("*_pb2.py")):
         text = path.read_text()
-        for theirs, ours in OWN_POOL.items():
-            assert theirs in text, f"{path.name} has no `{theirs}`"
-            text = text.replace(theirs, ours)
+        for default, private in OWN_POOL.items():
+            assert default in text, f"{path.name} does not contain `{default}`"
+            text = text.replace(default, private)
         path.write_text(text)
 
 
 def main() -> None:
-    """Generate, or with `--check` say which files are stale and exit 1."""
+    """Generate the modules, or with `--check` exit 1 if one is stale."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only compare with what is committed")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare with the committed files"
+    )
     is_check = parser.parse_args().check
     stale = []
     for committed, sources in TARGETS.items():
@@ -66,7 +70,7 @@ def main() -> None:
                 if path.read_bytes() != (committed / path.name).read_bytes()
             ]
     if stale:
-        sys.exit(f"stale, run scripts/gen_proto.py: {', '.join(stale)}")
+        sys.exit(f"stale files: {', '.join(stale)}; run scripts/gen_proto.py")
 
 
 if __name__ == "__main__":

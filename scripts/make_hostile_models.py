@@ -1,9 +1,9 @@
-"""Write a folder of models that nobody should load: `python scripts/make_hostile_models.py FOLDER`.
+"""Writes a folder of hostile models: `python scripts/make_hostile_models.py FOLDER`.
 
-Each is a folder `FOLDER/NAME` with a `model.onnx`, or a pipeline where it has none, meant to read
-other people's files, to take all memory, time or disk, or to end the process that opens it.
-`FOLDER/expected.json` has, for each, the words that a loader is to refuse it with; `null` where it
-is to be served like any other. Nothing here is large on disk: what is, is sparse.
+Each is a folder `FOLDER/NAME` with a `model.onnx`, or a pipeline without one. They try to read
+other users' files, to use all memory, time or disk, or to end the process that loads them.
+`FOLDER/expected.json` maps each name to words of its load error, or to `null` for a valid model.
+Files that are large are sparse.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Make, str | None]] = {}
 
 
 def case(words: str | None) -> Callable[[Make], Make]:
-    """Enter a maker in the table, with the words of its refusal."""
+    """Register a generator, with words of the load error."""
 
     def enter(make: Make) -> Make:
         CASES[make.__name__] = (make, words)
@@ -35,10 +35,8 @@ def case(words: str | None) -> Callable[[Make], Make]:
 
 
 def main() -> None:
-    """Write all of them."""
-    parser = argparse.ArgumentParser(
-        description="Write a folder of models that nobody should load."
-    )
+    """Write all models."""
+    parser = argparse.ArgumentParser(description="Write a folder of hostile models.")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     folder = parser.parse_args().folder
     for name, (make, _) in CASES.items():
@@ -71,7 +69,7 @@ def save(
 
 
 def outside(location: str, *, offset: int = 0, length: int = 4096, name: str = "w") -> TensorProto:
-    """A tensor whose bytes are in another file."""
+    """A tensor with its bytes in another file."""
     tensor = TensorProto(name=name, data_type=FLOAT, dims=[length // 4])
     tensor.data_location = TensorProto.EXTERNAL
     for key, text in (("location", location), ("offset", str(offset)), ("length", str(length))):
@@ -93,41 +91,41 @@ def with_weights(folder: Path, *weights: TensorProto) -> None:
 
 @case("leads out of the model's folder")
 def traversal(folder: Path) -> None:
-    """Weights of the folder above."""
+    """Weights in the parent folder."""
     (folder.parent / "secret.bin").write_bytes(bytes(4096))
     with_weights(folder, outside("../secret.bin"))
 
 
 @case("leads out of the model's folder")
 def traversal_inside(folder: Path) -> None:
-    """The same by a way that begins in the folder."""
+    """The same through a subfolder."""
     (folder / "sub").mkdir()
     with_weights(folder, outside("sub/../../secret.bin"))
 
 
 @case("leads out of the model's folder")
 def absolute(folder: Path) -> None:
-    """A file of the system's."""
+    """A system file."""
     with_weights(folder, outside("/etc/passwd", length=64))
 
 
 @case("is a link that leads out")
 def symbolic_link(folder: Path) -> None:
-    """A name in the folder for a file outside."""
+    """A link in the folder to a file outside."""
     (folder / "weights.bin").symlink_to("/etc/passwd")
     with_weights(folder, outside("weights.bin", length=64))
 
 
 @case("is a link that leads out")
 def symbolic_folder(folder: Path) -> None:
-    """The same by a folder."""
+    """The same through a linked folder."""
     (folder / "sub").symlink_to("/etc")
     with_weights(folder, outside("sub/passwd", length=64))
 
 
 @case("cannot be read")
 def symbolic_circle(folder: Path) -> None:
-    """Two links that lead to each other."""
+    """Two links to each other."""
     (folder / "a").symlink_to("b")
     (folder / "b").symlink_to("a")
     with_weights(folder, outside("a"))
@@ -135,7 +133,7 @@ def symbolic_circle(folder: Path) -> None:
 
 @case("hard links")
 def hard_link(folder: Path) -> None:
-    """Another name of a file elsewhere, which nothing but its count tells."""
+    """A hard link to a file elsewhere; only the link count shows it."""
     (folder.parent / "owned.bin").write_bytes(bytes(4096))
     os.link(folder.parent / "owned.bin", folder / "weights.bin")
     with_weights(folder, outside("weights.bin"))
@@ -143,34 +141,34 @@ def hard_link(folder: Path) -> None:
 
 @case("is not a file")
 def pipe(folder: Path) -> None:
-    """Opening it would wait for ever."""
+    """A fifo: to open it would block forever."""
     os.mkfifo(folder / "weights.bin")
     with_weights(folder, outside("weights.bin"))
 
 
 @case("is not a file")
 def pipe_itself(folder: Path) -> None:
-    """The model file is one."""
+    """The model file is a fifo."""
     os.mkfifo(folder / "model.onnx")
 
 
-@case("is cut off, or another's")
+@case("is truncated, or belongs to another model")
 def weights_cut_off(folder: Path) -> None:
-    """Fewer bytes than the tensor has."""
+    """A file that is shorter than the tensor."""
     (folder / "weights.bin").write_bytes(bytes(100))
     with_weights(folder, outside("weights.bin"))
 
 
-@case("is cut off, or another's")
+@case("is truncated, or belongs to another model")
 def offset_beyond(folder: Path) -> None:
-    """An offset that wraps around where nobody looks."""
+    """An offset that overflows."""
     (folder / "weights.bin").write_bytes(bytes(4096))
     with_weights(folder, outside("weights.bin", offset=2**63 - 4096))
 
 
 @case("loading.model_bytes")
 def sparse_weights(folder: Path) -> None:
-    """A terabyte that takes no disk."""
+    """A sparse file of a terabyte."""
     with (folder / "weights.bin").open("wb") as stream:
         stream.truncate(1 << 40)
     with_weights(folder, outside("weights.bin", length=1 << 40))
@@ -178,7 +176,7 @@ def sparse_weights(folder: Path) -> None:
 
 @case("loading.model_bytes")
 def folded_weights(folder: Path) -> None:
-    """Ten thousand tensors that are the same 16 MB: 160 GB when they are loaded."""
+    """Ten thousand tensors on the same 16 MB of a file: 160 GB once loaded."""
     with (folder / "weights.bin").open("wb") as stream:
         stream.truncate(1 << 24)
     with_weights(
@@ -188,13 +186,13 @@ def folded_weights(folder: Path) -> None:
 
 @case("cannot be read")
 def name_of_controls(folder: Path) -> None:
-    """A file name with lines and escapes, for whoever prints it."""
+    """A file name with line breaks and terminal escapes."""
     with_weights(folder, outside("a\n\x1b[31mb\u202ec"))
 
 
-@case("cut off")
+@case("is truncated")
 def truncated(folder: Path) -> None:
-    """Half of a good model."""
+    """Half of a valid model."""
     weight = helper.make_tensor("w", FLOAT, [4096], np.zeros(4096, np.float32).tobytes(), raw=True)
     with_weights(folder, weight)
     raw = (folder / "model.onnx").read_bytes()
@@ -203,11 +201,11 @@ def truncated(folder: Path) -> None:
 
 @case("cannot be loaded")
 def empty(folder: Path) -> None:
-    """Nothing."""
+    """An empty file."""
     (folder / "model.onnx").write_bytes(b"")
 
 
-@case("cut off")
+@case("is truncated")
 def noise(folder: Path) -> None:
     """Random bytes."""
     (folder / "model.onnx").write_bytes(np.random.default_rng(1).bytes(10_000))
@@ -215,13 +213,13 @@ def noise(folder: Path) -> None:
 
 @case("cannot be loaded")
 def absurd_weights(folder: Path) -> None:
-    """A tensor of 2^60 elements with four of them there."""
+    """A tensor of 2^60 elements with data for four."""
     with_weights(folder, TensorProto(name="w", data_type=FLOAT, dims=[1 << 60], raw_data=bytes(16)))
 
 
 @case("cannot be loaded")
 def negative_weights(folder: Path) -> None:
-    """A tensor of less than nothing."""
+    """A tensor with a negative size."""
     with_weights(folder, TensorProto(name="w", data_type=FLOAT, dims=[-4], raw_data=bytes(16)))
 
 
@@ -241,9 +239,9 @@ def absurd_rank(folder: Path) -> None:
     save(folder, [node], inputs=[value("x", shape=shape)], outputs=[value("y", shape=shape)])
 
 
-@case("messages deep")
+@case("nests messages too deeply")
 def deep(folder: Path) -> None:
-    """A graph in a node's attribute, in a graph, five hundred times: more than libraries write."""
+    """Nested graphs in node attributes, five hundred levels: more than libraries write."""
     raw = b""
     for _ in range(500):
         for number in (6, 5, 1):  # An attribute's graph, a node's attribute, a graph's node.
@@ -253,13 +251,13 @@ def deep(folder: Path) -> None:
 
 @case("cannot be loaded")
 def unknown_operator(folder: Path) -> None:
-    """An operator that nobody has."""
+    """An unknown operator."""
     save(folder, [helper.make_node("Explode", ["x"], ["y"], domain="org.example")])
 
 
 @case("memory")
 def memory_bomb(folder: Path) -> None:
-    """A kilobyte that makes 64 GB when it runs."""
+    """A model of a kilobyte that allocates 64 GB when it runs."""
     save(
         folder,
         [
@@ -273,7 +271,7 @@ def memory_bomb(folder: Path) -> None:
 
 @case("memory")
 def doubling_bomb(folder: Path) -> None:
-    """Forty times twice as much as before."""
+    """A tensor that doubles forty times."""
     nodes = [helper.make_node("Unsqueeze", ["x", "axis"], ["d0"])]
     for step in range(40):
         nodes.append(helper.make_node("Concat", [f"d{step}", f"d{step}"], [f"d{step + 1}"], axis=1))
@@ -281,9 +279,9 @@ def doubling_bomb(folder: Path) -> None:
     save(folder, nodes, [helper.make_tensor("axis", INT64, [1], [1])])
 
 
-@case("was not loaded and warmed within")
+@case("not loaded and warmed in a sandbox within")
 def endless_loop(folder: Path) -> None:
-    """A loop of 2^62 turns."""
+    """A loop of 2^62 iterations."""
     body = helper.make_graph(
         [
             helper.make_node("Identity", ["c_in"], ["c_out"]),
@@ -303,9 +301,9 @@ def endless_loop(folder: Path) -> None:
     )
 
 
-@case("ended the process that tried it out by SIGFPE")
+@case("crashed the sandbox process by SIGFPE")
 def overflowing_division(folder: Path) -> None:
-    """The least whole number by -1, which the processor answers with a signal."""
+    """The least integer divided by -1, which raises a signal."""
     save(
         folder,
         [
@@ -318,30 +316,30 @@ def overflowing_division(folder: Path) -> None:
     )
 
 
-@case("asks for the operator library `/tmp/evil.so`")
+@case("operator library `/tmp/evil.so` is not allowed")
 def own_operators(folder: Path) -> None:
-    """Machine code that comes with the model."""
+    """A library of custom operators in the model."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     write_manifest(folder, 'custom_ops = ["/tmp/evil.so"]')
 
 
 @case("is not the file that the manifest pins")
 def other_file(folder: Path) -> None:
-    """A model that was exchanged under its manifest."""
+    """A model that does not match its manifest's digest."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     write_manifest(folder, 'sha256 = {"model.onnx" = "' + "0" * 64 + '"}')
 
 
 @case("manifest.toml")
 def nested_manifest(folder: Path) -> None:
-    """A manifest of brackets."""
+    """A manifest of nested brackets."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     (folder / "manifest.toml").write_text("format = " + "[" * 200_000)
 
 
 @case("it is not a file")
 def pipe_of_a_manifest(folder: Path) -> None:
-    """Opening it would wait for ever."""
+    """A fifo as the manifest."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     os.mkfifo(folder / "manifest.toml")
 
@@ -355,7 +353,7 @@ def large_manifest(folder: Path) -> None:
 
 @case("no `.npz` file of plain arrays")
 def pickled_sample(folder: Path) -> None:
-    """A warm-up sample that is a program."""
+    """A warm-up sample with a pickled object."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     np.savez(folder / "s.npz", x=np.array([{"a": 1}], np.object_))
     write_manifest(folder, '[warm_up]\nsamples = "s.npz"')
@@ -376,14 +374,14 @@ def packed_sample(folder: Path) -> None:
 
 @case("leads out of the model's folder")
 def sample_elsewhere(folder: Path) -> None:
-    """A warm-up sample of somebody else's."""
+    """A warm-up sample in another folder."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     write_manifest(folder, '[warm_up]\nsamples = "../s.npz"')
 
 
 @case("is no `.npz` file")
 def damaged_sample(folder: Path) -> None:
-    """A warm-up sample that cannot be unpacked."""
+    """A corrupt warm-up sample."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     np.savez_compressed(folder / "s.npz", x=np.arange(4000))
     raw = bytearray((folder / "s.npz").read_bytes())
@@ -394,7 +392,7 @@ def damaged_sample(folder: Path) -> None:
 
 @case("is no `.npz` file")
 def absurd_sample(folder: Path) -> None:
-    """A warm-up sample of 2^50 numbers, by its header."""
+    """A warm-up sample that declares 2^50 numbers."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     header = {"descr": "<f8", "fortran_order": False, "shape": (1 << 50,)}
     with (
@@ -408,15 +406,15 @@ def absurd_sample(folder: Path) -> None:
 
 @case("is a link that leads out")
 def labels_elsewhere(folder: Path) -> None:
-    """Labels that are the lines of a file of the system's."""
+    """Labels linked to a system file."""
     save(folder, [helper.make_node("Identity", ["x"], ["y"])])
     (folder / "labels.txt").symlink_to("/etc/passwd")
     write_manifest(folder, "", 'type = "utf8"\nlabels = "labels.txt"\npost = ["argmax"]')
 
 
-@case("cut off")
+@case("is truncated")
 def long_tag(folder: Path) -> None:
-    """A graph under a tag of 35 bits, which protobuf cuts to the graph's."""
+    """A graph under a tag of 35 bits, which protobuf truncates to the graph's tag."""
     (folder.parent / "tagged.bin").write_bytes(bytes(4096))
     os.link(folder.parent / "tagged.bin", folder / "weights.bin")
     with_weights(folder, outside("weights.bin"))
@@ -430,7 +428,7 @@ def long_tag(folder: Path) -> None:
 
 @case("leads out of the model's folder")
 def another_name(folder: Path) -> None:
-    """A step's graph that is called otherwise, with weights of the folder above."""
+    """A step whose graph has another file name, with weights in the parent folder."""
     with_weights(folder, outside("../secret.bin"))
     (folder / "model.onnx").rename(folder / "model.pb")
     write_manifest(folder, '[[steps]]\nname = "a"\nmodel = "model.pb"')
@@ -438,32 +436,32 @@ def another_name(folder: Path) -> None:
 
 @case("own folder")
 def step_of_itself(folder: Path) -> None:
-    """A pipeline whose only step it is itself."""
+    """A pipeline whose only step is the pipeline itself."""
     write_manifest(folder, '[[steps]]\nname = "a"\nmodel = "."\nbackend = "pipeline"')
 
 
 @case("leads out of the model's folder")
 def step_of_zero(folder: Path) -> None:
-    """A step whose name no system call takes."""
+    """A step name with a zero byte."""
     write_manifest(folder, '[[steps]]\nname = "a"\nmodel = "a\\u0000b"')
 
 
 @case("cannot be read")
 def step_of_a_long_name(folder: Path) -> None:
-    """A step whose name no file system takes."""
+    """A step name that is too long for a file system."""
     write_manifest(folder, f'[[steps]]\nname = "a"\nmodel = "{"a" * 300}"')
 
 
 @case("cannot be loaded")
 def name_of_slashes(folder: Path) -> None:
-    """An unknown operator under a name that a pattern of paths would take a minute to search."""
+    """A node name of slashes, which a path pattern would search for a minute."""
     name = "/" * 200_000
     save(folder, [helper.make_node("Explode", ["x"], ["y"], name=name, domain="org.example")])
 
 
 @case(None)
 def names_of_all_scripts(folder: Path) -> None:
-    """Tensors called in scripts that are written from right to left, and by no letter at all."""
+    """Tensor names in right-to-left scripts, and without any letter."""
     name = "\u202e\u05e9\u05dc\u05d5\u05dd \U0001f480 \u540d"
     save(
         folder,
@@ -474,7 +472,7 @@ def names_of_all_scripts(folder: Path) -> None:
 
 
 def length_of(length: int) -> bytes:
-    """A length, or another whole number, as protobuf has it."""
+    """A protobuf varint."""
     parts = bytearray()
     while length > 0x7F:
         parts.append(length & 0x7F | 0x80)
@@ -483,7 +481,7 @@ def length_of(length: int) -> bytes:
 
 
 def write_manifest(folder: Path, more: str, output: str = 'type = "float32"') -> None:
-    """`x` to `y`, and something else."""
+    """A manifest from `x` to `y`, with additional keys or tables."""
     keys, _, tables = more.partition("[") if more.startswith("[") else (more, "", "")
     (folder / "manifest.toml").write_text(
         f"format = 1\n{keys}\n"

@@ -1,7 +1,7 @@
-"""Writes the fixture `configs/models/wide-tabular`: a cheap model over 64 features.
+"""Writes the fixture `configs/models/wide-tabular`: a cheap model of 64 features.
 
 `--check` compares instead of writing. The weights are multiples of a power of two from a frozen
-random stream, so that the bytes are the same on every machine.
+random stream, so the bytes are the same on every machine.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     for path in stale_paths:
-        print(f"{path} is not what scripts/make_models.py writes; run it", file=sys.stderr)
+        print(f"{path} is stale: run scripts/make_models.py", file=sys.stderr)
     return 1 if stale_paths else 0
 
 
@@ -70,7 +70,7 @@ def wide_tabular_model() -> bytes:
     Shape: `features`: (rows, 64), `score`: (rows,)
     Dtype: float32.
     """
-    # RandomState's stream is frozen by NumPy's policy; Generator's may change between releases.
+    # NumPy's policy freezes RandomState's stream; Generator's may change between releases.
     random = np.random.RandomState(SEED)
 
     def dyadic(low: float, high: float, *shape: int) -> npt.NDArray[np.float32]:

@@ -1,9 +1,8 @@
-"""Write the quickstart's sample: held-out MovieLens ratings with the titles of the films.
+"""Writes the quickstart's sample: held-out MovieLens ratings with film titles.
 
     python scripts/make_sample.py --ratings ratings.csv --movies movies.csv
 
-Of the ratings newer than the model's training data, every n-th one by time, of users and films
-that the model has seen.
+Every n-th rating by time after the model's training data, for users and films in that data.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ ROWS = 2048
 
 
 def main() -> None:
-    """Read, choose and write."""
+    """Read, select and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ratings", type=Path, required=True)
     parser.add_argument("--movies", type=Path, required=True)
     arguments = parser.parse_args()
     split = json.loads((MODEL / "1" / "heldout.json").read_text())["split_timestamp"]
     ratings = pa.csv.read_csv(arguments.ratings)
-    older = ratings.filter(pc.field("timestamp") < split)
-    newer = ratings.filter(pc.field("timestamp") >= split).sort_by("timestamp")
-    newer = newer.filter(pc.is_in(newer["movieId"], pc.unique(older["movieId"])))
-    newer = newer.filter(pc.is_in(newer["userId"], pc.unique(older["userId"])))
-    step = max(len(newer) // ROWS, 1)
-    chosen = newer.take(pa.array(range(0, min(len(newer), ROWS * step), step)))
+    training = ratings.filter(pc.field("timestamp") < split)
+    heldout = ratings.filter(pc.field("timestamp") >= split).sort_by("timestamp")
+    heldout = heldout.filter(pc.is_in(heldout["movieId"], pc.unique(training["movieId"])))
+    heldout = heldout.filter(pc.is_in(heldout["userId"], pc.unique(training["userId"])))
+    step = max(len(heldout) // ROWS, 1)
+    selected = heldout.take(pa.array(range(0, min(len(heldout), ROWS * step), step)))
     titles = pa.csv.read_csv(arguments.movies).select(["movieId", "title"])
-    titled = chosen.join(titles, "movieId").sort_by("timestamp")
+    titled = selected.join(titles, "movieId").sort_by("timestamp")
     sample = pa.table(
         {
             "user_id": titled["userId"].cast(pa.int64()),

@@ -1,7 +1,7 @@
-"""Start a server, score real ratings over Arrow Flight, show them, and stop everything.
+"""Quickstart: starts a server, scores ratings over Arrow Flight, prints them and stops it.
 
-What a client does is in `score`: plain pyarrow.flight, reading while it writes. Exit 0 only if
-all of it worked and nothing is left behind.
+`score` contains the client code: plain pyarrow.flight, which reads while it writes. Exit code 0
+only if every step worked and no process or socket remains.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ ROUND_TRIPS = 500
 
 
 def main() -> None:
-    """Run the whole story; exit 1 with the reason where a part of it fails."""
+    """Run all steps; exit 1 with the reason of a failure."""
     address = tomllib.loads(CONFIG.read_text())["server"]["address"]
     with tempfile.TemporaryDirectory(prefix="iskander-") as folder:
         command = [str(Path(sys.executable).parent / "iskander-gateway"), "--config", str(CONFIG)]
         print(f"$ iskander-gateway --config {CONFIG.relative_to(ROOT)}")
-        begun = time.perf_counter()
+        started = time.perf_counter()
         environment = dict(os.environ, ISKANDER_SERVER__RUNTIME_DIRECTORY=folder)
         environment["ISKANDER_ADMIN__LOG_LEVEL"] = "warning"
         gateway = subprocess.Popen(command, env=environment)
         try:
             client = flight.connect(f"grpc://{address}")
             wait_until_ready(client, gateway)
-            print(f"ready on {address} after {time.perf_counter() - begun:.1f} s\n")
+            print(f"ready on {address} after {time.perf_counter() - started:.1f} s\n")
             workers = psutil.Process(gateway.pid).children(recursive=True)
             ratings = pq.read_table(SAMPLE)
             ids = ratings.select(["user_id", "item_id"]).combine_chunks()
             batches = ids.to_batches(BATCH_ROWS)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             results = score(client, batches)
-            elapsed_ms = (time.perf_counter() - begun) * 1e3
+            elapsed_ms = (time.perf_counter() - started) * 1e3
             show(ratings, pa.Table.from_batches(results))
             print(f"\n{len(ids):,} rows in {len(batches)} batches, streamed: {elapsed_ms:.1f} ms")
             trips = round_trips_ms(client, batches[0])
             median, worst = trips[len(trips) // 2], trips[len(trips) * 99 // 100]
             print(
-                f"{BATCH_ROWS} rows at a time, there and back: "
+                f"{BATCH_ROWS} rows at a time, round trip: "
                 f"median {median:.2f} ms, 99th percentile {worst:.2f} ms\n"
             )
             client.close()
@@ -69,15 +69,15 @@ def main() -> None:
             except subprocess.TimeoutExpired:
                 gateway.kill()
                 code = gateway.wait()
-        left = [process.pid for process in workers if process.is_running()]
-        left += [path.name for path in Path(folder).iterdir() if path.is_socket()]
-        if code or left:
-            sys.exit(f"the server ended with {code} and left {left or 'nothing'} behind")
+        remaining = [process.pid for process in workers if process.is_running()]
+        remaining += [path.name for path in Path(folder).iterdir() if path.is_socket()]
+        if code or remaining:
+            sys.exit(f"exit code {code}; left behind: {remaining or 'nothing'}")
         print(f"stopped: exit code {code}, nothing left behind")
 
 
 def wait_until_ready(client: flight.FlightClient, gateway: subprocess.Popen[bytes]) -> None:
-    """Ask for `health` until it says ready, while the server lives."""
+    """Poll `health` until it is ready, while the gateway runs."""
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline and gateway.poll() is None:
         try:
@@ -88,11 +88,11 @@ def wait_until_ready(client: flight.FlightClient, gateway: subprocess.Popen[byte
         except flight.FlightError:
             pass
         time.sleep(0.05)
-    sys.exit("the server did not get ready; its own lines above say why")
+    sys.exit("the server did not become ready; see its log lines above")
 
 
 def score(client: flight.FlightClient, batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """Stream the batches, one thread writing and this one reading; results in the same order."""
+    """Stream the batches: a thread writes, this one reads. Results are in the same order."""
     writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(MODEL))
 
     def write() -> None:
@@ -110,22 +110,22 @@ def score(client: flight.FlightClient, batches: list[pa.RecordBatch]) -> list[pa
 
 
 def round_trips_ms(client: flight.FlightClient, batch: pa.RecordBatch) -> list[float]:
-    """One batch at a time over one stream, each sent when the one before is back."""
+    """Latencies of batches on one stream, each sent after the last result."""
     writer, reader = client.do_exchange(flight.FlightDescriptor.for_path(MODEL))
     writer.begin(batch.schema)
     elapsed = []
     for _ in range(ROUND_TRIPS):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         writer.write_batch(batch)
         reader.read_chunk()
-        elapsed.append((time.perf_counter() - begun) * 1e3)
+        elapsed.append((time.perf_counter() - started) * 1e3)
     writer.done_writing()
     writer.close()
     return sorted(elapsed)
 
 
 def show(ratings: pa.Table, predictions: pa.Table) -> None:
-    """Print some predictions beside what the users really said."""
+    """Print some predictions next to the users' ratings."""
     assert predictions.select(["user_id", "item_id"]) == ratings.select(["user_id", "item_id"])
     print(f"{'user':>5}  {'film':<44} {'rated':>5}  {'predicted':>9}")
     for row in range(0, len(ratings), len(ratings) // SHOWN_ROWS):

@@ -1,7 +1,7 @@
-"""Trains the two-tower recommender that ships in `configs/models/movielens-two-tower`.
+"""Trains the two-tower recommender in `configs/models/movielens-two-tower`.
 
-The split and the metrics need numpy and pyarrow only, so that a test can recompute the recorded
-figures without torch; torch, onnx and onnxruntime are imported where they are used.
+The split and the metrics need only numpy and pyarrow, so a test can recompute the recorded figures
+without torch. Functions import torch, onnx and onnxruntime locally.
 """
 
 import argparse
@@ -39,13 +39,13 @@ EMBEDDING_WIDTH = 32
 HIDDEN_WIDTH = 64
 BATCH_ROWS = 1024
 LEARNING_RATE = 0.002
-# The strengths of the penalties are in ratings: a user or an item needs about that many ratings
-# to get half of its own bias, as in b = sum(residuals) / (count + shrinkage).
+# Penalties are in ratings: a user or an item needs about this number of ratings to reach half of
+# its own bias, as in b = sum(residuals) / (count + shrinkage).
 BIAS_SHRINKAGE_RATINGS = 4.0
 EMBEDDING_SHRINKAGE_RATINGS = 10.0
 USER_DROPOUT = 0.3
-# An item with n ratings trains the unknown row with probability c / (c + n): what is not in the
-# table resembles the rare items of the past and not its popular ones.
+# An item with n ratings trains the unknown row with probability c / (c + n): unknown items resemble
+# past rare items, not popular ones.
 ITEM_DROPOUT_RATINGS = 3.0
 
 MANIFEST = """\
@@ -102,7 +102,7 @@ class Vocabulary(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """What was learned, by the names that the graph uses, and the tables that go with it."""
+    """The learned weights, by their names in the graph, and the lookup tables."""
 
     vocabulary: Vocabulary
     mean_score: float
@@ -110,7 +110,7 @@ class Parameters(NamedTuple):
 
 
 def main() -> int:
-    """Trains, measures on the held-out ratings, and writes only what beats the baseline."""
+    """Trains, measures on the held-out ratings, and writes the model if it beats the baseline."""
     arguments = parse_arguments()
     ratings = read_ratings(arguments.ratings)
     heldout_at = split_timestamp(ratings.timestamps, HOLDOUT_FRACTION)
@@ -121,7 +121,7 @@ def main() -> int:
     model_bytes = build_model(parameters).SerializeToString()
     check_model(model_bytes, parameters, heldout)
 
-    # The figures are those of the file as ONNX Runtime executes it.
+    # Metrics of the file as ONNX Runtime executes it.
     model_scores = run_model(model_bytes, heldout.user_ids, heldout.item_ids)
     model_metrics = metrics(model_scores, heldout.scores)
     baseline_scores = item_mean_scores(training, heldout.item_ids)
@@ -147,7 +147,7 @@ def main() -> int:
     print(json.dumps(figures, indent=2))
 
     if any(model_metrics[name] >= baseline_metrics[name] for name in model_metrics):
-        print("the model does not beat the item mean; nothing is written", file=sys.stderr)
+        print("the model does not beat the item mean; nothing was written", file=sys.stderr)
         return 1
 
     version_directory = arguments.output / "1"
@@ -165,7 +165,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ratings", type=Path, required=True, help="MovieLens ratings.csv")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="the model's directory")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--epochs", type=int, default=25, help="most epochs to choose from")
+    parser.add_argument("--epochs", type=int, default=25, help="maximum number of epochs")
     arguments = parser.parse_args()
     if arguments.epochs < 1:
         parser.error(f"--epochs must be at least 1, got {arguments.epochs}")
@@ -186,7 +186,7 @@ def read_ratings(path: Path) -> Ratings:
 def split_timestamp(timestamps: npt.NDArray[np.int64], newest_fraction: float) -> int:
     """Returns the first timestamp of the newest part.
 
-    Rows of one second stay together, so the split does not depend on the order of the file.
+    Ratings of the same second stay together, so the split does not depend on the order of the file.
 
     Units: seconds since 1970-01-01 UTC.
     """
@@ -210,7 +210,7 @@ def metrics(predicted: Scores, actual: Scores) -> dict[str, float]:
 
 
 def item_mean_scores(training: Ratings, item_ids: Ids) -> npt.NDArray[np.float64]:
-    """Returns each item's mean rating in `training`, the global mean where it has none."""
+    """Returns each item's mean rating in `training`; for unknown items the global mean."""
     table = lookup_table(training.item_ids)
     training_rows = lookup_rows(table, training.item_ids)
     means = np.full(rows_count(table), training.scores.mean())
@@ -221,9 +221,9 @@ def item_mean_scores(training: Ratings, item_ids: Ids) -> npt.NDArray[np.float64
 
 
 def lookup_table(ids: Ids) -> LookupTable:
-    """Returns the dense table from a raw id to its row, unknown ids to `UNKNOWN_ROW`.
+    """Returns the dense table from a raw id to its row; unknown ids map to `UNKNOWN_ROW`.
 
-    Both ends of the table are unknown, so an id clipped to the table's range is unknown as well.
+    Both ends of the table are unknown, so an id clipped to the table's range is unknown too.
 
     Shape: (largest id + 2,)
     """
@@ -241,14 +241,14 @@ def lookup_rows(table: LookupTable, ids: Ids) -> LookupTable:
 
 
 def rows_count(table: LookupTable) -> int:
-    """Returns how many rows the table maps to, the unknown row included."""
+    """Returns the number of rows in the table, including the unknown row."""
     return int(table.max()) + 1
 
 
 def train(training: Ratings, *, seed: int, epochs_max: int) -> tuple[Parameters, int]:
     """Returns the parameters fitted to all of `training`, and the number of epochs.
 
-    The newest slice of `training` chooses the number of epochs; then all of it is fitted anew.
+    The newest slice of `training` selects the number of epochs; then all of it is fitted again.
     """
     validation_at = split_timestamp(training.timestamps, VALIDATION_FRACTION)
     is_validation = training.timestamps >= validation_at
@@ -268,7 +268,7 @@ def train(training: Ratings, *, seed: int, epochs_max: int) -> tuple[Parameters,
 
 
 def fit_epochs(training: Ratings, *, seed: int) -> Iterator[Parameters]:
-    """Yields the parameters after each epoch, without end; the weights are those in training."""
+    """Yields the parameters after each epoch, without end; all share the same weights."""
     import torch
 
     # One thread and one generator: the same seed gives the same bytes.
@@ -372,7 +372,7 @@ def penalty(weights: "dict[str, torch.Tensor]") -> "torch.Tensor":
 
 
 def torch_scores(parameters: Parameters, user_ids: Ids, item_ids: Ids) -> npt.NDArray[np.float32]:
-    """Returns the scores of raw ids as torch computes them."""
+    """Returns the scores of raw ids, computed by torch."""
     import torch
 
     vocabulary, mean_score, weights = parameters
@@ -386,7 +386,7 @@ def torch_scores(parameters: Parameters, user_ids: Ids, item_ids: Ids) -> npt.ND
 
 
 def build_model(parameters: Parameters) -> "onnx.ModelProto":
-    """Returns the graph from raw ids to scores, both towers in it.
+    """Returns the graph from raw ids to scores, with both towers.
 
     Shape: `user_id`, `item_id`, `score`: (rows,)
     Dtype: ids int64, score float32.
@@ -448,7 +448,7 @@ def build_model(parameters: Parameters) -> "onnx.ModelProto":
 
 
 def check_model(model_bytes: bytes, parameters: Parameters, heldout: Ratings) -> None:
-    """Refuses a graph that is not valid or does not compute what torch computes.
+    """Checks that the graph is valid and computes the same scores as torch.
 
     Raises:
         ValueError: A score differs from torch by more than 1e-5.
@@ -469,7 +469,7 @@ def check_model(model_bytes: bytes, parameters: Parameters, heldout: Ratings) ->
 
 
 def run_model(model_bytes: bytes, user_ids: Ids, item_ids: Ids) -> npt.NDArray[np.float32]:
-    """Returns the scores of raw ids as ONNX Runtime computes them on the CPU."""
+    """Returns the scores of raw ids, computed by ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -1,4 +1,4 @@
-"""Fixtures of all tests; those of real processes check that nothing is left behind."""
+"""Fixtures of all tests, including leak checks for tests with processes."""
 
 from __future__ import annotations
 
@@ -18,31 +18,84 @@ import pytest
 from hypothesis import settings
 
 GONE_WITHIN_S = 5.0
+CHANNEL_TESTS: dict[str, tuple[str, ...]] = {
+    "test_chaos": (),
+    "test_draining": (),
+    "test_failures": (
+        "test_a_killed_gateway_leaves_nothing_and_the_next_one_takes_its_workers",
+        "test_sigterm_finishes_what_was_accepted",
+        "test_what_a_killed_worker_had_runs_on_the_other_at_once",
+    ),
+    "test_gateway_process": (
+        "test_end_of_file_is_the_news_of_a_death",
+        "test_what_a_worker_said_before_it_died_counts",
+    ),
+    "test_own_workers": (),
+    "test_processes": ("test_a_killed_worker_comes_back_to_all",),
+    "test_quarantine": (),
+    "test_serving": ("test_two_workers_eight_streams_and_a_mix_of_sizes",),
+    "test_supervision": (),
+    "test_worker_process": ("test_it_loads_computes_and_drains",),
+}
+"""Modules that run over both channels, with their tests that run over ZeroMQ without slow tests."""
+SLOW = "ISKANDER_SLOW"
 RUN_MARK, RUN = "TESTS_RUN", uuid.uuid4().hex
 os.environ[RUN_MARK] = RUN
-# Before any test imports onnxruntime: it uploads usage data unless told not to.
+# Set before any test imports onnxruntime, which uploads usage data by default.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-# Hundreds of servers are started: what they run is compiled once.
+# Hundreds of servers start: their bytecode is cached.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# What servers keep of models is the run's own, and goes with it.
+# The servers' cache of models is private to this run, and removed at its end.
 os.environ["XDG_CACHE_HOME"] = CACHE = tempfile.mkdtemp(prefix="isk-cache-")
-# A busy machine is no failure: examples have no time limit of their own.
+# A slow machine is no failure: examples have no deadline.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
-# For `benchmarks`, which is in no wheel; last, so that an installed `iskander` is the one tested.
+# For `benchmarks`, which is in no wheel; last, so that the tests use an installed `iskander`.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip slow tests unless they are enabled."""
+    if SLOW not in os.environ:
+        skip = pytest.mark.skip(reason=f"slow: `make test-all`, or {SLOW}=1")
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(skip)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests of serving, loss, restart and drain over both channels between gateway and worker.
+
+    Over ZeroMQ most of them are slow tests.
+    """
+    path = metafunc.definition.path
+    short = CHANNEL_TESTS.get(path.stem) if path.parent.name in ("process", "system") else None
+    if short is not None:
+        marks = () if metafunc.function.__name__ in short else (pytest.mark.slow,)
+        kinds = ["seqpacket", pytest.param("zmq", marks=marks)]
+        metafunc.parametrize("channel", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def channel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Default channel of the servers in the tests."""
+    from support import processes
+
+    processes.CHANNEL = getattr(request, "param", "seqpacket")
+    yield
+    processes.CHANNEL = "seqpacket"
+
+
 def pytest_unconfigure() -> None:
-    """Not at the end of the process: those that run tests side by side end without a word."""
+    """Remove the cache here, because workers of pytest-xdist exit without cleanup."""
     shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """With a short name, since the paths of sockets below it have 107 bytes at most.
+    """A folder with a short name, because paths of sockets are limited to 107 bytes.
 
-    It goes with its test: thousands of them, some with large models, take long to clear away.
+    It is removed after its test: thousands of folders, some with large models, take long to remove.
     """
     with tempfile.TemporaryDirectory(prefix="isk-test-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
@@ -50,13 +103,13 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind_by_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a module's own servers leave."""
+    """Leak check of a module's own servers."""
     yield from _compare(request)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def environment_of_its_own() -> Iterator[None]:
-    """Some converters of models set variables, which the servers of later modules would inherit."""
+    """Restore variables set by model converters, which servers of later modules would inherit."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -66,7 +119,7 @@ def environment_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What one test leaves."""
+    """Leak check of one test."""
     yield from _compare(request)
 
 
@@ -77,7 +130,7 @@ def _compare(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     before = _footprint()
     yield
-    # A killed process takes a moment to be gone.
+    # A killed process takes a moment to disappear.
     deadline = time.monotonic() + GONE_WITHIN_S
     while (after := _footprint()) != before and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -92,11 +145,11 @@ def _footprint() -> dict[str, list[str]]:
     while len(ours) > found:
         found = len(ours)
         ours |= {pid for pid, parent in parents.items() if parent in ours}
-    # Those of this run only: every process of it inherits the mark.
+    # Only those of this run: all of its processes inherit the mark.
     orphans = [pid for pid, parent in parents.items() if parent == 1 and _is_of_this_run(pid)]
     children = _named(ours - {os.getpid()})
     return {
-        # A worker ends what tries models out when it was not needed for a while.
+        # A worker's sandbox server exits when it is idle.
         "children": [each for each in children if not each.endswith(" isk-trials")],
         "orphans": _named(orphans),
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("iskander")),
@@ -107,7 +160,7 @@ def _footprint() -> dict[str, list[str]]:
 
 
 def _parents() -> dict[int, int]:
-    """Every process and its parent; far quicker than to ask for each by itself."""
+    """Every process and its parent; much faster than a query for each process."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.hostile`: each attack against the gateway, and against gRPC's C core."""
+"""Attacks on the gateway, and on gRPC's C core: `python -m benchmarks.hostile`."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.hostile.attacks import of_row, rows
+from benchmarks.hostile.attacks import attacks_of, rows
 from benchmarks.hostile.measure import CORE, Effort, measure
 from benchmarks.hostile.report import render
-from benchmarks.runner import say
+from benchmarks.runner import log_progress
 
 SYSTEMS = ("iskander", "interpreted", CORE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the rows that are asked for, and print their table."""
+    """Measure the selected rows, and print their table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
-    parser.add_argument("--only", default="", metavar="REGEX", help="of the rows' names")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of row names")
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=["iskander", CORE])
-    parser.add_argument("--seconds", type=float, default=6.0, help="before, during and after")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="before, during and after an attack, each"
+    )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--short", action="store_true", help="a moment each, to see it run")
+    parser.add_argument("--short", action="store_true", help="run each only for a moment")
     parser.add_argument("--receive-bytes", type=int, default=Effort.receive_bytes,
-                        help="of the budget; 0: the server has no such setting")  # fmt: skip
+                        help="receive budget; 0: the server has no such setting")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("build/hostile.jsonl"), metavar="PATH")
     options = parser.parse_args(arguments)
     seconds = 1.0 if options.short else options.seconds
@@ -40,14 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not re.search(options.only, row):
                     continue
                 for system in options.systems:
-                    if system == CORE and not all(each.is_flight for each in of_row(row)):
+                    if system == CORE and not all(each.is_flight for each in attacks_of(row)):
                         continue
                     record = measure(system, row, effort)
                     records.append(record)
                     out.write(json.dumps(record) + "\n")
                     out.flush()
                     during = record["during"]
-                    say(f"{row}, {system}: p99 {record['before']['p99']:.1f} before, "
+                    log_progress(f"{row}, {system}: p99 {record['before']['p99']:.1f} before, "
                         f"{during['p99']:.1f} during, longest {during['longest']:.1f} ms, "
                         f"{len(during['errors'])} errors")  # fmt: skip
     print(render(records))

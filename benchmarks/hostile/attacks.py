@@ -1,6 +1,6 @@
-"""The attacks: for each, what a connection sends first and what it then repeats.
+"""Attacks: the first bytes of each connection, and the bytes that it repeats.
 
-Pure: `attacker` has the sockets.
+Pure: the sockets are in `attacker`.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from benchmarks.hostile.wire import (
 
 MIB = 1 << 20
 CHUNK_BYTES = 1 << 18
-"""About as much is made of what an attack repeats before it is sent."""
+"""Approximate size of the repeated bytes that are built in one piece."""
 MODEL = "movielens-two-tower"
 
 Chunk = Callable[[int], bytes]
-"""The bytes of one repetition, by its number from 0."""
+"""Returns the bytes of one repetition, by its number from 0."""
 
 
 class Attack(NamedTuple):
-    """One attack.
+    """An attack.
 
     Attributes:
         name: A row of the table.
-        opening: Makes what each connection sends first.
-        chunk: Makes what it then repeats; None: it holds the connection open.
-        door: The port: `grpc`, `http` or `zmtp`.
-        connections: Of one attacker, at once.
-        repeats: At most so many of the chunk on one connection.
-        reads: The attacker reads what it is sent.
-        is_flight: It makes sense against any Flight server.
+        opening: Returns the first bytes of each connection.
+        chunk: Returns the repeated bytes; None: the connection stays open without input.
+        listener: `grpc`, `http` or `zmtp`.
+        connections: Concurrent connections of one attacker.
+        repeats: Maximum number of chunks on one connection.
+        reads: The attacker reads the responses.
+        is_flight: It applies to any Flight server.
         pause_s: Between two chunks.
     """
 
     name: str
     opening: Callable[[], bytes]
     chunk: Chunk | None = None
-    door: str = "grpc"
+    listener: str = "grpc"
     connections: int = 1
     repeats: int = 1 << 40
     reads: bool = True
@@ -73,7 +73,7 @@ def _repeated(raw: bytes) -> Chunk:
 
 
 def _streams(make: Callable[[int], bytes], streams: int) -> Chunk:
-    """A chunk of so many new streams."""
+    """A chunk of `streams` new streams."""
 
     def chunk(number: int) -> bytes:
         first = 2 * number * streams + 1
@@ -83,7 +83,7 @@ def _streams(make: Callable[[int], bytes], streams: int) -> Chunk:
 
 
 def _call(body: bytes = b"", *, extra: wire.Fields = ()) -> Callable[[], bytes]:
-    """A connection with one DoExchange that does not end."""
+    """A connection with one DoExchange call that stays open."""
     return lambda: wire.opening() + wire.request(1, EXCHANGE, extra) + body
 
 
@@ -124,7 +124,7 @@ def _batch(rows: int) -> pa.RecordBatch:
 
 @cache
 def _requests_unread() -> bytes:
-    """400 requests of 65,536 rows over 50 calls; the client opens no window for the answers."""
+    """400 requests of 65,536 rows over 50 calls; the client opens no window for the responses."""
     schema, batch = wire.flight_messages(MODEL, [_batch(65_536)])
     body = wire.message(schema) + wire.message(batch) * 8
     calls = (
@@ -159,7 +159,7 @@ def _bomb(encoding: str) -> bytes:
 
 @cache
 def _dictionary() -> tuple[bytes, bytes]:
-    """A stream whose dictionary has 60 MiB, and one small batch that uses it."""
+    """A stream with a dictionary of 60 MiB, and one small batch that uses it."""
     values = pa.array(np.arange(60 * MIB // 8) % 600 + 1)
     ids = pa.DictionaryArray.from_arrays(pa.array([1, 2, 3], pa.int32()), values)
     batch = pa.RecordBatch.from_pydict({"user_id": ids, "item_id": ids})
@@ -247,7 +247,7 @@ ATTACKS: tuple[Attack, ...] = (
         ),
     ),
     Attack(
-        "headers that trickle in",
+        "headers in slow fragments",
         lambda: wire.opening() + wire.frame(HEADERS, 1, b"", 0),
         lambda _: wire.frame(CONTINUATION, 1, b"\0\1a\1b"),
         connections=200,
@@ -258,14 +258,14 @@ ATTACKS: tuple[Attack, ...] = (
         "HTTP/1 chunks of 1 byte",
         _http("content-type: application/json\r\ntransfer-encoding: chunked"),
         _repeated(b"1\r\nx\r\n"),
-        door="http",
+        listener="http",
         is_flight=False,
     ),
     Attack(
         "JSON of brackets",
         _http(f"content-type: application/json\r\ncontent-length: {_JSON_BYTES}"),
         lambda number: b"[" * _JSON_BYTES if number == 0 else b"",
-        door="http",
+        listener="http",
         repeats=1,
         is_flight=False,
     ),
@@ -273,20 +273,20 @@ ATTACKS: tuple[Attack, ...] = (
         "ZMTP frames of 1 byte",
         _zmtp(b""),
         _repeated(b"\x00\x01x"),
-        door="zmtp",
+        listener="zmtp",
         is_flight=False,
     ),
     Attack(
         "ZMTP parts without end",
         _zmtp(b""),
         _repeated(b"\x01\x00"),
-        door="zmtp",
+        listener="zmtp",
         is_flight=False,
     ),
     Attack(
         "ZMTP frames one byte short",
         _zmtp(b"\x02" + struct.pack("!Q", 60 * MIB) + bytes(60 * MIB - 1)),
-        door="zmtp",
+        listener="zmtp",
         connections=10,
         is_flight=False,
     ),
@@ -305,7 +305,7 @@ MIXES: dict[str, tuple[str, ...]] = {
         "rapid reset",
         "60,000 table size updates",
     ),
-    "all doors": (
+    "all listeners": (
         "DATA of 1 byte, padded",
         "15 kB of Huffman codes",
         "HTTP/1 chunks of 1 byte",
@@ -314,15 +314,15 @@ MIXES: dict[str, tuple[str, ...]] = {
         "ZMTP frames one byte short",
     ),
 }
-"""Rows in which several attackers go at once."""
+"""Rows with several concurrent attackers."""
 
 
-def of_row(row: str) -> list[Attack]:
+def attacks_of(row: str) -> list[Attack]:
     """The attacks of a row of the table."""
     names = MIXES.get(row, (row,))
     return [attack for attack in ATTACKS if attack.name in names]
 
 
 def rows() -> list[str]:
-    """All rows."""
+    """The names of all rows."""
     return [*(attack.name for attack in ATTACKS), *MIXES]

@@ -1,9 +1,9 @@
-"""A client that does nothing wrong: `python -m benchmarks.hostile.innocent PORT SECONDS`.
+"""A client without errors: `python -m benchmarks.hostile.innocent PORT SECONDS`.
 
 Four streams of batches of 128 rows over one connection, by `pyarrow.flight`, each with a short
-pause between an answer and the next batch. Prints one line of JSON: for each request its end on the
-monotonic clock and its latency, both in seconds, and the errors with their times. A stream that
-fails is opened again.
+pause between a response and the next batch. Prints one line of JSON: for each request its end on
+the monotonic clock and its latency, both in seconds, and the errors with their times. A failed
+stream is opened again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTIONS = [("grpc.max_reconnect_backoff_ms", 200), ("grpc.initial_reconnect_back
 
 
 class Innocent:
-    """The client and what it has seen.
+    """The client and its measurements.
 
     Attributes:
         requests: End and latency of each request.
@@ -40,25 +40,25 @@ class Innocent:
         self._until_s = time.monotonic() + seconds
 
     def run(self) -> None:
-        """Ask until the time is over."""
-        threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(STREAMS)]
+        """Send requests until the time is over."""
+        threads = [threading.Thread(target=self._send, daemon=True) for _ in range(STREAMS)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Send no more requests."""
         self._until_s = 0.0
 
-    def _ask(self) -> None:
+    def _send(self) -> None:
         while time.monotonic() < self._until_s:
-            begun_s = time.monotonic()
+            started_s = time.monotonic()
             try:
                 self._stream()
             except flight.FlightError as error:
                 now_s = time.monotonic()
-                self.requests.append((now_s, now_s - begun_s))
+                self.requests.append((now_s, now_s - started_s))
                 self.errors.append((now_s, str(error)[:200]))
                 time.sleep(0.1)
 
@@ -69,17 +69,17 @@ class Innocent:
         with writer:
             writer.begin(self._batch.schema)
             while time.monotonic() < self._until_s:
-                begun_s = time.monotonic()
+                started_s = time.monotonic()
                 writer.write_batch(self._batch)
                 reader.read_chunk()
                 now_s = time.monotonic()
-                self.requests.append((now_s, now_s - begun_s))
+                self.requests.append((now_s, now_s - started_s))
                 time.sleep(PAUSE_S)
             writer.done_writing()
 
 
 def main() -> None:
-    """Ask for as long as the arguments say."""
+    """Run for the time given on the command line."""
     innocent = Innocent(int(sys.argv[1]), float(sys.argv[2]))
     innocent.run()
     print(json.dumps({"requests": innocent.requests, "errors": innocent.errors}))

@@ -1,4 +1,4 @@
-"""One row: a server, its innocent client, the attackers, and the server's memory meanwhile."""
+"""Measurement of a row: server, innocent client, attackers, and the server's memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.hostile.attacks import of_row
+from benchmarks.hostile.attacks import attacks_of
 from benchmarks.machine import ROOT
 from benchmarks.systems import (
     _iskander,
-    behind,
+    child_processes,
     cpu_s,
     free_port,
     listen,
@@ -34,23 +34,23 @@ from benchmarks.workloads import TWO_TOWER
 MIB = 1 << 20
 SAMPLE_S = 0.02
 SETTLE_S = 10.0
-"""After an attack: how long its memory may take to go back."""
+"""Limit for the memory to shrink after an attack."""
 SETTLED_BYTES = 16 * MIB
-"""More than before an attack; with less left, the memory has gone back."""
+"""The memory has shrunk when it exceeds its size before the attack by less than this."""
 CORE = "grpc"
-"""The system that has gRPC's C core: a bare Flight server of pyarrow."""
+"""The system with gRPC's C core: a bare Flight server of pyarrow."""
 IGNORED_S = 1.0
-"""Of the innocent's beginning."""
+"""Excluded start of the innocent client."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a row takes.
+    """Durations and limits of a row.
 
     Attributes:
         seconds: Before, during and after the attack, each.
         receive_bytes: Of the server's budget; 0: the server has no such setting.
-        is_settled: The memory has `SETTLE_S` after the attack to go back.
+        is_settled: Wait up to `SETTLE_S` after the attack for the memory to shrink.
     """
 
     seconds: float = 6.0
@@ -60,7 +60,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a server listens, by door; 0: nowhere."""
+    """Ports of a server, by listener; 0: none."""
 
     grpc: int
     http: int = 0
@@ -68,7 +68,7 @@ class Ports:
 
 
 class Memory:
-    """Samples the memory of a process that is its own: without the arenas that it shares."""
+    """Samples the private memory of a process, without its shared arenas."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -78,7 +78,7 @@ class Memory:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more samples."""
+        """Stop sampling."""
         self._is_over.set()
         self._thread.join()
 
@@ -95,7 +95,7 @@ def own_bytes(pid: int) -> int:
 
 @contextmanager
 def serving(system: str, effort: Effort) -> Iterator[tuple[psutil.Process, Ports]]:
-    """A server with all its doors open."""
+    """A server with all listeners."""
     if system == CORE:
         with start("echo", TWO_TOWER) as running:
             assert running.front is not None
@@ -126,35 +126,37 @@ def serving(system: str, effort: Effort) -> Iterator[tuple[psutil.Process, Ports
     try:
         failure = wait_ready(process, notices)
         if failure:
-            raise RuntimeError(f"{system}: {failure}: {(folder / 'log').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"{system} did not become ready: {failure}: {(folder / 'log').read_text()[-2000:]}"
+            )
         front = psutil.Process(process.pid)
-        workers = behind(front)
+        workers = child_processes(front)
         yield front, ports
     finally:
         stop(process, workers)
 
 
 def listen_at(path: Path) -> Any:  # noqa: ANN401
-    """A new socket for a service manager's notices."""
+    """A new socket for a service manager's notifications."""
     path.unlink(missing_ok=True)
     return listen(path)
 
 
 def measure(system: str, row: str, effort: Effort) -> dict[str, Any]:
-    """One row against one system, which is started for it."""
-    attacks = of_row(row)
+    """Start a system, and measure one row against it."""
+    attacks = attacks_of(row)
     with serving(system, effort) as (front, ports):
         seconds = effort.seconds
         attackers = [
-            _python("attacker", attack.name, str(getattr(ports, attack.door)), str(seconds))
+            _python("attacker", attack.name, str(getattr(ports, attack.listener)), str(seconds))
             for attack in attacks
         ]
         for attacker in attackers:
             assert attacker.stdout is not None
             attacker.stdout.readline()
         innocent = _python("innocent", str(ports.grpc), str(3 * seconds + IGNORED_S))
-        begun_s = time.monotonic()
-        time.sleep(max(begun_s + IGNORED_S + seconds - time.monotonic(), 0))
+        started_s = time.monotonic()
+        time.sleep(max(started_s + IGNORED_S + seconds - time.monotonic(), 0))
         cpu_before_s = cpu_s((front,))
         memory = Memory(front.pid)
         attack_s = time.monotonic()
@@ -166,7 +168,7 @@ def measure(system: str, row: str, effort: Effort) -> dict[str, Any]:
         ended_s = time.monotonic()
         used_s = cpu_s((front,)) - cpu_before_s
         memory.stop()
-        seen = json.loads(innocent.communicate()[0])
+        results = json.loads(innocent.communicate()[0])
         left_bytes = own_bytes(front.pid)
         while effort.is_settled and time.monotonic() < ended_s + SETTLE_S:
             if left_bytes - memory.start_bytes <= SETTLED_BYTES:
@@ -177,9 +179,9 @@ def measure(system: str, row: str, effort: Effort) -> dict[str, Any]:
         "kind": "hostile",
         "system": system,
         "row": row,
-        "before": _phase(seen, begun_s + IGNORED_S, attack_s),
-        "during": _phase(seen, attack_s, ended_s),
-        "after": _phase(seen, ended_s + IGNORED_S, ended_s + 1e6),
+        "before": _phase(results, started_s + IGNORED_S, attack_s),
+        "during": _phase(results, attack_s, ended_s),
+        "after": _phase(results, ended_s + IGNORED_S, ended_s + 1e6),
         "cpu_share": used_s / (ended_s - attack_s),
         "start_bytes": memory.start_bytes,
         "peak_bytes": memory.peak_bytes - memory.start_bytes,
@@ -189,15 +191,17 @@ def measure(system: str, row: str, effort: Effort) -> dict[str, Any]:
     }
 
 
-def _python(module: str, *words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", f"benchmarks.hostile.{module}", *words]
+def _python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", f"benchmarks.hostile.{module}", *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
 
 
-def _phase(seen: dict[str, Any], begun_s: float, ended_s: float) -> dict[str, Any]:
-    """Latencies of the requests that ended in a time, in milliseconds, and its errors."""
-    latencies = sorted(took * 1000 for at, took in seen["requests"] if begun_s <= at < ended_s)
-    errors = [text for at, text in seen["errors"] if begun_s <= at < ended_s]
+def _phase(results: dict[str, Any], started_s: float, ended_s: float) -> dict[str, Any]:
+    """Latencies of the requests that ended in a period, in milliseconds, and its errors."""
+    latencies = sorted(
+        latency_s * 1000 for at, latency_s in results["requests"] if started_s <= at < ended_s
+    )
+    errors = [text for at, text in results["errors"] if started_s <= at < ended_s]
     if len(latencies) < 2:
         worst = latencies[0] if latencies else float("inf")
         return {"count": len(latencies), "p50": worst, "p99": worst, "longest": worst,

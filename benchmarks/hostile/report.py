@@ -1,4 +1,4 @@
-"""The table of the rows, and whether each meets the goals.
+"""Table of the rows, and the goals of each.
 
 Goals for the innocent client during an attack: a p99 of at most three times its p99 before and
 5 ms, not above that of gRPC's C core, no wait above 100 ms, no error. For the server's memory: at
@@ -18,13 +18,13 @@ LONGEST_MS = 100
 PEAK_BYTES = 64 * MIB
 LEFT_BYTES = 32 * MIB
 CORE_SLACK = 1.1
-"""Rounds of the same system differ by more."""
+"""Tolerance for the difference between rounds of the same system."""
 
 Record = dict[str, Any]
 
 
 def render(records: Iterable[Record]) -> str:
-    """A table of all rows, the medians of their rounds."""
+    """A table of all rows, with the medians of their rounds."""
     found = [each for each in records if each.get("kind") == "hostile"]
     systems = list(dict.fromkeys(each["system"] for each in found if each["system"] != CORE))
     lines = [
@@ -33,16 +33,16 @@ def render(records: Iterable[Record]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in dict.fromkeys(each["row"] for each in found):
-        core = _of(found, row, CORE)
+        core = _select(found, row, CORE)
         for system in systems:
-            rounds = _of(found, row, system)
+            rounds = _select(found, row, system)
             if rounds:
                 lines.append(_line(row, system, rounds, core))
     return "\n".join(lines)
 
 
 def missed(rounds: list[Record], core: list[Record]) -> list[str]:
-    """The goals that a row does not meet."""
+    """The missed goals of a row."""
     before, during = _median(rounds, "before", "p99"), _median(rounds, "during", "p99")
     goals = {
         "p99": during <= P99_FACTOR * before + P99_MS,
@@ -61,8 +61,8 @@ def _line(row: str, system: str, rounds: list[Record], core: list[Record]) -> st
     memory = (median(each[key] for each in rounds) // MIB for key in ("peak_bytes", "left_bytes"))
     ends: dict[str, int] = {}
     for report in rounds[0]["attackers"]:
-        for how, count in report["ends"].items():
-            ends[how] = ends.get(how, 0) + count
+        for cause, count in report["ends"].items():
+            ends[cause] = ends.get(cause, 0) + count
     cells = (
         row,
         system,
@@ -71,13 +71,13 @@ def _line(row: str, system: str, rounds: list[Record], core: list[Record]) -> st
         core_p99,
         ", ".join(f"{each:,.0f} MiB" for each in memory),
         f"{median(each['cpu_share'] for each in rounds):.0%}",
-        ", ".join(f"{count} {how}" for how, count in ends.items()),
+        ", ".join(f"{count} {cause}" for cause, count in ends.items()),
         ", ".join(missed(rounds, core)) or "-",
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _of(found: list[Record], row: str, system: str) -> list[Record]:
+def _select(found: list[Record], row: str, system: str) -> list[Record]:
     return [each for each in found if each["row"] == row and each["system"] == system]
 
 

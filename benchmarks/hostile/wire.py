@@ -1,4 +1,4 @@
-"""Bytes of HTTP/2, gRPC, Flight and ZMTP that no client library would send.
+"""Bytes of HTTP/2, gRPC, Flight and ZMTP that client libraries do not send.
 
 Pure. Source: RFC 9113, RFC 7541, gRPC over HTTP/2, Arrow Flight RPC, RFC 37/ZMTP 3.1.
 """
@@ -16,7 +16,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = rang
 WINDOW_UPDATE, CONTINUATION = 8, 9
 END_STREAM, END_HEADERS, PADDED = 1, 4, 8
 DATA_BYTES = 16_384
-"""Of one frame of a large message."""
+"""Size of a frame of a large message."""
 EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
 LIST = "/arrow.flight.protocol.FlightService/ListFlights"
 CHECK = "/grpc.health.v1.Health/Check"
@@ -25,18 +25,18 @@ Fields = Iterable[tuple[str, str]]
 
 
 def frame(kind: int, stream_id: int = 0, payload: bytes = b"", flags: int = 0) -> bytes:
-    """One frame."""
+    """A frame."""
     head = struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream_id)
     return head + payload
 
 
 def opening() -> bytes:
-    """What a client sends first."""
+    """The first bytes of a client."""
     return PREFACE + frame(SETTINGS)
 
 
 def request_block(path: str, extra: Fields = (), *, is_huffman: bool = False) -> bytes:
-    """The header block of a gRPC request, which leaves nothing in a table."""
+    """The header block of a gRPC request, without entries for the dynamic table."""
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     fields = [

@@ -1,1 +1,1 @@
-"""What scheduling gains: fleets in virtual time and over real streams, and overload."""
+"""Benchmarks of scheduling: fleets in virtual time and over real streams, and overload."""

@@ -1,14 +1,14 @@
-"""Deadlines missed by each policy as the load grows, and what holding batches for clients gains.
+"""Missed deadlines of each policy by load, and the gain of held batches.
 
-Simulated (`simulation`): the server's own scheduling code in virtual time, so that the figures are
-the same on every machine. Three scenarios, each with the same trace for every policy:
+Simulated (`simulation`): the server's own scheduling code in virtual time, so the figures are the
+same on every machine. Three scenarios, each with the same trace for every policy:
 
-    fleet   20 robots and more or fewer, 50 requests of one row a second each, due in 10 to 30 ms
+    fleet   about 20 robots, 50 requests of one row a second each, due in 10 to 30 ms
     mixed   the fleet, and a client that sends batches of 64 rows without a deadline
-    two     two models on one worker, each with a fleet of its own
+    two     two models on one worker, each with its own fleet
 
-A load of 1 is where the worker can just run all rows in full batches. The ablation is the fleet
-with and without names: of clients without a name no rhythm is learned, and no batch is held.
+At a load of 1 the worker can just run all rows in full batches. The ablation is the fleet with and
+without client names: clients without a name have no rhythm, and no batch is held for them.
 
     python -m benchmarks.scheduling --json build/scheduling.json
     python -m benchmarks.scheduling --plots docs/images --page docs/scheduling.md
@@ -33,13 +33,13 @@ from iskander.scheduling.policies import POLICIES
 
 SECONDS, WARM_UP_S, SEEDS = 6.0, 1.0, (1, 2)
 LOADS = (0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5)
-LOADS_TOLD = (0.5, 0.9, 1.3)
+TABLE_LOADS = (0.5, 0.9, 1.3)
 LOAD_IN_FULL = 0.5
 ROWS_MAX = 16
 BASE_MS, ROW_MS = 5.0, 0.2
 LOAD_OF_ROBOT = 50 * (BASE_MS / ROWS_MAX + ROW_MS) / 1000
 ABLATION = ((10, 6.0), (14, 6.0), (20, 3.0), (20, 4.0), (20, 5.0), (20, 6.0), (20, 8.0))
-"""Robots, and milliseconds of a batch; a row takes a thirtieth of that."""
+"""Robots, and milliseconds of a batch; a row costs a thirtieth of that."""
 ABLATION_SEEDS = (1, 2, 3, 4)
 PAGE_BEGIN = "<!-- figures: python -m benchmarks.scheduling -->"
 PAGE_END = "<!-- end of figures -->"
@@ -48,11 +48,11 @@ Figures = dict[str, float]
 
 
 class Scenario(NamedTuple):
-    """One simulated run, of one policy at one load.
+    """A simulated run of one policy at one load.
 
     Attributes:
-        trace: Who asks what when.
         models: In the order of their keys.
+        trace: Requests and their arrival times.
     """
 
     models: tuple[Model, ...]
@@ -60,7 +60,7 @@ class Scenario(NamedTuple):
 
 
 def make_fleet(policy: str, load: float, seed: int, seconds: float) -> Scenario:
-    """Robots that share one model."""
+    """A fleet of robots on one model."""
     model = _model(policy, BASE_MS, ROW_MS)
     return Scenario((model,), fleet(_robots(load), seconds, seed))
 
@@ -72,7 +72,7 @@ def make_mixed(policy: str, load: float, seed: int, seconds: float) -> Scenario:
 
 
 def make_two(policy: str, load: float, seed: int, seconds: float) -> Scenario:
-    """Two models of half the cost, and a fleet for each."""
+    """Two models of half the cost, with a fleet for each."""
     model = _model(policy, BASE_MS / 2, ROW_MS / 2)
     traces = [fleet(_robots(load), seconds, seed, model=key) for key in (0, 1)]
     return Scenario((model, model), merged(*traces))
@@ -86,7 +86,7 @@ SCENARIOS: dict[str, Callable[[str, float, int, float], Scenario]] = {
 COLUMNS = {
     "missed": "missed %",
     "late": "late %",
-    "refused": "refused %",
+    "refused": "rejected %",
     "p50_ms": "p50 ms",
     "p99_ms": "p99 ms",
     "goodput_per_s": "in time/s",
@@ -98,13 +98,13 @@ COLUMNS = {
 def main() -> None:
     """Simulate, print, write."""
     parser = argparse.ArgumentParser(description="Simulate the scheduling policies.")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw scheduling-*.svg there")
-    parser.add_argument("--page", type=Path, metavar="PATH", help="put the tables into this page")
-    parser.add_argument("--processes", type=int, default=2, help="to simulate in")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures to this file")
     parser.add_argument(
-        "--quick", action="store_true", help="a moment each: shows that it runs, nothing more"
+        "--plots", type=Path, metavar="FOLDER", help="write scheduling-*.svg to this folder"
     )
+    parser.add_argument("--page", type=Path, metavar="PATH", help="replace the tables of this page")
+    parser.add_argument("--processes", type=int, default=2, help="simulation processes")
+    parser.add_argument("--quick", action="store_true", help="run each only for a moment")
     arguments = parser.parse_args()
     seconds, seeds = (2.0, SEEDS[:1]) if arguments.quick else (SECONDS, SEEDS)
     with ProcessPoolExecutor(arguments.processes) as executor:
@@ -147,7 +147,7 @@ def sweep_cell(
 def ablate(
     case: tuple[int, float], *, seeds: Sequence[int], seconds: float
 ) -> dict[str, float | dict[str, Figures]]:
-    """The same fleet by arrival and by deadline, without names and with them."""
+    """The same fleet with fifo and deadline_aware, with and without client names."""
     robots, base_ms = case
     figures: dict[str, Figures] = {}
     for policy in ("fifo", "deadline_aware"):
@@ -163,7 +163,7 @@ def ablate(
 
 
 def sum_up(worlds: Sequence[World], seconds: float) -> Figures:
-    """What clients saw after the warm-up, over several runs."""
+    """Figures of the clients after the warm-up, over several runs."""
     outcomes = [
         outcome
         for world in worlds
@@ -172,7 +172,7 @@ def sum_up(worlds: Sequence[World], seconds: float) -> Figures:
     ]
     due = [outcome for outcome in outcomes if outcome.is_due]
     missed = sum(outcome.is_missed for outcome in due)
-    refused = sum(bool(outcome.error) for outcome in due)
+    rejected = sum(bool(outcome.error) for outcome in due)
     served = [outcome for outcome in outcomes if not outcome.error]
     latencies_ns = sorted(outcome.latency_ns for outcome in served)
     lowest = max(outcome.arrival.terms.priority for outcome in outcomes)
@@ -183,8 +183,8 @@ def sum_up(worlds: Sequence[World], seconds: float) -> Figures:
     return {
         "requests": len(outcomes),
         "missed": 100 * missed / len(due),
-        "late": 100 * (missed - refused) / len(due),
-        "refused": 100 * refused / len(due),
+        "late": 100 * (missed - rejected) / len(due),
+        "refused": 100 * rejected / len(due),
         "p50_ms": percentile(latencies_ns, 50) / NS_PER_MS,
         "p99_ms": percentile(latencies_ns, 99) / NS_PER_MS,
         "goodput_per_s": (len(due) - missed) / (seconds - WARM_UP_S) / len(worlds),
@@ -197,7 +197,7 @@ def sum_up(worlds: Sequence[World], seconds: float) -> Figures:
 
 
 def percentile(ascending: Sequence[int], percent: int) -> int:
-    """The value that so many of a hundred do not exceed; 0 where there is none."""
+    """The given percentile; 0 without values."""
     return ascending[(len(ascending) - 1) * percent // 100] if ascending else 0
 
 
@@ -206,35 +206,35 @@ def render(results: dict[str, Any]) -> str:
     parts = [
         _render_load(policies, f"{name}, load {load}", load)
         for name, policies in results["sweep"].items()
-        for load in LOADS_TOLD
+        for load in TABLE_LOADS
     ]
     return "\n\n".join([*parts, _render_ablation(results["ablation"])])
 
 
 def render_for_page(results: dict[str, Any]) -> str:
-    """The tables of docs/scheduling.md: what is missed everywhere, one load in full, the holds."""
+    """The tables of docs/scheduling.md: missed deadlines, one load in full, held batches."""
     sweep = results["sweep"]
-    headings = [f"{name}, {load}" for name in sweep for load in LOADS_TOLD]
+    headings = [f"{name}, {load}" for name in sweep for load in TABLE_LOADS]
     rows = [
         [
             policy,
             *(
                 _figure(sweep[name][policy][str(load)]["missed"])
                 for name in sweep
-                for load in LOADS_TOLD
+                for load in TABLE_LOADS
             ),
         ]
         for policy in POLICIES
     ]
     parts = [
-        "Deadlines missed, in percent, by scenario and load:",
+        "Missed deadlines in percent, by scenario and load:",
         render_table(["policy", *headings], rows),
-        f"The fleet at a load of {LOAD_IN_FULL}, and what the lowest priority waits for:",
+        f"The fleet at a load of {LOAD_IN_FULL}, with the wait of the lowest priority:",
         _render_load(sweep["fleet"], "fleet", LOAD_IN_FULL),
-        f"The mix at a load of {LOAD_IN_FULL}, where the lowest priority is the client with large "
-        "batches:",
+        f"The mixed scenario at a load of {LOAD_IN_FULL}; the lowest priority is the client with "
+        "large batches:",
         _render_load(sweep["mixed"], "mixed", LOAD_IN_FULL),
-        "With names and without:",
+        "With and without client names:",
         _render_ablation(results["ablation"]),
     ]
     return "\n\n".join(parts)
@@ -253,13 +253,13 @@ def _render_ablation(cases: list[dict[str, Any]]) -> str:
     rows = []
     for case in cases:
         figures = case["figures"]
-        held = figures["deadline_aware, named"]
+        with_holds = figures["deadline_aware, named"]
         rows.append(
             [
                 f"{case['robots']} robots, {case['base_ms']:g} ms",
                 *(_figure(figures[heading]["missed"]) for heading in headings),
-                f"{held['holds']:,}",
-                f"{held['missed_after_hold']:,}",
+                f"{with_holds['holds']:,}",
+                f"{with_holds['missed_after_hold']:,}",
             ]
         )
     return render_table(["missed %", *headings, "batches held", "missed after a hold"], rows)

@@ -1,4 +1,4 @@
-"""Traces of robots and others that ask a server at fixed rates; the same for the same seed.
+"""Traces of clients with fixed rates, such as robots; equal seeds give equal traces.
 
 Pure.
 """
@@ -20,7 +20,7 @@ JITTER_MOST_MS = 2.0
 T = TypeVar("T")
 
 DRIFT = 1e-4
-"""Clocks of robots differ by that share, so that their phases move past each other."""
+"""Relative difference of the robots' clocks, so that their phases drift."""
 BUDGETS_MS = (10.0, 12.0, 15.0, 20.0, 25.0, 30.0)
 PRIORITIES = (0, 1, 1, 2)
 BULK_ROWS = 64
@@ -30,13 +30,13 @@ BULK_HERTZ = 4.0
 def fleet(
     robots: int, seconds: float, seed: int, *, hertz: float = HERTZ, model: int = 0
 ) -> list[Arrival]:
-    """Robots that each ask for one row, at one rate, with jitter and at random phases.
+    """Robots that send one row at a fixed rate, with jitter and random phases.
 
-    Each has a budget, a priority and an urgency of its own.
+    Each has its own budget, priority and urgency.
     """
     generator = random.Random(f"fleet {seed} {model}")
-    budgets = _dealt(generator, BUDGETS_MS, robots)
-    priorities = _dealt(generator, PRIORITIES, robots)
+    budgets = _shuffled(generator, BUDGETS_MS, robots)
+    priorities = _shuffled(generator, PRIORITIES, robots)
     trace = []
     for robot in range(robots):
         terms = Terms(
@@ -58,7 +58,7 @@ def fleet(
 
 
 def with_bulk(trace: Sequence[Arrival], seconds: float, seed: int) -> list[Arrival]:
-    """Beside the trace, a client that sends large batches at random times, without deadlines."""
+    """The trace, and a client that sends large batches at random times, without deadlines."""
     generator = random.Random(f"bulk {seed}")
     source = Source(connection="bulk")
     terms = Terms(client="bulk", is_named=True, priority=5, source=source)
@@ -69,15 +69,15 @@ def with_bulk(trace: Sequence[Arrival], seconds: float, seed: int) -> list[Arriv
 
 
 def merged(*traces: Sequence[Arrival]) -> list[Arrival]:
-    """Several traces at once."""
+    """Several traces as one."""
     return sorted((arrival for trace in traces for arrival in trace), key=_at_ns)
 
 
-def _dealt(generator: random.Random, choices: Sequence[T], count: int) -> list[T]:
-    """As many of each as of the others, in random order."""
-    dealt = [choices[index % len(choices)] for index in range(count)]
-    generator.shuffle(dealt)
-    return dealt
+def _shuffled(generator: random.Random, choices: Sequence[T], count: int) -> list[T]:
+    """`count` choices in random order, each equally often."""
+    choices_of_all = [choices[index % len(choices)] for index in range(count)]
+    generator.shuffle(choices_of_all)
+    return choices_of_all
 
 
 def _at_ns(arrival: Arrival) -> int:

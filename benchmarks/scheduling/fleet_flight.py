@@ -1,10 +1,10 @@
 """The fleet against a real gateway, over Flight: a stream for each robot, two policies.
 
-The traces of `fleet`, sent at their times on the real clock, and a model that takes some
-milliseconds for a batch of any size and some more for each row. Misses are counted twice: as the
-clients saw them, from writing a batch to having its answer, and as `stats` of the server has them,
-from a batch's arrival to its results. It needs cores that nothing else uses: a client, the gateway
-and a worker run at once, and a run that takes twice its time misses as much as a bad decision.
+The robots send the traces of `fleet` in real time. A batch costs the model some milliseconds, and
+some more for each row. Missed deadlines are counted twice: by the clients, from the write of a
+batch to its response, and by the server's `stats`, from a batch's arrival to its results. The
+benchmark needs idle cores: a client, the gateway and a worker run concurrently, and a run of twice
+its normal time misses as many deadlines as a bad decision.
 
     python -m benchmarks.scheduling.fleet_flight --json build/fleet_flight.json
 """
@@ -41,11 +41,11 @@ from iskander.errors import IskanderError
 
 MODEL = "robot-policy"
 CASES = ((10, 6.0), (20, 5.0))
-"""Robots, and milliseconds of a batch; a row takes a thirtieth of that."""
+"""Robots, and milliseconds of a batch; a row costs a thirtieth of that."""
 ROW_SHARE = 30
 WARM_UP_S = 1.5
 STRETCH_MOST = 1.25
-"""How much longer than on a quiet machine runs may take in a round that counts."""
+"""Limit of the run time in a valid round, relative to a quiet machine."""
 SCHEMA = pa.schema([("x", pa.int64())])
 MANIFEST = """
 format = 1
@@ -64,11 +64,11 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description="A fleet of robots against a real gateway.")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; medians are reported")
-    parser.add_argument("--attempts", type=int, default=9, help="to have a quiet round")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each run")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
+    parser.add_argument("--attempts", type=int, default=9, help="maximum number of rounds")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds of each run")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file")
     arguments = parser.parse_args()
-    # Forty threads that wait for their time: none may keep another from it for long.
+    # Forty threads wait for their due times: none may delay another for long.
     sys.setswitchinterval(0.0002)
     runs: list[dict[str, Any]] = []
     for robots, base_ms in CASES:
@@ -80,22 +80,22 @@ def main() -> None:
 
 
 def measure(robots: int, base_ms: float, effort: argparse.Namespace) -> list[dict[str, Any]]:
-    """A gateway for each policy, asked in turns by clients without names and with them.
+    """Measure a gateway for each policy in turn, with and without client names.
 
-    Both are up all the time and the one that is not asked is idle. A round in which runs took
-    longer than the model does on a quiet machine is noted as such and tried again.
+    Both gateways run all the time; one of them is idle. A round is marked and repeated if its runs
+    took longer than the model on a quiet machine.
     """
     runs: list[dict[str, Any]] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isk-fleet-")))
-        turn_ms = _turn_ms(folder)
+        iteration_ms = _iteration_ms(folder)
         gateways: dict[str, Client] = {}
         addresses: dict[str, str] = {}
         for policy in ("fifo", "deadline_aware"):
-            workload = _serve(folder / policy, policy, base_ms, turn_ms)
+            workload = _serve(folder / policy, policy, base_ms, iteration_ms)
             addresses[policy] = stack.enter_context(start("iskander", workload)).address
             gateways[policy] = stack.enter_context(Client(addresses[policy]))
-            # A few runs of several sizes, so that the cost is known.
+            # Runs of several sizes, so that the cost model is known.
             for rows in (1, 2, 4, 8, 16) * 4:
                 gateways[policy].score(MODEL, _batch(rows))
         turn = quiet = 0
@@ -106,10 +106,15 @@ def measure(robots: int, base_ms: float, effort: argparse.Namespace) -> list[dic
             for rhythm in ("unnamed", "named"):
                 for policy, client in gateways.items():
                     before = client.stats()["lanes"][f"{MODEL}/1"]
-                    saw = play(addresses[policy], trace, is_named=rhythm == "named")
+                    figures = play(addresses[policy], trace, is_named=rhythm == "named")
                     after = client.stats()["lanes"][f"{MODEL}/1"]
                     run = {"policy": policy, "clients": rhythm, "robots": robots}
-                    run |= {"base_ms": base_ms, "round": turn, "saw": saw, "cost": after["cost"]}
+                    run |= {
+                        "base_ms": base_ms,
+                        "round": turn,
+                        "saw": figures,
+                        "cost": after["cost"],
+                    }
                     model_ms = (base_ms, base_ms / ROW_SHARE)
                     round_runs.append(run | {"stats": _difference(before, after, model_ms)})
             is_quiet = max(run["stats"]["stretch"] for run in round_runs) <= STRETCH_MOST
@@ -119,7 +124,7 @@ def measure(robots: int, base_ms: float, effort: argparse.Namespace) -> list[dic
 
 
 def play(address: str, trace: Sequence[Arrival], *, is_named: bool) -> dict[str, float]:
-    """Send a trace at its times, each client on a stream of its own; what they saw."""
+    """Send a trace in real time, with a stream for each client; return the clients' figures."""
     by_client: dict[str, list[Arrival]] = {}
     for arrival in trace:
         by_client.setdefault(arrival.terms.client, []).append(arrival)
@@ -129,29 +134,29 @@ def play(address: str, trace: Sequence[Arrival], *, is_named: bool) -> dict[str,
         robot.start()
     for robot in robots:
         robot.join()
-    broken = [robot.broken for robot in robots if robot.broken]
-    if broken:
-        raise RuntimeError(f"{len(broken)} streams broke, the first: {broken[0]}")
-    seen = [seen for robot in robots for seen in robot.seen]
-    refusals = Counter(code for _, code, _, _ in seen if code)
-    latencies_ms = [latency_ms for latency_ms, code, _, _ in seen if not code]
-    missed = sum(bool(code) or latency_ms > due for latency_ms, code, due, _ in seen)
+    failures = [robot.failure for robot in robots if robot.failure]
+    if failures:
+        raise RuntimeError(f"{len(failures)} streams failed; the first: {failures[0]}")
+    responses = [response for robot in robots for response in robot.responses]
+    rejections = Counter(code for _, code, _, _ in responses if code)
+    latencies_ms = [latency_ms for latency_ms, code, _, _ in responses if not code]
+    missed = sum(bool(code) or latency_ms > due for latency_ms, code, due, _ in responses)
     return {
-        "requests": len(seen),
-        "missed": 100 * missed / len(seen),
-        "refused": 100 * sum(refusals.values()) / len(seen),
+        "requests": len(responses),
+        "missed": 100 * missed / len(responses),
+        "refused": 100 * sum(rejections.values()) / len(responses),
         "p50_ms": float(np.percentile(latencies_ms, 50)),
         "p99_ms": float(np.percentile(latencies_ms, 99)),
-        "sent_late_p99_ms": float(np.percentile([late_ms for _, _, _, late_ms in seen], 99)),
-        **{f"refused.{code}": count for code, count in refusals.items()},
+        "sent_late_p99_ms": float(np.percentile([late_ms for _, _, _, late_ms in responses], 99)),
+        **{f"refused.{code}": count for code, count in rejections.items()},
     }
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
-    """A table of the medians of the quiet rounds; of all, where there was none."""
+    """A table of the medians of the quiet rounds; of all rounds if none was quiet."""
     headings = {
         "missed": "missed %",
-        "refused": "refused %",
+        "refused": "rejected %",
         "p50_ms": "p50 ms",
         "p99_ms": "p99 ms",
         "sent_late_p99_ms": "sent late p99 ms",
@@ -166,13 +171,13 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
             continue
         key = (f"{run['robots']} robots, {run['base_ms']:g} ms", run["policy"], run["clients"])
         stats = run["stats"]
-        told = dict(run["saw"])
-        told["counted"] = 100 * stats["missed"] / max(stats["hit"] + stats["missed"], 1)
-        told["batch_rows"] = stats["batch_rows"]
-        told["stretch"] = stats["stretch"]
-        groups.setdefault(key, []).append(told)
+        figures = dict(run["saw"])
+        figures["counted"] = 100 * stats["missed"] / max(stats["hit"] + stats["missed"], 1)
+        figures["batch_rows"] = stats["batch_rows"]
+        figures["stretch"] = stats["stretch"]
+        groups.setdefault(key, []).append(figures)
     rows = [
-        [*key, *(f"{median([told[name] for told in group]):.1f}" for name in headings)]
+        [*key, *(f"{median([figures[name] for figures in group]):.1f}" for name in headings)]
         for key, group in groups.items()
     ]
     table = render_table(["load", "policy", "clients", *headings.values()], rows)
@@ -181,19 +186,19 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
 
 
 class _Robot(threading.Thread):
-    """One client: sends its part of the trace on a stream of its own, in its own thread.
+    """A client thread that sends its part of the trace on its own stream.
 
     Attributes:
-        seen: After the warm-up: latency, error code or nothing, budget, and how late it was sent.
-        broken: Why the stream ended early.
+        responses: After the warm-up: latency, error code or empty, budget, and delay of the send.
+        failure: Cause of an early end of the stream.
     """
 
     def __init__(
         self, address: str, arrivals: Sequence[Arrival], begin_ns: int, is_named: bool
     ) -> None:
         super().__init__()
-        self.seen: list[tuple[float, str, float, float]] = []
-        self.broken = ""
+        self.responses: list[tuple[float, str, float, float]] = []
+        self.failure = ""
         self._address = address
         self._arrivals = arrivals
         self._begin_ns = begin_ns
@@ -201,20 +206,20 @@ class _Robot(threading.Thread):
         self._sent: deque[tuple[Arrival, int]] = deque()
 
     def run(self) -> None:
-        said = self._arrivals[0].terms
+        sent = self._arrivals[0].terms
         terms: dict[str, Any] = {
-            "deadline_ms": said.budget_ms,
-            "priority": said.priority,
-            "urgency": said.urgency,
+            "deadline_ms": sent.budget_ms,
+            "priority": sent.priority,
+            "urgency": sent.urgency,
         }
         if self._is_named:
-            terms["client"] = said.client
+            terms["client"] = sent.client
         try:
             with Client(self._address) as client:
                 for outcome in client.outcomes(MODEL, self._feed(), terms=terms):
-                    self._note(outcome)
+                    self._record(outcome)
         except Exception as error:
-            self.broken = f"{type(error).__name__}: {error}"
+            self.failure = f"{type(error).__name__}: {error}"
 
     def _feed(self) -> Iterator[pa.RecordBatch]:
         batch = _batch(1)
@@ -225,7 +230,7 @@ class _Robot(threading.Thread):
             self._sent.append((arrival, time.monotonic_ns()))
             yield batch
 
-    def _note(self, outcome: pa.RecordBatch | IskanderError) -> None:
+    def _record(self, outcome: pa.RecordBatch | IskanderError) -> None:
         now_ns = time.monotonic_ns()
         arrival, sent_ns = self._sent.popleft()
         if arrival.at_ns < WARM_UP_S * NS_PER_S:
@@ -234,7 +239,7 @@ class _Robot(threading.Thread):
         budget_ms = arrival.terms.budget_ms
         assert budget_ms is not None
         late_ms = (sent_ns - self._begin_ns - arrival.at_ns) / NS_PER_MS
-        self.seen.append(((now_ns - sent_ns) / NS_PER_MS, code, budget_ms, late_ms))
+        self.responses.append(((now_ns - sent_ns) / NS_PER_MS, code, budget_ms, late_ms))
 
 
 def _batch(rows: int) -> pa.RecordBatch:
@@ -244,32 +249,32 @@ def _batch(rows: int) -> pa.RecordBatch:
 def _difference(
     before: dict[str, Any], after: dict[str, Any], model_ms: tuple[float, float]
 ) -> dict[str, float]:
-    """What a lane's counters grew by, and how much longer its runs were than the model is."""
+    """Growth of a lane's counters, and the ratio of its run times to the model's."""
 
-    def grown(group: str, name: str) -> float:
+    def growth(group: str, name: str) -> float:
         return float(after[group].get(name, 0) - before[group].get(name, 0))
 
-    batches = grown("batch_rows", "count")
+    batches = growth("batch_rows", "count")
     rows = [lane["batch_rows"]["mean"] * lane["batch_rows"]["count"] for lane in (before, after)]
     expected_ms = model_ms[0] * batches + model_ms[1] * (rows[1] - rows[0])
-    refused = {f"refused.{name}": grown("refused", name) for name in after["refused"]}
+    rejected = {f"refused.{name}": growth("refused", name) for name in after["refused"]}
     return {
-        "hit": grown("deadlines", "hit"),
-        "missed": grown("deadlines", "missed"),
+        "hit": growth("deadlines", "hit"),
+        "missed": growth("deadlines", "missed"),
         "stretch": (after["run_ms"] - before["run_ms"]) / max(expected_ms, 1.0),
         "batch_rows": (rows[1] - rows[0]) / max(batches, 1),
-        **refused,
-        **{f"closed.{name}": grown("closed", name) for name in after["closed"]},
+        **rejected,
+        **{f"closed.{name}": growth("closed", name) for name in after["closed"]},
     }
 
 
-def _serve(folder: Path, policy: str, base_ms: float, turn_ms: float) -> Workload:
-    """A model and a configuration that serves it with that policy."""
+def _serve(folder: Path, policy: str, base_ms: float, iteration_ms: float) -> Workload:
+    """Write a model and a configuration with the given policy."""
     models = _test_models()
     model = folder / MODEL / "1"
     model.mkdir(parents=True)
     (model / "manifest.toml").write_text(MANIFEST, "utf-8")
-    base = max(round(base_ms / turn_ms), 1)
+    base = max(round(base_ms / iteration_ms), 1)
     models.looping(model, base, max(round(base / ROW_SHARE), 1))
     config = folder / "gateway.toml"
     config.write_text(
@@ -295,26 +300,26 @@ def _serve(folder: Path, policy: str, base_ms: float, turn_ms: float) -> Workloa
     return Workload(MODEL, config, model, lambda _, rows: {"x": pa.array(np.arange(rows))}, "y")
 
 
-def _turn_ms(folder: Path) -> float:
-    """What a turn of the model's loop takes on this machine, at its quietest."""
+def _iteration_ms(folder: Path) -> float:
+    """Time of one iteration of the model's loop on this machine, when quiet."""
     models = _test_models()
-    turns = 200
-    models.looping(folder / "probe", turns, 0)
+    iterations = 200
+    models.looping(folder / "probe", iterations, 0)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(
         folder / "probe" / "model.onnx", options, providers=["CPUExecutionProvider"]
     )
-    taken_ms = []
+    times_ms = []
     for _ in range(30):
         begin_ns = time.monotonic_ns()
         session.run(None, {"x": np.zeros(1, np.int64)})
-        taken_ms.append((time.monotonic_ns() - begin_ns) / NS_PER_MS)
-    return float(np.percentile(taken_ms, 25)) / turns
+        times_ms.append((time.monotonic_ns() - begin_ns) / NS_PER_MS)
+    return float(np.percentile(times_ms, 25)) / iterations
 
 
 def _test_models() -> ModuleType:
-    """The tests' makers of small models."""
+    """The tests' generators of small models."""
     sys.path.append(str(FOLDER.parent / "tests"))
     from support import models
 

@@ -1,13 +1,13 @@
-"""More load than the worker can take: what is still answered in time, and how the rest is told.
+"""Overload: results within the deadline, and rejections, above the sustainable load.
 
-Eight streams send at seeded Poisson times whatever is unanswered, with a latency budget; a latency
-counts from the time at which the batch should have been sent. The model takes a few milliseconds
-for a batch and some more for each row, whatever the rows hold. In each round first the sustainable
-load: the peak of what is answered in time over a few loads around the most that the worker
-computes; then 0.8, 1, 1.5 and 2 times that load. Medians of the rounds.
+Eight streams send at seeded Poisson times, independent of responses, with a latency budget; a
+latency counts from the due time. A batch costs the model a few milliseconds, and some more for each
+row. Each round first finds the sustainable load: the peak of responses in time, over a few loads
+around the maximum throughput of the worker. Then it measures 0.8, 1, 1.5 and 2 times that load.
+Figures are medians of the rounds.
 
-To be met at twice the sustainable load: the 99th percentile of what was accepted at most twice that
-at 0.8 of the load, and 0.95 of the peak answered in time.
+Goals at twice the sustainable load: the 99th percentile of accepted requests is at most twice that
+at 0.8 of the load, and 0.95 of the peak is answered in time.
 
     python -m benchmarks.scheduling.overload --json build/overload.json
 """
@@ -47,20 +47,20 @@ from iskander.errors import IskanderError
 
 STREAMS = 8
 ROWS = 8
-"""All alike: of different ones the small ones fit where no large one does, and count as much."""
+"""Equal for all requests: small requests would be admitted where large ones do not fit."""
 ROWS_MAX = 64
 BATCH_TURNS, ROW_TURNS = 500, 3000
 """About 7 ms for a batch and 0.1 ms for each row."""
 DEADLINE_MS, USEFUL_MS = 50, 70
-"""What the server is told, and what the client goes by: the way there and back is in between."""
+"""Deadline for the server, and for the client: the difference is the transmission time."""
 SEARCH = (0.8, 0.9, 1.0)
 UNBOUNDED = 1e5
 LOADS = (0.8, 1.0, 1.5, 2.0)
 LEAST, MOST = LOADS[0], LOADS[-1]
 P99_RATIO_MOST, GOODPUT_LEAST = 2.0, 0.95
 OVERLOAD_LEAST = 1.7
-"""Of a round's peak. A search in a moment in which the machine was busy with something else finds
-too little, and its double is no overload; such a round says nothing and is told as void."""
+"""Lower bound for the greatest load, relative to the round's peak. A search while the machine was
+busy finds too low a load, and its double is no overload; such a round is void."""
 GRACE_S = 20.0
 PR_SET_TIMERSLACK = 29
 
@@ -84,7 +84,7 @@ Figures = dict[str, Any]
 
 
 class Span(NamedTuple):
-    """A run: requests a second over all streams, and what of it counts."""
+    """A run: requests per second over all streams, and the measured period."""
 
     seed: int
     rate: float
@@ -94,16 +94,16 @@ class Span(NamedTuple):
 
 
 DEPTH = 16
-"""Batches of a stream ahead of its answers where there is no deadline."""
+"""Limit of a stream's unanswered batches without a deadline."""
 
 
 @dataclass
 class Tally:
-    """What came of the requests that were due inside the span.
+    """Results of the requests that were due inside the span.
 
     Attributes:
-        latencies_ms: Of those that were answered with results.
-        codes: Of those that were not.
+        latencies_ms: Of requests with results.
+        codes: Of requests with errors.
     """
 
     offered: int = 0
@@ -113,7 +113,7 @@ class Tally:
     late_ms: list[float] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Take another one's in."""
+        """Add the counts of another tally."""
         self.offered += other.offered
         self.latencies_ms += other.latencies_ms
         self.codes += other.codes
@@ -123,7 +123,7 @@ class Tally:
 
 def main() -> None:
     """Measure and report."""
-    parser = make_parser("What is answered in time under too much load.", seconds=6.0)
+    parser = make_parser("Measure results within the deadline under overload.", seconds=6.0)
     parser.add_argument("--deadline-ms", type=float, default=DEADLINE_MS)
     arguments = parser.parse_args()
     results = run(arguments)
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_round(measure: Callable[..., Figures], number: int) -> dict[str, Any]:
-    """The sustainable load as it is now, and then its multiples: the machine is not its own."""
+    """Find the sustainable load, then measure its multiples: other work shares the machine."""
     most = measure(UNBOUNDED, number, has_deadline=False)["per_s"]
     search = [measure(share * most, 100 * number + n) for n, share in enumerate(SEARCH)]
     sustainable = max(figures["good_per_s"] for figures in search)
@@ -166,8 +166,10 @@ def measure_round(measure: Callable[..., Figures], number: int) -> dict[str, Any
     }
     peak = max(sustainable, *(figures["good_per_s"] for figures in loads.values()))
     over = loads[MOST]["offered_per_s"] / peak
-    _say(f"round {number + 1}: {most:.0f}/s without a budget, {sustainable:.0f}/s sustainable, "
-         f"at most {over:.2f} times the peak: {json.dumps(loads)}")  # fmt: skip
+    _log_progress(
+        f"round {number + 1}: {most:.0f}/s without a budget, {sustainable:.0f}/s sustainable, "
+        f"at most {over:.2f} times the peak: {json.dumps(loads)}"
+    )
     return {
         "most_per_s": most,
         "sustainable_per_s": sustainable,
@@ -180,27 +182,27 @@ def measure_round(measure: Callable[..., Figures], number: int) -> dict[str, Any
 
 
 def judge(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The targets, over the rounds whose greatest load was what it was meant to be."""
+    """Judge the goals over the valid rounds."""
     valid = [each for each in rounds if each["is_valid"]]
     slower = [each["loads"][MOST]["p99_ms"] / each["loads"][LEAST]["p99_ms"] for each in valid]
-    kept = [each["loads"][MOST]["good_per_s"] / each["peak_per_s"] for each in valid]
+    goodputs = [each["loads"][MOST]["good_per_s"] / each["peak_per_s"] for each in valid]
     return [
         _verdict("p99 of the accepted at 2 / at 0.8", slower, P99_RATIO_MOST, is_most=True),
-        _verdict("goodput at 2 / peak", kept, GOODPUT_LEAST, is_most=False),
+        _verdict("goodput at 2 / peak", goodputs, GOODPUT_LEAST, is_most=False),
     ]
 
 
-def _verdict(what: str, ratios: list[float], bound: float, *, is_most: bool) -> dict[str, Any]:
+def _verdict(goal: str, ratios: list[float], bound: float, *, is_most: bool) -> dict[str, Any]:
     ratio = median(ratios) if ratios else None
     is_met = ratio is not None and (ratio <= bound if is_most else ratio >= bound)
-    return {"what": what, "rounds": ratios, "ratio": ratio, "bound": bound, "is_met": is_met}
+    return {"what": goal, "rounds": ratios, "ratio": ratio, "bound": bound, "is_met": is_met}
 
 
 def render(results: dict[str, Any]) -> str:
     """The tables."""
     headings = [
         "load", "offered/s", "accepted/s", "in time/s", "p50 ms", "p99 ms", "sent late p99 ms",
-        "gateway CPU", "worker CPU", "refused/s by code",
+        "gateway CPU", "worker CPU", "rejected/s by code",
     ]  # fmt: skip
     rows = []
     for entry in results["loads"]:
@@ -208,31 +210,33 @@ def render(results: dict[str, Any]) -> str:
         codes: Counter[str] = Counter()
         for each in entry["rounds"]:
             codes.update(each["refused_per_s"])
-        told = ", ".join(f"{code} {n / len(entry['rounds']):.0f}" for code, n in codes.items())
+        rejections = ", ".join(
+            f"{code} {n / len(entry['rounds']):.0f}" for code, n in codes.items()
+        )
         rows.append(
             [
                 f"{entry['load']:.1f}",
                 *(f"{figures[key]:.0f}" for key in ("offered_per_s", "per_s", "good_per_s")),
                 *(f"{figures[key]:.1f}" for key in ("p50_ms", "p99_ms", "late_p99_ms")),
                 *(f"{figures[key]:.0%}" for key in ("gateway_cpu", "worker_cpu")),
-                told or "-",
+                rejections or "-",
             ]
         )
     verdicts = []
     for each in results["verdicts"]:
-        told = "-" if each["ratio"] is None else f"{each['ratio']:.2f}"
-        ratios = " ".join(f"{ratio:.2f}" for ratio in each["rounds"])
+        ratio = "-" if each["ratio"] is None else f"{each['ratio']:.2f}"
+        ratios = " ".join(f"{value:.2f}" for value in each["rounds"])
         verdict = "void" if each["ratio"] is None else "met" if each["is_met"] else "missed"
-        verdicts.append([each["what"], f"{each['bound']:.2f}", told, ratios, verdict])
+        verdicts.append([each["what"], f"{each['bound']:.2f}", ratio, ratios, verdict])
     void = sum(not each["is_valid"] for each in results["rounds"])
-    found = " ".join(f"{each['sustainable_per_s']:.0f}" for each in results["rounds"])
+    sustainable = " ".join(f"{each['sustainable_per_s']:.0f}" for each in results["rounds"])
     return "\n\n".join(
         [
-            f"## Overload: {found} requests/s are sustainable, round by round",
+            f"## Overload: {sustainable} requests/s are sustainable, by round",
             render_table(headings, rows),
             render_table(["target", "bound", "median", "rounds", "verdict"], verdicts),
-            f"Void, since the greatest load was less than {OVERLOAD_LEAST:g} times the round's "
-            f"peak: {void} of {len(results['rounds'])} rounds.",
+            f"{void} of {len(results['rounds'])} rounds are void: their greatest load was less "
+            f"than {OVERLOAD_LEAST:g} times the peak.",
         ]
     )
 
@@ -258,7 +262,7 @@ def serving() -> Iterator[Running]:
 
 @contextlib.contextmanager
 def client(address: str, deadline_ms: float) -> Iterator[Connection]:
-    """A client process that runs a span and answers with its tally, until it is closed."""
+    """A client process that runs spans and sends their tallies, until the connection closes."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     process = context.Process(target=run_client, args=(address, deadline_ms, far))
@@ -274,7 +278,7 @@ def client(address: str, deadline_ms: float) -> Iterator[Connection]:
 
 def run_client(address: str, deadline_ms: float, driver: Connection) -> None:
     """Main function of the client process."""
-    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)  # Sleeps end when they should.
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)  # Exact sleeps.
     clients = [Client(address) for _ in range(STREAMS)]
     with contextlib.suppress(EOFError):
         while True:
@@ -295,7 +299,7 @@ def run_client(address: str, deadline_ms: float, driver: Connection) -> None:
 
 
 def _stream(client: Client, number: int, tally: Tally, span: Span, deadline_ms: float) -> None:
-    """One stream: batches at their times, and an entry for each answer."""
+    """Run one stream: send batches at their due times, and record each outcome."""
     due_ns: list[int] = []
     permits = threading.Semaphore(1 << 30 if span.has_deadline else DEPTH)
 
@@ -338,15 +342,15 @@ def _measure(system: Running, ask: Connection, span: Span) -> Figures:
     before_run = _batches(system)
     ask.send(span)
     time.sleep(max(span.begin_ns - time.monotonic_ns(), 0) / NS_PER_S)
-    begun = [cpu_s(group) for group in groups]
+    before_s = [cpu_s(group) for group in groups]
     begun_ns = time.monotonic_ns()
     time.sleep(max(span.end_ns - time.monotonic_ns(), 0) / NS_PER_S)
     seconds = (time.monotonic_ns() - begun_ns) / NS_PER_S
     gateway, worker = (
-        (cpu_s(group) - before) / seconds for group, before in zip(groups, begun, strict=True)
+        (cpu_s(group) - before) / seconds for group, before in zip(groups, before_s, strict=True)
     )
     if not ask.poll(3 * GRACE_S):
-        raise RuntimeError("the client did not come back")
+        raise RuntimeError(f"the client did not respond within {3 * GRACE_S:g} s")
     tally: Tally = ask.recv()
     ran = _batches(system) - before_run
     span_s = (span.end_ns - span.begin_ns) / NS_PER_S
@@ -370,7 +374,7 @@ def _measure(system: Running, ask: Connection, span: Span) -> Figures:
 
 
 def _batches(system: Running) -> Counter[str]:
-    """Batches that were run so far, their rows, and why they were closed."""
+    """Completed batches so far, their rows, and the reasons of their closing."""
     with Client(system.address) as client:
         lane = client.stats()["lanes"]["priced/1"]
     rows = lane["batch_rows"]
@@ -383,7 +387,7 @@ def _medians(rounds: list[Figures]) -> Figures:
     return {key: median(figures[key] for figures in rounds) for key in keys}
 
 
-def _say(line: str) -> None:
+def _log_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

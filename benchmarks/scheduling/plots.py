@@ -1,4 +1,4 @@
-"""Draws the figures of `scheduling`: missed deadlines against load, a line for each policy.
+"""Plots of missed deadlines against load, with a line for each policy.
 
 The same figures give the same files, byte for byte.
 """
@@ -44,7 +44,7 @@ BARS = {
 def draw(results: dict[str, Any], folder: Path) -> None:
     """Write `scheduling-*.svg` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    plt.switch_backend("svg")  # There may be no screen.
+    plt.switch_backend("svg")  # Without a display.
     with plt.rc_context(STYLE):
         for name, policies in results["sweep"].items():
             figure, axes = plt.subplots(figsize=(6.4, 3.6))
@@ -79,7 +79,7 @@ def _draw_ablation(cases: list[dict[str, Any]], path: Path) -> None:
     axes.set_xticks(range(len(cases)), labels)
     axes.set(
         title="Clients with and without names",
-        xlabel="robots, and what a batch takes",
+        xlabel="robots, and cost of a batch",
         ylabel="deadlines missed, %",
     )
     axes.legend(frameon=False, fontsize=8)

@@ -1,9 +1,9 @@
-"""A gateway and its workers in virtual time: the same decisions as the server's, in no time.
+"""Simulation of a gateway and its workers in virtual time, with the server's own decisions.
 
 The decisions are the server's own code: `InputArena`, `Lane` (queue, policy, batcher, admission,
-arrivals, cost) and `Dispatcher`. Simulated are the clock, asyncio's loop (with the steps
-of its timers), the worker processes (a run takes what a cost says, with some noise) and the way to
-them and back. The gateway's own work takes no time. Equal seeds give equal results.
+arrivals, cost) and `Dispatcher`. Simulated are the clock, asyncio's loop (with the resolution of
+its timers), the worker processes (a run costs a fixed time, with some noise) and the latency
+between them. The gateway's own work costs no time. Equal seeds give equal results.
 
 Runs on: the benchmark's only thread.
 """
@@ -32,9 +32,7 @@ from iskander.control.channel import Channel
 from iskander.control.messages import Done, Execute, ModelSpec, decode_to_worker
 from iskander.errors import IskanderError
 from iskander.memory.segment import Segment
-from iskander.scheduling import completion as ending
-from iskander.scheduling import dispatch
-from iskander.scheduling import input_arena as intake
+from iskander.scheduling import completion, dispatch, input_arena
 from iskander.scheduling.batcher import Formed
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.fair_share import BriefRequests
@@ -45,11 +43,11 @@ from iskander.scheduling.wakeup import BusyPolling
 from iskander.supervision.worker import SlotPlan, Worker
 
 TIMER_STEP_NS = NS_PER_MS
-"""epoll waits for whole milliseconds, so that asyncio's timers are late by up to one."""
+"""epoll waits for whole milliseconds, so asyncio's timers are late by up to one."""
 TRIP_NS = 75 * NS_PER_US
-"""From one process to the other and through its loop."""
+"""Latency from one process to the other, including its event loop."""
 NOISE = 0.03
-"""Deviation of a run's time, as a share of it."""
+"""Standard deviation of a run's time, relative to it."""
 HICCUP, HICCUP_SHARE = 2.0, 0.002
 """One run in five hundred takes twice as long."""
 ARENA_BYTES = 16 << 20
@@ -60,10 +58,10 @@ CONTRACT = Contract(
 
 
 class Arrival(NamedTuple):
-    """One request of a trace.
+    """A request of a trace.
 
     Attributes:
-        at_ns: When it reaches the gateway.
+        at_ns: Arrival at the gateway.
         model: Key of the model.
     """
 
@@ -74,12 +72,12 @@ class Arrival(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What a model's batches take.
+    """Cost and settings of a model.
 
     Attributes:
-        base_ns: For a batch of any size.
-        row_ns: For each row.
-        lane: How its requests wait.
+        base_ns: Cost of a batch of any size.
+        row_ns: Cost of each row.
+        lane: Settings of its lane.
     """
 
     base_ns: int
@@ -88,18 +86,18 @@ class Model(NamedTuple):
     lane: LaneConfig
 
     def run_ns(self, rows: int) -> int:
-        """Without noise."""
+        """Run time without noise."""
         return self.base_ns + self.row_ns * rows
 
 
 class Outcome:
-    """What became of one request, told to it as its caller.
+    """The result of one request; also its caller.
 
     Attributes:
-        ended_ns: When it was answered; 0 where it was not.
-        error: Code of the error; empty where there were results.
-        was_held: A batch with it was kept from an idle worker.
-        answers: How often it was told.
+        ended_ns: Time of the response; 0 without one.
+        error: Code of the error; empty for results.
+        was_held: A batch with it was held while a worker was idle.
+        answers: Number of responses.
     """
 
     __slots__ = (
@@ -123,41 +121,41 @@ class Outcome:
 
     @property
     def is_due(self) -> bool:
-        """It had a deadline."""
+        """Whether it had a deadline."""
         return self.deadline_ns < NEVER_NS
 
     @property
     def is_missed(self) -> bool:
-        """It was due, and refused or late; also where it was never answered."""
+        """Whether it had a deadline and was rejected, late or never answered."""
         return self.is_due and not (
             self.ended_ns and not self.error and self.ended_ns <= self.deadline_ns
         )
 
     @property
     def latency_ns(self) -> int:
-        """From its arrival to its answer."""
+        """From arrival to response."""
         return self.ended_ns - self.arrival.at_ns
 
     @property
     def wait_ns(self) -> int:
-        """From its arrival until a worker got it, or it was refused."""
+        """From arrival to the send to a worker, or to the rejection."""
         return (self.sent_ns or self.ended_ns) - self.arrival.at_ns
 
     def deliver(self, request: Request, output: memoryview) -> None:
-        """Results came."""
+        """Record results."""
         del output
         self.answers += 1
         self.ended_ns, self.sent_ns = self.world.loop.now_ns, request.sent_ns
 
     def fail(self, request: Request, error: IskanderError) -> None:
-        """An error came instead."""
+        """Record an error."""
         del request
         self.answers += 1
         self.ended_ns, self.error = self.world.loop.now_ns, error.code
 
 
 class Loop:
-    """What the dispatcher asks of asyncio's loop, in virtual time."""
+    """The dispatcher's part of asyncio's event loop, in virtual time."""
 
     def __init__(self) -> None:
         self.now_ns = NS_PER_S
@@ -167,34 +165,34 @@ class Loop:
         self._timers: list[tuple[int, int, Timer]] = []
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """In the next turn."""
+        """Run the callback in the next iteration."""
         self._ready.append(callback)
 
     def call_later(self, delay_s: float, callback: Callable[[], object]) -> Timer:
-        """Like asyncio: not before, and up to `TIMER_STEP_NS` later."""
+        """Run the callback after the delay, up to `TIMER_STEP_NS` late, as asyncio does."""
         timer = Timer(callback)
         due_ns = self.now_ns + int(delay_s * NS_PER_S)
         heapq.heappush(self._timers, (due_ns, next(self._numbers), timer))
         return timer
 
     def at(self, moment_ns: int, callback: Callable[[], object]) -> None:
-        """Something from outside comes at that moment."""
+        """Schedule an external event."""
         heapq.heappush(self._events, (moment_ns, next(self._numbers), callback))
 
     def run(self) -> None:
-        """Turn until nothing is left."""
+        """Iterate until nothing is scheduled."""
         while self._ready or self._events or self._timers:
             if not self._ready:
                 self.now_ns = min(self._events[0][0] if self._events else NEVER_NS, self._wake_ns())
                 if self.now_ns == NEVER_NS:
                     return
             due, self._ready = self._ready, []
-            coming: list[Callable[[], object]] = []
+            events: list[Callable[[], object]] = []
             while self._events and self._events[0][0] <= self.now_ns:
-                coming.append(heapq.heappop(self._events)[2])
+                events.append(heapq.heappop(self._events)[2])
             while self._timers and self._timers[0][0] <= self.now_ns:
-                coming.append(heapq.heappop(self._timers)[2].fire)
-            for callback in itertools.chain(due, coming):
+                events.append(heapq.heappop(self._timers)[2].fire)
+            for callback in itertools.chain(due, events):
                 callback()
 
     def _wake_ns(self) -> int:
@@ -207,24 +205,24 @@ class Loop:
 
 
 class Timer:
-    """A call that was asked for."""
+    """A scheduled callback."""
 
     def __init__(self, callback: Callable[[], object]) -> None:
         self._callback = callback
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """It is not made."""
+        """Drop the callback."""
         self.is_cancelled = True
 
     def fire(self) -> None:
-        """Make it."""
+        """Run the callback, unless cancelled."""
         if not self.is_cancelled:
             self._callback()
 
 
 class Process:
-    """A worker's process as the gateway sees it: one batch after another, each for its time."""
+    """A worker's process from the gateway's view: it runs one batch after another."""
 
     def __init__(self, world: World, seed: int, noise: float) -> None:
         self.batches: list[tuple[int, int, int]] = []
@@ -240,7 +238,7 @@ class Process:
         self._free_ns = 0
 
     def send(self, frame: bytes) -> None:
-        """Take what the gateway sends."""
+        """Receive a frame from the gateway."""
         world, loop = self._world, self._world.loop
         for message in decode_to_worker(frame):
             assert isinstance(message, Execute)
@@ -265,12 +263,12 @@ class Process:
 
 
 class WatchedLane(Lane):
-    """A lane that notes which batches were kept from an idle worker."""
+    """A lane that records held batches of idle workers."""
 
     holds = 0
 
     def form(self, worker: Worker, now_ns: int, brief: BriefRequests | None = None) -> Formed:
-        """As the lane's."""
+        """Form a batch, and record a hold."""
         formed = super().form(worker, now_ns, brief)
         if formed.hold_ns > now_ns and not worker.in_flight:
             first = cast(Outcome, formed.picks[0][0].caller)
@@ -281,7 +279,7 @@ class WatchedLane(Lane):
 
 
 class World:
-    """One simulated server and what it was asked.
+    """A simulated server and its trace.
 
     Attributes:
         outcomes: One for each arrival, in order.
@@ -297,28 +295,28 @@ class World:
         self._seed = seed
 
     def run(self, noise: float = NOISE) -> World:
-        """Play the trace to its end."""
-        with _stands_for_asyncio(self.loop):
+        """Run the trace to its end."""
+        with _simulated_loop(self.loop):
             for key, model in self.models.items():
                 self.lanes[key] = _make_lane(key, model)
-            self.intake = InputArena(ARENA_BYTES, LimitsConfig(arena_wait_ms=0))
+            self.input_arena = InputArena(ARENA_BYTES, LimitsConfig(arena_wait_ms=0))
             lanes: dict[int, Lane] = {**self.lanes}
-            self.dispatcher = Dispatcher(self.intake, lanes, BusyPolling(0))
+            self.dispatcher = Dispatcher(self.input_arena, lanes, BusyPolling(0))
             self.process = Process(self, self._seed, noise)
             try:
                 self.dispatcher.open(self.process.worker)
                 for outcome in self.outcomes:
-                    moved = outcome.arrival._replace(at_ns=self.began_ns + outcome.arrival.at_ns)
-                    outcome.arrival = moved
-                    self.loop.at(moved.at_ns, partial(self._arrive, outcome))
+                    shifted = outcome.arrival._replace(at_ns=self.began_ns + outcome.arrival.at_ns)
+                    outcome.arrival = shifted
+                    self.loop.at(shifted.at_ns, partial(self._arrive, outcome))
                 self.loop.run()
             finally:
                 self.process.worker.channel = None
                 self.process.worker.detach()
-                self.intake.close()
+                self.input_arena.close()
         for lane in self.lanes.values():
             lane.queue.validate()
-            assert not len(lane.queue) and not lane.outstanding, "a request was not answered"
+            assert not len(lane.queue) and not lane.outstanding, "a request got no response"
         return self
 
     def _arrive(self, outcome: Outcome) -> None:
@@ -333,14 +331,14 @@ class World:
         )
         outcome.deadline_ns = request.deadline_ns
         try:
-            assert self.intake.admit(request), "the arena is too small for this trace"
+            assert self.input_arena.admit(request), "the input arena is too small for this trace"
             self.dispatcher.submit(request)
         except IskanderError as error:
             outcome.fail(request, error)
 
 
 def unnamed(trace: Sequence[Arrival]) -> list[Arrival]:
-    """The same trace from clients without names, of whom no rhythm is learned."""
+    """The same trace without client names, so that no rhythm is learned."""
     return [
         arrival._replace(terms=replace(arrival.terms, is_named=False))
         if arrival.terms is not NO_TERMS
@@ -372,11 +370,11 @@ def _make_lane(key: int, model: Model) -> WatchedLane:
 
 
 @contextmanager
-def _stands_for_asyncio(loop: Loop) -> Iterator[None]:
-    """Let what asks for the running loop, or for the time, have this one's."""
+def _simulated_loop(loop: Loop) -> Iterator[None]:
+    """Replace the running loop and the clock with simulated ones."""
     outer = asyncio._get_running_loop()
     with ExitStack() as stack:
-        for module in (dispatch, ending, intake):
+        for module in (dispatch, completion, input_arena):
             stack.enter_context(mock.patch.object(module, "now_ns", lambda: loop.now_ns))
         asyncio._set_running_loop(cast(Any, loop))
         try:

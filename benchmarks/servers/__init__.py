@@ -1,1 +1,1 @@
-"""Start scripts of the systems beside Iskander; each runs in that system's own environment."""
+"""Start scripts of the other servers; each runs in that server's own environment."""

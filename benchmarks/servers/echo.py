@@ -1,7 +1,7 @@
-"""A bare pyarrow Flight server that sends every batch back: what the ratios are taken against.
+"""Bare pyarrow Flight server that returns every batch: the baseline of the ratios.
 
-It does nothing but receive and send, so it is the cost of Flight itself on the same machine. Its
-argument is the port; it ends on SIGTERM.
+It only receives and sends, so it measures the cost of Flight on the same machine. Its argument is
+the port; SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pyarrow import flight
 
 
 class EchoServer(flight.FlightServerBase):
-    """DoExchange and nothing else."""
+    """Implements only DoExchange."""
 
     def do_exchange(
         self,
@@ -22,7 +22,7 @@ class EchoServer(flight.FlightServerBase):
         reader: flight.MetadataRecordBatchReader,
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
-        """Send every batch back as it came."""
+        """Return every batch unchanged."""
         del context, descriptor
         writer.begin(reader.schema)
         for chunk in reader:

@@ -1,4 +1,4 @@
-"""The model behind Inferential's server, run by its local dispatcher.
+"""Inferential's server with the model in its local dispatcher.
 
 python inferential_server.py PORT MODEL_FILE NAME
 """

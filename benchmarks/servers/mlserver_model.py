@@ -1,4 +1,4 @@
-"""The model inside MLServer: a custom runtime, and its settings files.
+"""Custom MLServer runtime for the model, and its settings files.
 
 python mlserver_model.py PORT MODEL_FILE NAME FOLDER
 """
@@ -18,15 +18,15 @@ from onnx_model import OnnxModel
 
 
 class OnnxRuntimeModel(MLModel):
-    """Runs the file that its settings name."""
+    """Runs the model file of BENCHMARK_MODEL."""
 
     async def load(self) -> bool:
-        """Open the model."""
+        """Load the model."""
         self._model = OnnxModel(os.environ["BENCHMARK_MODEL"])
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        """Tensors in, one tensor out."""
+        """Decode the inputs, run the model, encode its output."""
         inputs = {each.name: NumpyCodec.decode_input(each) for each in payload.inputs}
         for name, _, shape in self._model.inputs:
             inputs[name] = inputs[name].reshape(-1, *shape)
@@ -36,7 +36,7 @@ class OnnxRuntimeModel(MLModel):
 
 
 def main() -> None:
-    """Write the settings and become the server."""
+    """Write the settings and execute the server."""
     port, file, name, folder = sys.argv[1:]
     settings = {
         "host": "127.0.0.1",

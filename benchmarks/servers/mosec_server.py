@@ -1,4 +1,4 @@
-"""The model behind mosec: one Python worker behind its Rust front, tensors as raw bytes.
+"""mosec server: one Python worker behind its Rust front, tensors as raw bytes.
 
 Without mosec's own batching, which made closed loops slower. Arguments: those of mosec itself; the
 model's path is in BENCHMARK_MODEL.
@@ -13,7 +13,7 @@ from onnx_model import OnnxModel
 
 
 class ModelWorker(Worker):
-    """Bytes in, bytes out."""
+    """Receives and returns raw tensor bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The model inside the other servers: the same file and the same ONNX Runtime settings for all.
+"""The model in the other servers: the same file and ONNX Runtime settings for all.
 
-Bodies are the input tensors' bytes one after the other, in the model's order; a result is the
-output tensor's bytes. Needs onnxruntime and numpy only, so it runs in every server's environment.
+A body contains the bytes of the input tensors in the model's order; a result contains the bytes of
+the output tensor. Needs only onnxruntime and numpy, so it runs in every server's environment.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class OnnxModel:
         )
 
     def run(self, inputs: dict[str, Any]) -> np.ndarray:
-        """The output for named input tensors."""
+        """Run the model on named input tensors."""
         return self._session.run([self.output], inputs)[0]
 
     def tensors(self, body: bytes) -> dict[str, Any]:
         """Views of a body's tensors."""
         rows = len(body) // self._row_bytes
-        found, offset = {}, 0
+        inputs, offset = {}, 0
         for name, dtype, shape in self.inputs:
             count = rows * int(np.prod(shape))
-            found[name] = np.frombuffer(body, dtype, count, offset).reshape(rows, *shape)
+            inputs[name] = np.frombuffer(body, dtype, count, offset).reshape(rows, *shape)
             offset += count * dtype.itemsize
-        return found
+        return inputs

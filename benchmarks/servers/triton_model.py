@@ -1,4 +1,4 @@
-"""The model inside Triton: its Python backend loads this file as `model.py`."""
+"""The model in Triton: its Python backend loads this file as `model.py`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import json
 import os
 import sys
 
-# The stub starts a Python of its own, which knows nothing of the environment.
+# The stub starts its own Python interpreter, without the environment's packages.
 sys.path.insert(0, os.environ["BENCHMARK_SITE"])
 import triton_python_backend_utils as pb_utils
 from onnx_model import OnnxModel
 
 
 class TritonPythonModel:
-    """Triton's name for the class that it looks for."""
+    """The class that Triton's Python backend loads, by its name."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the model that the configuration names."""
+        """Load the model file of the configuration."""
         parameters = json.loads(args["model_config"])["parameters"]
         self._model = OnnxModel(parameters["file"]["string_value"])
 
     def execute(self, requests: list[object]) -> list[object]:
-        """Run request by request, as they come."""
+        """Run the requests one by one."""
         responses = []
         for request in requests:
             inputs = {

@@ -1,7 +1,8 @@
-"""Start the `tritonserver` binary of the nvidia-pytriton wheel with a model repository.
+"""Starts the `tritonserver` binary of the nvidia-pytriton wheel with a model repository.
 
-The wheel has the server, its Python backend, and a stub for each Python; the stub of the running
-one has to lie beside the backend, and the wheel's libraries and Python's own have to be found.
+The wheel contains the server, its Python backend, and a stub for each Python version. The backend
+needs the stub of the running version in its folder, and the wheel's and Python's libraries in the
+library path.
 
     python triton_server.py PORT MODEL_FILE NAME FOLDER
 """
@@ -30,7 +31,7 @@ ROWS_MAX = 1 << 20
 
 
 def main() -> None:
-    """Write the repository and become the server."""
+    """Write the repository and execute the server."""
     port, file, name, folder = sys.argv[1:]
     site = Path(sysconfig.get_paths()["purelib"])
     server = site / "pytriton" / "tritonserver"
@@ -71,7 +72,7 @@ def _config(name: str, file: str) -> str:
 
 
 def _tensor(name: str, dtype: str, shape: tuple[int, ...]) -> str:
-    # A row of no dimensions is one of one element to Triton, and no dimension again to the model.
+    # Triton needs one dimension for a scalar row; the model needs none.
     dims = list(shape) or [1]
     reshape = "" if shape else " reshape: { shape: [] }"
     return f'{{ name: "{name}" data_type: {TYPES[dtype]} dims: {dims}{reshape} }}'

@@ -1,4 +1,4 @@
-"""A row's place among the rows of its group: what only a whole request can tell.
+"""Rank of each row within its group.
 
 Pure. Runs on: gateway loop.
 """
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 
 def can_group(arrow: pa.DataType) -> bool:
-    """Whether a column of this type can say which rows belong together."""
+    """Whether values of this type can be group keys."""
     if pa.types.is_dictionary(arrow):
         arrow = arrow.value_type
     is_text = pa.types.is_string(arrow) or pa.types.is_large_string(arrow)
@@ -19,16 +19,15 @@ def can_group(arrow: pa.DataType) -> bool:
 
 
 def ranks(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray:
-    """Each row's place in its group, from 1 on; equal ones in the order of the rows, NaN last.
+    """Rank rows within their group, from 1; ties in row order, NaN last.
 
     Args:
-        values: What is ranked by, a number a row.
-        groups: A value a row, those with the same being a group; a null is one, too. None for one
-            group of all.
+        values: One number per row.
+        groups: One group key per row, null being a key too; None for a single group.
         order: `descending` or `ascending`.
 
     Returns:
-        An int32 a row.
+        One int32 per row.
     """
     rows = len(values)
     _, keys = np.unique(values, return_inverse=True)
@@ -38,12 +37,12 @@ def ranks(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray
         codes = np.zeros(rows, np.int64)
     else:
         if pa.types.is_dictionary(groups.type):
-            # The numbers of its entries say the same, however long the entries are.
+            # Compare the entries' codes: entries can be long.
             groups = groups.dictionary.dictionary_encode().indices.take(groups.indices)
         codes = groups.dictionary_encode(null_encoding="encode").indices.to_numpy()
-    places = np.lexsort((keys, codes))
-    starts = np.flatnonzero(np.diff(codes[places], prepend=-1))
+    sorted_rows = np.lexsort((keys, codes))
+    starts = np.flatnonzero(np.diff(codes[sorted_rows], prepend=-1))
     sizes = np.diff(starts, append=rows)
     result = np.empty(rows, np.int32)
-    result[places] = np.arange(1, rows + 1) - np.repeat(starts, sizes)
+    result[sorted_rows] = np.arange(1, rows + 1) - np.repeat(starts, sizes)
     return result

@@ -1,7 +1,7 @@
-"""The columns that a model is sent, as an Arrow schema: what a client may build its batches by.
+"""Arrow schema of a request batch, derived from a model's contract.
 
-Where several types are taken, the one that needs the least work: the tensor's own of numbers, and
-microseconds of times.
+For inputs that accept several types, the type that needs the least conversion: the tensor's own for
+numbers, microseconds for times.
 
 Pure. Runs on: gateway loop.
 """
@@ -25,23 +25,16 @@ _OF_FAMILY = {
     "duration": pa.duration("us"),
     "decimal": pa.decimal128(38, 9),
 }
-_DECIMALS = {
-    "32": pa.decimal32,
-    "64": pa.decimal64,
-    "128": pa.decimal128,
-    "256": pa.decimal256,
-}
 
 
 def request_schema(contract: Contract) -> pa.Schema:
-    """The columns of all inputs, each once; fields that are named by a path in their structs."""
+    """Columns of all inputs, each once; dotted names become fields of structs."""
     dtypes = {spec.tensor: spec.type.dtype_name for spec in contract.inputs}
     tree: dict[str, Any] = {}
     for entry in entries_of(contract):
         sent = parse_sent_type(entry.type)
         for name in columns_of(entry):
-            made = bool(contract.sources)
-            path = name.split(".") if made else [name]
+            path = name.split(".") if contract.sources else [name]
             inner = tree
             for head in path[:-1]:
                 found = inner.setdefault(head, {})
@@ -59,7 +52,7 @@ def _fields(tree: dict[str, Any]) -> list[pa.Field]:
 
 def _arrow(sent: SentType, tensor: str) -> pa.DataType:
     if sent.family:
-        arrow = _converted(sent)
+        arrow = _temporal_or_decimal(sent)
         for size in reversed(sent.shape):
             arrow = pa.list_(arrow, size)
     else:
@@ -68,12 +61,11 @@ def _arrow(sent: SentType, tensor: str) -> pa.DataType:
     return pa.list_(arrow) if sent.is_ragged else arrow
 
 
-def _converted(sent: SentType) -> pa.DataType:
-    """The type of dates, times and decimals."""
+def _temporal_or_decimal(sent: SentType) -> pa.DataType:
     if sent.element == sent.family:
         return _OF_FAMILY[sent.family]
-    numbers = re.findall(r"-?\d+", sent.element)
     if sent.family == "decimal":
-        return _DECIMALS[numbers[0]](*map(int, numbers[1:]))
+        bits, *digits = re.findall(r"-?\d+", sent.element)
+        return getattr(pa, f"decimal{bits}")(*map(int, digits))
     word, _, unit = sent.element.removesuffix("]").partition("[")
     return getattr(pa, word)(unit) if unit else getattr(pa, word)()

@@ -1,8 +1,7 @@
-"""Arrow types seen as tensors: does a column of this type hold that tensor, and how many buffers.
+"""Mapping between Arrow types and tensor types; node and buffer counts of columns.
 
-Arrow has no bfloat16. Its column is an extension type over uint16, `iskander.bfloat16`: who does
-not know it sees numbers, and the name in the field's metadata. A uint16 without the name is a
-number everywhere else, and so it is here.
+Arrow has no bfloat16. Its column is the extension type `iskander.bfloat16` over uint16: other
+readers see integers, and the name in the field's metadata. A plain uint16 is an integer.
 
 Pure. Runs on: gateway loop, once for each stream's schema.
 
@@ -33,12 +32,12 @@ class BFloat16(pa.ExtensionType):  # type: ignore[misc]
         return hash(self.extension_name)
 
     def __arrow_ext_serialize__(self) -> bytes:
-        """It has no parameters."""
+        """No parameters."""
         return b""
 
     @classmethod
     def __arrow_ext_deserialize__(cls, storage: pa.DataType, _: bytes) -> BFloat16:
-        """Read by pyarrow from a schema of anybody's."""
+        """Called by pyarrow for untrusted schemas."""
         if storage != pa.uint16():
             raise pa.ArrowInvalid(f"iskander.bfloat16 is stored as uint16, not as {storage}")
         return cls()
@@ -46,15 +45,8 @@ class BFloat16(pa.ExtensionType):  # type: ignore[misc]
 
 pa.register_extension_type(BFloat16())
 
-_ARROW_OF = {
-    "bool": pa.bool_(),
-    "bfloat16": BFloat16(),
-    **{
-        dtype.arrow: getattr(pa, dtype.arrow)()
-        for dtype in DTYPES
-        if dtype.arrow not in ("bool", "bfloat16")
-    },
-}
+_OTHER = {"bool": pa.bool_(), "bfloat16": BFloat16()}
+_ARROW_OF = _OTHER | {d.arrow: getattr(pa, d.arrow)() for d in DTYPES if d.arrow not in _OTHER}
 _NAME_OF = {
     **{arrow: name for name, arrow in _ARROW_OF.items()},
     pa.bool8(): "bool",
@@ -68,14 +60,14 @@ _LARGE_STRINGS = (pa.large_utf8(), pa.large_binary())
 
 
 class Extent(NamedTuple):
-    """How much of a batch header one column takes."""
+    """Node and buffer count of one column in a batch header."""
 
     nodes: int
     buffers: int
 
 
 def to_arrow(column_type: ColumnType) -> pa.DataType:
-    """The Arrow type that a manifest means."""
+    """The Arrow type of a manifest's column type."""
     arrow = _ARROW_OF[column_type.dtype_name]
     if column_type.is_tensor:
         return pa.fixed_shape_tensor(arrow, column_type.shape)
@@ -85,15 +77,14 @@ def to_arrow(column_type: ColumnType) -> pa.DataType:
 
 
 def as_tensor(arrow: pa.DataType) -> ColumnType | None:
-    """The tensor that a column of this type holds; None where it holds none.
+    """The tensor type of a column; None if it is not a tensor.
 
-    Names of list items and whether they may be null say nothing about the tensor and do not
-    count; a permuted `fixed_shape_tensor` has its elements in another order and is none.
+    Names and nullability of list items do not count. A permuted `fixed_shape_tensor` is not a
+    tensor here: its elements are in another order.
     """
     if isinstance(arrow, pa.FixedShapeTensorType):
         name = _NAME_OF.get(arrow.value_type)
-        is_permuted = arrow.permutation not in (None, list(range(len(arrow.shape))))
-        if name is None or is_permuted:
+        if name is None or is_permuted(arrow):
             return None
         return ColumnType(name, tuple(arrow.shape), is_tensor=True)
     sizes = []
@@ -104,8 +95,13 @@ def as_tensor(arrow: pa.DataType) -> ColumnType | None:
     return None if name is None else ColumnType(name, tuple(sizes))
 
 
+def is_permuted(arrow: pa.FixedShapeTensorType) -> bool:
+    """Whether a tensor's elements are not in row-major order."""
+    return arrow.permutation not in (None, list(range(len(arrow.shape))))
+
+
 def element_name(arrow: pa.DataType) -> str | None:
-    """The name of a type of single values, as manifests spell it; None where it has none."""
+    """The manifest's name of a scalar type; None if it has none."""
     arrow = values_of(arrow)
     if arrow in _NAME_OF:
         return _NAME_OF[arrow]
@@ -113,19 +109,19 @@ def element_name(arrow: pa.DataType) -> str | None:
         return "date32" if pa.types.is_date32(arrow) else "date64"
     if pa.types.is_timestamp(arrow):
         return f"timestamp[{arrow.unit}]"
-    if pa.types.is_time(arrow) or pa.types.is_duration(arrow):
+    if pa.types.is_time(arrow) or pa.types.is_duration(arrow) or pa.types.is_decimal(arrow):
         return str(arrow)
-    return str(arrow) if pa.types.is_decimal(arrow) else None
+    return None
 
 
 def values_of(arrow: pa.DataType) -> pa.DataType:
-    """The type of the values of a dictionary or of runs; any other type as it is."""
+    """The value type of a dictionary or run-end encoded type; any other type unchanged."""
     is_encoded = pa.types.is_dictionary(arrow) or pa.types.is_run_end_encoded(arrow)
     return arrow.value_type if is_encoded else arrow
 
 
 def levels(arrow: pa.DataType) -> tuple[int, ...]:
-    """Length of each array of a column, for one row: `(1, 4, 12)` for a list of 4 lists of 3."""
+    """Array lengths of a column per row: `(1, 4, 12)` for a list of 4 lists of 3."""
     lengths = [1]
     arrow = storage_of(arrow)
     while pa.types.is_fixed_size_list(arrow):
@@ -143,16 +139,16 @@ def leaf_of(arrow: pa.DataType) -> pa.DataType:
 
 
 def storage_of(arrow: pa.DataType) -> pa.DataType:
-    """The type that an extension type is stored as; any other type as it is."""
+    """The storage type of an extension type; any other type unchanged."""
     return arrow.storage_type if isinstance(arrow, pa.BaseExtensionType) else arrow
 
 
 def extent(arrow: pa.DataType) -> Extent | None:
-    """Nodes and buffers of a column whose header alone says all; None for any other type.
+    """Node and buffer count of a column; None if the batch header does not fully describe it.
 
-    That is: fixed widths, fixed-size lists of them, strings and binaries. Dictionaries come in
-    messages of their own, views have a number of buffers that differs by batch, and lists,
-    structs, maps and unions are rare enough here to leave their reading to pyarrow.
+    Fully described: fixed-width values, fixed-size lists of them, strings and binaries. Views have
+    a data-dependent buffer count, dictionaries have messages of their own, and other nested types
+    are rare enough to leave to pyarrow.
     """
     if isinstance(arrow, pa.BaseExtensionType):
         return extent(arrow.storage_type)
@@ -163,26 +159,21 @@ def extent(arrow: pa.DataType) -> Extent | None:
         return Extent(1, 3)
     if pa.types.is_null(arrow) or pa.types.is_dictionary(arrow) or arrow.num_fields:
         return None
-    return Extent(1, 2) if is_fixed_width(arrow) else None
-
-
-def is_fixed_width(arrow: pa.DataType) -> bool:
-    """Whether every value of this type takes the same bits, without lists."""
     try:
-        return bool(arrow.bit_width > 0)
-    except ValueError:
-        return False
+        return Extent(1, 2) if arrow.bit_width > 0 else None
+    except ValueError:  # The width varies.
+        return None
 
 
 def is_string(arrow: pa.DataType) -> bool:
-    """Whether values of this type have a length of their own, counted in bytes."""
+    """Whether values have 32-bit or 64-bit offsets into a byte buffer."""
     return arrow in _STRINGS or arrow in _LARGE_STRINGS
 
 
 def plain_of(arrow: pa.DataType) -> pa.DataType:
-    """The type in which a column of strings or booleans can be copied as it is; others as they are.
+    """The directly copyable type of a string or boolean column; any other type unchanged.
 
-    Not text but bytes where it has to be made: whether they are UTF-8 is looked at in one place.
+    Converted text becomes binary, because UTF-8 is validated in `utf8` only.
     """
     if arrow == pa.bool8():
         return pa.bool_()
@@ -195,39 +186,36 @@ def plain_of(arrow: pa.DataType) -> pa.DataType:
 
 def depth(arrow: pa.DataType) -> int:
     """Levels of nesting; 1 for a primitive."""
-    if isinstance(arrow, pa.BaseExtensionType):
-        return depth(arrow.storage_type)
-    if pa.types.is_dictionary(arrow) or pa.types.is_run_end_encoded(arrow):
-        return depth(arrow.value_type)
+    arrow = _without_wrappers(arrow)
     if pa.types.is_map(arrow):
         return 2 + max(depth(arrow.key_type), depth(arrow.item_type))
-    children = (arrow.field(index).type for index in range(arrow.num_fields))
-    return 1 + max(map(depth, children), default=0)
+    return 1 + max((depth(arrow.field(index).type) for index in range(arrow.num_fields)), default=0)
 
 
 def has_negative_size(arrow: pa.DataType) -> bool:
-    """Whether lists of a type, at any depth, have a size below 0, which pyarrow takes."""
-    if isinstance(arrow, pa.BaseExtensionType):
-        return has_negative_size(arrow.storage_type)
-    if pa.types.is_dictionary(arrow) or pa.types.is_run_end_encoded(arrow):
-        return has_negative_size(arrow.value_type)
+    """Whether a type contains a list size below 0, which pyarrow accepts."""
+    arrow = _without_wrappers(arrow)
     if pa.types.is_fixed_size_list(arrow) and arrow.list_size < 0:
         return True
     return any(has_negative_size(arrow.field(index).type) for index in range(arrow.num_fields))
 
 
+def _without_wrappers(arrow: pa.DataType) -> pa.DataType:
+    """The type inside extension, dictionary and run-end encoded types."""
+    inner = values_of(storage_of(arrow))
+    return arrow if inner is arrow else _without_wrappers(inner)
+
+
 def input_schema(contract: Contract) -> pa.Schema:
-    """The columns that a model takes."""
+    """Columns of a model's inputs."""
     return _schema(contract.inputs)
 
 
 def output_schema(contract: Contract) -> pa.Schema:
-    """The columns that a model makes, without those that are passed through."""
+    """Columns of a model's results, without passed-through columns."""
     if not contract.columns:
         return _schema(contract.outputs)
-    types = [_result_type(contract, column) for column in contract.columns]
-    names = [column.column for column in contract.columns]
-    return pa.schema(list(zip(names, types, strict=True)))
+    return pa.schema([(each.column, _result_type(contract, each)) for each in contract.columns])
 
 
 def columns_without_nulls(
@@ -236,16 +224,9 @@ def columns_without_nulls(
     offsets: list[int],
     strings: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[int], list[int]]:
-    """Nodes and buffers of a batch header for columns that lie at `offsets` of the body.
+    """Nodes and buffers of a batch header, flat, for columns without nulls.
 
-    Args:
-        specs: Of the columns.
-        rows: Of the batch.
-        offsets: Of the columns, as `body_layout` says.
-        strings: Start and end of the bytes of each column that is strings.
-
-    Returns:
-        Length and null count of each array, and offset and length of each buffer; both flat.
+    `strings` has the start and end of the bytes of each string column.
     """
     nodes: list[int] = []
     buffers: list[int] = []

@@ -1,4 +1,4 @@
-"""Whether the strings of a column or tensor can be given to a model.
+"""Validation of string columns and tensors: UTF-8, offsets and total size.
 
 Runs on: gateway loop.
 """
@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from iskander.arrow.ipc import error_text
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 
 
 def require_string_bytes(count: int, limits: LimitsConfig) -> None:
-    """Refuse a batch of too many bytes of strings, whether they go to the model or pass beside it.
-
-    Raises:
-        LimitExceeded: Says how many may be.
-    """
+    """Raise LimitExceeded if a batch, with passed-through columns, has too many string bytes."""
     if count > limits.string_bytes:
         raise LimitExceeded(
-            f"a batch's strings may have {limits.string_bytes} bytes, got {count}",
+            f"the batch has {count} string bytes, limit {limits.string_bytes} "
+            "(`limits.string_bytes`)",
             wanted=limits.string_bytes,
         )
 
@@ -27,25 +25,19 @@ def require_string_bytes(count: int, limits: LimitsConfig) -> None:
 def require_strings(
     what: str, count: int, offsets: bytes | memoryview, joined: bytes | memoryview
 ) -> None:
-    """Refuse strings that are not what their offsets say, or no UTF-8, as a graph's strings are.
-
-    Args:
-        what: The column or tensor, for the error.
-        count: How many strings.
-        offsets: One more than strings, int32.
-        joined: The bytes that they are offsets in.
+    """Validate `count` strings of the column or tensor `what`: int32 offsets, joined bytes.
 
     Raises:
-        MalformedInput: The offsets go backwards, or beyond the bytes.
+        MalformedInput: The offsets decrease or are out of bounds.
         ContractError: A string is not UTF-8.
     """
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined)]
     try:
         pa.Array.from_buffers(pa.utf8(), count, buffers).validate(full=True)
     except pa.ArrowInvalid as error:
-        text = str(error).split("\n", 1)[0]
+        text = error_text(error)
         try:
             pa.Array.from_buffers(pa.binary(), count, buffers).validate(full=True)
         except pa.ArrowInvalid:
             raise MalformedInput(f"{what}: {text}") from None
-        raise ContractError(f"{what}: {text}, and the strings of a model are UTF-8") from None
+        raise ContractError(f"{what}: {text}; model strings must be UTF-8") from None

@@ -1,7 +1,7 @@
-"""The file of tokens: read, and written by the operator's tool.
+"""Token file: parsed by the gateway, extended by the operator's tool.
 
-A token is known by its SHA-256; the token itself is nowhere but with who shows it. It is as random
-as a key, so that nothing slower than a hash is needed.
+The file holds the SHA-256 of each token, never the token. Tokens are random keys, so a plain hash
+is sufficient.
 """
 
 from __future__ import annotations
@@ -24,52 +24,44 @@ from iskander.errors import ConfigError
 FILE_BYTES_MAX = 4 << 20
 TOKEN_BYTES = 32
 TURNS, TURN_S = 500, 0.02
-"""How often, and how long each time, it is waited for another who adds one."""
+"""Attempts to lock the folder, and the pause between them."""
 PREFIX = "isk_"
-"""By which those who look for secrets in texts know one of ours."""
+"""Identifies a token to secret scanners."""
 
 
 def digest(token: str) -> str:
-    """By which a token is known."""
+    """Return the hash of a token."""
     return sha256(token.encode()).hexdigest()
 
 
 def read_tokens(path: Path) -> tuple[Token, ...]:
-    """Read a file of tokens.
-
-    Raises:
-        ConfigError: It cannot be read, or says what it may not.
-    """
+    """Read a token file; raise ConfigError if it is invalid."""
     return _parse(path, _read(path))
 
 
 def add_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool = False) -> str:
-    """Make a token and add it to a file, which is made where there is none; the token.
+    """Create a token, add it to a file, and return it; create the file if it is missing.
 
-    The file is replaced as a whole and stays its owner's: who reads it meanwhile reads one state or
-    the other. Who adds another meanwhile waits.
-
-    Raises:
-        ConfigError: The file cannot be read or written, or would say what it may not.
+    The file is replaced atomically and keeps its owner and mode. Concurrent calls are serialized.
     """
     path = path.resolve()
     try:
-        with _alone_in(path.parent):
-            return _added(path, name, models, manage=manage)
+        with _locked(path.parent):
+            return _add_token(path, name, models, manage=manage)
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be written: {error.strerror}") from None
 
 
-def _added(path: Path, name: str, models: tuple[str, ...], *, manage: bool) -> str:
+def _add_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool) -> str:
     token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-    said = {"name": name, "sha256": digest(token), "models": list(models), "manage": manage}
-    entry = b"\n".join(f"{key} = ".encode() + msgspec.json.encode(said[key]) for key in said)
+    fields = {"name": name, "sha256": digest(token), "models": list(models), "manage": manage}
+    lines = [f"{key} = ".encode() + msgspec.json.encode(value) for key, value in fields.items()]
     before = _read(path) if path.exists() else b""
-    text = before + (b"\n" if before else b"") + b"[[tokens]]\n" + entry + b"\n"
+    text = before + (b"\n" if before else b"") + b"\n".join([b"[[tokens]]", *lines, b""])
     _parse(path, text)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             if path.exists():
                 was = path.stat()
                 os.fchown(file.fileno(), was.st_uid, was.st_gid)
@@ -77,28 +69,28 @@ def _added(path: Path, name: str, models: tuple[str, ...], *, manage: bool) -> s
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
     return token
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep others out who add tokens to files of a folder."""
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _locked(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for _ in range(TURNS):
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             pause_s(TURN_S)
         else:
-            raise ConfigError(f"{folder.name}: another adds tokens and does not come to its end")
+            waited_s = TURNS * TURN_S
+            raise ConfigError(f"{folder.name}: another process held its lock for {waited_s:g} s")
         yield
     finally:
-        os.close(held)
+        os.close(fd)
 
 
 def _read(path: Path) -> bytes:
@@ -119,5 +111,5 @@ def _parse(path: Path, raw: bytes) -> tuple[Token, ...]:
         raise ConfigError(f"{path.name}: {error}") from None
     for key, count in Counter(token.sha256 for token in tokens).items():
         if count > 1:
-            raise ConfigError(f"{path.name}: sha256 {key[:12]}... is there twice")
+            raise ConfigError(f"{path.name}: sha256 {key[:12]}... is listed {count} times")
     return tokens

@@ -1,8 +1,8 @@
-"""`iskander`: the operator's tool. Thin: every command prints what another module decides.
+"""`iskander`: the operator's command-line tool.
 
-Late imports keep each command to what it needs; `--help` and `config` load no runtime.
+Commands import their modules late; `--help` and `config` load no runtime.
 
-Exit codes: 0 fine; 1 the server or the file says no; 2 wrong usage.
+Exit codes: 0 success; 1 error in the server or the file; 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ if TYPE_CHECKING:
     from iskander.client import Client
     from iskander.contract.tensors import Contract
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Parser = argparse.ArgumentParser
+    Commands = argparse._SubParsersAction[Parser]
+    Command = Callable[[argparse.Namespace], int]
 
-EXIT_NO = 1
+EXIT_ERROR = 1
 TOKEN_VARIABLE = "ISKANDER_TOKEN"
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command."""
     arguments = _parser().parse_args()
-    run: Callable[[argparse.Namespace], int] = arguments.run
+    run: Command = arguments.run
     try:
         sys.exit(run(arguments))
     except IskanderError as error:
         sys.stderr.write(f"iskander: {error.message}\n")
-        sys.exit(EXIT_NO)
+        sys.exit(EXIT_ERROR)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_NO)
+        sys.exit(EXIT_ERROR)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = argparse.ArgumentParser(
         prog="iskander",
-        description="Check, inspect and ask an Iskander model server.",
-        epilog=f"Environment: {TOKEN_VARIABLE} is shown to servers that want a token.",
+        description="Check, inspect and query an Iskander model server.",
+        epilog=f"Environment: {TOKEN_VARIABLE} contains the token to send to a server.",
     )
     parser.add_argument("--version", action="version", version=f"iskander {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -59,123 +61,97 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model_commands(commands: Commands) -> None:
-    """What looks at files."""
-    check = commands.add_parser(
-        "check", help="say whether a configuration would start, and what it would run where"
-    )
-    check.add_argument("file", type=Path, metavar="FILE", help="configuration, TOML")
+    """Commands for files."""
+    sentence = "check whether a configuration starts, and show its models and their placement"
+    check = _command(commands, "check", _check, sentence)
+    _add_file(check)
     _add_set(check)
-    check.add_argument(
-        "--sample",
-        type=Path,
-        metavar="DATA.parquet",
-        help="say column by column whether a model takes this data; Parquet or Arrow",
-    )
-    check.add_argument("--model", metavar="NAME", help="which one, where there are several")
-    check.set_defaults(run=_check)
+    _add_sample(check, "show for each column whether a model accepts this data")
+    check.add_argument("--model", metavar="NAME", help="model for the sample, if there are several")
 
-    manifest = commands.add_parser(
-        "manifest",
-        help="print the manifest of a model",
-        description="Print the manifest that a model has, or would have by its graph; or the one "
-        "that an MLflow signature stands for.",
+    manifest = _command(
+        commands, "manifest", _manifest, "print the manifest of a model, or derive one"
     )
-    what = manifest.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "model",
-        type=Path,
-        nargs="?",
-        metavar="MODEL",
-        help="ONNX file or folder; or MLflow's `MLmodel`, as YAML or JSON",
-    )
-    what.add_argument(
-        "--schema", action="store_true", help="print the JSON schema of manifests instead"
-    )
-    manifest.add_argument(
-        "--sample",
-        type=Path,
-        metavar="DATA.parquet",
-        help="make one by which the model takes this data as it is; Parquet or Arrow",
-    )
-    manifest.set_defaults(run=_manifest)
+    source = manifest.add_mutually_exclusive_group(required=True)
+    sentence = "ONNX file or folder; or MLflow's `MLmodel`, as YAML or JSON"
+    source.add_argument("model", type=Path, nargs="?", metavar="MODEL", help=sentence)
+    source.add_argument("--schema", action="store_true", help="print the JSON schema of manifests")
+    _add_sample(manifest, "derive a manifest with which the model accepts this data unchanged")
 
 
 def _add_server_commands(commands: Commands) -> None:
-    """What asks a running server."""
-    models = commands.add_parser(
-        "models", help="list what a running server serves or loads, and what does not load and why"
-    )
+    """Commands for a running server."""
+    models = _command(commands, "models", _models, "list the models of a server, and load errors")
     _add_address(models)
-    models.set_defaults(run=_models)
 
-    load = commands.add_parser("load", help="load what is there of a model, or of a changed one")
-    load.add_argument("model", metavar="NAME", help="of the model")
+    sentence = "load a model of the repository, or its changed files"
+    load = _command(commands, "load", _load_model, sentence)
+    load.add_argument("model", metavar="NAME", help="model name")
     _add_address(load)
     load.add_argument(
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s"
     )
-    load.set_defaults(run=_load_model)
 
-    unload = commands.add_parser(
-        "unload", help="serve a model of the repository no longer (control: explicit)"
-    )
-    unload.add_argument("model", metavar="NAME", help="of the model")
-    unload.add_argument("--version", metavar="VERSION", help="only this one (default: all)")
+    sentence = "unload a model of the repository (control: explicit)"
+    unload = _command(commands, "unload", _unload_model, sentence)
+    unload.add_argument("model", metavar="NAME", help="model name")
+    unload.add_argument("--version", metavar="VERSION", help="only this version (default: all)")
     _add_address(unload)
-    unload.set_defaults(run=_unload_model)
 
-    stats = commands.add_parser("stats", help="show what a running server counts")
+    stats = _command(commands, "stats", _stats, "show the statistics of a server")
     _add_address(stats)
-    stats.add_argument("--json", action="store_true", help="all of it, as one JSON object")
-    stats.set_defaults(run=_stats)
+    stats.add_argument("--json", action="store_true", help="all statistics, as one JSON object")
 
-    token = commands.add_parser(
-        "token",
-        help="make a token, print it, and enter its hash in the file of `access.tokens`",
-        description="Make a token and print it, this once; the file has its hash. A running server "
-        "reads the file when it changes.",
-    )
-    token.add_argument("name", metavar="NAME", help="whose it is: the client of its requests")
+    sentence = "create a token, print it once, and add its hash to the file of `access.tokens`"
+    token = _command(commands, "token", _token, sentence)
+    token.add_argument("name", metavar="NAME", help="client of the token's requests")
     token.add_argument("--file", type=Path, required=True, metavar="FILE", help="tokens, TOML")
-    token.add_argument(
-        "--model",
-        action="append",
-        metavar="PATTERN",
-        help="that it may ask, such as `demo-*`; may be given again (default: all)",
-    )
-    token.add_argument("--manage", action="store_true", help="it may load and unload them too")
-    token.set_defaults(run=_token)
+    sentence = "models that it may use, such as `demo-*`; repeatable (default: all)"
+    token.add_argument("--model", action="append", metavar="PATTERN", help=sentence)
+    token.add_argument("--manage", action="store_true", help="also allow load and unload")
 
 
 def _add_config_commands(commands: Commands) -> None:
-    """What shows or makes configurations."""
+    """Commands for configurations."""
     config = commands.add_parser("config", help="show a configuration, or every setting")
     kinds = config.add_subparsers(required=True, metavar="KIND")
-    show = kinds.add_parser("show", help="every value of a file and where it comes from")
-    show.add_argument("file", type=Path, metavar="FILE", help="configuration, TOML")
+    show = _command(kinds, "show", _config_show, "every value of a file, and its origin")
+    _add_file(show)
     _add_set(show)
-    show.set_defaults(run=_config_show)
-    reference = kinds.add_parser("reference", help="every setting at its default, commented")
-    reference.set_defaults(run=_config_reference)
-    imported = kinds.add_parser(
-        "import-inferential", help="a configuration of Inferential's server, as one of this"
-    )
-    imported.add_argument("file", type=Path, metavar="FILE", help="YAML, or JSON")
-    imported.set_defaults(run=_config_import)
+    _command(kinds, "reference", _config_reference, "every setting at its default, commented")
+    sentence = "convert a configuration of Inferential's server"
+    imported = _command(kinds, "import-inferential", _config_import, sentence)
+    _add_file(imported, "YAML, or JSON")
 
 
-def _add_address(parser: argparse.ArgumentParser) -> None:
+def _command(commands: Commands, name: str, run: Command, sentence: str) -> Parser:
+    description = f"{sentence[0].upper()}{sentence[1:]}."
+    parser = commands.add_parser(name, help=sentence, description=description)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_address(parser: Parser) -> None:
     parser.add_argument("--address", default="127.0.0.1:50051", help="default: %(default)s")
-    parser.add_argument("--tls", action="store_true", help="the server speaks TLS")
+    parser.add_argument("--tls", action="store_true", help="connect with TLS")
     for name, sentence in (
-        ("roots", "of whom to believe that it is who it says (default: the system's)"),
-        ("certificate", "to show, where it wants one"),
-        ("key", "of that certificate"),
+        ("roots", "trusted CA certificates (default: the system's)"),
+        ("certificate", "client certificate, if the server requires one"),
+        ("key", "private key of the client certificate"),
     ):
         parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE.pem", help=sentence)
 
 
-def _add_set(parser: argparse.ArgumentParser) -> None:
+def _add_file(parser: Parser, sentence: str = "configuration, TOML") -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help=sentence)
+
+
+def _add_sample(parser: Parser, sentence: str) -> None:
+    sentence += "; Parquet or Arrow"
+    parser.add_argument("--sample", type=Path, metavar="DATA.parquet", help=sentence)
+
+
+def _add_set(parser: Parser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a setting"
     )
@@ -189,11 +165,10 @@ def _check(arguments: argparse.Namespace) -> int:
     from iskander.cli import check as checking
 
     config = _load(arguments).config
-    found = checking.check(config)
-    for line in checking.render(found, config):
-        _print(line)
-    contracts = {each.name: each.loaded.contract for each in found.models if each.loaded}
-    code = EXIT_NO if any(each.error for each in found.models) else 0
+    result = checking.check(config)
+    _print(*checking.render(result, config))
+    contracts = {model.name: model.loaded.contract for model in result.models if model.loaded}
+    code = EXIT_ERROR if any(model.error for model in result.models) else 0
     if arguments.sample is None:
         return code
     candidates = {model.name for model in config.models} or set(contracts)
@@ -202,20 +177,19 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _check_sample(arguments: argparse.Namespace, name: str, contracts: dict[str, Contract]) -> int:
-    """Hold a caller's data against a model, and say what is wrong with each column."""
+    """Print for each column of a sample whether a model accepts it."""
     from iskander.cli.sample import explain, read_sample
 
     if name not in contracts:
-        known = ", ".join(contracts)
-        raise ConfigError(f"--model says which model is to take the sample: one of {known}")
+        raise ConfigError(f"--model has to name the sample's model: one of {', '.join(contracts)}")
     sample = read_sample(arguments.sample)
     lines = explain(sample, contracts[name])
     _print(f"\n{sample.name}, {sample.batch.num_rows} rows, for `{name}`")
     _print_table(
-        ("column", "wanted", "found", "verdict"),
-        [(line.column, line.wanted, line.found, line.problem or "fits") for line in lines],
+        ("column", "expected", "found", "verdict"),
+        [(line.column, line.expected, line.found, line.problem or "fits") for line in lines],
     )
-    return EXIT_NO if any(line.problem for line in lines) else 0
+    return EXIT_ERROR if any(line.problem for line in lines) else 0
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
@@ -254,7 +228,7 @@ def _manifest(arguments: argparse.Namespace) -> int:
 
 
 def _client(arguments: argparse.Namespace, timeout_s: float | None = None) -> Client:
-    """Of the server that a command is about; secrets come by the environment, which `ps` hides."""
+    """The client of a command; the token is in the environment because `ps` shows arguments."""
     from iskander.client import CALL_TIMEOUT_S, Client, Tls
 
     tls = Tls(arguments.tls_roots, arguments.tls_certificate, arguments.tls_key)
@@ -299,7 +273,7 @@ def _load_model(arguments: argparse.Namespace) -> int:
 def _unload_model(arguments: argparse.Namespace) -> int:
     with _client(arguments) as client:
         versions = client.unload(arguments.model, version=arguments.version)
-    _print(f"{arguments.model}: version {', '.join(versions)} let go")
+    _print(f"{arguments.model}: version {', '.join(versions)} unloaded")
     return 0
 
 
@@ -308,8 +282,7 @@ def _stats(arguments: argparse.Namespace) -> int:
 
     with _client(arguments) as client:
         stats = client.stats()
-    for line in [json.dumps(stats, indent=1)] if arguments.json else render_stats(stats):
-        _print(line)
+    _print(*([json.dumps(stats, indent=1)] if arguments.json else render_stats(stats)))
     return 0
 
 
@@ -324,14 +297,15 @@ def _token(arguments: argparse.Namespace) -> int:
 def _config_show(arguments: argparse.Namespace) -> int:
     config, origins = _load(arguments)
     rows = []
-    for setting in settings():
-        section, key = setting.path.split(".")
+    for section, key in (setting.path.split(".") for setting in settings()):
         if section != "models":
             value = render_value(getattr(getattr(config, section), key))
-            rows.append((setting.path, value, origins.get(setting.path, "default")))
-    for index, model in enumerate(config.models):
-        for key in model.__struct_fields__:
-            rows.append((f"models[{index}].{key}", render_value(getattr(model, key)), ""))
+            rows.append((f"{section}.{key}", value, origins.get(f"{section}.{key}", "default")))
+    rows += [
+        (f"models[{index}].{key}", render_value(getattr(model, key)), "")
+        for index, model in enumerate(config.models)
+        for key in model.__struct_fields__
+    ]
     _print_table(("setting", "value", "from"), rows)
     return 0
 
@@ -342,26 +316,21 @@ def _config_reference(arguments: argparse.Namespace) -> int:
 
 
 def _config_import(arguments: argparse.Namespace) -> int:
-    from iskander.config.import_inferential import (
-        import_inferential,
-        read_inferential,
-        render_import,
-    )
+    from iskander.config import import_inferential as inferential
     from iskander.transport.addresses import zmq_address
 
-    theirs = read_inferential(arguments.file)
-    ours = import_inferential(theirs, lambda bind: zmq_address(bind) is not None)
-    sys.stdout.write(render_import(ours))
+    raw = inferential.read_inferential(arguments.file)
+    imported = inferential.import_inferential(raw, lambda bind: zmq_address(bind) is not None)
+    sys.stdout.write(inferential.render_import(imported))
     return 0
 
 
 def _print_table(head: Row, rows: Sequence[Row]) -> None:
-    for line in render_table(head, rows):
-        _print(line)
+    _print(*render_table(head, rows))
 
 
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
+def _print(*lines: str) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
 if __name__ == "__main__":

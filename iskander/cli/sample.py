@@ -1,4 +1,4 @@
-"""A file of a caller's data held against a model: does it fit, and what would a manifest say of it.
+"""Sample data: comparison with a model's contract, and a manifest derived from it.
 
 Runs on: the operator's tool.
 """
@@ -16,13 +16,13 @@ from iskander.contract.column_types import NUMBER
 from iskander.contract.compile import derive_manifest
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.inputs import columns_of, entries_of
-from iskander.contract.manifest import InputColumn, Manifest
+from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.tensors import Contract
 from iskander.errors import IskanderError, ManifestError
 from iskander.protocols.flight.inputs import InputBuilder
 
 ROWS = 65_536
-"""Of a sample that are looked at, for nulls and for values that a tensor cannot hold."""
+"""Rows of a sample that are checked for nulls and for values that do not fit a tensor."""
 
 
 class Sample(NamedTuple):
@@ -33,10 +33,10 @@ class Sample(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What is said of one column; `problem` is empty where there is none."""
+    """The verdict on one column; `problem` is empty if the column fits."""
 
     column: str
-    wanted: str
+    expected: str
     found: str
     problem: str
 
@@ -45,7 +45,7 @@ def read_sample(file: Path) -> Sample:
     """Read the first rows of a Parquet file, or of an Arrow file or stream.
 
     Raises:
-        ManifestError: It is none of them.
+        ManifestError: The file cannot be read, or has another format.
     """
     try:
         if file.suffix == ".parquet":
@@ -54,15 +54,12 @@ def read_sample(file: Path) -> Sample:
             batch = next(source.iter_batches(ROWS), None)
         else:
             with pa.OSFile(str(file)) as raw:
-                magic = raw.read(6)
+                is_file = raw.read(6) == b"ARROW1"
             with pa.OSFile(str(file)) as raw:
-                is_file = magic == b"ARROW1"
                 reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
-                schema = reader.schema
-                if is_file:
-                    batch = reader.get_batch(0) if reader.num_record_batches else None
-                else:
-                    batch = next(iter(reader), None)
+                count = reader.num_record_batches if is_file else 0
+                batches = map(reader.get_batch, range(count)) if is_file else iter(reader)
+                schema, batch = reader.schema, next(batches, None)
     except (OSError, pa.ArrowException) as error:
         text = str(error).split("\n", 1)[0]
         raise ManifestError(f"`{file.name}` cannot be read as Parquet or Arrow: {text}") from None
@@ -72,24 +69,23 @@ def read_sample(file: Path) -> Sample:
 
 
 def explain(sample: Sample, contract: Contract) -> list[Line]:
-    """What a model makes of each column of a sample, in the order of its inputs; others last."""
+    """The verdict on each column of a sample, in the order of the inputs; others last."""
     schema = sample.batch.schema
     lines, used = [], set()
     for entry in entries_of(contract):
-        maker = InputBuilder(entry, contract, schema)
-        problems = {
-            name: text for name in maker.names for text in maker.problems if f"`{name}`" in text
-        }
-        values = "" if problems else _refusal(maker, sample.batch)
+        builder = InputBuilder(entry, contract, schema)
+        names = builder.names
+        texts = builder.problems
+        problems = {name: text for name in names for text in texts if f"`{name}`" in text}
+        values = "" if problems else _value_problem(builder, sample.batch)
         for name in columns_of(entry):
             index = schema.get_field_index(name.split(".")[0])
             found = str(schema.field(index).type) if index >= 0 else "-"
             problem = problems.get(name, "").removeprefix(f"column `{name}`").lstrip(": ")
-            is_blamed = len(maker.names) == 1 or f"`{name}`" in values or name == maker.names[0]
+            if not problem and (f"`{name}`" in values or name == names[0]):
+                problem = values
             used.add(name.split(".")[0])
-            lines.append(
-                Line(name, str(maker.sent), found, problem or (values if is_blamed else ""))
-            )
+            lines.append(Line(name, str(builder.sent), found, problem))
     passed = contract.passthrough
     for field in schema:
         if field.name in used:
@@ -97,91 +93,87 @@ def explain(sample: Sample, contract: Contract) -> list[Line]:
         is_passed = passed == "all" or (isinstance(passed, tuple) and field.name in passed)
         is_ranked = any(rank.within == field.name for rank in contract.ranks)
         problem = "" if is_passed or is_ranked else "neither an input nor passed through"
-        wanted = "passed through" if is_passed else "to rank within" if is_ranked else "-"
-        lines.append(Line(field.name, wanted, str(field.type), problem))
+        expected = "passed through" if is_passed else "rank group" if is_ranked else "-"
+        lines.append(Line(field.name, expected, str(field.type), problem))
     missing = [n for n in passed if n not in schema.names] if isinstance(passed, tuple) else []
     lines += [Line(name, "passed through", "-", "") for name in missing]
     return lines
 
 
-def _refusal(maker: InputBuilder, batch: pa.RecordBatch) -> str:
-    """Why the values of a column that has the right type cannot be taken."""
+def _value_problem(builder: InputBuilder, batch: pa.RecordBatch) -> str:
+    """The error in the values of a column with a valid type; empty if there is none."""
     try:
-        made = maker.make(batch)
-        made.buffers(None, 0 if made.lengths is None else int(made.lengths.max(initial=0)))
+        tensor = builder.make(batch)
+        tensor.buffers(None, 0 if tensor.lengths is None else int(tensor.lengths.max(initial=0)))
     except IskanderError as error:
-        return error.message.removeprefix(f"column `{maker.names[0]}` ")
+        return error.message.removeprefix(f"column `{builder.names[0]}` ")
     return ""
 
 
 def manifest_for(sample: Sample, graph: Graph) -> Manifest:
-    """The manifest that lets a model take a sample as it is.
+    """A manifest with which a model accepts a sample unchanged.
 
-    A column goes to the input of its name; where a graph has one input of as many values a row as
-    there are columns, all of them are packed into it. Every other column is passed through.
+    A column feeds the input with its name. If the graph has one input with as many values a row as
+    the sample has numeric columns, they are packed into it. Other columns are passed through.
 
     Raises:
-        ManifestError: The columns do not say which tensor they are.
+        ManifestError: The columns match neither the names nor the number of values.
     """
     schema = sample.batch.schema
     names = {tensor.name for tensor in graph.inputs}
     outputs = derive_manifest(graph).outputs
-    made = {output.column for output in outputs}
     if names <= set(schema.names):
         entries = [_entry(tensor, sample) for tensor in graph.inputs]
         used = names
     else:
-        numbers = [f.name for f in schema if _is_number(f.type) and f.name not in made]
+        results = {output.column for output in outputs}
+        numbers = [f.name for f in schema if _is_number(f.type) and f.name not in results]
         (tensor, *others) = graph.inputs
-        wanted = tensor.shape[1] if len(tensor.shape) == 2 else 0
-        if others or wanted != len(numbers):
+        values = tensor.shape[1] if len(tensor.shape) == 2 else 0
+        if others or values != len(numbers):
             missing = sorted(names - set(schema.names))
             raise ManifestError(
                 f"`{sample.name}` has no column for the inputs {', '.join(missing)}, and its "
-                f"{len(numbers)} columns of numbers are not the values of one tensor"
+                f"{len(numbers)} numeric columns do not match the values of one tensor"
             )
-        kinds = {element_name(schema.field(name).type) for name in numbers}
-        plain = _kind(tensor)
-        is_plain = kinds == {plain}
+        element = _element(tensor)
+        is_same = {element_name(schema.field(name).type) for name in numbers} == {element}
         entries = [
             InputColumn(
                 tensor=tensor.name,
                 columns=tuple(numbers),
-                type=plain if is_plain else NUMBER,
-                cast=not is_plain,
-                nulls=_nulls(sample, numbers, plain),
+                type=element if is_same else NUMBER,
+                cast=not is_same,
+                nulls=_nulls(sample, numbers, element),
             )
         ]
         used = set(numbers)
-    left = any(name not in used for name in schema.names)
-    return Manifest(
-        format=1,
-        inputs=tuple(entries),
-        outputs=outputs,
-        passthrough="all" if left else "none",
-    )
+    passthrough: Passthrough = "none" if used.issuperset(schema.names) else "all"
+    return Manifest(format=1, inputs=tuple(entries), outputs=outputs, passthrough=passthrough)
 
 
-def _kind(tensor: GraphTensor) -> str:
-    """The name of a tensor's elements, as manifests spell it."""
+def _element(tensor: GraphTensor) -> str:
+    """The element type of a tensor, as spelled in manifests."""
     (entry,) = derive_manifest(Graph((tensor,), ())).inputs
     return entry.type.split("<")[-1].partition(">")[0]
 
 
 def _entry(tensor: GraphTensor, sample: Sample) -> InputColumn:
-    """The entry of an input for the column of its name."""
+    """The entry of an input for the column with its name."""
     (plain,) = derive_manifest(Graph((tensor,), ())).inputs
     found = as_tensor(sample.batch.schema.field(tensor.name).type)
-    nulls = _nulls(sample, [tensor.name], _kind(tensor))
-    if found is None or str(found) == plain.type:
-        return InputColumn(tensor=tensor.name, column=tensor.name, type=plain.type, nulls=nulls)
+    is_same = found is None or str(found) == plain.type
     return InputColumn(
-        tensor=tensor.name, column=tensor.name, type=str(found), cast=True, nulls=nulls
+        tensor=tensor.name,
+        column=tensor.name,
+        type=plain.type if is_same else str(found),
+        cast=not is_same,
+        nulls=_nulls(sample, [tensor.name], _element(tensor)),
     )
 
 
 def _nulls(sample: Sample, names: list[str], kind: str) -> Literal["nan"] | None:
-    """What nulls become, where there are some and the tensor has a word for them."""
+    """`nan` for a sample with nulls, if the tensor has a NaN."""
     has_nulls = any(sample.batch.column(name).null_count for name in names)
     return "nan" if has_nulls and kind.startswith(("float", "bfloat")) else None
 

@@ -1,4 +1,4 @@
-"""Tables for a terminal: aligned columns, and what `iskander stats` prints, in 100 columns.
+"""Tables for a terminal of 100 columns: alignment, and the output of `iskander stats`.
 
 Pure: plain values in, lines out.
 """
@@ -16,12 +16,9 @@ Row = tuple[str, ...]
 
 
 def render_table(head: Row, rows: Sequence[Row], *, numbers_from: int | None = None) -> list[str]:
-    """Lines with aligned columns; what is no letter, such as an escape, is a question mark.
+    """Lines with aligned columns; `?` replaces unprintable characters such as escapes.
 
-    Args:
-        head: Names of the columns.
-        rows: Cells, as many in each row as there are columns.
-        numbers_from: The first column that is aligned to the right; None: none is.
+    Columns from the index `numbers_from` on are right-aligned.
     """
     table = [tuple(map(_printable, row)) for row in (head, *rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
@@ -41,93 +38,70 @@ def _printable(text: str) -> str:
 
 
 def render_stats(stats: Mapping[str, Any]) -> list[str]:
-    """What the action `stats` answered, for people."""
+    """The response of the action `stats`, as lines of text."""
     lanes: dict[str, Any] = stats["lanes"]
     arena = stats["input_arena"]
     lines = [
         f"iskander {stats['version']}, pid {stats['pid']}, up {_duration(stats['uptime_s'])}, "
         f"{_count(stats['streams'])} streams, {_count(stats['calls'])} calls, input arena "
         f"{arena['leased_bytes'] / MIB:.1f} of {arena['capacity_bytes'] / MIB:.0f} MiB",
-        *(f"not ready: {reason}" for reason in stats["reasons"]),
-        *([] if stats["reasons"] else ["ready"]),
+        *([f"not ready: {reason}" for reason in stats["reasons"]] or ["ready"]),
         "",
         *_lane_table(lanes),
         "",
         *_latency_table(lanes),
         "",
-        *_worker_table(stats["workers"], lanes),
+        *_worker_table(stats["workers"]),
     ]
     notes = [f"input arena: {notice}" for notice in arena["notices"]]
-    notes += [
-        f"worker {worker['index']}: {notice}"
-        for worker in stats["workers"]
-        for notice in worker["notices"]
-    ]
+    for worker in stats["workers"]:
+        notes += [f"worker {worker['index']}: {notice}" for notice in worker["notices"]]
     notes += [line for title, lane in lanes.items() for line in _notes(title, lane)]
     return [*lines, "", *notes] if notes else lines
 
 
 def _lane_table(lanes: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (
-            _name(title),
-            "yes" if lane["ready"] else "no",
-            *map(
-                _count,
-                (
-                    lane["workers"],
-                    lane["queue"]["requests"],
-                    lane["queue"]["rows"],
-                    lane.get("requests", 0),
-                    sum(lane["refused"].values()),
-                    sum(lane["failed"].values()),
-                    lane["deadlines"]["hit"],
-                    lane["deadlines"]["missed"],
-                ),
-            ),
+    rows = []
+    for title, lane in lanes.items():
+        counts = (
+            lane["workers"],
+            lane["queue"]["requests"],
+            lane["queue"]["rows"],
+            lane.get("requests", 0),
+            sum(lane["refused"].values()),
+            sum(lane["failed"].values()),
+            lane["deadlines"]["hit"],
+            lane["deadlines"]["missed"],
         )
-        for title, lane in lanes.items()
-    ]
-    head = ("model", "ready", "workers", "queued", "rows", "requests")
-    return render_table((*head, "refused", "failed", "in time", "late"), rows, numbers_from=2)
+        rows.append((_name(title), "yes" if lane["ready"] else "no", *map(_count, counts)))
+    head = ["model", "ready", "workers", "queued", "rows", "requests", "rejected", "failed"]
+    return render_table((*head, "in time", "late"), rows, numbers_from=2)
 
 
 def _latency_table(lanes: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (
-            _name(title),
-            _count(lane["batch_rows"]["count"]),
-            _count(round(lane["batch_rows"]["mean"])),
-            *(
-                f"{_number(times['p50'])}/{_number(times['p99'])}" if times["count"] else "-"
-                for times in (lane["latency_ms"][kind] for kind in ("wait", "run", "total"))
-            ),
-            _cost(lane["cost"], "base_us", 1000),
-            _cost(lane["cost"], "row_us", 1),
-        )
-        for title, lane in lanes.items()
-    ]
+    rows = []
+    for title, lane in lanes.items():
+        batches, latency, cost = lane["batch_rows"], lane["latency_ms"], lane["cost"]
+        times = (_percentiles(latency[kind]) for kind in ("wait", "run", "total"))
+        counts = _count(batches["count"]), _count(round(batches["mean"]))
+        costs = _cost(cost, "base_us", 1000), _cost(cost, "row_us", 1)
+        rows.append((_name(title), *counts, *times, *costs))
     head = ("p50/p99 since start", "batches", "rows", "wait ms", "run ms", "total ms")
     return render_table((*head, "base ms", "row us"), rows, numbers_from=1)
 
 
-def _worker_table(workers: Sequence[Mapping[str, Any]], lanes: Mapping[str, Any]) -> list[str]:
+def _worker_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [
         (
             str(worker["index"]),
             worker["state"],
-            *map(
-                str,
-                (
-                    worker["pid"] or "-",
-                    worker["incarnation"] or "-",
-                    _count(worker["starts"]),
-                    _count(worker["batches"]),
-                    worker["in_flight"],
-                    f"{worker['output_leased_bytes'] / MIB:.1f}",
-                    f"{worker['resident_bytes'] / MIB:.0f}",
-                ),
-            ),
+            str(worker["pid"] or "-"),
+            str(worker["incarnation"] or "-"),
+            _count(worker["starts"]),
+            _count(worker["batches"]),
+            str(worker["in_flight"]),
+            f"{worker['output_leased_bytes'] / MIB:.1f}",
+            f"{worker['resident_bytes'] / MIB:.0f}",
             worker["story"][-1] if worker["story"] else "",
         )
         for worker in workers
@@ -140,8 +114,8 @@ def _worker_table(workers: Sequence[Mapping[str, Any]], lanes: Mapping[str, Any]
 
 
 def _notes(title: str, lane: Mapping[str, Any]) -> list[str]:
-    """What there is only sometimes: refusals and failures by code, why batches were closed."""
-    kinds = (("refused", "refused"), ("failed", "failed"), ("closed", "batches closed"))
+    """Counts of rejections and failures by code, and of batches by closing reason."""
+    kinds = (("refused", "rejected"), ("failed", "failed"), ("closed", "batches closed"))
     return [
         f"{title}: {words}: "
         + ", ".join(f"{name} {_count(count)}" for name, count in sorted(lane[key].items()))
@@ -150,14 +124,18 @@ def _notes(title: str, lane: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _percentiles(times: Mapping[str, float]) -> str:
+    return f"{_number(times['p50'])}/{_number(times['p99'])}" if times["count"] else "-"
+
+
 def _cost(costs: Mapping[str, Mapping[str, float]], key: str, divisor: int) -> str:
-    """Of the dearest worker."""
+    """The highest cost of all workers."""
     known = [cost[key] / divisor for cost in costs.values() if cost["samples"]]
     return _number(max(known)) if known else "-"
 
 
 def _name(title: str) -> str:
-    """Cut in the middle: a version is at the end."""
+    """A title, shortened in the middle to keep the version at the end."""
     return title if len(title) <= NAME_MAX else f"{title[: NAME_MAX - 10]}..{title[-8:]}"
 
 
@@ -169,7 +147,7 @@ def _number(value: float) -> str:
 
 
 def _count(value: int) -> str:
-    """In full up to five digits, then with a letter for each three."""
+    """A count in full up to five digits, then with a unit letter."""
     for unit in ("", "k", "M", "G"):
         if value < 100_000:
             return f"{value}{unit}"

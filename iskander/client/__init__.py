@@ -1,9 +1,8 @@
-"""A small Flight client: batches in, predictions out, errors by name.
+"""Python client over Arrow Flight: batches in, predictions out, typed errors.
 
-Nothing here is special to this server's inside: it is pyarrow.flight, with reading and writing at
-once (a client that writes everything before it reads stops for ever on flow control), with the
-server's error detail turned back into `IskanderError`, and with large batches handed over in shared
-memory where client and server are one machine's and the client asks for that.
+It adds three things to pyarrow.flight: concurrent writes and reads (a client that writes everything
+before it reads blocks for ever on flow control), the server's error detail as `IskanderError`, and
+optionally shared memory for large batches to a server on the same machine.
 
 Runs on: the caller's threads; never in the gateway.
 """

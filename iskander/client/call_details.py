@@ -1,4 +1,4 @@
-"""What a server says beside a call's status, and what is shown to it.
+"""Flight middleware: request headers, and error details from the trailers.
 
 Runs on: the caller's threads.
 """
@@ -14,54 +14,51 @@ from pyarrow import flight
 from iskander.errors import DeadlineExceeded, IskanderError
 
 
-class Detail(flight.ClientMiddleware):  # type: ignore[misc]
-    """What the server said beside a call's status, and what is shown to it.
+class CallDetail(flight.ClientMiddleware):  # type: ignore[misc]
+    """Headers and error detail of one call.
 
-    Read from the trailers, since pyarrow hands `extra_info` on for some statuses only.
+    Reads the detail from the trailers, since pyarrow passes `extra_info` for some statuses only.
     """
 
-    def __init__(self, shown: dict[str, str]) -> None:
+    def __init__(self, headers: dict[str, str]) -> None:
         super().__init__()
-        self._shown = shown
-        self._wire: bytes = b""
+        self._headers = headers
+        self._detail: bytes = b""
 
     def sending_headers(self) -> dict[str, str]:
-        """What is shown."""
-        return self._shown
+        """Return the request headers."""
+        return self._headers
 
     def received_headers(self, headers: dict[str, list[Any]]) -> None:
-        """Keep what is said."""
+        """Store the error detail."""
         for value in headers.get("grpc-status-details-bin", ()):
-            self._wire = value
+            self._detail = value
 
-    def named(self, error: Exception) -> Exception:
-        """The server's own error where it sent one; else the error as it is.
-
-        At a call's deadline it is a race which side ends it, and the error is the same.
-        """
+    def to_named(self, error: Exception) -> Exception:
+        """Return the server's `IskanderError` for a Flight error, else the Flight error."""
         try:
-            wire = json.loads(self._wire)
+            detail = json.loads(self._detail)
         except ValueError:
-            if isinstance(error, flight.FlightTimedOutError):
+            if isinstance(error, flight.FlightTimedOutError):  # The client ended it first.
                 return DeadlineExceeded("the call's deadline has passed")
             return error
-        return IskanderError.from_wire(wire) if isinstance(wire, dict) else error
+        return IskanderError.from_wire(detail) if isinstance(detail, dict) else error
 
 
-class Details(flight.ClientMiddlewareFactory):  # type: ignore[misc]
-    """Gives each call its detail; a call begins on the thread that asks for `latest`."""
+class CallDetails(flight.ClientMiddlewareFactory):  # type: ignore[misc]
+    """Creates the detail of each call, and keeps the latest for each thread."""
 
     def __init__(self, token: str | None) -> None:
         super().__init__()
-        self._shown = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._thread = threading.local()
 
-    def start_call(self, info: Any) -> Detail:  # noqa: ANN401
-        """A call begins."""
-        detail = self._thread.latest = Detail(self._shown)
+    def start_call(self, info: Any) -> CallDetail:  # noqa: ANN401
+        """Create the detail of a call."""
+        detail = self._thread.latest = CallDetail(self._headers)
         return detail
 
-    def latest(self) -> Detail:
-        """Of the call that this thread began last."""
-        detail: Detail = self._thread.latest
+    def latest(self) -> CallDetail:
+        """Return the detail of the last call that this thread started."""
+        detail: CallDetail = self._thread.latest
         return detail

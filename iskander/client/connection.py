@@ -1,4 +1,4 @@
-"""The client: calls, streams, and errors by name.
+"""Client of a gateway: calls, streams, typed errors.
 
 Runs on: the caller's threads.
 """
@@ -10,14 +10,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 from pyarrow import flight
 
-from iskander.client.call_details import Details
-from iskander.client.shared_memory import Regions
+from iskander.client.call_details import CallDetails
+from iskander.client.shared_memory import RegionPool
 from iskander.client.stream_writer import FLIGHT_ERRORS, StreamWriter
 from iskander.control.shared_regions import REGION_HEADER
 from iskander.errors import ConfigError, IskanderError, NotReady, ProtocolError, RegionNotFound
@@ -27,17 +26,18 @@ CALL_TIMEOUT_S = 10.0
 Item: TypeAlias = pa.RecordBatch | tuple[pa.RecordBatch, Mapping[str, Any]]
 """A batch, or a batch and its terms, such as `{"deadline_ms": 20, "priority": 0}`."""
 
-_LENDER_GONE = "the process that lent this client memory has gone, or another answers; ask again"
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+
+_REGION_GONE = "the process with this client's shared memory has ended, or another answers; retry"
 _TOKEN = re.compile(r"[!-~]+")
 
 
 class Tls(NamedTuple):
-    """How a server is spoken to over TLS: PEM files.
+    """PEM files of a TLS connection.
 
     Attributes:
-        roots: Of whom to believe that a server is who it says; None: the system's.
-        certificate: That is shown to a server that wants one; with its `key`.
-        key: Of the certificate.
+        roots: CA certificates that verify the server; None: those of the system.
+        certificate: Client certificate for mutual TLS, with its `key`.
     """
 
     roots: Path | None = None
@@ -45,15 +45,11 @@ class Tls(NamedTuple):
     key: Path | None = None
 
     def options(self) -> dict[str, bytes]:
-        """As pyarrow takes them.
-
-        Raises:
-            ConfigError: A file cannot be read.
-        """
-        named = {"tls_root_certs": self.roots, "cert_chain": self.certificate}
-        named["private_key"] = self.key
+        """Return the arguments of `FlightClient`; raise ConfigError if a file cannot be read."""
+        names = ("tls_root_certs", "cert_chain", "private_key")
+        files = zip(names, self, strict=True)
         try:
-            return {name: path.read_bytes() for name, path in named.items() if path is not None}
+            return {name: path.read_bytes() for name, path in files if path is not None}
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
 
@@ -63,15 +59,15 @@ class Client:
 
     Args:
         address: `HOST:PORT` or `unix:PATH`.
-        timeout_s: For all calls but streams, which have their own. `load` waits until the model is
-            served, and may need more.
-        token: Shown with every call, where the server wants one.
-        tls: The server is spoken to over TLS; None: in the clear.
-        shared_bytes: Of memory, for each stream, in which large batches are handed over to a
-            server on this machine that lends some; 0: all go over the connection.
+        timeout_s: Of all calls except streams. `load` returns when the model is served, and may
+            need more.
+        token: Sent with every call.
+        tls: None: plaintext.
+        shared_bytes: Shared memory of each stream for large batches to a server on this machine;
+            0: all batches go over the connection.
 
     Raises:
-        ConfigError: What is to be shown cannot be.
+        ConfigError: The token or a TLS file is invalid.
     """
 
     def __init__(
@@ -84,63 +80,58 @@ class Client:
         shared_bytes: int = 0,
     ) -> None:
         if token is not None and not _TOKEN.fullmatch(token):
-            raise ConfigError("the token has letters that no token has, such as a line's end")
+            raise ConfigError("invalid token: only printable ASCII without spaces is allowed")
         self._address = address
-        self._details = Details(token)
+        self._details = CallDetails(token)
         self._flight = flight.FlightClient(
             _location(address, is_secret=tls is not None),
             middleware=[self._details],
             **({} if tls is None else tls.options()),
         )
-        self._regions = Regions(self._lender, shared_bytes, timeout_s)
+        self._regions = RegionPool(self._region_socket, shared_bytes, timeout_s)
         self._options = flight.FlightCallOptions(timeout=timeout_s)
 
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the connection, and give back memory that no stream is using."""
+        """Close the connection and release idle shared memory."""
         self._regions.close()
         self._flight.close()
 
     def health(self) -> dict[str, Any]:
-        """Whether every model is ready: `{"ready": bool, "models": {...}}`.
+        """Return the readiness of every model: `{"ready": bool, "models": {...}}`.
 
         Raises:
-            NotReady: Nobody answers at the address.
+            NotReady: No gateway answers at the address.
         """
         return dict(self._action("health"))
 
     def load(self, model: str) -> list[str]:
-        """Have what is there of a model loaded; the versions that are served then.
+        """Load the current files of a model; return the served versions.
 
         Raises:
-            IskanderError: Why something of it is not.
+            IskanderError: The load of a version failed.
         """
         return list(self._action("load", {"model": model})["versions"])
 
     def unload(self, model: str, *, version: str | None = None) -> list[str]:
-        """Have a model, or one version of it, served no longer; the versions that are let go.
+        """Stop serving a model, or one version of it; return the unloaded versions.
 
         Raises:
-            IskanderError: Why not.
+            IskanderError: It cannot be unloaded.
         """
         return list(self._action("unload", {"model": model, "version": version})["versions"])
 
     def models(self) -> list[dict[str, Any]]:
-        """What is served, with contracts, and what is on its way or does not load."""
+        """Return the models that are served, with contracts, loading, or failed to load."""
         return list(self._action("models"))
 
     def stats(self) -> dict[str, Any]:
-        """Counters of lanes, workers and memory."""
+        """Return counters of lanes, workers and memory."""
         return dict(self._action("stats"))
 
     def score(
@@ -148,11 +139,11 @@ class Client:
     ) -> pa.Table:
         """Score one batch, or a table batch by batch.
 
-        Strings come back as `utf8` or `binary`, as the contract says. bfloat16 comes and goes as
-        uint16 in a field with the metadata `ARROW:extension:name` = `iskander.bfloat16`.
+        Result strings are `utf8` or `binary`, as in the contract. bfloat16 is uint16 in a field
+        with the metadata `ARROW:extension:name` = `iskander.bfloat16`.
 
         Raises:
-            IskanderError: As the server named it.
+            IskanderError: The server's error.
         """
         batches = [data] if isinstance(data, pa.RecordBatch) else data.to_batches()
         batches = batches or [pa.RecordBatch.from_pylist([], data.schema)]
@@ -167,23 +158,23 @@ class Client:
         terms: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Score batches as they come; results in the same order, one for each.
+        """Score a stream of batches; yield one result for each, in order.
 
         Args:
             model: Name of the model.
-            batches: All of one schema; drawn from in a thread of its own, ahead of the results by
-                what the server lets in. A batch may come with terms of its own.
-            version: Of the model, or an alias; without, what the server's routing says.
+            batches: All of one schema; a separate thread reads them, ahead of the results as far
+                as the server's flow control allows. A batch may have terms of its own.
+            version: A version or an alias; None: the server's routing decides.
             terms: Of every batch: `client`, `priority`, `urgency`, `deadline_ms`, `ttl_ms`,
-                `steps_remaining`, `newest_wins`, `route_key`; a batch's own may have a
-                `timestamp_ns` too.
-            timeout_s: For the whole stream.
+                `steps_remaining`, `newest_wins`, `route_key`; a batch's own may also have a
+                `timestamp_ns`.
+            timeout_s: Of the whole stream.
 
         Raises:
-            IskanderError: As the server named it.
+            IskanderError: The server's error.
         """
         headers = _headers(terms or {})
-        return self._exchange(model, batches, version, headers, timeout_s)
+        return self._exchange(_path(model, version), batches, headers, timeout_s)
 
     def outcomes(
         self,
@@ -194,40 +185,34 @@ class Client:
         terms: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Iterator[pa.RecordBatch | IskanderError]:
-        """As `stream`, for those who go on after an error: it comes in its batch's place.
+        """Score as `stream`, but yield the error of a batch in place of its result.
 
-        For overload, deadlines and bad batches; what breaks the stream itself is still raised.
+        This covers overload, deadlines and invalid batches; errors of the stream are raised.
         """
         headers = _headers({**(terms or {}), "errors": "in-band"})
-        return self._exchange(model, batches, version, headers, timeout_s)
+        return self._exchange(_path(model, version), batches, headers, timeout_s)
 
     def _exchange(
-        self,
-        model: str,
-        batches: Iterable[Item],
-        version: str | None,
-        headers: list[tuple[bytes, bytes]],
-        timeout_s: float | None,
+        self, path: list[str], batches: Iterable[Item], headers: Headers, timeout_s: float | None
     ) -> Iterator[Any]:
         feed = map(_with_metadata, batches)
         first = next(feed, None)
         if first is None:
             return
-        region = self._regions.for_stream(first[0])
+        region = self._regions.acquire(first[0])
         if region is not None:
             headers.append((REGION_HEADER.encode(), region.name.encode()))
-        path = [model] if version is None else [model, version]
         options = flight.FlightCallOptions(timeout=timeout_s, headers=headers)
         descriptor = flight.FlightDescriptor.for_path(*path)
         try:
             writer, reader = self._flight.do_exchange(descriptor, options)
         except FLIGHT_ERRORS as error:
-            # Refused before the descriptor was written.
-            raise self._details.latest().named(error) from error
+            # The call failed before the descriptor was written.
+            raise self._details.latest().to_named(error) from error
         detail = self._details.latest()
         feeder = StreamWriter(writer, reader, first, feed, region)
         feeder.start()
-        is_lent = True
+        is_usable = True
         try:
             for chunk in reader:
                 feeder.on_result()
@@ -236,38 +221,42 @@ class Client:
                     feeder.has_ended_call = True
                     writer.done_writing()
         except FLIGHT_ERRORS as error:
-            # After the last result it does not matter how the call ends.
+            # After the last result, the status of the call is irrelevant.
             if not feeder.has_ended_call:
                 feeder.finish()
-                named = feeder.error or detail.named(error)
+                named = feeder.error or detail.to_named(error)
                 if isinstance(named, RegionNotFound):
-                    is_lent, named = False, NotReady(_LENDER_GONE)
+                    is_usable, named = False, NotReady(_REGION_GONE)
                 raise named from error
         finally:
-            reader.cancel()  # Ends the call where the caller stopped early.
+            reader.cancel()  # Ends the call if the caller stopped early.
             feeder.finish()
             if region is not None:
-                self._regions.put_by(region, is_usable=is_lent and not feeder.is_alive())
+                self._regions.release(region, is_usable=is_usable and not feeder.is_alive())
         if feeder.error is not None:
             raise feeder.error
         if not feeder.has_ended_call:
-            raise ProtocolError("the stream ended before every batch had its result")
+            raise ProtocolError("the stream ended before the result of every batch")
 
-    def _lender(self) -> Path:
+    def _region_socket(self) -> Path:
         return Path(self._action("shared-memory")["path"])
 
-    def _action(self, name: str, said: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
-        body = b"" if said is None else json.dumps(said).encode()
+    def _action(self, name: str, fields: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        body = b"" if fields is None else json.dumps(fields).encode()
         try:
             results = self._flight.do_action(flight.Action(name, body), self._options)
             bodies = [result.body.to_pybytes() for result in results]
         except FLIGHT_ERRORS as error:
-            named = self._details.latest().named(error)
+            named = self._details.latest().to_named(error)
             if isinstance(named, IskanderError):
                 raise named from error
             text = str(error).split("\n", 1)[0]
             raise NotReady(f"no gateway answers at {self._address}: {text}") from error
         return json.loads(bodies[0])
+
+
+def _path(model: str, version: str | None) -> list[str]:
+    return [model] if version is None else [model, version]
 
 
 def _location(address: str, *, is_secret: bool) -> str:
@@ -276,16 +265,10 @@ def _location(address: str, *, is_secret: bool) -> str:
     return f"grpc{'+tls' if is_secret else ''}://{address}"
 
 
-def _headers(terms: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-    """Terms of a whole call, as the server reads them from its headers."""
-    return [
-        (f"iskander-{name.replace('_', '-')}".encode(), _text(value).encode())
-        for name, value in terms.items()
-    ]
-
-
-def _text(value: Any) -> str:  # noqa: ANN401
-    return json.dumps(value) if isinstance(value, bool) else str(value)
+def _headers(terms: Mapping[str, Any]) -> Headers:
+    """Encode the terms of a call as its headers."""
+    texts = {k: json.dumps(v) if isinstance(v, bool) else str(v) for k, v in terms.items()}
+    return [(f"iskander-{k.replace('_', '-')}".encode(), v.encode()) for k, v in texts.items()]
 
 
 def _with_metadata(item: Item) -> tuple[pa.RecordBatch, bytes]:
@@ -296,10 +279,9 @@ def _with_metadata(item: Item) -> tuple[pa.RecordBatch, bytes]:
 
 
 def _outcome(chunk: Any) -> pa.RecordBatch | IskanderError:  # noqa: ANN401
-    """A result, or the error that came in its place."""
+    """Return a result, or the error in its place."""
     if chunk.data.num_rows == 0 and chunk.app_metadata is not None:
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            return IskanderError.from_wire(
-                json.loads(bytes(chunk.app_metadata))["iskander"]["error"]
-            )
+            metadata = json.loads(bytes(chunk.app_metadata))
+            return IskanderError.from_wire(metadata["iskander"]["error"])
     return chunk.data

@@ -1,9 +1,9 @@
-"""Memory that a gateway of this machine lent: a ring of ranges, one for each batch in flight.
+"""Shared-memory regions: a ring of ranges, one for each batch in flight.
 
-    put   ->  a batch is written to a free range; what says where its body is, is sent
-    free  ->  the oldest batch's result is there, and its range is free again
+    put   ->  writes a batch to a free range, and returns the message with its location
+    free  ->  frees the oldest range, after the result of its batch
 
-A large batch that goes this way is not written to a socket, read from it and put together again.
+A large batch is then neither written to a socket, nor read from it and reassembled.
 
 Runs on: the caller's threads: one puts and one frees.
 """
@@ -24,112 +24,87 @@ from iskander.control.shared_regions import BodyLocation, encode, request_region
 from iskander.errors import NotReady, SegmentError
 from iskander.memory.segment import Segment
 
-IDLE_MAX = 4
-"""Kept; more than so many streams at once borrow anew."""
+IDLE_REGIONS_MAX = 4
 
 
-class Regions:
-    """What a client has been lent.
+class RegionPool:
+    """Idle regions of a client, reused by its streams; `locate` finds the gateway's socket."""
 
-    Args:
-        lender: Finds the path at which the gateway lends.
-        length_bytes: Of each region; 0: none is wanted.
-        timeout_s: For the gateway's answer.
-    """
-
-    def __init__(self, lender: Callable[[], Path], length_bytes: int, timeout_s: float) -> None:
-        self._lender = lender
+    def __init__(self, locate: Callable[[], Path], length_bytes: int, timeout_s: float) -> None:
+        self._locate = locate
         self._length_bytes = length_bytes
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: list[Region] = []
         self._is_closed = False
 
-    def for_stream(self, first: pa.RecordBatch) -> Region | None:
-        """Memory for a stream that begins with this batch, where that is worth it.
-
-        Raises:
-            NotReady: Nobody lends any at the path.
-            IskanderError: Why there is none.
-        """
+    def acquire(self, first: pa.RecordBatch) -> Region | None:
+        """Return a region for a stream, or None if its batches are unsuitable or too small."""
         if not self._length_bytes or first.nbytes < WORTH_BYTES or not can_share(first.schema):
             return None
-        region = self._idle_one() or self._borrow()
+        region = self._pop_idle() or self._request()
         region.begin(first.schema)
         return region
 
-    def put_by(self, region: Region, *, is_usable: bool = True) -> None:
-        """Keep a region for the next stream, where one can use it."""
+    def release(self, region: Region, *, is_usable: bool = True) -> None:
+        """Keep a region for the next stream, or close it."""
         with self._lock:
-            if is_usable and not self._is_closed and len(self._idle) < IDLE_MAX:
+            if is_usable and not self._is_closed and len(self._idle) < IDLE_REGIONS_MAX:
                 self._idle.append(region)
                 return
         region.close()
 
     def close(self) -> None:
-        """Give back what no stream is using; the others as they end."""
+        """Close idle regions now, and others at the end of their streams."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
         for region in idle:
             region.close()
 
-    def _idle_one(self) -> Region | None:
+    def _pop_idle(self) -> Region | None:
         with self._lock:
             while self._idle:
                 region = self._idle.pop()
-                if region.is_lent:
+                if region.is_attached:
                     return region
                 region.close()
         return None
 
-    def _borrow(self) -> Region:
-        path = self._lender()
+    def _request(self) -> Region:
+        path = self._locate()
         try:
             return Region(path, self._length_bytes, self._timeout_s)
         except OSError as error:
-            raise NotReady(f"no gateway of this machine lends memory at {path}: {error}") from error
+            raise NotReady(f"no shared memory: {path} cannot be reached: {error}") from error
 
 
 WORTH_BYTES = 65_536
-"""What is smaller costs less over the connection."""
+"""Smaller batches cost less over the connection."""
 ALIGNMENT = 64
 _PREFIX = struct.Struct("<4xi")
-"""An encapsulated message begins with a mark and the length of its header."""
+"""Start of an encapsulated message: continuation marker and header length."""
 
 
 class Region:
-    """A region, for one stream at a time.
-
-    Args:
-        path: Where the gateway lends memory.
-        length_bytes: How much is wanted.
-        timeout_s: For the gateway's answer.
-
-    Attributes:
-        name: By which streams say that they use it.
-
-    Raises:
-        OSError: Nobody answers at the path.
-        IskanderError: Why there is none.
-    """
+    """Memory that the gateway shares with this client, for one stream at a time."""
 
     def __init__(self, path: Path, length_bytes: int, timeout_s: float) -> None:
         self._is_closed = True
-        self._connection, lent, fd = request_region(path, length_bytes, timeout_s)
+        self._connection, grant, fd = request_region(path, length_bytes, timeout_s)
         try:
-            self._segment = Segment.attach(fd, lent.bytes, is_writable=True)
+            self._segment = Segment.attach(fd, grant.bytes, is_writable=True)
         except SegmentError:
             self._connection.close()
             raise
         self._connection.setblocking(False)
-        self.name = lent.region
+        self.name = grant.region
         self._length = len(self._segment)
         self._schema = pa.schema([])
         self._schema_bytes = 0
         self._ranges: deque[tuple[int, int]] = deque()
         self._changed = threading.Condition()
-        self._is_given_up = False
+        self._is_cancelled = False
         self._is_closed = False
 
     def __del__(self) -> None:
@@ -137,28 +112,26 @@ class Region:
             self.close()
 
     @property
-    def is_lent(self) -> bool:
-        """Whether the gateway still knows of it."""
+    def is_attached(self) -> bool:
+        """Whether the gateway still has the region."""
         try:
             return bool(self._connection.recv(1, socket.MSG_PEEK))
         except OSError as error:
             return isinstance(error, BlockingIOError)
 
     def put(self, batch: pa.RecordBatch, app_metadata: bytes = b"") -> bytes | None:
-        """Write a batch of the stream's schema to a free range; wait where there is none.
+        """Write a batch to a free range, after waiting for one; return the message to send.
 
-        Returns:
-            What says where it is; None where the batch is to be sent as any other: it is small, or
-            would not fit, or the region was given up.
+        Returns None for a batch that is too small or too large, and after `cancel_waits`.
         """
-        wanted = pa.ipc.get_record_batch_size(batch)
-        if wanted < WORTH_BYTES:
+        needed = pa.ipc.get_record_batch_size(batch)
+        if needed < WORTH_BYTES:
             return None
-        wanted += self._schema_bytes
-        start = self._take(-(-wanted // ALIGNMENT) * ALIGNMENT)
+        needed += self._schema_bytes
+        start = self._allocate(-(-needed // ALIGNMENT) * ALIGNMENT)
         if start is None:
             return None
-        view = self._segment.view[start : start + wanted]
+        view = self._segment.view[start : start + needed]
         with pa.FixedSizeBufferWriter(pa.py_buffer(view)) as sink:
             pa.ipc.new_stream(sink, self._schema).write_batch(batch)
             end = sink.tell()
@@ -168,39 +141,39 @@ class Region:
         return encode(BodyLocation(header, (start + body, end - body), app_metadata))
 
     def free(self) -> None:
-        """Let go of the oldest range: its batch's result has come."""
+        """Free the oldest range."""
         with self._changed:
             self._ranges.popleft()
             self._changed.notify()
 
-    def give_up(self) -> None:
-        """Let whoever waits for a range go on without."""
+    def cancel_waits(self) -> None:
+        """Let `put` return None instead of waiting."""
         with self._changed:
-            self._is_given_up = True
+            self._is_cancelled = True
             self._changed.notify()
 
     def begin(self, schema: pa.Schema) -> None:
-        """Be there for a stream of batches with this schema."""
+        """Prepare for a stream of batches with this schema."""
         self._schema = schema
-        # What writes a batch writes the schema before it, which nobody reads here.
+        # The IPC writer puts the schema before each batch; the gateway skips it.
         self._schema_bytes = schema.serialize().size
         self._ranges.clear()
-        self._is_given_up = False
+        self._is_cancelled = False
 
     def close(self) -> None:
-        """Give it back; whoever is in the midst of `put` may finish it."""
+        """Release the region; a `put` in another thread may complete."""
         if self._is_closed:
             return
         self._is_closed = True
         self._connection.close()
         self._segment.close()
 
-    def _take(self, length: int) -> int | None:
+    def _allocate(self, length: int) -> int | None:
         if length > self._length:
             return None
         with self._changed:
-            while not self._is_given_up:  # As it is when the stream has ended.
-                start = _room(self._ranges, length, self._length)
+            while not self._is_cancelled:
+                start = _free_start(self._ranges, length, self._length)
                 if start is not None:
                     self._ranges.append((start, start + length))
                     return start
@@ -209,13 +182,13 @@ class Region:
 
 
 def _header_end(view: memoryview, at: int) -> int:
-    """Where the header of the encapsulated message at `at` ends."""
+    """Return the end of the header of the encapsulated message at `at`."""
     (length,) = _PREFIX.unpack_from(view, at)
     return at + _PREFIX.size + int(length)
 
 
 def can_share(schema: pa.Schema) -> bool:
-    """Whether each batch of a schema is one message: dictionaries are sent as others."""
+    """Whether each batch of a schema is one message: dictionaries are separate messages."""
     return not any(_has_dictionary(field.type) for field in schema)
 
 
@@ -226,8 +199,8 @@ def _has_dictionary(kind: Any) -> bool:  # noqa: ANN401
     return any(_has_dictionary(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def _room(ranges: deque[tuple[int, int]], length: int, size: int) -> int | None:
-    """Where a range of the ring is free, between the newest and the oldest."""
+def _free_start(ranges: deque[tuple[int, int]], length: int, size: int) -> int | None:
+    """Find a free range of the ring, between the newest and the oldest range."""
     if not ranges:
         return 0
     first, end = ranges[0][0], ranges[-1][1]

@@ -1,4 +1,4 @@
-"""Writes a stream's batches while its results are read.
+"""Writer thread of a stream, concurrent with the reader of its results.
 
 Runs on: a thread of its own; results are counted on the caller's.
 """
@@ -18,17 +18,16 @@ from pyarrow import flight
 from iskander.client.shared_memory import Region
 from iskander.errors import ContractError
 
-FEEDER_STOP_S = 1.0
+JOIN_S = 1.0
 FLIGHT_ERRORS = (flight.FlightError, pa.ArrowException, OSError)
 
 
 class StreamWriter(threading.Thread):
-    """Writes a stream's batches while its results are read.
+    """Writes the batches of a stream.
 
-    It never says that writing is done: where a call fails, the reading thread closes the writing
-    side too, and gRPC ends the process of whoever closes it twice. The reading thread says so
-    after the last result. Where the results were there before the feed had ended, there is nobody
-    to say it, and the call is cancelled, which costs nothing any more.
+    It never closes the writing side: a failed call closes it on the reading thread too, and gRPC
+    aborts the process on a second close. The reading thread closes it after the last result. If all
+    results arrive before the feed ends, this thread cancels the call, which has no work left.
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class StreamWriter(threading.Thread):
         self._region = region
         self._is_shared: deque[bool] = deque()
         self._lock = threading.Lock()
-        self._sent = 0
-        self._received = 0
+        self._sent = self._received = 0
         self._is_exhausted = False
         self.error: Exception | None = None
         self.has_ended_call = False
@@ -56,11 +54,12 @@ class StreamWriter(threading.Thread):
     def run(self) -> None:
         """Write until the feed or the call ends."""
         try:
-            self._begin()
+            with _call_may_end():
+                self._writer.begin(self._schema)
             for batch, metadata in self._feed:
                 self._write(batch, metadata)
         except _CallEndedError:
-            return  # The reader is told why.
+            return  # The reader receives the reason.
         except Exception as error:
             self.error = error
         with self._lock:
@@ -69,13 +68,9 @@ class StreamWriter(threading.Thread):
         if self.has_ended_call:
             self._reader.cancel()
 
-    def _begin(self) -> None:
-        with _call_may_end():
-            self._writer.begin(self._schema)
-
     def _write(self, batch: pa.RecordBatch, metadata: bytes) -> None:
         if not batch.schema.equals(self._schema):
-            raise ContractError("a stream's batches have one schema, and this one has another")
+            raise ContractError("all batches of a stream have one schema; this batch has another")
         located = None if self._region is None else self._region.put(batch, metadata)
         self._is_shared.append(located is not None)
         self._sent += 1
@@ -88,38 +83,37 @@ class StreamWriter(threading.Thread):
                 self._writer.write_batch(batch)
 
     def on_result(self) -> None:
-        """A result is there: what its batch had of the region, if anything, is free."""
+        """Free the shared memory of the oldest batch, if it used any."""
         if self._is_shared.popleft():
             assert self._region is not None
             self._region.free()
 
     def is_last_result(self) -> bool:
-        """Count a result; whether it was the last one that will come."""
+        """Count a result; return whether it is the last one."""
         with self._lock:
             self._received += 1
             return self._is_exhausted and self._received == self._sent
 
     def finish(self) -> None:
-        """Wait for the thread, and take the call's error once more.
+        """Join the thread, and retrieve the call's error, which Arrow otherwise prints to stderr.
 
-        Where nobody asks for it, Arrow prints it to stderr. A feed that blocks keeps its thread
-        until it yields; that thread's next write fails and ends it.
+        A blocked feed keeps its thread until it yields; the next write fails and ends the thread.
         """
         if self._region is not None:
-            self._region.give_up()
-        self.join(FEEDER_STOP_S)
+            self._region.cancel_waits()
+        self.join(JOIN_S)
         if not self.is_alive():
             with contextlib.suppress(*FLIGHT_ERRORS):
                 self._writer.close()
 
 
 class _CallEndedError(Exception):
-    """The call takes no more."""
+    """The call accepts no more batches."""
 
 
 @contextlib.contextmanager
 def _call_may_end() -> Iterator[None]:
-    """What Flight raises inside says that; what a feed raises, whatever it is, does not."""
+    """Separate errors of Flight from errors of the feed."""
     try:
         yield
     except FLIGHT_ERRORS as error:

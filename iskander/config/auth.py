@@ -1,4 +1,4 @@
-"""The settings of who may ask and how that is kept secret, and what a file of tokens says."""
+"""Settings of access control and TLS, and the format of the token file."""
 
 from __future__ import annotations
 
@@ -20,52 +20,42 @@ Patterns = Annotated[
 
 
 class AccessConfig(Section, frozen=True, kw_only=True):
-    """Who may ask for what; see `docs/access.md`."""
+    """Authentication and per-model authorization; see `docs/access.md`.
 
-    tokens: Annotated[
-        str,
-        Meta(
-            description="File of tokens, relative to this file; read again when it changes. Empty: "
-            "whoever reaches a port may do everything."
-        ),
-    ] = ""
-    anonymous: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="With `tokens`: models, such as `demo-*`, that callers without a token may "
-            "ask. Inferential's clients have none."
-        ),
-    ] = ()
+    Attributes:
+        tokens: Token file, relative to this file; reloaded when it changes. Empty: every client may
+            do everything.
+        anonymous: With `tokens`: models, such as `demo-*`, for callers without a token.
+            Inferential's clients have no token.
+    """
+
+    tokens: str = ""
+    anonymous: tuple[str, ...] = ()
 
 
 class TlsConfig(Section, frozen=True, kw_only=True):
-    """TLS of `server.address` and `http.address`, where they are no `unix:` sockets."""
+    """TLS of `server.address` and `http.address`, except for `unix:` sockets.
 
-    certificate: Annotated[
-        str,
-        Meta(
-            description="PEM file of the certificate, with those that lead to its root; read again "
-            "when it changes. Empty: the ports speak in the clear."
-        ),
-    ] = ""
-    key: Annotated[
-        str, Meta(description="PEM file of its key. Empty: it is in the certificate's file.")
-    ] = ""
-    client_ca: Annotated[
-        str,
-        Meta(description="PEM file of who signs the certificates that clients have to show."),
-    ] = ""
+    Attributes:
+        certificate: PEM file of the certificate chain; reloaded when it changes. Empty: no TLS.
+        key: PEM file of the private key. Empty: the key is in the certificate file.
+        client_ca: PEM file of the CA of client certificates; if set, clients need a certificate.
+    """
+
+    certificate: str = ""
+    key: str = ""
+    client_ca: str = ""
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One `[[tokens]]` table.
 
     Attributes:
-        name: Whose it is: the client of its requests, for fairness, limits and the log.
-        sha256: Of the token, in hexadecimal; the token itself is nowhere.
-        models: Models that it may ask, with `*` and `?`.
-        manage: It may load and unload them too.
-        expires: From when on it is not valid, with a time zone; None: never.
+        name: The client of its requests, for fairness, limits and the log.
+        sha256: Of the token, in hexadecimal. The token itself is not stored.
+        models: Models that it may use, with `*` and `?`.
+        manage: It may also load and unload these models.
+        expires: End of validity, with a time zone; None: never.
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.@-]{1,64}\Z")]
@@ -77,6 +67,6 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 @thread_safe
 class TokenFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file."""
+    """The token file."""
 
     tokens: Annotated[tuple[Token, ...], Meta(max_length=TOKENS_MAX)] = ()

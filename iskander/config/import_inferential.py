@@ -1,7 +1,7 @@
-"""A configuration of Inferential's own server, as one of this server.
+"""Import of a configuration of Inferential's own server.
 
-What it says and what it would have had by default is taken over where it means something here;
-everything else is named, with the reason.
+Its settings and defaults are converted where this server has an equivalent. The others are listed
+with the reason.
 
 Source: `InferentialConfig` of the package `inferential` 1.4.
 """
@@ -19,16 +19,17 @@ import msgspec
 from iskander.config.models import LaneConfig, ModelConfig
 from iskander.config.reference import render_value
 from iskander.config.schema import InferentialConfig
+from iskander.config.section import require
 from iskander.errors import FIELD_BYTES_MAX, ConfigError, shorten
 
 FILE_BYTES_MAX = 1 << 20
 NODES_MAX = 100_000
-"""Keys and values of a YAML file with its aliases written out."""
+"""Keys and values of a YAML file with expanded aliases."""
 DEPTH_MAX = 10
 KEY_LETTERS_MAX = 256
 WAIT_MS_MAX = 10_000
 INTEGER_MAX = 2**63 - 1
-"""The largest that TOML has."""
+"""The largest integer of TOML."""
 POLICIES = (
     "deadline_aware",
     "model_deadline",
@@ -56,45 +57,42 @@ SAME = {
     "scheduling.request_ttl_ms": ("lanes", "ttl_ms"),
     "clients.defaults.latency_budget_ms": ("lanes", "patience_ms"),
 }
-"""What is said here by another name. A budget was for the order only there, as patience is."""
+"""Equivalent settings. A latency budget only affects the order there, like patience here."""
 DROPPED = {
     "ray": "models run in workers of this server",
-    "transport.type": "there is ZeroMQ only",
-    "transport.recv_hwm": "limits.window_batches bounds what a client has in work",
-    "transport.send_hwm": "limits.window_bytes bounds what a client does not take",
-    "scheduling.max_retries": "what a lost worker had runs again by itself",
+    "transport.type": "ZeroMQ is the only transport",
+    "transport.recv_hwm": "limits.window_batches limits the batches of a client",
+    "transport.send_hwm": "limits.window_bytes limits the unread responses of a client",
+    "scheduling.max_retries": "the batches of a lost worker are retried automatically",
     "scheduling.max_concurrent_dispatch": "a worker has two batches",
-    "scheduling.deadline_aware": "weights are fixed; iskander.embed takes a scoring function",
-    "scheduling.model_deadline": "weights are fixed; iskander.embed takes a scoring function",
-    "scheduling.batch_optimized": "it is read with the strategy batch_optimized only",
+    "scheduling.deadline_aware": "weights are fixed; iskander.embed accepts a scoring function",
+    "scheduling.model_deadline": "weights are fixed; iskander.embed accepts a scoring function",
+    "scheduling.batch_optimized": "only the strategy batch_optimized uses it",
     "scheduling.priority_tiered": "there are ten priorities",
-    "scheduling.pipeline_dispatch": "a worker always has its next batch before it needs it",
-    "scheduling.predictive_pre_dispatch": "lanes learn the rhythm of clients by themselves",
+    "scheduling.pipeline_dispatch": "a worker always has its next batch queued",
+    "scheduling.predictive_pre_dispatch": "lanes learn the rhythm of clients",
     "models.default_max_inflight": "a worker has two batches",
     "models.known": "a worker has two batches",
-    "clients.known": 'a client says its own budget, as in observe(..., deadline_ms="30")',
+    "clients.known": 'a client sends its own budget, as in observe(..., deadline_ms="30")',
     "clients.accept_unknown": "every client is served",
-    "response_tracking": "rhythms are learned as they are, and a client is gone when it hangs up",
-    "observations.max_staleness_ms": "it was never held to there; lanes.staleness_ms is here",
-    "observations.temporal_alignment_threshold_ms": "it warned in the log only",
-    "metrics.ring_buffer_size": "1024 points of each measure are kept",
-    "metrics.enabled": "it is always measured",
+    "response_tracking": "rhythms are learned; a client is removed when it disconnects",
+    "observations.max_staleness_ms": "Inferential does not apply it; see lanes.staleness_ms",
+    "observations.temporal_alignment_threshold_ms": "Inferential only logs a warning for it",
+    "metrics.ring_buffer_size": "1024 points of each metric are kept",
+    "metrics.enabled": "metrics are always on",
 }
-UNNAMED = (
-    "a name here has at most 128 letters, digits and _ . : - within: its clients have to ask for "
-    "another"
-)
+UNNAMED = "a name has at most 128 letters, digits and _ . : -; clients have to use another name"
 UNREACHABLE = "inferential.address has to be set, to tcp://HOST:PORT or ipc://PATH"
 TABLES = {path.rpartition(".")[0] for path in (*SAME, *DROPPED)} - {""} | {"models.known"}
 
 
 class Imported(NamedTuple):
-    """What a configuration came to.
+    """A converted configuration.
 
     Attributes:
         sections: Settings by section.
-        models: Names of the models that it knows.
-        dropped: Settings that were not taken over, and why.
+        models: Names of its models.
+        dropped: Settings without an equivalent, and the reason.
     """
 
     sections: dict[str, dict[str, Any]]
@@ -103,17 +101,16 @@ class Imported(NamedTuple):
 
 
 def read_inferential(file: Path) -> dict[str, Any]:
-    """A file of Inferential's: JSON by its name, else YAML.
+    """Parse a file of Inferential: JSON by its extension, else YAML.
 
     Raises:
-        ConfigError: It cannot be read, is neither, or is too large or too deep.
+        ConfigError: The file cannot be read or parsed, or exceeds a limit.
     """
     name = _line(file.name)
     try:
         with file.open("rb") as stream:
             content = stream.read(FILE_BYTES_MAX + 1)
-        if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"{name} has more than {FILE_BYTES_MAX} bytes")
+        require(len(content) <= FILE_BYTES_MAX, f"{name} has more than {FILE_BYTES_MAX} bytes")
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}") from None
@@ -122,19 +119,15 @@ def read_inferential(file: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{name} is nested too deep") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{name}: wanted a table of settings")
+        raise ConfigError(f"{name}: expected a table of settings")
     return raw
 
 
 def import_inferential(raw: dict[str, Any], is_address: Callable[[str], bool]) -> Imported:
-    """Take over what means something here.
-
-    Args:
-        raw: The configuration.
-        is_address: Whether this server could listen at a ZeroMQ address.
+    """Convert a configuration; `is_address` tests whether this server supports a ZeroMQ address.
 
     Raises:
-        ConfigError: A setting is not what it may be.
+        ConfigError: A setting has an invalid value.
     """
     values = DEFAULTS | dict(_leaves(raw))
     models = (raw.get("models") or {}).get("known") or ()
@@ -155,17 +148,17 @@ def import_inferential(raw: dict[str, Any], is_address: Callable[[str], bool]) -
 
 
 def render_import(imported: Imported) -> str:
-    """The configuration as TOML, and what is not in it as comments."""
+    """The configuration as TOML, with the dropped settings as comments."""
     lines = []
     for name, settings in imported.sections.items():
         lines += [f"[{name}]", *(f"{key} = {render_value(v)}" for key, v in settings.items()), ""]
-    lines.append("# Where each model is: an ONNX file, or a folder with `model.onnx`.")
+    lines.append("# The path of each model: an ONNX file, or a folder with `model.onnx`.")
     for model in imported.models:
         lines += ["[[models]]", f"name = {render_value(model)}", f'path = "models/{model}"', ""]
     if not imported.models:
         lines += ["# [[models]]", '# name = "policy"', '# path = "models/policy"', ""]
     if imported.dropped:
-        lines.append("# Not taken over:")
+        lines.append("# Dropped settings:")
         lines += [f"#   {_line(path)}: {reason}" for path, reason in imported.dropped]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -182,18 +175,18 @@ def _yaml(text: str, name: str) -> Any:  # noqa: ANN401
         import yaml
     except ImportError:
         raise ConfigError(
-            f"{name}: YAML is read with PyYAML, which is not installed: "
-            "`pip install 'iskander[inferential]'`"
+            f"{name}: reading YAML needs PyYAML: `pip install 'iskander[inferential]'`"
         ) from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Says where a value is that PyYAML cannot make, such as the date 2020-99-99."""
+        """Adds the position of a value that PyYAML cannot convert, such as 2020-99-99."""
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:  # noqa: ANN401
             try:
                 return super().construct_object(node, deep)
             except (ArithmeticError, AttributeError, LookupError, ValueError):
-                problem = f"{node.value!r:.80} is no {node.tag.rpartition(':')[2]}"
+                kind = node.tag.rpartition(":")[2]
+                problem = f"{node.value!r:.80} is not of the type {kind}"
                 raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
 
     try:
@@ -201,22 +194,22 @@ def _yaml(text: str, name: str) -> Any:  # noqa: ANN401
         node = loader.get_single_node()
         if node is None:
             return None
-        if not _is_bounded(node):
-            raise ConfigError(f"{name} has more than {NODES_MAX} values, its aliases written out")
+        problem = f"{name} has more than {NODES_MAX} values with expanded aliases"
+        require(_is_bounded(node), problem)
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not YAML: {_line(' '.join(str(error).split()))}") from None
 
 
 def _is_bounded(node: Any) -> bool:  # noqa: ANN401
-    """Whether a YAML node is of at most `NODES_MAX`, each alias counted as what it stands for."""
-    waiting, count = [node], 1
-    while waiting and count <= NODES_MAX:
-        node = waiting.pop()
+    """Whether a YAML node has at most `NODES_MAX` nodes with expanded aliases."""
+    pending, count = [node], 1
+    while pending and count <= NODES_MAX:
+        node = pending.pop()
         if node.id != "scalar":
             inner = list(chain(*node.value)) if node.id == "mapping" else node.value
             count += len(inner)
-            waiting += inner
+            pending += inner
     return count <= NODES_MAX
 
 
@@ -224,8 +217,8 @@ def _leaves(raw: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[
     for key, value in raw.items():
         _check_key(key, above)
         path = ".".join((*above, key))
-        if path in TABLES and value is not None and not isinstance(value, dict):
-            raise ConfigError(f"{_shown(path, value)}: wanted a table")
+        is_table = path not in TABLES or value is None or isinstance(value, dict)
+        require(is_table, f"{_shown(path, value)}: expected a table")
         if isinstance(value, dict) and path not in SAME:
             yield from _leaves(value, (*above, key))
         elif path in SAME or (path not in TABLES and value != []):
@@ -233,20 +226,16 @@ def _leaves(raw: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 def _check_key(key: Any, above: tuple[str, ...]) -> None:  # noqa: ANN401
-    if not isinstance(key, str):
-        rule = f"wanted text as a key, got {type(key).__name__}"
-    elif len(key) > KEY_LETTERS_MAX:
-        rule = f"a key has more than {KEY_LETTERS_MAX} letters"
-    elif len(above) > DEPTH_MAX:
-        rule = f"nested deeper than {DEPTH_MAX} tables"
-    else:
-        return
     table = shorten(_line(".".join(above)), FIELD_BYTES_MAX) or "the file"
-    raise ConfigError(f"{table}: {rule}")
+    if not isinstance(key, str):
+        raise ConfigError(f"{table}: expected text as a key, got {type(key).__name__}")
+    is_short = len(key) <= KEY_LETTERS_MAX
+    require(is_short, f"{table}: a key has more than {KEY_LETTERS_MAX} letters")
+    require(len(above) <= DEPTH_MAX, f"{table}: nested deeper than {DEPTH_MAX} tables")
 
 
 def _is_name(model: str) -> bool:
-    """Whether a model can be called so here."""
+    """Whether this server accepts the name of a model."""
     try:
         msgspec.convert({"name": model, "path": model}, ModelConfig)
     except msgspec.ValidationError:
@@ -255,60 +244,58 @@ def _is_name(model: str) -> bool:
 
 
 def _reason(path: str, values: dict[str, Any], is_address: Callable[[str], bool]) -> str:
-    """Why a setting is not taken over; empty: it is."""
+    """The reason to drop a setting; empty for a converted one."""
     strategy, bind = values["scheduling.strategy"], values["transport.bind"]
     if path == "transport.bind" and isinstance(bind, str) and bind.isprintable():
         return "" if is_address(bind) else UNREACHABLE
     if path == "scheduling.strategy" and isinstance(strategy, str) and strategy not in POLICIES:
-        return "not one of ours; iskander.embed takes a scoring function"
-    is_of_batches = path.startswith("scheduling.batch_optimized.")
-    if path in SAME and (strategy == "batch_optimized" or not is_of_batches):
+        return "unknown policy; iskander.embed accepts a scoring function"
+    is_used = strategy == "batch_optimized" or not path.startswith("scheduling.batch_optimized.")
+    if path in SAME and is_used:
         return ""
     parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        reason = DROPPED.get(".".join(parts[:count]))
-        if reason is not None:
-            return reason
-    return "there is no such setting"
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    reasons = (DROPPED[prefix] for prefix in prefixes if prefix in DROPPED)
+    return next(reasons, "there is no such setting")
 
 
 def _translated(path: str, value: Any) -> Any:  # noqa: ANN401
-    """A value as this server says it, held against its own declarations."""
+    """The value of the equivalent setting, checked against its declaration."""
     section, key = SAME[path]
     kind = InferentialConfig if section == "inferential" else LaneConfig
     try:
-        ours = _ours(key, value)
-        msgspec.convert({key: ours}, kind)
+        converted = _converted(key, value)
+        msgspec.convert({key: converted}, kind)
     except (ValueError, msgspec.ValidationError) as error:
         rule = str(error).partition(" - at")[0]
         raise ConfigError(f"{_shown(path, value)}: {rule}") from None
-    return ours
+    return converted
 
 
-def _ours(key: str, value: Any) -> Any:  # noqa: ANN401
+def _converted(key: str, value: Any) -> Any:  # noqa: ANN401
     if key == "overflow":
         if not isinstance(value, str) or value not in OVERFLOW:
-            raise ValueError(f"unknown, wanted one of {', '.join(OVERFLOW)}")
+            raise ValueError(f"unknown, expected one of {', '.join(OVERFLOW)}")
         return OVERFLOW[value]
     if key == "linger_us":
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value <= WAIT_MS_MAX:
-            raise ValueError(f"wanted a number from 0 to {WAIT_MS_MAX}")
+            raise ValueError(f"expected a number from 0 to {WAIT_MS_MAX}")
         return round(value * 1000)
     if isinstance(value, str) and not value.isprintable():
-        raise ValueError("wanted one line of printable text")
+        raise ValueError("expected one line of printable text")
     if isinstance(value, int) and value > INTEGER_MAX:
-        raise ValueError(f"wanted at most {INTEGER_MAX}")
+        raise ValueError(f"expected at most {INTEGER_MAX}")
     return [value] if key == "preferred_batch_rows" else value
 
 
 def _shown(path: str, value: Any) -> str:  # noqa: ANN401
-    """A setting, and its value where that is a text or a number of a sane size."""
+    """A setting, with its value if that is a text, or a number up to `INTEGER_MAX`."""
     if isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= INTEGER_MAX):
         return f"{path} = {shorten(json.dumps(value), FIELD_BYTES_MAX)}"
     return path
 
 
 def _line(text: str) -> str:
-    """A text as it is where it is one printable line, else quoted and escaped."""
+    """A text, quoted and escaped unless it is one printable line."""
     return text if text.isprintable() else json.dumps(text)

@@ -1,8 +1,8 @@
-"""Every setting, declared once: type, bounds, unit, default and a sentence.
+"""Declaration of every setting: type, bounds, default and description.
 
-The reference page, the commented default file, `iskander config show` and all error texts come
-from the declarations below, and for models and lanes from those of `config_models`. `config_file`
-reads them from a file. Nothing here touches a model or a core.
+The reference page, the commented default file, `iskander config show` and error texts are
+generated from these declarations and from those in `models`, `repository` and `auth`. `loader`
+reads them from a file.
 """
 
 from __future__ import annotations
@@ -14,389 +14,254 @@ from msgspec import Meta
 from iskander.config.auth import AccessConfig, TlsConfig
 from iskander.config.models import LaneConfig, LoadingConfig, ModelConfig
 from iskander.config.repository import RepositoryConfig
-from iskander.config.section import MIB, Positive, Section
+from iskander.config.section import (
+    MIB,
+    NotNegative,
+    PollMicroseconds,
+    Positive,
+    Seconds,
+    Section,
+    ShortSeconds,
+    UpTo1024,
+)
 from iskander.decoders import thread_safe
 
-HEADER_ROOM_BYTES = MIB
-"""Room beside a batch's body for its metadata and padding."""
+HEADER_BYTES_MAX = MIB
+"""Space beside a batch's body for its metadata and padding."""
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
-    """Where the gateway listens and where it keeps its sockets."""
+    """Listeners and processes of the gateway.
 
-    address: Annotated[
-        str | tuple[str, ...],
-        Meta(description="`HOST:PORT`, `unix:PATH`, or a list of them. Port 0 takes a free one."),
-    ] = "127.0.0.1:50051"
-    unix_mode: Annotated[
-        str, Meta(pattern=r"^0?[0-7]{3}\Z", description="Mode of a `unix:` socket, octal.")
-    ] = "0660"
-    unix_owner: Annotated[
-        str,
-        Meta(description="`USER`, `USER:GROUP` or `:GROUP` to own a `unix:` socket; empty: us."),
-    ] = ""
-    runtime_directory: Annotated[
-        str,
-        Meta(
-            description="Folder for the attach socket and locks; workers are started "
-            "with its `attach.sock`. Empty: $RUNTIME_DIRECTORY, else a folder per address below "
-            "$XDG_RUNTIME_DIR or /tmp."
-        ),
-    ] = ""
-    cores: Annotated[
-        str,
-        Meta(
-            description="Cpus of the gateway that no worker gets: `auto` is one physical core for "
-            "each of its processes, of the first NUMA node that has two more, else a cpu list such "
-            "as `0,8`. Empty: it runs anywhere."
-        ),
-    ] = ""
-    processes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=256,
-            description="Gateway processes that share the port; the workers serve all of them.",
-        ),
-    ] = 1
-    busy_poll_us: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=10_000,
-            description="Microseconds for which the gateway goes on looking for messages after its "
-            "last work, before it sleeps: less latency for the CPU that nobody else wants.",
-        ),
-    ] = 0
-    drain_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=86_400,
-            description="Seconds that a stopping gateway waits for accepted batches.",
-        ),
-    ] = 30.0
-    lame_duck_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=3600,
-            description="Seconds that a stopping gateway says that it is not ready and still takes "
-            "batches, so that balancers look elsewhere first.",
-        ),
-    ] = 0.0
+    Attributes:
+        address: `HOST:PORT`, `unix:PATH`, or a list of them. Port 0: a free port.
+        unix_mode: Octal mode of a `unix:` socket.
+        unix_owner: Owner of a `unix:` socket: `USER`, `USER:GROUP` or `:GROUP`. Empty: the server's
+            user.
+        runtime_directory: Folder of locks and of the `attach.sock` to which workers connect. Empty:
+            $RUNTIME_DIRECTORY, else a folder per address below $XDG_RUNTIME_DIR or /tmp.
+        cores: Cpus reserved for the gateway: a cpu list such as `0,8`, or `auto` for one physical
+            core per process, on the first NUMA node with at least two more. Empty: any cpu.
+        processes: Gateway processes that share the port. All of them use the same workers.
+        busy_poll_us: Microseconds to poll for messages after the last one, before the gateway
+            sleeps. Lowers latency and uses an otherwise idle CPU.
+        drain_s: Seconds to wait at shutdown for accepted batches.
+        lame_duck_s: Seconds at shutdown during which the gateway reports not ready and still
+            accepts batches, so that load balancers stop sending requests first.
+    """
+
+    address: str | tuple[str, ...] = "127.0.0.1:50051"
+    unix_mode: Annotated[str, Meta(pattern=r"^0?[0-7]{3}\Z")] = "0660"
+    unix_owner: str = ""
+    runtime_directory: str = ""
+    cores: str = ""
+    processes: Annotated[int, Meta(ge=1, le=256)] = 1
+    busy_poll_us: PollMicroseconds = 0
+    drain_s: Seconds = 30.0
+    lame_duck_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
 class LimitsConfig(Section, frozen=True, kw_only=True):
-    """What one batch or stream may take. Beyond a limit a request is refused by name."""
+    """Limits per batch, stream and port. A request above a limit is rejected.
 
-    rows: Annotated[int, Positive, Meta(description="Rows of a batch.")] = 1_048_576
-    bytes: Annotated[int, Positive, Meta(description="Bytes of a batch, decompressed.")] = 64 * MIB
-    columns: Annotated[int, Positive, Meta(description="Columns of a batch.")] = 1024
-    string_bytes: Annotated[
-        int,
-        Positive,
-        Meta(description="Bytes in a batch's strings: inputs and what passes beside them."),
-    ] = 16 * MIB
-    result_bytes: Annotated[
-        int,
-        Positive,
-        Meta(description="Bytes of a batch's results, or of those of its rows in one bucket."),
-    ] = 1024 * MIB
-    nesting: Annotated[
-        int, Meta(ge=1, le=64, description="Depth of a column's type; a primitive has 1.")
-    ] = 16
-    message_bytes: Annotated[
-        int, Positive, Meta(description="Bytes of one gRPC message or HTTP body.", le=2**31 - 1)
-    ] = 72 * MIB
-    streams: Annotated[int, Positive, Meta(description="DoExchange streams open at once.")] = 1024
-    window_batches: Annotated[
-        int, Positive, Meta(description="Batches of one stream in flight; then reading pauses.")
-    ] = 8
-    window_bytes: Annotated[
-        int, Positive, Meta(description="Bytes of one stream in flight; then reading pauses.")
-    ] = 64 * MIB
-    arena_wait_ms: Annotated[
-        int, Meta(ge=0, description="Milliseconds to wait for room in a full arena.")
-    ] = 5000
-    connections: Annotated[
-        int, Positive, Meta(description="Connections of gRPC clients open at once.")
-    ] = 10_000
-    source_percent: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=100,
-            description="Percent of a port's connections that one source may hold while fewer than "
-            "an eighth are left: an IPv4 address, the first 64 bits of an IPv6 address, or all "
-            "clients of unix sockets.",
-        ),
-    ] = 25
-    receive_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Bytes that were received and are not processed, of all connections: "
-            "half-received messages, messages that wait, responses that are not read. Above it the "
-            "largest are refused. 0: an eighth of the memory of the machine or the cgroup.",
-        ),
-    ] = 0
+    Attributes:
+        rows: Rows of a batch.
+        bytes: Bytes of a batch, decompressed.
+        columns: Columns of a batch.
+        string_bytes: Bytes of the strings of a batch: inputs and passed-through columns.
+        result_bytes: Bytes of the results of a batch, or of its rows in one bucket.
+        nesting: Depth of a column's type; a primitive type has depth 1.
+        message_bytes: Bytes of one gRPC message or HTTP body.
+        streams: DoExchange streams open at once.
+        window_batches: Batches of one stream in flight before the server stops reading it.
+        window_bytes: Bytes of one stream in flight before the server stops reading it.
+        arena_wait_ms: Milliseconds to wait for free space in a full arena.
+        connections: Connections of gRPC clients open at once.
+        source_percent: Percent of a port's connections for one source, while fewer than an eighth
+            are free. A source is an IPv4 address, the first 64 bits of an IPv6 address, or all
+            clients of unix sockets.
+        receive_bytes: Bytes received and not processed, for all connections: partial and queued
+            messages, and unread responses. Above it, the largest are rejected. 0: an eighth of the
+            memory of the machine or the cgroup.
+    """
+
+    rows: Positive = 1_048_576
+    bytes: Positive = 64 * MIB
+    columns: Positive = 1024
+    string_bytes: Positive = 16 * MIB
+    result_bytes: Positive = 1024 * MIB
+    nesting: Annotated[int, Meta(ge=1, le=64)] = 16
+    message_bytes: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 72 * MIB
+    streams: Positive = 1024
+    window_batches: Positive = 8
+    window_bytes: Positive = 64 * MIB
+    arena_wait_ms: NotNegative = 5000
+    connections: Positive = 10_000
+    source_percent: Annotated[int, Meta(ge=1, le=100)] = 25
+    receive_bytes: NotNegative = 0
 
 
 class TimeoutsConfig(Section, frozen=True, kw_only=True):
-    """How long a client may take. They are looked at every 5 s."""
+    """Timeouts of client connections, checked every 5 s.
 
-    preface_s: Annotated[
-        float,
-        Meta(gt=0, le=3600, description="Seconds for the connection preface or greeting."),
-    ] = 10.0
-    headers_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=3600,
-            description="Seconds from the first byte of a header block, or of a frame without "
-            "payload of messages, to its last.",
-        ),
-    ] = 10.0
-    idle_s: Annotated[
-        float,
-        Meta(gt=0, le=86_400, description="Seconds without input before a client is sent a PING."),
-    ] = 60.0
-    keepalive_s: Annotated[
-        float, Meta(gt=0, le=3600, description="Seconds for the answer to that PING.")
-    ] = 20.0
-    message_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=3600,
-            description="Seconds that a message may fall behind 500 bytes/s, from its first byte "
-            "to its last.",
-        ),
-    ] = 30.0
-    response_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=86_400,
-            description="Seconds in which a client takes nothing of what was sent to it.",
-        ),
-    ] = 300.0
+    Attributes:
+        preface_s: Seconds for the connection preface or greeting.
+        headers_s: Seconds from the first to the last byte of a header block, or of a frame without
+            message payload.
+        idle_s: Seconds without input before the server sends a PING.
+        keepalive_s: Seconds for the response to that PING.
+        message_s: Seconds that a message may stay below 500 bytes/s, from its first to its last
+            byte.
+        response_s: Seconds during which a client reads nothing of a response.
+    """
+
+    preface_s: ShortSeconds = 10.0
+    headers_s: ShortSeconds = 10.0
+    idle_s: Seconds = 60.0
+    keepalive_s: ShortSeconds = 20.0
+    message_s: ShortSeconds = 30.0
+    response_s: Seconds = 300.0
 
 
 class WorkersConfig(Section, frozen=True, kw_only=True):
-    """The worker processes."""
+    """Worker processes and their supervision.
 
-    groups: Annotated[
-        Literal["auto", "l3"] | tuple[str, ...],
-        Meta(
-            description="Core groups: `auto` is one for each NUMA node, `l3` one for each set of "
-            "cores that share an L3 cache (of chiplets there are several in a node), or a list of "
-            'cpu lists such as ["0-3", "4-7"].'
-        ),
-    ] = "auto"
-    count: Annotated[
-        int, Meta(ge=0, le=1024, description="Workers in all; 0: one for each group.")
-    ] = 0
-    thread_pool: Annotated[
-        Literal["model", "worker"],
-        Meta(
-            description="Compute threads of ONNX models: each model's own, or one pool for all of "
-            "a worker, with one for each physical core. Threads of a pool wait busily for a while "
-            "after each batch: it is for many models in one worker."
-        ),
-    ] = "model"
-    spawn: Annotated[
-        bool, Meta(description="Start the workers; false where a service manager does.")
-    ] = True
-    busy_poll_us: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=10_000,
-            description="Microseconds for which a worker goes on looking for messages after a "
-            "batch, before it sleeps.",
-        ),
-    ] = 0
-    start_s: Annotated[
-        float,
-        Meta(gt=0, le=86_400, description="Seconds for a worker to attach and load its models."),
-    ] = 120.0
-    hang_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=86_400,
-            description="Seconds without a heartbeat during a batch, after which a worker is "
-            "replaced. Once a model's run times are known, `hang_factor` sets a shorter limit.",
-        ),
-    ] = 30.0
-    hang_factor: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1_000_000,
-            description="A worker is replaced when a batch runs this many times as long as the "
-            "slowest one like it, at least 2 s and at most `hang_s`; 0: only after `hang_s`.",
-        ),
-    ] = 20.0
-    quorum: Annotated[
-        int, Meta(ge=1, le=1024, description="Workers that a model needs to be called ready.")
-    ] = 1
-    recycle_batches: Annotated[
-        int, Meta(ge=0, description="Batches after which a worker is replaced in order; 0: never.")
-    ] = 0
-    recycle_rss_bytes: Annotated[
-        int, Meta(ge=0, description="Resident bytes above which it is, arenas included; 0: never.")
-    ] = 0
-    crash_loop: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1000,
-            description="Deaths in a row, none after 10 s of service, that are called a loop.",
-        ),
-    ] = 5
-    model_deaths: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1000,
-            description="Worker deaths during batches of one model, within `model_deaths_s`, after "
-            "which the model moves to a worker of its own; as many there, and its requests are "
-            "refused for `quarantine_s`. 0: never.",
-        ),
-    ] = 3
-    model_deaths_s: Annotated[
-        float, Meta(gt=0, le=86_400, description="Seconds over which those deaths are counted.")
-    ] = 300.0
-    quarantine_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=86_400,
-            description="Seconds for which a model is refused; doubled, up to an hour, each time "
-            "that it ends a worker again soon after.",
-        ),
-    ] = 60.0
-    reattach_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=86_400,
-            description="Seconds that workers outlive a dead gateway; 0: for ever.",
-        ),
-    ] = 30.0
+    Attributes:
+        groups: Core groups: `auto` for one per NUMA node, `l3` for one per set of cores with a
+            common L3 cache (a node of chiplets has several), or a list of cpu lists such as
+            ["0-3", "4-7"].
+        count: Number of workers; 0: one per group.
+        thread_pool: Compute threads of ONNX models: a pool per model, or one pool per worker with a
+            thread for each physical core, which suits many models in one worker. Pool threads
+            busy-wait for a while after each batch.
+        channel: Channel for work and completions between gateway and worker: a unix socket, or
+            ZeroMQ PUSH and PULL over ipc, which needs more CPU time for each batch.
+        spawn: Start the workers. Set false if a service manager starts them.
+        busy_poll_us: Microseconds to poll for messages after a batch before a worker sleeps.
+        start_s: Seconds for a worker to attach and load its models.
+        hang_s: Seconds without a heartbeat during a batch before a worker is replaced. For a model
+            with known run times, `hang_factor` sets a shorter timeout.
+        hang_factor: Timeout of a batch as a multiple of the slowest similar batch, at least 2 s and
+            at most `hang_s`; 0: always `hang_s`.
+        quorum: Workers that a model needs to be ready.
+        recycle_batches: Batches after which a worker is recycled; 0: no limit.
+        recycle_rss_bytes: Resident bytes, arenas included, above which a worker is recycled; 0: no
+            limit.
+        crash_loop: Consecutive deaths, each within 10 s of service, that are a crash loop.
+        model_deaths: Worker deaths during batches of one model, within `model_deaths_s`, before the
+            model gets a worker of its own. After as many deaths there, its requests are rejected
+            for `quarantine_s`. 0: no limit.
+        model_deaths_s: Seconds over which `model_deaths` are counted.
+        quarantine_s: Seconds for which the requests of a model are rejected; doubled, up to an
+            hour, each time the model ends a worker again soon after.
+        reattach_s: Seconds for which workers wait for a new gateway after their gateway died; 0:
+            no limit.
+    """
+
+    groups: Literal["auto", "l3"] | tuple[str, ...] = "auto"
+    count: UpTo1024 = 0
+    thread_pool: Literal["model", "worker"] = "model"
+    channel: Literal["seqpacket", "zmq"] = "seqpacket"
+    spawn: bool = True
+    busy_poll_us: PollMicroseconds = 0
+    start_s: Seconds = 120.0
+    hang_s: Seconds = 30.0
+    hang_factor: Annotated[float, Meta(ge=0, le=1_000_000)] = 20.0
+    quorum: Annotated[int, Meta(ge=1, le=1024)] = 1
+    recycle_batches: NotNegative = 0
+    recycle_rss_bytes: NotNegative = 0
+    crash_loop: Annotated[int, Meta(ge=1, le=1000)] = 5
+    model_deaths: Annotated[int, Meta(ge=0, le=1000)] = 3
+    model_deaths_s: Seconds = 300.0
+    quarantine_s: Seconds = 60.0
+    reattach_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
 
 
 class ArenaConfig(Section, frozen=True, kw_only=True):
-    """Shared memory, taken whole at start."""
+    """Shared memory, allocated at startup.
 
-    input_bytes: Annotated[
-        int, Positive, Meta(description="Input arena of the gateway, in bytes.")
-    ] = 256 * MIB
-    output_bytes: Annotated[
-        int, Positive, Meta(description="Output arena of each worker, in bytes.")
-    ] = 64 * MIB
-    huge_pages: Annotated[
-        bool,
-        Meta(
-            description="Take the arenas from huge pages of 2 MiB where there are enough, reserved "
-            "by `vm.nr_hugepages` or transparent by `shmem_enabled`. The log says what came of it."
-        ),
-    ] = False
-    lock: Annotated[
-        bool,
-        Meta(
-            description="Keep the arenas from being swapped out, as far as the limit of locked "
-            "memory goes. The log says whether it did."
-        ),
-    ] = False
+    Attributes:
+        input_bytes: Bytes of the gateway's input arena.
+        output_bytes: Bytes of each worker's output arena.
+        huge_pages: Allocate arenas from huge pages of 2 MiB if enough are free, reserved by
+            `vm.nr_hugepages` or transparent by `shmem_enabled`. The log contains the result.
+        lock: Lock the arenas in memory, up to the limit of locked memory. The log contains the
+            result.
+    """
+
+    input_bytes: Positive = 256 * MIB
+    output_bytes: Positive = 64 * MIB
+    huge_pages: bool = False
+    lock: bool = False
 
 
 class SharedMemoryConfig(Section, frozen=True, kw_only=True):
-    """Memory that is lent to clients of this machine, for the bodies of their batches."""
+    """Shared-memory regions for the batches of clients on the same machine.
 
-    path: Annotated[
-        str,
-        Meta(
-            description="Path of the unix socket at which clients ask for memory, with the mode "
-            "and owner of `server.unix_mode` and `unix_owner`; the other processes of several add "
-            "their numbers to it. Empty: none is lent."
-        ),
-    ] = ""
-    region_bytes: Annotated[
-        int, Positive, Meta(description="Bytes of one region: a client has one for each stream.")
-    ] = 256 * MIB
-    total_bytes: Annotated[
-        int, Positive, Meta(description="Bytes of all regions, of each process of several.")
-    ] = 1024 * MIB
-    regions: Annotated[int, Positive, Meta(description="Regions lent at once.")] = 64
+    Attributes:
+        path: Unix socket on which clients request regions, with the mode and owner of
+            `server.unix_mode` and `unix_owner`. With several gateway processes, each but the first
+            appends its number. Empty: disabled.
+        region_bytes: Bytes of one region. A client has one region per stream.
+        total_bytes: Bytes of all regions of a gateway process.
+        regions: Regions allocated at once.
+    """
+
+    path: str = ""
+    region_bytes: Positive = 256 * MIB
+    total_bytes: Positive = 1024 * MIB
+    regions: Positive = 64
 
 
 class AdminConfig(Section, frozen=True, kw_only=True):
-    """What the operator sees."""
+    """Admin endpoints and logging.
 
-    address: Annotated[
-        str,
-        Meta(
-            description="`HOST:PORT` of `/livez`, `/readyz` and `/metrics` over HTTP. Port 0 takes "
-            "a free one; empty: none. It wants the extra `http`; without it the default is none."
-        ),
-    ] = "127.0.0.1:50052"
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least level to log.")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"], Meta(description="Lines on stderr: for people, or JSON.")
-    ] = "text"
+    Attributes:
+        address: `HOST:PORT` of `/livez`, `/readyz` and `/metrics` over HTTP. Port 0: a free port.
+            Empty: disabled. Needs the extra `http`; without the extra, the default is empty.
+        log_level: Lowest level to log.
+        log_format: Format of log lines on stderr.
+    """
+
+    address: str = "127.0.0.1:50052"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
 
 
 class InferentialConfig(Section, frozen=True, kw_only=True):
-    """The protocol of the package `inferential`, over ZeroMQ."""
+    """The protocol of the package `inferential`, over ZeroMQ.
 
-    address: Annotated[
-        str,
-        Meta(
-            description="`tcp://HOST:PORT`, `tcp://*:PORT` or `ipc://PATH` for its clients. Port 0 "
-            "takes a free one; empty: none."
-        ),
-    ] = ""
-    errors: Annotated[
-        Literal["silent", "metadata"],
-        Meta(
-            description="What an observation that fails is answered with: nothing, as its clients "
-            "expect, or a reply whose metadata has the keys `error` and `error_code`."
-        ),
-    ] = "silent"
-    newest_wins: Annotated[
-        bool,
-        Meta(
-            description="A client's newer observation for a model replaces its older one that "
-            "still waits, where its metadata does not say."
-        ),
-    ] = False
-    connections: Annotated[int, Positive, Meta(description="Clients connected at once.")] = 1024
+    Attributes:
+        address: `tcp://HOST:PORT`, `tcp://*:PORT` or `ipc://PATH` for clients. Port 0: a free port.
+            Empty: disabled.
+        errors: Response to a failed observation: none (`silent`), as its clients expect, or a reply
+            with the metadata keys `error` and `error_code`.
+        newest_wins: Default of an observation's metadata: a client's newer observation for a model
+            replaces its older queued one.
+        connections: Clients connected at once.
+    """
+
+    address: str = ""
+    errors: Literal["silent", "metadata"] = "silent"
+    newest_wins: bool = False
+    connections: Positive = 1024
 
 
 class HttpConfig(Section, frozen=True, kw_only=True):
-    """The Open Inference Protocol over HTTP. All clients wait while one's JSON is parsed."""
+    """The Open Inference Protocol over HTTP. Parsing of JSON blocks the event loop.
 
-    address: Annotated[
-        str,
-        Meta(
-            description="`HOST:PORT`, its own. Port 0 takes a free one; empty: none. It wants the "
-            "extra `http`."
-        ),
-    ] = ""
-    connections: Annotated[int, Positive, Meta(description="Connections served at once.")] = 1024
-    json_bytes: Annotated[
-        int, Positive, Meta(description="Bytes of a request's JSON, and of results put into JSON.")
-    ] = MIB
-    bodies_bytes: Annotated[
-        int, Positive, Meta(description="Bytes of all requests and answers that are held at once.")
-    ] = 256 * MIB
+    Attributes:
+        address: `HOST:PORT`, different from the other ports. Port 0: a free port. Empty: disabled.
+            Needs the extra `http`.
+        connections: Connections open at once.
+        json_bytes: Bytes of a request's JSON, and of results as JSON.
+        bodies_bytes: Bytes of all buffered requests and responses.
+    """
+
+    address: str = ""
+    connections: Positive = 1024
+    json_bytes: Positive = MIB
+    bodies_bytes: Positive = 256 * MIB
 
 
 @thread_safe
@@ -417,15 +282,15 @@ class Config(Section, frozen=True, kw_only=True):
     access: AccessConfig = AccessConfig()
     tls: TlsConfig = TlsConfig()
     repository: RepositoryConfig = RepositoryConfig()
-    models: Annotated[tuple[ModelConfig, ...], Meta(description="The models to serve.")] = ()
+    models: tuple[ModelConfig, ...] = ()
 
     @property
     def has_shared_models(self) -> bool:
-        """Whether there are, or may be, models without workers of their own."""
+        """Whether any model is, or may be, without workers of its own."""
         return bool(self.repository.path) or not all(model.own_workers for model in self.models)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses as a tuple, however they were written."""
+        """`server.address` as a tuple."""
         address = self.server.address
         return (address,) if isinstance(address, str) else address

@@ -1,17 +1,33 @@
-"""What the sections of the settings have in common.
-
-`config` declares those of the server, `config_models` those of models and lanes.
-"""
+"""Base class and field types of the configuration sections."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from iskander.errors import ConfigError
+
 MIB = 1 << 20
 
-Positive = Meta(ge=1)
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+UpTo1024 = Annotated[int, Meta(ge=0, le=1024)]
+PollMicroseconds = Annotated[int, Meta(ge=0, le=10_000)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+ShortSeconds = Annotated[float, Meta(gt=0, le=3600)]
+Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of settings; a key that it does not declare is an error."""
+    """A table of settings; an undeclared key is an error.
+
+    The `Attributes:` of a section's docstring are the descriptions on the reference pages.
+    """
+
+
+def require(is_met: bool, rule: str) -> None:
+    """Raise a `ConfigError` unless a condition is met."""
+    if not is_met:
+        raise ConfigError(rule)

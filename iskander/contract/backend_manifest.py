@@ -1,7 +1,4 @@
-"""What a manifest says to the backend that runs its model, as written.
-
-Read together with the rest of the manifest (`manifest`).
-"""
+"""Manifest tables that configure a backend: `[python]`, `[torch]`, `[graph]`, `[[steps]]`."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ class PythonSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[python]` of a manifest.
 
     Attributes:
-        file: A file, or the folder of a package, inside the model's folder.
-        class_name: The class in it; `class` in the manifest.
-        settings: For the class to read; nobody else does.
+        file: Python file, or the folder of a package, in the model's folder.
+        class_name: Class to instantiate; `class` in the manifest.
+        settings: Settings that only the class reads.
     """
 
     file: str = "model.py"
@@ -30,9 +27,9 @@ class TorchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[torch]` of a manifest.
 
     Attributes:
-        file: A program of `torch.export` (`.pt2`), or TorchScript, inside the model's folder.
-        weights: A safetensors file whose tensors take the place of the program's.
-        outputs: Names of its results, in order; without them those of the manifest's tensors.
+        file: Program of `torch.export` (`.pt2`), or TorchScript, in the model's folder.
+        weights: Safetensors file whose tensors replace those of the program.
+        outputs: Names of the results, in order; by default those of the manifest's tensors.
     """
 
     file: str = "model.pt2"
@@ -41,13 +38,13 @@ class TorchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GraphSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[graph]` of a manifest: tensors of a model that says nothing of itself, by name.
+    """`[graph]` of a manifest: tensors of a model whose files declare none, by name.
 
-    Those that are columns as they are need not be declared. Types are spelled as those of columns.
+    A tensor that is a column without conversion needs no entry. Types are spelled as for columns.
 
     Attributes:
-        inputs: What it takes.
-        outputs: What it makes.
+        inputs: Types of the inputs.
+        outputs: Types of the outputs.
     """
 
     inputs: dict[str, str] = {}
@@ -58,11 +55,11 @@ class PipelineStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[[steps]]` of a manifest.
 
     Attributes:
-        name: For people, and for what is measured.
-        model: Its model file or folder, inside the pipeline's.
-        backend: What runs it.
-        inputs: Its model's names of tensors to the pipeline's, where they differ.
-        outputs: The same of what it makes.
+        name: Name in errors and metrics.
+        model: Model file or folder, in the pipeline's folder.
+        backend: Backend that runs the model.
+        inputs: Tensor names of the model to those of the pipeline, where they differ.
+        outputs: The same mapping for the outputs.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]

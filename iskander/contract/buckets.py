@@ -1,9 +1,9 @@
-"""Buckets of a model whose rows are lists: for each, the contract with its tensors that long.
+"""Buckets of a model with list inputs: one contract for each padded list length.
 
-A row belongs to the smallest bucket that holds it, so that one long row does not cost the others
-their padding. Requests of one bucket only are put together; `Execute` names it by its number.
+A row belongs to the smallest bucket that holds it, so that one long row adds no padding to the
+others. A batch contains requests of one bucket only; `Execute` carries the bucket's number.
 
-Pure; known to the gateway and to workers.
+Pure. Runs on: gateway and workers.
 """
 
 from __future__ import annotations
@@ -12,40 +12,38 @@ import msgspec
 
 from iskander.contract.manifest import InputColumn
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.errors import ManifestError
+from iskander.contract.validation import require
 
 
 def require_one_set(entries: tuple[InputColumn, ...]) -> None:
-    """Refuse inputs with different buckets: a row is in one bucket with all its lists.
+    """Reject inputs with different buckets: all lists of a row are in the same bucket.
 
     Raises:
-        ManifestError: Names two that differ.
+        ManifestError: Names two inputs that differ.
     """
     bucketed = [entry for entry in entries if entry.buckets]
     for entry in bucketed[1:]:
-        if entry.buckets != bucketed[0].buckets:
-            raise ManifestError(
-                f"inputs `{bucketed[0].tensor}` and `{entry.tensor}` have different buckets, and a "
-                "row is in one with all its lists"
-            )
+        is_same, first = entry.buckets == bucketed[0].buckets, bucketed[0].tensor
+        problem = "have different buckets; all lists of a row must share one bucket"
+        require(is_same, f"inputs `{first}` and `{entry.tensor}` {problem}")
 
 
 def buckets_of(contract: Contract) -> tuple[int, ...]:
-    """Elements of a row in each bucket, ascending; empty where there are none."""
+    """Elements of a row in each bucket, ascending; empty for a contract without buckets."""
     return next((entry.buckets for entry in contract.sources if entry.buckets), ())
 
 
 def variants(contract: Contract) -> tuple[Contract, ...]:
-    """The contract of each bucket; itself where there are none."""
+    """The contract of each bucket; the contract itself if it has none."""
     buckets = buckets_of(contract)
     if not buckets:
         return (contract,)
-    long = bucketed_tensors(contract)
+    padded = bucketed_tensors(contract)
     return tuple(
         msgspec.structs.replace(
             contract,
             inputs=tuple(
-                _of_length(spec, length) if spec.tensor in long else spec
+                _of_length(spec, length) if spec.tensor in padded else spec
                 for spec in contract.inputs
             ),
         )
@@ -54,12 +52,11 @@ def variants(contract: Contract) -> tuple[Contract, ...]:
 
 
 def bucketed_tensors(contract: Contract) -> set[str]:
-    """The tensors whose second axis is as long as the bucket."""
+    """The tensors whose second axis has the length of the bucket."""
     bucketed = [entry for entry in contract.sources if entry.buckets]
     return {name for entry in bucketed for name in (entry.tensor, entry.mask) if name}
 
 
 def _of_length(spec: TensorSpec, length: int) -> TensorSpec:
-    shape = (length, *spec.shape[1:])
     column_type = msgspec.structs.replace(spec.type, shape=(length, *spec.type.shape[1:]))
-    return msgspec.structs.replace(spec, type=column_type, shape=shape)
+    return msgspec.structs.replace(spec, type=column_type, shape=(length, *spec.shape[1:]))

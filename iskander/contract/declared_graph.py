@@ -1,6 +1,6 @@
-"""The graph of a model whose files say nothing of it: what its manifest declares.
+"""Graph of a model whose files declare no tensors, from its manifest.
 
-Pure; known to workers and the operator's tool.
+Pure. Runs on: workers and the operator's tool.
 """
 
 from __future__ import annotations
@@ -9,24 +9,22 @@ from iskander.contract.column_types import parse_column_type
 from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.manifest import Manifest
 from iskander.contract.postprocess import is_plain
-from iskander.errors import ManifestError
+from iskander.contract.validation import quoted, require
 
 
 def declared_graph(manifest: Manifest) -> Graph:
-    """The graph of a model that says nothing of itself: as declared, else as its columns are.
+    """The graph from `[graph]`; a tensor without an entry has the type of its column.
 
     Raises:
-        ManifestError: A type is unknown, or a tensor that is no column as it is is not declared.
+        ManifestError: A type is unknown, or a tensor with post-processing has no entry.
     """
     inputs = {entry.tensor: entry.type for entry in manifest.inputs} | manifest.graph.inputs
     outputs = {entry.tensor: entry.type for entry in manifest.outputs if is_plain(entry)}
     outputs |= manifest.graph.outputs
     used = {source.tensor for entry in manifest.outputs for source in entry.sources}
-    missing = sorted(used - set(outputs))
-    if missing:
-        raise ManifestError(
-            f"the type of the tensor `{missing[0]}` is not known: declare it in [graph] outputs"
-        )
+    missing = quoted(sorted(used - set(outputs)))
+    problem = f"the type of the tensors {missing} is not known: declare it in [graph] outputs"
+    require(used <= set(outputs), problem)
     return Graph(_tensors(inputs), _tensors(outputs))
 
 

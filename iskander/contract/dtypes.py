@@ -1,10 +1,9 @@
-"""One table of element types: Arrow, NumPy, ONNX and Open Inference Protocol names side by side.
+"""Table of element types: Arrow, NumPy, ONNX and Open Inference Protocol names.
 
-Pure, and free of pyarrow and NumPy, so that a worker can read it before it is placed.
+Pure. Imports neither pyarrow nor NumPy, so that a worker can import it before it sets its affinity.
 
-Arrow has no bfloat16 of its own: its column is the extension type `iskander.bfloat16` over uint16.
-ONNX has one type of strings, and they are UTF-8; a column of them is text or bytes, as the manifest
-says.
+Arrow has no bfloat16: its column is the extension type `iskander.bfloat16` over uint16. ONNX has
+one string type, UTF-8; the manifest declares a column of strings as text or as bytes.
 
 Source: ONNX `TensorProto.DataType`, Arrow columnar format 1.5, Open Inference Protocol v2.
 """
@@ -14,19 +13,19 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 OFFSET_BYTES: Final = 4
-"""Where a string begins and ends is said by int32 numbers, as in Arrow's `utf8` and `binary`."""
+"""String offsets are int32, as in Arrow's `utf8` and `binary`."""
 
 
 class Dtype(NamedTuple):
     """One element type.
 
     Attributes:
-        arrow: Name of the Arrow type, as manifests spell it.
-        numpy: Name of the NumPy dtype that one element of a tensor has the memory of.
-        onnx: Type string that ONNX Runtime reports for a tensor of it.
+        arrow: Name of the Arrow type in manifests.
+        numpy: Name of the NumPy dtype with the memory layout of one element.
+        onnx: Type string of a tensor in ONNX Runtime.
         oip: Datatype of the Open Inference Protocol.
         arrow_bits: Bits of one element in an Arrow buffer; Arrow packs booleans. 0 for strings,
-            whose bytes lie in a buffer beside that of their offsets.
+            whose bytes have a buffer beside the offsets.
     """
 
     arrow: str
@@ -36,7 +35,7 @@ class Dtype(NamedTuple):
     arrow_bits: int
 
     def buffer_bytes(self, count: int) -> int:
-        """Bytes of an Arrow buffer with `count` values; for strings, with their offsets."""
+        """Bytes of an Arrow buffer with `count` values, or with the offsets of `count` strings."""
         if self.arrow_bits:
             return (count * self.arrow_bits + 7) // 8
         return (count + 1) * OFFSET_BYTES
@@ -62,4 +61,4 @@ DTYPES = (
 
 BY_ARROW = {dtype.arrow: dtype for dtype in DTYPES}
 BY_ONNX = {dtype.onnx: dtype for dtype in DTYPES}
-"""Of the two that are ONNX's strings, `utf8`."""
+"""`tensor(string)` maps to `utf8`."""

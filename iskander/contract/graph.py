@@ -1,11 +1,16 @@
-"""What a model file declares about itself.
+"""Graph of a model: its input and output tensors, as the model file declares them.
 
 Source: ONNX IR shapes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from iskander.contract.dtypes import BY_ONNX, Dtype
+from iskander.contract.validation import require
 
 Dimension = int | str | None
 
@@ -19,7 +24,34 @@ class GraphTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Graph(msgspec.Struct, frozen=True, array_like=True):
-    """What a model file declares about itself."""
+    """The inputs and outputs that a model file declares."""
 
     inputs: tuple[GraphTensor, ...]
     outputs: tuple[GraphTensor, ...]
+
+
+def supported_dtype(tensor: GraphTensor, where: str) -> Dtype:
+    """The element type of a tensor whose first axis is the rows.
+
+    Raises:
+        ManifestError: The element type is not supported, or the tensor is a scalar.
+    """
+    dtype = BY_ONNX.get(tensor.element)
+    supported = f"which is not supported; supported are {', '.join(BY_ONNX)}"
+    require(dtype is not None, f"{where} is a {tensor.element}, {supported}")
+    assert dtype is not None
+    require(len(tensor.shape) > 0, f"{where} is a scalar and has no axis for rows")
+    return dtype
+
+
+def row_shape(declared: tuple[int, ...], axes: Sequence[Dimension]) -> tuple[int, ...] | None:
+    """The shape of one row, or None if the declared shape does not fit the axes beside the rows.
+
+    A single value fits axes of size 1.
+    """
+    if not declared and all(size == 1 for size in axes):
+        return (1,) * len(axes)
+    fits = len(declared) == len(axes) and all(
+        not isinstance(size, int) or size == got for size, got in zip(axes, declared, strict=True)
+    )
+    return declared if fits else None

@@ -1,7 +1,6 @@
-"""A model folder on disk: which file is the model, and what the manifest beside it says.
+"""Manifest of a model version: its declaration, and the reader of `manifest.toml`.
 
-Reading one runs in the worker that loads the model and in the operator's tool; the gateway opens no
-model.
+Runs on: the worker that loads the model, and the operator's tool. The gateway opens no model.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from msgspec import Meta
 from iskander.contract.backend_manifest import GraphSection, PythonSection, Steps, TorchSection
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.paths import read_plain
+from iskander.contract.validation import require
 from iskander.decoders import thread_safe
 from iskander.errors import ManifestError
 
 MANIFEST_BYTES_MAX = 1 << 20
 COLUMNS_MAX = 4096
-"""Of one tensor."""
+"""Columns of one tensor."""
 LENGTH_MAX = 1 << 20
 """Elements of one row of a list."""
 BUCKETS_MAX = 16
@@ -31,36 +31,35 @@ Value = bool | int | float | str
 
 
 class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`[[inputs]]` of a manifest: which columns are which tensor, and how they become it.
+    """`[[inputs]]` of a manifest: the columns of a tensor, and their conversion.
 
-    Which keys belong together is on the page `docs/models.md`; `contract.inputs` holds them against
-    the graph.
+    The page `docs/models.md` explains the keys; `contract.inputs` checks them against the graph.
 
     Attributes:
         tensor: Input of the graph.
-        column: Of the batch; `a.b` is a field of a struct.
-        columns: Several, packed into the tensor's last axis in this order.
-        type: In which the column is sent; the tensor's own where it is not said.
-        nullable: The old word for `nulls`; `true` wants that beside it.
-        nulls: What a null becomes; it is refused where this is not said.
-        fill: The value in place of nulls.
-        mask: Input of the graph that says where there was a value.
-        cast: Other types of numbers are taken too, where no value is lost.
-        unit: Of the numbers that dates and times become.
-        as: How decimals become numbers.
+        column: Column of the batch; `a.b` is a field of a struct.
+        columns: Columns, packed into the tensor's last axis in this order.
+        type: Type of the sent column; by default the tensor's own.
+        nullable: Older form of `nulls`; `true` also requires `nulls`.
+        nulls: Replacement of a null; by default a null is an error.
+        fill: Value that replaces a null.
+        mask: Input of the graph that marks present values.
+        cast: Accept other numeric types, if no value loses precision.
+        unit: Unit of the numbers that replace dates and times.
+        as: Conversion of decimals to numbers.
         max_length: Elements of a row of lists.
-        padding: What shorter rows are filled up with.
-        truncate: Which end of longer rows is kept, or that they are refused.
-        lengths: Input of the graph that says how long each row is.
+        padding: Value that fills shorter rows.
+        truncate: End of a longer row to keep, or `refuse` to reject the row.
+        lengths: Input of the graph with the length of each row.
         buckets: Lengths, ascending, that rows are padded to.
-        vocabulary: File beside the model with a line for each word; words become their numbers.
-        one_hot: A number becomes a row of zeros with a one.
-        unknown: What a word becomes that the vocabulary does not have.
+        vocabulary: File beside the model with one word a line; a word becomes its line's index.
+        one_hot: Encode an index as a row of zeros with a one.
+        unknown: Index of a word that the vocabulary does not contain.
     """
 
     tensor: str
     column: str | None = None
-    columns: Annotated[tuple[str, ...], msgspec.Meta(max_length=COLUMNS_MAX)] = ()
+    columns: Annotated[tuple[str, ...], Meta(max_length=COLUMNS_MAX)] = ()
     type: str = ""
     nullable: bool = False
     nulls: Literal["reject", "fill", "nan", "mask"] | None = None
@@ -69,32 +68,32 @@ class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     cast: bool = False
     unit: Unit | None = None
     conversion: Literal["number", "unscaled"] | None = msgspec.field(default=None, name="as")
-    max_length: Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)] | None = None
+    max_length: Annotated[int, Meta(ge=1, le=LENGTH_MAX)] | None = None
     padding: Value | None = None
     truncate: Literal["head", "tail", "refuse"] | None = None
     lengths: str = ""
     buckets: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)], ...],
-        msgspec.Meta(max_length=BUCKETS_MAX),
+        tuple[Annotated[int, Meta(ge=1, le=LENGTH_MAX)], ...],
+        Meta(max_length=BUCKETS_MAX),
     ] = ()
     vocabulary: str = ""
     one_hot: bool = False
-    unknown: Annotated[int, msgspec.Meta(ge=0)] | Literal["reject"] | None = None
+    unknown: Annotated[int, Meta(ge=0)] | Literal["reject"] | None = None
 
 
 class WarmUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[warm_up]` of a manifest: the first batches, before any caller's.
+    """`[warm_up]` of a manifest: batches that run before the first request.
 
     Attributes:
-        values: Of every input; `random` are evenly spread from `low` to `high`.
-        low: The least of random values.
-        high: The largest of them.
-        seed: Of them: equal seeds give equal values.
+        values: Values of every input; `random` is a uniform distribution from `low` to `high`.
+        low: Lower bound of random values.
+        high: Upper bound of random values.
+        seed: Seed of random values.
         samples: An `.npz` file beside the model with an array for each input tensor, by its name.
-        results: Another with what outputs have to be for them; a difference beyond `absolute` plus
-            `relative` times the recorded value is a load error.
-        absolute: By how much a result may differ.
-        relative: By what part of the recorded value it may differ besides.
+        results: An `.npz` file with the expected outputs; a difference above `absolute` plus
+            `relative` times the expected value is a load error.
+        absolute: Absolute tolerance of a result.
+        relative: Relative tolerance of a result.
     """
 
     values: Literal["ones", "zeros", "random"] = "ones"
@@ -109,21 +108,23 @@ class WarmUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @thread_safe
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A manifest as written, before it is held against a graph.
+    """A manifest as written, before compilation.
 
     Attributes:
-        format: Of this file.
+        format: Version of the manifest format.
         inputs: Every input of the graph.
-        outputs: The columns of results, in their order.
-        passthrough: Columns of the request that come back as they are.
-        columns: Whether passed-through columns come before the outputs, or the order of all.
-        graph: Tensors of a model that declares none.
-        python: Of the backend `python`.
-        torch: Of the backend `torch`.
-        steps: Of a pipeline: models in a row that are one.
-        sha256: Hashes that files beside the manifest have to have, by name.
-        custom_ops: Operator libraries that the graph needs, as `loading.custom_ops` names them.
-        warm_up: First batches; a row of ones and a larger batch of them where it is not there.
+        outputs: Result columns, in order.
+        passthrough: Request columns that the response returns unchanged.
+        columns: Position of passed-through columns relative to the outputs, or all column names in
+            order.
+        graph: Tensors of a model whose files declare none.
+        python: Options of the backend `python`.
+        torch: Options of the backend `torch`.
+        steps: Models of a pipeline, in order.
+        sha256: Required hashes of files beside the manifest, by name.
+        custom_ops: Operator libraries that the graph needs, with their names in
+            `loading.custom_ops`.
+        warm_up: First batches; by default one row of ones, and a larger batch of ones.
     """
 
     format: Literal[1]
@@ -141,20 +142,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def model_file(path: Path, backend: str = "onnx") -> Path:
-    """The file that a configured path means: itself, or what makes a folder a model.
-
-    For ONNX that is the graph, for all others the manifest, which names their files.
-    """
+    """The model file of a configured path: for a folder, the ONNX graph or the manifest."""
     if not path.is_dir():
         return path
     return path / ("model.onnx" if backend == "onnx" else "manifest.toml")
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The `manifest.toml` beside the model, or None where there is none.
+    """The `manifest.toml` beside the model, or None if there is none.
 
     Raises:
-        ManifestError: It cannot be read, or is not a manifest; names the key and the rule.
+        ManifestError: The file cannot be read, or is not a manifest; names the key and the rule.
     """
     file = model_file(path).parent / "manifest.toml"
     try:
@@ -163,17 +161,16 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise ManifestError(f"manifest.toml cannot be read: {error.strerror}") from None
-    if len(raw) > MANIFEST_BYTES_MAX:
-        raise ManifestError(f"manifest.toml is larger than {MANIFEST_BYTES_MAX} bytes")
+    is_small = len(raw) <= MANIFEST_BYTES_MAX
+    require(is_small, f"manifest.toml is larger than {MANIFEST_BYTES_MAX} bytes")
     try:
         manifest = msgspec.toml.decode(raw, type=Manifest)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"manifest.toml: {error}") from None
     except RecursionError:
         raise ManifestError("manifest.toml is nested too deeply") from None
-    plan = manifest.warm_up
-    if plan.low > plan.high:
-        raise ManifestError(f"manifest.toml: warm_up.low = {plan.low:g} is above high")
-    if plan.results and not plan.samples:
-        raise ManifestError("manifest.toml: warm_up.results are of no warm_up.samples")
+    low, high = manifest.warm_up.low, manifest.warm_up.high
+    require(low <= high, f"manifest.toml: warm_up.low = {low:g} is above warm_up.high = {high:g}")
+    has_samples = not manifest.warm_up.results or bool(manifest.warm_up.samples)
+    require(has_samples, "manifest.toml: warm_up.results needs warm_up.samples")
     return manifest

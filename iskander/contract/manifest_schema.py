@@ -1,6 +1,6 @@
-"""The manifest's declarations for other programs and for people: JSON schema, tables of keys.
+"""JSON schema and reference tables of the manifest.
 
-Runs in the operator's tool and in the script that writes the reference.
+Runs on: the operator's tool, and the script that writes the reference.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from iskander.contract.backend_manifest import (
-    GraphSection,
-    PipelineStep,
-    PythonSection,
-    TorchSection,
-)
+from iskander.contract import backend_manifest as backends
 from iskander.contract.manifest import InputColumn, Manifest, WarmUp
 from iskander.contract.outputs import OutputColumn
 
@@ -26,16 +21,16 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "[[inputs]]": InputColumn,
     "[[outputs]]": OutputColumn,
     "[warm_up]": WarmUp,
-    "[graph]": GraphSection,
-    "[python]": PythonSection,
-    "[torch]": TorchSection,
-    "[[steps]]": PipelineStep,
+    "[graph]": backends.GraphSection,
+    "[python]": backends.PythonSection,
+    "[torch]": backends.TorchSection,
+    "[[steps]]": backends.PipelineStep,
 }
-"""The tables that a manifest begins with, by how they are written."""
+"""The tables of a manifest, by their TOML header."""
 
 
 class Key(NamedTuple):
-    """One key of a table: `default` is None where it has to be there."""
+    """One key of a table; `default` is None for a required key."""
 
     name: str
     type: str
@@ -44,25 +39,17 @@ class Key(NamedTuple):
 
 
 def manifest_schema() -> dict[str, Any]:
-    """The JSON schema of a manifest that was read as TOML."""
-    schema = msgspec.json.schema(Manifest)
+    """The JSON schema of a manifest, for its TOML as parsed."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "manifest.toml of an Iskander model",
-        **schema,
+        **msgspec.json.schema(Manifest),
     }
 
 
 def keys_of(table: type[msgspec.Struct]) -> Iterator[Key]:
-    """Every key of a table, as it is declared."""
-    hints = get_type_hints(table, include_extras=True)
-    _, _, attributes = (inspect.getdoc(table) or "").partition("Attributes:\n")
-    sentences = {
-        name: " ".join(text.split())
-        for name, text in re.findall(
-            r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE
-        )
-    }
+    """Every key of a table, in declaration order."""
+    hints, sentences = get_type_hints(table, include_extras=True), attribute_texts(table)
     for field in msgspec.structs.fields(table):
         default: str | None = None
         if not field.required:
@@ -70,11 +57,18 @@ def keys_of(table: type[msgspec.Struct]) -> Iterator[Key]:
             is_table = isinstance(value, msgspec.Struct) or value is None
             default = "" if is_table else msgspec.json.encode(value).decode()
         sentence = sentences.get(field.encode_name) or sentences.get(field.name, "")
-        yield Key(field.encode_name, _type_of(hints[field.name]), default, sentence)
+        yield Key(field.encode_name, type_text(hints[field.name]), default, sentence)
 
 
-def _type_of(hint: Any) -> str:  # noqa: ANN401
-    """A declared type in words, from its own schema."""
+def attribute_texts(kind: type) -> dict[str, str]:
+    """The `Attributes:` of a class docstring, each as one line."""
+    _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def type_text(hint: Any) -> str:  # noqa: ANN401
+    """A declared type in words, from its JSON schema."""
     schema = msgspec.json.schema(get_args(hint)[0] if hasattr(hint, "__metadata__") else hint)
     return _words(schema, schema.get("$defs", {}))
 
@@ -92,9 +86,5 @@ def _words(schema: dict[str, Any], named: dict[str, Any]) -> str:
     kind = schema.get("type", "anything")
     if kind == "array":
         return f"list of {_words(schema.get('items') or {}, named)}"
-    return {
-        "string": "text",
-        "object": "table",
-        "boolean": "true or false",
-        "null": "nothing",
-    }.get(kind, str(kind))
+    words = {"string": "text", "object": "table", "boolean": "true or false", "null": "nothing"}
+    return words.get(kind, str(kind))

@@ -1,9 +1,10 @@
-"""The manifest that a signature of MLflow stands for: its columns, under their own names.
+"""Manifests from MLflow model signatures: one tensor per column, with its name.
 
-A signature has two texts of JSON, `inputs` and `outputs`. Each is a list of columns, or of tensors
-with a name or none. It says nothing of a graph, so every column is taken for a tensor of its name.
+A signature has two JSON texts, `inputs` and `outputs`. Each is a list of columns, or of tensors
+with or without a name. It does not describe the graph.
 
-Pure; runs in the operator's tool. Source: MLflow's model signature format (`MLmodel`, `signature`).
+Pure. Runs on: the operator's tool. Source: MLflow's model signature format (`MLmodel`,
+`signature`).
 """
 
 from __future__ import annotations
@@ -16,41 +17,28 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.dtypes import BY_ARROW, DTYPES
 from iskander.contract.manifest import InputColumn, Manifest
 from iskander.contract.outputs import OutputColumn
+from iskander.contract.validation import require
 from iskander.errors import ManifestError
 
-COLUMN_TYPES = {
-    "boolean": "bool",
-    "integer": "int32",
-    "long": "int64",
-    "float": "float32",
-    "double": "float64",
-    "string": "utf8",
-    "binary": "binary",
-}
-TENSOR_TYPES = {dtype.numpy: dtype.arrow for dtype in DTYPES if dtype.arrow_bits} | {
-    "uint16": "uint16",
-    "object": "utf8",
-    "str": "utf8",
-}
+COLUMN_TYPES = {"boolean": "bool", "integer": "int32", "long": "int64", "float": "float32"}
+COLUMN_TYPES |= {"double": "float64", "string": "utf8", "binary": "binary"}
+TENSOR_TYPES = {dtype.numpy: dtype.arrow for dtype in DTYPES if dtype.arrow_bits}
+TENSOR_TYPES |= {"uint16": "uint16", "object": "utf8", "str": "utf8"}
 SIZE_MAX = 10**9
 
 
 def manifest_of_signature(document: Any) -> Manifest:  # noqa: ANN401
-    """The manifest of an `MLmodel` document, or of the signature in it.
-
-    Args:
-        document: As read from YAML or JSON.
+    """The manifest of a parsed `MLmodel` document, or of the signature in it.
 
     Raises:
-        ManifestError: There is no signature, or a column has no type here; names it.
+        ManifestError: There is no signature, or a column's type is not supported; names it.
     """
     signature = document.get("signature", document) if isinstance(document, dict) else None
     if not isinstance(signature, dict) or not signature.get("inputs"):
         raise ManifestError("there is no signature with inputs; log the model with one")
     inputs = _columns(signature["inputs"], "input")
     outputs = _columns(signature.get("outputs") or "[]", "output")
-    if not outputs:
-        raise ManifestError("the signature has no outputs; log the model with an output example")
+    require(bool(outputs), "the signature has no outputs; log the model with an output example")
     return Manifest(
         format=1,
         inputs=tuple(InputColumn(tensor=n, column=n, type=str(t)) for n, t in inputs),
@@ -62,37 +50,31 @@ def _columns(text: Any, side: str) -> list[tuple[str, ColumnType]]:  # noqa: ANN
     try:
         entries = msgspec.json.decode(text) if isinstance(text, str) else text
     except msgspec.DecodeError as error:
-        raise ManifestError(f"the signature's {side}s are no JSON: {error}") from None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ManifestError(f"the signature's {side}s are no list of columns")
-    return [
-        (str(entry.get("name") or (side if len(entries) == 1 else f"{side}_{number}")), kind)
-        for number, entry in enumerate(entries)
-        for kind in [_type_of(entry, str(entry.get("name") or f"{side} {number}"))]
-    ]
+        raise ManifestError(f"the signature's {side}s are not JSON: {error}") from None
+    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    require(is_list, f"the signature's {side}s are not a list of columns")
+    columns = []
+    for number, entry in enumerate(entries):
+        name = entry.get("name")
+        default = side if len(entries) == 1 else f"{side}_{number}"
+        columns.append((str(name or default), _type_of(entry, str(name or f"{side} {number}"))))
+    return columns
 
 
 def _type_of(entry: dict[str, Any], name: str) -> ColumnType:
     kind = entry.get("type")
-    if kind == "tensor":
-        spec = entry.get("tensor-spec")
-        spec = spec if isinstance(spec, dict) else {}
-        shape, element = spec.get("shape"), TENSOR_TYPES.get(str(spec.get("dtype")))
-        if element not in BY_ARROW:
-            raise ManifestError(f"tensor `{name}` is of `{spec.get('dtype')}`, which no column has")
-        if not isinstance(shape, list) or not shape or shape[0] != -1:
-            raise ManifestError(
-                f"tensor `{name}` has the shape {shape}: its first axis is no batch"
-            )
-        sizes = shape[1:]
-        if not all(isinstance(size, int) and 0 < size < SIZE_MAX for size in sizes):
-            raise ManifestError(
-                f"tensor `{name}` has the shape {shape}: only the first axis may be open"
-            )
-        return ColumnType(element, tuple(sizes))
-    if kind not in COLUMN_TYPES:
-        raise ManifestError(
-            f"column `{name}` is of the type `{kind}`, which has no tensor here; there are "
-            f"{', '.join(COLUMN_TYPES)}"
-        )
-    return ColumnType(COLUMN_TYPES[str(kind)])
+    if kind != "tensor":
+        supported = f"which is not supported; supported are {', '.join(COLUMN_TYPES)}"
+        require(kind in COLUMN_TYPES, f"column `{name}` is of the type `{kind}`, {supported}")
+        return ColumnType(COLUMN_TYPES[str(kind)])
+    spec = entry.get("tensor-spec")
+    spec = spec if isinstance(spec, dict) else {}
+    shape, element = spec.get("shape"), TENSOR_TYPES.get(str(spec.get("dtype")))
+    if element not in BY_ARROW:
+        raise ManifestError(f"tensor `{name}` is of `{spec.get('dtype')}`, which is not supported")
+    if not isinstance(shape, list) or not shape or shape[0] != -1:
+        raise ManifestError(f"tensor `{name}` has the shape {shape}: its first axis is no batch")
+    sizes = shape[1:]
+    is_fixed = all(isinstance(size, int) and 0 < size < SIZE_MAX for size in sizes)
+    require(is_fixed, f"tensor `{name}` has the shape {shape}: only the first axis may be open")
+    return ColumnType(element, tuple(sizes))

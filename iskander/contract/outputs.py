@@ -1,7 +1,6 @@
-"""`[[outputs]]` of a manifest as written: columns, what each is made of, and what is done with it.
+"""`[[outputs]]` of a manifest: result columns, their tensors and post-processing steps.
 
-Read together with the rest of the manifest (`manifest`); what it means for a graph is decided by
-`finishing`.
+`postprocess` compiles them for a graph.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ ColumnOrder = Literal["passthrough_first", "outputs_first"] | tuple[str, ...]
 
 
 class Quantization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers as int8: `round(x / scale) + zero_point`, what is beyond them at their ends."""
+    """Quantization to int8: `round(x / scale) + zero_point`, saturated."""
 
     scale: float
     zero_point: Annotated[int, msgspec.Meta(ge=-128, le=127)] = 0
 
     def __post_init__(self) -> None:
-        """Refuse a scale that says nothing."""
+        """Reject a scale that is not positive and finite."""
         if not (isfinite(self.scale) and self.scale > 0):
             raise ValueError("scale has to be above 0 and finite")
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A step with a parameter; exactly one of its keys is there.
+    """A step with a parameter; exactly one key is set.
 
     Attributes:
-        top_k: The largest of the last axis, as so many labels and scores.
-        select: This one of the last axis.
-        threshold: Whether a number is this or above.
-        quantize: To int8.
-        cast: To this type of numbers.
+        top_k: Number of the largest values of the last axis to return, with labels and scores.
+        select: Index in the last axis to return.
+        threshold: Compare each number: true if it is this or above.
+        quantize: Quantize to int8.
+        cast: Numeric type to cast to.
     """
 
     top_k: Count | None = None
@@ -47,21 +46,20 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     cast: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse none and several."""
-        if len(msgspec.structs.asdict(self)) - list(self._values()).count(None) != 1:
+        """Require exactly one key."""
+        if len(self._keys()) != 1:
             raise ValueError("a step has exactly one key, such as {top_k = 5}")
         if self.threshold is not None and not isfinite(self.threshold):
             raise ValueError("threshold has to be finite")
 
-    def _values(self) -> tuple[Any, ...]:
-        return msgspec.structs.astuple(self)
+    def _keys(self) -> list[tuple[str, Any]]:
+        keys = msgspec.structs.asdict(self).items()
+        return [(key, value) for key, value in keys if value is not None]
 
     def __str__(self) -> str:
         if self.quantize is not None:
             return f"quantize {self.quantize.scale:g} {self.quantize.zero_point}"
-        ((key, value),) = (
-            (key, value) for key, value in msgspec.structs.asdict(self).items() if value is not None
-        )
+        ((key, value),) = self._keys()
         return f"{key} {value}"
 
 
@@ -69,18 +67,9 @@ Post = Literal["softmax", "sigmoid", "argmax", "l2"] | Step
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What values are made of, and how.
+    """A tensor of the graph and its post-processing; `OutputColumn` explains the keys.
 
-    Attributes:
-        tensor: Output of the graph.
-        post: What is done with it, one after the other.
-        labels: File beside the model whose lines take the place of the numbers at the end.
-        keys: Of a sequence of maps: whose values to take, in this order.
-        sequence: Of a sequence of tensors: whether each of them is a row, or a column.
-        shape: Of a row of a sequence of tensors, which a graph does not tell; with `list_max`, of
-            an entry of it.
-        list_max: The most entries of a list with a length of its own.
-        lengths: Output of the graph that says how many entries of each row are meant.
+    With `list_max`, `shape` is the shape of a list entry.
     """
 
     tensor: str
@@ -94,17 +83,17 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def is_ragged(self) -> bool:
-        """Whether each row has a length of its own."""
+        """Whether rows are lists of variable length."""
         return self.list_max is not None or bool(self.lengths)
 
 
 class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A row's place among the rows of its group in a request, the first being 1.
+    """Rank of a row in its group within a request, starting at 1.
 
     Attributes:
-        of: Column of results that it is ranked by.
-        within: Column of the request that says which rows are a group; empty for all of them.
-        order: Which is first.
+        of: Result column to rank by.
+        within: Request column whose equal values form a group; empty: all rows are one group.
+        order: Sort order.
     """
 
     of: str
@@ -113,24 +102,24 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`[[outputs]]` of a manifest: a column of results.
+    """`[[outputs]]` of a manifest: a result column.
 
-    It has a `tensor` with the keys of `Source`, or `fields` with one for each field of a struct, or
-    `rank`.
+    It has one of: `tensor` with the keys of `Source`; `fields` with a `Source` for each field of a
+    struct; `rank`.
 
     Attributes:
-        column: Its name.
-        type: Its Arrow type, when all steps are done.
-        tensor: Output of the graph that it is made of.
-        post: Steps, one after the other.
-        labels: File beside the model with a line for each class.
-        keys: Of a sequence of maps: whose values to take, in this order.
-        sequence: What each tensor of a sequence of tensors is one of.
-        shape: Of a row of a sequence of tensors, where steps make something else of it than `type`.
-        list_max: Entries that a list of a length of its own may have.
-        lengths: Output of the graph that says how long each row's list is.
-        fields: For each field of a struct a table with the keys from `tensor` on.
-        rank: A row's place in its group: `of`, `within` and `order`.
+        column: Name of the column.
+        type: Arrow type after all steps.
+        tensor: Output of the graph.
+        post: Post-processing steps, in order.
+        labels: File beside the model with one label a line; labels replace the final numbers.
+        keys: For a sequence of maps: keys of the values to return, in order.
+        sequence: For a sequence of tensors: whether each tensor is a row or a column.
+        shape: For a sequence of tensors: shape of a row, if steps change it to that of `type`.
+        list_max: Maximum entries of a list of variable length.
+        lengths: Output of the graph with the length of each row's list.
+        fields: Table for each field of a struct, with the keys `tensor` to `lengths`.
+        rank: Rank of a row in its group: `of`, `within` and `order`.
     """
 
     column: str
@@ -148,19 +137,10 @@ class OutputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def source(self) -> Source:
-        """What the whole column is made of, where that is one tensor."""
-        return Source(
-            self.tensor,
-            self.post,
-            self.labels,
-            self.keys,
-            self.sequence,
-            self.shape,
-            self.list_max,
-            self.lengths,
-        )
+        """The tensor and steps of the whole column."""
+        return Source(*(getattr(self, key) for key in Source.__struct_fields__))
 
     @property
     def sources(self) -> list[Source]:
-        """Every tensor of the graph that it is made of, and how."""
+        """Every tensor of the column, with its steps."""
         return list(self.fields.values()) or ([self.source] if self.tensor else [])

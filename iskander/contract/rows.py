@@ -1,12 +1,12 @@
-"""Rows moved between bodies: out of requests into a batch, and out of a batch to its callers.
+"""Copying of rows between bodies: from requests to a batch, from a batch to its requests.
 
     body of request A   a0 a1 a2            body of the batch   a0 a1 a2 b0 b1
     body of request B   b0 b1       <---->
 
-A body holds each column for all its rows, one column after the other (`body_layout`), so the rows
-of one request are a range of every column. Booleans are bits, and their ranges begin anywhere in a
-byte. The strings of a column lie behind all columns without a gap (`contract.strings`), so a body
-of them is made at once of all that it is to hold.
+A body contains the columns one after the other, each with all rows (`body_layout`), so the rows of
+one request are a range of every column. Booleans are bits, so a range may begin within a byte.
+Strings follow all columns (`contract.strings`), so a body with strings is built from all of its
+rows at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LAYOUTS_MAX: Final = 256
 
 
 class Rows:
-    """Rows of a body.
+    """Position of rows in a body.
 
     Args:
-        body: From its beginning; writable where rows are copied to.
-        laid_out: Rows that the body is laid out for.
-        first: The first of the rows that are meant.
+        body: The whole body; writable for a target of copies.
+        laid_out: Number of rows in the body's layout.
+        first: Index of the first row.
     """
 
     __slots__ = ("body", "first", "laid_out")
@@ -45,12 +45,8 @@ class Rows:
 class RowCopier:
     """Copies rows between bodies with the columns of one side of a contract.
 
-    Args:
-        specs: Inputs, or outputs.
-
     Attributes:
-        specs: As given.
-        has_strings: A body of these columns ends where its strings do, and not where `layout` says.
+        has_strings: The strings determine the end of a body, not `layout`.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -60,7 +56,7 @@ class RowCopier:
         self._layouts: dict[int, tuple[list[int], int]] = {}
 
     def layout(self, rows: int) -> tuple[list[int], int]:
-        """`body_layout` of these columns, remembered."""
+        """`body_layout` of these columns, cached."""
         layout = self._layouts.get(rows)
         if layout is None:
             if len(self._layouts) >= LAYOUTS_MAX:
@@ -69,7 +65,7 @@ class RowCopier:
         return layout
 
     def copy(self, rows: int, source: Rows, target: Rows) -> None:
-        """Copy that many rows of every column but strings, whose elements have no bits here."""
+        """Copy rows of every column except strings, whose `_bits` are 0."""
         source_body, first, target_body, at = source.body, source.first, target.body, target.first
         from_offsets = self.layout(source.laid_out)[0]
         to_offsets = self.layout(target.laid_out)[0]
@@ -85,12 +81,12 @@ class RowCopier:
             target_body[begin : begin + stop - start] = source_body[start:stop]
 
     def repeat_last(self, body: memoryview, rows: int, body_rows: int) -> None:
-        """Fill a body up: rows from `rows` to `body_rows` become copies of the one before them."""
+        """Pad a body: copy the last of `rows` rows to the rows up to `body_rows`."""
         for row in range(rows, body_rows):
             self.copy(1, Rows(body, body_rows, rows - 1), Rows(body, body_rows, row))
 
     def string_ranges(self, body: memoryview, rows: int) -> tuple[list[tuple[int, int]], int]:
-        """`strings.string_ranges` of a body of at least one row, by its own offsets."""
+        """`strings.string_ranges` of a body with at least one row, from its offsets."""
         layout = self.layout(rows)[0]
         lengths = string_lengths(self.specs, rows, body, layout)
         ranges, end = string_ranges(self.specs, rows, lengths, layout)
@@ -98,25 +94,22 @@ class RowCopier:
         return ranges, end
 
     def join(self, parts: list[tuple[int, Rows]]) -> Generator[None, None, memoryview]:
-        """A body of rows of other bodies, one after the other, strings and all.
-
-        Pauses after each of them.
+        """Build a body with strings from rows of other bodies; yields after each part.
 
         Args:
-            parts: How many rows, at least 1, from where.
+            parts: Number of rows, at least 1, and their position.
 
         Raises:
-            ExecutionFailed: The strings of a column are more than offsets can say.
+            ExecutionFailed: The strings of a column exceed the range of int32 offsets.
         """
         rows = sum(count for count, _ in parts)
         layout = self.layout(rows)[0]
         texts = [self._texts(count, source) for count, source in parts]
         lengths = [sum(len(text) for _, text in column) for column in zip(*texts, strict=True)]
-        if max(lengths, default=0) > COLUMN_BYTES_MAX:
-            raise ExecutionFailed(
-                f"the strings of a batch have {max(lengths)} bytes together and may have "
-                f"{COLUMN_BYTES_MAX}: lower max_batch_rows"
-            )
+        longest = max(lengths, default=0)
+        if longest > COLUMN_BYTES_MAX:
+            problem = f"a string column of the batch has {longest} bytes, limit {COLUMN_BYTES_MAX}"
+            raise ExecutionFailed(f"{problem}; lower max_batch_rows")
         ranges, end = string_ranges(self.specs, rows, lengths, layout)
         body = np.zeros(end, np.uint8).data
         offsets = [
@@ -139,7 +132,7 @@ class RowCopier:
         return body
 
     def _texts(self, rows: int, source: Rows) -> list[tuple[np.ndarray, memoryview]]:
-        """Of each column of strings: the offsets of some rows, and the bytes of these rows."""
+        """Offsets and bytes of these rows, for each column of strings."""
         body = source.body
         ranges = self.string_ranges(body, source.laid_out)[0]
         found: list[tuple[np.ndarray, memoryview]] = []
@@ -155,7 +148,7 @@ class RowCopier:
 
 
 def _copy_bits(count: int, source: memoryview, first: int, target: memoryview, at: int) -> None:
-    """Copy bits that begin anywhere in a byte; the other bits of the target stay."""
+    """Copy bits between positions within bytes; other bits of the target stay unchanged."""
     source_bytes = np.frombuffer(source[first // 8 : (first + count + 7) // 8], np.uint8)
     moved = np.unpackbits(source_bytes, bitorder="little")[first % 8 :][:count]
     target_bytes = np.frombuffer(target[at // 8 : (at + count + 7) // 8], np.uint8)

@@ -1,12 +1,12 @@
-"""Strings in a body: where their bytes lie, and a column of them in one piece.
+"""Layout of strings in a body, and conversion of string columns.
 
     body    values and offsets of every column (`body_layout`) | bytes of one column | bytes ...
 
-A column of strings has a buffer of int32 offsets among the other columns, and its bytes behind all
-of them. How many bytes there are is the last of the offsets, so no message has to say it. Offsets
-are as in Arrow: string i is the bytes from offset i to offset i + 1; the first may be beyond 0.
+A column of strings has a buffer of int32 offsets among the other columns; its bytes follow all
+columns. The last offset is the number of bytes, so no message contains it. Offsets are as in Arrow:
+string i is the bytes from offset i to offset i + 1; the first offset may be above 0.
 
-Pure; runs in the gateway and in workers.
+Pure. Runs on: gateway and workers.
 
 Source: Arrow columnar format 1.5, "Variable-size Binary Layout".
 """
@@ -23,7 +23,7 @@ from iskander.contract.tensors import ALIGNMENT, TensorSpec
 from iskander.errors import LimitExceeded
 
 COLUMN_BYTES_MAX: Final = (1 << 31) - 1
-"""Of the strings of one column: what int32 offsets can say."""
+"""Maximum bytes of the strings of one column, from their int32 offsets."""
 
 Body = bytes | bytearray | memoryview
 
@@ -33,13 +33,9 @@ _OFFSET = struct.Struct("<i")
 def string_lengths(
     specs: tuple[TensorSpec, ...], rows: int, body: Body, layout: list[int]
 ) -> list[int]:
-    """Bytes of each column of strings, by its last offset; nothing behind the offsets is read.
+    """Bytes of each column of strings, from its last offset.
 
-    Args:
-        specs: Inputs, or outputs.
-        rows: Of the body; at least 1.
-        body: From its beginning.
-        layout: The columns' offsets, as `body_layout` says.
+    `rows` is at least 1, and `body` reaches at least to the end of the offsets in `layout`.
     """
     return [
         _OFFSET.unpack_from(body, offset + rows * spec.elements * OFFSET_BYTES)[0]
@@ -51,28 +47,22 @@ def string_lengths(
 def string_ranges(
     specs: tuple[TensorSpec, ...], rows: int, lengths: list[int], layout: list[int]
 ) -> tuple[list[tuple[int, int]], int]:
-    """Where the bytes of each column of strings begin and end in a body, and the body's end.
-
-    Args:
-        specs: Inputs, or outputs.
-        rows: Of the body.
-        lengths: Bytes of each column of strings.
-        layout: The columns' offsets, as `body_layout` says.
+    """Start and end in a body of each column of strings with these lengths, and the body's end.
 
     Layout:
-        Columns in the contract's order behind all that `layout` places, each on a 64-byte boundary.
+        Columns in the contract's order after all of `layout`, each on a 64-byte boundary.
     """
     end = _aligned(layout[-1] + specs[-1].buffer_bytes(rows))
     ranges = []
     for length in lengths:
-        assert length >= 0, "strings of less than nothing"
+        assert length >= 0, "negative length of strings"
         ranges.append((end, end + length))
         end = _aligned(end + length)
     return ranges, end
 
 
 def strings_to_body(strings: Sequence[bytes | memoryview]) -> bytes:
-    """A column of strings in one piece: their offsets, and their bytes right behind.
+    """A column of strings as one buffer: offsets, then bytes.
 
     Raises:
         LimitExceeded: They have more bytes than `COLUMN_BYTES_MAX`.
@@ -80,13 +70,13 @@ def strings_to_body(strings: Sequence[bytes | memoryview]) -> bytes:
     offsets = list(accumulate(map(len, strings), initial=0))
     if offsets[-1] > COLUMN_BYTES_MAX:
         raise LimitExceeded(
-            f"the strings of a tensor may have {COLUMN_BYTES_MAX} bytes, got {offsets[-1]}"
+            f"the strings of a tensor have {offsets[-1]} bytes, limit {COLUMN_BYTES_MAX}"
         )
     return b"".join((struct.pack(f"<{len(offsets)}i", *offsets), *strings))
 
 
 def body_to_strings(body: bytes | memoryview, count: int) -> list[bytes]:
-    """The strings of a column that `strings_to_body` made of so many."""
+    """The strings of a buffer from `strings_to_body`."""
     begin = (count + 1) * OFFSET_BYTES
     return split_strings(body[:begin], body[begin:], count)
 
@@ -94,13 +84,7 @@ def body_to_strings(body: bytes | memoryview, count: int) -> list[bytes]:
 def split_strings(
     offsets: bytes | memoryview, joined: bytes | memoryview, count: int
 ) -> list[bytes]:
-    """Strings by themselves.
-
-    Args:
-        offsets: A buffer of `count` + 1 of them; it may be empty where the count is 0.
-        joined: The bytes that they are offsets in.
-        count: How many strings.
-    """
+    """Strings of a column; `offsets` may be empty if `count` is 0."""
     if not count:
         return []
     whole = bytes(joined)

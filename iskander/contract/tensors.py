@@ -1,6 +1,6 @@
-"""The contract of a model version: which column is which tensor, and how they lie in an arena.
+"""Contract of a model version: its columns, their tensors, and their layout in an arena.
 
-Pure; known to the gateway and to workers.
+Pure. Runs on: gateway and workers.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.manifest import InputColumn, Passthrough
 from iskander.contract.outputs import ColumnOrder, Rank
 from iskander.contract.result_types import parse_result_type
-from iskander.errors import ManifestError
+from iskander.contract.validation import require
 
 STRING_BYTES = 256
-"""The most bytes of one string in a result, where a model's settings say nothing else."""
+"""Default of the maximum bytes of one string in a result."""
 ALIGNMENT: Final = 64
-"""Bytes. Every buffer in an arena begins on such a boundary (Arrow's recommendation, AVX-512)."""
+"""Alignment in bytes of every buffer in an arena (Arrow's recommendation, AVX-512)."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """One column and the tensor that it is.
+    """One column and its tensor.
 
     Attributes:
         column: Name in the record batch.
         tensor: Name in the graph.
         type: The column's Arrow type.
         shape: The tensor's shape without the batch axis.
-        is_bound: For outputs: the shape is known before the run, so that the runtime can write
-            straight to where the result belongs.
-        string_bytes: For outputs that are strings: the most bytes that one of them may have.
+        is_bound: For outputs: the shape is known before the run, so the runtime can write directly
+            into the output arena.
+        string_bytes: For string outputs: the maximum bytes of one string.
     """
 
     column: str
@@ -45,7 +45,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def is_string(self) -> bool:
-        """Whether its elements have a length of their own."""
+        """Whether the elements are strings or bytes."""
         return not self.type.dtype.arrow_bits
 
     @cached_property
@@ -54,20 +54,20 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return prod(self.shape)
 
     def buffer_bytes(self, rows: int) -> int:
-        """Bytes of the Arrow buffer for `rows` rows: of values, or of the strings' offsets."""
+        """Bytes of the Arrow buffer for `rows` rows: values, or offsets of strings."""
         return self.type.dtype.buffer_bytes(rows * self.elements)
 
 
 class ResultColumn(msgspec.Struct, frozen=True, array_like=True):
-    """A column of a record batch of results.
+    """A column of a result record batch.
 
     Attributes:
-        column: Its name.
-        type: As manifests spell it.
-        outputs: Which of the contract's outputs it is put together from, in its type's order; of a
-            rank, the one that it ranks by.
-        made: What of, in words for people.
-        rank: It is a rank, and counted by the gateway.
+        column: Name of the column.
+        type: As spelled in a manifest.
+        outputs: Indices of the contract's outputs in the column, in the order of its type; for a
+            rank, the output to rank by.
+        made: Description of the source, for people.
+        rank: Set for a rank, which the gateway computes.
     """
 
     column: str
@@ -78,21 +78,21 @@ class ResultColumn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_assembled(self) -> bool:
-        """Whether it is more than one of the outputs as it is."""
+        """Whether the gateway assembles it: a rank, a list or a struct."""
         return self.rank is not None or parse_result_type(self.type) is not None
 
 
 class Contract(msgspec.Struct, frozen=True, array_like=True):
-    """What a model version takes and returns.
+    """Inputs and outputs of a model version.
 
     Attributes:
-        outputs: Tensors as they are when all steps are done.
-        passthrough: Columns that come back untouched: `all` is every column that is no input.
-        rows_fixed: The only number of rows that the graph takes, if its batch axis is fixed.
-        columns: Of a record batch of results; empty where each output is a column.
-        column_order: Of those and the columns passed through.
-        sources: How inputs are made of columns that are not tensors as they come; the others are
-            those of their specs.
+        outputs: Tensors after all steps.
+        passthrough: Columns that the response returns unchanged; `all`: every column that is not
+            an input.
+        rows_fixed: Number of rows of every batch, if the graph's batch axis is fixed.
+        columns: Of a result record batch; empty if each output is a column.
+        column_order: Of result columns and passed-through columns.
+        sources: Entries of the inputs with conversion; the other inputs are their specs' columns.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -105,46 +105,39 @@ class Contract(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def ranks(self) -> list[Rank]:
-        """What of its results only a whole request can tell."""
+        """Ranks among the result columns; they need all rows of a request."""
         return [column.rank for column in self.columns if column.rank is not None]
 
 
 def body_layout(specs: tuple[TensorSpec, ...], rows: int) -> tuple[list[int], int]:
-    """Where each column's values lie in the body of a batch in an arena.
-
-    The one rule that gateway and worker share, so that a message need not say it.
+    """The layout of a batch's body in an arena, computed alike by gateway and worker.
 
     Returns:
         The offset of each column from the body's start, and the body's length; in bytes. The length
-        counts what results may have of strings, and not the strings of inputs.
+        includes the maximum string bytes of results, and not the strings of inputs.
 
     Layout:
         Columns in the contract's order, each on a 64-byte boundary: values, or the offsets of
-        strings. Behind all of them the bytes of the strings, as `strings.string_ranges` says.
+        strings. The bytes of the strings follow all columns (`strings.string_ranges`).
     """
-    offsets, end, room = [], 0, 0
+    offsets, end, string_bytes = [], 0, 0
     for spec in specs:
         offsets.append(end)
         end += (spec.buffer_bytes(rows) + ALIGNMENT - 1) & -ALIGNMENT
         if spec.string_bytes:
-            room += (rows * spec.elements * spec.string_bytes + ALIGNMENT - 1) & -ALIGNMENT
-    return offsets, end + room
+            string_bytes += (rows * spec.elements * spec.string_bytes + ALIGNMENT - 1) & -ALIGNMENT
+    return offsets, end + string_bytes
 
 
-def require_room(contract: Contract, rows_max: int, output_bytes: int) -> None:
-    """Refuse a model whose largest batch makes more results than a worker's arena holds.
+def require_output_space(contract: Contract, rows_max: int, output_bytes: int) -> None:
+    """Reject a model whose largest batch produces more results than a worker's arena holds.
 
     Raises:
-        ManifestError: Says what to change.
+        ManifestError: Names the settings to change.
     """
     rows = contract.rows_fixed or rows_max
-    _, wanted = body_layout(contract.outputs, rows)
-    if wanted > output_bytes:
-        raise ManifestError(
-            f"{rows} rows make {wanted} bytes of results and arena.output_bytes is {output_bytes}: "
-            f"lower max_batch_rows{_or_strings(contract)} or raise the arena"
-        )
-
-
-def _or_strings(contract: Contract) -> str:
-    return " or result_string_bytes" if any(s.is_string for s in contract.outputs) else ""
+    _, needed = body_layout(contract.outputs, rows)
+    has_strings = any(spec.is_string for spec in contract.outputs)
+    lower = "max_batch_rows or result_string_bytes" if has_strings else "max_batch_rows"
+    problem = f"{rows} rows make {needed} bytes of results and arena.output_bytes is {output_bytes}"
+    require(needed <= output_bytes, f"{problem}: lower {lower}, or raise arena.output_bytes")

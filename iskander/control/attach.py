@@ -1,10 +1,9 @@
-"""Birth: the unix socket on which a worker is taken on.
+"""Handshake on the attach socket, by which a worker registers at a gateway.
 
-A worker connects and says `Hello`; the gateway checks who it is by the kernel's word (not by the
-worker's) and answers `Welcome` with descriptors, or `Refused`. From there on the same socket is the
-channel for work (`channel`).
+A worker connects and sends `Hello`. The gateway checks the peer's user and answers `Welcome` with
+descriptors, or `Refused`. The same socket then is the channel for work (`channel`).
 
-Does not import NumPy: a worker runs this before it is placed on its cores.
+Does not import NumPy: a worker runs this before it is pinned to its cores.
 
 Source: unix(7) (SO_PEERCRED, SCM_RIGHTS), flock(2).
 """
@@ -16,25 +15,16 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 from iskander.control.channel import FRAME_BYTES_MAX
 from iskander.control.messages import Hello, Refused, Welcome, decode_hello, decode_welcome, encode
 from iskander.errors import ProtocolError
 
 DESCRIPTORS = 4
-"""Input arena, output arena, beat segment, and the pipe that names batches to give up."""
+"""Input arena, output arena, heartbeat segment, and the pipe of batch cancellations."""
 
 SOCKET_PATH_BYTES_MAX = 107
 """Linux keeps a unix socket's path in 108 bytes with the final zero."""
-
-
-class Peer(NamedTuple):
-    """Who is at the other end, by the kernel's word."""
-
-    pid: int
-    uid: int
-    gid: int
 
 
 def listen(path: str, *, mode: int = 0o600) -> socket.socket:
@@ -49,11 +39,7 @@ def listen(path: str, *, mode: int = 0o600) -> socket.socket:
 
 
 def connect(path: str, timeout_s: float) -> socket.socket:
-    """Connect to a gateway.
-
-    Raises:
-        OSError: Nobody listens there.
-    """
+    """Connect to a gateway."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     connection.settimeout(timeout_s)
     try:
@@ -64,38 +50,31 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     return connection
 
 
-def peer_of(connection: socket.socket) -> Peer:
-    """The process at the other end."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid and uid of the peer as reported by the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return Peer(*struct.unpack("3i", raw))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
 
 
-def require_peer(connection: socket.socket) -> None:
-    """Refuse a peer of another user than this process's or root.
-
-    Raises:
-        ProtocolError: Says whose it is.
-    """
-    uid = peer_of(connection).uid
+def require_same_user(connection: socket.socket) -> None:
+    """Raise a `ProtocolError` unless the peer belongs to this process's user or root."""
+    _, uid = peer_of(connection)
     if uid not in (os.getuid(), 0):
-        raise ProtocolError(f"the process at the other end belongs to user {uid}")
+        raise ProtocolError(f"peer process belongs to user {uid}, expected {os.getuid()} or root")
 
 
 def send_hello(connection: socket.socket, hello: Hello) -> None:
-    """Ask to be taken on. Runs on: worker main."""
+    """Request registration. Runs on: worker main."""
     connection.sendall(encode(hello))
 
 
 def read_hello(frame: bytes) -> Hello:
-    """What a worker asks. Runs on: gateway loop.
-
-    Raises:
-        ProtocolError: It is no `Hello`.
-    """
+    """Decode a `Hello` or raise a `ProtocolError`. Runs on: gateway loop."""
     try:
         return decode_hello(frame)
     except ValueError as error:
-        raise ProtocolError(f"a worker's first message was not understood: {error}") from None
+        raise ProtocolError(f"malformed Hello from a worker: {error}") from None
 
 
 def send_answer(
@@ -106,11 +85,11 @@ def send_answer(
 
 
 def receive_answer(connection: socket.socket) -> tuple[Welcome | Refused, list[int]]:
-    """Read the gateway's answer; the caller owns the descriptors. Runs on: worker main.
+    """Receive the gateway's answer; the caller owns the descriptors. Runs on: worker main.
 
     Raises:
-        ProtocolError: The gateway hung up, or said something else.
-        TimeoutError: It said nothing within the connection's timeout.
+        ProtocolError: The gateway closed the connection or sent another message.
+        TimeoutError: No answer arrived in time.
     """
     frame, descriptors, _, _ = socket.recv_fds(
         connection, FRAME_BYTES_MAX, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -118,24 +97,24 @@ def receive_answer(connection: socket.socket) -> tuple[Welcome | Refused, list[i
     try:
         answer = decode_welcome(frame)
         if isinstance(answer, Welcome) and len(descriptors) != DESCRIPTORS:
-            raise ProtocolError(f"{len(descriptors)} descriptors came instead of {DESCRIPTORS}")
+            raise ProtocolError(f"{len(descriptors)} descriptors received, expected {DESCRIPTORS}")
     except (ValueError, ProtocolError) as error:
         for descriptor in descriptors:
             os.close(descriptor)
-        reason = "it hung up" if not frame else str(error)
-        raise ProtocolError(f"the gateway's answer was not understood: {reason}") from None
+        reason = str(error) if frame else "the connection was closed"
+        raise ProtocolError(f"the gateway's answer is invalid: {reason}") from None
     return answer, descriptors
 
 
 class LockFile:
-    """A file whose lock says that its holder lives; the kernel gives it up with the process."""
+    """A lock held for the life of its process; the kernel releases it with the process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd: int | None = None
 
     def take(self) -> bool:
-        """Take the lock, if it is not held already; False where another process holds it."""
+        """Acquire the lock unless already held; return False if another process holds it."""
         if self._fd is not None:
             return True
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -148,7 +127,7 @@ class LockFile:
         return True
 
     def release(self) -> None:
-        """Give the lock up; the file stays, since removing it would race with the next holder."""
+        """Release the lock; the file stays, since removal would race with the next holder."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -1,14 +1,16 @@
-"""The one socket between a gateway and a worker: whole frames both ways, and an end that is news.
+"""Channel between a gateway and a worker: whole frames both ways, and the end of the peer.
 
-    worker  --- Hello -->  gateway          birth (`attach`)
+Two implementations: `SeqpacketChannel`, the default, and `zmq_channel.ZmqChannel`.
+
+    worker  --- Hello -->  gateway          handshake (`attach`)
     worker  <-- Welcome + descriptors ---   gateway
     worker  <-- Execute, Load, Drain ---    gateway          work
     worker  --- Loaded, Done, Failed -->    gateway
-    worker  ---- end of file ---- gateway                    death of either
+    worker  ---- end of file ---- gateway                    exit of either
 
-A SOCK_SEQPACKET unix socket keeps frames whole and in order, has no name once it is connected, and
-tells of the other side's end after the last frame that it sent. Nothing is queued in this process:
-what is under way is bounded by credits, and is far less than the kernel's buffer.
+The SOCK_SEQPACKET unix socket of the handshake keeps frames whole and in order, has no name once it
+is connected, and signals the end of the peer after its last frame. This process queues nothing:
+credits bound the data in transit, which is far less than the kernel's buffer.
 
 Source: unix(7), socket(7) (SO_RCVTIMEO), recv(2) (MSG_TRUNC).
 """
@@ -25,57 +27,87 @@ from typing import Final
 from iskander.errors import ProtocolError
 
 FRAME_BYTES_MAX: Final = 1 << 18
-"""Frames are far smaller; the largest tells of a contract with a thousand columns. Both buffers
-are asked to hold one, which the system's usual ceiling (net.core.wmem_max) allows."""
+"""Frames are far smaller; the largest describes a contract with a thousand columns. Both buffers
+are set to hold one, which the system's usual ceiling (net.core.wmem_max) allows."""
 
 _WHOLE: Final = int(socket.MSG_TRUNC)
-"""Of a frame that is cut off, its whole length is told."""
+"""Returns the whole length of a truncated frame."""
 _NO_WAIT: Final = int(socket.MSG_DONTWAIT | socket.MSG_TRUNC)
 
 
 class Channel:
-    """One end of the socket, after birth. Owns: the socket.
+    """One end of a connection between a gateway and a worker, after the handshake.
+
+    Attributes:
+        has_ended: The peer has closed, and all its frames have been received.
+    """
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when a frame or the end arrives."""
+        raise NotImplementedError
+
+    def receive(self) -> Iterator[memoryview]:
+        """Yield every frame that has arrived, each valid until the next one.
+
+        Raises:
+            ProtocolError: A frame was longer than `FRAME_BYTES_MAX`; it is dropped.
+        """
+        raise NotImplementedError
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame; to a closed peer, do nothing: `receive` reports the end.
+
+        Raises:
+            OSError: The frame is too long, or the peer does not read.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the channel; the peer receives the end of file."""
+        raise NotImplementedError
+
+    def leave_open(self) -> None:
+        """Leave the socket open until this process exits, so that end of file means the exit."""
+        raise NotImplementedError
+
+
+class SeqpacketChannel(Channel):
+    """One end of the socket, after the handshake. Owns: the socket.
 
     Args:
         connection: Connected, of type SOCK_SEQPACKET.
-        wait_s: How long `receive` waits for a first frame; None: not at all, and `send` never
-            waits either.
-
-    Attributes:
-        has_ended: The other side is gone, and everything it sent has been received.
+        wait_s: Time that `receive` waits for a first frame; None: `receive` and `send` never block.
     """
 
     def __init__(self, connection: socket.socket, wait_s: float | None = None) -> None:
+        super().__init__()
         self._socket = connection
         self._first_flags = _NO_WAIT
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, FRAME_BYTES_MAX)
         connection.setblocking(wait_s is not None)
         if wait_s is not None:
-            # The kernel's own timeout: one call waits and reads, where a poll would be another.
+            # The kernel's own timeout: one call waits and reads, without a separate poll.
             timeval = struct.pack("@ll", int(wait_s), int(wait_s % 1 * 1_000_000))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
             self._first_flags = _WHOLE
         self._buffer = memoryview(bytearray(FRAME_BYTES_MAX))
-        # Says that nothing more has come without an exception, which takes as long as a message.
+        # Detects an empty socket without an exception, which costs as much as a message.
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         self._more = poll.poll
         self._receive_into = connection.recv_into
         self._send = connection.send
-        self.has_ended = False
 
     def fileno(self) -> int:
-        """Becomes readable when a frame, or the end, has come."""
+        """See `Channel`."""
         return self._socket.fileno()
 
     def receive(self) -> Iterator[memoryview]:
-        """Every frame that has come, each valid until the next one is asked for.
-
-        To be read to its end: libuv tells only once of a socket that was reset.
-
-        Raises:
-            ProtocolError: A frame was longer than there may be, and is lost.
-        """
+        """See `Channel`."""
+        # The caller exhausts the iterator: libuv signals a reset socket only once.
         flags = self._first_flags
         while not self.has_ended:
             try:
@@ -83,37 +115,63 @@ class Channel:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # It ended with frames unread. Said once; what it sent before is still there.
+                # The peer closed with frames unread. Reported once; its own frames follow.
                 continue
             if not length:
                 self.has_ended = True
                 return
             if length > FRAME_BYTES_MAX:
-                raise ProtocolError(
-                    f"a frame has {length} bytes, and may have {FRAME_BYTES_MAX}: it is lost"
-                )
+                raise too_long(length)
             yield self._buffer[:length]
             if not self._more(0):
                 return
             flags = _NO_WAIT
 
     def send(self, frame: bytes) -> None:
-        """Send a frame; to one who is gone, nothing happens: `receive` tells.
-
-        Raises:
-            OSError: The frame is too long.
-        """
-        if len(frame) > FRAME_BYTES_MAX:
-            raise OSError(errno.EMSGSIZE, f"a frame of {len(frame)} bytes")
+        """See `Channel`."""
+        require_length(frame)
         try:
             self._send(frame)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def close(self) -> None:
-        """Close; the other side is told."""
+        """See `Channel`."""
         self._socket.close()
 
     def leave_open(self) -> None:
-        """Leave the socket to the end of the process, so that its end-of-file means just that."""
+        """See `Channel`."""
         self._socket.detach()
+
+
+def require_length(frame: bytes) -> None:
+    """Raise an `OSError` if a frame is too long to be sent."""
+    if len(frame) > FRAME_BYTES_MAX:
+        raise OSError(errno.EMSGSIZE, _limit(len(frame)))
+
+
+def too_long(length: int) -> ProtocolError:
+    """Return the error for a received frame that is too long."""
+    return ProtocolError(f"{_limit(length)}: it is lost")
+
+
+def _limit(length: int) -> str:
+    return f"frame has {length} bytes, limit {FRAME_BYTES_MAX}"
+
+
+def open_channel(
+    connection: socket.socket, prefix: str, *, is_gateway: bool, wait_s: float | None = None
+) -> Channel:
+    """Open the channel that the Welcome message names.
+
+    Args:
+        connection: Unix socket of the handshake.
+        prefix: Path of the ipc sockets of a ZeroMQ channel; empty for a seqpacket channel.
+        is_gateway: Whether this is the gateway's end.
+        wait_s: Time that `receive` waits for a first frame; None: it does not block.
+    """
+    if not prefix:
+        return SeqpacketChannel(connection, wait_s)
+    from iskander.control.zmq_channel import ZmqChannel
+
+    return ZmqChannel(connection, prefix, is_gateway, wait_s)

@@ -1,6 +1,6 @@
-"""Every control message between gateway and worker: direction, answer, fields with units.
+"""Control messages between gateway and worker: direction, answer, and fields with units.
 
-    birth                                    work
+    handshake                                work
     worker -> gateway  Hello                 gateway -> worker  Load      -> Loaded | LoadFailed
     gateway -> worker  Welcome | Refused     gateway -> worker  Unload    -> Unloaded
                                              gateway -> worker  Execute   -> Done | Failed, Stepped
@@ -8,10 +8,10 @@
                                              worker -> gateway  Leaving   -> Drain
                                              worker -> gateway  Notice
 
-A message is a msgpack array that begins with a tag. At birth a frame is a message; at work it is an
-array of messages: what is ready together travels, and wakes the other side, together.
-`PROTOCOL_VERSION` is raised with every change of these bytes; a worker says it first, and a gateway
-of another one refuses it.
+A message is a msgpack array that begins with a tag. In the handshake a frame is one message; at
+work it is an array of messages, so that messages that are ready together cost one wakeup.
+`PROTOCOL_VERSION` is raised with every change of these bytes. A worker sends it first, and a
+gateway of another version rejects the worker.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import msgspec
 from iskander.contract.tensors import Contract
 from iskander.errors import ProtocolError
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker believes of model files, and what opening one may take.
+    """Trust in model files, and limits of a load.
 
     Attributes:
-        is_tried: A new model is opened in a process of its own first.
-        trial_s: Seconds that this may take.
-        trial_bytes: Private bytes that it may take; 0 for what the system has free.
-        model_bytes: Of a model's files, and of all its weights.
-        is_shared: Weights are mapped from `cache`, a folder; empty where there is none.
-        cache_bytes: Of the folder.
-        custom_ops: Operator libraries that models may ask for.
-        public_key: Ed25519, base64; models are refused without its signature. Empty for none.
+        is_tried: A new model is loaded in a sandboxed process first.
+        trial_s: Timeout of the sandboxed load.
+        trial_bytes: Limit of its private memory; 0 for the free memory of the system.
+        model_bytes: Limit of a model's files, and of all its weights.
+        is_shared: Weights are mapped from `cache`, a folder; empty for none.
+        cache_bytes: Limit of the folder.
+        custom_ops: Operator libraries that models may request.
+        public_key: Ed25519, base64; models without its signature are rejected. Empty for none.
     """
 
     is_tried: bool = False
@@ -50,17 +50,16 @@ class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
-    """How a worker loads one model version.
+    """Load parameters of one model version.
 
     Attributes:
-        key: Number by which `Execute` names it; the gateway's own, never used twice.
+        key: Number of the model in `Execute`; assigned by the gateway, never reused.
         threads_intra: Compute threads within an operator; 0 for one a physical core of the worker.
-        string_bytes: The most bytes of one string in its results.
-        fingerprint: Equal for equal files and options; what is loaded already is kept.
-        pool: Workers that it is for: its own, or empty for those of all models.
-        provider_options: Of execution providers, by their names.
+        string_bytes: Limit of one string in its results.
+        fingerprint: Equal for equal files and options; a loaded model with it is kept.
+        pool: Worker pool: its own, or empty for the shared pool.
         trust_pickle: Its code may unpickle files.
-        trusted_types: Types that its skops files may hold beside the usual ones.
+        trusted_types: Types that its skops files may contain beside the usual ones.
     """
 
     key: int
@@ -85,13 +84,13 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A worker asks to be taken on.
+    """Registration request of a worker.
 
     Attributes:
         group: Core group that it was started for; None for any.
-        index: The place it had with an earlier gateway; None for a newborn.
-        cpus: Cores that it is pinned to already; empty for a newborn.
-        pool: The one model that it is to serve, as `NAME/VERSION`; empty for those of all models.
+        index: Its slot at an earlier gateway; None for a new process.
+        cpus: Cores that it is pinned to already; empty for a new process.
+        pool: The only model that it serves, as `NAME/VERSION`; empty for the shared pool.
     """
 
     protocol: int
@@ -103,16 +102,18 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The gateway takes the worker on; carries descriptors (`attach.DESCRIPTORS`).
+    """Registration of a worker; carries descriptors (`attach.DESCRIPTORS`).
 
     Attributes:
-        incarnation: Number of this life of the worker, never used twice.
-        cpus: Those that it is to pin itself to; `cores` is how many physical cores they are of.
-        node: NUMA node whose memory it is to prefer; None for no preference.
-        reattach_s: How long to wait for another gateway when this one is gone; 0 for ever.
+        incarnation: Number of this registration, never reused.
+        cpus: Cpus to pin itself to; `cores` is the number of their physical cores.
+        node: Preferred NUMA node for memory; None for no preference.
+        reattach_s: Time to wait for another gateway when this one is gone; 0 for ever.
         siblings: Attach sockets of the other processes of this gateway, to be served too.
-        has_one_pool: Whether its ONNX models compute with one pool of threads.
-        busy_poll_us: How long to look for more before it sleeps.
+        has_one_pool: Whether its ONNX models share one thread pool.
+        busy_poll_us: Time to poll for messages before it sleeps.
+        channel: Path of the ipc sockets of a ZeroMQ channel, without the suffix; empty for the
+            socket of this message.
     """
 
     incarnation: int
@@ -128,10 +129,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     siblings: tuple[str, ...] = ()
     has_one_pool: bool = False
     busy_poll_us: int = 0
+    channel: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The gateway does not take the worker on, and why."""
+    """Rejection of a registration, with the reason."""
 
     code: str
     message: str
@@ -144,20 +146,19 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class Unload(msgspec.Struct, frozen=True, array_like=True, tag="unload"):
-    """Give a loaded model up, by its key; no batch of it is under way, and none comes."""
+    """Release a loaded model, by its key; none of its batches is in flight or follows."""
 
     model: int
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive rows of one request, and where their results go.
+    """Consecutive rows of one request, and the location of their results.
 
     Attributes:
-        input_offset: Where the request's input body begins in the input arena, in bytes.
-        request_rows: Rows of the whole request, which decide how that body lies.
-        first: The first of its rows that is meant.
-        rows: How many, at least 1.
-        output_offset: Where the body of these rows' results begins in the worker's output arena.
+        input_offset: Offset of the request's body in the input arena, in bytes.
+        request_rows: Rows of the whole request, which determine the layout of its body.
+        rows: Number of rows from `first`, at least 1.
+        output_offset: Offset of the body of these rows' results in the worker's output arena.
     """
 
     input_offset: int
@@ -171,11 +172,9 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     """Run one batch; answer `Done` or `Failed`.
 
     Attributes:
-        batch_id: Never used twice by a gateway; at least 1.
-        model: The model's key.
-        rows: Rows that the model is run with: those of the slices, and what fills it up to them.
-        slices: Of one or more requests, in the batch's order.
-        bucket: Number of the bucket that all rows are in; 0 where the model has none.
+        batch_id: Never reused by a gateway; at least 1.
+        rows: Rows that the model runs with: those of the slices, and padding.
+        bucket: Number of the bucket of all rows; 0 if the model has none.
     """
 
     batch_id: int
@@ -186,13 +185,13 @@ class Execute(msgspec.Struct, frozen=True, array_like=True, tag="x"):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
-    """Finish what came before this message, then exit with 0.
+    """Finish all earlier messages, then exit with 0.
 
-    Where several gateway processes share the worker, only the first one's ends it, once the others
-    have let go too; the others' end what they have of it.
+    Of several gateway processes, only the first one's `Drain` ends the worker, after those of the
+    others, which only detach it from them.
 
     Attributes:
-        is_stopping: The gateway stops, so the others do by themselves.
+        is_stopping: The whole gateway stops, so the other processes drain by themselves.
     """
 
     is_stopping: bool = False
@@ -217,24 +216,20 @@ class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"
 
 
 class Unloaded(msgspec.Struct, frozen=True, array_like=True, tag="unloaded"):
-    """The worker has the model no longer."""
+    """The worker has released the model."""
 
     model: int
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """The batch is computed and its results lie where `Execute` said.
-
-    Attributes:
-        run_ns: Time from the message to the answer.
-    """
+    """The batch was computed; `run_ns` is the time from the message to the answer."""
 
     batch_id: int
     run_ns: int
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="steps"):
-    """Beside the `Done` of a pipeline: name and nanoseconds of each of its steps."""
+    """Name and nanoseconds of each step of a pipeline; sent with its `Done`."""
 
     model: int
     steps: tuple[tuple[str, int], ...]
@@ -249,35 +244,31 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
-    """The worker was asked to stop: send it nothing but `Drain`."""
+    """The worker received a stop signal and accepts nothing but `Drain`."""
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, tag="notice"):
-    """Something of its place was refused to the worker; it serves all the same, slower."""
+    """The system refused part of the worker's placement; it serves, but slower."""
 
     text: str
 
 
-ToGatewayAtBirth = Hello
-ToWorkerAtBirth = Welcome | Refused
+ToGatewayHandshake = Hello
+ToWorkerHandshake = Welcome | Refused
 ToWorker = Execute | Load | Unload | Drain
 ToGateway = Done | Failed | Stepped | Loaded | LoadFailed | Unloaded | Leaving | Notice
 
 encode = msgspec.msgpack.Encoder().encode
-decode_hello = msgspec.msgpack.Decoder(ToGatewayAtBirth).decode
-decode_welcome = msgspec.msgpack.Decoder(ToWorkerAtBirth).decode
+decode_hello = msgspec.msgpack.Decoder(ToGatewayHandshake).decode
+decode_welcome = msgspec.msgpack.Decoder(ToWorkerHandshake).decode
 decode_to_worker = msgspec.msgpack.Decoder(list[ToWorker]).decode
 decode_to_gateway = msgspec.msgpack.Decoder(list[ToGateway]).decode
 
 
-def require_protocol(theirs: int) -> None:
-    """Refuse to talk to a process that speaks another version.
-
-    Raises:
-        ProtocolError: The versions differ.
-    """
-    if theirs != PROTOCOL_VERSION:
+def require_protocol(version: int) -> None:
+    """Raise a `ProtocolError` unless the peer uses this protocol version."""
+    if version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the other process speaks version {theirs} of the control protocol and this one "
-            f"version {PROTOCOL_VERSION}; run gateway and workers from one installation"
+            f"the peer speaks version {version} of the control protocol, expected "
+            f"{PROTOCOL_VERSION}; run gateway and workers from one installation"
         )

@@ -1,8 +1,10 @@
-"""The runtime directory: where a gateway keeps its sockets and locks, and that it is its alone."""
+"""Runtime directory of a gateway: its sockets and locks, exclusive to one gateway."""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -12,14 +14,16 @@ from iskander.control.attach import SOCKET_PATH_BYTES_MAX, LockFile
 from iskander.errors import ConfigError
 
 ATTACH_SOCKET = "attach.sock"
+ZMQ_FOLDER = "zmq"
+LONGEST_ZMQ_SOCKET = f"{ZMQ_FOLDER}/{'0' * 8}-{'0' * 7}.work"
 
 
 class Member(NamedTuple):
-    """Which of a gateway's processes one is.
+    """One of a gateway's processes.
 
     Attributes:
-        number: From 0.
-        siblings: Attach sockets of the others; none where it is alone.
+        number: Number of the process, from 0.
+        siblings: Attach sockets of the other processes.
     """
 
     number: int = 0
@@ -27,64 +31,86 @@ class Member(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether the workers are this one's to start and to end."""
+        """Whether this process starts and ends the workers."""
         return self.number == 0
 
     @classmethod
     def of(cls, folder: Path, number: int, count: int) -> Member:
-        """One of so many, whose own runtime directory is given."""
+        """Create a member of `count` processes from its own runtime directory."""
         others = (folder.parent / f"process-{each}" for each in range(count) if each != number)
         return cls(number, tuple(str(other / ATTACH_SOCKET) for other in others))
 
 
 class RuntimeDirectory:
-    """A folder of this user, locked by the gateway that runs there.
-
-    Args:
-        config: Checked settings.
+    """A folder of this user, locked by its gateway.
 
     Raises:
-        ConfigError: It cannot be made, is another user's, makes socket paths too long, or another
-            gateway has it.
+        ConfigError: The folder cannot be created, belongs to another user, makes socket paths too
+            long, or is locked by another gateway.
     """
 
     def __init__(self, config: Config) -> None:
-        self.path = _made(config)
+        self.path = _create_folder(config)
         self._lock = LockFile(self.path / "gateway.lock")
         if not self._lock.take():
-            raise ConfigError(
-                "server.runtime_directory: another gateway runs there; give this one its own"
-            )
+            text = "another gateway runs there; set another one"
+            raise ConfigError(f"server.runtime_directory {self.path}: {text}")
 
     def release(self) -> None:
-        """Let another gateway have it."""
+        """Release the lock."""
         self._lock.release()
 
 
+class ZmqPaths:
+    """Paths of the ipc sockets of ZeroMQ channels; a path is never used twice.
+
+    Args:
+        folder: Runtime directory; sockets of an earlier gateway are removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / ZMQ_FOLDER
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700)
+        # A worker of an earlier gateway removes its socket late: not one of ours.
+        self._token = secrets.token_hex(4)
+
+    def prefix(self, incarnation: int) -> str:
+        """Return the path of a worker's sockets without their suffix."""
+        return str(self._folder / f"{self._token}-{incarnation}")
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 def process_directory(folder: Path, index: int) -> Path:
-    """The runtime directory of one process of several, made where it is not there."""
+    """Return the runtime directory of one process of several; create it if missing."""
     path = folder / f"process-{index}"
     path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
-def _made(config: Config) -> Path:
-    named = config.server.runtime_directory or os.environ.get("RUNTIME_DIRECTORY", "")
-    if named:
-        folder = Path(named)
+def _create_folder(config: Config) -> Path:
+    configured = config.server.runtime_directory or os.environ.get("RUNTIME_DIRECTORY", "")
+    if configured:
+        folder = Path(configured)
     else:
         base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
         address = "".join(c if c.isalnum() or c in ".-" else "-" for c in config.addresses[0])
         folder = base / f"iskander-{os.getuid()}" / address
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ours = [folder] if named else [folder, folder.parent]
+        ours = [folder] if configured else [folder, folder.parent]
         owners = {path.stat().st_uid for path in ours}
     except OSError as error:
         raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
     if owners != {os.getuid()}:
         raise ConfigError(f"server.runtime_directory {folder} belongs to another user")
     longest = f"/process-{config.server.processes - 1}" if config.server.processes > 1 else ""
-    if len(os.fsencode(folder)) + len(f"{longest}/{ATTACH_SOCKET}") > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(f"server.runtime_directory {folder}: too long for socket paths")
+    name = LONGEST_ZMQ_SOCKET if config.workers.channel == "zmq" else ATTACH_SOCKET
+    length = len(os.fsencode(folder)) + len(f"{longest}/{name}")
+    if length > SOCKET_PATH_BYTES_MAX:
+        text = f"too long for socket paths: {length} bytes, limit {SOCKET_PATH_BYTES_MAX}"
+        raise ConfigError(f"server.runtime_directory {folder}: {text}")
     return folder

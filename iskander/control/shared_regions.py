@@ -1,13 +1,13 @@
-"""Memory that a gateway lends to a client of its machine: how it is had, and what lies where in it.
+"""Shared memory between a gateway and a local client: handshake and batch locations.
 
-    unix socket   client -> gateway  Borrow    a region of so many bytes
-                  gateway -> client  Lent      with its descriptor, while the connection is open
-    DoExchange    header `iskander-region`     the region in which the stream's batches may be
-                  a message without a header   its `app_metadata` is Located: where a batch is
+    unix socket   client -> gateway  RegionRequest   minimum length in bytes
+                  gateway -> client  RegionGrant     with a descriptor, while the connection is open
+    DoExchange    header `iskander-region`           the region for the stream's batches
+                  a message without a header         its `app_metadata` is a BodyLocation
 
-All three are msgpack maps. The descriptor is a memfd that the gateway made and sealed; nothing is
-opened by a name that a client gave. What is said of a batch comes over the stream, and only its
-body is in the region, so nothing that the gateway relies on can change under it.
+All three are msgpack maps. The descriptor is a memfd that the gateway created and sealed; the
+gateway opens no name that a client sends. The header of a batch travels in the stream, and only its
+body is in the region, so the client cannot change anything that the gateway relies on.
 
 Runs on: gateway loop and clients. Source: unix(7) (SCM_RIGHTS), Arrow IPC's encapsulated messages.
 """
@@ -25,7 +25,7 @@ import msgspec
 from iskander.decoders import thread_safe
 from iskander.errors import IskanderError, MalformedInput, ProtocolError
 
-SaidT = TypeVar("SaidT")
+MessageT = TypeVar("MessageT")
 
 REGION_HEADER = "iskander-region"
 FRAME_BYTES_MAX = 4096
@@ -33,20 +33,14 @@ FRAME_BYTES_MAX = 4096
 
 @thread_safe
 class RegionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client asks for."""
+    """Request of a region with at least `bytes` bytes."""
 
     bytes: int
 
 
 @thread_safe
 class RegionGrant(msgspec.Struct, frozen=True):
-    """What it gets.
-
-    Attributes:
-        region: The name by which its streams say where their batches are.
-        bytes: Its length; no less than was asked for.
-        error: Instead of both, as `IskanderError.to_wire` tells it.
-    """
+    """Answer to a `RegionRequest`: name and length of the region, or `IskanderError.to_wire`."""
 
     region: str = ""
     bytes: int = 0
@@ -59,7 +53,7 @@ class BodyLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         header: Flatbuffer header of its Arrow IPC message.
-        body: Where its body begins in the region, and its length in bytes.
+        body: Offset and length in bytes of its body in the region.
         app_metadata: The batch's own.
     """
 
@@ -69,49 +63,41 @@ class BodyLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_read_borrow = msgspec.msgpack.Decoder(RegionRequest).decode
-_read_lent = msgspec.msgpack.Decoder(RegionGrant).decode
-_read_located = msgspec.msgpack.Decoder(BodyLocation).decode
+_decode_request = msgspec.msgpack.Decoder(RegionRequest).decode
+_decode_grant = msgspec.msgpack.Decoder(RegionGrant).decode
+_decode_location = msgspec.msgpack.Decoder(BodyLocation).decode
 
 
 def read_region_request(frame: bytes) -> RegionRequest:
-    """What a client asks for.
-
-    Raises:
-        MalformedInput: It is no `RegionRequest`.
-    """
-    return _read(_read_borrow, frame, "what was asked for")
+    """Decode a client's request, or raise a `MalformedInput`."""
+    return _read(_decode_request, frame, "region request")
 
 
 def read_body_location(app_metadata: bytes) -> BodyLocation:
-    """Where a batch is.
-
-    Raises:
-        MalformedInput: It is no `BodyLocation`.
-    """
-    return _read(_read_located, app_metadata, "where the batch is")
+    """Decode the location of a batch, or raise a `MalformedInput`."""
+    return _read(_decode_location, app_metadata, "body location")
 
 
-def _read(decode: Callable[[bytes], SaidT], said: bytes, what: str) -> SaidT:
+def _read(decode: Callable[[bytes], MessageT], frame: bytes, kind: str) -> MessageT:
     try:
-        return decode(said)
+        return decode(frame)
     except ValueError as error:
-        raise MalformedInput(f"{what} was not understood: {error}") from None
+        raise MalformedInput(f"malformed {kind}: {error}") from None
 
 
-def send_region(connection: socket.socket, lent: RegionGrant, fd: int | None = None) -> None:
-    """Answer a client, with a descriptor where it gets memory. Runs on: gateway loop."""
-    socket.send_fds(connection, [encode(lent)], [] if fd is None else [fd])
+def send_region(connection: socket.socket, grant: RegionGrant, fd: int | None = None) -> None:
+    """Answer a client, with a descriptor on success. Runs on: gateway loop."""
+    socket.send_fds(connection, [encode(grant)], [] if fd is None else [fd])
 
 
 def request_region(
     path: Path, length_bytes: int, timeout_s: float
 ) -> tuple[socket.socket, RegionGrant, int]:
-    """Ask for memory; the caller owns the connection and the descriptor. Runs on: a client.
+    """Request a region; the caller owns the connection and the descriptor. Runs on: a client.
 
     Raises:
-        OSError: Nobody answers at the path.
-        IskanderError: Why there is none.
+        OSError: The gateway does not answer at the path.
+        IskanderError: The gateway rejected the request.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     descriptors: list[int] = []
@@ -123,17 +109,17 @@ def request_region(
             connection, FRAME_BYTES_MAX, 1, socket.MSG_CMSG_CLOEXEC
         )
         if not frame:
-            raise ConnectionResetError("it hung up")
-        lent = _read_lent(frame)
-        if lent.error is not None:
-            raise IskanderError.from_wire(lent.error)
+            raise ConnectionResetError("the gateway closed the connection")
+        grant = _decode_grant(frame)
+        if grant.error is not None:
+            raise IskanderError.from_wire(grant.error)
         if len(descriptors) != 1:
-            raise ProtocolError("no memory came with the gateway's answer")
+            raise ProtocolError("the gateway's answer has no descriptor")
     except BaseException as error:
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
         if isinstance(error, msgspec.DecodeError):
-            raise ProtocolError(f"the gateway's answer was not understood: {error}") from None
+            raise ProtocolError(f"the gateway's answer is invalid: {error}") from None
         raise
-    return connection, lent, descriptors[0]
+    return connection, grant, descriptors[0]

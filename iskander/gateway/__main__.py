@@ -1,7 +1,7 @@
 """`iskander-gateway`: flags, configuration, signals, exit codes.
 
-Exit codes: 0 drained; 2 wrong usage; 69 the workers did not get ready; 71 the system refused
-memory; 78 the configuration or a model is wrong; 130 ended at once by a second signal.
+Exit codes: 0 drained; 2 usage error; 69 workers not ready; 71 the system refused memory; 78 invalid
+configuration or model; 130 immediate stop by a second signal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("iskander.gateway")
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Entry point of the command; of its own words, or these."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(
         prog="iskander-gateway",
         description="Serve models over Arrow Flight: record batches in, predictions out. Starts "
@@ -54,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one setting; may be given again",
+        help="override one setting; repeatable",
     )
     parser.add_argument("--process", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"iskander-gateway {__version__}")
@@ -65,14 +65,14 @@ def main(words: Sequence[str] | None = None) -> None:
         config = _read(arguments)
         set_up_logs(config.admin, arguments.process)
         placed = plan(config, read_topology(os.sched_getaffinity(0)))
-        # Until the loop has handlers there is nothing to finish; asyncio's own would end the loop
-        # in the midst of a start.
+        # Before the loop's handlers exist, SIGINT ends the process; asyncio's own handler would
+        # cancel the startup half way.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if config.server.processes > 1 and arguments.process is None:
-                sys.exit(runner.run(_look_after(config, arguments)))
+                sys.exit(runner.run(_supervise(config, arguments)))
             keep_large_blocks()
-            _take_place(placed)
+            _pin(placed)
             runner.run(_serve(config, placed.places, arguments.process))
     except (ConfigError, ManifestError) as error:
         _end(error, EXIT_CONFIG)
@@ -83,17 +83,14 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> Config:
-    """The settings: of the file, or for one process of several those that its parent accepted."""
+    """Load the configuration file, or in a child process the settings from the parent."""
     if arguments.process is not None:
         return read_settings(arguments.config)
     return load_config(arguments.config, overrides=tuple(arguments.set)).config
 
 
-def _take_place(placed: PlacementPlan) -> None:
-    """Pin this process, before it has threads or much memory, and say what the plan could not do.
-
-    A worker pins itself anew, so this is no limit for it.
-    """
+def _pin(placed: PlacementPlan) -> None:
+    """Pin this process, before it has threads or much memory; a worker replaces its own mask."""
     for note in placed.notes:
         log.warning("placement: %s", note)
     if not placed.gateway:
@@ -107,8 +104,8 @@ def _take_place(placed: PlacementPlan) -> None:
         log.info("runs on the cpus %s, the workers on others", cpus)
 
 
-async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
-    """Run the processes of which each is `_serve`; the exit code."""
+async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
+    """Run several processes, each of which runs `_serve`; return the exit code."""
     from iskander.gateway.parent import Parent
 
     command = [sys.executable, "-P", "-m", "iskander.gateway"]
@@ -120,40 +117,40 @@ async def _look_after(config: Config, arguments: argparse.Namespace) -> int:
     loop.add_signal_handler(signal.SIGHUP, parent.roll)
     keep_alive()
     code = await parent.serve()
-    return EXIT_AT_ONCE if parent.is_cut else code
+    return EXIT_AT_ONCE if parent.is_forced else code
 
 
-async def _serve(config: Config, places: list[SlotPlan], process: int | None) -> None:
+async def _serve(config: Config, slots: list[SlotPlan], process: int | None) -> None:
     name = "isk-gateway" if process is None else f"isk-gateway-{process}"
     Path("/proc/self/comm").write_text(name)
     stop = asyncio.Event()
-    asked: set[signal.Signals] = set()
+    received: set[signal.Signals] = set()
 
     def end_now() -> None:
         server.kill_workers()
         os._exit(EXIT_AT_ONCE)
 
     def on_signal(number: signal.Signals) -> None:
-        # One of several hears it from the parent, from a service manager, and when the parent is
-        # gone: only the parent says "at once", and otherwise.
+        # A child may receive several from the parent, a service manager, and prctl; only SIGQUIT
+        # stops it immediately.
         if stop.is_set() and process is None:
             end_now()
-        asked.add(number)
+        received.add(number)
         stop.set()
 
     def on_reload() -> None:
-        log.warning("SIGHUP: one process is not replaced in order; a restart applies the file")
+        log.warning("SIGHUP: no reload with `server.processes` = 1; a restart applies the file")
         if starting.done() and not stop.is_set():
             where = ", ".join(server.addresses)
             notify_reloading()
             notify(READY="1", STATUS=f"serving on {where}; a restart applies the file")
 
     def keeps_workers() -> bool:
-        # All of several end where the parent says so, with SIGINT, or is gone. One alone is
-        # replaced, and the others go on with the workers.
-        return process is not None and signal.SIGINT not in asked and _has_parent()
+        # The workers stop with the last process: after SIGINT from the parent, or its death. They
+        # continue when only this process is replaced.
+        return process is not None and signal.SIGINT not in received and _has_parent()
 
-    # Before there is anything to end; a signal is heard when the start first waits.
+    # Handlers run at the first await of the startup.
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
@@ -162,11 +159,11 @@ async def _serve(config: Config, places: list[SlotPlan], process: int | None) ->
         loop.add_signal_handler(signal.SIGQUIT, end_now)
     else:
         loop.add_signal_handler(signal.SIGHUP, on_reload)
-    # Before NumPy is imported, which starts a thread a core for work that is not done here.
+    # Must precede the import of NumPy, which starts one BLAS thread per core.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from iskander.gateway.server import Server
 
-    server = Server(config, places, process or 0)
+    server = Server(config, slots, process or 0)
     starting = asyncio.create_task(server.start())
     keep_alive()
     stopping = asyncio.create_task(stop.wait())
@@ -181,10 +178,10 @@ async def _serve(config: Config, places: list[SlotPlan], process: int | None) ->
 
 
 def _end_with_parent() -> None:
-    """Be stopped when the parent is gone, however it went. Source: prctl(2)."""
+    """Receive SIGTERM at the death of the parent. Source: prctl(2)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if not _has_parent():
-        os._exit(EXIT_AT_ONCE)  # It went before that.
+        os._exit(EXIT_AT_ONCE)  # It died before the prctl call.
 
 
 def _has_parent() -> bool:

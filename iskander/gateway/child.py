@@ -1,4 +1,4 @@
-"""The place of one gateway process among several: its child, what that says, and how it ended.
+"""Child process slot of a multi-process gateway: start, notifications, exit, restart delay.
 
 Runs on: the parent's loop, which imports neither NumPy nor pyarrow.
 """
@@ -20,80 +20,57 @@ from iskander.gateway.child_settings import SETTINGS_FILE, write_settings
 
 BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.1, 10.0
 STEADY_NS = 10 * NS_PER_S
-"""A process that served for so long has not failed in a row."""
+"""Uptime that resets the count of failures."""
 NOTICE_BYTES_MAX = 4096
 WATCHDOG_USEC = 4_000_000
-"""What a child goes by, which beats twice in that time."""
+"""Watchdog period of the child, which sends two heartbeats in it."""
 
 
 class ChildProcess:
-    """The place of one gateway process, and what fills it.
-
-    Args:
-        index: Its number, from 0.
-        folder: Its runtime directory.
-        config: What it is to be started with.
+    """Slot of one gateway process, which restarts in it.
 
     Attributes:
-        child: The running one.
-        config: What that was started with.
-        is_ready: It has said that it listens, and is not stopping.
-        is_able: Its models are ready now.
-        admin_address: Where it answers for itself; empty where it does not.
-        starts: How often it was started.
-        failures: Ends in a row that nobody asked for.
-        timer: Of its next start.
-        is_heard: It has said something since it was started.
-        heard_ns: When it last did, or was started.
+        is_ready: Whether the child listens and is not stopping.
+        failures: Unexpected exits in a row.
+        timer: Of the next start.
+        has_notified: Whether the current child has sent a notification.
+        notified_ns: Time of its start or last notification.
     """
 
     def __init__(self, index: int, folder: Path, config: Config) -> None:
         self.index = index
         self.child: subprocess.Popen[bytes] | None = None
         self.config = config
-        self.is_ready = False
+        self.is_ready = self.has_ready_models = self.has_notified = False
         self.admin_address = ""
-        self.starts = 0
-        self.failures = 0
-        self.is_able = False
+        self.starts = self.failures = 0
         self.timer: asyncio.TimerHandle | None = None
-        self.is_heard = False
-        self.heard_ns = 0
-        self._started_ns = 0
-        self._is_asked_to_end = False
+        self.notified_ns = self._started_ns = 0
+        self._is_stop_requested = False
         self._folder = folder
         self._path = folder / "notify"
         self.notices = self._listen()
 
     @property
-    def is_cut_off(self) -> bool:
-        """Somebody has removed the socket, so the child speaks to nobody."""
+    def is_socket_missing(self) -> bool:
+        """Whether the notification socket was deleted from the file system."""
         return not self._path.exists()
 
-    def listen_again(self) -> None:
-        """Make the socket anew, where it was, and what it lies in.
-
-        Raises:
-            OSError: It cannot be made now.
-        """
-        self.heard_ns = now_ns()
+    def reopen_socket(self) -> None:
+        """Create the notification socket and its directory again; may raise OSError."""
+        self.notified_ns = now_ns()
         notices = self._listen()
         self.notices.close()
         self.notices = notices
 
     def start(self, command: Sequence[str], config: Config) -> int:
-        """Start the process; the caller owns the pidfd that tells of its end.
-
-        Raises:
-            OSError: The system refused it.
-        """
+        """Start the process; return a pidfd that the caller must close. May raise OSError."""
         assert self.child is None
         settings = write_settings(config, self._folder)
         self.config = config
         self.starts += 1
-        self._started_ns = self.heard_ns = now_ns()
-        self.is_heard = False
-        self._is_asked_to_end = False
+        self._started_ns = self.notified_ns = now_ns()
+        self.has_notified = self._is_stop_requested = False
         environment = {
             **os.environ,
             "NOTIFY_SOCKET": str(self._path),
@@ -101,7 +78,7 @@ class ChildProcess:
             "WATCHDOG_USEC": str(WATCHDOG_USEC),
         }
         environment.pop("WATCHDOG_PID", None)
-        # A session of its own: a Ctrl-C at the terminal is for the parent, which drains them all.
+        # A new session: Ctrl-C reaches only the parent, which drains all processes.
         self.child = subprocess.Popen(
             [*command, "--config", str(settings), "--process", str(self.index)],
             stdin=subprocess.DEVNULL,
@@ -125,49 +102,54 @@ class ChildProcess:
         return notices
 
     def reap(self) -> tuple[int, bool]:
-        """Note how the child ended: its exit code, and whether it was asked to."""
+        """Collect the exit code, and whether the exit was requested."""
         assert self.child is not None
         code = self.child.wait()
         self.child = None
-        self.is_ready = self.is_able = False
+        self.is_ready = self.has_ready_models = False
         self.admin_address = ""
         was_steady = now_ns() - self._started_ns > STEADY_NS
-        self.failures = 0 if self._is_asked_to_end else 1 if was_steady else self.failures + 1
-        return code, self._is_asked_to_end
+        self.failures = 0 if self._is_stop_requested else 1 if was_steady else self.failures + 1
+        return code, self._is_stop_requested
 
     def backoff_s(self) -> float:
-        """How long to wait before it is started again."""
+        """Return the delay of the next restart."""
         return min(BACKOFF_FIRST_S * 2.0 ** min(max(self.failures - 1, 0), 16), BACKOFF_MOST_S)
 
     def read_notices(self) -> None:
-        """Take what the child has said of itself."""
+        """Process the child's pending notifications."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 lines = self.notices.recv(NOTICE_BYTES_MAX).decode(errors="replace").splitlines()
                 fields = dict(line.partition("=")[::2] for line in lines)
-                self.heard_ns, self.is_heard = now_ns(), True
+                self.notified_ns, self.has_notified = now_ns(), True
                 self.admin_address = fields.get("X_ISKANDER_ADMIN", self.admin_address)
                 if "READY" in fields or "STOPPING" in fields:
                     self.is_ready = "READY" in fields
-                self.is_able = fields.get("X_ISKANDER_READY", str(int(self.is_able))) == "1"
+                if "X_ISKANDER_READY" in fields:
+                    self.has_ready_models = fields["X_ISKANDER_READY"] == "1"
 
     def silent_s(self, now: int) -> float:
-        """For how long it has not said that its loop turns; 0 where there is none."""
-        return (now - self.heard_ns) / NS_PER_S if self.child is not None else 0.0
+        """Return the time since the last notification; 0 without a child."""
+        return (now - self.notified_ns) / NS_PER_S if self.child is not None else 0.0
+
+    def is_back(self, *, needs_models: bool) -> bool:
+        """Whether the child is ready, with ready models if needed."""
+        return self.is_ready and (self.has_ready_models or not needs_models)
 
     def kill(self) -> None:
-        """End the child, which is not asked to: another takes its place."""
+        """Kill the child; this does not count as a requested exit."""
         if self.child is not None:
             self.child.kill()
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the child, if there is one; every signal that is sent asks it to end."""
+        """Send a signal that requests the exit of the child, if there is one."""
         if self.child is not None:
-            self._is_asked_to_end = True
+            self._is_stop_requested = True
             self.child.send_signal(number)
 
     def close(self) -> None:
-        """Release the socket, and leave nothing behind."""
+        """Close the socket and delete the files."""
         self.notices.close()
         self._path.unlink(missing_ok=True)
         (self._folder / SETTINGS_FILE).unlink(missing_ok=True)

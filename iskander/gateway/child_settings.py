@@ -1,7 +1,7 @@
-"""Settings that the parent of several processes has accepted: what a process is started with.
+"""Settings file from the parent to a child process.
 
-A process does not read the configuration file: it may have been edited since, for a restart that is
-still to come. It gets what its parent goes by, complete, from a file beside its sockets.
+A child does not read the configuration file, which may contain edits that only a restart applies.
+It receives the complete settings of its parent in a file next to its sockets.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ SETTINGS_FILE = "settings.json"
 
 
 def write_settings(config: Config, folder: Path) -> Path:
-    """Put settings where the process with that runtime directory reads them.
-
-    Raises:
-        OSError: The system refused it.
-    """
+    """Write settings for the child with this runtime directory; may raise OSError."""
     server = msgspec.structs.replace(config.server, runtime_directory=str(folder))
     path = folder / SETTINGS_FILE
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(config, server=server)))
@@ -29,21 +25,17 @@ def write_settings(config: Config, folder: Path) -> Path:
 
 
 def read_settings(path: Path) -> Config:
-    """What `write_settings` put there; nothing is taken from the environment.
-
-    Raises:
-        ConfigError: It is not there, or none.
-    """
+    """Read the settings of `write_settings`; raise ConfigError if they are invalid."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Config)
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path.name} is not what a parent writes: {error}") from None
+        raise ConfigError(f"{path.name} is not a settings file of a parent: {error}") from None
 
 
 def fixed(config: Config) -> dict[str, object]:
-    """What the processes have to agree on with each other, with the parent and with the workers."""
+    """Return the settings that only a restart of all processes can change."""
     server, workers = config.server, config.workers
     return {
         "server.address": config.addresses,

@@ -1,12 +1,12 @@
-"""Several gateway processes on one port: started, watched, replaced one by one, stopped together.
+"""Parent of several gateway processes: start, watchdog, rolling replacement, shutdown.
 
-    parent        holds the ports, starts the processes, answers for all of them; serves nothing
-    process 0     serves, and looks after the workers
-    process 1...  serve; the workers attach to them too
+    parent        reserves the ports, starts the processes, serves the admin port; no requests
+    process 0     serves requests, and supervises the workers
+    process 1...  serve requests; the workers attach to them too
 
-Each process listens with SO_REUSEPORT once its models are ready, so the kernel gives a connection
-to one that is. They report to the parent as to a service manager. One that ends is started again;
-the workers stay meanwhile, also without process 0, and the other processes do not notice.
+Each process listens with SO_REUSEPORT once its models are ready, so the kernel gives connections
+only to ready processes. They notify the parent by the protocol of service managers. A process that
+ends is started again; meanwhile the workers, even of process 0, and other processes continue.
 
 Runs on: the parent's loop, which imports neither NumPy nor pyarrow.
 
@@ -43,29 +43,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("iskander.processes")
 
 STOP_SLACK_S = 20.0
-"""Beyond lame duck and drain, for a process and its workers to end."""
-AT_ONCE_S = 1.0
-"""For a process that is to end at once; then it is killed."""
-LOOK_S = 1.0
+"""Added to lame duck and drain for the exit of a process and its workers."""
+KILL_DELAY_S = 1.0
+CHECK_S = 1.0
 SILENT_S, HUNG_S = 10.0, 30.0
-"""Without a beat, until a process does not count as ready, and until it is killed."""
+"""Time without a heartbeat before a process is not ready, and before it is killed."""
 TURN_S = 0.02
 
 
 class Parent:
-    """All processes of one gateway.
+    """All processes of one gateway; raises ConfigError if its addresses or directory are in use.
 
     Args:
         config: Checked settings, with `server.processes` above 1.
-        command: What a process is started with; its settings and its number are put behind.
-        read_again: Reads the configuration anew.
-
-    Attributes:
-        processes: By their numbers.
-        is_cut: It was asked to end at once.
-
-    Raises:
-        ConfigError: An address is none or cannot be shared, or another gateway has the directory.
+        command: Starts a process; its settings file and number are appended.
+        read_again: Reads the configuration again.
     """
 
     def __init__(
@@ -86,21 +78,17 @@ class Parent:
         self._ports = ReservedPorts()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._is_stopping = self._was_ready = self.is_cut = False
-        self._boot_code: int | None = None
+        self._is_stopping = self._was_ready = self.is_forced = False
+        self._startup_code: int | None = None
         self._rolling: asyncio.Task[None] | None = None
         self._admin: AdminServer | None = None
-        self._looked_ns = now_ns()
-        self._looking: asyncio.TimerHandle | None = None
+        self._checked_ns = now_ns()
+        self._check_timer: asyncio.TimerHandle | None = None
 
     async def serve(self) -> int:
-        """Start all, and look after them until `stop`.
+        """Start all processes and supervise them until `stop`; return the exit code.
 
-        Returns:
-            The exit code: 0, or that of a process that could not start when the gateway did.
-
-        Raises:
-            ConfigError: Nobody can listen at an address.
+        It is 0, or that of a process that failed during the startup.
         """
         try:
             await self._ports.hold(self._config)
@@ -108,43 +96,42 @@ class Parent:
             for process in self.processes:
                 self._loop.add_reader(process.notices, self._on_notice, process)
                 self._start(process)
-            self._look()
-            while not self._is_stopping and self._boot_code is None:
+            self._check()
+            while not self._is_stopping and self._startup_code is None:
                 self._changed.clear()
-                self._say_ready()
+                self._notify_ready()
                 await self._changed.wait()
             await self._drain()
         finally:
             await self._release()
-        return self._boot_code or 0
+        return self._startup_code or 0
 
     def stop(self) -> None:
-        """Let all finish what was accepted, and end; asked again, end at once."""
+        """Drain and stop all processes; a second call stops them immediately."""
         if self._is_stopping:
-            self.is_cut = True
+            self.is_forced = True
             self._signal_all(signal.SIGQUIT)
-            self._loop.call_later(AT_ONCE_S, self._signal_all, signal.SIGKILL)
+            self._loop.call_later(KILL_DELAY_S, self._signal_all, signal.SIGKILL)
         self._is_stopping = True
         self._changed.set()
 
     def roll(self) -> None:
-        """Replace the processes one by one, each when the one before is ready again."""
+        """Replace the processes one by one, each after its predecessor is ready again."""
         if not self._was_ready or self._rolling is not None or self._is_stopping:
-            log.warning("asked to replace the processes while they start, stop or are replaced")
+            log.warning("reload ignored: the processes are starting, stopping or being replaced")
             return
         notify_reloading()
         before = self._config
-        complaint = self._accept()
-        if complaint:
+        if complaint := self._read_settings():
             log.error(complaint)
-            self._say_serving(complaint)
+            self._notify_serving(f"; {complaint}")
         else:
             self._rolling = self._loop.create_task(self._roll(before))
 
     def reasons(self) -> list[str]:
-        """Why this gateway is not ready; empty where it is.
+        """Return why this gateway is not ready; empty if it is.
 
-        One process that listens is enough, but all that do have to be able to serve.
+        One listening process is enough, but all listening processes must have ready models.
         """
         if self._is_stopping:
             return ["the gateway is stopping"]
@@ -155,15 +142,13 @@ class Parent:
         reasons = []
         for each in listening:
             if each.silent_s(now) > SILENT_S:
-                reasons.append(f"process {each.index} does not move")
-            elif not each.is_able:
-                reasons.append(
-                    f"process {each.index} has a model without the workers that it needs"
-                )
+                reasons.append(f"process {each.index} is unresponsive")
+            elif not each.has_ready_models:
+                reasons.append(f"process {each.index} has a model without its quorum of workers")
         return reasons
 
-    def _accept(self) -> str:
-        """Read the settings anew, and go by them; else why not."""
+    def _read_settings(self) -> str:
+        """Read and apply the settings; return why they are rejected, else empty."""
         try:
             read = self._read_again()
             require_secrets(read)
@@ -172,13 +157,13 @@ class Parent:
         was, is_now = fixed(self._config), fixed(read)
         changed = [key for key in was if was[key] != is_now[key]]
         if changed:
-            return f"the processes stay: {', '.join(changed)} changed, which takes a restart"
+            return f"the processes stay as they are: {', '.join(changed)} changed: restart required"
         self._config = read
         return ""
 
-    def _settings(self) -> Config:
-        """What a process is started with: what was accepted, with the ports that were taken."""
-        config = self._ports.said_in(self._config)
+    def _child_settings(self) -> Config:
+        """The applied settings, with the reserved ports."""
+        config = self._ports.with_reserved_ports(self._config)
         own_admin = "127.0.0.1:0" if self._admin else ""
         return replace(config, admin=replace(config.admin, address=own_admin))
 
@@ -197,125 +182,123 @@ class Parent:
         if self._is_stopping or process.child is not None:
             return
         try:
-            ended = process.start(self._command, self._settings())
+            pidfd = process.start(self._command, self._child_settings())
         except OSError as error:
             log.error("process %d cannot be started: %s", process.index, error.strerror)
             process.timer = self._loop.call_later(BACKOFF_MOST_S, self._start, process)
         else:
-            self._loop.add_reader(ended, self._on_end, process, ended)
+            self._loop.add_reader(pidfd, self._on_end, process, pidfd)
 
     def _on_notice(self, process: ChildProcess) -> None:
         process.read_notices()
         self._changed.set()
 
-    def _on_end(self, process: ChildProcess, ended: int) -> None:
-        self._loop.remove_reader(ended)
-        os.close(ended)
+    def _on_end(self, process: ChildProcess, pidfd: int) -> None:
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
         process.read_notices()
-        code, was_asked = process.reap()
+        code, was_requested = process.reap()
         self._changed.set()
-        if self._is_stopping or (was_asked and self._rolling is not None):
+        if self._is_stopping or (was_requested and self._rolling is not None):
             return
-        if was_asked:
-            self._start(process)  # It was killed, and did not end while anybody waited.
-            return
-        if not self._was_ready:
-            # It has said why. What cannot start now would not start later.
-            self._boot_code = code if code > 0 else 1
-            return
-        delay_s = process.backoff_s()
-        log.error("process %d ended with %d; again in %g s", process.index, code, delay_s)
-        process.timer = self._loop.call_later(delay_s, self._start, process)
+        if was_requested:
+            self._start(process)  # It outlived SIGKILL and the roll that sent it.
+        elif not self._was_ready:
+            # A failure during the startup is final; the process has logged the reason.
+            self._startup_code = code if code > 0 else 1
+        else:
+            delay_s = process.backoff_s()
+            log.error("process %d ended with %d; restart in %g s", process.index, code, delay_s)
+            process.timer = self._loop.call_later(delay_s, self._start, process)
 
-    def _say_ready(self) -> None:
+    def _notify_ready(self) -> None:
         if not self._was_ready and all(process.is_ready for process in self.processes):
             self._was_ready = True
-            addresses = self._ports.addresses
-            where = ", ".join(addresses)
+            where = ", ".join(self._ports.addresses)
             log.info("%d processes are ready on %s", len(self.processes), where)
-            notify(READY="1", STATUS=f"serving on {where}", X_ISKANDER_ADDRESS=addresses[0])
+            self._notify_serving(X_ISKANDER_ADDRESS=self._ports.addresses[0])
 
-    def _say_serving(self, note: str) -> None:
+    def _notify_serving(self, note: str = "", **fields: str) -> None:
         where = ", ".join(self._ports.addresses)
-        notify(READY="1", STATUS=f"serving on {where}; {note}")
+        notify(READY="1", STATUS=f"serving on {where}{note}", **fields)
 
-    def _look(self) -> None:
-        """Find the processes that do not move any more."""
+    def _check(self) -> None:
+        """Kill unresponsive processes, periodically."""
         now = now_ns()
-        # What they said meanwhile may not have found room.
-        was_away = now - self._looked_ns > SILENT_S / 2 * NS_PER_S
-        self._looked_ns = now
+        # If this loop was blocked, heartbeats may have been lost to a full socket buffer.
+        was_blocked = now - self._checked_ns > SILENT_S / 2 * NS_PER_S
+        self._checked_ns = now
         for process in self.processes:
-            if process.is_cut_off:
-                self._listen_again(process)
+            if process.is_socket_missing:
+                self._reopen_socket(process)
             process.read_notices()
-            if was_away:
-                process.heard_ns = now
-            limit_s = HUNG_S if process.is_heard else max(HUNG_S, process.config.workers.start_s)
+            if was_blocked:
+                process.notified_ns = now
+            start_s = 0.0 if process.has_notified else process.config.workers.start_s
+            limit_s = max(HUNG_S, start_s)
             if process.silent_s(now) > limit_s:
-                log.error("process %d did not move for %g s: killed", process.index, limit_s)
-                process.heard_ns = now
+                log.error("process %d sent no heartbeat for %g s: killed", process.index, limit_s)
+                process.notified_ns = now
                 process.kill()
         self._changed.set()
-        self._looking = self._loop.call_later(LOOK_S, self._look)
+        self._check_timer = self._loop.call_later(CHECK_S, self._check)
 
-    def _listen_again(self, process: ChildProcess) -> None:
-        """Nobody is killed for what could not be heard."""
+    def _reopen_socket(self, process: ChildProcess) -> None:
         log.error(
-            "somebody removed the runtime directory: what process %d speaks to is made again; "
-            "what the process itself had there comes back when it is replaced",
+            "the runtime directory was deleted: the notification socket of process %d is created "
+            "again; the process creates its own sockets when it is replaced",
             process.index,
         )
         self._loop.remove_reader(process.notices)
         try:
-            process.listen_again()
+            process.reopen_socket()
             self._link()
         except OSError as error:
-            log.error("it cannot be made again: %s", error.strerror)
+            log.error("the notification socket cannot be created: %s", error.strerror)
         else:
             self._loop.add_reader(process.notices, self._on_notice, process)
 
     def _link(self) -> None:
-        """Let workers of a service manager find the first process where a lone one would be."""
+        """Link the attach socket of process 0 to its path in a single-process gateway."""
         self._attach.unlink(missing_ok=True)
         self._attach.symlink_to(process_directory(self._runtime.path, 0) / ATTACH_SOCKET)
 
     async def _roll(self, before: Config) -> None:
-        """Replace all; where one does not get ready, go by what was accepted before again."""
-        log.info("the processes are replaced one by one")
+        """Replace all processes; restore the previous settings if one does not get ready."""
+        log.info("replacing the processes one by one")
         note = "replaced"
-        was_able = all(process.is_able for process in self.processes)
+        had_ready_models = all(process.has_ready_models for process in self.processes)
         try:
-            # Process 0 last: the workers come back to it with the others there.
-            late = await self._replace(reversed(self.processes), was_able)
+            # Process 0 last: when the workers attach to it again, the others have them.
+            late = await self._replace(reversed(self.processes), had_ready_models)
             if late is not None:
-                note = f"process {late.index} did not get ready: the settings before hold"
+                note = f"process {late.index} did not get ready: previous settings restored"
                 log.error(note)
                 self._config = before
-                settings = self._settings()
+                settings = self._child_settings()
                 changed = [each for each in self.processes if each.config != settings]
-                late = await self._replace(changed or [late], was_able)
+                late = await self._replace(changed or [late], had_ready_models)
             if late is not None:
-                note = f"process {late.index} is not ready; the others stay"
+                note = f"process {late.index} is not ready; the others keep serving"
                 log.error(note)
         finally:
             self._rolling = None
             if not self._is_stopping:
-                self._say_serving(note)
+                self._notify_serving(f"; {note}")
                 for process in self.processes:
-                    self._start(process)  # One that ended too late to be replaced.
+                    self._start(process)  # If it ended after the timeout of its replacement.
 
     async def _replace(
-        self, processes: Iterable[ChildProcess], was_able: bool
+        self, processes: Iterable[ChildProcess], had_ready_models: bool
     ) -> ChildProcess | None:
-        """Replace processes, each when the one before is back; the one that is not, if any."""
+        """Replace processes one by one; return the first that does not get ready, if any."""
         for process in processes:
             await self._end(process, signal.SIGHUP)
             if process.child is not None:
                 return process
             self._start(process)
-            is_back = partial(_is_back, process, was_able)
-            if not await _until(is_back, self._config.workers.start_s):
+            is_back = partial(process.is_back, needs_models=had_ready_models)
+            if not await _wait_until(is_back, self._config.workers.start_s):
                 return process
             log.info("process %d is replaced", process.index)
         return None
@@ -325,27 +308,28 @@ class Parent:
         notify(STOPPING="1", STATUS="draining")
         if self._rolling is not None:
             self._rolling.cancel()
-        # SIGINT, which only this process sends: after it the workers end, too.
+        # Only this process sends SIGINT, which also stops the workers.
         await asyncio.gather(*(self._end(each, signal.SIGINT) for each in self.processes))
 
     async def _end(self, process: ChildProcess, number: signal.Signals) -> None:
-        """Ask a process to end, and kill it where it does not."""
+        """Stop a process by a signal, and by SIGKILL after a timeout."""
         process.signal(number)
-        # Each by what it was started with: they differ while they are replaced.
-        limit_s = max(_stop_s(each.config) for each in self.processes)
-        is_gone = partial(_has_no_child, process)
-        if not await _until(is_gone, limit_s):
-            log.error("process %d does not stop: it is killed", process.index)
+        # Settings differ between processes during a roll. A process drains its streams first, and
+        # then its workers, which may have batches of its siblings.
+        servers = [each.config.server for each in self.processes]
+        limit_s = max(each.lame_duck_s + 2 * each.drain_s for each in servers) + STOP_SLACK_S
+        if not await _wait_until(lambda: process.child is None, limit_s):
+            log.error("process %d did not stop within %g s: killed", process.index, limit_s)
             process.signal(signal.SIGKILL)
-            await _until(is_gone, STOP_SLACK_S)
+            await _wait_until(lambda: process.child is None, STOP_SLACK_S)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for process in self.processes:
             process.signal(number)
 
     async def _release(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         if self._admin is not None:
             await self._admin.stop()
         for process in self.processes:
@@ -359,23 +343,10 @@ class Parent:
         self._runtime.release()
 
 
-def _has_no_child(process: ChildProcess) -> bool:
-    return process.child is None
-
-
-def _is_back(process: ChildProcess, was_able: bool) -> bool:
-    return process.is_ready and (process.is_able or not was_able)
-
-
-def _stop_s(config: Config) -> float:
-    """Its streams first, and then the workers, which may have to finish for the siblings."""
-    return config.server.lame_duck_s + 2 * config.server.drain_s + STOP_SLACK_S
-
-
-async def _until(is_so: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for something to be so; False where it took too long."""
+async def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Wait for a condition; return False after the timeout."""
     deadline_ns = now_ns() + int(limit_s * NS_PER_S)
-    while not is_so():
+    while not condition():
         if now_ns() > deadline_ns:
             return False
         await asyncio.sleep(TURN_S)

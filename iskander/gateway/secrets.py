@@ -1,4 +1,4 @@
-"""What callers show and are shown, looked at before a start depends on it."""
+"""Check of the token file and TLS files before a start."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from iskander.transport.tls import HTTP2, Tls
 
 
 def require_secrets(config: Config) -> None:
-    """See to it that a start with a configuration finds what it shows and wants to be shown.
-
-    Raises:
-        ConfigError: A file of `access` or `tls` is not what it has to be.
-    """
+    """Load the files of `access` and `tls`; raise ConfigError if one is invalid."""
     Authenticator(config.access, lambda: None)
     Tls(config.tls).context(HTTP2)

@@ -1,4 +1,4 @@
-"""The composition root: builds the parts, starts them in order, drains them in reverse.
+"""Composition root: builds the components, starts them in order, drains them in reverse.
 
 Runs on: gateway loop.
 """
@@ -10,6 +10,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from iskander.auth.grants import Authenticator
@@ -48,57 +49,40 @@ if TYPE_CHECKING:
 log = logging.getLogger("iskander.server")
 
 DRAIN_TURN_S = 0.01
-PROGRESS_NS = NS_PER_S
-"""How often the log says how far a drain is."""
+PROGRESS_LOG_NS = NS_PER_S
 GRACE_S = 1.0
 SWITCH_S = 0.0002
-"""How soon the loop gets the interpreter back from a thread that reads files or large batches."""
+"""Interval after which a thread with Python code releases the interpreter to the loop."""
 GC_THRESHOLD = 20_000
-"""Requests make a dozen containers each and leave no cycles; the default would look every 50."""
+"""A request creates a dozen containers and no cycles; the default collects every 50 requests."""
 
 
 class Server:
-    """One gateway.
+    """One gateway process; process 0 supervises the workers, which attach to all processes."""
 
-    Args:
-        config: Checked settings.
-        places: Where the workers run.
-        index: Number of this process, where `server.processes` are several; the workers are those
-            of process 0, and attach to all.
-
-    Raises:
-        ConfigError: An address is none, or another gateway has the directory.
-        SegmentError: The system has not the memory for the input arena.
-    """
-
-    def __init__(self, config: Config, places: list[SlotPlan], index: int = 0) -> None:
+    def __init__(self, config: Config, slots: list[SlotPlan], index: int = 0) -> None:
         self._config = config
         require_addresses(config)
         self._runtime = RuntimeDirectory(config)
         self._member = Member.of(self._runtime.path, index, config.server.processes)
         self._started_ns = now_ns()
-        self._is_stopping = False
-        self._is_started = False
+        self._is_stopping = self._is_started = False
         self._recent = RecentValues()
         self._models = configured(config, self._recent)
         arena = config.arena
-        self._intake = InputArena(
-            arena.input_bytes,
-            config.limits,
-            BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock),
-        )
-        log_backing(log, "input arena", self._intake.segment.backing)
+        backing = BackingOptions(is_huge=arena.huge_pages, is_locked=arena.lock)
+        self._input_arena = InputArena(arena.input_bytes, config.limits, backing)
+        log_backing(log, "input arena", self._input_arena.segment.backing)
         self._connection_limits = ConnectionLimits(config)
-        self._dispatcher = Dispatcher(
-            self._intake, self._models.by_key, BusyPolling(config.server.busy_poll_us)
-        )
+        busy_polling = BusyPolling(config.server.busy_poll_us)
+        self._dispatcher = Dispatcher(self._input_arena, self._models.by_key, busy_polling)
         self._supervisor = Supervisor(
             config,
-            places,
+            slots,
             folder=self._runtime.path,
             member=self._member,
             models=self._models,
-            intake=self._intake,
+            intake=self._input_arena,
             dispatcher=self._dispatcher,
             on_change=self._on_change,
         )
@@ -106,72 +90,86 @@ class Server:
             config,
             self._models,
             self._supervisor.loading,
-            self._dispatcher.refuse_queued,
+            self._dispatcher.reject_queued,
             recent=self._recent,
-            on_change=self._supervisor.noticed,
+            on_change=self._supervisor.notify_change,
         )
         self._tls = Tls(config.tls)
         self._access = Authenticator(config.access, self._on_access)
-        self._models.is_discreet = bool(config.access.tokens)
-        self._siblings = Peers(
-            self._repository, self._member, self._runtime.path, config.workers.start_s
-        )
-        self._health = HealthService(self._models, config.limits.streams)
-        self._regions = RegionServer(
-            config.shared_memory, config.server, sharing_path(config, index)
-        )
-        self._flight = FlightService(
-            self._models,
-            self._siblings,
-            intake=self._intake,
-            dispatcher=self._dispatcher,
-            limits=config.limits,
-            stats=self.stats,
-            recent=self._recent,
-            regions=self._regions,
-        )
-        self._desk = RequestSubmitter(self._intake, self._dispatcher, config.limits)
-        self._oip = OipService(self._models, self._desk, self._siblings)
-        self._grpc = self._grpc_server()
-        self._inferential = self._inferential_service()
+        self._models.hides_models = bool(config.access.tokens)
+        self._create_services(sharing_path(config, index))
         self._lag = LoopLag()
-        self._observed = self._observe()
+        self._sources = self._metric_sources()
         self._admin: AdminServer | None = None
         self._admin_address = ""
         self._http: OipHttpServer | None = None
         self._http_address = ""
         self.addresses: list[str] = []
 
+    def _create_services(self, sharing: Path) -> None:
+        config, models, arena = self._config, self._models, self._input_arena
+        self._peers = Peers(
+            self._repository, self._member, self._runtime.path, config.workers.start_s
+        )
+        self._health = HealthService(models, config.limits.streams)
+        self._regions = RegionServer(config.shared_memory, config.server, sharing)
+        self._flight = FlightService(
+            models,
+            self._peers,
+            intake=arena,
+            dispatcher=self._dispatcher,
+            limits=config.limits,
+            stats=self.stats,
+            recent=self._recent,
+            regions=self._regions,
+        )
+        self._submitter = RequestSubmitter(arena, self._dispatcher, config.limits)
+        self._oip = OipService(models, self._submitter, self._peers)
+        self._grpc = GrpcServer(
+            self._flight,
+            self._health,
+            self._oip,
+            self._access,
+            self._tls,
+            limits=config.limits,
+            connection_limits=self._connection_limits,
+        )
+        self._inferential = InferentialService(
+            config,
+            models,
+            intake=arena,
+            dispatcher=self._dispatcher,
+            grant=self._access.anonymous,
+            recent=self._recent,
+            connection_limits=self._connection_limits,
+        )
+
     async def start(self) -> None:
         """Listen, start the workers, and wait until every model is ready.
 
-        Where a service manager starts the workers, listening is all that is waited for: they come
-        after this gateway. One process of several listens when it is ready, since until then the
-        others can be asked.
-
-        Raises:
-            IskanderError: An address, a model or a worker failed; says which.
+        With `workers.spawn` off, workers attach later and are not waited for. One process of
+        several listens only when it is ready; meanwhile the others serve.
         """
         config = self._config
         if address := admin_address(config.admin):
-            from iskander.telemetry.admin import AdminServer  # A tenth of a second.
+            from iskander.telemetry.admin import AdminServer  # The import costs 0.1 s.
             from iskander.telemetry.metrics import Collector
 
-            self._admin = AdminServer(address, Collector(self._observed), self._connection_limits)
+            self._admin = AdminServer(address, Collector(self._sources), self._connection_limits)
             self._admin_address = await self._admin.start()
         self._access.start()
         self._tls.start()
         if not self._member.siblings:
             await self._listen()
         self._supervisor.start()
-        await self._repository.start(await self._siblings.start())
+        await self._repository.start(await self._peers.start())
         if config.workers.spawn:
             await self._supervisor.until_ready()
         if self._member.siblings:
             await self._listen()
         where = ", ".join([*self.addresses, *filter(None, [self._inferential.address])])
         self._is_started = True
-        # What lives now lives on: collections need not walk it again.
+        # Objects of the startup are permanent: exclude them from later collections.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
@@ -189,66 +187,57 @@ class Server:
         )
 
     async def drain(self, keeps_workers: Callable[[], bool] = lambda: False) -> None:
-        """Stop in order: not ready, take no more, finish what was accepted, let the workers go.
+        """Shut down: become not ready, reject new requests, complete accepted ones, stop workers.
 
-        Between the first two, for `server.lame_duck_s`, batches are still taken, so that those who
-        choose among servers have seen that this one is not ready.
-
-        Args:
-            keeps_workers: Whether they are for the process that takes this one's place; asked when
-                the rest is done.
+        For `server.lame_duck_s` after the first step, requests are still accepted, so that load
+        balancers can detect the change. `keeps_workers` is called last: whether the workers
+        continue for the process that replaces this one.
         """
         self._is_stopping = self._models.is_stopping = True
         notify(STOPPING="1", STATUS="draining")
         self._health.stop()
-        self._siblings.close()
+        self._peers.close()
         self._repository.close()
         self._supervisor.settle()
-        if self._is_started and self._config.server.lame_duck_s:
-            log.info("not ready; batches are taken for %g s", self._config.server.lame_duck_s)
-            await self._wait_while(lambda: True, self._config.server.lame_duck_s)
+        lame_duck_s = self._config.server.lame_duck_s
+        if self._is_started and lame_duck_s:
+            log.info("not ready; requests are accepted for another %g s", lame_duck_s)
+            await self._wait_while(lambda: True, lame_duck_s)
         if self._member.siblings:
-            self._grpc.close_door()  # New connections are for the siblings.
-            self._inferential.close_door()
+            self._grpc.stop_accepting()  # The siblings accept new connections.
+            self._inferential.stop_accepting()
             if self._http is not None:
-                self._http.close_door()
+                self._http.stop_accepting()
         self._flight.drain()
-        self._desk.drain()
+        self._submitter.drain()
         self._inferential.drain()
         log.info("draining %s", self._work())
-        if not await self._wait_while(self._has_work, self._config.server.drain_s):
-            log.warning("not finished in time: %s", self._work())
-        await self._grpc.stop(GRACE_S)
-        await self._inferential.stop(GRACE_S)
-        self._regions.close()
-        if self._http is not None:
-            await self._http.stop(GRACE_S)
+        drain_s = self._config.server.drain_s
+        if not await self._wait_while(self._has_work, drain_s):
+            log.warning("not drained in %g s (`server.drain_s`): %s", drain_s, self._work())
+        await self._stop_listeners(GRACE_S)
         if keeps_workers():
-            self._supervisor.let_go()
+            self._supervisor.release_workers()
         else:
             await self._supervisor.stop()
         await self._release()
         log.info("stopped")
 
     async def abandon(self) -> None:
-        """End the workers and release what a failed start had taken."""
-        self._siblings.close()
+        """Stop the workers and release all resources after a failed start."""
+        self._peers.close()
         self._repository.close()
-        await self._grpc.stop(0)
-        await self._inferential.stop(0)
-        self._regions.close()
-        if self._http is not None:
-            await self._http.stop(0)
+        await self._stop_listeners(0)
         await self._supervisor.abandon()
         await self._release()
 
     def kill_workers(self) -> None:
-        """For an exit that waits for nothing."""
+        """Kill the workers before an immediate exit."""
         self._supervisor.kill_all()
 
     def stats(self) -> dict[str, Any]:
-        """What lanes, workers and memory have come to."""
-        return collect(self._observed) | {
+        """Return counters of lanes, workers and memory."""
+        return collect(self._sources) | {
             "admin_address": self._admin_address,
             "http_address": self._http_address,
             "process": self._member.number,
@@ -256,37 +245,15 @@ class Server:
             "access": self._access.stats(),
         }
 
-    def _grpc_server(self) -> GrpcServer:
-        return GrpcServer(
-            self._flight,
-            self._health,
-            self._oip,
-            self._access,
-            self._tls,
-            limits=self._config.limits,
-            connection_limits=self._connection_limits,
-        )
-
-    def _inferential_service(self) -> InferentialService:
-        return InferentialService(
-            self._config,
-            self._models,
-            intake=self._intake,
-            dispatcher=self._dispatcher,
-            grant=self._access.anonymous,
-            recent=self._recent,
-            connection_limits=self._connection_limits,
-        )
-
-    def _observe(self) -> MetricSources:
+    def _metric_sources(self) -> MetricSources:
         return MetricSources(
             started_ns=self._started_ns,
             models=self._models,
-            input_arena=self._intake.arena,
-            input_backing=self._intake.segment.backing,
+            input_arena=self._input_arena.arena,
+            input_backing=self._input_arena.segment.backing,
             streams=self._flight.exchanges,
             regions=self._regions.lent,
-            calls=self._desk.calls,
+            calls=self._submitter.calls,
             counts=self._dispatcher.counts,
             loop_lag_ns=self._lag.lag_ns,
             clients=self._inferential.sessions,
@@ -297,57 +264,59 @@ class Server:
         )
 
     def _on_change(self) -> None:
-        """Tell those who watch what is ready; of several processes, the parent too."""
-        self._repository.look()
+        """Publish the readiness to health watchers, and to the parent if there is one."""
+        self._repository.update()
         self._health.publish()
         if self._member.siblings and self._is_started and not self._is_stopping:
             notify_changes(X_ISKANDER_READY=str(int(self._models.is_ready)))
 
     def _on_access(self) -> None:
-        """Who may ask what has changed."""
-        self._flight.look_at_grants()
-        self._oip.look_at_grants()
-        self._grpc.look_at_grants()
+        """Apply changed grants to open calls."""
+        self._flight.check_grants()
+        self._oip.check_grants()
+        self._grpc.check_grants()
         self._health.publish()
 
     async def _listen(self) -> None:
         is_shared = bool(self._member.siblings)
+        config = self._config
         self.addresses = await self._grpc.start(
-            self._config.server, self._config.addresses, is_shared=is_shared
+            config.server, config.addresses, is_shared=is_shared
         )
         await self._inferential.start()
         self._regions.start()
-        if self._config.http.address:
+        if config.http.address:
             from iskander.protocols.oip.http.server import OipHttpServer
 
             self._http = OipHttpServer(
                 self._models,
                 self._oip,
-                self._desk,
+                self._submitter,
                 self._access,
                 self._tls,
-                self._config.http,
+                config.http,
                 limits=self._connection_limits,
             )
             self._http_address = await self._http.start(is_shared=is_shared)
-            log.info("the Open Inference Protocol over HTTP is on %s", self._http_address)
+            log.info("Open Inference Protocol over HTTP on %s", self._http_address)
 
     async def _wait_while(self, condition: Callable[[], bool], wait_s: float) -> bool:
-        """Wait for a condition to end, with news every second; False where it took too long."""
-        begun_ns = told_ns = now_ns()
+        """Wait for a condition to end, and log the progress; return False after the timeout."""
+        logged_ns = now_ns()
+        deadline_ns = logged_ns + wait_s * NS_PER_S
         while condition():
             now = now_ns()
-            if now - begun_ns > wait_s * NS_PER_S:
+            if now > deadline_ns:
                 return False
-            if now - told_ns >= PROGRESS_NS:
-                told_ns = now
+            if now - logged_ns >= PROGRESS_LOG_NS:
+                logged_ns = now
                 log.info("draining: %s", self._work())
             await asyncio.sleep(DRAIN_TURN_S)
         return True
 
     def _has_work(self) -> bool:
-        is_asked = self._flight.exchanges or self._desk.calls or self._inferential.has_work
-        return bool(is_asked or self._dispatcher.in_flight or self._queued() or self._unsent())
+        is_open = self._flight.exchanges or self._submitter.calls or self._inferential.has_work
+        return bool(is_open or self._dispatcher.in_flight or self._queued() or self._unsent())
 
     def _unsent(self) -> int:
         return self._grpc.unsent + (self._http.unsent if self._http is not None else 0)
@@ -357,11 +326,18 @@ class Server:
 
     def _work(self) -> str:
         return (
-            f"{len(self._flight.exchanges)} streams, {len(self._desk.calls)} calls, "
+            f"{len(self._flight.exchanges)} streams, {len(self._submitter.calls)} calls, "
             f"{self._queued()} requests in queues, "
             f"{self._dispatcher.in_flight} batches in flight, "
-            f"{self._unsent()} connections with answers not read"
+            f"{self._unsent()} connections with unread responses"
         )
+
+    async def _stop_listeners(self, grace_s: float) -> None:
+        await self._grpc.stop(grace_s)
+        await self._inferential.stop(grace_s)
+        self._regions.close()
+        if self._http is not None:
+            await self._http.stop(grace_s)
 
     async def _release(self) -> None:
         if self._admin is not None:
@@ -371,5 +347,5 @@ class Server:
         self._access.stop()
         self._tls.stop()
         self._dispatcher.alarm.clear()
-        self._intake.close()
+        self._input_arena.close()
         self._runtime.release()

@@ -1,1 +1,1 @@
-"""Histograms, counters and recent values, for the packages that measure."""
+"""Histograms, counters and recent values."""

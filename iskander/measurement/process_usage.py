@@ -10,9 +10,9 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process has, shared memory that it has touched included; 0 without one.
+    """Return the resident memory with touched shared memory; 0 without such a process.
 
-    Source: proc(5), `statm`; takes 10 us.
+    Source: proc(5), `statm`; costs 10 us.
     """
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
@@ -21,12 +21,12 @@ def resident_bytes(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used, in steps of 10 ms; 0 without one.
+    """Return the used CPU seconds, in steps of 10 ms; 0 without such a process.
 
     Source: proc(5), `stat`, fields 14 and 15.
     """
     try:
-        # The name, which is in parentheses, may have spaces and parentheses in it.
+        # The name is in parentheses and may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     except (OSError, IndexError):

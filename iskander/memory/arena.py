@@ -1,13 +1,13 @@
-"""Which range of a segment is whose: leases of any size, first fit, each with a generation.
+"""Allocates ranges of a segment: leases of any size, first fit, each with a generation.
 
     offset 0                                                        capacity
     | lease g7 | free | lease g9        | free                            |
 
-First fit from the low end keeps a quiet server on the same few addresses, so that a worker finds
-the I/O bindings that it has made for them. A lease given back is joined with its free neighbours
-at once. Pure: it counts bytes and touches none of them.
+First fit from the low end keeps a quiet server on the same few addresses, so that a worker reuses
+its I/O bindings for them. A returned lease is merged with its free neighbours at once. Pure: it
+counts bytes and touches none of them.
 
-Runs on: gateway loop, which leases both the inputs that it writes and the room for results.
+Runs on: gateway loop, which leases memory for the inputs that it writes and for results.
 """
 
 from __future__ import annotations
@@ -18,22 +18,16 @@ from typing import Final
 from iskander.errors import SegmentError
 
 GRAIN_BYTES: Final = 4096
-"""Leases are multiples of this: requests of nearly one size meet at one address."""
+"""Lease sizes are multiples of this, so that requests of similar size share addresses."""
 
 
 def usable_bytes(segment_bytes: int) -> int:
-    """What an arena makes of a segment: whole grains."""
+    """Arena capacity of a segment: whole grains."""
     return segment_bytes // GRAIN_BYTES * GRAIN_BYTES
 
 
 class Lease:
-    """The right to one range until it is given back.
-
-    Args:
-        offset: Where the range begins, in bytes from the segment's start.
-        length_bytes: Its length, a multiple of the grain.
-        generation: Never used twice, so that one can be told from another of the same range.
-    """
+    """Exclusive right to a range of a segment; the generation is never used twice."""
 
     __slots__ = ("generation", "length_bytes", "offset")
 
@@ -44,18 +38,14 @@ class Lease:
 
 
 class Arena:
-    """The leases over one segment.
-
-    Args:
-        capacity_bytes: Length of the segment; a ceiling for good.
-    """
+    """Leases of one segment of fixed length."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = usable_bytes(capacity_bytes)
         self.leased_bytes = 0
         self._generation = 0
         self._live: dict[int, Lease] = {}
-        # Parallel lists, sorted by start: the free ranges. Never two that touch.
+        # Free ranges in parallel lists, sorted by start and never adjacent.
         self._free_starts = [0]
         self._free_lengths = [self.capacity_bytes]
 
@@ -69,53 +59,40 @@ class Arena:
         return len(self._live)
 
     def lease(self, length_bytes: int) -> Lease | None:
-        """Take a range, or None where no free range is long enough now.
-
-        Raises:
-            SegmentError: No empty arena of this capacity could hold it.
-        """
+        """Allocate a range; None while no free range is long enough."""
         self.require_fits(length_bytes)
-        wanted = max(length_bytes + GRAIN_BYTES - 1, GRAIN_BYTES) // GRAIN_BYTES * GRAIN_BYTES
+        length = max(length_bytes + GRAIN_BYTES - 1, GRAIN_BYTES) // GRAIN_BYTES * GRAIN_BYTES
         for index, free in enumerate(self._free_lengths):  # noqa: B007 - it is used below
-            if free >= wanted:
+            if free >= length:
                 break
         else:
             return None
         start = self._free_starts[index]
-        if free == wanted:
+        if free == length:
             del self._free_starts[index], self._free_lengths[index]
         else:
-            self._free_starts[index] = start + wanted
-            self._free_lengths[index] = free - wanted
+            self._free_starts[index] = start + length
+            self._free_lengths[index] = free - length
         self._generation += 1
-        lease = Lease(start, wanted, self._generation)
-        self._live[start] = lease
-        self.leased_bytes += wanted
+        lease = self._live[start] = Lease(start, length, self._generation)
+        self.leased_bytes += length
         return lease
 
     def require_fits(self, length_bytes: int) -> None:
-        """Refuse what could wait for ever.
-
-        Raises:
-            SegmentError: No empty arena of this capacity could hold it.
-        """
+        """Raise `SegmentError` for a length above the capacity, which would wait forever."""
         if not length_bytes <= self.capacity_bytes or not self.capacity_bytes:
             raise SegmentError(
-                f"{length_bytes} bytes can never fit an arena of {self.capacity_bytes}"
+                f"{length_bytes} bytes can never fit an arena of {self.capacity_bytes} bytes"
             )
 
     def is_live(self, lease: Lease) -> bool:
-        """Whether the lease has not been given back."""
+        """Whether a lease has not been given back."""
         return self._live.get(lease.offset) is lease
 
     def give_back(self, lease: Lease) -> None:
-        """Return a range, and join it with its free neighbours.
-
-        Raises:
-            SegmentError: The lease is stale: its range is free or somebody else's by now.
-        """
+        """Release a range and merge it with its free neighbours; a stale lease is an error."""
         if self._live.get(lease.offset) is not lease:
-            raise SegmentError(f"lease {lease.generation} was given back before")
+            raise SegmentError(f"lease {lease.generation} is stale: it was given back before")
         del self._live[lease.offset]
         self.leased_bytes -= lease.length_bytes
         start, length = lease.offset, lease.length_bytes
@@ -137,15 +114,11 @@ class Arena:
 
     def validate(self) -> None:
         """Assert that leases and free ranges tile the arena without overlap; for tests."""
-        ranges = sorted(
-            [(lease.offset, lease.length_bytes, True) for lease in self._live.values()]
-            + [
-                (start, length, False)
-                for start, length in zip(self._free_starts, self._free_lengths, strict=True)
-            ]
-        )
+        free = zip(self._free_starts, self._free_lengths, strict=True)
+        ranges = [(start, length, False) for start, length in free]
+        ranges += [(lease.offset, lease.length_bytes, True) for lease in self._live.values()]
         end, was_free = 0, False
-        for start, length, is_lease in ranges:
+        for start, length, is_lease in sorted(ranges):
             assert start == end, f"gap or overlap at {start}"
             assert length > 0 and start % GRAIN_BYTES == 0
             assert is_lease or not was_free, f"free ranges touch at {start}"

@@ -1,6 +1,6 @@
-"""What a segment's memory is to be, what it came to be, and why it is less than was asked for.
+"""Backing of a segment: requested and actual huge pages, locking and NUMA node.
 
-Nobody is refused a start for want of huge pages, a lock or a node: it is slower, and said.
+A missing huge page, lock or node never prevents a start: it costs speed and is reported.
 
 Runs on: gateway, which makes all segments.
 
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 HUGE_PAGE_BYTES = 2 << 20
-"""Of the pool that is asked; 1 GiB pages would waste most of an arena."""
+"""Size of the pool in use; 1 GiB pages would waste most of an arena."""
 MIB = 1 << 20
 
 
 class BackingOptions(NamedTuple):
-    """What is asked for.
+    """Requested backing.
 
     Attributes:
-        node: NUMA node to take the pages from; None for the kernel's choice.
-        is_huge: In huge pages: reserved ones, or those that the system puts together.
-        is_locked: Never swapped out.
+        node: Preferred NUMA node; None for the kernel's choice.
+        is_huge: Use huge pages, reserved or transparent.
+        is_locked: Prevent swapping.
     """
 
     node: int | None = None
@@ -39,14 +39,14 @@ ANY_MEMORY: Final = BackingOptions()
 
 
 class Backing(NamedTuple):
-    """What was had.
+    """Actual backing.
 
     Attributes:
-        length_bytes: Of the segment.
-        huge_bytes: How much of it lies in huge pages.
-        is_locked: Whether it stays in memory.
-        node: Whose memory is preferred; None for no policy. What it had not is in the complaints.
-        complaints: What was asked for and is not so, and why.
+        length_bytes: Length of the segment.
+        huge_bytes: Bytes in huge pages.
+        is_locked: The segment is never swapped out.
+        node: Preferred NUMA node; None without a policy.
+        complaints: Requested properties that the segment does not have, and why.
     """
 
     length_bytes: int
@@ -57,11 +57,11 @@ class Backing(NamedTuple):
 
     @property
     def locked_bytes(self) -> int:
-        """How much of it stays in memory."""
+        """Bytes that are never swapped out."""
         return self.length_bytes if self.is_locked else 0
 
     def __str__(self) -> str:
-        """For a log line: `256 MiB, 256 in huge pages, locked, node 1 preferred`."""
+        """Text for a log line: `256 MiB, 256 in huge pages, locked, node 1 preferred`."""
         parts = [f"{self.length_bytes / MIB:g} MiB"]
         if self.huge_bytes:
             parts.append(f"{self.huge_bytes / MIB:g} in huge pages")
@@ -76,20 +76,20 @@ NO_MEMORY = Backing(0)
 
 
 def huge_pages_free(sysfs: Path = Path("/sys")) -> int:
-    """Reserved huge pages that nobody has; 0 too where the kernel has none of that size."""
+    """Reserved huge pages that are free; 0 also without kernel support for this size."""
     folder = sysfs / f"kernel/mm/hugepages/hugepages-{HUGE_PAGE_BYTES >> 10}kB"
     try:
-        # What is promised to a mapping and not touched yet counts as free in the first file.
-        free, promised = (
+        # The first file also counts pages reserved by a mapping and not touched yet.
+        free, reserved = (
             int((folder / name).read_text()) for name in ("free_hugepages", "resv_hugepages")
         )
     except (OSError, ValueError):
         return 0
-    return free - promised
+    return free - reserved
 
 
 def transparent_rule(sysfs: Path = Path("/sys")) -> str:
-    """When the system puts huge pages together for shared memory: `never`, `advise`, ..."""
+    """Kernel setting for transparent huge pages of shared memory: `never`, `advise`, ..."""
     try:
         text = (sysfs / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
     except OSError:
@@ -98,18 +98,18 @@ def transparent_rule(sysfs: Path = Path("/sys")) -> str:
 
 
 def lock_limit_bytes() -> int | None:
-    """How much this process may lock, unless it has CAP_IPC_LOCK; None for all."""
+    """Memory that this process may lock without CAP_IPC_LOCK; None: unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def pages_huge(length_bytes: int) -> int:
-    """Huge pages that so many bytes take."""
+def huge_pages_needed(length_bytes: int) -> int:
+    """Number of huge pages for a length."""
     return -(-length_bytes // HUGE_PAGE_BYTES)
 
 
 def mapped_huge_bytes(address: int) -> int:
-    """How much of the shared mapping at an address lies in transparent huge pages."""
+    """Bytes of the shared mapping at an address in transparent huge pages."""
     try:
         text = Path("/proc/self/smaps").read_text()
     except OSError:
@@ -120,7 +120,7 @@ def mapped_huge_bytes(address: int) -> int:
 
 
 def mapped_node_bytes(address: int) -> dict[int, int]:
-    """How much of the mapping at an address lies on each NUMA node; nothing where none is told."""
+    """Bytes of the mapping at an address on each NUMA node; empty if the kernel reports none."""
     try:
         text = "\n" + Path("/proc/self/numa_maps").read_text()
     except OSError:
@@ -135,38 +135,38 @@ def mapped_node_bytes(address: int) -> dict[int, int]:
     }
 
 
-def not_of_node(node: int, node_bytes: dict[int, int]) -> str:
-    """What lies elsewhere, since the node had no more; empty where nothing does."""
+def node_notice(node: int, node_bytes: dict[int, int]) -> str:
+    """Notice about pages on other nodes than the preferred one; empty if there are none."""
     others = {other: length for other, length in sorted(node_bytes.items()) if other != node}
     if not others:
         return ""
     parts = ", ".join(f"{length / MIB:g} MiB of node {other}" for other, length in others.items())
-    return f"node {node} had not enough memory of this kind: {parts} was taken"
+    return f"node {node} had not enough memory of this kind: {parts} was used"
 
 
-def not_huge(length_bytes: int, huge_bytes: int, error: OSError) -> str:
-    """Why a segment has no reserved huge pages, and how far the system's own ones go."""
-    # Whatever touches them would be ended by SIGBUS; populating says so instead, madvise(2).
+def huge_pages_notice(length_bytes: int, huge_bytes: int, error: OSError) -> str:
+    """Notice about missing reserved huge pages."""
+    # EFAULT: access would raise SIGBUS, which populating reports instead, madvise(2).
     why = "their cgroup allows fewer" if error.errno == errno.EFAULT else error.strerror
     return (
-        f"no reserved huge pages, {why}: {pages_huge(length_bytes)} were needed and "
-        f"{huge_pages_free()} are free (vm.nr_hugepages); {huge_bytes / MIB:g} MiB in transparent "
+        f"no reserved huge pages, {why}: {huge_pages_needed(length_bytes)} needed, "
+        f"{huge_pages_free()} free (vm.nr_hugepages); {huge_bytes / MIB:g} MiB in transparent "
         f"ones (shmem_enabled is {transparent_rule()})"
     )
 
 
-def not_locked(length_bytes: int, error: int) -> str:
-    """Why a segment can be swapped out."""
+def lock_notice(length_bytes: int, error: int) -> str:
+    """Notice about a segment that can be swapped out."""
     limit = lock_limit_bytes()
     may = "any amount" if limit is None else f"{limit / MIB:g} MiB"
     return (
-        f"not locked, {os.strerror(error)}: {length_bytes / MIB:g} MiB more were asked for, and "
+        f"not locked, {os.strerror(error)}: {length_bytes / MIB:g} MiB more requested, "
         f"this process may lock {may} in all (LimitMEMLOCK=, ulimit -l)"
     )
 
 
 def log_backing(log: logging.Logger, name: str, backing: Backing) -> None:
-    """Say what memory an arena is, and what was refused."""
+    """Log the backing of an arena."""
     log.info("%s: %s", name, backing)
     for complaint in backing.complaints:
         log.warning("%s: %s", name, complaint)

@@ -1,7 +1,7 @@
-"""Copies that let others have their turn: a large one is made piece by piece.
+"""Copies large buffers in pieces, between which the event loop serves others.
 
-Memory is moved at 2 to 3 GB/s here, and its first touch costs as much again, so a batch of 64 MB at
-once would hold whoever waits behind it for tens of milliseconds.
+Memory is copied at 2 to 3 GB/s here, and its first touch costs as much again, so a batch of 64 MB
+in one copy would block the event loop for tens of milliseconds.
 
 Runs on: gateway loop.
 """
@@ -14,7 +14,7 @@ from typing import Final
 from iskander.memory.client_segment import SegmentRange
 
 WHOLE_BYTES: Final = 4 << 20
-"""Up to here a copy is made at once; a millisecond or two."""
+"""Largest copy in one piece; a millisecond or two."""
 PIECE_BYTES: Final = 1 << 20
 
 
@@ -26,8 +26,8 @@ def copy(target: memoryview, source: memoryview | SegmentRange) -> None:
         target[:] = source
 
 
-def copied(target: memoryview, source: memoryview | SegmentRange) -> Iterator[None]:
-    """The same, with a pause after every piece."""
+def copy_in_pieces(target: memoryview, source: memoryview | SegmentRange) -> Iterator[None]:
+    """Copy with a pause after every piece."""
     for start in range(0, len(source), PIECE_BYTES):
         stop = min(start + PIECE_BYTES, len(source))
         copy(target[start:stop], source[start:stop])

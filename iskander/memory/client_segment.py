@@ -1,12 +1,12 @@
-"""Memory that another process fills: made and sealed here, and read here.
+"""Shared memory that a client process writes and the gateway reads.
 
-    Loan     a memfd of a fixed length, handed over as a descriptor; whoever has it writes to it
-    Range    a part of it, which is read once, to where the bytes are to be
+    ClientSegment   a memfd of a fixed length, created here; a client with the descriptor writes it
+    SegmentRange    a part of it, which is copied once to its target
 
-Bytes that were written are read from a mapping, which is twice as fast; those that were not, or
-were taken back, by pread, so that reading takes no memory for them. At a loan's end its pages are
-freed, whoever has the descriptor still. What is read can have changed since it was last read, so
-whoever has to look at bytes before they are used reads them to memory of its own.
+Resident pages are read from a mapping, which is twice as fast; others (never written, or reclaimed)
+by pread, so that reading allocates no memory for them. The pages are freed with the segment, even
+while a client still has the descriptor. The client can change bytes between two reads, so bytes
+that must be checked before use are copied to private memory first.
 
 Runs on: gateway. Source: memfd_create(2), fcntl(2) file sealing, mincore(2), fallocate(2).
 """
@@ -20,25 +20,21 @@ import os
 from typing import Final
 
 from iskander.errors import SegmentError
-from iskander.memory.segment import F_ADD_SEALS, SEALED_LENGTH, address_of
+from iskander.memory.segment import SEALED_LENGTH, address_of
 
 _LIBC: Final = ctypes.CDLL(None)
 _PUNCH_HOLE: Final = 0x02 | 0x01
-"""And keep the length."""
+"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE."""
 
 
 class ClientSegment:
-    """The memory; it goes with the last one who has a range of it, or the descriptor.
-
-    Args:
-        label: What `/proc/PID/fd` shows; not a name that anyone can open.
-        length_bytes: How much.
+    """A memfd whose pages are freed with the last reference to it or to a range of it.
 
     Attributes:
-        fd: To be handed over; the loan owns it.
+        fd: Descriptor for the client; the segment owns it.
 
     Raises:
-        SegmentError: The system refused it.
+        SegmentError: The system has not that much memory.
     """
 
     def __init__(self, label: str, length_bytes: int) -> None:
@@ -47,12 +43,12 @@ class ClientSegment:
         try:
             self.fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, length_bytes)
-            fcntl.fcntl(self.fd, F_ADD_SEALS, SEALED_LENGTH)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALED_LENGTH)
             self._mapping = mmap.mmap(self.fd, length_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
             self._address = address_of(memoryview(self._mapping))
         except OSError as error:
             raise SegmentError(
-                f"a loan of {length_bytes} bytes was refused: {error.strerror}"
+                f"creating a client segment of {length_bytes} bytes failed: {error.strerror}"
             ) from None
 
     def __del__(self) -> None:
@@ -65,45 +61,35 @@ class ClientSegment:
         return self._length
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Read from a place on, as much as there is room for.
-
-        Raises:
-            SegmentError: The system did not let us.
-        """
+        """Fill a target with the bytes from an offset on."""
         stop, at = start + len(target), 0
-        if stop <= self._length and self._is_there(start, stop):
+        if stop <= self._length and self._is_resident(start, stop):
             target[:] = memoryview(self._mapping)[start:stop]
             return
         try:
             while start + at < stop:
-                got = os.preadv(self.fd, [target[at:]], start + at)
-                if not got:
-                    raise SegmentError("lent memory is shorter than it was made")
-                at += got
+                count = os.preadv(self.fd, [target[at:]], start + at)
+                if not count:
+                    raise SegmentError("client segment is shorter than its declared length")
+                at += count
         except OSError as error:
-            raise SegmentError(f"lent memory could not be read: {error.strerror}") from None
+            raise SegmentError(f"reading a client segment failed: {error.strerror}") from None
 
-    def _is_there(self, start: int, stop: int) -> bool:
-        """Whether all pages of a part are in memory, so that none is taken by looking at them."""
+    def _is_resident(self, start: int, stop: int) -> bool:
+        """Whether all pages of a range are in memory, so that access allocates none."""
         first = start - start % mmap.PAGESIZE
         pages = bytearray(-(-(stop - first) // mmap.PAGESIZE))
         vector = (ctypes.c_ubyte * len(pages)).from_buffer(pages)
-        where = ctypes.c_void_p(self._address + first)
-        return _LIBC.mincore(where, ctypes.c_size_t(stop - first), vector) == 0 and 0 not in pages
+        address = ctypes.c_void_p(self._address + first)
+        return _LIBC.mincore(address, ctypes.c_size_t(stop - first), vector) == 0 and 0 not in pages
 
 
 class SegmentRange:
-    """A part of a loan; `range_[start:stop]` is a part of it.
+    """The bytes from `start` to `stop` of a client segment; a slice is a `SegmentRange` again."""
 
-    Args:
-        loan: Whose.
-        start: Where it begins in the loan.
-        stop: Where it ends; the range is within the loan.
-    """
-
-    def __init__(self, loan: ClientSegment, start: int, stop: int) -> None:
-        assert 0 <= start <= stop <= len(loan)
-        self._loan = loan
+    def __init__(self, segment: ClientSegment, start: int, stop: int) -> None:
+        assert 0 <= start <= stop <= len(segment)
+        self._segment = segment
         self._start = start
         self._stop = stop
 
@@ -112,19 +98,15 @@ class SegmentRange:
 
     def __getitem__(self, part: slice) -> SegmentRange:
         start, stop, _ = part.indices(len(self))
-        return SegmentRange(self._loan, self._start + start, self._start + max(start, stop))
+        return SegmentRange(self._segment, self._start + start, self._start + max(start, stop))
 
     def read_into(self, target: memoryview) -> None:
-        """Read all of it to a target of its length.
-
-        Raises:
-            SegmentError: The system did not let us.
-        """
+        """Copy the range to a target of its length."""
         assert len(target) == len(self)
-        self._loan.read_into(target, self._start)
+        self._segment.read_into(target, self._start)
 
     def read(self) -> memoryview:
-        """All of it, as bytes that nobody changes."""
+        """Copy the range to private memory."""
         target = memoryview(bytearray(len(self)))
         self.read_into(target)
         return target

@@ -1,7 +1,7 @@
-"""Which NUMA node's memory is preferred: by a thread for what it touches, or for one mapping.
+"""NUMA memory policy: prefers the memory of a node for a thread or for one mapping.
 
-Preferred, not bound: memory of another node is slower, and a node that is full would otherwise end
-a process. A refusal costs no start either; it comes back as words for the operator.
+Preferred, not bound: with a binding, a full node would end the process, while memory of another
+node is only slower. A failure is returned as text for the operator.
 
 Runs on: gateway and worker.
 
@@ -22,44 +22,44 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 Call = Callable[..., int]
-"""Makes a system call by its number; returns 0, or the error's number."""
+"""Makes a system call by its number; returns 0 or the errno."""
 
 
 def system_call(number: int, *arguments: object) -> int:
-    """Ask the kernel."""
+    """Make a system call."""
     libc = ctypes.CDLL(None, use_errno=True)
     return ctypes.get_errno() if libc.syscall(ctypes.c_long(number), *arguments) else 0
 
 
 def prefer_node(node: int, call: Call = system_call) -> str:
-    """Take this thread's memory, and that of threads it starts, from a node where it has some.
+    """Prefer a node for the memory of this thread and of threads that it starts.
 
     Returns:
-        Why it was refused; empty where it was not.
+        Why the call failed; empty on success.
     """
     mask, bits = _mask(node)
-    return _ask("set_mempolicy", _SET_MEMPOLICY, call, node, (_MPOL_PREFERRED, mask, bits))
+    return _set_policy("set_mempolicy", _SET_MEMPOLICY, call, node, (_MPOL_PREFERRED, mask, bits))
 
 
 def prefer_node_for(address: int, length_bytes: int, node: int, call: Call = system_call) -> str:
-    """Take a mapping's pages from a node; of a shared mapping, for whoever touches them first.
+    """Prefer a node for the pages of a mapping; if shared, also for other processes.
 
     Returns:
-        Why it was refused; empty where it was not.
+        Why the call failed; empty on success.
     """
     mask, bits = _mask(node)
-    where = (ctypes.c_void_p(address), ctypes.c_ulong(length_bytes))
-    return _ask("mbind", _MBIND, call, node, (*where, _MPOL_PREFERRED, mask, bits, ctypes.c_uint()))
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(length_bytes), _MPOL_PREFERRED, mask)
+    return _set_policy("mbind", _MBIND, call, node, (*arguments, bits, ctypes.c_uint()))
 
 
 def _mask(node: int) -> tuple[ctypes.Array[ctypes.c_ulong], ctypes.c_ulong]:
-    """The set of one node, and its length in bits, which the kernel wants larger by one."""
+    """The set of one node, and its length in bits plus one, as the kernel requires."""
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << (node % 64)
     return mask, ctypes.c_ulong(len(mask) * 64 + 1)
 
 
-def _ask(
+def _set_policy(
     name: str, numbers: dict[str, int], call: Call, node: int, arguments: tuple[object, ...]
 ) -> str:
     machine = platform.machine()
@@ -74,8 +74,8 @@ def _ask(
 
 
 _MEANINGS = {
-    errno.EPERM: "the sandbox does not allow it; a container may with CAP_SYS_NICE or a seccomp "
-    "profile of its own",
+    errno.EPERM: "the sandbox does not allow it; a container needs CAP_SYS_NICE or its own seccomp "
+    "profile",
     errno.ENOSYS: "this kernel was built without NUMA",
     errno.EINVAL: "the node has no memory, or not for this process (cpuset.mems)",
 }

@@ -1,20 +1,17 @@
-"""One shared mapping: made as a memfd, sealed, handed over as a descriptor, mapped by both sides.
+"""Shared memory segment: a sealed memfd, mapped by both processes.
 
-A segment has no name in any file system. When its last holder ends, however it ends, the kernel
-takes the memory back; nobody who was not handed the descriptor can open it.
+The kernel frees a segment when its last holder ends; a process without the descriptor cannot open
+it.
 
     creator   memfd_create -> ftruncate -> mmap RW -> mbind -> populate -> lock -> seal
     receiver  check seals and length -> mmap RO or RW -> populate its own page tables
 
-Sealed against shrinking and growing, so that no peer can make the other fault (a read past a
-truncated file ends a process with SIGBUS). An input arena is also sealed against future writes:
-the creator's mapping stays writable and nobody can make another.
+Seals prevent a peer from truncating the file (a read past its end raises SIGBUS). An input arena is
+also sealed against future writes: the creator's mapping stays writable and no process can make
+another. The creator's lock and node policy belong to the memory, so a receiver requests none.
 
-Huge pages, a lock and a node are had where the system gives them; `backing` says what was had. The
-creator's lock and policy are the memory's own, so a receiver asks for nothing.
-
-Runs on: gateway (creates), workers and clients that share memory (attach). Nothing else
-but a loan imports mmap.
+Runs on: gateway (creates), workers and clients that share memory (attach). Only this module and
+`client_segment` import mmap.
 
 Source: memfd_create(2), fcntl(2) file sealing, madvise(2), mlock(2), shmem_enabled in
 Documentation/admin-guide/mm/transhuge.rst.
@@ -34,22 +31,17 @@ from iskander.memory.backing import (
     HUGE_PAGE_BYTES,
     Backing,
     BackingOptions,
+    huge_pages_notice,
+    lock_notice,
     mapped_huge_bytes,
     mapped_node_bytes,
-    not_huge,
-    not_locked,
-    not_of_node,
+    node_notice,
 )
 from iskander.memory.numa import prefer_node_for
 
-F_ADD_SEALS = 1033
-_F_GET_SEALS = 1034
-_F_SEAL_SEAL = 0x01
-_F_SEAL_SHRINK = 0x02
-_F_SEAL_GROW = 0x04
 _F_SEAL_FUTURE_WRITE = 0x10
-SEALED_LENGTH = _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
-"""Of memory whose length nobody can change any more, nor that this is so."""
+SEALED_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of memory whose length and seals cannot change any more."""
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _RESERVED = os.MFD_HUGETLB | os.MFD_HUGE_2MB
@@ -59,10 +51,10 @@ class Segment:
     """A shared mapping of a fixed length.
 
     Attributes:
-        fd: The memfd, to be handed over; the segment owns it.
-        view: The mapped bytes, as an unsigned byte memoryview; read-only where mapped so.
-        address: Where the mapping begins in this process.
-        backing: What memory it is, as far as its creator knows.
+        fd: Descriptor of the memfd; the segment owns it.
+        view: The mapped bytes; read-only if mapped so.
+        address: Address of the mapping in this process.
+        backing: Actual backing, as far as the creator knows.
     """
 
     __slots__ = ("_mapping", "address", "backing", "fd", "view")
@@ -91,45 +83,40 @@ class Segment:
         *,
         is_read_only: bool = False,
     ) -> Segment:
-        """Make a segment of the memory that is wanted, or else of what there is, and seal it.
+        """Create and seal a segment with the requested backing as far as available.
 
-        Args:
-            label: What `/proc/PID/fd` shows; not a name that anyone can open.
-            length_bytes: Rounded up to whole pages, or whole huge pages where those are wanted.
-            options: What memory is wanted.
-            is_read_only: No other process can ever map it writable.
+        The label appears in `/proc/PID/fd` and cannot be opened. The length is rounded up to whole
+        pages. With `is_read_only`, no other process can map it writable.
 
         Raises:
             SegmentError: The system has not that much memory.
         """
         length_bytes = _whole(length_bytes, HUGE_PAGE_BYTES if options.is_huge else mmap.PAGESIZE)
-        refusal = segment = None
+        failure = segment = None
         if options.is_huge:
             try:
-                segment = cls._make(label, length_bytes, options, _RESERVED)
+                segment = cls._create(label, length_bytes, options, _RESERVED)
             except OSError as error:
-                refusal = error
+                failure = error
         try:
-            segment = segment or cls._make(label, length_bytes, options, 0)
+            segment = segment or cls._create(label, length_bytes, options, 0)
         except OSError as error:
             raise SegmentError(
-                f"a segment of {length_bytes} bytes was refused: {error.strerror}"
+                f"creating a segment of {length_bytes} bytes failed: {error.strerror}"
             ) from None
-        if refusal is not None:
-            segment._complain_of_small_pages(refusal)
-        seals = _F_SEAL_SHRINK | _F_SEAL_GROW
-        if is_read_only:
-            seals |= _F_SEAL_FUTURE_WRITE
-        fcntl.fcntl(segment.fd, F_ADD_SEALS, seals | _F_SEAL_SEAL)
+        if failure is not None:
+            # Transparent huge pages can replace the reserved ones.
+            huge_bytes = mapped_huge_bytes(segment.address)
+            segment.backing = segment.backing._replace(huge_bytes=huge_bytes)
+            if huge_bytes < length_bytes:
+                segment._add_notice(huge_pages_notice(length_bytes, huge_bytes, failure))
+        seals = SEALED_LENGTH | (_F_SEAL_FUTURE_WRITE if is_read_only else 0)
+        fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, seals)
         return segment
 
     @classmethod
-    def _make(cls, label: str, length_bytes: int, options: BackingOptions, flags: int) -> Segment:
-        """Map and populate a new memfd.
-
-        Raises:
-            OSError: There is not that much memory of this kind; nothing is left of it.
-        """
+    def _create(cls, label: str, length_bytes: int, options: BackingOptions, flags: int) -> Segment:
+        """Map and populate a new memfd; on `OSError` nothing is left of it."""
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, length_bytes)
@@ -139,51 +126,49 @@ class Segment:
             raise
         try:
             if options.node is not None:
-                segment._prefer(options.node)
+                failure = prefer_node_for(segment.address, length_bytes, options.node)
+                segment._add_notice(failure)
+                if not failure:
+                    segment.backing = segment.backing._replace(node=options.node)
             if options.is_huge and not flags:
-                # Not every kernel knows of huge pages.
+                # Fails on kernels without transparent huge pages.
                 with contextlib.suppress(OSError):
                     segment._mapping.madvise(mmap.MADV_HUGEPAGE)
-            # Reserved pages that a node or a cgroup does not have are missed here, not before.
+            # A node or cgroup without enough reserved pages fails here, not earlier.
             segment._populate(_MADV_POPULATE_WRITE)
         except OSError:
             segment.close()
             raise
         if segment.backing.node is not None:
-            segment._complain(not_of_node(segment.backing.node, mapped_node_bytes(segment.address)))
+            node_bytes = mapped_node_bytes(segment.address)
+            segment._add_notice(node_notice(segment.backing.node, node_bytes))
         if flags:
             segment.backing = segment.backing._replace(huge_bytes=length_bytes)
         if options.is_locked:
-            segment._lock(is_reserved=bool(flags))
+            # Reserved huge pages are never swapped out.
+            error = 0 if flags else segment._call("mlock")
+            segment.backing = segment.backing._replace(is_locked=not error)
+            segment._add_notice(lock_notice(length_bytes, error) if error else "")
         return segment
 
     @classmethod
     def attach(cls, fd: int, length_bytes: int, *, is_writable: bool) -> Segment:
-        """Map a segment that was handed over, and fault in this process's page tables.
-
-        The descriptor belongs to the segment from here on.
-
-        Args:
-            fd: The memfd.
-            length_bytes: At most the segment's; rounded up to whole huge pages where it has them,
-                since no part of one can be unmapped.
-            is_writable: Whether to map it so.
+        """Map a received segment, which then owns the descriptor, and populate its page tables.
 
         Raises:
-            SegmentError: It is shorter than was said, or not sealed: its maker could take the
-                memory away under a reader.
+            SegmentError: It is shorter than declared, or unsealed: the sender could truncate the
+                memory under a reader.
         """
         try:
-            seals = fcntl.fcntl(fd, _F_GET_SEALS)
-            if not seals & _F_SEAL_SHRINK or not seals & _F_SEAL_GROW:
-                raise SegmentError("a segment was handed over unsealed")
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK or not seals & fcntl.F_SEAL_GROW:
+                raise SegmentError("received an unsealed segment")
             page_bytes = os.fstatvfs(fd).f_bsize
             if page_bytes > mmap.PAGESIZE:
+                # No part of a huge page can be unmapped.
                 length_bytes = _whole(length_bytes, page_bytes)
             if os.fstat(fd).st_size < length_bytes:
-                raise SegmentError(
-                    f"a segment was handed over with fewer than {length_bytes} bytes"
-                )
+                raise SegmentError(f"received a segment with fewer than {length_bytes} bytes")
             segment = cls(fd, length_bytes, is_writable=is_writable)
             segment._populate(_MADV_POPULATE_WRITE if is_writable else _MADV_POPULATE_READ)
         except OSError as error:
@@ -195,54 +180,29 @@ class Segment:
         return segment
 
     def close(self) -> None:
-        """Unmap and close; the memory goes when the other holders have closed too.
-
-        It stays mapped for whoever still looks at it: the frames of a call that was cancelled are
-        kept until a collection, and a model may keep what it was given.
-        """
+        """Unmap and close; the memory is freed when the other holders have closed too."""
         self.view.release()
+        # Stays mapped while other views exist, e.g. in the frames of a cancelled call.
         with contextlib.suppress(BufferError):
             self._mapping.close()
         os.close(self.fd)
 
     def _populate(self, advice: int) -> None:
-        """Fault all pages in: half a second a gibibyte, in which other threads go on.
+        """Fault all pages in: half a second a gibibyte."""
+        # `mmap.madvise` would hold the GIL meanwhile.
+        error = self._call("madvise", ctypes.c_int(advice))
+        if error:
+            raise OSError(error, os.strerror(error))
 
-        `mmap.madvise` would keep the interpreter for as long.
+    def _call(self, name: str, *arguments: object) -> int:
+        """Call a libc function on the mapping; returns 0 or the errno."""
+        call = getattr(ctypes.CDLL(None, use_errno=True), name)
+        address, length = ctypes.c_void_p(self.address), ctypes.c_size_t(len(self))
+        return ctypes.get_errno() if call(address, length, *arguments) else 0
 
-        Raises:
-            OSError: There are not that many.
-        """
-        libc = ctypes.CDLL(None, use_errno=True)
-        where = (ctypes.c_void_p(self.address), ctypes.c_size_t(len(self)))
-        if libc.madvise(*where, ctypes.c_int(advice)):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-    def _prefer(self, node: int) -> None:
-        refusal = prefer_node_for(self.address, len(self), node)
-        self._complain(refusal)
-        if not refusal:
-            self.backing = self.backing._replace(node=node)
-
-    def _complain_of_small_pages(self, refusal: OSError) -> None:
-        """The system may have put huge pages together by itself; then nothing is missing."""
-        huge_bytes = mapped_huge_bytes(self.address)
-        self.backing = self.backing._replace(huge_bytes=huge_bytes)
-        if huge_bytes < len(self):
-            self._complain(not_huge(len(self), huge_bytes, refusal))
-
-    def _lock(self, *, is_reserved: bool) -> None:
-        """Keep the memory from being swapped out; reserved huge pages never are."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        where = (ctypes.c_void_p(self.address), ctypes.c_size_t(len(self)))
-        if is_reserved or not libc.mlock(*where):
-            self.backing = self.backing._replace(is_locked=True)
-        else:
-            self._complain(not_locked(len(self), ctypes.get_errno()))
-
-    def _complain(self, complaint: str) -> None:
-        if complaint:
-            complaints = (*self.backing.complaints, complaint)
+    def _add_notice(self, notice: str) -> None:
+        if notice:
+            complaints = (*self.backing.complaints, notice)
             self.backing = self.backing._replace(complaints=complaints)
 
 
@@ -251,10 +211,9 @@ def _whole(length_bytes: int, page_bytes: int) -> int:
 
 
 def private_pages(length_bytes: int) -> memoryview:
-    """Memory of this process alone, in small pages; unmapped when its last view is gone.
+    """Private memory in small pages; unmapped with its last view.
 
-    The kernel clears a page when it is written to first: a small one in about a microsecond, where
-    a huge one takes 0.3 to 6 ms.
+    The kernel clears a small page in about a microsecond, a huge one in 0.3 to 6 ms.
     """
     pages = mmap.mmap(-1, length_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_NOHUGEPAGE)
@@ -262,8 +221,8 @@ def private_pages(length_bytes: int) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Where a view begins in this process."""
-    # NumPy gives the address of read-only memory too, which ctypes does not.
+    """Address of a view in this process."""
+    # NumPy returns the address of read-only memory too; ctypes does not.
     import numpy as np
 
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

@@ -1,4 +1,4 @@
-"""Errors as gRPC says them: a status, a text, and details in trailers that programs read.
+"""gRPC form of an error: status, message, and machine-readable details in trailers.
 
 Runs on: gateway loop. Source: gRPC's status codes; `google.rpc.Status` and `google.rpc.ErrorInfo`.
 """
@@ -11,39 +11,33 @@ import msgspec
 
 from iskander.errors import IskanderError
 from iskander.transport.http2.status import RpcError, Status
-from iskander.varint import varint
+from iskander.varint import encode_varint
 
 DOMAIN: Final = "iskander"
 ARROW_IO_ERROR: Final = "5"
 """`arrow::StatusCode::IOError`."""
 _IO_ERRORS: Final = frozenset(
-    {
-        Status.CANCELLED,
-        Status.UNKNOWN,
-        Status.DEADLINE_EXCEEDED,
-        Status.PERMISSION_DENIED,
-        Status.ABORTED,
-        Status.INTERNAL,
-        Status.UNAVAILABLE,
-        Status.DATA_LOSS,
-        Status.UNAUTHENTICATED,
-    }
-)
-"""What pyarrow makes a `FlightError` of; others are Arrow's own errors, without room for a detail,
-and would be something else with it."""
+    {Status.CANCELLED, Status.UNKNOWN, Status.DEADLINE_EXCEEDED, Status.PERMISSION_DENIED,
+     Status.ABORTED, Status.INTERNAL, Status.UNAVAILABLE, Status.DATA_LOSS, Status.UNAUTHENTICATED}
+)  # fmt: skip
+"""Statuses that pyarrow raises as `FlightError`.
+
+The others become Arrow's own exceptions, which have no field for the detail; `x-arrow-status` would
+change their type.
+"""
 _ERROR_INFO: Final = "type.googleapis.com/google.rpc.ErrorInfo"
 
 
 def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
-    """How a call ends with an error: status, text, and the detail that programs read.
+    """Convert an error to the status, message and trailers of a call.
 
-    pyarrow gives the `grpc-status-details-bin` trailer to its users as the `extra_info` of a
-    `FlightError`, where Arrow's own status is said as well. Other clients want a
-    `google.rpc.Status` there, and some of them fail the call where it is anything else.
+    pyarrow exposes the `grpc-status-details-bin` trailer as the `extra_info` of a `FlightError`,
+    with Arrow's own status in `x-arrow-status`. Other clients expect a `google.rpc.Status` there,
+    and some of them fail the call on any other content.
 
     Args:
-        error: What ended it.
-        is_flight: Pyarrow clients read the status, and there is one that they misread.
+        error: The error.
+        is_flight: Use the detail and the status for pyarrow clients.
     """
     status = Status[error.flight_status if is_flight and error.flight_status else error.status]
     detail = msgspec.json.encode(error.to_wire()) if is_flight else _rpc_status(status, error)
@@ -61,17 +55,17 @@ def rpc_error(error: IskanderError, *, is_flight: bool = False) -> RpcError:
 
 
 def _rpc_status(status: Status, error: IskanderError) -> bytes:
-    """A `google.rpc.Status`: code, message, and as its one detail what the error knows beside."""
+    """Encode a `google.rpc.Status` with one `ErrorInfo`, which has the error's other fields."""
     info = _field(1, error.code.upper()) + _field(2, DOMAIN)
     for name, value in error.to_wire().items():
         if name != "message":
             text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
             info += _field(3, _field(1, name) + _field(2, text))
     detail = _field(1, _ERROR_INFO) + _field(2, info)
-    return b"\x08" + varint(int(status)) + _field(2, error.message) + _field(3, detail)
+    return b"\x08" + encode_varint(int(status)) + _field(2, error.message) + _field(3, detail)
 
 
 def _field(number: int, value: str | bytes) -> bytes:
-    """A field of a protobuf message: a string, or a message in it."""
+    """Encode a length-delimited protobuf field."""
     raw = value.encode() if isinstance(value, str) else value
-    return varint(number << 3 | 2) + varint(len(raw)) + raw
+    return encode_varint(number << 3 | 2) + encode_varint(len(raw)) + raw

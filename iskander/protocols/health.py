@@ -1,7 +1,7 @@
-"""`grpc.health.v1` on the same port: overall under the empty name, and for each model.
+"""`grpc.health.v1` service: the server under the empty name, and each model.
 
-A model is asked for as `NAME` (all its versions) or `NAME/VERSION`. One that is being loaded, or
-does not load, is not serving.
+A model is `NAME` (all its versions) or `NAME/VERSION`. A model that is being loaded, or failed to
+load, is NOT_SERVING.
 
 Runs on: gateway loop. Source: gRPC health checking protocol v1.
 """
@@ -20,17 +20,12 @@ from iskander.transport.http2.call import Call
 
 SERVICE = "grpc.health.v1.Health"
 ANONYMOUS_SHARE = 4
-"""Callers who show no token, where one is wanted, have this part of the places."""
+"""Part of the watch streams for callers without a token, where tokens are configured."""
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class HealthService:
-    """The calls of Health.
-
-    Args:
-        models: What is served.
-        watchers_max: Watch streams open at once.
-    """
+    """Methods of the Health service."""
 
     def __init__(self, models: Models, watchers_max: int) -> None:
         self._models = models
@@ -40,36 +35,38 @@ class HealthService:
         self._changed = asyncio.Event()
 
     def publish(self) -> None:
-        """Tell the watchers that something may have changed."""
+        """Make the watch streams compare the status again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Say not serving from now on, whatever the models say."""
+        """Report NOT_SERVING from now on."""
         self._is_stopped = True
         self.publish()
 
     async def check(self, raw: bytes, grant: Grant) -> bytes:
-        """The status now.
+        """Return the current status.
 
         Raises:
-            ModelNotFound: No such service.
-            Unauthenticated, PermissionDenied: It is a model that the caller may not ask.
+            ModelNotFound: The service is unknown.
+            Unauthenticated, PermissionDenied: The caller has no access to the model.
         """
         name = _service_name(raw, grant)
         status = self._status(name)
         if status == _Status.SERVICE_UNKNOWN:
-            raise ModelNotFound(f"there is no service `{name[:100]}`")
+            raise ModelNotFound(f"unknown service `{name[:100]}`")
         return _response(status)
 
     async def watch(self, raw: bytes, call: Call) -> None:
-        """The status now and whenever it changes."""
+        """Send the current status and each change."""
         name, last = _service_name(raw, call.grant), None
-        most = self._watchers_max
+        limit = self._watchers_max
         if call.grant.is_anonymous:
-            most //= ANONYMOUS_SHARE
-        if self._watchers >= most:
-            raise Overloaded(f"{most} watchers are there, the limit")
+            limit //= ANONYMOUS_SHARE
+        if self._watchers >= limit:
+            raise Overloaded(
+                f"too many watch streams: {self._watchers} open, limit {limit} (`limits.streams`)"
+            )
         self._watchers += 1
         try:
             while True:
@@ -119,7 +116,6 @@ def _service_name(raw: bytes, grant: Grant) -> str:
 
 
 def _require_grant(name: str, grant: Grant) -> None:
-    """See to it that a caller may ask for that service, also while it is watched."""
     grant.require_valid()
     if name:
         grant.require_model(name.partition("/")[0])

@@ -1,4 +1,4 @@
-"""The terms of a stream or a call, and of each of its batches: said, or by default.
+"""Terms of a stream or call and of each of its batches, with defaults.
 
 Runs on: gateway loop.
 """
@@ -14,7 +14,7 @@ from iskander.clock import NS_PER_MS, wall_ns
 from iskander.protocols.terms import (
     HEADER_PREFIX,
     KEY,
-    NOTHING,
+    NO_HEADER_TERMS,
     ClientTerms,
     HeaderTerms,
     read_headers,
@@ -22,28 +22,25 @@ from iskander.protocols.terms import (
 )
 from iskander.scheduling.request import NEVER_NS, PRIORITY_DEFAULT, Terms
 
-REMEMBERED_MAX: Final = 64
+CACHE_MAX: Final = 64
 
 _numbers = itertools.count(1)
 
 
 class StreamTerms:
-    """The terms of one stream, and of each of its batches.
+    """Terms of one stream.
 
-    Args:
-        headers: Of the call, by name.
-        deadline_ns: Of the call; None where it has none.
-        source: Whose share of a queue its requests take. The tenant goes before what the caller
-            calls itself: no caller can be called as one of another token.
+    The tenant of the source prefixes client names, so that no caller can use a name of another
+    token.
 
     Attributes:
-        is_in_band: An error of one batch takes the place of its result.
-        region: Name of the memory that the client shares; empty for none.
-        deadline_ns: Of the call.
-        route_key: By which the call's version is chosen, where versions have shares.
+        is_in_band: The error of a batch replaces its result.
+        region: Name of the client's shared-memory region; empty for none.
+        deadline_ns: Deadline of the call.
+        route_key: Key that selects the call's version among version shares.
 
     Raises:
-        MalformedInput: A header of ours is not what it may be.
+        MalformedInput: An `iskander-` header is invalid.
     """
 
     def __init__(
@@ -54,77 +51,76 @@ class StreamTerms:
     ) -> None:
         self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
         self._source = source
-        self._said = said = _said_in(headers)
-        self._remembered: dict[bytes, Terms] | None = None
-        if said is NOTHING:
-            self.is_in_band, self.region = False, ""
-            self._client = self.route_key = self._called(f"stream {next(_numbers)}")
+        self._header_terms = terms = _header_terms(headers)
+        self._cache: dict[bytes, Terms] | None = None
+        self.is_in_band, self.region = terms.errors == "in-band", terms.region
+        self._client = self._qualified(terms.client or f"stream {next(_numbers)}")
+        self.route_key = terms.route_key or terms.client or self._client
+        if terms is NO_HEADER_TERMS:
             self._default = Terms(self._client, source=source)
-            return
-        self.is_in_band, self.region = said.errors == "in-band", said.region
-        self._client = self._called(said.client or f"stream {next(_numbers)}")
-        self.route_key = said.route_key or said.client or self._client
-        self._default = self._with(said)
+        else:
+            self._default = self._merge(terms)
 
     def of(self, app_metadata: bytes) -> Terms:
-        """The terms of a batch.
+        """Return the terms of a batch.
 
         Raises:
-            MalformedInput: The metadata is ours and not what it may be.
+            MalformedInput: The metadata contains invalid terms.
         """
         if KEY not in app_metadata:
             return self._default
-        if self._remembered is None:
-            self._remembered = {}
-        terms = self._remembered.get(app_metadata)
+        if self._cache is None:
+            self._cache = {}
+        terms = self._cache.get(app_metadata)
         if terms is None:
-            said = read_metadata(app_metadata)
-            if said is None:
+            own = read_metadata(app_metadata)
+            if own is None:
                 return self._default
-            terms = self.with_said(said)
-            if len(self._remembered) >= REMEMBERED_MAX:
-                self._remembered.clear()
-            if said.timestamp_ns is None:
-                self._remembered[app_metadata] = terms
+            terms = self._merge(own)
+            if len(self._cache) >= CACHE_MAX:
+                self._cache.clear()
+            if own.timestamp_ns is None:
+                self._cache[app_metadata] = terms
         return terms
 
-    def route_key_of(self, said: ClientTerms | None) -> str:
-        """The key by which a request's version is chosen, that says these terms itself."""
-        return self.route_key if said is None else said.route_key or said.client or self.route_key
+    def route_key_of(self, terms: ClientTerms | None) -> str:
+        """Return the route key of a request with its own terms."""
+        if terms is None:
+            return self.route_key
+        return terms.route_key or terms.client or self.route_key
 
-    def with_said(self, said: ClientTerms | None) -> Terms:
-        """The terms of a request that says these, or nothing, itself."""
-        return self._default if said is None else self._with(said)
+    def merged(self, terms: ClientTerms | None) -> Terms:
+        """Return the terms of a request with its own terms; None for no own terms."""
+        return self._default if terms is None else self._merge(terms)
 
-    def _with(self, said: ClientTerms) -> Terms:
-        stream = self._said
-        priority = _first(said.priority, stream.priority)
-        stamp_ns = said.timestamp_ns
+    def _merge(self, own: ClientTerms) -> Terms:
+        stream = self._header_terms
+        priority = _first(own.priority, stream.priority)
+        stamp_ns = own.timestamp_ns
         return Terms(
-            client=self._called(said.client) if said.client else self._client,
-            is_named=bool(said.client or stream.client),
+            client=self._qualified(own.client) if own.client else self._client,
+            is_named=bool(own.client or stream.client),
             priority=PRIORITY_DEFAULT if priority is None else priority,
-            urgency=_first(said.urgency, stream.urgency) or 0.0,
-            budget_ms=_first(said.deadline_ms, stream.deadline_ms),
-            ttl_ms=_first(said.ttl_ms, stream.ttl_ms),
-            steps_remaining=_first(said.steps_remaining, stream.steps_remaining),
+            urgency=_first(own.urgency, stream.urgency) or 0.0,
+            budget_ms=_first(own.deadline_ms, stream.deadline_ms),
+            ttl_ms=_first(own.ttl_ms, stream.ttl_ms),
+            steps_remaining=_first(own.steps_remaining, stream.steps_remaining),
             age_ms=0.0 if stamp_ns is None else max(wall_ns() - stamp_ns, 0) / NS_PER_MS,
-            is_newest_wins=bool(_first(said.newest_wins, stream.newest_wins)),
+            is_newest_wins=bool(_first(own.newest_wins, stream.newest_wins)),
             source=self._source,
         )
 
-    def _called(self, said: str) -> str:
-        """What a client is called that says it is called so."""
+    def _qualified(self, client: str) -> str:
         tenant = self._source.tenant
-        return f"{tenant}/{said}" if tenant else said
+        return f"{tenant}/{client}" if tenant else client
 
 
-def _said_in(headers: Sequence[tuple[str, Any]]) -> HeaderTerms:
+def _header_terms(headers: Sequence[tuple[str, Any]]) -> HeaderTerms:
     for name, _ in headers:
         if name.startswith(HEADER_PREFIX):
             return read_headers(headers)
-    return NOTHING
+    return NO_HEADER_TERMS
 
 
-def _first(said: Any, otherwise: Any) -> Any:  # noqa: ANN401
-    return otherwise if said is None else said
+def _first(value: Any, default: Any) -> Any:  # noqa: ANN401
+    return default if value is None else value

@@ -1,6 +1,6 @@
-"""One request, one answer: for protocols whose calls stand alone.
+"""Submission of single requests, for protocols with one response for each call.
 
-A Flight stream has its own way (`flight_exchange`), with a window of batches and no task for each.
+Flight streams use `flight/exchange.py`, with a window of batches and no task for each.
 
 Runs on: gateway loop.
 """
@@ -14,28 +14,21 @@ from typing import Final
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
-from iskander.errors import Draining, IskanderError, Overloaded, detach
+from iskander.errors import INTERNAL, Draining, IskanderError, Overloaded, detach
 from iskander.protocols.tensors import RequestTensors
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, NO_TERMS, Caller, Request, Terms
 
-log: Final = logging.getLogger("iskander.asking")
+log: Final = logging.getLogger("iskander.submit")
 
 SHARE: Final = 8
-"""The last eighth of the places is for callers that hold less than an eighth of them: one that
-opens calls and leaves them keeps nobody else out."""
+"""The last eighth of the calls is reserved for callers with less than an eighth of them."""
 
 
 class OpenCall:
-    """A call that is held open: until it is closed, or while the block under it runs.
-
-    Args:
-        calls: All of them.
-        drain: What tells it that the server stops.
-        caller: Whose it is; None: not known.
-    """
+    """An open call that counts against `limits.streams`; also a context manager."""
 
     __slots__ = ("_calls", "caller")
 
@@ -47,7 +40,7 @@ class OpenCall:
         calls[self] = drain
 
     def close(self) -> None:
-        """It is answered, or its client has gone; more than once is as good as once."""
+        """Close the call; idempotent."""
         self._calls.pop(self, None)
 
     def __enter__(self) -> None:
@@ -58,16 +51,11 @@ class OpenCall:
 
 
 class RequestSubmitter:
-    """Takes requests and gives results, for every frontend that has no streams of its own.
-
-    Args:
-        intake: The way into shared memory.
-        dispatcher: The way to the workers.
-        limits: Of the server; as many calls may be open as streams.
+    """Admits requests and returns results, for all protocols without streams of batches.
 
     Attributes:
-        is_draining: Nothing is taken any more.
-        calls: Those that are held open, and what tells each that the server stops.
+        is_draining: New requests are rejected.
+        calls: Open calls and their drain callbacks.
     """
 
     def __init__(self, intake: InputArena, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
@@ -76,41 +64,52 @@ class RequestSubmitter:
         self.limits = limits
         self.is_draining = False
         self.calls: dict[OpenCall, Callable[[], None]] = {}
-        # Those that wait for room; no more than calls may be open, each of which bounds its own.
+        # Requests waiting for arena space; bounded by the open calls, each with its own limit.
         self._entering: dict[Request, asyncio.Task[None]] = {}
 
     def drain(self) -> None:
-        """Take no more; what was accepted is still answered."""
+        """Reject new requests; admitted ones are still answered."""
         self.is_draining = True
         for drain in list(self.calls.values()):
             drain()
 
     def held(self, drain: Callable[[], None] = lambda: None, caller: object = None) -> OpenCall:
-        """Hold a call open from its beginning until its answer is written.
-
-        Args:
-            drain: Called when the server stops; a call of many requests takes no more of them.
-            caller: Whose it is, where one can hold many.
+        """Open a call; `drain` is called when the server stops, `caller` identifies the client.
 
         Raises:
             Draining: The server is stopping.
-            Overloaded: As many as may be are open, of this caller or of all.
+            Overloaded: The caller, or the server, is at its limit of open calls.
         """
-        count = len(self.calls)
-        self._require_open(count)
-        share = self.limits.streams // SHARE
-        if count >= self.limits.streams - share and caller is not None:
-            self._require_share(caller, share)
+        self.require_open()
+        limit = self.limits.streams
+        share = limit // SHARE
+        if (
+            share
+            and caller is not None
+            and len(self.calls) >= limit - share
+            and sum(each.caller == caller for each in self.calls) >= share
+        ):
+            raise Overloaded(
+                "too many open requests of this caller on a nearly full server: "
+                f"limit {share} of {limit} (`limits.streams`)",
+                retry_after_ms=1000,
+            )
         return OpenCall(self.calls, drain, caller)
 
     def require_open(self) -> None:
-        """Refuse a request before its bytes are looked at.
+        """Check, before a request's body is read, that a call can be opened.
 
         Raises:
             Draining: The server is stopping.
-            Overloaded: As many calls as may be are open.
+            Overloaded: The server is at its limit of open calls.
         """
-        self._require_open(len(self.calls))
+        self._require_running()
+        count, limit = len(self.calls), self.limits.streams
+        if count >= limit:
+            raise Overloaded(
+                f"too many open requests: {count}, limit {limit} (`limits.streams`)",
+                retry_after_ms=1000,
+            )
 
     async def ask(
         self,
@@ -120,15 +119,12 @@ class RequestSubmitter:
         terms: Terms = NO_TERMS,
         call_deadline_ns: int = NEVER_NS,
     ) -> bytes | memoryview:
-        """Have rows computed, for a call that is held: what it may ask at once is its own to bound.
+        """Submit a request and return its results, in the layout of the contract's outputs.
 
-        Cancelling the task that waits gives the request up.
-
-        Returns:
-            The results' body, in the layout of the contract's outputs.
+        Cancelling the task withdraws the request.
 
         Raises:
-            IskanderError: Why there will be none.
+            IskanderError: The request failed.
         """
         if not offered.rows:
             self._require_running()
@@ -155,10 +151,10 @@ class RequestSubmitter:
         terms: Terms = NO_TERMS,
         call_deadline_ns: int = NEVER_NS,
     ) -> Request:
-        """The same for who does not wait: `caller` is told what came of it, or withdraws it.
+        """Submit a request; `caller` receives the results or the error.
 
         Raises:
-            IskanderError: Why there will be no results; the caller is not told then.
+            IskanderError: The request is rejected, without a call of `caller`.
         """
         self._require_running()
         request = Request(
@@ -177,46 +173,31 @@ class RequestSubmitter:
             self._entering[request] = entering = asyncio.get_running_loop().create_task(
                 self._enter(request)
             )
-            # Not in the task itself: one that is cancelled before its first step never begins.
+            # Not in the task: a task that is cancelled before its first step runs no code.
             entering.add_done_callback(lambda _: self._entering.pop(request))
         return request
 
     def withdraw(self, request: Request) -> None:
-        """Nobody waits for a request any more."""
+        """Withdraw a request whose results are no longer needed."""
         entering = self._entering.get(request)
         if entering is not None:
             entering.cancel()
         self._dispatcher.withdraw(request)
 
     async def _enter(self, request: Request) -> None:
-        """Queue a request once it is in the arena."""
+        """Queue a request when the arena has space for it."""
         try:
             await self._intake.admit_later(request)
             self._dispatcher.submit(request)
         except IskanderError as error:
             request.caller.fail(request, error)
         except Exception:
-            log.exception("%r could not be admitted", request)
-            request.caller.fail(request, IskanderError("the server failed; its log says why"))
-
-    def _require_share(self, caller: object, share: int) -> None:
-        if share and sum(each.caller == caller for each in self.calls) >= share:
-            raise Overloaded(
-                f"nearly {self.limits.streams} requests are open, the limit, and {share} or more "
-                "of them are this caller's",
-                retry_after_ms=1000,
-            )
+            log.exception("internal error in the admission of %r", request)
+            request.caller.fail(request, IskanderError(INTERNAL))
 
     def _require_running(self) -> None:
         if self.is_draining:
-            raise Draining("the server is stopping; send it to another", retry_after_ms=0)
-
-    def _require_open(self, count: int) -> None:
-        self._require_running()
-        if count >= self.limits.streams:
-            raise Overloaded(
-                f"{self.limits.streams} requests are open, the limit", retry_after_ms=1000
-            )
+            raise Draining("the server is stopping; retry on another server", retry_after_ms=0)
 
 
 class _Caller:
@@ -228,11 +209,9 @@ class _Caller:
         )
 
     def deliver(self, _: Request, results: bytes | memoryview) -> None:
-        """Give the results to who waits for them."""
         if not self.results.done():
             self.results.set_result(results)
 
     def fail(self, _: Request, error: IskanderError) -> None:
-        """Raise the error where the results are waited for."""
         if not self.results.done():
             self.results.set_exception(error)

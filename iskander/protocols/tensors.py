@@ -1,8 +1,8 @@
-"""Tensors by name, held against a contract: a request's rows going in, results going out.
+"""Named tensors checked against a contract: request inputs, and results from a body.
 
-What clients of tensor protocols send; record batches come by `flight_plan` and `flight_codec`.
-A tensor's elements lie row by row, little-endian, a boolean in a byte of its own; strings in one
-piece, as `strings_to_body` makes it.
+For the tensor protocols; Flight uses `flight/plan.py` and `flight/codec.py`. The elements of a
+tensor are row-major and little-endian, a boolean has one byte, and strings are one buffer in the
+format of `strings_to_body`.
 
 Runs on: gateway loop.
 """
@@ -27,7 +27,7 @@ from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ContractError, LimitExceeded, MalformedInput
 
 PROBLEMS_MAX: Final = 8
-"""Names in one error; a client may send thousands that are wrong."""
+"""Limit of names in one error; a client may send thousands of wrong names."""
 NAME_MAX: Final = 100
 
 
@@ -35,9 +35,9 @@ class Tensor(msgspec.Struct, frozen=True):
     """One tensor as it is on the wire.
 
     Attributes:
-        datatype: As the Open Inference Protocol names it.
-        shape: With the axis of the rows before the others.
-        data: Its elements, in single bytes.
+        datatype: Datatype name of the Open Inference Protocol.
+        shape: Shape with the rows as the first axis.
+        data: The elements, as single bytes.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class RequestTensors:
-    """What a request wants computed.
+    """Input tensors of a request.
 
     Args:
-        rows: Of each tensor.
-        tensors: Bytes of each of the contract's inputs, in its order, as Arrow buffers have them;
-            then the bytes of each that is strings, whose first buffer has the offsets.
-        bucket: Number of the bucket whose lengths they have.
+        rows: Rows of each tensor.
+        tensors: Arrow buffer of each of the contract's inputs, in its order (for strings: the
+            offsets); then the string bytes of each string input.
+        bucket: Index of the bucket of the tensors' lengths.
     """
 
     __slots__ = ("bucket", "rows", "tensors")
@@ -65,101 +65,100 @@ class RequestTensors:
 
     @property
     def size(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors."""
         return sum(map(len, self.tensors))
 
 
 class InputMatch:
-    """How the raw tensors of one request became what it offered.
+    """Mapping from the raw tensors of a request to the contract's inputs.
 
-    It is as true of every other that says the same of its tensors, and has as many bytes.
-
-    Args:
-        contract: That they were held against.
-        lengths: Bytes of each raw tensor.
-        order: Number of the raw tensor that each input is.
-        offered: What came of them.
+    It is valid for every request with the same tensor descriptions and lengths. `order` has the
+    index of the raw tensor of each input.
     """
 
     __slots__ = ("_bucket", "_lengths", "_order", "_rows", "contract")
 
     def __init__(
-        self, contract: Contract, lengths: list[int], order: list[int], offered: RequestTensors
+        self, contract: Contract, lengths: list[int], order: list[int], inputs: RequestTensors
     ) -> None:
         self.contract = contract
         self._lengths = lengths
         self._order = order
-        self._rows = offered.rows
-        self._bucket = offered.bucket
+        self._rows = inputs.rows
+        self._bucket = inputs.bucket
 
     def offered(self, raw: list[memoryview]) -> RequestTensors | None:
-        """What a request offers with these tensors; None where they are not of the same length."""
+        """Map raw tensors to inputs; None if their lengths differ."""
         if len(raw) != len(self._lengths):
             return None
-        for number, length in enumerate(self._lengths):
-            if len(raw[number]) != length:
+        for index, length in enumerate(self._lengths):
+            if len(raw[index]) != length:
                 return None
-        return RequestTensors(self._rows, [raw[number] for number in self._order], self._bucket)
+        return RequestTensors(self._rows, [raw[index] for index in self._order], self._bucket)
 
 
 def match_inputs(
-    contract: Contract, raw: list[memoryview], offered: RequestTensors
+    contract: Contract, raw: list[memoryview], inputs: RequestTensors
 ) -> InputMatch | None:
-    """How raw tensors fitted; None where some did not become an input as they were."""
-    numbers = {id(tensor): number for number, tensor in enumerate(raw)}
-    order = [numbers[id(tensor)] for tensor in offered.tensors if id(tensor) in numbers]
-    if len(order) < len(offered.tensors):
+    """Return the mapping from raw tensors to inputs; None if an input was converted."""
+    indices = {id(tensor): index for index, tensor in enumerate(raw)}
+    order = [indices[id(tensor)] for tensor in inputs.tensors if id(tensor) in indices]
+    if len(order) < len(inputs.tensors):
         return None
-    return InputMatch(contract, list(map(len, raw)), order, offered)
+    return InputMatch(contract, list(map(len, raw)), order, inputs)
 
 
-def take(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> RequestTensors:
-    """Find each of the contract's inputs among the tensors; all of them have the same rows.
+def read_inputs(contract: Contract, tensors: list[Tensor], limits: LimitsConfig) -> RequestTensors:
+    """Match tensors to the contract's inputs and check their types, shapes and sizes.
 
     Raises:
-        ContractError: One is missing, not an input, there twice, or of another type or shape.
-        MalformedInput: One has not the bytes that its shape says, or a negative number of rows.
-        LimitExceeded: Rows or bytes.
+        ContractError: A tensor is missing, unknown, duplicated, or has the wrong type or shape.
+        MalformedInput: A tensor's data do not fit its shape, or its rows are negative.
+        LimitExceeded: Too many rows or bytes.
     """
-    offered = {tensor.name: tensor for tensor in tensors}
+    by_name = {tensor.name: tensor for tensor in tensors}
     bucket = 0
     if contract.sources:
-        bucket, contract = _of_bucket(contract, offered)
-    if len(offered) < len(tensors) or len(offered) != len(contract.inputs):
-        raise _misnamed(contract, tensors)
+        bucket, contract = _of_bucket(contract, by_name)
+    if len(by_name) < len(tensors) or len(by_name) != len(contract.inputs):
+        raise _name_error(contract, tensors)
     rows = -1
     buffers = []
     strings: list[memoryview] = []
     for spec in contract.inputs:
-        tensor = offered.get(spec.tensor)
+        tensor = by_name.get(spec.tensor)
         if tensor is None:
-            raise _misnamed(contract, tensors)
+            raise _name_error(contract, tensors)
         if rows < 0 and tensor.shape:
             rows = tensor.shape[0]
             _require_limits(rows, tensors, limits)
         dtype = spec.type.dtype
         bits = dtype.arrow_bits
         if tensor.shape != (rows, *spec.shape) or tensor.datatype != dtype.oip:
-            raise _misfit(spec, tensor, rows)
+            raise _type_error(spec, tensor, rows)
         if not bits:
             buffers.append(_offsets(spec, tensor))
             strings.append(tensor.data[len(buffers[-1]) :])
             continue
-        wanted = rows * spec.elements * max(bits // 8, 1)
-        if len(tensor.data) != wanted:
+        length = rows * spec.elements * max(bits // 8, 1)
+        if len(tensor.data) != length:
             raise MalformedInput(
-                f"input `{spec.tensor}` of the shape {list(tensor.shape)} has {wanted} bytes as "
+                f"input `{spec.tensor}` of shape {list(tensor.shape)} has {length} bytes as "
                 f"{tensor.datatype}, got {len(tensor.data)}",
                 tensor=spec.tensor,
             )
-        buffers.append(_packed(tensor.data) if bits == 1 else tensor.data)
+        if bits == 1:
+            values = np.frombuffer(tensor.data, np.bool_)
+            buffers.append(np.packbits(values, bitorder="little").data)
+        else:
+            buffers.append(tensor.data)
     if strings:
         require_string_bytes(sum(map(len, strings)), limits)
     return RequestTensors(rows, buffers + strings, bucket)
 
 
-def places(contract: Contract, rows: int) -> list[tuple[int, int]] | None:
-    """Where each result begins and ends in a body; None where `give` makes some of them first."""
+def result_ranges(contract: Contract, rows: int) -> list[tuple[int, int]] | None:
+    """Return the range of each result in a body; None if a result needs conversion."""
     if any(spec.type.dtype.arrow_bits <= 1 for spec in contract.outputs):
         return None
     offsets = body_layout(contract.outputs, rows)[0]
@@ -169,10 +168,10 @@ def places(contract: Contract, rows: int) -> list[tuple[int, int]] | None:
     ]
 
 
-def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor]:
-    """The results in a body, each under its tensor's name; a copy of booleans and strings only."""
+def result_tensors(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor]:
+    """Return the results in a body as tensors; copies booleans and strings only."""
     view = memoryview(body)
-    given = []
+    results = []
     offsets = body_layout(contract.outputs, rows)[0]
     strings: Iterator[tuple[int, int]] | None = None
     for spec, offset in zip(contract.outputs, offsets, strict=True):
@@ -185,73 +184,65 @@ def give(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor
             start, stop = next(strings)
             data = memoryview(b"".join((data, view[start:stop])))
         elif dtype.arrow_bits == 1:
-            data = _unpacked(data, rows * spec.elements)
-        given.append(Tensor(spec.tensor, dtype.oip, (rows, *spec.shape), data))
-    return given
+            bits, count = np.frombuffer(data, np.uint8), rows * spec.elements
+            data = np.unpackbits(bits, count=count, bitorder="little").data
+        results.append(Tensor(spec.tensor, dtype.oip, (rows, *spec.shape), data))
+    return results
 
 
-def _of_bucket(contract: Contract, offered: dict[str, Tensor]) -> tuple[int, Contract]:
-    """The bucket that tensors are as long as, and its contract; of no bucket's length, the last."""
-    buckets, long = buckets_of(contract), bucketed_tensors(contract)
-    shapes = [offered[name].shape for name in long if name in offered]
+def _of_bucket(contract: Contract, tensors: dict[str, Tensor]) -> tuple[int, Contract]:
+    """Select the bucket by the tensors' length, and its contract; the last if none matches."""
+    buckets = buckets_of(contract)
+    shapes = [tensors[name].shape for name in bucketed_tensors(contract) if name in tensors]
     length = next((shape[1] for shape in shapes if len(shape) > 1), 0)
-    number = buckets.index(length) if length in buckets else max(len(buckets) - 1, 0)
-    return number, variants(contract)[number]
+    index = buckets.index(length) if length in buckets else max(len(buckets) - 1, 0)
+    return index, variants(contract)[index]
 
 
 def _offsets(spec: TensorSpec, tensor: Tensor) -> memoryview:
-    """The offsets of a tensor of strings, which have been found to be true of its bytes.
-
-    Raises:
-        MalformedInput: It has not the offsets and bytes that its shape says.
-        ContractError: A string is not UTF-8.
-    """
+    """Check the strings of a tensor and return their offsets."""
     data, count = tensor.data, tensor.shape[0] * spec.elements
     offsets = data[: (count + 1) * OFFSET_BYTES]
     joined = data[len(offsets) :]
     if int.from_bytes(offsets[count * OFFSET_BYTES :], "little") != len(joined):
         raise MalformedInput(
-            f"input `{spec.tensor}` has not the {count} strings of the shape {list(tensor.shape)}",
+            f"input `{spec.tensor}`: the data are not the {count} strings of shape "
+            f"{list(tensor.shape)}",
             tensor=spec.tensor,
         )
     require_strings(f"input `{spec.tensor}`", count, offsets, joined)
     return offsets
 
 
-def _packed(data: memoryview) -> memoryview:
-    return np.packbits(np.frombuffer(data, np.bool_), bitorder="little").data
-
-
-def _unpacked(data: memoryview, count: int) -> memoryview:
-    return np.unpackbits(np.frombuffer(data, np.uint8), count=count, bitorder="little").data
-
-
-def _misnamed(contract: Contract, tensors: list[Tensor]) -> ContractError:
-    """What is wrong with the tensors' names: the first of it."""
-    wanted = {spec.tensor: None for spec in contract.inputs}
+def _name_error(contract: Contract, tensors: list[Tensor]) -> ContractError:
+    inputs = {spec.tensor: None for spec in contract.inputs}
     got = Counter(tensor.name for tensor in tensors)
     problems = chain(
-        (f"input `{name}` is missing" for name in wanted if name not in got),
-        (f"`{name[:NAME_MAX]}` is no input of the model" for name in got if name not in wanted),
-        (f"input `{name[:NAME_MAX]}` is there twice" for name in got if got[name] > 1),
+        (f"input `{name}` is missing" for name in inputs if name not in got),
+        (f"`{name[:NAME_MAX]}` is not a model input" for name in got if name not in inputs),
+        (f"input `{name[:NAME_MAX]}` is sent twice" for name in got if got[name] > 1),
     )
     return ContractError("; ".join(islice(problems, PROBLEMS_MAX)))
 
 
 def _require_limits(rows: int, tensors: list[Tensor], limits: LimitsConfig) -> None:
     if rows < 0:
-        raise MalformedInput(f"a tensor's first axis is its rows, got {rows}")
+        raise MalformedInput(f"the first axis of a tensor is its rows, got {rows}")
     if rows > limits.rows:
-        raise LimitExceeded(f"a batch may have {limits.rows} rows, got {rows}", wanted=limits.rows)
+        raise LimitExceeded(
+            f"too many rows: {rows}, limit {limits.rows} (`limits.rows`)", wanted=limits.rows
+        )
     total = sum(len(tensor.data) for tensor in tensors)
     if total > limits.bytes:
-        raise LimitExceeded(f"a batch may have {limits.bytes} bytes, got {total}")
+        raise LimitExceeded(
+            f"batch too large: {total} bytes, limit {limits.bytes} (`limits.bytes`)"
+        )
 
 
-def _misfit(spec: TensorSpec, tensor: Tensor, rows: int) -> ContractError:
-    wanted = ["rows" if rows < 0 else rows, *spec.shape]
+def _type_error(spec: TensorSpec, tensor: Tensor, rows: int) -> ContractError:
+    expected = ["rows" if rows < 0 else rows, *spec.shape]
     return ContractError(
-        f"input `{spec.tensor}`: wanted {spec.type.dtype.oip} {_listed(wanted)}, got "
+        f"input `{spec.tensor}`: wanted {spec.type.dtype.oip} {_listed(expected)}, got "
         f"{tensor.datatype[:20]} {_listed(list(tensor.shape))}",
         tensor=spec.tensor,
     )

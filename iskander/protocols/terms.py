@@ -1,15 +1,13 @@
-"""What a client says about how urgent its requests are; here as Flight's calls say it.
+"""Client terms of a request (priority, deadline and others), as Flight clients send them.
 
-The tensor protocols say the same terms in their own places (`oip_terms`, `inferential_terms`).
-
-For a whole stream in the call's headers, for one batch in its `app_metadata`, as a JSON object or
-msgpack map with the key `iskander`:
+The tensor protocols carry the same fields in their own messages (`oip/terms.py`,
+`inferential/terms.py`). In Flight, call headers apply to a whole stream; `app_metadata` of one
+batch is a JSON object or msgpack map with the key `iskander`:
 
     iskander-client: robot-7            {"iskander": {"deadline_ms": 20, "priority": 0}}
     iskander-deadline-ms: 30
 
-What a batch says goes before what its stream says. Any other `app_metadata` means nothing here, and
-all of it is echoed.
+Terms of a batch override those of its stream. Other `app_metadata` is ignored; all of it is echoed.
 
 Runs on: gateway loop.
 """
@@ -28,26 +26,26 @@ from iskander.scheduling.request import PRIORITY_MAX
 
 HEADER_PREFIX: Final = "iskander-"
 KEY: Final = b"iskander"
-"""Without it, metadata says nothing of ours."""
-_DAY_MS = 86_400_000
+"""Metadata without this key contains no terms."""
+DAY_MS = 86_400_000
 
-Milliseconds = Annotated[float, Meta(ge=0, le=_DAY_MS)]
+Milliseconds = Annotated[float, Meta(ge=0, le=DAY_MS)]
 
 
 class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a client may say; a header's name has `-` for `_`, and `iskander-` before it.
+    """Terms of a request; header names have `-` for `_` and the prefix `iskander-`.
 
     Attributes:
-        client: Who it is, the same from call to call; for fairness, limits and cadence.
-        priority: 0 (highest) to 9; without, 1.
+        client: Client name, stable across calls; for fairness, limits and cadence.
+        priority: 0 (highest) to 9; default 1.
         urgency: 0 to 1.
-        deadline_ms: Milliseconds from the batch's arrival within which its result is of use.
-        ttl_ms: Milliseconds that it may wait for a worker.
+        deadline_ms: Milliseconds from the batch's arrival to its deadline.
+        ttl_ms: Maximum milliseconds in the queue.
         steps_remaining: Actions that the client has left before it needs this result.
-        timestamp_ns: When it was observed, in nanoseconds of the wall clock.
-        newest_wins: A newer batch of this client takes the place of one that still waits.
-        route_key: Where versions of a model have shares, the same key gets the same version;
-            without it the client's name is the key. A stream of Flight says it in its headers.
+        timestamp_ns: Time of the observation, in nanoseconds of the wall clock.
+        newest_wins: A newer batch of this client replaces a queued one.
+        route_key: Key that selects among version shares, the same key for the same version;
+            default: the client's name. A Flight stream sends it in its headers.
     """
 
     client: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
@@ -63,18 +61,18 @@ class ClientTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @thread_safe
 class HeaderTerms(ClientTerms, frozen=True, forbid_unknown_fields=True):
-    """Beside the terms: what else a stream's headers may say.
+    """Terms and options in the headers of a stream.
 
     Attributes:
-        errors: Whether a batch's error ends the stream, or comes in its result's place.
-        region: Name of the memory in which the client's batches may be (`wire/sharing.py`).
+        errors: `end`: the error of a batch ends the stream; `in-band`: it replaces the result.
+        region: Name of the shared-memory region with the client's batches.
     """
 
     errors: Literal["end", "in-band"] = "end"
     region: str = ""
 
 
-NOTHING: Final = HeaderTerms()
+NO_HEADER_TERMS: Final = HeaderTerms()
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -89,45 +87,42 @@ _MSGPACK = (
 
 
 def read_headers(headers: Iterable[tuple[str, Any]]) -> HeaderTerms:
-    """What a call's headers say.
-
-    Args:
-        headers: By name; those of others are passed over.
+    """Parse the `iskander-` headers of a call.
 
     Raises:
-        MalformedInput: One of ours is not what it may be.
+        MalformedInput: A header is unknown or its value is invalid.
     """
-    ours = {
+    fields = {
         name.removeprefix(HEADER_PREFIX).replace("-", "_"): value
         for name, value in headers
         if name.startswith(HEADER_PREFIX)
     }
-    if not ours:
-        return NOTHING
+    if not fields:
+        return NO_HEADER_TERMS
     try:
-        said = msgspec.convert(ours, HeaderTerms, strict=False)
+        terms = msgspec.convert(fields, HeaderTerms, strict=False)
     except msgspec.ValidationError as error:
         raise MalformedInput(f"the call's `{HEADER_PREFIX}` headers: {error}") from None
-    if said.timestamp_ns is not None:
-        raise MalformedInput(f"`{HEADER_PREFIX}timestamp-ns` is of one batch, not of a call")
-    return said
+    if terms.timestamp_ns is not None:
+        raise MalformedInput(f"`{HEADER_PREFIX}timestamp-ns` applies to one batch, not to a call")
+    return terms
 
 
 def read_metadata(app_metadata: bytes) -> ClientTerms | None:
-    """What a batch's metadata says; None where it is neither JSON nor msgpack with our key.
+    """Parse the terms of a batch; None if the metadata is neither JSON nor msgpack with our key.
 
     Raises:
-        MalformedInput: It is ours and not what it may be.
+        MalformedInput: The value of the key is invalid.
     """
     read_envelope, read_terms = _JSON if app_metadata.lstrip()[:1] == b"{" else _MSGPACK
     try:
-        ours = read_envelope(app_metadata).iskander
+        raw = read_envelope(app_metadata).iskander
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if not bytes(ours):
+    if not bytes(raw):
         return None
     try:
-        said: ClientTerms | None = read_terms(ours)
-        return said
+        terms: ClientTerms | None = read_terms(raw)
+        return terms
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedInput(f"the batch's app_metadata, `iskander`: {error}") from None

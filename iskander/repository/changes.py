@@ -1,4 +1,4 @@
-"""The changes of a repository's folder, each told when what has changed was left alone for a while.
+"""Repository folder watcher: reports a model after its files stop changing.
 
 Runs on: gateway loop; the folder is read on threads.
 """
@@ -14,7 +14,7 @@ from watchfiles import awatch
 
 from iskander.config.repository import RepositoryConfig
 from iskander.errors import IskanderError
-from iskander.repository.scan import ScannedModel, list_models
+from iskander.repository.scan import ABSENT, ScannedModel, list_models
 from iskander.repository.version_policy import settled
 
 log = logging.getLogger("iskander.repository")
@@ -24,10 +24,10 @@ logging.getLogger("watchfiles").setLevel(logging.WARNING)
 
 
 async def changes(root: Path, rescan_s: float) -> AsyncGenerator[None, None]:
-    """A turn for each change below a folder that is told of, and for each while without any.
+    """Yield after each change below a folder, and every `rescan_s` seconds without one.
 
-    A folder that cannot be watched (there are no watches left, it is gone, or a name in it is no
-    UTF-8) is looked at at once and every `rescan_s` seconds.
+    If the folder cannot be watched (no inotify watches left, folder missing, or a name that is not
+    UTF-8), yields at once and every `rescan_s` seconds.
     """
     while True:
         try:
@@ -49,54 +49,27 @@ async def changes(root: Path, rescan_s: float) -> AsyncGenerator[None, None]:
         yield
 
 
-log = logging.getLogger("iskander.repository")
-
-NOTHING = ScannedModel("", {})
-
-
 async def follow(
     settings: RepositoryConfig,
-    seen: dict[str, ScannedModel],
+    initial: dict[str, ScannedModel],
     on_model: Callable[[str, ScannedModel], None],
 ) -> None:
-    """Tell of each model that has changed, for ever.
-
-    Args:
-        settings: Of the repository.
-        seen: What was there at first, and is known.
-        on_model: Told a model's name, and what is there of it now.
-    """
-    known = Known(seen, seen)
+    """Call `on_model` for each model that differs from the initial scan, until cancelled."""
+    last = applied = initial
     async for _ in changes(Path(settings.path), settings.rescan_s):
         try:
-            await _follow_change(settings, known, on_model)
+            is_changing = True
+            while is_changing:
+                now = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
+                before, applied = applied, settled(last, now, applied)
+                is_changing, last = last != now, now
+                for name in {*applied, *before}:
+                    if applied.get(name) != before.get(name):
+                        on_model(name, applied.get(name, ABSENT))
+                if is_changing:
+                    await asyncio.sleep(settings.settle_ms / 1000)
         except IskanderError as error:
             log.error("%s", error.message)
         except Exception:
-            # A folder can hold anything; the next change is another chance.
-            log.exception("the repository was not looked at to the end")
-
-
-class Known:
-    """What was seen at the last look, and what is gone by."""
-
-    def __init__(self, before: dict[str, ScannedModel], followed: dict[str, ScannedModel]) -> None:
-        self.before = before
-        self.followed = followed
-
-
-async def _follow_change(
-    settings: RepositoryConfig, known: Known, on_model: Callable[[str, ScannedModel], None]
-) -> None:
-    """Look until nothing moves any more, and tell of what has changed and was left alone."""
-    is_moving = True
-    while is_moving:
-        now = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
-        earlier, known.followed = known.followed, settled(known.before, now, known.followed)
-        is_moving = known.before != now
-        known.before = now
-        for name in {*known.followed, *earlier}:
-            if known.followed.get(name) != earlier.get(name):
-                on_model(name, known.followed.get(name, NOTHING))
-        if is_moving:
-            await asyncio.sleep(settings.settle_ms / 1000)
+            # The folder's content is arbitrary; the next change scans again.
+            log.exception("the scan of the repository failed; the next change starts another")

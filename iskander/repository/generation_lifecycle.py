@@ -1,7 +1,6 @@
-"""Life of a generation, decided: in this stage, on this event, become that and do those things.
+"""State machine of a generation: one state of a model version's files, with its lane.
 
-A generation is a model version as its files were when it was looked at; it has a lane of its own.
-Pure: `generations` feeds events in and carries actions out.
+Pure. `generations` supplies the events and performs the actions.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
-    """Where a generation is in its life."""
+    """Stage of a generation."""
 
     LOADING = "loading"
     SERVING = "serving"
@@ -19,37 +18,37 @@ class Stage(StrEnum):
 
 
 class Event(StrEnum):
-    """What happened."""
+    """Input of the state machine."""
 
-    ACCEPTED = "enough workers have it"
+    ACCEPTED = "enough workers have loaded it"
     REFUSED = "a worker cannot load it"
-    OVERDUE = "it took too long"
-    RETIRED = "another takes its place, or nobody wants it"
-    EMPTY = "nothing of it is under way"
+    OVERDUE = "timeout"
+    RETIRED = "replaced or unloaded"
+    EMPTY = "no requests left"
 
 
 class Action(StrEnum):
-    """What to do about it."""
+    """Output of the state machine."""
 
-    PUT_IN_PLACE = "let it be found"
-    TELL = "tell who waits for it that it is not served"
-    WITHDRAW = "let it be found no more"
-    REFUSE_QUEUED = "answer what still waits in its queue"
-    UNLOAD = "let workers give it up, and forget it"
+    PUT_IN_PLACE = "route calls to it"
+    REPORT_FAILURE = "fail the load"
+    WITHDRAW = "route no calls to it"
+    REFUSE_QUEUED = "reject its queued requests"
+    UNLOAD = "unload it in all workers"
 
 
 TABLE: dict[tuple[Stage, Event], tuple[Stage, tuple[Action, ...]]] = {
     (Stage.LOADING, Event.ACCEPTED): (Stage.SERVING, (Action.PUT_IN_PLACE,)),
-    (Stage.LOADING, Event.REFUSED): (Stage.GONE, (Action.TELL, Action.UNLOAD)),
-    (Stage.LOADING, Event.OVERDUE): (Stage.GONE, (Action.TELL, Action.UNLOAD)),
-    (Stage.LOADING, Event.RETIRED): (Stage.GONE, (Action.TELL, Action.UNLOAD)),
+    (Stage.LOADING, Event.REFUSED): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
+    (Stage.LOADING, Event.OVERDUE): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
+    (Stage.LOADING, Event.RETIRED): (Stage.GONE, (Action.REPORT_FAILURE, Action.UNLOAD)),
     (Stage.SERVING, Event.RETIRED): (Stage.DRAINING, (Action.WITHDRAW,)),
     (Stage.DRAINING, Event.EMPTY): (Stage.GONE, (Action.UNLOAD,)),
     (Stage.DRAINING, Event.OVERDUE): (Stage.DRAINING, (Action.REFUSE_QUEUED,)),
 }
-"""A pair that is not here changes nothing: what is served is not failed by a late word."""
+"""A pair that is not listed changes nothing: a late event does not fail a serving generation."""
 
 
 def step(stage: Stage, event: Event) -> tuple[Stage, tuple[Action, ...]]:
-    """What a generation becomes, and what to do, in order."""
+    """Return the next stage, and the actions in order."""
     return TABLE.get((stage, event), (stage, ()))

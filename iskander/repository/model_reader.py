@@ -1,13 +1,14 @@
-"""Models as their files and settings are now: each version as workers would load it.
+"""Reader of model files and settings: the current load specification of each version.
 
-Decides nothing; what cannot be read is an error of its own version, and costs the others nothing.
+Takes no decisions. A version that cannot be read yields an error and does not affect the others.
 
 Runs on: any thread, but for the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,27 +25,18 @@ from iskander.repository.specs import loading_spec, model_spec
 from iskander.repository.version_policy import complaint_about, routing_of
 
 Which = tuple[str, str]
-"""A name and a version."""
+"""Name and version."""
 
 
 class FoundModel(NamedTuple):
-    """A version that can be loaded.
-
-    Attributes:
-        settings: Of its model.
-        spec: How a worker loads it; its key is nobody's.
-    """
+    """A version that can be loaded: its model's settings, and a load specification without key."""
 
     settings: ModelConfig
     spec: ModelSpec
 
 
 class ModelReader:
-    """Reads them.
-
-    Args:
-        config: With the models of the configuration, and the repository.
-    """
+    """Reads models of the configuration and of the repository folder."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -55,62 +47,42 @@ class ModelReader:
         self._names = {name for name, _ in self._configured}
 
     def is_configured(self, name: str) -> bool:
-        """Whether a model is of the configuration, and not of the folder."""
+        """Whether a model comes from the configuration."""
         return name in self._names
 
     def listed(self, name: str) -> ScannedModel:
-        """What is there of a model of the folder."""
+        """Scan a model of the folder."""
         return list_model(self._root, name, self._marker)
 
     def settings(self, name: str) -> tuple[ModelFile, Routing]:
-        """What a model's `model.toml` says.
-
-        Raises:
-            ConfigError: It cannot be read, or says what it may not.
-        """
+        """Read a model's `model.toml`; raise ConfigError if it is invalid."""
         settings = read_settings(self._root, name, self._config)
         routing = routing_of(settings)
-        complaint = complaint_about(routing)
-        if complaint:
+        if complaint := complaint_about(routing):
             raise ConfigError(f"{SETTINGS}: {complaint}")
         return settings, routing
 
     def of_folder(
         self, name: str, settings: ModelFile, stamps: Mapping[str, str]
     ) -> dict[str, FoundModel | IskanderError]:
-        """Versions of the folder, or why they cannot be loaded.
-
-        Args:
-            name: Of the model.
-            settings: Of all of them.
-            stamps: What tells the state of each version's folder from another.
-        """
-        found: dict[str, FoundModel | IskanderError] = {}
-        for version, stamp in stamps.items():
-            try:
-                found[version] = FoundModel(settings, self._spec((name, version), settings, stamp))
-            except IskanderError as error:
-                found[version] = error
-        return found
+        """Read versions of the folder with these stamps, each or its error."""
+        return {
+            version: _found(settings, partial(self._spec, (name, version), settings, stamp))
+            for version, stamp in stamps.items()
+        }
 
     def of_configuration(self, name: str) -> dict[str, FoundModel | IskanderError]:
-        """Versions of the configuration, or why they cannot be loaded."""
-        found: dict[str, FoundModel | IskanderError] = {}
-        for (each, version), model in self._configured.items():
-            if each == name:
-                try:
-                    found[version] = FoundModel(model, model_spec(0, model, self._loading))
-                except IskanderError as error:
-                    found[version] = error
-        return found
+        """Read versions of the configuration, each or its error."""
+        return {
+            version: _found(model, partial(model_spec, 0, model, self._loading))
+            for (each, version), model in self._configured.items()
+            if each == name
+        }
 
     def fingerprint_of(self, which: Which, key: int, settings: ModelFile | None) -> str:
-        """What tells a version as it is now from another state of it; empty where nobody can say.
+        """Return the fingerprint of a version's current files; empty if they cannot be read.
 
-        Args:
-            which: The version.
-            key: Of the lane that serves it.
-            settings: By which a version of the folder was loaded; else those of now.
+        `key` is the lane's. A version of the folder is read with `settings`, or its current ones.
         """
         try:
             configured = self._configured.get(which)
@@ -125,16 +97,16 @@ class ModelReader:
 
     def _spec(self, which: Which, settings: ModelFile, stamp: str) -> ModelSpec:
         name, version = which
-        model = ModelConfig(
-            **{
-                key: getattr(settings, key)
-                for key in ModelConfig.__struct_fields__
-                if key not in ("name", "path", "version")
-            },
-            name=name,
-            path=str(self._root / name / version),
-            version=version,
-        )
+        fields = {key: getattr(settings, key) for key in ModelConfig.__struct_fields__}
+        path = str(self._root / name / version)
+        model = ModelConfig(**{**fields, "name": name, "path": path, "version": version})
         spec = model_spec(0, model, self._loading)
         options = msgspec.json.encode(model).decode()
         return msgspec.structs.replace(spec, fingerprint=f"{stamp} {options}")
+
+
+def _found(settings: ModelConfig, read: Callable[[], ModelSpec]) -> FoundModel | IskanderError:
+    try:
+        return FoundModel(settings, read())
+    except IskanderError as error:
+        return error

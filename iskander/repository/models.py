@@ -1,4 +1,4 @@
-"""The models as lanes: found by name and version, described, ready or not.
+"""Registry of served models: lookup by name and version, readiness, descriptions.
 
 Runs on: gateway loop.
 """
@@ -6,11 +6,11 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from iskander.config.schema import Config
-from iskander.contract.inputs import entries_of, said
+from iskander.contract.inputs import entries_of, entry_keys
 from iskander.contract.tensors import Contract
 from iskander.errors import ModelNotFound, NotReady
 from iskander.measurement.recent_values import RecentValues
@@ -23,35 +23,29 @@ from iskander.supervision.worker import Worker
 
 STOPPING: Final = "the server is stopping"
 RETRY_MS: Final = 500
+NAME_LETTERS_MAX: Final = 100
+"""Letters of a requested name or version that an error repeats."""
 
 
 class Failure(NamedTuple):
-    """A model version that was asked for and does not load.
-
-    Attributes:
-        reason: Why, in words for the operator.
-        is_required: The server is not ready without it.
-    """
+    """A failed load of a model version; the server is not ready after a required one."""
 
     reason: str
     is_required: bool
 
 
 class Models:
-    """What is served, and what is on its way to be or to leave.
+    """All model versions that are served, loading or draining.
 
     Attributes:
-        by_key: Every lane by the number that control messages use; a number is never used twice.
-        failures: What does not load, by name and version.
-        routings: Of models whose versions have names or shares.
-        revision: Changes with every change of what `find` says.
+        by_key: Every lane by its number in control messages; a number is never reused.
+        revision: Incremented when the result of `find` may change.
         counts: Loads, failures and unloads.
-        workers: Every place of the plan; set by the supervisor.
-        is_stopping: Nothing is called ready any more.
-        is_discreet: Not every caller may know what there is.
-        is_looking: What the repository has to be loaded from the start is not known yet.
-        pending: Models whose loads of the start have not come to their end.
-        freshness: Whether lanes' files are those that they were loaded from.
+        workers: One for each slot of the placement plan; set by the supervisor.
+        is_stopping: The server shuts down, so nothing is ready.
+        hides_models: Errors do not list the models.
+        is_scanning: The first scan of the repository is incomplete.
+        pending: Models whose load at startup is incomplete.
     """
 
     def __init__(self) -> None:
@@ -61,40 +55,43 @@ class Models:
         self.revision = 0
         self.counts: Counter[str] = Counter()
         self.workers: list[Worker] = []
-        self.is_stopping = False
-        self.is_discreet = False
-        self.is_looking = False
+        self.is_stopping = self.hides_models = self.is_scanning = False
         self.pending = 0
         self.freshness = FileFreshness()
         self._served: dict[str, dict[str, Lane]] = {}
         self._highest: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Lane]:
-        """The lanes that are served."""
+        """The served lanes."""
         return iter([lane for versions in self._served.values() for lane in versions.values()])
 
+    def versions_of(self, name: str) -> Mapping[str, Lane]:
+        """Return the served lanes of a model by version."""
+        return self._served.get(name, {})
+
     def serve(self, lane: Lane) -> Lane | None:
-        """Let a lane be found; the one that was found in its place until now."""
-        name, version = lane.model.name, lane.model.version
-        older = self._served.get(name, {}).get(version)
+        """Route calls to a lane; return the lane that it replaces."""
+        name, version = _which(lane)
+        versions = self._served.setdefault(name, {})
+        older = versions.get(version)
         if older is not None:
             older.is_served = False
             lane.follow(older)
         lane.is_served = True
-        self._served.setdefault(name, {})[version] = lane
-        self._note(name)
+        versions[version] = lane
+        self._on_version_change(name)
         return older
 
     def withdraw(self, lane: Lane) -> None:
-        """Let a lane be found no more, where it still is."""
-        name, version = lane.model.name, lane.model.version
+        """Stop routing calls to a lane."""
+        name, version = _which(lane)
         lane.is_served = False
         if self._served.get(name, {}).get(version) is lane:
             del self._served[name][version]
-            self._note(name)
+            self._on_version_change(name)
 
     def route(self, name: str, routing: Routing | None) -> None:
-        """Give the versions of a model names and shares, or none."""
+        """Set or clear the routing of a model."""
         if self.routings.get(name) != routing:
             if routing is None:
                 del self.routings[name]
@@ -104,83 +101,69 @@ class Models:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model has the workers that it needs, and they are to be used."""
+        """Whether every required model has its quorum, and the server is not stopping."""
         return not self.reasons()
 
     @property
     def is_settled(self) -> bool:
-        """Whether every model is ready, or known not to load."""
-        is_pending = self.is_looking or self.pending
-        return not is_pending and all(self.is_lane_ready(lane) for lane in self)
+        """Whether the startup is complete: every model is ready or has failed."""
+        return not self.is_scanning and not self.pending and all(lane.is_ready for lane in self)
 
     def is_lane_ready(self, lane: Lane) -> bool:
-        """Whether one model version has the workers that it needs."""
+        """Whether a model version has its quorum of workers."""
         return lane.is_ready
 
     def reasons(self) -> list[str]:
-        """Why not everything is ready, a sentence each; empty where it is."""
+        """Return why the server is not ready, one sentence each; empty if it is."""
         if self.is_stopping:
             return [STOPPING]
-        # A model in quarantine takes no other down: its callers are told, and not the balancer.
+        # A model in quarantine fails its own calls; the server stays ready for the others.
         served = (lane for lane in self if lane.quarantine is None)
         lanes = [*served, *(lane for lane in self.coming if lane.is_required)]
-        reasons = [(lane.title, self._reason(lane)) for lane in lanes]
-        reasons += [
-            ("/".join(which), failure.reason)
-            for which, failure in self.failures.items()
-            if failure.is_required
-        ]
-        told = [f"model `{title}`: {reason}" for title, reason in reasons if reason]
-        if not told and (self.is_looking or self.pending):
-            told.append("the repository's models are being loaded")
-        return told
+        found = [(lane.title, self._reason(lane)) for lane in lanes]
+        found += [("/".join(each), f.reason) for each, f in self.failures.items() if f.is_required]
+        reasons = [f"model `{title}`: {reason}" for title, reason in found if reason]
+        if not reasons and (self.is_scanning or self.pending):
+            reasons.append("the repository's models are being loaded")
+        return reasons
 
     @property
     def coming(self) -> list[Lane]:
-        """Lanes that workers are loading, and that nobody finds yet."""
-        return [lane for lane in self.by_key.values() if lane.is_coming]
+        """Lanes that workers are loading and that are not served yet."""
+        return [lane for lane in self.by_key.values() if lane.is_pending]
 
     def find(self, name: str, version: str | None, key: str = "") -> Lane:
-        """The lane of a model.
+        """Return the lane for a call by version, alias, default, split, or highest version.
 
-        Args:
-            name: Of the model.
-            version: Or an alias of one; None for the model's default, or its highest one.
-            key: Where versions have shares: the same key gets the same version.
+        Equal keys get the same version of a split.
 
         Raises:
-            ModelNotFound: Says what is there.
-            NotReady: It is being loaded, or should be served and does not load.
+            ModelNotFound: Lists the available models or versions.
+            NotReady: It is loading, or its load failed.
         """
         served = self._served.get(name)
         if served is None:
-            raise self._absent(name, version)
-        wanted = version
-        if wanted is None or wanted not in served:
-            routing = self.routings.get(name)
-            if routing is not None:
-                wanted = routing.choose(version, key, served)
-            if wanted is None:
-                wanted = self._highest[name]
-        lane = served.get(wanted)
+            raise self._not_found(name, version)
+        target = version
+        if target is None or target not in served:
+            if routing := self.routings.get(name):
+                target = routing.choose(version, key, served)
+            if target is None:
+                target = self._highest[name]
+        lane = served.get(target)
         if lane is None:
-            raise self._absent(name, wanted)
+            raise self._not_found(name, target)
         return lane
 
     def find_loaded(self, name: str, version: str | None, key: str = "") -> Lane:
-        """The same, for those who need its contract.
-
-        Raises:
-            ModelNotFound: There is no such model.
-            NotReady: No worker has loaded it yet.
-        """
+        """Return the lane for a call, as `find`; raise NotReady until a worker has loaded it."""
         lane = self.find(name, version, key)
         if lane.contract is None:
             raise NotReady(f"model `{lane.title}` is not loaded yet", retry_after_ms=RETRY_MS)
         return lane
 
     def readiness(self) -> dict[str, Any]:
-        """Whether all is ready, and each model version, and why not; for `health`."""
+        """Return the readiness of the server and of each model version, for `health`."""
         models: dict[str, dict[str, Any]] = {}
         for lane in self:
             reason = self._reason(lane)
@@ -188,7 +171,7 @@ class Models:
             model["versions"][lane.model.version] = not reason
             if reason:
                 model["ready"] = False
-                # The versions of a model wait for the same workers; the first one tells enough.
+                # All versions of a model need the same workers; the first reason is enough.
                 model.setdefault("reason", reason)
         for (name, version), failure in self.failures.items():
             model = models.setdefault(name, {"ready": False, "versions": {}})
@@ -199,61 +182,54 @@ class Models:
         return {"ready": self.is_ready, **stopping, "models": models}
 
     def index(self) -> Iterator[ModelStatus]:
-        """Every model version that is served, is coming, or should be served and does not load."""
+        """Every model version that is served, loading or draining, or whose load failed."""
         for lane in self:
-            failure = self.failures.get((lane.model.name, lane.model.version))
+            failure = self.failures.get(_which(lane))
             reason = self._reason(lane)
             state = "UNAVAILABLE" if reason else "READY"
             if failure is not None:
                 reason = reason or f"a change of it is not served: {failure.reason}"
-            yield ModelStatus(lane.model.name, lane.model.version, state, reason, lane)
-        told = {(lane.model.name, lane.model.version) for lane in self}
-        for lane in self.coming:
-            which = (lane.model.name, lane.model.version)
-            if which not in told:
-                told.add(which)
-                yield ModelStatus(*which, "LOADING", self._reason(lane), None)
-        for lane in self.by_key.values():
-            which = (lane.model.name, lane.model.version)
-            if not lane.is_served and not lane.is_coming and which not in told:
-                told.add(which)
-                yield ModelStatus(*which, "UNLOADING", "it finishes what it accepted", None)
-        for which, failure in self.failures.items():
-            if which not in told:
-                yield ModelStatus(*which, "UNAVAILABLE", failure.reason, None)
+            yield ModelStatus(*_which(lane), state, reason, lane)
+        others = [(_which(lane), "LOADING", self._reason(lane)) for lane in self.coming]
+        others += [
+            (_which(lane), "UNLOADING", "it finishes its accepted requests")
+            for lane in self.by_key.values()
+            if not lane.is_served and not lane.is_pending
+        ]
+        others += [(each, "UNAVAILABLE", f.reason) for each, f in self.failures.items()]
+        listed = {_which(lane) for lane in self}
+        for which, state, reason in others:
+            if which not in listed:
+                listed.add(which)
+                yield ModelStatus(*which, state, reason, None)
 
     def stages(self) -> Iterator[tuple[tuple[str], int]]:
-        """How many lanes are in each stage of their life."""
+        """The number of lanes in each stage."""
         lanes = self.by_key.values()
-        yield ("loading",), sum(lane.is_coming for lane in lanes)
+        yield ("loading",), sum(lane.is_pending for lane in lanes)
         yield ("serving",), sum(lane.is_served for lane in lanes)
         yield ("draining",), sum(lane.is_over for lane in lanes)
 
     def describe_all(self) -> list[dict[str, Any]]:
-        """What `index` says, with the contracts of what is served."""
+        """Return the entries of `index`, with the contracts of served models."""
         described: list[dict[str, Any]] = []
-        for standing in self.index():
-            name, version = standing.name, standing.version
+        for status in self.index():
+            name, version = status.name, status.version
             entry: dict[str, Any] = {"name": name, "version": version, "ready": False}
-            if standing.lane is not None:
-                entry = describe(standing.lane)
-                entry["routes"] = self._routes_to(name, version)
-            described.append(entry | {"state": standing.state.lower(), "reason": standing.reason})
+            if status.lane is not None:
+                routes = self.routings.get(name, Routing()).routes_to(version)
+                entry = describe(status.lane) | {"routes": routes}
+            described.append(entry | {"state": status.state.lower(), "reason": status.reason})
         return described
-
-    def _routes_to(self, name: str, version: str) -> list[str]:
-        """What leads to a version beside its number."""
-        routing = self.routings.get(name)
-        return [] if routing is None else routing.told_of(version)
 
     def _reason(self, lane: Lane) -> str:
         reason = reason_of(lane, self.workers)
         if not reason and not lane.is_served:
             return "its workers are loading"
-        # Before the plan is made there are no workers to tell about.
+        # Before the placement plan exists there are no workers.
         return reason if reason or lane.is_ready else "its workers have not come yet"
 
-    def _note(self, name: str) -> None:
+    def _on_version_change(self, name: str) -> None:
         self.revision += 1
         versions = self._served[name]
         if versions:
@@ -261,8 +237,7 @@ class Models:
         else:
             del self._served[name], self._highest[name]
 
-    def _absent(self, name: str, version: str | None) -> ModelNotFound | NotReady:
-        """Why there is no lane: it is none of ours, or not yet, or not any more."""
+    def _not_found(self, name: str, version: str | None) -> ModelNotFound | NotReady:
         for lane in self.coming:
             if lane.model.name == name and version in (None, lane.model.version):
                 text = f"model `{lane.title}` is being loaded"
@@ -273,29 +248,22 @@ class Models:
                 return NotReady(text, model=name, version=which)
         served = self._served.get(name)
         if served is None:
-            there = "" if self.is_discreet else ", ".join(sorted(self._served)) or "none"
-            return ModelNotFound(
-                f"there is no model `{name[:100]}`{there and '; there are '}{there}",
-                model=name[:100],
-            )
-        known = sorted(served, key=version_order)
+            name = name[:NAME_LETTERS_MAX]
+            names = "" if self.hides_models else ", ".join(sorted(self._served)) or "none"
+            available = names and f"; available: {names}"
+            return ModelNotFound(f"there is no model `{name}`{available}", model=name)
+        known = ", ".join(sorted(served, key=version_order))
         routing = self.routings.get(name)
-        aliases = f" and the aliases {', '.join(routing.aliases)}" if routing else ""
-        return ModelNotFound(
-            f"model `{name}` has no version `{(version or '')[:100]}`; it has "
-            f"{', '.join(known)}{aliases}",
-            model=name,
-            version=(version or "")[:100],
-        )
+        aliases = f"; aliases: {', '.join(routing.aliases)}" if routing else ""
+        version = (version or "")[:NAME_LETTERS_MAX]
+        text = f"model `{name}` has no version `{version}`; available: {known}{aliases}"
+        return ModelNotFound(text, model=name, version=version)
 
 
 class ModelStatus(NamedTuple):
-    """How a model version stands.
+    """State of a model version, READY to UNAVAILABLE as in the Open Inference Protocol.
 
-    Attributes:
-        state: READY, LOADING, UNLOADING or UNAVAILABLE, as the Open Inference Protocol says it.
-        reason: Why it is not ready, or why a change of it is not served.
-        lane: Where it is served.
+    The reason tells why it is not ready, or why a change of it is not served.
     """
 
     name: str
@@ -306,13 +274,9 @@ class ModelStatus(NamedTuple):
 
 
 def configured(config: Config, recent: RecentValues) -> Models:
-    """The models of the configuration, which are found from the start.
-
-    Raises:
-        ConfigError: There is no file where the configuration says.
-    """
+    """Return the models of the configuration; raise ConfigError if a model file is missing."""
     models, loading = Models(), loading_spec(config)
-    models.is_looking = bool(config.repository.path)
+    models.is_scanning = bool(config.repository.path)
     for key, model in enumerate(config.models):
         lane = Lane(model_spec(key, model, loading), model.lane, quorum_of(config, model), recent)
         models.by_key[key] = lane
@@ -321,7 +285,7 @@ def configured(config: Config, recent: RecentValues) -> Models:
 
 
 def describe(lane: Lane) -> dict[str, Any]:
-    """A model and its contract, for people and programs."""
+    """Return a model version and its contract as JSON values."""
     described: dict[str, Any] = {
         "name": lane.model.name,
         "version": lane.model.version,
@@ -333,7 +297,7 @@ def describe(lane: Lane) -> dict[str, Any]:
     if contract is not None:
         described |= {
             "rows_fixed": contract.rows_fixed,
-            "inputs": [said(entry) for entry in entries_of(contract)],
+            "inputs": [entry_keys(entry) for entry in entries_of(contract)],
             "outputs": _outputs(contract),
             "passthrough": contract.passthrough,
             "columns": contract.column_order,
@@ -342,23 +306,22 @@ def describe(lane: Lane) -> dict[str, Any]:
 
 
 def _outputs(contract: Contract) -> list[dict[str, Any]]:
-    """The columns of results; each with the one tensor that it is, or those that it is made of."""
+    """Result columns, each with its source tensor or tensors."""
     outputs = contract.outputs
     if not contract.columns:
-        return [
-            {"column": spec.column, "type": str(spec.type), "tensor": spec.tensor}
-            for spec in outputs
-        ]
+        return [{"column": o.column, "type": str(o.type), "tensor": o.tensor} for o in outputs]
     described = []
-    for column in contract.columns:
-        tensors = [outputs[index].tensor for index in column.outputs]
-        source = {"tensors": tensors} if column.is_assembled else {"tensor": tensors[0]}
-        described.append(
-            {"column": column.column, "type": column.type, **source, "made": column.made}
-        )
+    for each in contract.columns:
+        tensors = [outputs[index].tensor for index in each.outputs]
+        source = {"tensors": tensors} if each.is_assembled else {"tensor": tensors[0]}
+        described.append({"column": each.column, "type": each.type, **source, "made": each.made})
     return described
 
 
+def _which(lane: Lane) -> tuple[str, str]:
+    return lane.model.name, lane.model.version
+
+
 def version_order(version: str) -> tuple[int, int, str]:
-    """What versions are sorted by: those that are numbers above the others."""
+    """Sort key of versions: numbers rank above names."""
     return (1, int(version), "") if version.isdecimal() else (0, 0, version)

@@ -1,10 +1,10 @@
-"""Changes that calls ask for, made in every process of a gateway.
+"""Load and unload calls, applied in every process of a gateway.
 
-    a call  ->  this process makes the change; where it cannot, nothing is changed anywhere
-            ->  it is kept for processes that come later (`wishes`)
-            ->  the others are asked, each over a socket of its own, and make it too
+    a call  ->  this process applies it; on failure no process changes
+            ->  `load_intents` records it for processes that start later
+            ->  the peers receive it, each over its own socket, and apply it
 
-A process that does not answer is one that is being started, and will find what was kept.
+A peer that cannot be reached is starting, and will read the record.
 
 Runs on: gateway loop.
 """
@@ -28,21 +28,16 @@ from iskander.repository.repository import Repository
 SOCKET = "peers.sock"
 LINE_BYTES_MAX = 65_536
 CHANGES_MAX = 64
-"""At once; each waits for a load at most."""
+"""Concurrent changes; each waits for a load at most."""
 SLACK_S = 5.0
-"""Beyond what a load may take, for a process to answer."""
+"""Added to the timeout of a load for the peer's answer."""
 
 log = logging.getLogger("iskander.repository")
 
 
 @thread_safe
 class Change(msgspec.Struct, frozen=True):
-    """One change.
-
-    Attributes:
-        action: `load` or `unload`.
-        version: None: all of them.
-    """
+    """Request to a peer: `load` or `unload` a model, or unload one version."""
 
     action: str
     model: str
@@ -51,44 +46,36 @@ class Change(msgspec.Struct, frozen=True):
 
 @thread_safe
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of it in one process: the versions, or the error as `to_wire` tells it."""
+    """Answer of a peer: the versions, or the error as `to_wire` returns it."""
 
     versions: list[str] = []
     error: dict[str, Any] | None = None
 
 
 class Peers:
-    """What makes changes here and there.
-
-    Args:
-        repository: Of this process.
-        member: Which process this is, and which others there are.
-        folder: This process's runtime directory.
-        load_s: What a load may take.
-    """
+    """Applies changes in this process and its peers; `load_s` is the timeout of a load."""
 
     def __init__(self, repository: Repository, member: Member, folder: Path, load_s: float) -> None:
         self._repository = repository
         self._others = [Path(each).with_name(SOCKET) for each in member.siblings]
         self._path = folder / SOCKET
-        self._wishes = LoadIntents(folder.parent)
+        self._intents = LoadIntents(folder.parent)
         self._load_s = load_s
         self._server: asyncio.Server | None = None
         self._changes: set[asyncio.Task[list[str]]] = set()
         self._is_closed = False
 
     async def start(self) -> list[LoadIntent]:
-        """Be there for the others' changes; what was asked of them before."""
+        """Listen for peers' changes; return the recorded intents."""
         if not self._others:
             return []
         self._path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(
-            self._answer, self._path, limit=LINE_BYTES_MAX
-        )
-        return list(self._wishes)
+        listen = asyncio.start_unix_server
+        self._server = await listen(self._answer, self._path, limit=LINE_BYTES_MAX)
+        return list(self._intents)
 
     def close(self) -> None:
-        """Make no more changes."""
+        """Cancel pending changes and stop listening."""
         self._is_closed = True
         for task in list(self._changes):
             task.cancel()
@@ -97,30 +84,23 @@ class Peers:
             self._path.unlink(missing_ok=True)
 
     async def load(self, model: str) -> list[str]:
-        """As `Repository.load`, everywhere.
-
-        Raises:
-            IskanderError: As `Repository.load`; it may be another process that cannot.
-        """
-        return await self._make(Change("load", model))
+        """Run `Repository.load` in every process; raise the error of any."""
+        return await self._apply(Change("load", model))
 
     async def unload(self, model: str, version: str | None = None) -> list[str]:
-        """As `Repository.unload`, everywhere.
+        """Run `Repository.unload` in every process; raise the error of any."""
+        return await self._apply(Change("unload", model, version))
 
-        Raises:
-            IskanderError: As `Repository.unload`; it may be another process that cannot.
-        """
-        return await self._make(Change("unload", model, version))
-
-    async def _make(self, change: Change) -> list[str]:
+    async def _apply(self, change: Change) -> list[str]:
         if len(self._changes) >= CHANGES_MAX:
-            raise Overloaded("as many changes as may be are being made", retry_after_ms=RETRY_MS)
-        making = self._everywhere(change) if self._others else self._here(change)
-        task = asyncio.get_running_loop().create_task(making)
+            text = f"{len(self._changes)} concurrent changes of models, limit {CHANGES_MAX}"
+            raise Overloaded(text, retry_after_ms=RETRY_MS)
+        work = self._everywhere(change) if self._others else self._here(change)
+        task = asyncio.get_running_loop().create_task(work)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         try:
-            # A caller that leaves half way would leave what is served half changed.
+            # The change completes in all processes even if the caller cancels.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if self._is_closed:
@@ -128,41 +108,34 @@ class Peers:
             raise
 
     async def _everywhere(self, change: Change) -> list[str]:
-        async with self._wishes.held(change.model, self._load_s):
-            with self._keeping(change):
+        async with self._intents.locked(change.model, self._load_s):
+            with self._recording(change):
                 versions = await self._here(change)
-            found = await asyncio.gather(
-                *(self._there(path, change) for path in self._others), return_exceptions=True
-            )
-        for each in found:
+            sends = (self._send(path, change) for path in self._others)
+            outcomes = await asyncio.gather(*sends, return_exceptions=True)
+        for each in outcomes:
             if isinstance(each, BaseException):
                 raise each
         return versions
 
-    def _keeping(self, change: Change) -> contextlib.AbstractContextManager[None]:
-        """Keep it for processes that come later, if it can be made here."""
+    def _recording(self, change: Change) -> contextlib.AbstractContextManager[None]:
         if not self._repository.is_for_calls(change.model):
             return contextlib.nullcontext()
-        wish = self._wishes.of(change.model)
-        is_load = change.action == "load"
-        return self._wishes.keeping(
-            LoadIntent(wish.model) if is_load else wish.without(change.version)
-        )
+        if change.action == "load":
+            return self._intents.recording(LoadIntent(change.model))
+        intent = self._intents.get(change.model)
+        return self._intents.recording(intent.without(change.version))
 
     async def _here(self, change: Change) -> list[str]:
         if change.action == "load":
             return await self._repository.load(change.model)
         return self._repository.unload(change.model, change.version)
 
-    async def _there(self, path: Path, change: Change) -> None:
-        """Have another process make a change.
-
-        Raises:
-            IskanderError: Why it does not.
-        """
-        which = path.parent.name
+    async def _send(self, path: Path, change: Change) -> None:
+        """Apply a change in a peer; raise the peer's error."""
+        peer, wait_s = path.parent.name, self._load_s + SLACK_S
         try:
-            async with asyncio.timeout(self._load_s + SLACK_S):
+            async with asyncio.timeout(wait_s):
                 reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES_MAX)
                 try:
                     writer.write(msgspec.json.encode(change) + b"\n")
@@ -170,30 +143,30 @@ class Peers:
                 finally:
                     writer.close()
         except TimeoutError:
-            raise NotReady(f"{which} does not answer", retry_after_ms=RETRY_MS) from None
+            text = f"{peer} did not answer within {wait_s:g} s"
+            raise NotReady(text, retry_after_ms=RETRY_MS) from None
         except OSError:
-            return  # It is being started.
+            return  # It is starting.
         if not line:
             return  # It has ended.
         outcome = msgspec.json.decode(line, type=Outcome)
         if outcome.error is not None:
             error = IskanderError.from_wire(outcome.error)
-            raise type(error)(
-                f"{which}: {error.message}", retry_after_ms=error.retry_after_ms, **error.fields
-            )
+            text = f"{peer}: {error.message}"
+            raise type(error)(text, retry_after_ms=error.retry_after_ms, **error.fields)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Make the change that another process has made."""
+        """Apply the change of a peer in this process."""
         try:
             async with asyncio.timeout(SLACK_S):
                 line = await reader.readline()
             change = msgspec.json.decode(line, type=Change)
             async with asyncio.timeout(self._load_s):
-                await self._repository.beginning.until(change.model)
+                await self._repository.startup.wait_for(change.model)
             outcome = await self._outcome_of(change)
             writer.write(msgspec.json.encode(outcome) + b"\n")
         except (OSError, TimeoutError, ValueError) as error:
-            log.warning("another process of this gateway was not understood: %s", error)
+            log.warning("the request of a peer process failed: %r", error)
         finally:
             with contextlib.suppress(OSError):
                 writer.close()
@@ -201,8 +174,8 @@ class Peers:
     async def _outcome_of(self, change: Change) -> Outcome:
         try:
             return Outcome(await self._here(change))
-        except ModelNotFound as error:
-            # What is to go and is not there is gone.
-            return Outcome() if change.action == "unload" else Outcome(error=error.to_wire())
         except IskanderError as error:
+            # A model to unload that is not found is unloaded already.
+            if change.action == "unload" and isinstance(error, ModelNotFound):
+                return Outcome()
             return Outcome(error=error.to_wire())

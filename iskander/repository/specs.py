@@ -1,4 +1,4 @@
-"""How workers load a model: its settings and files as a message.
+"""Load specification of a model: its settings and files as a message to workers.
 
 Runs on: gateway loop, and the operator's tool.
 """
@@ -17,8 +17,8 @@ from iskander.contract.manifest import model_file
 from iskander.control.messages import LoadingSpec, ModelSpec
 from iskander.errors import ConfigError
 
-TRIAL_SHARE = 0.8
-"""Of the time that a worker has for its models: a trial ends before the worker has to."""
+SANDBOX_SHARE = 0.8
+"""Sandboxed load's share of `workers.start_s`: it ends before the worker's own timeout."""
 
 
 def model_spec(
@@ -26,13 +26,11 @@ def model_spec(
     model: ModelConfig,
     loading: LoadingSpec = LoadingSpec(),  # noqa: B008
 ) -> ModelSpec:
-    """How a worker loads a configured model.
-
-    Raises:
-        ConfigError: There is no file where the configuration says, or it cannot be looked at.
-    """
+    """Return a model's load specification; raise ConfigError if a file of it is missing."""
     if model.python and not os.access(model.python, os.X_OK):
-        raise ConfigError(f"models[{key}].python: `{model.name}` has no interpreter there")
+        raise ConfigError(
+            f"models[{key}].python: `{model.name}`: `{model.python}` is not executable"
+        )
     try:
         file = model_file(Path(model.path), model.backend)
         stat = os.stat(file)
@@ -40,7 +38,7 @@ def model_spec(
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"models[{key}].path: `{model.name}` has no model file there: {reason}"
+            f"models[{key}].path: `{model.name}` has no model file: {reason}"
         ) from None
     options = msgspec.json.encode(model).decode()
     return ModelSpec(
@@ -70,10 +68,8 @@ def model_spec(
 
 
 def _stamps_beside(file: Path, backend: str) -> list[tuple[str, int]]:
-    """Names and times of what lies beside a model that may need it.
-
-    A manifest names files of labels and the like, and may be all that another backend has.
-    """
+    """Return names and times of the files next to a model that its load may read."""
+    # A manifest may refer to label files; other backends may read any file of the folder.
     if backend == "onnx" and not (file.parent / "manifest.toml").exists():
         return []
     beside = sorted(file.parent.iterdir())
@@ -81,16 +77,15 @@ def _stamps_beside(file: Path, backend: str) -> list[tuple[str, int]]:
 
 
 def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) -> LoadingSpec:
-    """What workers believe of model files, and what opening one may take."""
+    """Return the trust settings and limits of loads."""
     settings = config.loading
-    home = environment.get("XDG_CACHE_HOME") or (
-        f"{environment['HOME']}/.cache" if environment.get("HOME") else ""
-    )
+    home = environment.get("HOME")
+    cache_home = environment.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
     own = environment.get("CACHE_DIRECTORY", "").partition(":")[0]
-    default = own or (f"{home}/iskander" if home else "")
+    default = own or (f"{cache_home}/iskander" if cache_home else "")
     return LoadingSpec(
         is_tried=settings.trial,
-        trial_s=min(settings.trial_s, TRIAL_SHARE * config.workers.start_s),
+        trial_s=min(settings.trial_s, SANDBOX_SHARE * config.workers.start_s),
         trial_bytes=settings.trial_bytes,
         model_bytes=settings.model_bytes,
         is_shared=settings.share_weights,
@@ -102,10 +97,10 @@ def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) ->
 
 
 def _option(value: str | int | float | bool) -> str:
-    """A provider's option as the runtime reads it."""
+    """Format a provider's option for ONNX Runtime: booleans as 0 and 1."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def quorum_of(config: Config, model: ModelConfig) -> int:
-    """Workers that a model needs; of its own it may have fewer than others need."""
+    """Return a model's quorum, at most its number of own workers."""
     return min(config.workers.quorum, model.own_workers or config.workers.quorum)

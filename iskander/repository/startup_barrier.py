@@ -1,7 +1,7 @@
-"""What a start has yet to look at, for calls that come meanwhile.
+"""Barrier for changes of models whose load at startup has not begun.
 
-A process that starts finds what was wanted before, and is told by its siblings of what changes.
-What it is told of a model holds once it has begun with that model, and would be undone before.
+A process loads the recorded models at startup, and receives changes from its peers at once. A
+change that is applied before the startup reaches its model would be overwritten, so it waits.
 
 Runs on: gateway loop.
 """
@@ -12,28 +12,28 @@ import asyncio
 
 
 class StartupBarrier:
-    """Which models a start has not begun with."""
+    """Holds back changes of models that the startup has not reached."""
 
     def __init__(self) -> None:
         self._is_listed = asyncio.Event()
         self._expected: dict[str, asyncio.Event] = {}
 
     def expect(self, name: str) -> None:
-        """A model will be looked at."""
+        """Register a model that the startup will load."""
         self._expected[name] = asyncio.Event()
 
-    def listed(self) -> None:
-        """No others will."""
+    def all_expected(self) -> None:
+        """Declare the registration complete."""
         self._is_listed.set()
 
-    def begun(self, name: str) -> None:
-        """It is decided what of a model is loaded."""
+    def release(self, name: str) -> None:
+        """Let changes of a model proceed: the startup has chosen its versions."""
         expected = self._expected.pop(name, None)
         if expected is not None:
             expected.set()
 
-    async def until(self, name: str) -> None:
-        """Wait until that is decided of a model."""
+    async def wait_for(self, name: str) -> None:
+        """Wait until changes of a model may proceed."""
         await self._is_listed.wait()
         if name in self._expected:
             await self._expected[name].wait()

@@ -1,7 +1,7 @@
-"""When a client's next request will come, learned from when its last ones came.
+"""Predicts the next request of each client from the intervals between its last ones.
 
-The mean time between two requests and its mean deviation, both exponentially weighted. A client
-whose requests come regularly enough is expected at its last arrival plus one period.
+Keeps the exponentially weighted mean interval and its mean deviation. A client with regular
+requests is expected one period after its last arrival.
 
 Pure.
 """
@@ -15,7 +15,7 @@ from typing import Final
 ALPHA: Final = 0.3
 SAMPLES_LEAST: Final = 4
 DEVIATION_MOST: Final = 0.25
-"""Of the period. Requests that come less regularly than that predict nothing."""
+"""As a share of the period. Less regular requests give no prediction."""
 CLIENTS_MAX: Final = 1024
 
 
@@ -30,7 +30,7 @@ class _Rhythm:
 
 
 class ArrivalPredictor:
-    """The rhythms of one lane's clients; of the last `CLIENTS_MAX` that were heard of."""
+    """Arrival rhythms of the `CLIENTS_MAX` most recent clients of one lane."""
 
     def __init__(self) -> None:
         self._rhythms: dict[str, _Rhythm] = {}
@@ -40,14 +40,15 @@ class ArrivalPredictor:
         return len(self._rhythms)
 
     def observe(self, client: str, now_ns: int, budget_ns: int) -> None:
-        """A request of a client came, and is due so much later; 0: never."""
+        """Record an arrival; `budget_ns` is the time to the deadline, 0 without one."""
         rhythm = self._rhythms.pop(client, None)
         if rhythm is None:
             if len(self._rhythms) >= CLIENTS_MAX:
-                self._forget(next(iter(self._rhythms)))
+                oldest = next(iter(self._rhythms))
+                self._unexpect(oldest, self._rhythms.pop(oldest))
             self._rhythms[client] = _Rhythm(now_ns)
             return
-        self._rhythms[client] = rhythm  # Last in the dict's order: the least recent is first.
+        self._rhythms[client] = rhythm  # Moves it to the end: the least recent is first.
         interval = now_ns - rhythm.last_ns
         rhythm.last_ns = now_ns
         rhythm.budget_ns = budget_ns
@@ -64,15 +65,15 @@ class ArrivalPredictor:
             insort(self._expected, (rhythm.expected_ns, client))
 
     def period_ns(self, client: str) -> int:
-        """Of a client's requests; 0 where it is not known or not regular."""
+        """Period of a client's requests; 0 if unknown or irregular."""
         rhythm = self._rhythms.get(client)
         return int(rhythm.period_ns) if rhythm is not None and _is_steady(rhythm) else 0
 
     def expected(self, now_ns: int) -> Iterator[tuple[int, int]]:
-        """The next request of each client that is not here yet, the soonest first.
+        """Predicted next requests in order of arrival.
 
         Yields:
-            Until when it is worth waiting for, and when it will be due.
+            The latest time to wait for the request, and its deadline.
         """
         expected = self._expected
         while expected and expected[0][0] < now_ns:
@@ -80,25 +81,23 @@ class ArrivalPredictor:
             rhythm = self._rhythms[client]
             if now_ns - at_ns <= rhythm.deviation_ns:
                 break
-            # It has missed its time. The next request says when to expect it again.
+            # Overdue: no prediction until the next request of this client.
             del expected[0]
             rhythm.expected_ns = 0
         for at_ns, client in expected:
             rhythm = self._rhythms[client]
-            # A moment more than expected, since half of all requests are later than the mean.
+            # Plus the deviation, since half of all requests are later than the mean.
             yield at_ns + int(rhythm.deviation_ns), at_ns + rhythm.budget_ns
 
     def clients(self) -> list[tuple[str, int, int]]:
-        """Every client with its period in nanoseconds (0: not regular) and samples."""
+        """Every client with its period in nanoseconds (0: irregular) and its sample count."""
         return [
-            (client, int(rhythm.period_ns) if _is_steady(rhythm) else 0, rhythm.samples)
+            (client, self.period_ns(client), rhythm.samples)
             for client, rhythm in self._rhythms.items()
         ]
 
-    def _forget(self, client: str) -> None:
-        self._unexpect(client, self._rhythms.pop(client))
-
     def _unexpect(self, client: str, rhythm: _Rhythm) -> None:
+        """Remove the prediction for a client."""
         if rhythm.expected_ns:
             del self._expected[bisect_left(self._expected, (rhythm.expected_ns, client))]
             rhythm.expected_ns = 0

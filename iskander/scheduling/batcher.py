@@ -1,13 +1,12 @@
-"""Which waiting requests make the next batch, and whether to send it now.
+"""Batch formation: selects queued requests for the next batch and the time to send it.
 
-Rows are counted, not requests. Requests of the first one's shape are taken in the queue's order
-until the next one would not fit, or would make the earliest deadline of the batch be missed. A
-request is only ever split where it is larger than any batch may be.
+A batch is counted in rows. It takes requests of the first one's shape in queue order until the next
+request does not fit, or would make the batch miss its earliest deadline. A request is split only if
+it is larger than the largest batch.
 
-A batch goes to an idle worker at once, unless waiting a little pays: the settings say to linger, or
-a client is about to send a request that would otherwise have to pay for a run of its own. To a
-worker that still runs another it goes ahead of time, so that the worker does not idle in between;
-but one that gains by growing goes just before it is needed.
+An idle worker gets its batch at once, unless a linger is configured or a client is about to send a
+request that would otherwise cost a separate run. A busy worker gets its next batch ahead of time,
+so that it does not idle between runs; a batch that gains by growing is sent just in time.
 
 Pure: reads the queue and changes nothing.
 """
@@ -30,28 +29,27 @@ from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
 
 REQUESTS_MAX: Final = 1024
-"""Of one batch: its message has to fit a frame."""
+"""Requests in one batch, so that its message fits a frame."""
 SKIPPED_MAX: Final = 256
-"""Requests of other shapes that are passed over in search of those that fit the first."""
+"""Requests of other shapes that the search for matching ones skips."""
 GROWTH: Final = 8
-"""A batch whose rows cost eight times what the batch itself does, its way to the worker and back
-included, is as good as full."""
+"""A batch counts as full when its rows cost eight times its fixed cost, transport included."""
 LEAD_NS: Final = 150 * NS_PER_US
 LEAD_SHARE: Final = 1 / 16
-"""A batch goes to a busy worker so long before it is expected to be free: a trip between the
-processes, and a share of the run by which the expectation may be wrong."""
+"""A busy worker gets its next batch this long before it is expected to be free: the time of a
+message between the processes, and a share of the run for errors of the prediction."""
 DOUBT: Final = 1 / 32
-"""Of a run, by which it may take longer without being late."""
+"""Tolerated overrun, as a share of a run."""
 GIVEN_UP_FOR: Final = 64
-"""The most requests that are looked at to see whether one of them is better given up."""
+"""Requests that are examined for one whose rejection keeps more others in time."""
 LATE_NS: Final = 1000 * NS_PER_US
-"""A timer of the loop fires up to a millisecond late, and the batch still has to go there."""
+"""A timer of the event loop fires up to a millisecond late; the batch must still be delivered."""
 EXPECTED_LATE_NS: Final = 500 * NS_PER_US
-"""The same where a client is expected, who mostly comes before the timer."""
+"""The same for an expected request, which mostly arrives before the timer fires."""
 
 
 class Reason(StrEnum):
-    """Why a batch was closed; the names under which they are counted."""
+    """Why a batch was closed; the values are counter names."""
 
     FULL = "closed.full"
     IDLE = "closed.idle"
@@ -62,14 +60,13 @@ class Reason(StrEnum):
 
 
 class Rules(NamedTuple):
-    """How a lane's batches are made.
+    """Batching rules of a lane.
 
     Attributes:
-        rows_max: The most rows of a batch.
-        sizes: The only numbers of rows that the model is run with, ascending; empty: any.
-        preferred: Numbers of rows to close a batch at, ascending.
-        linger_ns: How long the first request may wait for others.
-        may_doom: Whether what cannot meet its deadline is left out, to be refused.
+        sizes: The only numbers of rows that the model runs with, ascending; empty: any.
+        preferred: Numbers of rows at which to close a batch, ascending.
+        linger_ns: Maximum time that the first request waits for others.
+        may_doom: Requests that cannot meet their deadlines are rejected.
         has_shapes: Requests may have different shapes.
     """
 
@@ -81,25 +78,18 @@ class Rules(NamedTuple):
     has_shapes: bool = False
 
     def run_rows(self, rows: int) -> int:
-        """Rows that the model is run with for a batch of so many."""
+        """Number of rows that the model runs with for a batch, padding included."""
         return next((size for size in self.sizes if size >= rows), rows)
 
     def slice_of(self, rows: int) -> int:
-        """Rows of a slice that is to have about so many; 0: not known."""
+        """Allowed number of rows of a slice of about `rows` rows; 0 if that is 0."""
         if self.sizes and rows:
             rows = next((size for size in reversed(self.sizes) if size <= rows), self.sizes[0])
         return min(rows, self.rows_max)
 
 
 def make_rules(config: LaneConfig, rows_max: int, rows_fixed: int | None, linger_ns: int) -> Rules:
-    """The rules of a lane.
-
-    Args:
-        config: Its settings.
-        rows_max: The most rows that its model may be run with.
-        rows_fixed: The only number of rows that the model takes; None: any.
-        linger_ns: Of its policy, where the settings name none.
-    """
+    """Derive the rules of a lane; `linger_ns` is the default of the policy."""
     sizes = tuple(sorted(size for size in set(config.pad_to) if size <= rows_max))
     if rows_fixed is not None:
         sizes = (rows_fixed,)
@@ -117,13 +107,12 @@ class Formed(msgspec.Struct, frozen=True):
     """The next batch.
 
     Attributes:
-        picks: Requests and how many of their next rows.
-        rows: In all.
-        reason: Why nothing was added.
-        hold_ns: Send it at this moment, or when something changes; 0: now.
-        is_kept: It is held until its worker is nearly free, and no other lane's may go before it.
-        doomed: Requests that cannot be done by their deadlines any more, or are given up for more
-            others; they are to be refused, and a batch formed anew.
+        picks: Requests, each with the number of its next rows.
+        reason: Why the batch was closed.
+        hold_ns: Time to send it, unless the queue changes before; 0: now.
+        is_kept: It is held until its worker is nearly free, and reserves the worker.
+        doomed: Requests to reject before the batch is formed anew: they cannot meet their
+            deadlines, or their rejection keeps more others in time.
     """
 
     picks: list[tuple[Request, int]]
@@ -144,22 +133,18 @@ def form(
     expected: Iterable[tuple[int, int]] = (),
     brief: BriefRequests | None = None,
 ) -> Formed:
-    """The next batch of a queue that is not empty.
+    """Form the next batch of a queue that is not empty, for one worker.
 
-    Args:
-        queue: What waits.
-        rules: Of the lane.
-        cost: Of the worker that would run it.
-        now_ns: The time.
-        free_ns: When the worker will have run what it has; 0: it has nothing.
-        expected: Clients that will ask next, as `Cadence.expected` has them.
-        brief: Whose requests are brief; the large ones of others run in slices.
+    At `free_ns` the worker becomes free (0: it is idle). `expected` are the requests predicted by
+    `ArrivalPredictor`. Large requests of sources other than the `brief` ones run in slices.
     """
-    slicing = _Slicing(rules, cost, brief, now_ns)
+    slice_max = rules.rows_max
+    if brief is not None and brief.is_recent(now_ns):
+        slice_max = rules.slice_of(slice_rows(cost)) or slice_max
     target = _target(queue, rules, cost)
     is_simple = not queue.bound and not rules.linger_ns and not rules.has_shapes
-    if is_simple and queue.rows < target and queue.rows <= slicing.rows:
-        # Nobody to wait for and nothing to be late for: all that waits goes together.
+    if is_simple and queue.rows < target and queue.rows <= slice_max:
+        # Fast path: nothing to wait for and no deadline, so the whole queue is one batch.
         picks: list[tuple[Request, int]] = []
         rows = 0
         for request in queue.unordered():
@@ -173,7 +158,7 @@ def form(
         return Formed(picks, rows, Reason.IDLE, kept_ns if is_kept else 0, is_kept, [])
     draft = _Draft(rules, cost, max(now_ns, free_ns), target)
     doomed: list[Request] = []
-    reason = draft.fill(queue, slicing, doomed)
+    reason = draft.fill(queue, doomed, slice_max, brief, now_ns)
     hold_ns = kept_ns = 0
     must_keep = draft.earliest_ns < NEVER_NS or draft.is_sliced
     may_wait = reason is None or must_keep
@@ -196,35 +181,8 @@ def form(
     )
 
 
-class _Slicing:
-    """Which requests run in slices: the large ones, while another source sends brief ones.
-
-    A slice goes alone, and is kept until its worker is nearly free.
-
-    Attributes:
-        rows: Of a slice; of any request where none is sliced.
-    """
-
-    def __init__(
-        self, rules: Rules, cost: CostModel, brief: BriefRequests | None, now_ns: int
-    ) -> None:
-        self.rows = rules.rows_max
-        self._brief = brief
-        self._now_ns = now_ns
-        if brief is not None and brief.is_recent(now_ns):
-            self.rows = rules.slice_of(slice_rows(cost)) or rules.rows_max
-
-    def is_for(self, request: Request) -> bool:
-        """Whether a request runs in slices."""
-        return (
-            request.todo[0][1] > self.rows
-            and self._brief is not None
-            and self._brief.has_other(request.terms.source, self._now_ns)
-        )
-
-
 class _Draft:
-    """A batch while it is put together."""
+    """A batch under construction."""
 
     def __init__(self, rules: Rules, cost: CostModel, begin_ns: int, target: int) -> None:
         self.rules = rules
@@ -236,11 +194,17 @@ class _Draft:
         self.earliest_ns = self.oldest_ns = NEVER_NS
         self.is_sliced = False
 
-    def fill(self, queue: WaitingQueue, slicing: _Slicing, doomed: list[Request]) -> Reason | None:
-        """Add requests in their order; those that would be late are added to `doomed`.
+    def fill(
+        self,
+        queue: WaitingQueue,
+        doomed: list[Request],
+        slice_max: int,
+        brief: BriefRequests | None,
+        now_ns: int,
+    ) -> Reason | None:
+        """Add requests in queue order, and late ones to `doomed`; returns why the batch is closed.
 
-        Returns:
-            Why nothing was added after the last; None: nothing more waits.
+        A slice of a large request runs alone and is held until its worker is nearly free.
         """
         skipped = 0
         for request in queue:
@@ -253,35 +217,39 @@ class _Draft:
                 continue
             if reason is not None:
                 return reason
-            self.is_sliced = slicing.is_for(request)
+            self.is_sliced = (
+                request.todo[0][1] > slice_max
+                and brief is not None
+                and brief.has_other(request.terms.source, now_ns)
+            )
             if not (self.is_sliced and self.picks):
-                self.add(request, slicing.rows if self.is_sliced else self.rules.rows_max)
+                self.add(request, slice_max if self.is_sliced else self.rules.rows_max)
             if self.is_sliced or self.rows >= self.target or len(self.picks) >= REQUESTS_MAX:
                 return Reason.FULL
         return Reason.SHAPE if skipped else None
 
     def run_ns(self, rows: int) -> int:
-        """What a batch of so many rows would take."""
+        """Predicted run time of a batch."""
         return self.cost.predict_ns(self.rules.run_rows(rows))
 
     def end_ns(self, rows: int) -> int:
-        """When a batch of so many rows would surely have its results."""
+        """Time at which the results of a batch are certain to be complete."""
         run_ns = self.run_ns(rows)
         return self.begin_ns + run_ns + LEAD_NS + int(DOUBT * run_ns)
 
     def latest_ns(self, rows: int) -> int:
-        """Until when the batch can be held and be in time with so many rows in the end."""
+        """Latest time to send a batch of this final size in time for its deadlines."""
         return self.earliest_ns - (self.end_ns(rows) - self.begin_ns)
 
     def is_doomed(self, request: Request) -> bool:
-        """Whether a request would be late in a batch of its own."""
+        """Whether a request would be late even in a batch of its own."""
         if request.deadline_ns >= NEVER_NS or not self.rules.may_doom or not self.cost.samples:
             return False
         rows = min(request.todo[0][1], self.rules.rows_max)
         return self.end_ns(rows) > request.deadline_ns
 
     def closes_before(self, request: Request) -> Reason | None:
-        """Why a request is not added; None: it is."""
+        """Why a request cannot be added; None if it can."""
         if not self.picks:
             return None
         first, rows = self.picks[0][0], self.rows + request.todo[0][1]
@@ -297,7 +265,7 @@ class _Draft:
         return None
 
     def add(self, request: Request, rows_max: int) -> None:
-        """Add a request's next rows, at most so many."""
+        """Add the next rows of a request, at most `rows_max`."""
         rows = min(request.todo[0][1], rows_max)
         self.picks.append((request, rows))
         self.rows += rows
@@ -306,11 +274,10 @@ class _Draft:
 
 
 def _target(queue: WaitingQueue, rules: Rules, cost: CostModel) -> int:
-    """Rows to fill a batch up to.
+    """Number of rows at which a batch is full.
 
-    The largest preferred number that waits. Without preferences, all that a batch may have, or what
-    is worth it: a batch whose rows cost many times what the batch itself does gains nothing by
-    more, and rows of one whole request are not copied.
+    The largest preferred size that the queue can fill. Without preferred sizes, the maximum, or
+    less if the row cost dominates: rows of one whole request are not copied.
     """
     if rules.preferred:
         return max((size for size in rules.preferred if size <= queue.rows), default=rules.rows_max)
@@ -322,11 +289,10 @@ def _target(queue: WaitingQueue, rules: Rules, cost: CostModel) -> int:
 def _kept_ns(
     cost: CostModel, run_rows: int, rows: int, free_ns: int, *, must_keep: bool = False
 ) -> int:
-    """Until when to keep a batch from a worker that runs another.
+    """Time until which to hold a batch for a busy worker; 0: send it now.
 
-    Where its rows cost more than the batch itself there is little to gain by growing, and it goes
-    now; so it does where nothing is known yet. Where it has a deadline, or is a slice, it is kept
-    all the same (`must_keep`): one that is due sooner, or of a source that had less, may come.
+    A batch whose rows cost more than its fixed cost gains little by growing and is sent at once.
+    `must_keep` (a deadline, or a slice) holds it, because a more urgent request may arrive.
     """
     gains = cost.base_ns >= cost.row_ns * rows or must_keep
     if not free_ns or not cost.samples or not gains:
@@ -335,12 +301,11 @@ def _kept_ns(
 
 
 def _hold_ns(draft: _Draft, expected: Iterable[tuple[int, int]]) -> int:
-    """Until when to keep a batch from an idle worker, for more to come; 0: not at all.
+    """Time until which to hold a batch for an idle worker while it grows; 0: send it now.
 
-    For the settings' linger: as long as the earliest deadline allows. For a client that is
-    expected: where it would be late if it had to wait for this batch to end and is in time with it,
-    as is everybody in the batch, with those who are expected before it. Only requests with a
-    deadline are held for others: theirs is to be in time, and the others' is to be soon.
+    A linger ends in time for the earliest deadline. An expected request holds the batch if it would
+    be late after this batch, and is in time with it together with the whole batch and all requests
+    expected earlier. Only batches with a deadline are held: the others aim at low latency.
     """
     rules, cost, rows = draft.rules, draft.cost, draft.rows
     if rules.linger_ns:
@@ -362,24 +327,24 @@ def _hold_ns(draft: _Draft, expected: Iterable[tuple[int, int]]) -> int:
 
 
 def _given_up(draft: _Draft, queue: WaitingQueue) -> list[Request]:
-    """Requests that are better refused, because more others are in time without them.
+    """Requests whose rejection minimizes the number of late requests.
 
-    Who is due soonest allows a short run only, and so a small batch; after it, those that found no
-    place in it may be late. Given up are so many of those that are due soonest that the fewest are
-    late in this batch and the next; one of a higher priority counts for eight.
+    The earliest deadline allows only a small batch; requests left out of it may be late. Rejects as
+    many of the earliest deadlines as minimize the late requests in this batch and the next. Each
+    level of priority weighs eight times the next lower one.
     """
     waiting = sorted(islice(queue, GIVEN_UP_FOR), key=_deadline_ns)
     best, best_lost, given_up = 0, float("inf"), 0.0
     for count, first in enumerate(waiting):
         if given_up >= best_lost:
             break
-        taken, rows = count, 0
-        while taken < len(waiting):
-            wanted = rows + waiting[taken].todo[0][1]
-            if wanted > draft.target or draft.end_ns(wanted) > first.deadline_ns:
+        end, rows = count, 0
+        while end < len(waiting):
+            with_next = rows + waiting[end].todo[0][1]
+            if with_next > draft.target or draft.end_ns(with_next) > first.deadline_ns:
                 break
-            taken, rows = taken + 1, wanted
-        rest = waiting[taken:]
+            end, rows = end + 1, with_next
+        rest = waiting[end:]
         rest_rows = min(sum(request.todo[0][1] for request in rest), draft.rules.rows_max)
         due_ns = draft.end_ns(rows) + draft.run_ns(rest_rows)
         late = rest[: bisect_left(rest, due_ns, key=_deadline_ns)]

@@ -1,6 +1,7 @@
-"""How requests end: with results, with an error, or forsaken; or not yet, and they wait again.
+"""Completion of requests: results, an error, cancellation, or a retry.
 
-A caller is told once. A request's memory goes when no worker reads it any more, maybe later.
+Each caller is notified once. The memory of a request is released when no worker reads it any more,
+which can be later.
 
 Runs on: gateway loop.
 """
@@ -20,30 +21,26 @@ log: Final = logging.getLogger("iskander.dispatch")
 
 
 class RequestCompletion:
-    """Ends requests.
+    """Completes requests and releases their leases in the input arena."""
 
-    Args:
-        intake: Owner of their leases.
-    """
-
-    def __init__(self, intake: InputArena) -> None:
-        self._intake = intake
+    def __init__(self, arena: InputArena) -> None:
+        self._arena = arena
 
     def complete(self, request: Request, results: bytes | memoryview, run_ns: int) -> None:
-        """All rows of a request are computed: hand out its results."""
+        """Deliver the results of a request whose rows are all computed."""
         lane = request.lane
         request.run_ns = run_ns
         lane.on_completed(request, run_ns, now_ns())
         try:
             request.caller.deliver(request, results)
         except Exception:
-            # One caller's results must not keep those of the others in the same wake-up.
-            log.exception("results of batch for %s could not be delivered", lane.title)
-            _tell(request, IskanderError("the server failed to take the results"))
-        self.forsake(request)
+            # The other requests of the batch still get their results.
+            log.exception("delivering the results of a request for %s failed", lane.title)
+            _fail(request, IskanderError("internal error: delivering the results failed"))
+        self.finish(request)
 
     def settle(self, request: Request, error: IskanderError | None) -> None:
-        """A request's rows came back without results: fail it, or let it wait again."""
+        """Fail a request whose rows came back without results; without an error, retry it."""
         if request.is_over:
             self.release(request)
         elif error is None:
@@ -52,20 +49,18 @@ class RequestCompletion:
         else:
             if request.is_waiting:
                 request.lane.queue.remove(request)
-            self.refuse(request, error, "failed")
+            self.reject(request, error, "failed")
 
-    def refuse(self, request: Request, error: IskanderError, how: str = "refused") -> None:
-        """Answer a request that is not in the queue any more with an error."""
-        request.lane.counts[f"{how}.{error.code}"] += 1
+    def reject(self, request: Request, error: IskanderError, how: str = "refused") -> None:
+        """Answer a request that is not queued any more with an error."""
+        request.lane.count_rejected(request, error, how)
         if error.code in MISSED:
-            request.lane.count_missed(request)
-            if error.retryable and error.retry_after_ms is None:
-                error.retry_after_ms = request.lane.retry_after_ms(now_ns())
-        self.forsake(request)
-        _tell(request, error)
+            request.lane.add_retry_hint(error, now_ns())
+        self.finish(request)
+        _fail(request, error)
 
-    def forsake(self, request: Request) -> None:
-        """Nobody waits for a request any more: it was answered, or its caller has gone."""
+    def finish(self, request: Request) -> None:
+        """Mark a request as over: it was answered, or its caller is gone."""
         request.is_over = True
         request.results = None
         request.todo = []
@@ -73,14 +68,14 @@ class RequestCompletion:
         self.release(request)
 
     def release(self, request: Request) -> None:
-        """Give a request's memory back, unless a worker still reads it."""
+        """Release the lease of a request, unless a worker still reads it."""
         if not request.running and request.lease is not None:
-            self._intake.give_back(request)
+            self._arena.give_back(request)
 
 
-def _tell(request: Request, error: IskanderError) -> None:
-    """Tell a caller; what it fails at itself is kept from the others."""
+def _fail(request: Request, error: IskanderError) -> None:
+    """Notify the caller; an exception that it raises is logged."""
     try:
         request.caller.fail(request, error)
     except Exception:
-        log.exception("an error for %s could not be delivered", request.lane.title)
+        log.exception("delivering an error of a request for %s failed", request.lane.title)

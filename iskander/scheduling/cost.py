@@ -1,10 +1,10 @@
-"""What a batch costs: run time as a·rows + b, learned from every run of a model on a worker.
+"""Cost model of batches: run time as a·rows + b, learned for each model and worker.
 
-Least squares on relative errors, so that small batches count as much as large ones, over sums that
-forget: after ten runs, what came before counts for a third. A run of many times what was expected
-(a page fault, a neighbour) counts as twice as much, so that one of them changes little and a
-lasting change is learned in a few runs. Of the first runs, which may be cold, the slow ones are
-forgotten when one that does no less is much quicker.
+Least squares on relative errors, so that small batches count as much as large ones, over
+exponentially decaying sums: after ten runs, older ones weigh a third. An outlier (a page fault, a
+noisy neighbour) counts as twice the expected time, so that one outlier changes little and a lasting
+change is learned in a few runs. Slow cold runs at the start are dropped as soon as a run that does
+no less is much faster.
 
 Pure.
 """
@@ -20,9 +20,9 @@ LEARNED_SAMPLES: Final = 4
 HANG_SAMPLES: Final = 16
 """Runs before a limit on the run time is derived from them."""
 SLOWEST_FORGET: Final = 0.999
-"""Applied to the slowest run, for each run after it."""
+"""Decay of the slowest run per later run."""
 SPREAD_LEAST: Final = 1e-3
-"""Of the batch sizes: with less there is no telling a slope from a constant."""
+"""Relative variance of the batch sizes below which slope and constant cannot be separated."""
 
 
 class CostModel:
@@ -31,8 +31,8 @@ class CostModel:
     Attributes:
         row_ns: a, nanoseconds for each row.
         base_ns: b, nanoseconds for a batch of any size.
-        samples: Runs seen.
-        slowest: The slowest of the latest thousand runs or so, as a multiple of its expected time.
+        samples: Number of observed runs.
+        slowest: Slowest of about the last thousand runs, as a multiple of its expected time.
     """
 
     __slots__ = ("_r", "_rr", "_rt", "_t", "_w", "base_ns", "row_ns", "samples", "slowest")
@@ -51,7 +51,7 @@ class CostModel:
         return int(self.row_ns * rows + self.base_ns)
 
     def slowest_ns(self, rows: int) -> int:
-        """Run time of a batch as slow as the slowest seen; 0 before enough runs."""
+        """Run time of a batch as slow as the slowest observed one; 0 before enough runs."""
         if self.samples < HANG_SAMPLES:
             return 0
         return int(self.slowest * (self.row_ns * rows + self.base_ns))
@@ -67,7 +67,7 @@ class CostModel:
             remembered = max(self.slowest * SLOWEST_FORGET, 1.0)
             self.slowest = max(remembered, measured / expected)
             measured = min(measured, expected * OUTLIER)
-            # Free of scale, so that what was learned at another level does not outweigh the rest.
+            # Scale-free, so that samples of an earlier, slower level do not outweigh new ones.
             weight = ((self.row_ns * mean_rows + self.base_ns) / expected) ** 2
         self.samples += 1
         self._w = self._w * FORGET + weight
@@ -78,7 +78,7 @@ class CostModel:
         self._fit()
 
     def _is_cold_beside(self, rows: int, measured: float) -> bool:
-        """Whether the runs so far were slow ones, by a quick one that does no less."""
+        """Whether a fast run of no less work shows that the earlier runs were cold."""
         return bool(self._w) and (rows * self._w >= self._r and measured * COLD * self._w < self._t)
 
     def _fit(self) -> None:
@@ -86,9 +86,9 @@ class CostModel:
         spread = self._rr / self._w - mean_rows * mean_rows
         if spread > SPREAD_LEAST * mean_rows * mean_rows:
             slope = (self._rt / self._w - mean_rows * mean_ns) / spread
-            # Neither part of a cost is negative, whatever the noise says.
+            # Noise must not make a part of the cost negative.
             self.row_ns = min(max(slope, 0.0), mean_ns / mean_rows)
         else:
-            # One size only: half of its cost for the rows, half for the batch.
+            # One batch size only: half of the cost for the rows, half for the batch.
             self.row_ns = mean_ns / mean_rows / 2
         self.base_ns = max(mean_ns - self.row_ns * mean_rows, 0.0)

@@ -1,8 +1,7 @@
-"""Batches to workers, and what comes of them: who runs what next, results, failure, loss.
+"""Dispatcher: sends batches to workers and handles results, failures and lost workers.
 
-A worker with a credit gets the next batch of the lane that has had the least of the workers' time
-for its weight. Every answer names the batch that it is about; one that names none in flight is
-late, and is counted and dropped. What then becomes of its requests is in `ending`.
+A worker with a credit gets the next batch of the lane with the least weighted worker time. An
+answer for a batch that is not in flight is late; it is counted and dropped.
 
 Runs on: gateway loop.
 """
@@ -19,14 +18,12 @@ from iskander.clock import now_ns
 from iskander.control.messages import Done, Execute, Failed, Slice, encode
 from iskander.errors import IskanderError
 from iskander.measurement.counters import Counters
-from iskander.memory.arena import Lease
 from iskander.scheduling.admission import doomed_error, expired_error
 from iskander.scheduling.batcher import Formed
 from iskander.scheduling.completion import RequestCompletion
 from iskander.scheduling.fair_share import BriefRequests
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
-from iskander.scheduling.layout import Layout
 from iskander.scheduling.request import NEVER_NS, Request
 from iskander.scheduling.results import copy_results, copy_small_results
 from iskander.scheduling.retry import after_failure, after_loss, results_error, undo_parts
@@ -37,25 +34,20 @@ log: Final = logging.getLogger("iskander.dispatch")
 
 
 class Dispatcher:
-    """Moves requests between lanes and workers.
-
-    Args:
-        intake: Owner of the input leases.
-        lanes: All of them, by the key of their model.
-        polling: Is told of work.
+    """Moves requests between lanes (by the key of their model) and workers.
 
     Attributes:
-        alarm: When it looks again by itself.
-        end_worker: Told of a worker that cannot be sent anything: its batches come back as lost.
+        alarm: Next time at which the dispatcher runs without an event.
+        end_worker: Ends a worker to which nothing can be sent; its batches come back as lost.
     """
 
     def __init__(self, intake: InputArena, lanes: dict[int, Lane], polling: BusyPolling) -> None:
-        self._ending = RequestCompletion(intake)
+        self._completion = RequestCompletion(intake)
         self._polling = polling
         self._lanes = lanes
-        self._open: dict[int, WorkerSlot] = {}
-        # Of workers whose results are being taken in pieces.
-        self._taking: deque[tuple[WorkerSlot, Iterator[None]]] = deque()
+        self._workers: dict[int, WorkerSlot] = {}
+        # Copies of large results in progress.
+        self._copies: deque[tuple[WorkerSlot, Iterator[None]]] = deque()
         self._brief = BriefRequests()
         self._batch_id = 0
         self._is_pump_due = False
@@ -66,36 +58,35 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        """Batches that workers have, or whose results are being taken."""
-        return sum(len(worker.in_flight) for worker in self._open.values()) + len(self._taking)
+        """Number of batches at workers or with results being copied."""
+        return sum(len(worker.in_flight) for worker in self._workers.values()) + len(self._copies)
 
     def open(self, worker: WorkerSlot) -> None:
-        """Let a worker have batches of the models that it has loaded."""
-        self._open[worker.incarnation] = worker
+        """Send a worker batches of the models that it has loaded."""
+        self._workers[worker.incarnation] = worker
         for key in worker.models:
             self._lanes[key].workers[worker.incarnation] = worker
         self.pump()
 
     def close(self, worker: WorkerSlot) -> None:
-        """Send a worker nothing more; what it has it may finish."""
+        """Stop sending batches to a worker; batches in flight may finish."""
         for lane in self._lanes.values():
             lane.workers.pop(worker.incarnation, None)
         if not worker.in_flight:
-            self._open.pop(worker.incarnation, None)
+            self._workers.pop(worker.incarnation, None)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that is in the arena; what can be sent goes when this turn is over.
+        """Queue a request that is in the arena; it is sent at the end of this loop iteration.
 
-        Not at once: what other streams bring in the same turn of the loop goes with it, in one
-        batch and one wake-up of the worker. Only where batches cost next to nothing by themselves
-        does an idle worker begin with what there is, while the rest is still read.
+        So requests that arrive in the same iteration share one batch and one wake-up of the worker.
+        An idle worker starts at once only if the fixed cost of a batch is negligible.
         """
         lane = request.lane
         if not lane.queue.requests:
             lane.catch_up()
         now = now_ns()
         for victim, error in lane.put(request, now):
-            self._ending.refuse(victim, error)
+            self._completion.reject(victim, error)
         if lane.is_brief(request):
             self._brief.note(request.terms.source, now)
         if self._is_pump_due:
@@ -107,7 +98,7 @@ class Dispatcher:
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Send what can be sent, refuse what has expired, and come back when that changes."""
+        """Send every batch that is due, reject expired requests, and set the alarm."""
         # Step 5
         self._is_pump_due = False
         now = now_ns()
@@ -118,10 +109,10 @@ class Dispatcher:
             if lane.queue.next_expiry_ns <= now:
                 for request in lane.queue.expired(now):
                     lane.queue.remove(request)
-                    self._ending.refuse(request, expired_error(request, now))
+                    self._completion.reject(request, expired_error(request, now))
         kept: set[WorkerSlot] = set()
         while waiting:
-            lane = min(waiting, key=_virtual_ns) if len(waiting) > 1 else waiting[0]
+            lane = waiting[0] if len(waiting) == 1 else min(waiting, key=lambda e: e.virtual_ns)
             again_ns = self._send_next(lane, now, kept, outgoing)
             if again_ns:
                 again_ns = min(again_ns, lane.queue.next_expiry_ns)
@@ -133,85 +124,80 @@ class Dispatcher:
         self._polling.note(now)
 
     def withdraw(self, request: Request) -> None:
-        """The caller has gone: forget its request, at once where no worker has it."""
+        """Drop a request whose caller is gone, and cancel batches without any other caller."""
         if request.is_over or not request.number:
             return
         lane = request.lane
         lane.counts["withdrawn"] += 1
         if request.is_waiting:
             lane.queue.remove(request)
-        self._ending.forsake(request)
-        if request.running:
-            self._abort_unwanted(lane)
+        self._completion.finish(request)
+        if not request.running:
+            return
+        for worker in self._workers.values():
+            for batch_id, batch in worker.in_flight.items():
+                if batch.lane is lane and all(part.request.is_over for part in batch.parts):
+                    worker.abort(batch_id)
 
     def on_done(self, worker: WorkerSlot, done: Done) -> None:
-        """A worker has computed a batch."""
+        """Handle the results of a batch."""
         # Step 8
         now = now_ns()
-        flight = self._land(worker, done.batch_id, now)
-        if flight is None:
+        batch = self._pop_batch(worker, done.batch_id, now)
+        if batch is None:
             return
-        lane = flight.lane
+        lane = batch.lane
         worker.batches += 1
-        lane.on_ran(worker, flight.run_rows, done.run_ns, now)
-        lane.virtual_ns += (done.run_ns - flight.expected_ns) / lane.config.weight
-        taking = self._take(worker, flight, done.run_ns)
-        if _goes_on(taking):
-            # The results are large: the rest of them is taken in the coming turns.
-            self._taking.append((worker, taking))
-            if len(self._taking) == 1:
-                self._loop.call_soon(self._take_on)
+        lane.on_ran(worker, batch.run_rows, done.run_ns, now)
+        lane.virtual_ns += (done.run_ns - batch.expected_ns) / lane.config.weight
+        copy = self._copy_out(worker, batch, done.run_ns)
+        if _step(copy):
+            # Large results: the rest is copied in later loop iterations.
+            self._copies.append((worker, copy))
+            if len(self._copies) == 1:
+                self._loop.call_soon(self._continue_copy)
 
     def on_failed(self, worker: WorkerSlot, failed: Failed) -> None:
-        """A worker could not compute a batch."""
-        flight = self._land(worker, failed.batch_id, now_ns())
-        if flight is None:
+        """Handle a batch that a worker could not compute."""
+        batch = self._pop_batch(worker, failed.batch_id, now_ns())
+        if batch is None:
             return
-        worker.output_arena.give_back(flight.output)
+        worker.output_arena.give_back(batch.output)
         error = IskanderError.from_wire({"code": failed.code, "message": failed.message})
-        is_shared = len({part.request for part in flight.parts}) > 1
-        for request in undo_parts(flight.parts):
-            self._ending.settle(request, after_failure(request, error, is_shared=is_shared))
+        is_shared = len({part.request for part in batch.parts}) > 1
+        for request in undo_parts(batch.parts):
+            self._completion.settle(request, after_failure(request, error, is_shared=is_shared))
 
     def on_lost(self, worker: WorkerSlot) -> None:
-        """A worker's process is gone, and what it ran with it; that runs again elsewhere.
-
-        What it had finished is taken now: its arena goes.
-        """
-        for owner, taking in self._taking:
+        """Retry the batches of a worker that ended."""
+        for owner, copy in self._copies:
             if owner is worker:
-                deque(taking, maxlen=0)
-        self._open.pop(worker.incarnation, None)
+                deque(copy, maxlen=0)  # Before its arena is unmapped.
+        self._workers.pop(worker.incarnation, None)
         running_id = worker.last_beat().batch_id
-        flights = dict(worker.in_flight)
+        batches = dict(worker.in_flight)
         worker.in_flight.clear()
-        for batch_id, flight in flights.items():
-            for request in undo_parts(flight.parts):
+        for batch_id, batch in batches.items():
+            for request in undo_parts(batch.parts):
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
                     log.error("%r of client `%s`: %s", request, request.terms.client, error)
-                self._ending.settle(request, error)
+                self._completion.settle(request, error)
         self.pump()
 
-    def refuse_queued(self, lane: Lane, error: IskanderError) -> None:
-        """Answer everything that waits in a lane."""
+    def reject_queued(self, lane: Lane, error: IskanderError) -> None:
+        """Reject all queued requests of a lane."""
         for request in list(lane.queue):
             lane.queue.remove(request)
-            self._ending.refuse(request, error)
+            self._completion.reject(request, error)
 
     def _send_next(
         self, lane: Lane, now: int, kept: set[WorkerSlot], outgoing: dict[WorkerSlot, list[Execute]]
     ) -> int:
-        """Give a worker the lane's next batch.
-
-        Args:
-            lane: With requests that wait, or did.
-            now: The time.
-            kept: Workers whose next batch is held for a lane before this one; added to.
-            outgoing: What is to be sent; added to.
+        """Add the next batch of a lane to `outgoing`, or the worker that it reserves to `kept`.
 
         Returns:
-            0 to look again at once, else when.
+            0 to call again at once, else the time of the next call.
         """
         if not lane.queue.requests:
             return NEVER_NS
@@ -220,60 +206,51 @@ class Dispatcher:
             if formed.doomed:
                 for request in formed.doomed:
                     lane.queue.remove(request)
-                    self._ending.refuse(request, doomed_error(request, now))
+                    self._completion.reject(request, doomed_error(request, now))
                 return 0
             if formed.hold_ns > now:
                 if formed.is_kept:
                     kept.add(worker)
                 return formed.hold_ns
-            sizes = [_layout(request, rows).output_bytes for request, rows in formed.picks]
-            output = self._room(worker, formed, sizes)
-            if output is not None:
-                execute = self._board(lane, worker, formed, (sizes, output), now)
+            execute = self._assemble(lane, worker, formed, now)
+            if execute is not None:
                 outgoing.setdefault(worker, []).append(execute)
                 return 0
         return NEVER_NS
 
-    @staticmethod
-    def _room(worker: WorkerSlot, formed: Formed, sizes: list[int]) -> Lease | None:
-        """A lease for all results; the batch gives up requests that could never fit together."""
-        while len(sizes) > 1 and sum(sizes) > worker.output_arena.capacity_bytes:
-            sizes.pop()
-            formed.picks.pop()
-        return worker.output_arena.lease(sum(sizes))
+    def _assemble(self, lane: Lane, worker: WorkerSlot, formed: Formed, now: int) -> Execute | None:
+        """Move a batch from the queue to a worker; None while its output arena is full.
 
-    def _board(
-        self,
-        lane: Lane,
-        worker: WorkerSlot,
-        formed: Formed,
-        room: tuple[list[int], Lease],
-        now: int,
-    ) -> Execute:
-        """Take a batch out of the queue and enter it as in flight."""
-        sizes, output = room
+        Requests whose results can never fit the arena together stay in the queue.
+        """
+        picks, arena = formed.picks, worker.output_arena
+        sizes = [(r.layout if n == r.rows else lane.layout(n)).output_bytes for r, n in picks]
+        while len(sizes) > 1 and sum(sizes) > arena.capacity_bytes:
+            sizes.pop()
+            picks.pop()
+        output = arena.lease(sum(sizes))
+        if output is None:
+            return None
         self._batch_id += 1
         parts: list[BatchPart] = []
         slices: list[Slice] = []
         waits_ns: list[int] = []
         rows, offset = 0, output.offset
-        for index, (request, wanted) in enumerate(formed.picks):
-            size = sizes[index]
-            first, count = lane.take(request, wanted)
+        for index, (request, picked) in enumerate(picks):
+            first, count = lane.take(request, picked)
             request.running += 1
             request.sent_ns = now
             waits_ns.append(now - request.arrived_ns)
             parts.append(BatchPart(request, first, count, offset))
             slices.append(Slice(request.body_offset, request.rows, first, count, offset))
             rows += count
-            offset += size
+            offset += sizes[index]
         run_rows = lane.rules.run_rows(rows)
         expected_ns = lane.cost_of(worker).predict_ns(run_rows)
         worker.credits -= 1
         worker.busy_until_ns = max(worker.busy_until_ns, now) + expected_ns
-        worker.in_flight[self._batch_id] = InFlightBatch(
-            lane, parts, output, run_rows, now, expected_ns
-        )
+        batch = InFlightBatch(lane, parts, output, run_rows, now, expected_ns)
+        worker.in_flight[self._batch_id] = batch
         worker.virtual_ns = max(worker.virtual_ns, lane.virtual_ns)
         lane.virtual_ns += expected_ns / lane.config.weight
         lane.counts[formed.reason] += 1
@@ -282,35 +259,33 @@ class Dispatcher:
         return Execute(self._batch_id, lane.model.key, run_rows, tuple(slices), bucket)
 
     def _send(self, worker: WorkerSlot, messages: list[Execute]) -> None:
-        """Send a worker its batches; one that takes none is ended, and they run elsewhere."""
+        """Send batches to a worker; if that fails, end it so that they run elsewhere."""
         assert worker.channel is not None
         try:
             worker.channel.send(encode(messages))
         except OSError:
-            log.exception("worker %d takes no messages: it is ended", worker.index)
+            log.exception("sending to worker %d failed; ending the worker", worker.index)
             self.end_worker(worker)
 
-    def _land(self, worker: WorkerSlot, batch_id: int, now: int) -> InFlightBatch | None:
-        flight = worker.in_flight.pop(batch_id, None)
-        if flight is None:
+    def _pop_batch(self, worker: WorkerSlot, batch_id: int, now: int) -> InFlightBatch | None:
+        """Remove an answered batch and return its credit; None for a late answer."""
+        batch = worker.in_flight.pop(batch_id, None)
+        if batch is None:
             self.counts["late_messages"] += 1
             return None
         worker.credits += 1
         worker.busy_until_ns = now
         for other in worker.in_flight.values():
             worker.busy_until_ns += other.expected_ns
-        return flight
+        return batch
 
-    def _take(self, worker: WorkerSlot, flight: InFlightBatch, run_ns: int) -> Iterator[None]:
-        """Take a batch's results out of their lease and hand them out.
-
-        A request whose results cannot be taken is told so; the others of the batch get theirs.
-        """
+    def _copy_out(self, worker: WorkerSlot, batch: InFlightBatch, run_ns: int) -> Iterator[None]:
+        """Copy the results of a batch out of the output arena and deliver them."""
         # Step 9
         assert worker.output is not None
         arena, view = worker.output_arena, worker.output.view
         try:
-            for part in flight.parts:
+            for part in batch.parts:
                 request = part.request
                 results: bytes | memoryview | None = None
                 failure: IskanderError | None = None
@@ -319,54 +294,38 @@ class Dispatcher:
                         results = copy_small_results(part, view)
                         if results is None:
                             results = yield from copy_results(part, view)
-                    except Exception as error:
+                    except Exception as error:  # The other requests still get their results.
                         failure = results_error(request, error)
                 request.running -= 1
                 if request.is_over:
-                    self._ending.release(request)
+                    self._completion.release(request)
                 elif failure is not None:
-                    self._ending.settle(request, failure)
+                    self._completion.settle(request, failure)
                 elif results is not None:
-                    self._ending.complete(request, results, run_ns)
+                    self._completion.complete(request, results, run_ns)
         finally:
-            arena.give_back(flight.output)
+            arena.give_back(batch.output)
 
-    def _take_on(self) -> None:
-        """Take the next piece of somebody's large results."""
-        worker, taking = self._taking.popleft()
+    def _continue_copy(self) -> None:
+        """Copy the next piece of large results, round-robin between the batches."""
+        worker, copy = self._copies.popleft()
         try:
-            if _goes_on(taking):
-                self._taking.append((worker, taking))
+            if _step(copy):
+                self._copies.append((worker, copy))
             else:
-                self.pump()  # There is room for more results.
+                self.pump()  # The output arena has free space again.
         finally:
-            if self._taking:
-                self._loop.call_soon(self._take_on)
-
-    def _abort_unwanted(self, lane: Lane) -> None:
-        """Give up batches of which every request is over."""
-        for worker in self._open.values():
-            for batch_id, flight in worker.in_flight.items():
-                if flight.lane is lane and all(part.request.is_over for part in flight.parts):
-                    worker.abort(batch_id)
+            if self._copies:
+                self._loop.call_soon(self._continue_copy)
 
 
-def _layout(request: Request, rows: int) -> Layout:
-    """How rows of a request lie in the output arena: all of them, mostly."""
-    return request.layout if rows == request.rows else request.lane.layout(rows)
-
-
-def _goes_on(steps: Iterator[None]) -> bool:
-    """Take a step; whether there are more."""
+def _step(steps: Iterator[None]) -> bool:
+    """Run an iterator to its next pause; False at its end."""
     return any(True for _ in steps)
 
 
-def _virtual_ns(lane: Lane) -> float:
-    return lane.virtual_ns
-
-
 def _by_readiness(lane: Lane, kept: set[WorkerSlot]) -> list[WorkerSlot]:
-    """The workers of a lane that have a credit, the one that will be free first before others."""
+    """Workers of a lane with a credit, the earliest to become free first."""
     workers = [w for w in lane.workers.values() if w.credits and w not in kept]
     if len(workers) > 1:
         workers.sort(key=lambda worker: (-worker.credits, worker.busy_until_ns))

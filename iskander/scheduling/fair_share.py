@@ -1,14 +1,12 @@
-"""Fair queueing between the sources of requests: rounds, and who has used up a round.
+"""Fair queueing between the sources of requests.
 
-Service goes in rounds. In each, a source may have `quantum_rows` rows; the policy's order decides
-between the sources that have not used up theirs. A source that comes, or comes back after it had
-less than its share, enters one round before the present one and so goes before all that have a
-backlog. So the backlog of a source delays its own later requests, and the request of another source
-waits for little more than the batch that is running.
+A source may use `quantum_rows` rows in each round; the policy orders the sources that have rows
+left. A new source, or one that returns after using less than its share, enters one round before the
+current one and so goes before every source with a backlog. So a backlog delays only its own source,
+and a request of another source waits for little more than the running batch.
 
-A tenant (the name of a token) has one share however many connections it opens: a row of a
-connection costs as many rows as its tenant has connections with waiting requests. A connection
-without a token has a share of its own.
+All connections of a tenant (the name of a token) have one share: a row costs as many rows as its
+tenant has connections with queued requests. A connection without a token has its own share.
 
 Pure. Source: deficit round robin (Shreedhar and Varghese, 1995); new flows before old ones as in
 FQ-CoDel (RFC 8290, section 4.2).
@@ -24,25 +22,22 @@ from iskander.scheduling.cost import LEARNED_SAMPLES, CostModel
 from iskander.scheduling.request import Request
 
 SLICE_NS: Final = 2 * NS_PER_MS
-"""How long a batch of one source may run while another source sends brief requests."""
+"""Maximum run time of a batch while another source sends brief requests."""
 RECENT_NS: Final = NS_PER_S
-"""For how long a brief request counts."""
+"""Time for which a brief request counts."""
 QUANTUM_ROWS: Final = 1024
-"""Rows of a source in a round while the cost of rows is not known; then, those of a slice."""
+"""Rows of a source in a round until the cost of rows is learned; then, the rows of a slice."""
 SOURCES_MAX: Final = 4096
-"""Sources without waiting requests that are remembered."""
+"""Sources without queued requests whose state is kept."""
 
 
 class Flow:
-    """The waiting requests of one source.
+    """Queued requests of one source.
 
     Attributes:
-        source: Whose they are.
         ranked: (rank, number, request), ascending.
-        round: In which its next row is served.
-        credit: Rows that it may have in that round.
-        rows: That wait.
-        bytes: Of the inputs that wait.
+        round: Round in which its next row is served.
+        credit: Rows left in that round.
     """
 
     def __init__(self, source: Source, round_number: int, credit: int) -> None:
@@ -55,11 +50,11 @@ class Flow:
 
 
 class FairShare:
-    """The rounds of one queue.
+    """Rounds of one queue.
 
     Attributes:
-        quantum_rows: That a source may have in a round.
-        round: The present one: the latest of which something was served.
+        quantum_rows: Rows of a source in one round.
+        round: Latest round that was served.
     """
 
     def __init__(self) -> None:
@@ -71,28 +66,26 @@ class FairShare:
         self._shares = 0
 
     def enter(self, source: Source) -> Flow:
-        """A source that had no waiting request has one now."""
+        """Add a source when its first request is queued."""
         tenant = source.tenant
+        count = self._connections.get(tenant, 0) if tenant else 0
         if tenant:
-            count = self._connections.get(tenant, 0)
             self._connections[tenant] = count + 1
-            self._shares += not count
-        else:
-            self._shares += 1
+        self._shares += not count
         flow = self._away.pop(source, None)
         if flow is None or flow.round < self.round - 1:
             flow = Flow(source, self.round - 1, self.quantum_rows)
         return flow
 
     def entry_of(self, source: Source) -> tuple[int, int]:
-        """The round in which a source without waiting requests would enter, and its credit."""
+        """Round and credit with which a source without queued requests would enter."""
         away = self._away.get(source)
         if away is not None and away.round >= self.round - 1:
             return away.round, away.credit
         return self.round - 1, self.quantum_rows
 
     def leave(self, flow: Flow) -> None:
-        """A source has no waiting request any more."""
+        """Remove a source when its last request leaves the queue."""
         tenant = flow.source.tenant
         left = self._connections[tenant] - 1 if tenant else 0
         if left:
@@ -105,16 +98,16 @@ class FairShare:
             away = self._away.items()
             self._away = {source: each for source, each in away if each.round >= self.round - 1}
             if len(self._away) >= SOURCES_MAX:
-                self._away.clear()  # All enter as if they were new.
+                self._away.clear()  # All of them enter as new sources.
         self._away[flow.source] = flow
 
     def serve(self, flow: Flow, rows: int) -> None:
-        """Rows of a source go to a worker."""
+        """Charge a source for rows that go to a worker."""
         if flow.round >= self.round:
             self.round = flow.round
             self._served_before = 0
         else:
-            # Sources that are always new would keep those with a backlog waiting for ever.
+            # A steady supply of new sources must not starve those with a backlog.
             self._served_before += rows
             if self._served_before > self.quantum_rows * self._shares:
                 self.round += 1
@@ -126,7 +119,7 @@ class FairShare:
             flow.round, flow.credit = self.after(flow.round, flow.credit, cost)
 
     def after(self, round_number: int, credit: int, rows: int) -> tuple[int, int]:
-        """Round and credit of a source that has had rows; of a large request it owes the rest."""
+        """Round and credit of a source after rows were served; a deficit spans several rounds."""
         credit -= rows
         if credit <= 0:
             rounds = -credit // self.quantum_rows + 1
@@ -135,16 +128,15 @@ class FairShare:
         return round_number, credit
 
     def cost(self, flow: Flow) -> int:
-        """What a row of a source costs it, in rows."""
+        """Credit that one row of a source costs."""
         tenant = flow.source.tenant
         return self._connections[tenant] if tenant else 1
 
 
 class BriefRequests:
-    """Which sources have sent requests lately that cost much less than a slice.
+    """Sources that recently sent requests which cost much less than a slice.
 
-    Only then are batches of the others sliced: a slice costs a copy of its results and a message
-    more, and where all requests are large nobody gains by it.
+    Only then are large batches of others sliced: a slice costs a copy and an extra message.
     """
 
     def __init__(self) -> None:
@@ -152,30 +144,29 @@ class BriefRequests:
         self._last_ns = self._before_ns = -RECENT_NS
 
     def note(self, source: Source, now_ns: int) -> None:
-        """A brief request came."""
+        """Record a brief request."""
         if source != self._last:
             self._before, self._before_ns = self._last, self._last_ns
             self._last = source
         self._last_ns = now_ns
 
     def is_recent(self, now_ns: int) -> bool:
-        """Whether one came lately."""
+        """Whether any source sent one recently."""
         return now_ns - self._last_ns < RECENT_NS
 
     def has_other(self, source: Source, now_ns: int) -> bool:
-        """Whether one came lately from another source than this."""
-        if source != self._last:
-            return now_ns - self._last_ns < RECENT_NS
-        return now_ns - self._before_ns < RECENT_NS
+        """Whether another source sent one recently."""
+        last_ns = self._last_ns if source != self._last else self._before_ns
+        return now_ns - last_ns < RECENT_NS
 
 
 def slice_rows(cost: CostModel) -> int:
-    """Rows of a slice; at least as many as cost what a batch costs by itself. 0: not known."""
+    """Rows of a slice, at least as many as cost the fixed cost of a batch; 0: not learned."""
     if cost.samples < LEARNED_SAMPLES or cost.row_ns <= 0:
         return 0
     return max(int(max(SLICE_NS - cost.base_ns, cost.base_ns) / cost.row_ns), 1)
 
 
 def is_brief(cost: CostModel, rows: int) -> bool:
-    """Whether so many rows cost at most half a slice."""
+    """Whether rows cost at most half a slice."""
     return cost.samples >= LEARNED_SAMPLES and 2 * cost.predict_ns(rows) <= SLICE_NS

@@ -1,6 +1,6 @@
-"""The way into shared memory: a lease, and the one copy of a request's tensors.
+"""Input arena: leases shared memory for requests and copies their tensors into it once.
 
-A large request is copied in pieces, so that others are read meanwhile.
+Large requests are copied in pieces, so that the event loop serves other connections meanwhile.
 
 Runs on: gateway loop.
 """
@@ -17,26 +17,21 @@ from iskander.config.schema import LimitsConfig
 from iskander.errors import ArenaFull, IskanderError, LimitExceeded
 from iskander.memory.arena import GRAIN_BYTES, Arena, Lease
 from iskander.memory.backing import ANY_MEMORY, BackingOptions
-from iskander.memory.chunked_copy import WHOLE_BYTES, copied, copy
+from iskander.memory.chunked_copy import WHOLE_BYTES, copy, copy_in_pieces
 from iskander.memory.client_segment import SegmentRange
 from iskander.memory.segment import Segment
-from iskander.scheduling.admission import FREE_SHARE, MISSED, expired_error, reserve_of
+from iskander.scheduling.admission import FREE_SHARE, expired_error, reserve_of
 from iskander.scheduling.request import Request
 
 SMALL_SHARE: Final = 64
-"""A request of at most this part of the arena does not wait behind larger ones of other sources."""
+"""Requests up to 1 / `SMALL_SHARE` of the arena do not wait behind larger ones of other sources."""
 
 
 class InputArena:
-    """The gateway's input arena, and who waits for room in it.
+    """The gateway's input arena and the requests that wait for memory in it.
 
-    Sources that wait are granted room in turn. The last ninth of the arena is for sources that hold
-    at most eight times what then stays free, as in a lane's queue.
-
-    Args:
-        capacity_bytes: Of the arena.
-        limits: How long a request waits for room, and what its results may take.
-        options: What memory the arena is to be.
+    Waiting sources get leases in turn. The last ninth of the arena is reserved for sources that
+    hold at most eight times the memory that stays free, as in the queue of a lane.
     """
 
     def __init__(
@@ -47,41 +42,43 @@ class InputArena:
         self._reserve_bytes = reserve_of(self.arena.capacity_bytes // GRAIN_BYTES) * GRAIN_BYTES
         self._wait_ms = limits.arena_wait_ms
         self._result_bytes = limits.result_bytes
-        self._held: dict[Source, int] = {}
-        # By source, in the order of their turns.
+        self._leased: dict[Source, int] = {}
+        # By source, in round-robin order.
         self._waiting: dict[Source, deque[tuple[int, asyncio.Future[Lease]]]] = {}
 
     def admit(self, request: Request) -> bool:
-        """Write a request into the arena, or refuse it now; then it can be submitted at once.
+        """Check a request and copy it into the arena, if that is possible at once.
 
         Returns:
-            Whether it is there. Where there was no room, or it is large, `admit_later` goes on:
-            the stream is not read on meanwhile, and so its client feels it.
+            False if it is large or there is no memory: continue with `admit_later`, and read no
+            more from the stream meanwhile (backpressure).
 
         Raises:
-            IskanderError: As `Lane.require_open`.
-            LimitExceeded: Its results would be too large.
-            SegmentError: It would not fit the empty arena.
+            IskanderError: As `Lane.require_open`, or a size limit is exceeded.
         """
         # Step 2
         lane = request.lane
         request.input_bytes = input_bytes = request.layout.input_bytes
-        lane.hear(request)
+        lane.observe_arrival(request)
         lane.require_open(request, now_ns())
-        self._require_results(request)
+        result_bytes = request.layout.output_bytes
+        if result_bytes > self._result_bytes:
+            raise LimitExceeded(
+                f"{request.rows} rows make {result_bytes} bytes of results, "
+                f"limit {self._result_bytes} (`limits.result_bytes`); send fewer rows",
+                wanted=self._result_bytes,
+            )
         self.arena.require_fits(input_bytes)
         if input_bytes > WHOLE_BYTES:
             return False
         source = request.terms.source
         if self._waiting and (source in self._waiting or not self._is_small(input_bytes)):
             return False
-        if not self._may_hold(source, input_bytes):
-            return False
         lease = self._lease(source, input_bytes)
         if lease is None:
             return False
         try:
-            for target, part in self._lent(request, lease):
+            for target, part in self._targets(request, lease):
                 copy(target, part)
         except BaseException:
             self.give_back(request)
@@ -89,21 +86,32 @@ class InputArena:
         return True
 
     async def admit_later(self, request: Request) -> None:
-        """Wait for room, and write a request into it.
+        """Wait for memory, and copy a request into it.
 
         Raises:
             IskanderError: As `Lane.require_open`.
-            ArenaFull: There was no room in time.
+            ArenaFull: No memory became free in time.
         """
         lane = request.lane
         lane.entering += 1
         try:
-            await self._enter(request)
+            lease = await self._wait_for_lease(request)
+            try:
+                lane.require_open(request, now_ns())
+                for target, source in self._targets(request, lease):
+                    for _ in copy_in_pieces(target, source):
+                        await asyncio.sleep(0)
+                # Other requests may have filled the queue during the copy.
+                lane.require_open(request, now_ns())
+            except BaseException:
+                request.lease = None
+                self._return(request.terms.source, lease)
+                raise
         finally:
             lane.entering -= 1
 
     def give_back(self, request: Request) -> None:
-        """Return a request's lease, once no worker holds it, and let the next one in."""
+        """Release the lease of a request that no worker reads any more."""
         assert request.lease is not None
         self._return(request.terms.source, request.lease)
         request.lease = None
@@ -112,82 +120,54 @@ class InputArena:
         """Unmap the arena."""
         self.segment.close()
 
-    def _require_results(self, request: Request) -> None:
-        result_bytes = request.layout.output_bytes
-        if result_bytes > self._result_bytes:
-            raise LimitExceeded(
-                f"{request.rows} rows make {result_bytes} bytes of results and a request may have "
-                f"{self._result_bytes} (limits.result_bytes): send fewer rows",
-                wanted=self._result_bytes,
-            )
-
-    async def _enter(self, request: Request) -> None:
-        lease = await self._room(request)
-        try:
-            request.lane.require_open(request, now_ns())
-            await self._write(request, lease)
-            # Others had their turn meanwhile, and may have taken the place.
-            request.lane.require_open(request, now_ns())
-        except BaseException:
-            request.lease = None
-            self._return(request.terms.source, lease)
-            raise
-
-    async def _write(self, request: Request, lease: Lease) -> None:
-        for target, source in self._lent(request, lease):
-            for _ in copied(target, source):
-                await asyncio.sleep(0)
-
-    def _lent(
+    def _targets(
         self, request: Request, lease: Lease
     ) -> list[tuple[memoryview, memoryview | SegmentRange]]:
-        """Where in a lease each part of a request is to be copied, and the part."""
+        """Write the header of a request; return each tensor with its target in the lease."""
         view, layout = self.segment.view, request.layout
         body = lease.offset + len(layout.header)
         request.lease = lease
         request.body_offset = body
-        assert len(request.tensors) == len(layout.offsets), "of another contract"
+        assert len(request.tensors) == len(layout.offsets), "tensors of another contract"
         view[lease.offset : body] = layout.header
-        lent: list[tuple[memoryview, memoryview | SegmentRange]] = []
+        targets: list[tuple[memoryview, memoryview | SegmentRange]] = []
         for index, tensor in enumerate(request.tensors):
             start = body + layout.offsets[index]
-            lent.append((view[start : start + len(tensor)], tensor))
+            targets.append((view[start : start + len(tensor)], tensor))
         request.tensors = []
-        return lent
+        return targets
 
-    async def _room(self, request: Request) -> Lease:
-        room: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        source, entry = request.terms.source, (request.input_bytes, room)
+    async def _wait_for_lease(self, request: Request) -> Lease:
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        source, entry = request.terms.source, (request.input_bytes, future)
         self._waiting.setdefault(source, deque()).append(entry)
-        self._let_in()
+        self._grant_leases()
         left_s = (request.expires_ns - now_ns()) / NS_PER_S
         try:
             async with asyncio.timeout(max(min(self._wait_ms / 1000, left_s), 0)):
-                return await room
+                return await future
         except BaseException as error:
-            if room.done() and not room.cancelled():
-                self._return(source, room.result())  # Granted in the turn that gave it up.
+            if future.done() and not future.cancelled():
+                self._return(source, future.result())  # Granted in the iteration of the timeout.
             else:
-                self._forget(source, entry)
-                self._let_in()
+                self._stop_waiting(source, entry)
+                self._grant_leases()
             if not isinstance(error, TimeoutError):
                 raise
-            refusal = self._refusal(request, now_ns())
-            request.lane.counts[f"refused.{refusal.code}"] += 1
-            if refusal.code in MISSED:
-                request.lane.count_missed(request)
-            raise refusal from None
+            rejection = self._timeout_error(request, now_ns())
+            request.lane.count_rejected(request, rejection)
+            raise rejection from None
 
-    def _refusal(self, request: Request, now: int) -> IskanderError:
+    def _timeout_error(self, request: Request, now: int) -> IskanderError:
         if now >= request.expires_ns:
             return expired_error(request, now)
         return ArenaFull(
-            f"the input arena was full for {self._wait_ms} ms: "
-            f"{self.arena.leased_bytes} of {self.arena.capacity_bytes} bytes are leased",
+            f"input arena full for {self._wait_ms} ms (`limits.arena_wait_ms`): "
+            f"{self.arena.leased_bytes} of {self.arena.capacity_bytes} bytes leased",
             retry_after_ms=request.lane.retry_after_ms(now),
         )
 
-    def _forget(self, source: Source, entry: tuple[int, asyncio.Future[Lease]]) -> None:
+    def _stop_waiting(self, source: Source, entry: tuple[int, asyncio.Future[Lease]]) -> None:
         entries = self._waiting.get(source)
         if entries is not None and entry in entries:
             entries.remove(entry)
@@ -197,52 +177,52 @@ class InputArena:
     def _is_small(self, input_bytes: int) -> bool:
         return input_bytes <= self.arena.capacity_bytes // SMALL_SHARE
 
-    def _may_hold(self, source: Source, input_bytes: int) -> bool:
-        """Whether a source leaves enough of the arena to others with a request more."""
+    def _lease(self, source: Source, input_bytes: int) -> Lease | None:
+        lease = self.arena.lease(input_bytes) if self._may_lease(source, input_bytes) else None
+        if lease is not None:
+            self._leased[source] = self._leased.get(source, 0) + lease.length_bytes
+        return lease
+
+    def _may_lease(self, source: Source, input_bytes: int) -> bool:
+        """Whether another lease of a source leaves enough memory to other sources."""
         arena = self.arena
         free = arena.capacity_bytes - arena.leased_bytes - input_bytes
         if not arena.leased_bytes or free >= self._reserve_bytes:
             return True
-        return self._held.get(source, 0) + input_bytes <= FREE_SHARE * free
-
-    def _lease(self, source: Source, input_bytes: int) -> Lease | None:
-        lease = self.arena.lease(input_bytes)
-        if lease is not None:
-            self._held[source] = self._held.get(source, 0) + lease.length_bytes
-        return lease
+        return self._leased.get(source, 0) + input_bytes <= FREE_SHARE * free
 
     def _return(self, source: Source, lease: Lease) -> None:
         self.arena.give_back(lease)
-        left = self._held[source] - lease.length_bytes
+        left = self._leased[source] - lease.length_bytes
         if left:
-            self._held[source] = left
+            self._leased[source] = left
         else:
-            del self._held[source]
-        self._let_in()
+            del self._leased[source]
+        self._grant_leases()
 
-    def _let_in(self) -> None:
-        """Grant room to the sources in turn, to each in the order of its asking.
+    def _grant_leases(self) -> None:
+        """Grant leases to waiting sources round-robin, to each in order of arrival.
 
-        A large request that finds no room holds back the large ones of others, or it would never
-        find any.
+        A large request without enough memory blocks large ones of other sources; otherwise it would
+        starve.
         """
         is_large_blocked = False
         is_progress = bool(self._waiting)
         while is_progress:
             is_progress = False
             for source, entries in list(self._waiting.items()):
-                input_bytes, room = entries[0]
+                input_bytes, future = entries[0]
                 is_large = not self._is_small(input_bytes)
-                if not room.cancelled():
-                    if (is_large and is_large_blocked) or not self._may_hold(source, input_bytes):
+                if not future.cancelled():
+                    if (is_large and is_large_blocked) or not self._may_lease(source, input_bytes):
                         continue
                     lease = self._lease(source, input_bytes)
                     if lease is None:
                         is_large_blocked |= is_large
                         continue
-                    room.set_result(lease)
+                    future.set_result(lease)
                 is_progress = True
                 entries.popleft()
                 del self._waiting[source]
                 if entries:
-                    self._waiting[source] = entries  # Behind the others.
+                    self._waiting[source] = entries  # To the end of the round.

@@ -1,4 +1,4 @@
-"""How the rows of a request lie in the arenas.
+"""Layout of a request's rows in the input arena and of its results in the output arena.
 
 Runs on: gateway loop.
 """
@@ -16,18 +16,17 @@ from iskander.contract.tensors import Contract, body_layout
 from iskander.errors import LimitExceeded
 
 LAYOUTS_MAX: Final = 64
-"""Layouts kept by number of rows; clients send few different numbers."""
+"""Cached layouts by number of rows; clients send few different numbers."""
 
 
 class Layout:
-    """Of some number of rows.
+    """Layout of a number of rows, with the `lengths` of each string input in bytes.
 
     Attributes:
         header: Framing and metadata of the input's IPC message, up to its body.
-        offsets: Of each of a request's buffers, from the body's start: of each input, then of the
-            bytes of each that is strings.
-        input_bytes: Of the whole message.
-        output_bytes: That the results' body may have.
+        offsets: Offsets in the body of each input, then of the bytes of each string input.
+        input_bytes: Size of the whole message.
+        output_bytes: Maximum size of the body of the results.
     """
 
     __slots__ = ("header", "input_bytes", "offsets", "output_bytes")
@@ -40,15 +39,6 @@ class Layout:
         lengths: list[int],
         output_bytes: int,
     ) -> None:
-        """Lay a request out.
-
-        Args:
-            contract: Of the model version.
-            template: Of the inputs' header.
-            rows: Of the request.
-            lengths: Bytes of each input that is strings.
-            output_bytes: As the attribute.
-        """
         offsets = body_layout(contract.inputs, rows)[0]
         strings, body_bytes = string_ranges(contract.inputs, rows, lengths, offsets)
         nodes, buffers = columns_without_nulls(contract.inputs, rows, offsets, strings)
@@ -58,12 +48,12 @@ class Layout:
         self.output_bytes = output_bytes
 
 
-class Layouts:
-    """Layouts of one contract, made when they are first asked for.
+class LayoutCache:
+    """Cache of the layouts of one contract.
 
     Attributes:
         outputs: Copies results.
-        has_strings: Inputs are strings, so that each request lies in its own way.
+        has_strings: Some inputs are strings, so that each request has its own layout.
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -71,42 +61,39 @@ class Layouts:
         self.outputs = RowCopier(contract.outputs)
         self._contract = contract
         self._template = ipc.BatchTemplate(input_schema(contract))
-        self._made: dict[int, Layout] = {}
+        self._cache: dict[int, Layout] = {}
 
     def of(self, rows: int) -> Layout:
-        """How so many rows lie, with strings of no bytes.
-
-        Raises:
-            LimitExceeded: Their results could have more strings than offsets can say.
-        """
-        layout = self._made.get(rows)
+        """Layout of a number of rows, with empty strings."""
+        layout = self._cache.get(rows)
         if layout is None:
-            if len(self._made) >= LAYOUTS_MAX:
-                self._made.clear()
+            if len(self._cache) >= LAYOUTS_MAX:
+                self._cache.clear()
             _require_offsets(self._contract, rows)
             output_bytes = body_layout(self._contract.outputs, rows)[1]
-            none = [0 for spec in self._contract.inputs if spec.is_string]
-            layout = Layout(self._contract, self._template, rows, none, output_bytes)
-            self._made[rows] = layout
+            lengths = [0 for spec in self._contract.inputs if spec.is_string]
+            layout = Layout(self._contract, self._template, rows, lengths, output_bytes)
+            self._cache[rows] = layout
         return layout
 
     def around(self, rows: int, buffers: Sequence[Sized]) -> Layout:
-        """How a request of these buffers lies, where some of them are strings."""
+        """Layout of a request with string inputs."""
         lengths = [len(strings) for strings in buffers[len(self._contract.inputs) :]]
         output_bytes = self.of(rows).output_bytes
         return Layout(self._contract, self._template, rows, lengths, output_bytes)
 
 
 def _require_offsets(contract: Contract, rows: int) -> None:
+    """Raise `LimitExceeded` if the results could exceed the 32-bit offsets of a column."""
     for spec in contract.outputs:
         values = rows * spec.elements
         if values * spec.string_bytes > COLUMN_BYTES_MAX:
             raise LimitExceeded(
-                f"{rows} rows may make {values} strings of {spec.string_bytes} bytes as "
-                f"`{spec.column}`, more than one batch can return: send fewer rows"
+                f"{rows} rows may make {values} strings of {spec.string_bytes} bytes in column "
+                f"`{spec.column}`, limit {COLUMN_BYTES_MAX} bytes; send fewer rows"
             )
         if contract.columns and values > COLUMN_BYTES_MAX:
             raise LimitExceeded(
-                f"{rows} rows make {values} values of `{spec.column}`, more than the lists of one "
-                "batch can have: send fewer rows"
+                f"{rows} rows make {values} values in column `{spec.column}`, "
+                f"limit {COLUMN_BYTES_MAX}; send fewer rows"
             )

@@ -1,4 +1,4 @@
-"""What a lane's requests and batches took: since the start, and of the last moments.
+"""Latency metrics of a lane: histograms since the start, and rings of the latest values.
 
 Runs on: gateway loop.
 """
@@ -15,18 +15,14 @@ from iskander.scheduling.request import Request, Terms
 
 
 class LaneMetrics:
-    """Of one lane.
-
-    Args:
-        model: Whose name and version the points have.
-        recent: Where the last points are kept.
+    """Metrics of one lane.
 
     Attributes:
-        wait_ns: Of requests, until their rows were sent to a worker.
-        run_ns: Of batches, in the worker.
-        total_ns: Of requests, until their results were there.
-        batch_rows: Of batches.
-        steps_ns: Of the steps of a pipeline, by their names.
+        wait_ns: Time of requests until their rows are sent to a worker.
+        run_ns: Run time of batches in the worker.
+        total_ns: Time of requests until their results are complete.
+        batch_rows: Rows of batches.
+        steps_ns: Run time of the steps of a pipeline, by name.
     """
 
     def __init__(self, model: ModelSpec, recent: RecentValues) -> None:
@@ -45,18 +41,16 @@ class LaneMetrics:
         self._client_labels: dict[str, dict[str, str]] = {}
 
     def on_sent(self, rows: int, waits_ns: list[int], queued: int, now_ns: int) -> None:
-        """A batch goes to a worker: its rows, how long its requests waited, and who still does."""
-        labels = self._labels
+        """Record a batch that goes to a worker, the waits of its requests, and the queue depth."""
         self.batch_rows.record(rows)
-        self._recent_rows((now_ns, rows, labels))
-        self._recent_depth((now_ns, queued, labels))
+        self._recent_rows((now_ns, rows, self._labels))
+        self._recent_depth((now_ns, queued, self._labels))
         for waited_ns in waits_ns:
             self.wait_ns.record(waited_ns)
 
     def on_completed(self, request: Request, run_ns: int, now_ns: int) -> None:
-        """A request has its results, the last of which a batch of `run_ns` gave."""
-        terms = request.terms
-        labels = self._of(terms) if terms.is_named else self._labels
+        """Record a completed request; `run_ns` is the run time of its last batch."""
+        labels = self._labels_of(request.terms)
         total_ns = now_ns - request.arrived_ns
         self.total_ns.record(total_ns)
         self._recent_total((now_ns, total_ns / NS_PER_MS, labels))
@@ -64,21 +58,21 @@ class LaneMetrics:
         self._recent_run((now_ns, run_ns / NS_PER_MS, labels))
 
     def on_stepped(self, steps: tuple[tuple[str, int], ...]) -> None:
-        """A batch has run; what each step of its model took, in nanoseconds."""
-        for name, took_ns in steps:
+        """Record the run time of each pipeline step of a batch, in nanoseconds."""
+        for name, step_ns in steps:
             if name not in self.steps_ns and len(self.steps_ns) < STEPS_MAX:
                 self.steps_ns[name] = Histogram(LATENCY_BOUNDS_NS)
             if name in self.steps_ns:
-                self.steps_ns[name].record(took_ns)
+                self.steps_ns[name].record(step_ns)
 
     def on_put_back(self, request: Request, now_ns: int) -> None:
-        """A request waits anew."""
-        terms = request.terms
-        labels = self._of(terms) if terms.is_named else self._labels
-        self._recent_retries((now_ns, 1, labels))
+        """Record a retry."""
+        self._recent_retries((now_ns, 1, self._labels_of(request.terms)))
 
-    def _of(self, terms: Terms) -> dict[str, str]:
-        """The labels of a named client's points: one object for all of them."""
+    def _labels_of(self, terms: Terms) -> dict[str, str]:
+        """Labels of a value; one shared object for each named client."""
+        if not terms.is_named:
+            return self._labels
         labels = self._client_labels.get(terms.client)
         if labels is None:
             if len(self._client_labels) >= CLIENTS_MAX:

@@ -1,25 +1,24 @@
-"""Whose turn it is: the order of a lane's queue.
+"""Scheduling policies: the order of a lane's queue.
 
-A policy gives each request a rank when it is admitted, and the lowest rank runs first. Ranks are
-moments, in nanoseconds, and do not change: what was admitted long ago is overtaken by nothing that
-comes now, which is how waiting requests age without being looked at again. Every policy says by
-how much a later request may go first, so the wait under sustained traffic is bounded.
+A policy ranks each request at its admission, and the lowest rank runs first. Ranks are times in
+nanoseconds and never change, so queued requests age. Every policy bounds by how much a later
+request may overtake, and so the wait under sustained traffic. No policy reads a clock.
 
-Each is a function of the request and of what was put and taken before; none looks at a clock.
-
-Another one comes from an installed package, by an entry point of the group `iskander.policies`: a
-callable that takes the lane's settings and returns a `Policy`.
+Installed packages add policies by an entry point of the group `iskander.policies`: a callable that
+takes the settings of the lane and returns a `Policy`. `register` adds a scoring function.
 
 Source: earliest deadline first (Liu and Layland, 1973); start-time fair queueing (Goyal, 1996).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Final, Protocol
+from math import isfinite
+from typing import Any, Final, NamedTuple, Protocol
 
-from iskander.clock import NS_PER_MS
+from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.config.models import LaneConfig
 from iskander.errors import ConfigError
 from iskander.scheduling.request import NEVER_NS, PRIORITY_MAX, Request
@@ -28,46 +27,49 @@ ENTRY_POINTS: Final = "iskander.policies"
 BATCH_LINGER_NS: Final = 10 * NS_PER_MS
 CLIENTS_MAX: Final = 4096
 STEPS: Final = ((0, 1.0), (2, 0.7), (4, 0.4))
-"""How near a client is to having nothing left to do: up to so many steps, so much of 1."""
+"""Steps remaining, up to a maximum, and their weight."""
 CADENCE_WEIGHT: Final = 45
 URGENCY_WEIGHT: Final = 25
 STEPS_WEIGHT: Final = 15
 PRIORITY_WEIGHT: Final = 10
 _WEIGHTS: Final = CADENCE_WEIGHT + URGENCY_WEIGHT + STEPS_WEIGHT + PRIORITY_WEIGHT
+POINTS: Final = 10
+"""Points of a score that are worth `patience_ms`."""
+SCORE_MAX: Final = 1000.0
+
+log: Final = logging.getLogger("iskander.policies")
 
 
 class Policy(Protocol):
     """Order of a lane's queue.
 
     Attributes:
-        linger_ns: How long to wait for a fuller batch, where the settings say nothing.
-        is_fair: Ranks order the requests of sources that have not had more than their share of the
-            queue (`fair_share`). False, or where it is missing: ranks alone order all requests.
+        linger_ns: Wait for a fuller batch, if the settings have none.
+        is_fair: Ranks apply within the fair share of each source (`fair_share`). If False or
+            missing, ranks alone order all requests.
     """
 
     linger_ns: int
     is_fair: bool
 
     def rank(self, request: Request, period_ns: int) -> float:
-        """Where a request comes in the queue; lower runs first. Changes nothing.
+        """Return the rank of a request; lower runs first. Changes nothing.
 
-        Args:
-            request: With its terms, arrival and deadline.
-            period_ns: How long after another its client's requests come; 0 where not known.
+        `period_ns` is the mean interval between the client's requests; 0 if unknown.
         """
 
     def on_put(self, request: Request) -> None:
-        """A request with this rank waits now; one whose place it took leaves after that."""
+        """Handle a queued request; a request that it replaces leaves the queue afterwards."""
 
     def on_taken(self, request: Request) -> None:
-        """Rows of a request go to a worker."""
+        """Handle rows of a request that go to a worker."""
 
     def on_left(self, request: Request) -> None:
-        """A request left the queue and no worker had any of it."""
+        """Handle a request that left the queue without any row at a worker."""
 
 
 class Fifo:
-    """By arrival. A later request never goes first."""
+    """By arrival. A later request never overtakes."""
 
     linger_ns = 0
     is_fair = False
@@ -77,38 +79,37 @@ class Fifo:
         self._aging_ns = (PRIORITY_MAX + 1) * self._patience_ns
 
     def rank(self, request: Request, period_ns: int) -> float:
-        """Its arrival."""
+        """Rank by arrival."""
         return request.arrived_ns
 
     def on_put(self, request: Request) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
     def on_taken(self, request: Request) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
     def on_left(self, request: Request) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
 
 class BatchOptimized(Fifo):
-    """By arrival, and waits for full batches: up to `linger_us`, or 10 ms."""
+    """By arrival; waits for full batches: up to `linger_us`, or 10 ms."""
 
     linger_ns = BATCH_LINGER_NS
 
 
 class DeadlineAware(Fifo):
-    """Fair between connections and tokens, and within that by earliest deadline.
+    """Fair between connections and tokens, and by earliest deadline within their shares.
 
-    A request without a deadline is ranked as if it had one: `patience_ms` from its arrival for
-    each level of priority, less where it is urgent or its client has few steps left; so nothing
-    that is due later than ten times `patience_ms` after its arrival goes first. The backlog of one
-    source delays its own later requests only.
+    A request without a deadline gets a virtual one: `patience_ms` after its arrival for each level
+    of priority, less if it is urgent or its client has few steps left. So nothing that is due later
+    than ten times `patience_ms` after its arrival overtakes.
     """
 
     is_fair = True
 
     def rank(self, request: Request, period_ns: int) -> float:
-        """Its deadline."""
+        """Rank by deadline."""
         if request.deadline_ns < NEVER_NS:
             return request.deadline_ns
         return request.arrived_ns + int(
@@ -120,14 +121,14 @@ class DeadlineAware(Fifo):
 
 
 class ModelDeadline(Fifo):
-    """By a deadline that the model's own weights make of the client's budget.
+    """By a virtual deadline: the client's budget scaled by fixed weights.
 
-    The budget (or `patience_ms`) shrinks by up to nine tenths with cadence (a client that soon
-    sends its next request has little use of a late result), urgency, steps and priority.
+    The budget (or `patience_ms`) shrinks by up to nine tenths with cadence (a late result is of
+    little use to a client that sends its next request soon), urgency, steps and priority.
     """
 
     def rank(self, request: Request, period_ns: int) -> float:
-        """Arrival and what is left of the budget."""
+        """Rank by arrival plus the scaled budget."""
         arrived_ns, terms = request.arrived_ns, request.terms
         budget_ns = self._patience_ns
         if request.deadline_ns < NEVER_NS:
@@ -143,30 +144,30 @@ class ModelDeadline(Fifo):
 
 
 class TieredDeadline(DeadlineAware):
-    """By priority, and within one priority by deadline; ten times `patience_ms` make up a level."""
+    """By priority, then by deadline; a level of priority is worth ten times `patience_ms`."""
 
     is_fair = False
 
     def rank(self, request: Request, period_ns: int) -> float:
-        """Its deadline, or ten times `patience_ms` if that is sooner, later by its priority."""
+        """Rank by deadline, at most ten times `patience_ms` away, plus the priority."""
         due_ns = min(super().rank(request, period_ns), request.arrived_ns + self._aging_ns)
         return due_ns + request.terms.priority * self._aging_ns
 
 
 class PriorityTiered(Fifo):
-    """By priority, and within one by arrival; ten times `patience_ms` make up a level."""
+    """By priority, then by arrival; a level of priority is worth ten times `patience_ms`."""
 
     def rank(self, request: Request, period_ns: int) -> float:
-        """Its arrival, later by its priority."""
+        """Rank by arrival plus the priority."""
         return request.arrived_ns + request.terms.priority * self._aging_ns
 
 
 class RoundRobin(Fifo):
-    """Fair by client: each gets the same share of rows while it has requests waiting.
+    """Fair by client: every client with queued requests gets the same share of rows.
 
-    Ranks are rows of virtual time: a client's next request begins where its last one ended, or
-    now, whichever is later, and virtual time goes on to what is served. A client with one request
-    waits at most for one of each other client that is there, or comes meanwhile.
+    Ranks are rows of virtual time. The next request of a client starts at the end of its last one
+    or at the current virtual time, whichever is later; service advances the virtual time. A client
+    with one request waits for at most one request of every other client.
     """
 
     def __init__(self, config: LaneConfig) -> None:
@@ -175,27 +176,92 @@ class RoundRobin(Fifo):
         self._ends: dict[str, float] = {}
 
     def rank(self, request: Request, period_ns: int) -> float:
-        """Where its client's share has come to."""
+        """Rank by the virtual end of the client's last request."""
         return max(self._ends.get(request.terms.client, 0.0), self._now)
 
     def on_put(self, request: Request) -> None:
-        """The client's share goes on by this one's rows, also where it took another's place."""
+        """Charge the client for the rows, also if the request replaced another."""
         if len(self._ends) >= CLIENTS_MAX:
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
             if len(self._ends) >= CLIENTS_MAX:
-                self._ends.clear()  # All start again together.
+                self._ends.clear()  # All clients start again together.
         client = request.terms.client
         self._ends[client] = max(self._ends.get(client, 0.0), request.rank) + request.rows
 
     def on_taken(self, request: Request) -> None:
-        """Virtual time goes on to what is served."""
+        """Advance the virtual time."""
         self._now = max(self._now, request.rank)
 
     def on_left(self, request: Request) -> None:
-        """The client does not pay for what was not served."""
+        """Refund the rows of a request that was not served."""
         end = self._ends.get(request.terms.client)
         if end is not None:
             self._ends[request.terms.client] = end - request.rows
+
+
+class Scorable(NamedTuple):
+    """Argument of a scoring function.
+
+    Attributes:
+        client_id: Name of the client.
+        model_id: Name of the model.
+        received_at: Arrival, in seconds of a monotonic clock.
+        urgency: 0 to 1.
+        steps_remaining: Actions that the client has left; None if not sent.
+        time_until_next: Predicted seconds until the client's next request; 0 if unknown.
+        latency_budget_ms: From arrival to deadline; None without a deadline.
+        priority: 0 is the highest.
+    """
+
+    client_id: str
+    model_id: str
+    received_at: float
+    urgency: float
+    steps_remaining: int | None
+    time_until_next: float
+    latency_budget_ms: float | None
+    priority: int
+
+
+Score = Callable[[Scorable], float]
+
+
+class ScoredPolicy(Fifo):
+    """By arrival and the score of a registered function; a higher score overtakes.
+
+    A point is worth a tenth of `patience_ms`, so no request starves. A score that is not a finite
+    number counts as 0.
+    """
+
+    def __init__(self, config: LaneConfig, score: Score) -> None:
+        super().__init__(config)
+        self._score: Callable[[Scorable], Any] = score
+        self._point_ns = config.patience_ms * NS_PER_MS / POINTS
+        self._has_failed = False
+
+    def rank(self, request: Request, period_ns: int) -> float:
+        """Rank by arrival, earlier by the score."""
+        terms, budget_ns = request.terms, request.deadline_ns - request.arrived_ns
+        scorable = Scorable(
+            client_id=terms.client,
+            model_id=request.lane.model.name,
+            received_at=request.arrived_ns / NS_PER_S,
+            urgency=terms.urgency,
+            steps_remaining=terms.steps_remaining,
+            time_until_next=period_ns / NS_PER_S,
+            latency_budget_ms=budget_ns / NS_PER_MS if request.deadline_ns < NEVER_NS else None,
+            priority=terms.priority,
+        )
+        try:
+            score = float(self._score(scorable))
+        except Exception:
+            # User code must not lose a request; it is logged once.
+            if not self._has_failed:
+                log.exception("a scoring function failed; its requests get the score 0")
+            self._has_failed = True
+            score = 0.0
+        score = min(max(score, -SCORE_MAX), SCORE_MAX) if isfinite(score) else 0.0
+        return request.arrived_ns - int(score * self._point_ns)
 
 
 POLICIES: dict[str, Callable[[LaneConfig], Policy]] = {
@@ -209,25 +275,38 @@ POLICIES: dict[str, Callable[[LaneConfig], Policy]] = {
 }
 
 
-def make_policy(config: LaneConfig) -> Policy:
-    """The policy that a lane's settings name.
+def register(name: str, score: Score) -> None:
+    """Register a scoring function as a policy that lanes can name.
 
     Raises:
-        ConfigError: There is none of that name, built in or installed.
+        ConfigError: The name is taken.
+    """
+    if name in POLICIES:
+        raise ConfigError(f"policy `{name}` already exists; choose another name")
+    POLICIES[name] = lambda config: ScoredPolicy(config, score)
+
+
+def make_policy(config: LaneConfig) -> Policy:
+    """Create the policy of a lane.
+
+    Raises:
+        ConfigError: No policy of that name is built in or installed.
     """
     make = POLICIES.get(config.policy)
     if make is None:
         installed = entry_points(group=ENTRY_POINTS)
         if config.policy not in installed.names:
             known = ", ".join([*POLICIES, *sorted(installed.names)])
-            raise ConfigError(f'lane.policy = "{config.policy}": there are {known}')
+            raise ConfigError(
+                f'unknown policy: lanes.policy = "{config.policy}"; available: {known}'
+            )
         make = installed[config.policy].load()
     policy: Policy = make(config)
     return policy
 
 
 def steps_share(steps_remaining: int | None) -> float:
-    """How near a client is to having nothing left to do, 0 to 1."""
+    """Weight of the steps that a client has left, 0 to 1."""
     if steps_remaining is not None:
         for most, share in STEPS:
             if steps_remaining <= most:

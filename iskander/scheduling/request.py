@@ -1,4 +1,4 @@
-"""A request: rows that a caller wants computed, and on which terms.
+"""Requests: rows to compute for a caller, with scheduling terms.
 
 Runs on: gateway loop.
 """
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from iskander.scheduling.lane import Lane
 
 NEVER_NS: Final = 1 << 61
-"""Seventy years after the machine's start; with now added to it, it still is one machine word."""
+"""Seventy years after boot; the sum of this and the current time still fits a machine word."""
 PRIORITY_DEFAULT: Final = 1
 PRIORITY_MAX: Final = 9
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What a client says about the urgency of a request.
+    """Scheduling terms that a client sends with a request.
 
     Attributes:
-        source: Whose share of the queue the request takes.
-        client: Who it says it is; its rhythm, and its limit of requests, are counted by it.
-        is_named: The client gave the name itself, so that it means the same from call to call.
+        client: Name of the client; its arrival rhythm and request limit are kept by it.
+        is_named: The client sent the name itself, so it is stable across calls.
         priority: 0 is the highest.
         urgency: 0 to 1.
-        budget_ms: Latency that is still useful; None where nothing was said.
-        ttl_ms: How long it may wait, where that is less than the lane's.
-        steps_remaining: How many actions the client still has to take before it needs another.
-        age_ms: How old the observation was when it came.
-        is_newest_wins: A newer request of the client replaces this one while it waits.
+        budget_ms: Maximum useful latency; None if not sent.
+        ttl_ms: Maximum time in the queue, if less than that of the lane.
+        steps_remaining: Actions that the client has left before it needs a new result.
+        age_ms: Age of the observation at its arrival.
+        is_newest_wins: A newer request of the client replaces this one while it is queued.
+        source: Source whose share of the queue the request uses.
     """
 
     client: str = ""
@@ -58,83 +58,48 @@ NO_TERMS: Final = Terms()
 
 
 class Caller(Protocol):
-    """Whoever asked: told exactly once, on the gateway loop."""
+    """Receives the outcome of a request exactly once, on the gateway loop."""
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
-        """Take the results, which are the caller's own."""
+        """Receive the results, which the caller owns."""
 
     def fail(self, request: Request, error: IskanderError) -> None:
-        """Learn that there will be none."""
+        """Receive an error instead of results."""
 
 
 class Request:
-    """Rows that a caller wants computed.
-
-    Args:
-        lane: Of the model version.
-        caller: Is told what came of it.
-        rows: At least 1.
-        tensors: Buffers of the contract's inputs, in its order: values, or the offsets of strings;
-            then the bytes of each input that is strings.
-        terms: What the client said.
-        arrived_ns: When it came.
-        call_deadline_ns: When the call that it came with ends.
-        bucket: Number of the bucket that its rows are in, where the model has some.
+    """Rows to compute for a caller.
 
     Attributes:
-        layout: How its rows lie in the arenas.
-        shape: Requests of one batch have the same; it is the number of their bucket.
-        deadline_ns: The soonest of the call's, the client's and the model's.
-        expires_ns: When it leaves the queue: the deadline, or when it has waited or aged enough.
-        lease: Where the tensors were written, until no worker reads them any more.
-        body_offset: Where they begin in the input arena.
-        input_bytes: What they take there.
-        rank: Its place in the queue's order; lower is sooner.
-        number: Order of admission.
-        queued_ns: When it was admitted.
-        sent_ns: When its last rows were sent to a worker.
-        run_ns: How long the batch ran that gave the last of its results.
+        tensors: Buffers of the contract's inputs, in its order: values, or the offsets of strings;
+            then the bytes of each string input.
+        shape: Index of the bucket; requests of one batch have the same.
+        deadline_ns: Earliest of the deadlines of the call, the client and the model.
+        expires_ns: Time at which it leaves the queue: its deadline, maximum wait or maximum age.
+        lease: Lease of its tensors, until no worker reads them any more.
+        body_offset: Offset of the tensors in the input arena.
+        input_bytes: Size of its IPC message in the input arena.
+        rank: Position in the order of the queue; lower runs first.
+        number: Sequence number of its admission; 0 before.
+        sent_ns: Time at which its last rows were sent to a worker.
+        run_ns: Run time of the batch that completed it.
         todo: Ranges of rows (first, count) that no worker has.
-        running: Batches that have rows of it.
-        results: Of a request that runs in pieces, while they come in: where they belong, or, with
-            strings, from which row on and how many.
-        is_alone: It is not put together with others: a batch with it failed, or killed a worker.
-        kills: Workers that died while they ran it.
-        losses: Workers that died while they had it.
-        is_part: Others of its batch came before it, and the batch was let in with the first.
-        is_waiting: It is in its lane's queue.
-        is_over: The caller was told, or has gone.
+        running: Number of batches in flight with rows of it.
+        results: Partial results of a request in several batches: the result body, or, with string
+            outputs, (first row, count, body) of each part.
+        is_alone: It runs in a batch of its own: a batch with it failed, or crashed a worker.
+        kills: Workers that died while running it.
+        losses: Workers that died while holding it.
+        is_part: A later part of a client's batch that was admitted with the first part.
+        is_over: It was answered, or its caller is gone.
     """
 
     __slots__ = (
-        "arrived_ns",
-        "body_offset",
-        "caller",
-        "deadline_ns",
-        "expires_ns",
-        "input_bytes",
-        "is_alone",
-        "is_over",
-        "is_part",
-        "is_waiting",
-        "kills",
-        "lane",
-        "layout",
-        "lease",
-        "losses",
-        "number",
-        "queued_ns",
-        "rank",
-        "results",
-        "rows",
-        "run_ns",
-        "running",
-        "sent_ns",
-        "shape",
-        "tensors",
-        "terms",
-        "todo",
-    )
+        "arrived_ns", "body_offset", "caller", "deadline_ns", "expires_ns", "input_bytes",
+        "is_alone", "is_over", "is_part", "is_waiting", "kills", "lane", "layout", "lease",
+        "losses", "number", "queued_ns", "rank", "results", "rows", "run_ns", "running",
+        "sent_ns", "shape", "tensors", "terms", "todo",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -153,14 +118,19 @@ class Request:
         self.rows = rows
         self.tensors = tensors
         self.terms = terms
-        layouts = lane.layouts_of[bucket]
+        layouts = lane.layouts_by_bucket[bucket]
         self.layout = layouts.around(rows, tensors) if layouts.has_strings else layouts.of(rows)
         self.shape = bucket
         self.arrived_ns = arrived_ns
         self.deadline_ns = call_deadline_ns
         self.expires_ns = min(call_deadline_ns, arrived_ns + lane.ttl_ns)
         if lane.has_limits or terms.budget_ms is not None or terms.ttl_ms is not None:
-            self._limit()
+            budget_ms = terms.budget_ms
+            if budget_ms is None and lane.config.deadline_ms:
+                budget_ms = lane.config.deadline_ms
+            if budget_ms is not None:
+                self.deadline_ns = min(call_deadline_ns, arrived_ns + int(budget_ms * NS_PER_MS))
+            self.restart_wait(arrived_ns)
         self.lease: Lease | None = None
         self.body_offset = self.input_bytes = 0
         self.rank = 0.0
@@ -173,12 +143,12 @@ class Request:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that no worker has."""
+        """Number of rows that no worker has."""
         todo = self.todo
         return todo[0][1] if len(todo) == 1 else sum(count for _, count in todo)
 
-    def wait_anew(self, now_ns: int) -> None:
-        """Its rows came back: it may wait as long as at first, and not beyond deadline and age."""
+    def restart_wait(self, now_ns: int) -> None:
+        """Restart the maximum wait; the deadline and the maximum age stay."""
         config, terms = self.lane.config, self.terms
         limits = [self.deadline_ns, now_ns + self.lane.ttl_ns]
         if terms.ttl_ms is not None:
@@ -187,15 +157,6 @@ class Request:
             left_ms = config.staleness_ms - terms.age_ms
             limits.append(self.arrived_ns + int(left_ms * NS_PER_MS))
         self.expires_ns = min(limits)
-
-    def _limit(self) -> None:
-        """Take what the client and the lane say into account."""
-        budget_ms = self.terms.budget_ms
-        if budget_ms is None and self.lane.config.deadline_ms:
-            budget_ms = self.lane.config.deadline_ms
-        if budget_ms is not None:
-            self.deadline_ns = min(self.deadline_ns, self.arrived_ns + int(budget_ms * NS_PER_MS))
-        self.wait_anew(self.arrived_ns)
 
     def __repr__(self) -> str:
         return (

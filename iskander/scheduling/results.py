@@ -1,6 +1,6 @@
-"""Results out of a worker's arena, into memory that is their caller's.
+"""Copies results out of a worker's output arena into memory that the caller owns.
 
-A copy, since a caller may be slow to take them and the worker needs its room back.
+A copy, because a caller may read slowly and the worker needs its arena back.
 
 Runs on: gateway loop.
 """
@@ -14,15 +14,15 @@ from typing import TypeAlias
 import numpy as np
 
 from iskander.contract.rows import Rows
-from iskander.memory.chunked_copy import PIECE_BYTES, WHOLE_BYTES, copied
+from iskander.memory.chunked_copy import PIECE_BYTES, WHOLE_BYTES, copy_in_pieces
 from iskander.scheduling.request import Request
 from iskander.scheduling.worker_slot import BatchPart
 
-Taking: TypeAlias = Generator[None, None, bytes | memoryview | None]
+Copying: TypeAlias = Generator[None, None, bytes | memoryview | None]
 
 
 def copy_small_results(part: BatchPart, arena: memoryview) -> bytes | None:
-    """Copy small, complete results of a request; None where `copy_results` has to do it."""
+    """Copy small, complete results of a request; None: use `copy_results`."""
     request, offset = part.request, part.output_offset
     if part.rows < request.rows:
         return None
@@ -33,38 +33,35 @@ def copy_small_results(part: BatchPart, arena: memoryview) -> bytes | None:
     return output.tobytes() if output.nbytes <= WHOLE_BYTES else None
 
 
-def copy_results(part: BatchPart, arena: memoryview) -> Taking:
-    """Copy what a batch computed of a request, with pauses in a large copy.
+def copy_results(part: BatchPart, arena: memoryview) -> Copying:
+    """Copy the results of one request of a batch, with pauses during a large copy.
 
-    Args:
-        part: Rows of a request, and where their results are.
-        arena: Of the worker that computed them.
-
-    Returns:
-        The request's results; None while rows of it are missing that other batches compute.
+    Returns None while other batches compute the rest of its rows.
     """
     request, first, rows, offset = part.request, part.first, part.rows, part.output_offset
     outputs = request.lane.layouts.outputs
     if rows < request.rows:
-        collected = _joined if outputs.has_strings else _collected
-        return (yield from collected(request, first, rows, arena[offset:]))
+        collect = _collect_strings if outputs.has_strings else _collect
+        return (yield from collect(request, first, rows, arena[offset:]))
     size = request.layout.output_bytes
     output = arena[offset : offset + size]
     if outputs.has_strings:
         size = outputs.string_ranges(output, rows)[1]
-        output = output[:size]
-    results = np.empty(size, np.uint8).data
-    yield from copied(results, output)
-    return results
+    return (yield from _copy(output[:size]))
 
 
-def _collected(request: Request, first: int, rows: int, output: memoryview) -> Taking:
-    """Add some rows' results to those of their request."""
+def _copy(output: memoryview) -> Generator[None, None, memoryview]:
+    copy = np.empty(output.nbytes, np.uint8).data
+    yield from copy_in_pieces(copy, output)
+    return copy
+
+
+def _collect(request: Request, first: int, rows: int, output: memoryview) -> Copying:
+    """Copy some rows' results into the result body of their request."""
     lane = request.lane
-    size = request.layout.output_bytes
     if request.results is None:
-        # The system zeroes it page by page, when the copies get there.
-        request.results = np.zeros(size, np.uint8).data
+        # The kernel zeroes the pages one by one, on the first write.
+        request.results = np.zeros(request.layout.output_bytes, np.uint8).data
     results = request.results
     assert isinstance(results, memoryview)
     step = max(rows * PIECE_BYTES // max(lane.layout(rows).output_bytes, 1), 1)
@@ -77,22 +74,20 @@ def _collected(request: Request, first: int, rows: int, output: memoryview) -> T
     return results if _is_complete(request) else None
 
 
-def _joined(request: Request, first: int, rows: int, output: memoryview) -> Taking:
-    """Keep some rows' results, since strings have their places only when all of them are there."""
+def _collect_strings(request: Request, first: int, rows: int, output: memoryview) -> Copying:
+    """Keep some rows' results; the offsets of strings are known only when all are complete."""
     outputs = request.lane.layouts.outputs
-    size = outputs.string_ranges(output, rows)[1]
-    kept = np.empty(size, np.uint8).data
-    yield from copied(kept, output[:size])
+    body = yield from _copy(output[: outputs.string_ranges(output, rows)[1]])
     if request.results is None:
         request.results = []
     assert isinstance(request.results, list)
-    request.results.append((first, rows, kept))
+    request.results.append((first, rows, body))
     if not _is_complete(request):
         return None
     parts = sorted(request.results, key=itemgetter(0))
-    return (yield from outputs.join([(count, Rows(body, count, 0)) for _, count, body in parts]))
+    return (yield from outputs.join([(count, Rows(each, count, 0)) for _, count, each in parts]))
 
 
 def _is_complete(request: Request) -> bool:
-    """Whether these are the last rows; their batch is still counted as running."""
+    """Whether these are the last rows; their batch still counts as running."""
     return not request.todo and request.running <= 1

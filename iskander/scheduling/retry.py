@@ -1,10 +1,10 @@
-"""What becomes of a request whose batch came back without results.
+"""Retry policy for failed and lost batches.
 
-A request is run again where that can help: inference is pure. What has failed together with others
-runs alone from then on, so that one caller's bad rows cost nobody else anything and the batch that
-kills workers is found.
+A retry is safe because inference is pure. A request whose batch failed together with others is
+retried alone, so that bad rows of one caller fail nobody else and a batch that crashes workers is
+identified.
 
-Pure, but for what it notes on the request and in the log.
+Pure, except for the marks on the request and the log.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ log: Final = logging.getLogger("iskander.dispatch")
 
 KILLS_MAX: Final = 2
 LOSSES_MAX: Final = 8
-"""Workers that may die under a request whether or not they ran it; every retry has an end."""
+"""Workers that may die while holding a request, running or not; it bounds the retries."""
 
 
 def after_failure(
     request: Request, error: IskanderError, *, is_shared: bool
 ) -> IskanderError | None:
-    """The error that a request gets whose batch was not computed; None: it runs again, alone.
+    """The error of a request whose batch failed; None: retry it alone.
 
-    Args:
-        request: One of the batch's.
-        error: What the worker said of the batch, maybe with words of another request's rows.
-        is_shared: There were others in it.
+    If the batch `is_shared` with other requests, the error may concern their rows.
     """
     if is_shared and not isinstance(error, Cancelled):
         request.is_alone = True
@@ -42,40 +39,32 @@ def after_failure(
 
 
 def after_loss(request: Request, *, was_running: bool) -> IskanderError | None:
-    """The error that a request gets whose worker died; None: it runs again.
-
-    Args:
-        request: What killed a worker runs alone the next time, and not a third time.
-        was_running: The worker was running its batch, and not one before it.
-    """
+    """The error of a request whose worker died; None: retry it, alone if it was running."""
     request.losses += 1
     if was_running:
         request.kills += 1
         request.is_alone = True
     if request.kills < KILLS_MAX and request.losses < LOSSES_MAX:
         return None
-    did = "they ran" if request.kills >= KILLS_MAX else "they had"
+    did = "they ran" if request.kills >= KILLS_MAX else "they held"
     count = request.kills if request.kills >= KILLS_MAX else request.losses
     return PoisonedRequest(
-        f"{count} workers died while {did} this request for model `{request.lane.title}`; it is "
-        "not given to another",
+        f"{count} workers died while {did} this request for model `{request.lane.title}`; "
+        "it is not retried",
         model=request.lane.model.name,
     )
 
 
 def results_error(request: Request, error: Exception) -> IskanderError:
-    """The error that a request gets whose results were computed and cannot be taken.
-
-    It would be so again: nothing runs twice for that. What is no error of ours is the log's.
-    """
+    """The error of a request whose results cannot be copied; a retry would fail in the same way."""
     if not isinstance(error, IskanderError):
-        log.error("results for %s cannot be taken", request.lane.title, exc_info=error)
-        error = IskanderError("the server failed to take the results")
+        log.error("copying the results for %s failed", request.lane.title, exc_info=error)
+        error = IskanderError("internal error: copying the results failed")
     return detach(error)  # Its frames hold views of the worker's arena.
 
 
 def undo_parts(parts: list[BatchPart]) -> list[Request]:
-    """Undo the parts of a batch that has no results; every request of it once."""
+    """Return the rows of a batch without results to its requests; each request once."""
     for part in parts:
         request = part.request
         request.running -= 1

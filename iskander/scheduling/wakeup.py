@@ -1,7 +1,7 @@
-"""When the loop looks again: at a moment, or at once, where sleeping would cost time.
+"""Wake-ups of the dispatcher at a set time, and busy polling after work.
 
-A core that sleeps takes tens of microseconds to be woken, several times for each batch. A loop that
-looks again and again has the next message at once; it yields to whoever else wants the core.
+Waking a sleeping core costs tens of microseconds, several times for each batch. A polling loop
+receives the next message at once, and yields the core to other threads.
 
 Runs on: gateway loop. Source: sched_yield(2).
 """
@@ -17,45 +17,37 @@ from iskander.scheduling.request import NEVER_NS
 
 
 class Alarm:
-    """Calls back at a moment; one that was set for earlier stays, and finds nothing to do.
+    """Timer that runs a callback at the earliest time set; extra calls are harmless."""
 
-    Args:
-        look: Called then.
-    """
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look = look
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._moment_ns = NEVER_NS
+        self._time_ns = NEVER_NS
 
-    def set(self, moment_ns: int, now: int) -> None:
-        """Look again at a moment, or before."""
-        if moment_ns >= self._moment_ns:
+    def set(self, time_ns: int, now: int) -> None:
+        """Run the callback at a time, or earlier if an earlier time is set."""
+        if time_ns >= self._time_ns:
             return
         self.clear()
-        self._moment_ns = moment_ns
-        # Whole milliseconds, as the loop's timers are: never before the moment.
-        delay_s = -(-max(moment_ns - now, 0) // NS_PER_MS) / 1000
+        self._time_ns = time_ns
+        # Whole milliseconds, the resolution of the loop's timers: never before the time.
+        delay_s = -(-max(time_ns - now, 0) // NS_PER_MS) / 1000
         self._timer = self._loop.call_later(delay_s, self._ring)
 
     def clear(self) -> None:
-        """Forget the moment."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._moment_ns = None, NEVER_NS
+        self._timer, self._time_ns = None, NEVER_NS
 
     def _ring(self) -> None:
-        self._timer, self._moment_ns = None, NEVER_NS
-        self._look()
+        self._timer, self._time_ns = None, NEVER_NS
+        self._callback()
 
 
 class BusyPolling:
-    """Keeps the loop from sleeping for a while after its last work.
-
-    Args:
-        spell_us: For how long; 0: not at all.
-    """
+    """Keeps the event loop from sleeping for `spell_us` after the last work; 0: disabled."""
 
     def __init__(self, spell_us: int) -> None:
         self._spell_ns = spell_us * NS_PER_US
@@ -64,16 +56,16 @@ class BusyPolling:
         self._is_on = False
 
     def note(self, now: int) -> None:
-        """There was work."""
+        """Start or extend polling."""
         if self._spell_ns:
             self._until_ns = now + self._spell_ns
             if not self._is_on:
                 self._is_on = True
-                self._loop.call_soon(self._turn)
+                self._loop.call_soon(self._poll)
 
-    def _turn(self) -> None:
-        """Let others have the core, and the loop its look at the sockets."""
+    def _poll(self) -> None:
+        """Yield the core once, and schedule the next loop iteration."""
         self._is_on = now_ns() < self._until_ns
         if self._is_on:
             os.sched_yield()
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._poll)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from iskander.control.channel import Channel
 from iskander.memory.arena import Arena, Lease
-from iskander.memory.heartbeat import Beat, read_beat
+from iskander.memory.heartbeat import Heartbeat, read_heartbeat
 from iskander.memory.segment import Segment
 
 if TYPE_CHECKING:
@@ -21,14 +21,7 @@ CREDITS: Final = 2
 
 
 class BatchPart:
-    """The rows of one request in a batch.
-
-    Args:
-        request: The request.
-        first: Index of the first row in the request.
-        rows: Number of rows.
-        output_offset: Offset of the body of their results in the worker's output arena.
-    """
+    """The rows of one request in a batch; their results are at `output_offset` in the arena."""
 
     __slots__ = ("first", "output_offset", "request", "rows")
 
@@ -108,9 +101,9 @@ class WorkerSlot:
         self.output_arena = Arena(0)
         self.beat: Segment | None = None
 
-    def last_beat(self) -> Beat:
+    def last_beat(self) -> Heartbeat:
         """Read the last heartbeat of the worker."""
-        return read_beat(self.beat.view) if self.beat is not None else Beat(0, 0)
+        return read_heartbeat(self.beat.view) if self.beat is not None else Heartbeat(0, 0)
 
     def abort(self, batch_id: int) -> None:
         """Ask the worker to cancel a running batch; the worker answers as for any batch."""

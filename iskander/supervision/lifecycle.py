@@ -1,8 +1,7 @@
-"""Life of a worker, decided: in this state, on this event, become that and do those things.
+"""Worker lifecycle: a table of transitions and actions by state and event.
 
-The two tables are the whole of it: what happens, and what is ignored. A pair of state and event
-that is in neither is a mistake in this file. Pure: `supervisor` feeds events in and carries actions
-out.
+Every pair of state and event is in `TABLE` or in `IGNORED`. Pure: `supervisor` supplies the events
+and runs the actions.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ BACKOFF_MAX_S = 10.0
 
 
 class State(StrEnum):
-    """Where a worker's place is in its life."""
+    """State of a worker slot."""
 
     ABSENT = "absent"
     LOOPING = "crash loop"
@@ -29,7 +28,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What happened."""
+    """Input of a transition."""
 
     SPAWN_DUE = "spawn due"
     ATTACHED = "attached"
@@ -47,32 +46,33 @@ class Event(StrEnum):
 
 
 class Action(StrEnum):
-    """What to do about it."""
+    """Output of a transition; the actions of one transition run in this order."""
 
+    KEEP_OPEN = "keep its queues open"
+    CLOSE = "close for work"
+    DRAIN = "send drain"
+    ABORT = "abort for a stack, then kill"
+    KILL = "kill"
+    DETACH = "reclaim its batches and unmap"
+    COUNT_BOOT = "count a boot failure"
+    COUNT_CRASH = "count a crash"
+    RESET_FAILURES = "reset its failure count"
     SPAWN = "spawn"
-    SPAWN_LATER = "spawn after a pause"
+    SPAWN_LATER = "spawn after a backoff"
     SPAWN_NEXT = "spawn at once"
     LOAD = "load models"
     OPEN = "open for work"
-    AWAIT = "let requests wait"
-    CLOSE = "close for work"
-    DRAIN = "send drain"
-    DETACH = "take its batches back and unmap"
-    COUNT_BOOT = "count a boot failure"
-    COUNT_CRASH = "count a crash"
-    FORGIVE = "forget its deaths"
-    ABORT = "abort for a stack, then kill"
-    KILL = "kill"
 
 
 ATTACHED = frozenset((State.LOADING, State.READY, State.HUNG, State.LEAVING, State.STOPPING))
-"""Where a process is attached, and so has memory, and perhaps batches, to be taken back."""
+"""States with an attached process, so with memory and possibly batches to reclaim."""
 
 ENDING = frozenset((State.STOPPING, State.STOPPED))
-"""Where nothing is started any more."""
+"""States in which no process is started."""
 
+_FAILED_BOOT = (Action.DETACH, Action.COUNT_BOOT, Action.SPAWN_LATER)
 _CRASHED = (Action.DETACH, Action.COUNT_CRASH, Action.SPAWN_LATER)
-_REPLACED = (Action.AWAIT, Action.CLOSE, Action.DRAIN)
+_REPLACED = (Action.KEEP_OPEN, Action.CLOSE, Action.DRAIN)
 
 TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.ABSENT, Event.SPAWN_DUE): (State.STARTING, (Action.SPAWN,)),
@@ -89,17 +89,14 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.LOADING, Event.LOADED): (State.READY, (Action.OPEN,)),
     (State.LOADING, Event.LOAD_FAILED): (State.LOADING, (Action.KILL,)),
     (State.LOADING, Event.TIMED_OUT): (State.LOADING, (Action.KILL,)),
-    (State.LOADING, Event.LOST): (
-        State.ABSENT,
-        (Action.DETACH, Action.COUNT_BOOT, Action.SPAWN_LATER),
-    ),
+    (State.LOADING, Event.LOST): (State.ABSENT, _FAILED_BOOT),
     (State.LOADING, Event.LEFT): (State.LEAVING, (Action.DRAIN,)),
     (State.LOADING, Event.STOP): (State.STOPPING, (Action.DRAIN,)),
     (State.READY, Event.LOST): (State.ABSENT, (Action.CLOSE, *_CRASHED)),
     (State.READY, Event.HUNG): (State.HUNG, (Action.CLOSE, Action.ABORT)),
     (State.READY, Event.LEFT): (State.LEAVING, _REPLACED),
     (State.READY, Event.RECYCLE_DUE): (State.LEAVING, _REPLACED),
-    (State.READY, Event.STEADY): (State.READY, (Action.FORGIVE,)),
+    (State.READY, Event.STEADY): (State.READY, (Action.RESET_FAILURES,)),
     (State.READY, Event.STOP): (State.STOPPING, (Action.CLOSE, Action.DRAIN)),
     (State.HUNG, Event.LOST): (State.ABSENT, _CRASHED),
     (State.HUNG, Event.TIMED_OUT): (State.HUNG, (Action.KILL,)),
@@ -114,62 +111,47 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Action, ...]]] = {
     (State.STOPPED, Event.TIMED_OUT): (State.STOPPED, (Action.KILL,)),
 }
 
-_NEWS = (Event.LOADED, Event.LOAD_FAILED, Event.LEFT)
-"""What only an attached worker says; in its socket when its state changed, or never to come."""
-_SERVICE = (Event.RECYCLE_DUE, Event.HUNG, Event.STEADY)
-"""What is only asked of a worker that serves."""
+_REPORTS = (Event.LOADED, Event.LOAD_FAILED, Event.LEFT)
+"""Sent by an attached worker; may arrive after a state change."""
+_SERVING = (Event.RECYCLE_DUE, Event.HUNG, Event.STEADY)
+"""Raised only for a worker that serves."""
+_STALE = (Event.LOST, Event.EXITED, Event.TIMED_OUT)
+"""Of a process that has ended; EXITED follows LOST, which has been handled."""
+_ONLY_ABSENT = (Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED, Event.LOOPED)
+"""Not for an attached process. Its exit is handled as LOST, at the end of its socket."""
 
 _IGNORED_IN: dict[State, tuple[Event, ...]] = {
-    # The end of a process comes after that of its socket, which was the news.
-    State.ABSENT: (*_NEWS, *_SERVICE, Event.LOST, Event.EXITED, Event.TIMED_OUT),
-    State.LOOPING: (
-        *_NEWS, *_SERVICE, Event.LOST, Event.EXITED, Event.TIMED_OUT, Event.LOOPED,
-    ),
-    State.STARTING: (*_NEWS, *_SERVICE, Event.SPAWN_DUE, Event.LOST, Event.LOOPED),
-    # In all that follow: the end of a process waits for that of its socket, which says all first.
-    State.LOADING: (*_SERVICE, Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED, Event.LOOPED),
-    State.READY: (
-        Event.LOADED, Event.LOAD_FAILED, Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED,
-        Event.TIMED_OUT, Event.LOOPED,
-    ),
-    # Given up already: what it asks or answers changes nothing.
-    State.HUNG: (
-        *_NEWS, *_SERVICE, Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED, Event.LOOPED,
-    ),
-    # Drained once; a model that it had begun to load may still be told of.
-    State.LEAVING: (
-        *_NEWS, Event.RECYCLE_DUE, Event.STEADY, Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED,
-        Event.LOOPED,
-    ),
-    State.STOPPING: (
-        *_NEWS, Event.RECYCLE_DUE, Event.STEADY, Event.SPAWN_DUE, Event.ATTACHED, Event.EXITED,
-        Event.LOOPED, Event.STOP,
-    ),
-    State.STOPPED: (
-        *_NEWS, *_SERVICE, Event.SPAWN_DUE, Event.ATTACHED, Event.LOST, Event.EXITED,
-        Event.LOOPED, Event.STOP,
-    ),
-}  # fmt: skip
+    State.ABSENT: (*_REPORTS, *_SERVING, *_STALE),
+    State.LOOPING: (*_REPORTS, *_SERVING, *_STALE, Event.LOOPED),
+    State.STARTING: (*_REPORTS, *_SERVING, Event.SPAWN_DUE, Event.LOST, Event.LOOPED),
+    State.LOADING: (*_SERVING, *_ONLY_ABSENT),
+    State.READY: (*_ONLY_ABSENT, Event.LOADED, Event.LOAD_FAILED, Event.TIMED_OUT),
+    State.HUNG: (*_REPORTS, *_SERVING, *_ONLY_ABSENT),
+    # A load that began before the drain may still be reported.
+    State.LEAVING: (*_REPORTS, *_ONLY_ABSENT, Event.RECYCLE_DUE, Event.STEADY),
+    State.STOPPING: (*_REPORTS, *_ONLY_ABSENT, Event.RECYCLE_DUE, Event.STEADY, Event.STOP),
+    State.STOPPED: (*_REPORTS, *_SERVING, *_ONLY_ABSENT, Event.LOST, Event.STOP),
+}
 
 IGNORED = frozenset((state, event) for state, events in _IGNORED_IN.items() for event in events)
-"""Pairs that change nothing: overtaken by another event, or of no meaning there."""
+"""Pairs without effect: overtaken by another event, or without meaning in that state."""
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-    """What a worker's place becomes, and what to do, in order."""
+    """Return the next state and the actions, in order."""
     if (state, event) in TABLE:
         return TABLE[state, event]
-    assert (state, event) in IGNORED, f"nothing is said of `{event}` for a worker that is {state}"
+    assert (state, event) in IGNORED, f"no transition for event `{event}` in state `{state}`"
     return state, ()
 
 
 def backoff_s(deaths: int) -> float:
-    """How long to wait before a worker is started again after that many deaths in a row."""
+    """Return the backoff before the next start after `deaths` consecutive failures."""
     return min(BACKOFF_FIRST_S * 2.0 ** min(max(deaths - 1, 0), 16), BACKOFF_MAX_S)
 
 
 def reachable(start: State, events: Iterable[Event]) -> set[State]:
-    """Every state that those events can lead to, in any number and order; `start` too."""
+    """Return `start` and every state that any sequence of `events` leads to."""
     events = tuple(events)
     found, frontier = {start}, [start]
     while frontier:
@@ -181,13 +163,13 @@ def reachable(start: State, events: Iterable[Event]) -> set[State]:
 
 
 def validate() -> None:
-    """Assert that the tables are whole, agree with themselves and trap no worker."""
+    """Assert that the tables are complete and consistent, and that no state is a trap."""
     for state in State:
         for event in Event:
-            said = ((state, event) in TABLE) + ((state, event) in IGNORED)
-            assert said == 1, f"{state}, {event}: said {said} times"
+            rules = ((state, event) in TABLE) + ((state, event) in IGNORED)
+            assert rules == 1, f"{state}, {event}: {rules} rules instead of 1"
     for (state, event), (following, actions) in TABLE.items():
-        _require_sense(state, following, actions, f"{state}, {event}")
+        _validate_rule(state, following, actions, f"{state}, {event}")
     without_stop = set(Event) - {Event.STOP}
     for state in State:
         stopped = reachable(step(state, Event.STOP)[0], Event)
@@ -196,9 +178,8 @@ def validate() -> None:
             assert State.READY in reachable(state, without_stop), f"{state}: no way back to ready"
 
 
-def _require_sense(state: State, following: State, actions: tuple[Action, ...], where: str) -> None:
-    """What every line of the table has to keep to, whatever else it says."""
-    assert following is not state or actions, f"{where}: a line that does nothing is no line"
+def _validate_rule(state: State, following: State, actions: tuple[Action, ...], where: str) -> None:
+    assert following is not state or actions, f"{where}: transition without effect"
     due = {
         Action.SPAWN: following is State.STARTING is not state,
         Action.LOAD: following is State.LOADING is not state,
@@ -207,31 +188,11 @@ def _require_sense(state: State, following: State, actions: tuple[Action, ...], 
         Action.DETACH: state in ATTACHED and following not in ATTACHED,
     }
     for action, is_due in due.items():
-        assert (action in actions) == is_due, f"{where}: `{action}` is missing, or too many"
+        assert (action in actions) == is_due, f"{where}: `{action}` is missing or superfluous"
     starts = {Action.SPAWN_LATER, Action.SPAWN_NEXT} & set(actions)
     assert len(starts) == (following is State.ABSENT), f"{where}: one start after each end"
     counts = {Action.COUNT_BOOT, Action.COUNT_CRASH} & set(actions)
-    assert len(counts) == (Action.SPAWN_LATER in starts), f"{where}: a pause after each failure"
-    # Closed before its batches are taken back, so that none of them is sent to it again, and
-    # started anew when all that is done.
-    order = [_ORDER.index(action) for action in actions]
-    assert order == sorted(set(order)), f"{where}: out of order"
-
-
-_ORDER = (
-    Action.AWAIT,
-    Action.CLOSE,
-    Action.DRAIN,
-    Action.ABORT,
-    Action.KILL,
-    Action.DETACH,
-    Action.COUNT_BOOT,
-    Action.COUNT_CRASH,
-    Action.FORGIVE,
-    Action.SPAWN,
-    Action.SPAWN_LATER,
-    Action.SPAWN_NEXT,
-    Action.LOAD,
-    Action.OPEN,
-)
-"""One line's actions come in this order."""
+    assert len(counts) == (Action.SPAWN_LATER in starts), f"{where}: a backoff after each failure"
+    # CLOSE comes before DETACH, so that no reclaimed batch is sent to the same worker again.
+    order = [list(Action).index(action) for action in actions]
+    assert order == sorted(set(order)), f"{where}: actions out of order"

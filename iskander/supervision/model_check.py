@@ -1,4 +1,4 @@
-"""A model loaded once, in the interpreter of its own workers, to see whether it can be.
+"""Load a model once in the interpreter of its workers to check that it loads.
 
 Runs on: the operator's tool.
 """
@@ -16,22 +16,16 @@ from iskander.errors import IskanderError, ManifestError, NotReady
 from iskander.supervision.worker import worker_command
 
 
-def try_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Loaded:
-    """Load a model as one of its own workers would.
-
-    Args:
-        spec: What to load.
-        python: The interpreter; empty for this one.
-        cores: Physical cores of a worker.
-        wait_s: How long it may take.
+def check_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Loaded:
+    """Load a model in the interpreter `python` (empty: this one) on `cores` physical cores.
 
     Raises:
-        ManifestError: It cannot be loaded; the worker's own words.
-        NotReady: It took too long.
+        ManifestError: The model cannot be loaded.
+        NotReady: The load timed out.
     """
-    code, raw = _ended([*worker_command(python), "--try", str(cores)], encode(spec), wait_s)
+    code, raw = _run([*worker_command(python), "--try", str(cores)], encode(spec), wait_s)
     if code or not raw:
-        raise ManifestError(f"its interpreter ended with exit code {code} before it was loaded")
+        raise ManifestError(f"its interpreter exited with code {code} before the model was loaded")
     (answer,) = decode_to_gateway(raw)
     if isinstance(answer, LoadFailed):
         raise IskanderError.from_wire({"code": answer.code, "message": answer.message})
@@ -39,25 +33,21 @@ def try_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Loaded
     return answer
 
 
-def _ended(command: list[str], said: bytes, wait_s: float) -> tuple[int, bytes]:
-    """Run a command to its end: its exit code, and what it wrote.
+def _run(command: list[str], payload: bytes, wait_s: float) -> tuple[int, bytes]:
+    """Run a command, end its process group, and return its exit code and output.
 
-    It reads and writes files: a pipe would stay open for as long as anything lives that the model's
-    class has forked. All of that is ended with it.
-
-    Raises:
-        NotReady: It took too long.
+    Input and output are files: a process that the model forks would keep a pipe open.
     """
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as target:
-        source.write(said)
+        source.write(payload)
         source.seek(0)
         child = subprocess.Popen(command, stdin=source, stdout=target, start_new_session=True)
         pidfd = os.pidfd_open(child.pid)
         try:
             if not select.select([pidfd], [], [], wait_s)[0]:
-                raise NotReady(f"it was not loaded after {wait_s:g} s")
+                raise NotReady(f"the model was not loaded within {wait_s:g} s")
         finally:
-            # Before its number is given back, so that it is still that of this group.
+            # Before `wait` frees the pid, so that it still names this process group.
             os.killpg(child.pid, signal.SIGKILL)
             code = child.wait()
             os.close(pidfd)

@@ -1,7 +1,7 @@
-"""Lanes without a worker: whether requests may come and wait in them, and for how long.
+"""Timeout of requests in a lane without workers.
 
-New ones may wait while a worker is replaced in order. Those that wait already do so after any loss,
-since the next worker may soon be there. Neither longer than a worker may take to come.
+A lane accepts new requests while a worker is replaced in order, and keeps queued requests after any
+worker loss. Both end after the start timeout of a worker.
 
 Runs on: gateway loop.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from iskander.errors import IskanderError, NotReady
 from iskander.scheduling.lane import Lane
@@ -17,60 +18,46 @@ from iskander.supervision.lifecycle import State
 from iskander.supervision.worker import Worker
 
 
+@dataclass(eq=False, repr=False)
 class NoWorkerTimeout:
-    """Keeps the time of every lane that no worker serves.
+    """One timer of `wait_s` for each lane without workers.
 
-    Args:
-        lanes: By the key of their model.
-        workers: Every place of the plan.
-        wait_s: How long requests wait for a worker, not counting the time in which the last one
-            finishes what it has.
-        refuse: Called with a lane whose requests have waited for too long, and what to say to them.
+    It starts when the last worker has drained, and ends with `refuse` for the queued requests.
     """
 
-    def __init__(
-        self,
-        lanes: Mapping[int, Lane],
-        workers: Sequence[Worker],
-        *,
-        wait_s: float,
-        refuse: Callable[[Lane, IskanderError], None],
-    ) -> None:
-        self._lanes = lanes
-        self._workers = workers
-        self._wait_s = wait_s
-        self._refuse = refuse
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+    lanes: Mapping[int, Lane]
+    workers: Sequence[Worker]
+    wait_s: float
+    refuse: Callable[[Lane, IskanderError], None]
+    _timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict, init=False)
 
-    def look(self) -> None:
-        """Begin or end the time of each lane, as the workers are now."""
-        awaited = {w.place.pool for w in self._workers if w.is_awaited}
-        leaving = {w.place.pool for w in self._workers if w.state is State.LEAVING}
-        for key in self._timers.keys() - self._lanes.keys():
+    def update(self) -> None:
+        """Start or cancel the timer of each lane according to the worker states."""
+        replacing = {w.place.pool for w in self.workers if w.is_replacement_pending}
+        leaving = {w.place.pool for w in self.workers if w.state is State.LEAVING}
+        for key in self._timers.keys() - self.lanes.keys():
             self._timers.pop(key).cancel()
-        for key, lane in self._lanes.items():
-            lane.is_awaiting = lane.model.pool in awaited
+        for key, lane in self.lanes.items():
+            lane.is_awaiting_worker = lane.model.pool in replacing
             if lane.workers or lane.model.pool in leaving:
                 if key in self._timers:
                     self._timers.pop(key).cancel()
             elif key not in self._timers:
-                self._timers[key] = asyncio.get_running_loop().call_later(
-                    self._wait_s, self._give_up, key
-                )
+                loop = asyncio.get_running_loop()
+                self._timers[key] = loop.call_later(self.wait_s, self._on_timeout, key)
 
     def close(self) -> None:
-        """Keep no time any more."""
+        """Cancel all timers."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
 
-    def _give_up(self, key: int) -> None:
+    def _on_timeout(self, key: int) -> None:
         del self._timers[key]
-        lane = self._lanes.get(key)
-        if lane is None:
-            return
-        for worker in lane.pool_of(self._workers):
-            worker.is_awaited = False
-        lane.is_awaiting = False
-        error = NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000)
-        self._refuse(lane, error)
+        lane = self.lanes.get(key)
+        if lane is not None:
+            for worker in lane.pool_workers(self.workers):
+                worker.is_replacement_pending = False
+            lane.is_awaiting_worker = False
+            error = NotReady(f"model `{lane.title}` lost its workers", retry_after_ms=1000)
+            self.refuse(lane, error)

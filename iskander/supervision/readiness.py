@@ -1,4 +1,4 @@
-"""Whether a model is ready, and in a sentence why it is not.
+"""Readiness of a model, and the reason if it is not ready.
 
 Runs on: gateway loop.
 """
@@ -13,19 +13,18 @@ from iskander.supervision.worker import Worker
 
 
 def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
-    """Why a lane is not ready, such as `1 of 2 workers are ready`; empty where it is.
+    """Return why a lane is not ready, such as `1 of 2 workers are ready`; empty if it is.
 
-    A worker in a crash loop serves what it is sent while it lives, and counts for no readiness
-    until it has been steady.
+    A worker in a crash loop serves requests, but does not count until it has been steady.
     """
     if lane.quarantine is not None:
         return f"in quarantine: {lane.quarantine.reason}"
-    proven = sum(not worker.is_looping for worker in lane.workers.values())
-    if proven >= lane.quorum:
+    ready = sum(not worker.is_looping for worker in lane.workers.values())
+    if ready >= lane.quorum:
         return ""
-    missing = [w for w in lane.pool_of(workers) if w.incarnation not in lane.workers]
+    missing = [w for w in lane.pool_workers(workers) if w.incarnation not in lane.workers]
     failing = [w for w in workers if w.is_looping or (w in missing and w.failures)]
-    facts = [f"{proven} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
+    facts = [f"{ready} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
     facts += [_failure_of(worker) for worker in failing]
     refusing = [w for w in missing if lane.model.key in w.refused]
     facts += [f"worker {w.place.index}: {w.refused[lane.model.key]}" for w in refusing]
@@ -35,24 +34,24 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
 
 
 def _failure_of(worker: Worker) -> str:
-    who, count = f"worker {worker.index}", worker.failures
-    end = f" {worker.last_end}" if worker.last_end is not None else ""
-    if worker.complaint:
-        last = f", the last over {worker.complaint}"
+    name, count = f"worker {worker.index}", worker.failures
+    cause = f" {worker.last_exit}" if worker.last_exit is not None else ""
+    if worker.load_error:
+        last = f"; last error: {worker.load_error}"
     else:
-        last = f", the last{end}" if end else ""
+        last = f", the last{cause}" if cause else ""
     if worker.is_looping:
-        return f"{who} is in a crash loop: {count} deaths in a row{last}"
+        return f"{name} is in a crash loop: {count} deaths in a row{last}"
     if worker.was_loaded:
-        return f"{who} died{end} and is started again"
+        return f"{name} died{cause} and is restarted"
     times = "once" if count == 1 else f"{count} times in a row"
-    return f"{who} ended before it had loaded its models, {times}{last}"
+    return f"{name} ended before it had loaded its models, {times}{last}"
 
 
 def _absence_of(missing: list[Worker]) -> str:
     states = {worker.state for worker in missing}
-    if any(worker.is_awaited for worker in missing):
-        return "a worker is being replaced in order, and requests wait for it"
+    if any(worker.is_replacement_pending for worker in missing):
+        return "a worker is being replaced in order, and requests are queued"
     if states & {State.STARTING, State.LOADING}:
         return "its workers are loading"
     if State.HUNG in states:

@@ -1,8 +1,8 @@
-"""Processes for the places of the plan: started, and started again when one has ended.
+"""Worker processes: start, restart with backoff, and exit counts.
 
-After a failure with a pause that doubles, after an end in order at once. A process that ends before
-it has its models is a boot failure, one that ends later a crash; many in a row, of either kind, are
-a crash loop.
+A restart follows a failure after a doubling backoff, and an orderly exit at once. An exit before
+the models are loaded is a boot failure, a later one a crash; `workers.crash_loop` of them in a row
+are a crash loop.
 
 Runs on: gateway loop.
 """
@@ -13,8 +13,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVarTuple, Unpack
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import WorkersConfig
@@ -24,182 +24,148 @@ from iskander.errors import IskanderError, NotReady
 from iskander.supervision.lifecycle import BACKOFF_MAX_S, Event, State, backoff_s
 from iskander.supervision.worker import Child, ProcessExit, Worker
 
-Arguments = TypeVarTuple("Arguments")
+log = logging.getLogger("iskander.supervisor")
+
+ADOPTION_POLL_S = 0.1
+"""Poll interval for a worker of an earlier gateway, which may be busy."""
+BOOT_STARTS_MAX = 3
+QUEUE_BACKOFF_MAX_S = 2.0
+"""The longest backoff during which requests are queued for the next process."""
 
 
 class Timers:
-    """The timers, by place."""
+    """One timer for each worker slot."""
 
     def __init__(self) -> None:
         self._handles: dict[int, asyncio.TimerHandle] = {}
 
     def set(
-        self,
-        worker: Worker,
-        delay_s: float,
-        callback: Callable[[Unpack[Arguments]], object],
-        *arguments: *Arguments,
+        self, worker: Worker, delay_s: float, callback: Callable[..., object], *arguments: object
     ) -> None:
-        """Call back later, instead of whatever was to happen."""
+        """Replace the slot's timer."""
         self.clear(worker)
-        self._handles[worker.index] = asyncio.get_running_loop().call_later(
-            delay_s, callback, *arguments
-        )
+        loop = asyncio.get_running_loop()
+        self._handles[worker.index] = loop.call_later(delay_s, callback, *arguments)
 
     def clear(self, worker: Worker) -> None:
-        """Nothing is to happen by itself."""
-        handle = self._handles.pop(worker.index, None)
-        if handle is not None:
-            handle.cancel()
+        """Cancel the slot's timer."""
+        if worker.index in self._handles:
+            self._handles.pop(worker.index).cancel()
 
     def close(self) -> None:
-        """Nothing anywhere."""
+        """Cancel all timers."""
         for handle in self._handles.values():
             handle.cancel()
         self._handles.clear()
 
 
-log = logging.getLogger("iskander.supervisor")
-
-ADOPTION_TURN_S = 0.1
-"""How often a worker of an earlier gateway, perhaps busy, is looked for again."""
-BOOT_STARTS_MAX = 3
-AWAITED_PAUSE_S = 2.0
-"""The longest pause after a failure in which requests wait for the next process."""
-
-
+@dataclass(eq=False, repr=False)
 class Spawner:
-    """Starts processes, and counts how they end.
-
-    Args:
-        settings: Of the workers.
-        folder: The runtime directory.
-        is_first: This gateway process starts the workers; others only wait for them.
-        timers: One for each place.
-        happened: Told what happens.
-        ended: Called with a worker and how its process ended.
+    """Starts processes and counts their exits.
 
     Attributes:
-        boot_error: Why a place cannot be filled for the first time, once that is clear.
+        is_first: This gateway process starts the workers; the others wait for them.
+        boot_error: The reason why a slot cannot be filled for the first time, once known.
     """
 
-    def __init__(
-        self,
-        settings: WorkersConfig,
-        folder: Path,
-        *,
-        is_first: bool,
-        timers: Timers,
-        happened: Callable[[Worker, Event], None],
-        ended: Callable[[Worker, ProcessExit], None],
-    ) -> None:
-        self._ended = ended
-        self._is_first = is_first
-        self._settings = settings
-        self._folder = folder
-        self._timers = timers
-        self._happened = happened
-        self._loop = asyncio.get_running_loop()
-        self.boot_error: IskanderError | None = None
+    settings: WorkersConfig
+    folder: Path
+    is_first: bool
+    timers: Timers
+    on_event: Callable[[Worker, Event], None]
+    on_exit: Callable[[Worker, ProcessExit], None]
+    boot_error: IskanderError | None = field(default=None, init=False)
 
     def fill(self, workers: list[Worker]) -> None:
-        """Start a process in each place where none of an earlier gateway lives."""
-        deadline_ns = now_ns() + int(self._settings.start_s * NS_PER_S / 2)
+        """Start a process in each slot that no worker of an earlier gateway holds."""
+        deadline_ns = now_ns() + int(self.settings.start_s * NS_PER_S / 2)
         for worker in workers:
             self._adopt_or_spawn(worker, deadline_ns)
 
     def spawn(self, worker: Worker) -> None:
         """Start a process now."""
         try:
-            child, pidfd = worker.spawn(self._folder / ATTACH_SOCKET)
+            child, pidfd = worker.spawn(self.folder / ATTACH_SOCKET)
         except OSError as error:
-            log.error("worker %d cannot be started: %s", worker.index, error)
-            self._happened(worker, Event.EXITED)
+            log.error("worker %d failed to start: %s", worker.index, error)
+            self.on_event(worker, Event.EXITED)
             return
-        self._loop.add_reader(pidfd, self._on_exit, worker, child, pidfd)
-        self._timers.set(worker, self._settings.start_s, self._happened, worker, Event.TIMED_OUT)
+        asyncio.get_running_loop().add_reader(pidfd, self._on_process_end, worker, child, pidfd)
+        self.timers.set(worker, self.settings.start_s, self.on_event, worker, Event.TIMED_OUT)
 
     def spawn_later(self, worker: Worker) -> None:
-        """Start one after a failure, once the pause is over."""
+        """Start a process after the backoff of a failure."""
         pause_s = backoff_s(worker.failures)
-        is_loop = worker.failures >= self._settings.crash_loop
+        is_loop = worker.failures >= self.settings.crash_loop
         if is_loop:
             pause_s = BACKOFF_MAX_S
             worker.is_looping = True
-            log.error(
-                "worker %d is in a crash loop: %d deaths in a row; the next start is in %g s",
-                worker.index,
-                worker.failures,
-                pause_s,
-            )
-        has_served = worker.has_been_ready and self._settings.spawn
-        worker.is_awaited = has_served and pause_s <= AWAITED_PAUSE_S
+            text = "worker %d is in a crash loop: %d deaths in a row; the next start is in %g s"
+            log.error(text, worker.index, worker.failures, pause_s)
+        has_served = worker.has_been_ready and self.settings.spawn
+        worker.is_replacement_pending = has_served and pause_s <= QUEUE_BACKOFF_MAX_S
         self._spawn_in(worker, pause_s)
         if is_loop:
-            self._happened(worker, Event.LOOPED)
+            self.on_event(worker, Event.LOOPED)
 
     def spawn_next(self, worker: Worker) -> None:
-        """Start one after an end in order."""
+        """Start a process at once after an orderly exit."""
         worker.ends["replaced"] += 1
         self._spawn_in(worker, 0)
 
     def count_boot(self, worker: Worker) -> None:
-        """A process ended before it had its models."""
+        """Count an exit before the models were loaded."""
         worker.was_loaded = False
         worker.failures += 1
         worker.ends["boot_failure"] += 1
-        if worker.loading:
-            worker.complaint = f"model `{worker.loading}`: its process ended while it loaded it"
-        log.error(
-            "worker %d ended before it had loaded its models: failure %d in a row%s",
-            worker.index,
-            worker.failures,
-            f": {worker.complaint}" if worker.complaint else "",
-        )
+        if worker.loading_title:
+            title = worker.loading_title
+            worker.load_error = f"model `{title}`: its process ended while it loaded it"
+        detail = f": {worker.load_error}" if worker.load_error else ""
+        text = "worker %d ended before it had loaded its models: failure %d in a row%s"
+        log.error(text, worker.index, worker.failures, detail)
 
     def count_crash(self, worker: Worker) -> None:
-        """A process ended that had its models, and nobody had asked it to."""
+        """Count an unexpected exit after the models were loaded."""
         worker.was_loaded = True
-        worker.complaint = ""
+        worker.load_error = ""
         worker.failures += 1
         worker.ends["hang" if worker.is_hung else "crash"] += 1
 
-    def forgive(self, worker: Worker) -> None:
-        """A process has been steady: what failed before it is forgotten."""
+    def reset_failures(self, worker: Worker) -> None:
+        """End the series of failures after steady service."""
         worker.failures = 0
         worker.is_looping = False
 
     def _spawn_in(self, worker: Worker, pause_s: float) -> None:
-        if self._settings.spawn and self._is_first:
-            self._timers.set(worker, pause_s, self._happened, worker, Event.SPAWN_DUE)
+        if self.settings.spawn and self.is_first:
+            self.timers.set(worker, pause_s, self.on_event, worker, Event.SPAWN_DUE)
         else:
-            self._timers.clear(worker)
+            self.timers.clear(worker)
 
     def _adopt_or_spawn(self, worker: Worker, deadline_ns: int) -> None:
-        """Wait while a worker of an earlier gateway lives in this place; else start one."""
+        """Start a process once no worker of an earlier gateway holds the slot's lock."""
         if worker.state is not State.ABSENT:
             return
-        lock = LockFile(self._folder / f"worker-{worker.index}.lock")
+        lock = LockFile(self.folder / f"worker-{worker.index}.lock")
         if not lock.take() and now_ns() < deadline_ns:
-            self._timers.set(worker, ADOPTION_TURN_S, self._adopt_or_spawn, worker, deadline_ns)
+            self.timers.set(worker, ADOPTION_POLL_S, self._adopt_or_spawn, worker, deadline_ns)
             return
         lock.release()
-        self._happened(worker, Event.SPAWN_DUE)
+        self.on_event(worker, Event.SPAWN_DUE)
 
-    def _on_exit(self, worker: Worker, child: Child, pidfd: int) -> None:
-        self._loop.remove_reader(pidfd)
+    def _on_process_end(self, worker: Worker, child: Child, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         is_current = worker.reap(child)
-        end = worker.last_end
+        end = worker.last_exit
         assert end is not None
         if end.code:
             log.warning("worker process %d ended %s%s", child.pid, end, end.explanation)
-        self._ended(worker, end)
+        self.on_exit(worker, end)
         if not is_current:
             return
         if not worker.has_been_ready and worker.starts >= BOOT_STARTS_MAX:
-            self.boot_error = NotReady(
-                f"worker {worker.index} ended {worker.starts} times before it was ready, "
-                f"the last time {end}{end.explanation}"
-            )
-        self._happened(worker, Event.EXITED)
+            text = f"worker {worker.index} ended {worker.starts} times before it was ready"
+            self.boot_error = NotReady(f"{text}, the last time {end}{end.explanation}")
+        self.on_event(worker, Event.EXITED)

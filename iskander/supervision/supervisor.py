@@ -1,9 +1,7 @@
-"""The worker processes: started, taken on, given their models, watched, replaced, stopped.
+"""Supervisor of the worker processes: feeds events to `lifecycle` and runs its actions.
 
-What to do is decided in `lifecycle`; here it is done. Reads as: an event comes in, the table says
-what the worker's place becomes and what to do, and those things are done in order. What a worker's
-silence, age or absence means is in `watch`, `recycling` and `vacancy`; how it is started is in
-`starting`, which place it gets in `taking_on`, which models in `loading`.
+`spawner` starts processes, `registration` assigns slots, `model_loader` loads models, `watchdog`
+detects hangs, and `no_worker_timeout` rejects requests of lanes without workers.
 
 Runs on: gateway loop.
 """
@@ -20,20 +18,9 @@ from typing import Protocol
 
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config.schema import Config
-from iskander.control.channel import Channel
-from iskander.control.messages import (
-    Drain,
-    Hello,
-    Leaving,
-    Loaded,
-    LoadFailed,
-    Notice,
-    Stepped,
-    ToGateway,
-    Unloaded,
-    encode,
-)
-from iskander.control.runtime_directory import ATTACH_SOCKET, Member
+from iskander.control import messages
+from iskander.control.channel import Channel, open_channel
+from iskander.control.runtime_directory import ATTACH_SOCKET, Member, ZmqPaths
 from iskander.errors import IskanderError, NotReady
 from iskander.memory.arena import usable_bytes
 from iskander.scheduling.dispatch import Dispatcher
@@ -49,26 +36,20 @@ from iskander.supervision.recycling import Recycling
 from iskander.supervision.registration import RegistrationListener, create_memory, slot_for, welcome
 from iskander.supervision.spawner import Spawner, Timers
 from iskander.supervision.watchdog import Watchdog
-from iskander.supervision.worker import ProcessExit, SlotPlan, Worker
+from iskander.supervision.worker import SlotPlan, Worker
 from iskander.supervision.worker_messages import WorkerMessageReader
 
 log = logging.getLogger("iskander.supervisor")
 
 STEADY_S = 10.0
-"""A worker that was ready for so long has not failed in a row."""
+"""Service time after which a worker's failure count is reset."""
 ABORT_S = 0.02
-"""A process writes its stack in a few milliseconds, or cannot: one that is stopped never does."""
+"""A process writes its stack in a few milliseconds; a stopped process never does."""
 STOP_S = 5.0
 
 
 class ServedModels(Protocol):
-    """The models of the repository, as far as the supervisor needs them.
-
-    Attributes:
-        by_key: Every lane by the key that control messages use.
-        freshness: Detects model files that changed after they were loaded.
-        workers: Every worker slot; set by the supervisor.
-    """
+    """The models of the repository, as far as the supervisor needs them; it sets `workers`."""
 
     by_key: dict[int, Lane]
     freshness: FileFreshness
@@ -83,17 +64,17 @@ class ServedModels(Protocol):
 
 
 class Supervisor:
-    """Every place of the plan and the process that fills it.
+    """Owner of every worker slot and its process.
 
     Args:
-        config: Checked settings.
-        places: The plan.
-        folder: The runtime directory; its lock is held by the caller.
-        member: Which of the gateway's processes this one is; the first starts and ends workers.
-        models: The lanes; told which workers there are.
+        config: Validated settings.
+        places: Placement of the worker slots.
+        folder: The runtime directory; the caller holds its lock.
+        member: This gateway process; the first one starts and ends the workers.
+        models: The lanes; receives the worker slots.
         intake: Owner of the input arena.
-        dispatcher: Told who may have work.
-        on_change: Called when what is ready may have changed.
+        dispatcher: Sends batches to open workers.
+        on_change: Called when readiness may have changed.
     """
 
     def __init__(
@@ -115,295 +96,258 @@ class Supervisor:
         self._models = models
         self._intake = intake
         self._dispatcher = dispatcher
-        dispatcher.end_worker = self._on_deaf
+        dispatcher.end_worker = self._on_unresponsive
         self._on_change = on_change
-        self.workers = models.workers = [Worker(place, is_ours=member.is_first) for place in places]
-        self._hearing = WorkerMessageReader(dispatcher, self)
+        workers = [Worker(place, is_ours=member.is_first) for place in places]
+        self.workers = models.workers = workers
+        self._message_reader = WorkerMessageReader(dispatcher, self)
         self._incarnation = 0
+        self._zmq_paths = ZmqPaths(folder) if settings.channel == "zmq" else None
         self._is_stopping = False
-        self._reception = RegistrationListener(folder / ATTACH_SOCKET, self._take_on)
+        self._listener = RegistrationListener(folder / ATTACH_SOCKET, self._register)
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._timers = Timers()
-        self._starting = Spawner(
-            settings,
-            folder,
-            is_first=member.is_first,
-            timers=self._timers,
-            happened=self._happened,
-            ended=self._on_process_end,
-        )
+        self._timers = timers = Timers()
+        lanes, on_event, is_first = models.by_key, self._on_event, member.is_first
+        capacity, refuse = usable_bytes(config.arena.output_bytes), dispatcher.reject_queued
         self.loading = ModelLoader(
-            models.by_key,
-            self.workers,
-            usable_bytes(config.arena.output_bytes),
-            freshness=models.freshness,
-            happened=self._happened,
-            on_refused=self._on_refused,
+            lanes, workers, capacity, models.freshness, on_event, self._on_load_error
         )
-        self._watch = Watchdog(
-            self.workers,
+        self._watchdog = Watchdog(
+            workers,
             int(settings.hang_s * NS_PER_S),
             self._on_hung,
             factor=settings.hang_factor,
-            is_shared=bool(member.siblings) and member.is_first,
+            is_shared=bool(member.siblings) and is_first,
         )
-        self._recycling = Recycling(self.workers, settings, self._on_recycle_due)
-        self._vacancy = NoWorkerTimeout(
-            models.by_key,
-            self.workers,
-            wait_s=settings.start_s,
-            refuse=dispatcher.refuse_queued,
+        self._recycling = Recycling(
+            workers, settings, lambda worker: on_event(worker, Event.RECYCLE_DUE)
         )
+        self._no_worker_timeout = NoWorkerTimeout(lanes, workers, settings.start_s, refuse)
         self._quarantines = Quarantines(
-            models.by_key,
-            self.workers,
-            settings,
-            is_first=member.is_first,
-            loading=self.loading,
-            refuse_queued=dispatcher.refuse_queued,
-            happened=self._happened,
-            on_change=self.noticed,
+            lanes, workers, settings, is_first, self.loading, refuse, on_event, self.notify_change
         )
-        self._actions = self._make_actions()
+        on_exit = self._quarantines.on_exit
+        self._spawner = Spawner(settings, folder, is_first, timers, on_event, on_exit)
+        self._actions = self._action_table()
 
     def start(self) -> None:
-        """Listen for workers, and start those of the plan that do not live already."""
-        self._reception.open()
-        self._watch.start()
+        """Listen for workers, and start those that no earlier gateway left running."""
+        self._listener.open()
+        self._watchdog.start()
         if self._member.is_first:
             self._recycling.start()
             if self._settings.spawn:
-                self._starting.fill(self.workers)
+                self._spawner.fill(self.workers)
 
     async def until_ready(self) -> None:
-        """Wait until every model has the workers that it needs, or is known not to load.
+        """Wait until every model has its quorum of workers or has failed to load.
 
         Raises:
             ManifestError: A model cannot be loaded.
-            NotReady: A worker does not start, or it took longer than `workers.start_s`.
+            NotReady: A worker does not start, or `workers.start_s` has passed.
         """
         try:
             async with asyncio.timeout(self._settings.start_s):
                 while not self._models.is_settled:
-                    if self._starting.boot_error is not None:
-                        raise self._starting.boot_error
+                    if self._spawner.boot_error is not None:
+                        raise self._spawner.boot_error
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise NotReady(
-                f"the workers were not ready after {self._settings.start_s:g} s: "
-                + "; ".join(self._models.reasons())
+                f"the workers were not ready after {self._settings.start_s:g} s "
+                f"(`workers.start_s`): {'; '.join(self._models.reasons())}"
             ) from None
 
     def settle(self) -> None:
-        """Replace no worker in order any more: the gateway is about to stop."""
+        """Stop recycling before the gateway stops."""
         self._recycling.close()
 
     async def stop(self) -> None:
-        """Let every worker go, and wait for the last; those that stay are killed.
-
-        A worker that siblings still want stays until they have finished, too.
-        """
+        """Drain every worker and wait until all have exited; kill those that exceed the limit."""
         self._is_stopping = True
-        self._reception.close()
+        self._listener.close()
         self._recycling.close()
         for worker in self.workers:
-            self._happened(worker, Event.STOP)
+            self._on_event(worker, Event.STOP)
         limit_s = STOP_S + (self._config.server.drain_s if self._member.siblings else 0)
         deadline_ns = now_ns() + int(limit_s * NS_PER_S)
         while any(w.state is not State.STOPPED or w.child is not None for w in self.workers):
             if now_ns() > deadline_ns:
                 for worker in self.workers:
-                    self._happened(worker, Event.TIMED_OUT)
+                    self._on_event(worker, Event.TIMED_OUT)
                 deadline_ns = now_ns() + NS_PER_S
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await self._changed.wait()
-        self.close()
-
-    def close(self) -> None:
-        """Release everything at once; what still lives is killed."""
         self.kill_all()
-        self.let_go()
+        self.release_workers()
 
-    def let_go(self) -> None:
-        """Release everything, and leave the workers to the siblings, and to whoever comes next."""
-        for part in (
-            self._timers,
-            self._watch,
-            self._recycling,
-            self._vacancy,
-            self._quarantines,
-            self._reception,
-        ):
+    def release_workers(self) -> None:
+        """Release everything, and leave the workers to the siblings and the next gateway."""
+        for part in (self._timers, self._watchdog, self._recycling, self._no_worker_timeout):
             part.close()
+        self._quarantines.close()
+        self._listener.close()
         for worker in self.workers:
             if worker.channel is not None:
                 self._loop.remove_reader(worker.channel)
             worker.detach()
+        if self._zmq_paths is not None:
+            self._zmq_paths.remove()
 
     async def abandon(self) -> None:
-        """End what a failed start has begun; workers that siblings have stay with them."""
+        """Undo a failed start; workers that siblings use stay."""
         if not self._member.siblings:
             return await self.stop()
         for worker in self.workers:
             if worker.child is not None:
                 worker.kill()
-        self.let_go()
+        self.release_workers()
 
     def kill_all(self) -> None:
-        """End every worker now; for an exit that waits for nothing."""
+        """Kill every worker, for an immediate exit."""
         for worker in self.workers:
             worker.kill()
 
-    def _make_actions(self) -> dict[Action, Callable[[Worker], None]]:
-        starting = self._starting
+    def _action_table(self) -> dict[Action, Callable[[Worker], None]]:
+        spawner = self._spawner
         return {
-            Action.SPAWN: starting.spawn,
-            Action.SPAWN_LATER: starting.spawn_later,
-            Action.SPAWN_NEXT: starting.spawn_next,
+            Action.SPAWN: spawner.spawn,
+            Action.SPAWN_LATER: spawner.spawn_later,
+            Action.SPAWN_NEXT: spawner.spawn_next,
             Action.LOAD: self._load,
             Action.OPEN: self._open,
-            Action.AWAIT: self._await,
+            Action.KEEP_OPEN: self._keep_open,
             Action.CLOSE: self._dispatcher.close,
             Action.DRAIN: self._drain,
             Action.DETACH: self._detach,
-            Action.COUNT_BOOT: starting.count_boot,
-            Action.COUNT_CRASH: starting.count_crash,
-            Action.FORGIVE: starting.forgive,
+            Action.COUNT_BOOT: spawner.count_boot,
+            Action.COUNT_CRASH: spawner.count_crash,
+            Action.RESET_FAILURES: spawner.reset_failures,
             Action.ABORT: self._abort,
             Action.KILL: self._kill,
         }
 
-    def _happened(self, worker: Worker, event: Event) -> None:
+    def _on_event(self, worker: Worker, event: Event) -> None:
         before = worker.state
         worker.state, actions = step(before, event)
         if actions or worker.state is not before:
-            worker.story.append((now_ns(), event, worker.state))
+            worker.history.append((now_ns(), event, worker.state))
             log.info("worker %d: %s, was %s, is %s", worker.index, event, before, worker.state)
         for action in actions:
             self._actions[action](worker)
-        self._vacancy.look()
-        self.noticed()
+        self._no_worker_timeout.update()
+        self.notify_change()
 
-    def noticed(self) -> None:
-        """What is ready may have changed."""
+    def notify_change(self) -> None:
+        """Signal that readiness may have changed."""
         self._changed.set()
         self._on_change()
 
-    def on_message(self, worker: Worker, message: ToGateway) -> None:
-        """A worker has said something that is not about a batch."""
-        if isinstance(message, Stepped):
+    def on_message(self, worker: Worker, message: messages.ToGateway) -> None:
+        """Handle a message other than a batch result."""
+        if isinstance(message, messages.Stepped):
             self._models.by_key[message.model].measures.on_stepped(message.steps)
-        elif isinstance(message, Leaving):
-            self._happened(worker, Event.LEFT)
-        elif isinstance(message, Notice):
+        elif isinstance(message, messages.Leaving):
+            self._on_event(worker, Event.LEFT)
+        elif isinstance(message, messages.Notice):
             worker.notices.append(message.text)
             log.warning("worker %d: %s", worker.index, message.text)
         else:
-            assert isinstance(message, Loaded | LoadFailed | Unloaded)
+            assert not isinstance(message, messages.Done | messages.Failed)
             self.loading.on_answer(worker, message)
-            self.noticed()
+            self.notify_change()
 
-    def on_garbled(self, worker: Worker, error: Exception) -> None:
-        """End a worker that was not understood: somebody might wait for ever for what it meant."""
-        index = worker.index
-        log.error("worker %d is ended: a frame was not understood: %s", index, error)
-        self._give_up(worker, worker.incarnation)
+    def on_malformed(self, worker: Worker, error: Exception) -> None:
+        """End the worker: the lost frame may have been a result that a request needs."""
+        log.error("worker %d is ended: malformed frame: %s", worker.index, error)
+        self._end_worker(worker, worker.incarnation)
 
     def on_end(self, worker: Worker, channel: Channel) -> None:
-        """A worker has gone."""
+        """Handle the end of a worker's channel."""
         self._loop.remove_reader(channel)
-        self._happened(worker, Event.LOST)
+        self._on_event(worker, Event.LOST)
 
-    def on_worn(self, worker: Worker) -> None:
-        """A worker has run as many batches as it should."""
-        self._recycling.look(worker)
+    def on_batch_limit(self, worker: Worker) -> None:
+        """Recycle a worker after its limit of batches."""
+        self._recycling.check(worker)
 
-    def _on_deaf(self, slot: WorkerSlot) -> None:
-        """End a worker that takes no messages, once whoever was sending has come to an end."""
-        self._loop.call_soon(self._give_up, self.workers[slot.index], slot.incarnation)
+    def _on_unresponsive(self, slot: WorkerSlot) -> None:
+        """End a worker that does not read its channel, after the current callback."""
+        self._loop.call_soon(self._end_worker, self.workers[slot.index], slot.incarnation)
 
-    def _give_up(self, worker: Worker, incarnation: int) -> None:
-        """End a process with which this one cannot talk, if it is still there."""
+    def _end_worker(self, worker: Worker, incarnation: int) -> None:
+        """End an unresponsive process, unless the slot has another one."""
         if incarnation == worker.incarnation:
             is_loading = worker.state is State.LOADING
-            self._happened(worker, Event.LOAD_FAILED if is_loading else Event.HUNG)
+            self._on_event(worker, Event.LOAD_FAILED if is_loading else Event.HUNG)
 
-    def _on_let_go(self, worker: Worker, incarnation: int) -> None:
+    def _on_released(self, worker: Worker, incarnation: int) -> None:
         if incarnation == worker.incarnation:
-            self._happened(worker, Event.LOST)
+            self._on_event(worker, Event.LOST)
 
-    async def _take_on(self, connection: socket.socket, pid: int, hello: Hello) -> None:
-        """Give a worker that came in its place, its memory and its models."""
+    async def _register(self, connection: socket.socket, pid: int, hello: messages.Hello) -> None:
+        """Give a worker its slot, memory and models."""
         self._quarantines.follow(hello)
         worker = slot_for(self.workers, pid, hello)
         self._incarnation += 1
         try:
             await create_memory(worker, self._incarnation, pid, self._config.arena)
-            welcome(worker, connection, self._intake.segment, self._settings, self._member)
+            prefix = self._zmq_paths.prefix(worker.incarnation) if self._zmq_paths else ""
+            welcome(worker, connection, self._intake.segment, self._settings, self._member, prefix)
+            worker.channel = channel = open_channel(connection, prefix, is_gateway=True)
         except (IskanderError, OSError):
             worker.detach()
             raise
-        worker.channel = channel = Channel(connection)
-        self._loop.add_reader(channel, self._hearing.take, worker, channel)
-        self._happened(worker, Event.ATTACHED)
+        self._loop.add_reader(channel, self._message_reader.read, worker, channel)
+        self._on_event(worker, Event.ATTACHED)
 
-    def _on_refused(self, worker: Worker, error: IskanderError) -> None:
+    def _on_load_error(self, worker: Worker, error: IskanderError) -> None:
         if not worker.has_been_ready:
-            self._starting.boot_error = error
-
-    def _on_recycle_due(self, worker: Worker) -> None:
-        self._happened(worker, Event.RECYCLE_DUE)
+            self._spawner.boot_error = error
 
     def _on_hung(self, worker: Worker, silent_ns: int) -> None:
         worker.was_stopped = worker.is_stopped
-        log.error(
-            "worker %d has been silent for %d ms, %s: it is ended",
-            worker.index,
-            silent_ns // NS_PER_MS,
-            _doing(worker),
-        )
-        self._happened(worker, Event.HUNG)
-
-    def _on_process_end(self, worker: Worker, end: ProcessExit) -> None:
-        self._quarantines.on_end(worker, end)
+        text = "worker %d has been silent for %d ms, %s: it is ended"
+        log.error(text, worker.index, silent_ns // NS_PER_MS, _running_batch(worker))
+        self._on_event(worker, Event.HUNG)
 
     def _later(self, worker: Worker, delay_s: float, event: Event) -> None:
-        self._timers.set(worker, delay_s, self._happened, worker, event)
+        self._timers.set(worker, delay_s, self._on_event, worker, event)
 
     def _load(self, worker: Worker) -> None:
         self._later(worker, self._settings.start_s, Event.TIMED_OUT)
-        self.loading.ask_next(worker)
+        self.loading.load_next(worker)
 
     def _open(self, worker: Worker) -> None:
         self._timers.clear(worker)
         worker.has_been_ready = True
-        worker.is_awaited = False
+        worker.is_replacement_pending = False
         if self._member.is_first:
-            self._recycling.opened(worker)
+            self._recycling.on_open(worker)
         if worker.failures:
             self._later(worker, STEADY_S, Event.STEADY)
         self._dispatcher.open(worker)
-        self.loading.ask_next(worker)
+        self.loading.load_next(worker)
 
-    def _await(self, worker: Worker) -> None:
-        """Let requests wait where it is known that another process will come."""
-        worker.is_awaited = self._settings.spawn or worker.is_due
-        self._vacancy.look()
+    def _keep_open(self, worker: Worker) -> None:
+        """Keep the queues open if a replacement is certain."""
+        worker.is_replacement_pending = self._settings.spawn or worker.is_recycling
+        self._no_worker_timeout.update()
 
     def _drain(self, worker: Worker) -> None:
         assert worker.channel is not None
         self._later(worker, self._config.server.drain_s, Event.TIMED_OUT)
-        worker.channel.send(encode([Drain(self._is_stopping)]))
+        worker.channel.send(messages.encode([messages.Drain(self._is_stopping)]))
         self.loading.on_leaving(worker, is_stopping=self._is_stopping)
 
     def _detach(self, worker: Worker) -> None:
         if worker.in_flight:
-            log.error("worker %d is gone, %s", worker.index, _doing(worker))
-        # While the beat can still be read: it says which batch was running.
+            log.error("worker %d has ended, %s", worker.index, _running_batch(worker))
+        # Before the heartbeat is unmapped, which identifies the running batch.
         self._quarantines.suspect(worker)
         self._dispatcher.on_lost(worker)
         self.loading.on_lost(worker)
@@ -414,7 +358,7 @@ class Supervisor:
         worker.dump()
 
     def _kill(self, worker: Worker) -> None:
-        """End the process; one that siblings have, and that failed here only, is let go."""
+        """Kill the process, or release one that siblings use and that failed only here."""
         is_theirs = bool(self._member.siblings) and (
             not self._member.is_first or (worker.state is State.LOADING and worker.child is None)
         )
@@ -422,13 +366,12 @@ class Supervisor:
             worker.kill()
         elif worker.channel is not None:
             self._loop.remove_reader(worker.channel)
-            self._loop.call_soon(self._on_let_go, worker, worker.incarnation)
+            self._loop.call_soon(self._on_released, worker, worker.incarnation)
 
 
-def _doing(worker: Worker) -> str:
-    """What a worker was at, as far as its beat says."""
+def _running_batch(worker: Worker) -> str:
+    """Describe the running batch according to the heartbeat."""
     batch_id = worker.last_beat().batch_id
     if batch_id not in worker.in_flight:
-        return f"with none of the batches begun that it was sent, {len(worker.in_flight)}"
-    lane = worker.in_flight[batch_id].lane
-    return f"with batch {batch_id} of model `{lane.title}`"
+        return f"with {len(worker.in_flight)} batches sent and none started"
+    return f"with batch {batch_id} of model `{worker.in_flight[batch_id].lane.title}`"

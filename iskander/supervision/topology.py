@@ -1,7 +1,7 @@
-"""What this process may run on: cpus by physical core, L3 domain and NUMA node, read from sysfs.
+"""CPU topology: cpus by physical core, L3 domain and NUMA node, read from sysfs.
 
-A tree may lack any of it: a virtual machine has no caches, a kernel no nodes, a container no sysfs.
-What is not told is taken to be one: one node, one domain for each node, one core for each cpu.
+Entries may be missing: a virtual machine has no caches, a kernel no nodes, a container no sysfs.
+The defaults are one node, one domain for each node, and one core for each cpu.
 
 Source: Documentation/admin-guide/cputopology.rst, ABI/stable/sysfs-devices-node and
 ABI/stable/sysfs-devices-system-cpu (cache/index*) of the Linux kernel.
@@ -14,19 +14,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-_L3 = "3"
 _SIBLINGS = ("core_cpus_list", "thread_siblings_list")
-"""One file by its name of today, and by the one before Linux 5.3."""
+"""The current file name, and the name before Linux 5.3."""
 
 
 class Cpu(NamedTuple):
-    """What the kernel schedules on: with SMT one of the hardware threads of a core.
+    """A logical cpu: with SMT one of the hardware threads of a core.
 
     Attributes:
-        node: Its NUMA node.
-        domain: Its L3 domain, counted from 0 in the order of nodes and cpus.
-        core: Its physical core: the lowest cpu of its siblings.
-        number: The kernel's.
+        domain: L3 domain, counted from 0 in the order of nodes and cpus.
+        core: The lowest cpu of its siblings.
     """
 
     node: int
@@ -36,20 +33,14 @@ class Cpu(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """The cpus that may be used, sorted: a node's together, in it a domain's, in it a core's.
-
-    Attributes:
-        cpus: All of them.
-        has_l3: Whether the kernel says which cpus share an L3 cache; each node is a domain where
-            it does not.
-    """
+    """Usable cpus, sorted by node, domain and core; without L3 caches each node is a domain."""
 
     cpus: tuple[Cpu, ...]
     has_l3: bool = True
 
     @property
     def numbers(self) -> set[int]:
-        """The kernel's numbers of all cpus."""
+        """Kernel numbers of all cpus."""
         return {cpu.number for cpu in self.cpus}
 
     @property
@@ -68,40 +59,28 @@ class Topology(NamedTuple):
         return [_numbers(cpus) for _, cpus in groupby(self.cpus, lambda cpu: cpu.core)]
 
     def only(self, numbers: Collection[int]) -> Topology:
-        """The part with these cpus."""
-        wanted = set(numbers)
-        return self._replace(cpus=tuple(cpu for cpu in self.cpus if cpu.number in wanted))
+        """Restrict the topology to the given cpus."""
+        selected = set(numbers)
+        return self._replace(cpus=tuple(cpu for cpu in self.cpus if cpu.number in selected))
 
 
 def read_topology(allowed: Collection[int], sysfs: Path = Path("/sys")) -> Topology:
-    """The machine as a process sees it that may use the cpus `allowed`.
-
-    Args:
-        allowed: As by `sched_getaffinity`, which leaves out what is offline or outside the cpuset.
-        sysfs: Where it is mounted, or a recording of it.
-    """
+    """Read the topology of the cpus `allowed`, the result of `sched_getaffinity`."""
     node_of = _nodes(sysfs)
     if not node_of.keys() >= set(allowed):
         node_of = dict.fromkeys(allowed, 0)
     folders = {number: sysfs / f"devices/system/cpu/cpu{number}" for number in sorted(allowed)}
     l3_of = _lowest(folders, _l3_sharers)
     core_of = _lowest(folders, _siblings)
-    # A cache can be shared across nodes: a socket that is set up as several. A domain cannot.
+    # Nodes of one socket can share a cache; a domain never spans nodes.
     keys = {number: (node_of[number], l3_of.get(number, -1)) for number in folders}
     order = {key: domain for domain, key in enumerate(sorted(set(keys.values())))}
-    cpus = [
-        Cpu(node_of[number], order[keys[number]], core_of.get(number, number), number)
-        for number in folders
-    ]
+    cpus = [Cpu(node_of[n], order[keys[n]], core_of.get(n, n), n) for n in folders]
     return Topology(tuple(sorted(cpus)), has_l3=bool(l3_of))
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Read a kernel cpu list such as `0-3,8`.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Parse a kernel cpu list such as `0-3,8`; raise a `ValueError` for any other text."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         first, dash, last = part.partition("-")
@@ -113,7 +92,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def render_cpu_list(cpus: Collection[int]) -> str:
-    """The same list as the kernel writes it."""
+    """Format cpus as a kernel cpu list."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][-1] == cpu - 1:
@@ -128,19 +107,17 @@ def _numbers(cpus: Iterable[Cpu]) -> tuple[int, ...]:
 
 
 def _nodes(sysfs: Path) -> dict[int, int]:
-    """The node of each cpu; the first of several, since some firmware lists a cpu in all."""
+    """Return the node of each cpu, the lowest if firmware lists a cpu in several."""
     node_of: dict[int, int] = {}
     folders = (sysfs / "devices/system/node").glob("node[0-9]*")
-    for node, folder in sorted(
-        (int(folder.name.removeprefix("node")), folder) for folder in folders
-    ):
+    for node, folder in sorted((int(each.name.removeprefix("node")), each) for each in folders):
         for cpu in _read_list(folder / "cpulist"):
             node_of.setdefault(cpu, node)
     return node_of
 
 
 def _lowest(folders: dict[int, Path], sharers: Callable[[Path], tuple[int, ...]]) -> dict[int, int]:
-    """The lowest cpu of those that share something with each; one file is read for all of them."""
+    """Map each cpu to the lowest cpu of its sharers; one file is read for all of them."""
     lowest: dict[int, int] = {}
     for number, folder in folders.items():
         if number not in lowest:
@@ -152,7 +129,7 @@ def _lowest(folders: dict[int, Path], sharers: Callable[[Path], tuple[int, ...]]
 
 def _l3_sharers(folder: Path) -> tuple[int, ...]:
     for cache in folder.glob("cache/index[0-9]*"):
-        if _read(cache / "level") == _L3:
+        if _read(cache / "level") == "3":
             return _read_list(cache / "shared_cpu_list")
     return ()
 

@@ -1,6 +1,6 @@
-"""What a worker says: taken off its socket, and given to whom it concerns.
+"""Reads worker messages from the channels and dispatches them.
 
-Answers to batches go straight to the dispatcher; everything else is rare, and the supervisor's.
+Batch results go directly to the dispatcher; the rare other messages go to the supervisor.
 
 Runs on: gateway loop.
 """
@@ -18,36 +18,31 @@ from iskander.supervision.worker import Worker
 
 
 class WorkerMessageHandler(Protocol):
-    """Who is told of what is not about a batch."""
+    """Handler of messages other than batch results."""
 
     def on_message(self, worker: Worker, message: ToGateway) -> None:
-        """A worker has said something."""
+        """Handle a message."""
 
-    def on_garbled(self, worker: Worker, error: Exception) -> None:
-        """What it said was not understood, and may have been the end of a batch."""
+    def on_malformed(self, worker: Worker, error: Exception) -> None:
+        """Handle a frame that cannot be decoded, which may have been a batch result."""
 
     def on_end(self, worker: Worker, channel: Channel) -> None:
-        """It says nothing any more."""
+        """Handle the end of the channel."""
 
-    def on_worn(self, worker: Worker) -> None:
-        """It has run as many batches as it should."""
+    def on_batch_limit(self, worker: Worker) -> None:
+        """Handle a worker that has computed `recycle_at` batches."""
 
 
 class WorkerMessageReader:
-    """Listens to all workers.
+    """Reads the channels of all workers."""
 
-    Args:
-        dispatcher: Told what came of batches.
-        listener: Told the rest.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, listener: WorkerMessageHandler) -> None:
+    def __init__(self, dispatcher: Dispatcher, handler: WorkerMessageHandler) -> None:
         self._dispatcher = dispatcher
-        self._listener = listener
+        self._handler = handler
 
-    def take(self, worker: Worker, channel: Channel) -> None:
-        """Take everything that a worker has said, its end too."""
-        dispatcher, listener = self._dispatcher, self._listener
+    def read(self, worker: Worker, channel: Channel) -> None:
+        """Process everything that a channel has received, including its end."""
+        dispatcher, handler = self._dispatcher, self._handler
         for messages in self._messages(worker, channel):
             for message in messages:
                 if type(message) is Done:
@@ -55,15 +50,15 @@ class WorkerMessageReader:
                 elif type(message) is Failed:
                     dispatcher.on_failed(worker, message)
                 else:
-                    listener.on_message(worker, message)
+                    handler.on_message(worker, message)
         if channel.has_ended:
-            listener.on_end(worker, channel)
+            handler.on_end(worker, channel)
         elif worker.batches >= worker.recycle_at:
-            listener.on_worn(worker)
+            handler.on_batch_limit(worker)
         dispatcher.pump()
 
     def _messages(self, worker: Worker, channel: Channel) -> Iterator[list[ToGateway]]:
-        """What a worker has said, a frame each time."""
+        """Yield the messages of each frame."""
         is_read = False
         while not is_read:
             try:
@@ -71,4 +66,4 @@ class WorkerMessageReader:
                     yield decode_to_gateway(frame)
                 is_read = True
             except (ValueError, ProtocolError) as error:
-                self._listener.on_garbled(worker, error)
+                self._handler.on_malformed(worker, error)

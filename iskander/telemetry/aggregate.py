@@ -1,8 +1,8 @@
-"""The operator's pages of a gateway of several processes: what they say, put together.
+"""Admin pages of a gateway of several processes, merged from the pages of the processes.
 
-`/metrics` has every process's figures with a label `process`. Those of lanes and streams are to be
-summed; those of workers are what each process has seen of the same ones. A process that does not
-answer in time is left out, and `iskander_process_up` says so.
+`/metrics` has the metrics of each process with a label `process`. Sum the metrics of lanes and
+streams; those of workers are each process's view of the same workers. A process without a response
+in time is missing, and its `iskander_process_up` is 0.
 
 Runs on: the parent's loop.
 """
@@ -32,25 +32,21 @@ UP = "Whether the gateway process answered."
 STARTS = "Starts of the gateway process."
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Without the proxies of the environment, which know nothing of this machine's own ports."""
+"""Ignores the proxies of the environment, which cannot reach ports of this machine."""
 
 
 class AggregatedPages:
-    """What is answered for all processes.
-
-    Args:
-        parent: Of the processes.
-    """
+    """Merged readiness and metrics of all processes."""
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
 
     def reasons(self) -> list[str]:
-        """Why the gateway is not ready; empty where it is."""
+        """Return the reasons for not being ready; empty if ready."""
         return self._parent.reasons()
 
     async def render(self, *, is_openmetrics: bool) -> bytes:
-        """The page for Prometheus."""
+        """Render the page for Prometheus."""
         texts = await asyncio.gather(
             *(asyncio.to_thread(_fetch, each.admin_address) for each in self._parent.processes)
         )
@@ -69,34 +65,34 @@ class AggregatedPages:
 
 
 class _Merged:
-    """Families of several pages, by name; what an exposition takes for a registry."""
+    """Families of several pages by name; a registry for the exposition functions."""
 
     def __init__(self) -> None:
         self.families: dict[str, Metric] = {}
 
     def add(self, text: str, process: str) -> None:
-        """Put a page's samples with those that are there."""
+        """Add the samples of a page."""
         for family in text_string_to_metric_families(text):
-            known = self.families.setdefault(
+            merged = self.families.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type, family.unit)
             )
-            known.samples += [
+            merged.samples += [
                 Sample(name, {**labels, "process": process}, value, timestamp, exemplar)
                 for name, labels, value, timestamp, exemplar, *_ in family.samples
             ]
 
     def collect(self) -> Iterator[Metric]:
-        """Every family."""
+        """Return all families."""
         yield from self.families.values()
 
 
 def _fetch(address: str) -> str:
-    """A process's own page; empty where it gives none."""
+    """Fetch the page of a process; empty on failure."""
     if not address:
         return ""
     try:
-        with _OPENER.open(f"http://{address}/metrics", timeout=ANSWER_S) as answer:
-            text: str = answer.read(PAGE_BYTES_MAX).decode()
+        with _OPENER.open(f"http://{address}/metrics", timeout=ANSWER_S) as response:
+            text: str = response.read(PAGE_BYTES_MAX).decode()
     except (OSError, ValueError, HTTPException):
         return ""
     return text

@@ -1,4 +1,4 @@
-"""Log lines on stderr: for people, or as JSON for machines."""
+"""Logging to stderr, as text or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(config: AdminConfig, process: int | None = None) -> None:
-    """Send this process's log lines to stderr, with its number where it is one of several."""
+    """Log to stderr; `process` is the index of a process of several."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         handler.setFormatter(_JsonFormatter(process))

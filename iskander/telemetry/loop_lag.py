@@ -1,8 +1,7 @@
-"""How late the loop comes to what is due: how long something held it.
+"""Event loop lag: lateness of a timer with a period of 50 ms.
 
-A timer that is due every 50 ms says by its lateness what any message would have waited for at that
-moment, be it for a long step of the gateway's own or for a core that another process had. Timers
-are in whole milliseconds, so that one of lateness means nothing.
+The lateness is the delay of any message at that moment, from a long callback or from a core used by
+another process. Timers have a resolution of 1 ms, so a lag of 1 ms is noise.
 
 Runs on: gateway loop.
 """
@@ -18,11 +17,7 @@ TICK_S = 0.05
 
 
 class LoopLag:
-    """Measures the loop that it is started on, until it is stopped.
-
-    Attributes:
-        lag_ns: How late each tick was.
-    """
+    """Measures the lag of the running loop; `lag_ns` has the lateness of each tick."""
 
     def __init__(self) -> None:
         self.lag_ns = Histogram(LATENCY_BOUNDS_NS)
@@ -30,12 +25,12 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Tick from now on."""
+        """Start the timer."""
         self._due_ns = now_ns() + int(TICK_S * NS_PER_S)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def stop(self) -> None:
-        """Tick no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,6 +1,4 @@
-"""What is looked at from outside: the live objects that the metrics and the stats are read from.
-
-Nothing is copied or kept here, and nothing in the path of a batch knows that it is looked at.
+"""Live objects that metrics and statistics are read from.
 
 Runs on: gateway loop.
 """
@@ -24,23 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricSources:
-    """One gateway.
+    """Metric sources of one gateway.
 
     Attributes:
-        started_ns: When it was.
-        models: Their lanes, the workers, and whether they are ready.
-        input_arena: Of the gateway.
-        input_backing: What memory it is.
-        streams: Those of Flight that are open.
-        calls: Those of other protocols that are.
-        regions: Bytes of each region of memory that is lent to a client.
-        counts: What the dispatcher counts.
-        loop_lag_ns: How late the loop was, each time that was looked.
-        clients: Of Inferential, that are connected.
-        outcomes: Of Inferential's observations.
-        budget: The memory of received bytes.
-        connections_ended: Connections and messages that the server ended, by reason.
-        refused: Calls that showed no token that was enough, by the errors' codes.
+        streams: Open Flight streams.
+        calls: Open calls of the other protocols.
+        regions: Bytes of each shared-memory region of a client.
+        counts: Counters of the dispatcher.
+        clients: Connected Inferential clients.
+        outcomes: Inferential observations by outcome.
+        connections_ended: Connections and messages ended by the server, by reason.
+        refused: Calls without a sufficient token, by error code.
     """
 
     started_ns: int
@@ -60,5 +52,5 @@ class MetricSources:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since it was started."""
+        """Seconds since the start."""
         return (now_ns() - self.started_ns) / NS_PER_S

@@ -1,8 +1,8 @@
-"""Every metric, declared once: name, kind, unit, labels, sentence, and where its value is read.
+"""Metrics: tables of name, kind, unit, labels, help text and reader.
 
-The reference page comes from the tables below, and so does what Prometheus gets. Values are read
-when they are asked for; the path of a batch counts in `Counts` and a `Histogram` and no more.
-A scrape is made in short turns, so that no batch waits for a long page.
+The tables are the source of the reference page and of the Prometheus page. Values are read during a
+scrape; the path of a batch updates `Counters` and `Histogram` only. A scrape yields to the event
+loop between small steps.
 
 Runs on: gateway loop. Source: Prometheus text format 0.0.4 and OpenMetrics 1.0.
 """
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from iskander.scheduling.lane import Lane
     from iskander.supervision.worker import Worker
 
-SOURCES_A_TURN = {"counter": 16, "gauge": 16, "histogram": 2}
-"""What a metric is read from before others have their turn: up to 72 samples of 8 us."""
+SOURCES_PER_STEP = {"counter": 16, "gauge": 16, "histogram": 2}
+"""Sources of a metric in one step of a scrape: up to 72 samples of 8 us."""
 
 ENDS = frozenset(("crash", "hang", "boot_failure", "replaced"))
 BASE_UNITS = ("seconds", "bytes")
-"""Units that end a name, as Prometheus wants it."""
+"""Units that are suffixes of metric names (Prometheus convention)."""
 OUTCOMES = ("completed", "withdrawn")
 OBSERVED = ("answered", "late", "unsent")
 TIMEOUTS = tuple(
@@ -50,6 +50,7 @@ TIMEOUTS = tuple(
 REFUSED = (Unauthenticated.code, PermissionDenied.code)
 
 Source = TypeVar("Source")
+Value = Callable[[Source], float | Histogram]
 Readings = Iterable[tuple[tuple[str, ...], float | Histogram]]
 Sources = Sequence[tuple[tuple[str, ...], Any]]
 
@@ -59,11 +60,11 @@ class Metric(Generic[Source]):
     """One metric.
 
     Attributes:
-        name: As Prometheus conventions have it; a histogram of seconds is recorded in nanoseconds.
-        unit: Of its values; empty where they are a yes or no, or a number of its own kind.
-        labels: Beside those of what it is read from.
-        sentence: What it means.
-        read: Its values now, each with its labels.
+        name: Prometheus name; a histogram of seconds is recorded in nanoseconds.
+        unit: Unit of the values; empty for booleans and plain numbers.
+        labels: Labels beside those of the scope.
+        sentence: Help text.
+        read: Returns the current values with their labels.
     """
 
     name: str
@@ -74,16 +75,24 @@ class Metric(Generic[Source]):
     read: Callable[[Source], Readings]
 
 
-def _one(read: Callable[[Source], float | Histogram]) -> Callable[[Source], Readings]:
-    return lambda source: [((), read(source))]
+def _gauge(name: str, unit: str, text: str, read: Value[Source]) -> Metric[Source]:
+    return Metric(name, "gauge", unit, (), text, lambda source: [((), read(source))])
 
 
-def _count(key: str) -> Callable[[Lane], Readings]:
-    return lambda lane: [((), lane.counts[key])]
+def _counter(name: str, unit: str, text: str, read: Value[Source]) -> Metric[Source]:
+    return Metric(name, "counter", unit, (), text, lambda source: [((), read(source))])
+
+
+def _histogram(name: str, unit: str, text: str, read: Value[Source]) -> Metric[Source]:
+    return Metric(name, "histogram", unit, (), text, lambda source: [((), read(source))])
+
+
+def _count(name: str, unit: str, text: str, key: str) -> Metric[Lane]:
+    return Metric(name, "counter", unit, (), text, lambda lane: [((), lane.counts[key])])
 
 
 def _counts(prefix: str, known: Iterable[str] = ()) -> Callable[[Lane], Readings]:
-    """Counts whose key begins with a prefix, by what follows; `known` ones are there at 0."""
+    """Read the counts of a key prefix, labelled by the rest of the key; `known` keys start at 0."""
 
     def read(lane: Lane) -> Readings:
         counts = lane.counts
@@ -95,174 +104,165 @@ def _counts(prefix: str, known: Iterable[str] = ()) -> Callable[[Lane], Readings
 
 LANE_LABELS = ("model", "version")
 LANE_METRICS: tuple[Metric[Lane], ...] = (
-    Metric("iskander_model_workers", "gauge", "workers", (), "Workers that take its batches now.",
-           _one(lambda lane: len(lane.ready))),
-    Metric("iskander_queue_requests", "gauge", "requests", (), "Requests that wait.",
-           _one(lambda lane: lane.queue.requests)),
-    Metric("iskander_queue_rows", "gauge", "rows", (), "Rows that wait.",
-           _one(lambda lane: lane.queue.rows)),
-    Metric("iskander_queue_bytes", "gauge", "bytes", (), "Bytes of the inputs that wait.",
-           _one(lambda lane: lane.queue.bytes)),
-    Metric("iskander_requests_total", "counter", "requests", (), "Requests that were admitted.",
-           _count("requests")),
-    Metric("iskander_rows_total", "counter", "rows", (), "Rows of admitted requests.",
-           _count("rows")),
-    Metric("iskander_batches_total", "counter", "batches", (), "Batches sent to workers.",
-           _count("batches")),
+    _gauge("iskander_model_workers", "workers", "Workers that accept its batches now.",
+           lambda lane: len(lane.ready)),
+    _gauge("iskander_queue_requests", "requests", "Queued requests.",
+           lambda lane: lane.queue.requests),
+    _gauge("iskander_queue_rows", "rows", "Queued rows.", lambda lane: lane.queue.rows),
+    _gauge("iskander_queue_bytes", "bytes", "Input bytes of queued requests.",
+           lambda lane: lane.queue.bytes),
+    _count("iskander_requests_total", "requests", "Admitted requests.", "requests"),
+    _count("iskander_rows_total", "rows", "Rows of admitted requests.", "rows"),
+    _count("iskander_batches_total", "batches", "Batches sent to workers.", "batches"),
     Metric("iskander_requests_ended_total", "counter", "requests", ("outcome",), "Admitted "
-           "requests that did not fail: completed or withdrawn (the caller left).",
+           "requests that did not fail: completed, or withdrawn (the caller disconnected).",
            lambda lane: [((name,), lane.counts[name]) for name in OUTCOMES]),
-    Metric("iskander_requests_retried_total", "counter", "requests", (), "Requests sent again "
-           "after their worker died.", _count("retried")),
-    Metric("iskander_worker_deaths_total", "counter", "workers", (), "Workers that died, or hung, "
-           "while they ran a batch of it.", _count("worker_deaths")),
-    Metric("iskander_model_isolated", "gauge", "", (), "Whether it has a worker of its own, since "
-           "its batches ended others.", _one(lambda lane: lane.is_isolated)),
-    Metric("iskander_model_quarantined", "gauge", "", (), "Whether its requests are refused, since "
-           "its batches ended workers again and again.",
-           _one(lambda lane: lane.quarantine is not None)),
-    Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests that were "
-           "refused before they ran, by error code.", _counts("refused.")),
-    Metric("iskander_failures_total", "counter", "requests", ("code",), "Requests that a worker "
-           "had and did not complete, by error code.", _counts("failed.")),
+    _count("iskander_requests_retried_total", "requests", "Retries after the death of a worker.",
+           "retried"),
+    _count("iskander_worker_deaths_total", "workers", "Workers that died or hung while they ran a "
+           "batch.", "worker_deaths"),
+    _gauge("iskander_model_isolated", "", "Whether it runs in a separate worker because its "
+           "batches ended workers.", lambda lane: lane.is_isolated),
+    _gauge("iskander_model_quarantined", "", "Whether its requests are rejected because its "
+           "batches ended workers repeatedly.", lambda lane: lane.quarantine is not None),
+    Metric("iskander_refusals_total", "counter", "requests", ("code",), "Requests rejected before "
+           "they ran, by error code.", _counts("refused.")),
+    Metric("iskander_failures_total", "counter", "requests", ("code",), "Requests that failed in a "
+           "worker, by error code.", _counts("failed.")),
     Metric("iskander_deadlines_total", "counter", "requests", ("result",), "Requests with a "
-           "deadline: hit (its results were there in time) or missed.",
+           "deadline: hit (results in time) or missed.",
            _counts("deadline.", ("deadline.hit", "deadline.missed"))),
-    Metric("iskander_batches_closed_total", "counter", "batches", ("reason",), "Batches by why "
-           "nothing more was put in: full, idle (a worker was free), linger (waited long enough), "
-           "deadline (one could wait no longer), shape (the next does not fit with it) or alone "
-           "(nothing else may be with it).", _counts("closed.", Reason)),
-    Metric("iskander_batch_rows", "histogram", "rows", (), "Rows of the batches sent to workers.",
-           _one(lambda lane: lane.measures.batch_rows)),
-    Metric("iskander_wait_seconds", "histogram", "seconds", (), "From a request's arrival to a "
-           "worker, for each batch with rows of it.", _one(lambda lane: lane.measures.wait_ns)),
-    Metric("iskander_run_seconds", "histogram", "seconds", (), "What a worker took for a batch.",
-           _one(lambda lane: lane.measures.run_ns)),
-    Metric("iskander_step_seconds", "histogram", "seconds", ("step",), "What each step of a "
-           "pipeline took for a batch.",
-           lambda lane: [((name,), took) for name, took in lane.measures.steps_ns.items()]),
-    Metric("iskander_request_seconds", "histogram", "seconds", (), "From a request's arrival to "
-           "its results.", _one(lambda lane: lane.measures.total_ns)),
-    Metric("iskander_cost_row_seconds", "gauge", "seconds", ("worker",), "What one more row costs "
-           "on a worker, as learned.",
+    Metric("iskander_batches_closed_total", "counter", "batches", ("reason",), "Batches by the "
+           "reason for closing: full, idle (a worker was free), linger (timeout), deadline (a "
+           "request could not wait longer), shape (the next request has another shape) or alone "
+           "(the request runs in a batch of its own).", _counts("closed.", Reason)),
+    _histogram("iskander_batch_rows", "rows", "Rows of the batches sent to workers.",
+               lambda lane: lane.measures.batch_rows),
+    _histogram("iskander_wait_seconds", "seconds", "Time from the arrival of a request to its "
+               "worker, for each batch with rows of it.", lambda lane: lane.measures.wait_ns),
+    _histogram("iskander_run_seconds", "seconds", "Run time of a batch in the worker.",
+               lambda lane: lane.measures.run_ns),
+    Metric("iskander_step_seconds", "histogram", "seconds", ("step",), "Run time of each pipeline "
+           "step of a batch.",
+           lambda lane: [((name,), step_ns) for name, step_ns in lane.measures.steps_ns.items()]),
+    _histogram("iskander_request_seconds", "seconds", "Time from the arrival of a request to its "
+               "results.", lambda lane: lane.measures.total_ns),
+    Metric("iskander_cost_row_seconds", "gauge", "seconds", ("worker",), "Learned cost of one more "
+           "row on a worker.",
            lambda lane: [((str(i),), c.row_ns / NS_PER_S) for i, c in lane.costs.items()]),
-    Metric("iskander_cost_base_seconds", "gauge", "seconds", ("worker",), "What a batch costs on a "
-           "worker whatever its rows, as learned.",
+    Metric("iskander_cost_base_seconds", "gauge", "seconds", ("worker",), "Learned fixed cost of a "
+           "batch on a worker.",
            lambda lane: [((str(i),), c.base_ns / NS_PER_S) for i, c in lane.costs.items()]),
-    Metric("iskander_cadence_clients", "gauge", "clients", (), "Clients whose rhythm is known.",
-           _one(lambda lane: len(lane.cadence))),
+    _gauge("iskander_cadence_clients", "clients", "Clients with a known request period.",
+           lambda lane: len(lane.cadence)),
 )  # fmt: skip
 
 WORKER_LABELS = ("worker",)
 WORKER_METRICS: tuple[Metric[Worker], ...] = (
-    Metric("iskander_worker_state", "gauge", "", ("state",), "1 for the state that the worker's "
-           "place is in, 0 for the others.",
+    Metric("iskander_worker_state", "gauge", "", ("state",), "1 for the state of the worker slot, "
+           "0 for the others.",
            lambda worker: [((state.value,), worker.state is state) for state in State]),
-    Metric("iskander_worker_incarnation", "gauge", "", (), "Number of the process that fills the "
-           "place; 0 while there is none.", _one(lambda worker: worker.incarnation)),
-    Metric("iskander_worker_starts_total", "counter", "starts", (), "Processes that this gateway "
-           "started for the place.", _one(lambda worker: worker.starts)),
-    Metric("iskander_worker_ends_total", "counter", "ends", ("how",), "Its processes that ended: "
-           "crash, hang, boot_failure (before it had its models) or replaced (in order).",
+    _gauge("iskander_worker_incarnation", "", "Incarnation of the process in the slot; 0 for none.",
+           lambda worker: worker.incarnation),
+    _counter("iskander_worker_starts_total", "starts", "Processes that this gateway started for "
+             "the slot.", lambda worker: worker.starts),
+    Metric("iskander_worker_ends_total", "counter", "ends", ("how",), "Exits of its processes: "
+           "crash, hang, boot_failure (before its models were loaded) or replaced (recycled).",
            lambda worker: [((how,), worker.ends[how]) for how in sorted(ENDS.union(worker.ends))]),
-    Metric("iskander_worker_failures", "gauge", "ends", (), "Ends in a row that nobody asked for, "
-           "with no steady service between them.", _one(lambda worker: worker.failures)),
-    Metric("iskander_worker_looping", "gauge", "", (), "Whether it fails again and again, and "
-           "counts for no readiness.", _one(lambda worker: worker.is_looping)),
-    Metric("iskander_worker_batches_total", "counter", "batches", (), "Batches that it computed.",
-           _one(lambda worker: worker.batches)),
-    Metric("iskander_worker_batches_in_flight", "gauge", "batches", (), "Batches that it has.",
-           _one(lambda worker: len(worker.in_flight))),
-    Metric("iskander_worker_credits", "gauge", "batches", (), "Batches that it may have beside "
-           "those.", _one(lambda worker: worker.credits)),
-    Metric("iskander_worker_output_capacity_bytes", "gauge", "bytes", (), "Its output arena.",
-           _one(lambda worker: worker.output_arena.capacity_bytes)),
-    Metric("iskander_worker_output_leased_bytes", "gauge", "bytes", (), "Leased in its output "
-           "arena.", _one(lambda worker: worker.output_arena.leased_bytes)),
-    Metric("iskander_worker_output_huge_bytes", "gauge", "bytes", (), "Of its output arena in huge "
-           "pages.", _one(lambda worker: worker.backing.huge_bytes)),
-    Metric("iskander_worker_output_locked_bytes", "gauge", "bytes", (), "Of its output arena that "
-           "are never swapped out.", _one(lambda worker: worker.backing.locked_bytes)),
-    Metric("iskander_worker_notices", "gauge", "", (), "What was refused to it: cores of the plan, "
-           "memory of its node, huge pages, a lock.", _one(lambda worker: len(worker.notices))),
-    Metric("iskander_worker_cpu_seconds_total", "counter", "seconds", (), "CPU time of the process "
-           "that fills the place; begins anew with the next.",
-           _one(lambda worker: cpu_s(worker.pid) if worker.pid else 0)),
-    Metric("iskander_worker_resident_bytes", "gauge", "bytes", (), "Memory of the process, with "
-           "what it has touched of the arenas.",
-           _one(lambda worker: resident_bytes(worker.pid) if worker.pid else 0)),
+    _gauge("iskander_worker_failures", "ends", "Consecutive unexpected exits without steady "
+           "service between them.", lambda worker: worker.failures),
+    _gauge("iskander_worker_looping", "", "Whether it is in a crash loop; it then does not count "
+           "for readiness.", lambda worker: worker.is_looping),
+    _counter("iskander_worker_batches_total", "batches", "Batches that it completed.",
+             lambda worker: worker.batches),
+    _gauge("iskander_worker_batches_in_flight", "batches", "Batches in flight.",
+           lambda worker: len(worker.in_flight)),
+    _gauge("iskander_worker_credits", "batches", "Batches that it accepts beside those in flight.",
+           lambda worker: worker.credits),
+    _gauge("iskander_worker_output_capacity_bytes", "bytes", "Size of its output arena.",
+           lambda worker: worker.output_arena.capacity_bytes),
+    _gauge("iskander_worker_output_leased_bytes", "bytes", "Leased bytes of its output arena.",
+           lambda worker: worker.output_arena.leased_bytes),
+    _gauge("iskander_worker_output_huge_bytes", "bytes", "Bytes of its output arena in huge pages.",
+           lambda worker: worker.backing.huge_bytes),
+    _gauge("iskander_worker_output_locked_bytes", "bytes", "Locked bytes of its output arena.",
+           lambda worker: worker.backing.locked_bytes),
+    _gauge("iskander_worker_notices", "", "Resources that the system refused: planned cores, "
+           "memory of its node, huge pages, a lock.", lambda worker: len(worker.notices)),
+    _counter("iskander_worker_cpu_seconds_total", "seconds", "CPU time of the process in the "
+             "slot; restarts at 0 with the next.",
+             lambda worker: cpu_s(worker.pid) if worker.pid else 0),
+    _gauge("iskander_worker_resident_bytes", "bytes", "Resident memory of the process, with the "
+           "arena pages that it has touched.",
+           lambda worker: resident_bytes(worker.pid) if worker.pid else 0),
 )  # fmt: skip
 
 GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
-    Metric("iskander_build_info", "gauge", "", ("version", "python"), "Always 1; what runs.",
-           lambda _: [((__version__, platform.python_version()), 1)]),
-    Metric("iskander_ready", "gauge", "", (), "Whether every model is ready and it does not stop.",
-           _one(lambda observed: observed.models.is_ready)),
-    Metric("iskander_model_ready", "gauge", "", LANE_LABELS, "Whether the model has the workers "
-           "that it needs, none of them in a crash loop.",
-           lambda observed: [((lane.model.name, lane.model.version),
-                              observed.models.is_lane_ready(lane)) for lane in observed.models]),
-    Metric("iskander_model_loads_total", "counter", "loads", (), "Model versions, new or changed, "
-           "that were loaded by enough workers and put in place.",
-           _one(lambda observed: observed.models.counts["loaded"])),
-    Metric("iskander_model_load_failures_total", "counter", "loads", (), "Those that were not "
-           "served: what was served in their place still is.",
-           _one(lambda observed: observed.models.counts["failed"])),
-    Metric("iskander_model_unloads_total", "counter", "loads", (), "Model versions that were "
-           "replaced, or taken away.",
-           _one(lambda observed: observed.models.counts["unloaded"])),
-    Metric("iskander_model_generations", "gauge", "", ("stage",), "Model versions with the files "
-           "of one moment, by stage: loading, serving, or draining (finishing what they accepted).",
-           lambda observed: list(observed.models.stages())),
-    Metric("iskander_uptime_seconds", "gauge", "seconds", (), "Since the gateway was started.",
-           _one(lambda observed: observed.uptime_s)),
-    Metric("iskander_streams", "gauge", "streams", (), "Flight's streams that are open.",
-           _one(lambda observed: len(observed.streams))),
-    Metric("iskander_calls", "gauge", "calls", (), "Open calls that compute, of other protocols.",
-           _one(lambda observed: len(observed.calls))),
-    Metric("iskander_late_messages_total", "counter", "messages", (), "Answers of workers that "
-           "nobody waited for any more.", _one(lambda observed: observed.counts["late_messages"])),
-    Metric("iskander_inferential_clients", "gauge", "clients", (), "Clients of Inferential that "
-           "are connected.", _one(lambda observed: len(observed.clients))),
+    Metric("iskander_build_info", "gauge", "", ("version", "python"), "Always 1; labels are the "
+           "versions.", lambda _: [((__version__, platform.python_version()), 1)]),
+    _gauge("iskander_ready", "", "Whether every model is ready and the server is not stopping.",
+           lambda gateway: gateway.models.is_ready),
+    Metric("iskander_model_ready", "gauge", "", LANE_LABELS, "Whether the model has its quorum of "
+           "workers, none of them in a crash loop.",
+           lambda gateway: [((lane.model.name, lane.model.version),
+                             gateway.models.is_lane_ready(lane)) for lane in gateway.models]),
+    _counter("iskander_model_loads_total", "loads", "New or changed model versions that enough "
+             "workers loaded and that are served.",
+             lambda gateway: gateway.models.counts["loaded"]),
+    _counter("iskander_model_load_failures_total", "loads", "Failed loads of model versions; the "
+             "previous ones are still served.", lambda gateway: gateway.models.counts["failed"]),
+    _counter("iskander_model_unloads_total", "loads", "Model versions that were replaced or "
+             "unloaded.", lambda gateway: gateway.models.counts["unloaded"]),
+    Metric("iskander_model_generations", "gauge", "", ("stage",), "Generations of model versions "
+           "by stage: loading, serving, or draining (accepted requests still run).",
+           lambda gateway: list(gateway.models.stages())),
+    _gauge("iskander_uptime_seconds", "seconds", "Time since the start of the gateway.",
+           lambda gateway: gateway.uptime_s),
+    _gauge("iskander_streams", "streams", "Open Flight streams.",
+           lambda gateway: len(gateway.streams)),
+    _gauge("iskander_calls", "calls", "Open inference calls of other protocols.",
+           lambda gateway: len(gateway.calls)),
+    _counter("iskander_late_messages_total", "messages", "Responses of workers to batches that "
+             "had ended.", lambda gateway: gateway.counts["late_messages"]),
+    _gauge("iskander_inferential_clients", "clients", "Connected Inferential clients.",
+           lambda gateway: len(gateway.clients)),
     Metric("iskander_inferential_observations_total", "counter", "observations", ("outcome",),
-           "Observations by what came of them: answered, late (its deadline had passed), unsent "
-           "(its client had gone), or the code of its error.",
-           lambda observed: [((name,), observed.outcomes.get(name, 0))
-                             for name in sorted({*OBSERVED, *observed.outcomes})]),
-    Metric("iskander_access_refusals_total", "counter", "calls", ("code",), "Calls that showed no "
-           "token, or none that was enough.",
-           lambda observed: [((name,), observed.refused.get(name, 0)) for name in REFUSED]),
+           "Inferential observations by outcome: answered, late (deadline passed), unsent (client "
+           "disconnected), or the code of the error.",
+           lambda gateway: [((name,), gateway.outcomes.get(name, 0))
+                            for name in sorted({*OBSERVED, *gateway.outcomes})]),
+    Metric("iskander_access_refusals_total", "counter", "calls", ("code",), "Calls without a "
+           "sufficient token.",
+           lambda gateway: [((name,), gateway.refused.get(name, 0)) for name in REFUSED]),
     Metric("iskander_connections_ended_total", "counter", "connections", ("reason",),
-           "Connections, and messages of them, that the server ended for a limit, a timeout or a "
-           "broken protocol.",
-           lambda observed: [((name,), observed.connections_ended.get(name, 0))
-                             for name in sorted({*TIMEOUTS, *observed.connections_ended})]),
-    Metric("iskander_receive_limit_bytes", "gauge", "bytes", (), "Received bytes that may be held "
-           "before they are processed.", _one(lambda observed: observed.budget.limit_bytes)),
-    Metric("iskander_receive_used_bytes", "gauge", "bytes", (), "Received bytes that are held.",
-           _one(lambda observed: observed.budget.used_bytes)),
-    Metric("iskander_receive_refusals_total", "counter", "calls", (), "Calls that were refused "
-           "for want of memory to receive their messages.",
-           _one(lambda observed: observed.budget.refused)),
-    Metric("iskander_input_capacity_bytes", "gauge", "bytes", (), "The input arena.",
-           _one(lambda observed: observed.input_arena.capacity_bytes)),
-    Metric("iskander_input_leased_bytes", "gauge", "bytes", (), "Leased in the input arena.",
-           _one(lambda observed: observed.input_arena.leased_bytes)),
-    Metric("iskander_input_huge_bytes", "gauge", "bytes", (), "Of the input arena in huge pages.",
-           _one(lambda observed: observed.input_backing.huge_bytes)),
-    Metric("iskander_input_locked_bytes", "gauge", "bytes", (), "Of the input arena that are never "
-           "swapped out.", _one(lambda observed: observed.input_backing.locked_bytes)),
-    Metric("iskander_shared_regions", "gauge", "regions", (), "Regions of memory that are lent to "
-           "clients.", _one(lambda observed: len(observed.regions))),
-    Metric("iskander_shared_bytes", "gauge", "bytes", (), "Their bytes.",
-           _one(lambda observed: sum(observed.regions.values()))),
-    Metric("iskander_loop_lag_seconds", "histogram", "seconds", (), "How late the gateway's loop "
-           "came to what was due, looked at every 50 ms: what a message would have waited for.",
-           _one(lambda observed: observed.loop_lag_ns)),
-    Metric("iskander_cpu_seconds_total", "counter", "seconds", (), "CPU time of the gateway.",
-           _one(lambda _: cpu_s(os.getpid()))),
-    Metric("iskander_resident_bytes", "gauge", "bytes", (), "Memory of the gateway, with what it "
-           "has touched of the arenas.", _one(lambda _: resident_bytes(os.getpid()))),
+           "Connections, or messages of them, that the server ended for a limit, a timeout or a "
+           "protocol violation.",
+           lambda gateway: [((name,), gateway.connections_ended.get(name, 0))
+                            for name in sorted({*TIMEOUTS, *gateway.connections_ended})]),
+    _gauge("iskander_receive_limit_bytes", "bytes", "Limit of buffered received bytes.",
+           lambda gateway: gateway.budget.limit_bytes),
+    _gauge("iskander_receive_used_bytes", "bytes", "Buffered received bytes.",
+           lambda gateway: gateway.budget.used_bytes),
+    _counter("iskander_receive_refusals_total", "calls", "Calls rejected for lack of receive "
+             "memory.", lambda gateway: gateway.budget.refused),
+    _gauge("iskander_input_capacity_bytes", "bytes", "Size of the input arena.",
+           lambda gateway: gateway.input_arena.capacity_bytes),
+    _gauge("iskander_input_leased_bytes", "bytes", "Leased bytes of the input arena.",
+           lambda gateway: gateway.input_arena.leased_bytes),
+    _gauge("iskander_input_huge_bytes", "bytes", "Bytes of the input arena in huge pages.",
+           lambda gateway: gateway.input_backing.huge_bytes),
+    _gauge("iskander_input_locked_bytes", "bytes", "Locked bytes of the input arena.",
+           lambda gateway: gateway.input_backing.locked_bytes),
+    _gauge("iskander_shared_regions", "regions", "Shared-memory regions of clients.",
+           lambda gateway: len(gateway.regions)),
+    _gauge("iskander_shared_bytes", "bytes", "Bytes of the shared-memory regions.",
+           lambda gateway: sum(gateway.regions.values())),
+    _histogram("iskander_loop_lag_seconds", "seconds", "Lag of the gateway's event loop, measured "
+               "every 50 ms.", lambda gateway: gateway.loop_lag_ns),
+    _counter("iskander_cpu_seconds_total", "seconds", "CPU time of the gateway.",
+             lambda _: cpu_s(os.getpid())),
+    _gauge("iskander_resident_bytes", "bytes", "Resident memory of the gateway, with the arena "
+           "pages that it has touched.", lambda _: resident_bytes(os.getpid())),
 )  # fmt: skip
 
 SCOPES: tuple[tuple[str, tuple[str, ...], tuple[Metric[Any], ...]], ...] = (
@@ -270,29 +270,29 @@ SCOPES: tuple[tuple[str, tuple[str, ...], tuple[Metric[Any], ...]], ...] = (
     ("model version", LANE_LABELS, LANE_METRICS),
     ("worker", WORKER_LABELS, WORKER_METRICS),
 )
-"""What metrics are of, the labels that say which one, and the metrics."""
+"""Scopes, the labels that identify an object of the scope, and the metrics."""
 
 
 class Collector:
-    """Reads every metric; what `prometheus_client` calls a collector."""
+    """Reads every metric; a collector of `prometheus_client`."""
 
-    def __init__(self, observed: MetricSources) -> None:
-        self._observed = observed
+    def __init__(self, sources: MetricSources) -> None:
+        self._sources = sources
 
     def collect(self) -> Iterator[Family]:
-        """Each metric with its values now."""
+        """Return each metric with its current values."""
         for metric, labels, sources in self._metrics():
             yield _family(metric, labels, sources)
 
     def reasons(self) -> list[str]:
-        """Why the gateway is not ready; empty where it is."""
-        return self._observed.models.reasons()
+        """Return the reasons for not being ready; empty if ready."""
+        return self._sources.models.reasons()
 
     async def render(self, *, is_openmetrics: bool) -> bytes:
-        """The page for Prometheus, in short turns."""
+        """Render the page for Prometheus in small steps."""
         pages = []
         for metric, labels, sources in self._metrics():
-            step = SOURCES_A_TURN[metric.kind]
+            step = SOURCES_PER_STEP[metric.kind]
             for start in range(0, max(len(sources), 1), step):
                 family = _family(metric, labels, sources[start : start + step])
                 pages.append(_page(family, is_first=start == 0, is_openmetrics=is_openmetrics))
@@ -302,33 +302,33 @@ class Collector:
         return b"".join(pages)
 
     def _metrics(self) -> Iterator[tuple[Metric[Any], tuple[str, ...], Sources]]:
-        """Each metric, the labels of what it is of, and what it is read from."""
-        observed = self._observed
+        """Return each metric with the labels and the objects of its scope."""
+        gateway = self._sources
         sources: tuple[Sources, ...] = (
-            [((), observed)],
-            [((lane.model.name, lane.model.version), lane) for lane in observed.models],
-            [((str(worker.index),), worker) for worker in observed.models.workers],
+            [((), gateway)],
+            [((lane.model.name, lane.model.version), lane) for lane in gateway.models],
+            [((str(worker.index),), worker) for worker in gateway.models.workers],
         )
-        for (_, labels, metrics), of in zip(SCOPES, sources, strict=True):
+        for (_, labels, metrics), scope in zip(SCOPES, sources, strict=True):
             for metric in metrics:
-                yield metric, labels, of
+                yield metric, labels, scope
 
 
 def _family(metric: Metric[Any], scope_labels: tuple[str, ...], sources: Sources) -> Family:
     unit = metric.unit if metric.unit in BASE_UNITS else ""
     labels = (*scope_labels, *metric.labels)
-    made = _KINDS[metric.kind](metric.name, metric.sentence, labels=labels, unit=unit)
+    builder = _KINDS[metric.kind](metric.name, metric.sentence, labels=labels, unit=unit)
     divisor = NS_PER_S if unit == "seconds" else 1
     for names, source in sources:
         for more, value in metric.read(source):
             if isinstance(value, Histogram):
                 bounds = [repr(bound / divisor) for bound in value.bounds]
-                counts = accumulate(value.snapshot().counts)
+                counts = accumulate(value.counts)
                 buckets = list(zip((*bounds, "+Inf"), counts, strict=True))
-                made.add_metric((*names, *more), buckets, value.sum / divisor)
+                builder.add_metric((*names, *more), buckets, value.sum / divisor)
             else:
-                made.add_metric((*names, *more), float(value))
-    family: Family = made
+                builder.add_metric((*names, *more), float(value))
+    family: Family = builder
     return family
 
 
@@ -340,9 +340,9 @@ _KINDS: dict[str, Any] = {
 
 
 def _page(family: Family, *, is_first: bool, is_openmetrics: bool) -> bytes:
-    """Some samples of a metric as text; the lines about the metric itself only the first time."""
+    """Render samples of a metric, with the comment lines only for the first step."""
     generate = openmetrics.generate_latest if is_openmetrics else exposition.generate_latest
-    # Every name is plain ASCII; escaping it anew for each sample takes half of the time.
+    # Names are plain ASCII; escaping them for each sample costs half of the time.
     page = generate(cast(Any, SimpleNamespace(collect=lambda: [family])), openmetrics.ALLOWUTF8)
     if is_first:
         return page.removesuffix(_EOF)

@@ -1,6 +1,6 @@
-"""What the action `stats` answers: one JSON object of plain numbers, for people and tests.
+"""Response of the action `stats`: one JSON object of plain numbers, for people and tests.
 
-Percentiles and counts are since the start; the action `metrics` knows the last moments.
+Percentiles and counts are since the start; the action `metrics` covers recent values.
 
 Runs on: gateway loop.
 """
@@ -16,8 +16,6 @@ from iskander import __version__
 from iskander.clock import NS_PER_MS, NS_PER_US, now_ns
 from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import resident_bytes
-from iskander.memory.arena import Arena
-from iskander.memory.backing import Backing
 from iskander.telemetry.metric_sources import MetricSources
 
 if TYPE_CHECKING:
@@ -25,28 +23,36 @@ if TYPE_CHECKING:
     from iskander.supervision.worker import Worker
 
 CADENCES_MAX = 20
-"""Clients that are listed for a lane: those that are known best."""
+"""Limit of listed clients of a lane; the clients with the most samples."""
 
 
-def collect(observed: MetricSources) -> dict[str, Any]:
-    """Counters of lanes, workers and memory."""
-    models = observed.models
+def collect(sources: MetricSources) -> dict[str, Any]:
+    """Return counters of lanes, workers and memory."""
+    models = sources.models
     reasons = models.reasons()
+    arena, backing = sources.input_arena, sources.input_backing
     return {
         "version": __version__,
         "pid": os.getpid(),
-        "uptime_s": round(observed.uptime_s, 3),
+        "uptime_s": round(sources.uptime_s, 3),
         "ready": not reasons,
         "reasons": reasons,
-        "streams": len(observed.streams),
-        "calls": len(observed.calls),
-        "late_messages": observed.counts["late_messages"],
+        "streams": len(sources.streams),
+        "calls": len(sources.calls),
+        "late_messages": sources.counts["late_messages"],
         "resident_bytes": resident_bytes(os.getpid()),
-        "loop_lag_ms": _latency(observed.loop_lag_ns),
-        "input_arena": _arena(observed.input_arena) | _backing(observed.input_backing),
+        "loop_lag_ms": _latency(sources.loop_lag_ns),
+        "input_arena": {
+            "capacity_bytes": arena.capacity_bytes,
+            "leased_bytes": arena.leased_bytes,
+            "leases": len(arena),
+            "huge_bytes": backing.huge_bytes,
+            "locked": backing.is_locked,
+            "notices": backing.complaints,
+        },
         "shared_memory": {
-            "regions": len(observed.regions),
-            "lent_bytes": sum(observed.regions.values()),
+            "regions": len(sources.regions),
+            "lent_bytes": sum(sources.regions.values()),
         },
         "lanes": {lane.title: _lane(lane, models.is_lane_ready(lane)) for lane in models},
         "workers": [_worker(worker, now_ns()) for worker in models.workers],
@@ -68,7 +74,7 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
             "run": _latency(lane.measures.run_ns),
             "total": _latency(lane.measures.total_ns),
         },
-        "steps_ms": {name: _latency(took) for name, took in lane.measures.steps_ns.items()},
+        "steps_ms": {name: _latency(ns) for name, ns in lane.measures.steps_ns.items()},
         "batch_rows": {
             "count": len(rows),
             "mean": round(rows.mean, 1),
@@ -92,7 +98,7 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
         "cadence": [
             {"client": client, "period_ms": round(period_ns / NS_PER_MS, 3), "samples": samples}
             for client, period_ns, samples in nlargest(
-                CADENCES_MAX, lane.cadence.clients(), key=lambda known: known[2]
+                CADENCES_MAX, lane.cadence.clients(), key=lambda client: client[2]
             )
         ],
         **counts,
@@ -126,29 +132,13 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "resident_bytes": resident_bytes(worker.pid) if worker.pid else 0,
         "story": [
             f"{(now - at_ns) // NS_PER_MS} ms ago: {event}, {state}"
-            for at_ns, event, state in worker.story
+            for at_ns, event, state in worker.history
         ],
     }
 
 
-def _arena(arena: Arena) -> dict[str, int]:
-    return {
-        "capacity_bytes": arena.capacity_bytes,
-        "leased_bytes": arena.leased_bytes,
-        "leases": len(arena),
-    }
-
-
-def _backing(backing: Backing) -> dict[str, Any]:
-    return {
-        "huge_bytes": backing.huge_bytes,
-        "locked": backing.is_locked,
-        "notices": backing.complaints,
-    }
-
-
 def _latency(histogram: Histogram) -> dict[str, float]:
-    """In milliseconds; `count` says whether there is anything behind the zeros."""
+    """Summarize a histogram in milliseconds."""
 
     def ms(value_ns: float) -> float:
         return round(value_ns / NS_PER_MS, 3)
@@ -163,9 +153,9 @@ def _latency(histogram: Histogram) -> dict[str, float]:
 
 
 def _ranges(histogram: Histogram) -> dict[str, int]:
-    """How many values came up to each bound and above the one before it; those that are not 0."""
+    """Return the nonzero counts by upper bound."""
     bounds = (*map(str, histogram.bounds), "more")
-    counts = histogram.snapshot().counts
+    counts = histogram.counts
     return {bound: count for bound, count in zip(bounds, counts, strict=True) if count}
 
 

@@ -1,6 +1,6 @@
-"""glibc's allocator: large blocks are kept for reuse, and free memory is returned on demand.
+"""Settings of glibc's malloc: keeps large blocks, trims free memory on demand.
 
-Only glibc has these functions; elsewhere nothing happens. Source: mallopt(3), malloc_trim(3).
+No effect with other C libraries. Source: mallopt(3), malloc_trim(3).
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ import ctypes
 from typing import Final
 
 MMAP_THRESHOLD_BYTES: Final = 32 << 20
-"""The most that glibc takes."""
+"""The maximum of glibc."""
 TRIM_THRESHOLD_BYTES: Final = 512 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Source: malloc.h of glibc."""
 
 
 def keep_large_blocks() -> None:
-    """Let malloc keep the blocks of large messages instead of mapping and faulting each anew.
-
-    With the defaults every message of megabytes is mapped, cleared by the kernel page by page and
-    unmapped again.
-    """
+    """Reuse heap blocks for messages of megabytes; by default each is mapped and faulted anew."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
@@ -29,6 +25,6 @@ def keep_large_blocks() -> None:
 
 
 def return_free_memory() -> None:
-    """Give the free pages of the heap back to the system; 45 ms for 1 GiB, without the GIL."""
+    """Return free heap pages to the system; 45 ms for 1 GiB, without the GIL."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What the connections of all listeners of this process share: memory, turns, timeouts, places.
+"""Limits shared by the connections of all listeners: memory, turns, timeouts, descriptors.
 
 Runs on: gateway loop.
 """
@@ -16,25 +16,12 @@ from iskander.transport.machine_memory import receive_bytes
 from iskander.transport.receive_budget import ReceiveBudget
 from iskander.transport.turn_scheduler import TurnScheduler
 
-EXCESS_S: Final = 2.0
-"""How often memory that is free is looked for."""
+TRIM_INTERVAL_S: Final = 2.0
+"""Period of the check for excess heap memory."""
 
 
 class ConnectionLimits:
-    """Limits over all connections.
-
-    Args:
-        config: Of the server.
-
-    Attributes:
-        budget: The memory of received bytes.
-        turns: Where connections wait whose input was not all processed.
-        timeouts: The settings.
-        ended: Connections and messages that the server ended, by reason.
-        source_percent: Of a listener's connections that one source may hold where they are scarce.
-        descriptors: How many connections there may be.
-        open_count: Open connections of all listeners.
-    """
+    """Limits over all connections of this process, and counts of those ended, by reason."""
 
     def __init__(self, config: Config) -> None:
         self.budget = ReceiveBudget(receive_bytes(config))
@@ -47,31 +34,23 @@ class ConnectionLimits:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_full(self) -> bool:
-        """Whether there are descriptors for no more connections."""
-        return self.open_count >= self.descriptors.connections_max
-
     def count_ended(self, reason: str) -> None:
-        """Count a connection, or a message, that the server ended."""
+        """Count a connection or a message that the server ended."""
         self.ended[reason] += 1
 
     def start(self) -> None:
-        """Begin to give memory back to the system that received bytes need no more."""
+        """Start to return excess heap memory to the system."""
         self.descriptors.measure(self.open_count)
-        self._look_again()
-
-    def _look_again(self) -> None:
-        self._timer = self._loop.call_later(EXCESS_S, self._look_after)
+        self._timer = self._loop.call_later(TRIM_INTERVAL_S, self._trim)
 
     def stop(self) -> None:
-        """End that."""
+        """Stop the timer and close the spare descriptors."""
         if self._timer is not None:
             self._timer.cancel()
         self.descriptors.close()
 
-    def _look_after(self) -> None:
+    def _trim(self) -> None:
         if self.budget.has_excess():
-            # By a thread: it is long, and holds the allocator's lock and not the interpreter's.
+            # In a thread: slow, and it holds the allocator's lock but not the GIL.
             self._loop.run_in_executor(None, return_free_memory)
-        self._look_again()
+        self._timer = self._loop.call_later(TRIM_INTERVAL_S, self._trim)

@@ -1,7 +1,7 @@
-"""The connections of one listener: their number, their timeouts and their end.
+"""Base of the listeners of all protocols: connection limit, timeouts, eviction and shutdown.
 
-Where nearly as many connections as may be are open, the rest of the places is for sources with few
-connections; where all places are taken, an idle connection of the source with most gives way.
+Near the limit, the remaining capacity is for sources with few connections. At the limit, an idle
+connection of the source with most connections is evicted.
 
 Runs on: gateway loop.
 """
@@ -22,61 +22,49 @@ from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.sources import Source, SourceTable
 
 SCRATCH_BYTES = 1 << 18
-LOOK_AFTER_S = 5.0
-"""Each connection is looked at so often, in turns of a few of them."""
-LOOK_TURNS = 50
+CHECK_INTERVAL_S = 5.0
+"""Period of the timeout check of each connection, spread over `CHECK_STEPS` steps."""
+CHECK_STEPS = 50
 RESERVE_SHARE: Final = 8
-"""One part in so many of the connections is for sources that have few."""
+"""1/8 of the connections is for sources with few connections."""
 CLOSING_MAX: Final = 64
-"""Connections that may be about to close beyond as many as may be open."""
+"""Closing connections allowed above the limit."""
 UNSENT_BYTES_MIN: Final = 65_536
-"""Connections that hold less are not ended for want of memory."""
-TURN_S = 0.01
+"""Connections with fewer unsent bytes are not aborted to free memory."""
+POLL_S = 0.01
 
 
 class Peer(Protocol):
-    """The server's end of a connection."""
+    """The protocol object of a connection."""
 
     @property
     def idle_since_ns(self) -> int:
-        """Since when it has no open call and nothing to send; 0 while it has."""
+        """Start of the time without open calls and unsent bytes; 0 if busy."""
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits in the transport for the client to read it."""
+        """Bytes in the transport that the client has not read."""
 
-    def look_after(self, now: int) -> None:
-        """End it where the peer is not there any more."""
+    def enforce_timeouts(self, now: int) -> None:
+        """Close the connection after a timeout."""
 
     def leave(self) -> None:
-        """Ask the peer to go, in order; once or again and again."""
+        """Close gracefully; may be called repeatedly."""
 
-    def give_way(self) -> None:
-        """End an idle connection in order, and at once."""
+    def close_idle(self) -> None:
+        """Close an idle connection gracefully and at once."""
 
     def abort(self) -> None:
-        """Close now, whatever is unsent."""
+        """Close now and drop unsent bytes."""
 
 
 Connection = TypeVar("Connection", bound=Peer)
 
 
 class ConnectionListener(Generic[Connection]):
-    """What the listeners of all protocols have in common.
+    """Listening sockets and connections of one protocol.
 
-    Args:
-        connections_max: At once.
-        limits: Over the connections of all listeners.
-        tls: What they are spoken to with; None: in the clear.
-        slack: Connections beyond the limit that are taken to refuse their requests.
-
-    Attributes:
-        loop: Of the gateway.
-        scratch: Where sockets are read into; a read is taken apart before the next.
-        connections: The open ones.
-        budget: The memory of received bytes.
-        timeouts: The settings.
-        turns: Where connections wait whose input was not all processed.
+    Requests of up to `slack` connections above `connections_max` are rejected; more are closed.
     """
 
     def __init__(
@@ -88,11 +76,13 @@ class ConnectionListener(Generic[Connection]):
         slack: int = 0,
     ) -> None:
         self.loop = asyncio.get_running_loop()
+        # Read buffer of all connections: each read is parsed before the next.
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
         self.turns = limits.turns
         self.budget = limits.budget
         self.timeouts = limits.timeouts
+        self.count_ended = limits.count_ended
         self._limits = limits
         self._connections_max = connections_max
         self._slack = slack
@@ -100,57 +90,53 @@ class ConnectionListener(Generic[Connection]):
         self._tls = tls
         self._sources: SourceTable[AcceptedSocket[Connection]] = SourceTable()
         self._accepted: dict[Connection, AcceptedSocket[Connection]] = {}
-        # Connections whose client does not read, and since when that was known.
+        # Connections whose client does not read, and the time of detection.
         self._unread: dict[Connection, int] = {}
-        self._acceptors: list[Acceptor[Connection]] = []
-        self._caring: asyncio.TimerHandle | None = None
-        self._to_look_at: deque[Connection] = deque()
-        self._look_turn = self._open = self._surplus = 0
+        self._acceptors: list[Acceptor] = []
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._unchecked: deque[Connection] = deque()
+        self._check_step = self._open = self._surplus = 0
 
     async def listen(self, listening: socket.socket) -> None:
-        """Take connections from a socket that is bound; over TLS where it is not a file's."""
+        """Accept connections on a bound socket, without TLS on a unix socket."""
         tls = None if listening.family == socket.AF_UNIX else self._tls
         self._acceptors.append(Acceptor(listening, self, tls))
-        if self._caring is None:
+        if self._check_timer is None:
             self.budget.holders.add(self)
-            self._care()
+            self._check_connections()
 
-    def close_door(self) -> None:
-        """Take no more connections."""
+    def stop_accepting(self) -> None:
+        """Stop accepting connections."""
         for acceptor in self._acceptors:
             acceptor.close()
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, ask all peers to go, and end what is still open after `grace_s`."""
-        self.close_door()
+        """Stop listening, close connections gracefully, and abort the rest after `grace_s`."""
+        self.stop_accepting()
         deadline_ns = now_ns() + int(grace_s * NS_PER_S)
         while self.connections and now_ns() < deadline_ns:
             for connection in list(self.connections):
                 connection.leave()
-            await asyncio.sleep(TURN_S)
+            await asyncio.sleep(POLL_S)
         if self.connections:
-            self.on_cut(len(self.connections))
+            self.on_aborted(len(self.connections))
         for connection in list(self.connections):
             connection.abort()
-        if self._caring is not None:
-            self._caring.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         self.budget.holders.discard(self)
         with contextlib.suppress(TimeoutError):
-            # One turn more, in which the transports close their sockets.
+            # Let the transports close their sockets.
             async with asyncio.timeout(1.0):
                 while self.connections:
                     await asyncio.sleep(0)
 
-    def count_ended(self, reason: str) -> None:
-        """Count a connection that the server ended."""
-        self._limits.count_ended(reason)
-
     @abstractmethod
     def connection(self) -> Connection:
-        """The server's end of a new connection."""
+        """Create the protocol object of a new connection."""
 
     def forget(self, connection: Connection) -> None:
-        """A connection is closed."""
+        """Remove a closed connection."""
         self.connections.discard(connection)
         self._unread.pop(connection, None)
         accepted = self._accepted.pop(connection, None)
@@ -158,46 +144,42 @@ class ConnectionListener(Generic[Connection]):
             self.drop(accepted)
 
     def is_surplus(self, connection: Connection) -> bool:
-        """Whether there was no place for a connection and is none yet: its requests are refused."""
+        """Return whether a connection is still above the limit; its requests are rejected."""
         accepted = self._accepted.get(connection)
         if accepted is None or not accepted.is_surplus:
             return False
-        if self._has_place(accepted.source):
+        if self._has_capacity(accepted.source):
             accepted.is_surplus = False
             self._surplus -= 1
         return accepted.is_surplus
 
-    def on_too_many(self) -> None:
-        """Count a connection that is closed at once, since there are as many as may be."""
+    def on_rejected(self) -> None:
+        """Count a connection rejected at the limit."""
         self.count_ended("too_many_connections")
 
-    def on_cut(self, count: int) -> None:
-        """So many connections did not end in time."""
-
-    # For the acceptors.
+    def on_aborted(self, count: int) -> None:
+        """Report connections that did not close within the grace period."""
 
     def admit(self, source: Source) -> AcceptedSocket[Connection] | None:
-        """Count a new connection; None where it is to be closed."""
-        # Those that gave way take a moment to close.
-        is_taken = (
+        """Count a new connection; return None to close it."""
+        # Evicted connections close with a delay.
+        is_below_max = (
             self._open < self._connections_max + self._slack + CLOSING_MAX
             and self._limits.open_count < self._limits.descriptors.connections_max + CLOSING_MAX
         )
-        is_surplus = is_taken and not self._has_place(source)
-        if not is_taken or (is_surplus and self._surplus >= self._slack):
-            self.on_too_many()
+        is_surplus = is_below_max and not self._has_capacity(source)
+        if not is_below_max or (is_surplus and self._surplus >= self._slack):
+            self.on_rejected()
             return None
-        accepted: AcceptedSocket[Connection] = AcceptedSocket(source)
-        if is_surplus:
-            accepted.is_surplus = True
-            self._surplus += 1
+        accepted: AcceptedSocket[Connection] = AcceptedSocket(source, is_surplus)
+        self._surplus += is_surplus
         self._sources.add(source, accepted)
         self._open += 1
         self._limits.open_count += 1
         return accepted
 
     def make(self, accepted: AcceptedSocket[Connection]) -> asyncio.BaseProtocol:
-        """The server's end of an accepted connection."""
+        """Create the protocol object of an accepted connection."""
         connection = self.connection()
         accepted.peer = connection
         self._accepted[connection] = accepted
@@ -205,7 +187,7 @@ class ConnectionListener(Generic[Connection]):
         return connection
 
     def drop(self, accepted: AcceptedSocket[Connection]) -> None:
-        """An accepted connection is not there any more; more than once is as good as once."""
+        """Stop counting a closed connection. Idempotent."""
         if accepted.is_open:
             accepted.is_open = False
             self._open -= 1
@@ -215,23 +197,24 @@ class ConnectionListener(Generic[Connection]):
             self.budget.release(accepted.unsent_bytes)
 
     def on_accept_error(self, listening: socket.socket, error: OSError) -> None:
-        """The system refused to accept a connection: an idle one gives way, others are closed."""
-        self._make_way(None)
+        """Evict an idle connection and close pending ones."""
+        self._evict_idle(None)
         for _ in range(self._limits.descriptors.refuse(listening, error)):
-            self.on_too_many()
+            self.on_rejected()
 
-    def _has_place(self, source: Source) -> bool:
-        """Whether there is a place for a new connection; ends an idle one where that makes one."""
-        count, most = len(self._sources) - self._surplus, self._connections_max
-        is_full = count >= most or self._limits.is_full
+    def _has_capacity(self, source: Source) -> bool:
+        """Return whether a new connection fits, after evicting an idle one if necessary."""
+        limits, most = self._limits, self._connections_max
+        count = len(self._sources) - self._surplus
+        is_full = count >= most or limits.open_count >= limits.descriptors.connections_max
         if is_full or count >= most - most // RESERVE_SHARE:
             if self._sources.count(source) >= self._share:
-                return self._make_way(source)
-            return not is_full or self._make_way(None)
+                return self._evict_idle(source)
+            return not is_full or self._evict_idle(None)
         return True
 
-    def _make_way(self, source: Source | None) -> bool:
-        """End the oldest idle connection, of one source or of that with most; whether it did."""
+    def _evict_idle(self, source: Source | None) -> bool:
+        """Evict the oldest idle connection of `source`, or of the source with most connections."""
         while True:
             oldest = self._sources.oldest_idle(self._idle_since, source)
             if oldest is None:
@@ -239,39 +222,39 @@ class ConnectionListener(Generic[Connection]):
             self._sources.remove(oldest.source, oldest)
             self.count_ended("gave_way")
             if oldest.peer in self.connections:
-                oldest.peer.give_way()
+                oldest.peer.close_idle()
             elif oldest.handshake is not None:
                 oldest.handshake.cancel()
             if not oldest.is_surplus:
                 return True
-            # That made no place.
+            # A surplus connection frees no capacity.
             oldest.is_surplus = False
             self._surplus -= 1
 
     def _idle_since(self, accepted: AcceptedSocket[Connection]) -> int:
-        # A peer is made before its handshake, and has no transport until that is over.
+        # A peer exists before its handshake, without a transport.
         peer = accepted.peer
-        return peer.idle_since_ns if peer in self.connections else accepted.at_ns
+        return peer.idle_since_ns if peer in self.connections else accepted.accepted_ns
 
-    # Care.
-
-    def _care(self) -> None:
-        """Look at some of the connections: at all of them in `LOOK_AFTER_S`."""
-        waiting = self._to_look_at
-        if not self._look_turn:
-            waiting.extend(self.connections)
-        turns_left = LOOK_TURNS - self._look_turn
-        self._look_turn = (self._look_turn + 1) % LOOK_TURNS
+    def _check_connections(self) -> None:
+        """Check the timeouts of 1/`CHECK_STEPS` of the connections."""
+        unchecked = self._unchecked
+        if not self._check_step:
+            unchecked.extend(self.connections)
+        steps_left = CHECK_STEPS - self._check_step
+        self._check_step = (self._check_step + 1) % CHECK_STEPS
         now = now_ns()
-        for _ in range(-(-len(waiting) // turns_left)):
-            connection = waiting.popleft()
+        for _ in range(-(-len(unchecked) // steps_left)):
+            connection = unchecked.popleft()
             if connection in self.connections:
-                connection.look_after(now)
+                connection.enforce_timeouts(now)
                 self.charge_unsent(connection)
-        self._caring = self.loop.call_later(LOOK_AFTER_S / LOOK_TURNS, self._care)
+        self._check_timer = self.loop.call_later(
+            CHECK_INTERVAL_S / CHECK_STEPS, self._check_connections
+        )
 
     def charge_unsent(self, connection: Connection) -> None:
-        """Charge what the transport of a connection holds."""
+        """Charge the unsent bytes in the transport of a connection."""
         accepted, size = self._accepted.get(connection), connection.unsent_bytes
         if accepted is None or size == accepted.unsent_bytes:
             return
@@ -283,17 +266,15 @@ class ConnectionListener(Generic[Connection]):
         accepted.unsent_bytes = size
         self.budget.charge(size)
 
-    # For the receive budget: bytes in transports.
-
     def held(self, now_ns: int) -> float:
-        """Bytes in transports, times the nanoseconds since that was known."""
-        held = 0.0
-        for connection, since_ns in self._unread.items():
-            held += self._accepted[connection].unsent_bytes * float(now_ns - since_ns)
-        return held
+        """Return the unsent bytes times the nanoseconds since their detection."""
+        return sum(
+            self._accepted[connection].unsent_bytes * float(now_ns - since_ns)
+            for connection, since_ns in self._unread.items()
+        )
 
     def shed(self) -> bool:
-        """End the connection whose transport holds most; return whether there is one."""
+        """Abort the connection with most unsent bytes; return whether there is one."""
         if not self._unread:
             return False
         connection = max(self._unread, key=lambda each: self._accepted[each].unsent_bytes)
@@ -306,4 +287,4 @@ class ConnectionListener(Generic[Connection]):
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """Nothing is received here."""
+        """Do nothing: the listener receives no messages."""

@@ -1,4 +1,4 @@
-"""Processor time that one connection may use without delivering anything.
+"""Limit on the processor time that one connection uses without delivering messages.
 
 Pure.
 """
@@ -14,23 +14,15 @@ PER_S_NS: Final = 100 * NS_PER_MS
 
 
 class CpuAllowance:
-    """A leaky bucket of processor time.
-
-    Args:
-        now_ns: The time.
-    """
+    """Leaky bucket of processor time."""
 
     def __init__(self, now_ns: int) -> None:
         self._used_ns = 0
-        self._seen_ns = now_ns
+        self._updated_ns = now_ns
 
     def charge(self, now_ns: int, used_ns: int) -> bool:
-        """Count processor time; negative for time that delivered.
-
-        Returns:
-            Whether the connection is within its allowance.
-        """
-        leaked = (now_ns - self._seen_ns) * PER_S_NS // NS_PER_S
+        """Charge processor time, negative for productive time; return whether within the limit."""
+        leaked = (now_ns - self._updated_ns) * PER_S_NS // NS_PER_S
         self._used_ns = max(self._used_ns - leaked + used_ns, 0)
-        self._seen_ns = now_ns
+        self._updated_ns = now_ns
         return self._used_ns <= BURST_NS

@@ -1,7 +1,6 @@
-"""File descriptors of this process: the limit, the part for connections, and a few in reserve.
+"""File descriptor limit of this process, the share for connections, and a small spare set.
 
-Connections may use what the rest of the process does not: workers, models and files must be opened
-also when clients open as many connections as they can.
+Clients cannot use up the descriptors that workers, models and files need.
 
 Runs on: gateway loop. Source: getrlimit(2), accept(2).
 """
@@ -18,23 +17,19 @@ from typing import Final
 
 from iskander.clock import NS_PER_S, now_ns
 
-KEPT: Final = 256
-"""Descriptors that connections leave free, or a quarter of the limit where that is less."""
-SPARE: Final = 4
-"""Descriptors that are open for nothing, and closed where there is no other to accept with."""
-LOG_NS: Final = 10 * NS_PER_S
-"""At most one line of the log in this time."""
+RESERVED_MAX: Final = 256
+"""Descriptors reserved for other uses; a quarter of the limit if that is less."""
+SPARE_COUNT: Final = 4
+"""Descriptors on /dev/null, closed to reject connections when no other descriptor is free."""
+LOG_INTERVAL_NS: Final = 10 * NS_PER_S
+"""At most one log line per interval."""
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE)
 
 log = logging.getLogger("iskander.connections")
 
 
 class Descriptors:
-    """The descriptors of this process.
-
-    Attributes:
-        connections_max: Connections that may be open, over all listeners.
-    """
+    """File descriptors of this process; `connections_max` limits the open connections."""
 
     def __init__(self) -> None:
         self._limit = _raised_limit()
@@ -44,25 +39,21 @@ class Descriptors:
         self.measure()
 
     def measure(self, connections: int = 0) -> None:
-        """Count what the rest of the process uses now.
-
-        Args:
-            connections: That are open.
-        """
+        """Recompute `connections_max` from the descriptors in use besides open connections."""
         used = len(os.listdir("/proc/self/fd")) - len(self._spare) - connections
-        kept = min(KEPT, self._limit // 4)
-        self.connections_max = max(self._limit - used - kept, 1)
-        self._keep_spare()
+        reserved = min(RESERVED_MAX, self._limit // 4)
+        self.connections_max = max(self._limit - used - reserved, 1)
+        self._open_spare()
 
     def close(self) -> None:
-        """Close the reserve."""
+        """Close the spare descriptors."""
         while self._spare:
             os.close(self._spare.pop())
 
     def refuse(self, listening: socket.socket, error: OSError) -> int:
-        """After `accept` had no descriptor: close connections that wait; return how many.
+        """Close pending connections after `accept` failed; return their number.
 
-        Their clients learn that they have to try elsewhere, instead of waiting for an answer.
+        Their clients can retry elsewhere at once.
         """
         self._log(error)
         if error.errno not in EXHAUSTED:
@@ -77,22 +68,22 @@ class Descriptors:
                 break
             connection.close()
             closed += 1
-        self._keep_spare()
+        self._open_spare()
         return closed
 
-    def _keep_spare(self) -> None:
+    def _open_spare(self) -> None:
         with contextlib.suppress(OSError):
-            while len(self._spare) < SPARE:
+            while len(self._spare) < SPARE_COUNT:
                 self._spare.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
 
     def _log(self, error: OSError) -> None:
         now = now_ns()
         self._unlogged += 1
-        if self._logged_ns and now - self._logged_ns < LOG_NS:
+        if self._logged_ns and now - self._logged_ns < LOG_INTERVAL_NS:
             return
         log.error(
-            "a connection could not be accepted: %s (%d times since the last line); the limit of "
-            "descriptors is %d (RLIMIT_NOFILE)",
+            "accept failed: %s (%d times since the last such line); limit %d file descriptors "
+            "(RLIMIT_NOFILE)",
             error.strerror,
             self._unlogged,
             self._limit,
@@ -101,7 +92,7 @@ class Descriptors:
 
 
 def _raised_limit() -> int:
-    """Raise the soft limit of open files to the hard one; return it."""
+    """Raise the soft limit of open files to the hard limit; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):

@@ -1,6 +1,6 @@
-"""A unix socket at which processes of this machine say first what they want.
+"""Listener for local processes; reads one greeting frame per connection.
 
-A peer that says nothing is let go after a second and holds nobody up.
+A connection without a greeting is closed after a second and does not delay others.
 
 Runs on: gateway loop.
 """
@@ -15,26 +15,23 @@ from collections.abc import Awaitable, Callable
 
 from iskander.errors import IskanderError
 
-log = logging.getLogger("iskander.doorstep")
+log = logging.getLogger("iskander.local_listener")
 
-GREETING_S = 1.0
+GREETING_TIMEOUT_S = 1.0
 GREETINGS_MAX = 64
 ACCEPT_PAUSE_S = 1.0
-"""After the system refused a connection, such as for want of descriptors: it stays there, and would
-be tried without end."""
+"""Pause after an accept error: the connection stays pending, and a retry would spin."""
 
 
 class LocalListener:
-    """Where connections come in.
+    """Unix socket listener with a greeting.
 
     Args:
-        listener: That listens, and does not block.
-        frame_bytes: Of a first frame, at most.
-        greet: Called with a connection and its first frame; whoever is taken on is its from there.
-            It may refuse by raising an `IskanderError`, also later where it returns something to
-            wait for.
-        refuse: Called with a connection that is closed then, and why; an error without a text means
-            that nothing was said.
+        listener: Listening, non-blocking.
+        frame_bytes: Size limit of the greeting.
+        greet: Receives a connection and its greeting, and owns the connection unless it or its
+            awaitable raises `IskanderError` or `OSError`.
+        refuse: Called before a failed connection is closed; an error without text is a timeout.
     """
 
     def __init__(
@@ -46,18 +43,18 @@ class LocalListener:
     ) -> None:
         self._listener = listener
         self._frame_bytes = frame_bytes
-        self._greet = greet
+        self._on_greeting = greet
         self._refuse = refuse
         self._loop = asyncio.get_running_loop()
         self._greetings: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Begin to let peers in."""
-        self._loop.add_reader(self._listener, self._on_connect)
+        """Start accepting."""
+        self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Close the socket and cancel pending greetings."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
@@ -65,13 +62,13 @@ class LocalListener:
         for greeting in self._greetings:
             greeting.cancel()
 
-    def _on_connect(self) -> None:
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
-            log.error("a process of this machine cannot come in: %s", error)
+            log.error("accept of a local process failed: %s", error)
             self._loop.remove_reader(self._listener)
             self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self.open)
             return
@@ -79,17 +76,17 @@ class LocalListener:
         if len(self._greetings) >= GREETINGS_MAX:
             connection.close()
             return
-        greeting = self._loop.create_task(self._hear(connection))
+        greeting = self._loop.create_task(self._greet(connection))
         self._greetings.add(greeting)
         greeting.add_done_callback(self._greetings.discard)
 
-    async def _hear(self, connection: socket.socket) -> None:
+    async def _greet(self, connection: socket.socket) -> None:
         try:
-            async with asyncio.timeout(GREETING_S):
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
                 frame = await self._loop.sock_recv(connection, self._frame_bytes)
-            greeted = self._greet(connection, frame)
-            if greeted is not None:
-                await greeted
+            pending = self._on_greeting(connection, frame)
+            if pending is not None:
+                await pending
         except (IskanderError, OSError) as error:
             with contextlib.suppress(OSError):
                 self._refuse(connection, error)

@@ -1,13 +1,10 @@
-"""The memory that received bytes may take, over all connections and protocols of this process.
+"""Memory limit for received bytes over all connections and protocols of this process.
 
-Every byte that was received and not yet processed is charged here: half-received messages, messages
-that no handler has read, messages being decompressed, and responses that a client does not read.
-Above the limit, the half-received or unread messages that took most memory for the longest time are
-refused, with an error that may be retried. Messages larger than a flow-control window reserve their
-whole length first and wait for it; a share of the limit is kept for all others, so small requests
-are received whatever is reserved.
-
-The memory of a large message is charged until it is freed, wherever it went.
+The charge covers partial messages, unread messages, messages in decompression, and responses that
+the client does not read; large messages until their memory is freed. Above the limit, the messages
+with the largest product of bytes and age are rejected with a retryable error. A message larger than
+a flow-control window reserves its whole length first and waits for it. A share of the limit is
+exempt from reservations, so small requests are always received.
 
 Runs on: gateway loop; `TrackedArray` is freed by any thread.
 """
@@ -26,15 +23,15 @@ from iskander.memory.segment import private_pages
 from iskander.transport.allocator import MMAP_THRESHOLD_BYTES
 
 RESERVE_SHARE: Final = 8
-"""One part in so many of the limit is not for reservations."""
+"""1/8 of the limit is exempt from reservations."""
 HOLDER_SHARE: Final = 2
-"""One holder may reserve one part in so many of the limit; one message, always."""
+"""One holder reserves at most 1/2 of the limit, or one message."""
 LOW_WATER_SHARE: Final = 16
-"""Above the limit, memory is freed until one part in so many of it is free."""
-SHED_AGAIN_NS: Final = 10 * NS_PER_MS
-"""After nothing could be freed."""
-STALL_WAITED_NS: Final = 2 * NS_PER_S
-"""A message that falls so far behind its slowest rate is refused while others wait for memory."""
+"""Above the limit, memory is freed until 1/16 of it is free."""
+EVICT_RETRY_NS: Final = 10 * NS_PER_MS
+"""Pause after an eviction that freed too little."""
+STALL_NS_UNDER_PRESSURE: Final = 2 * NS_PER_S
+"""Maximum lag of a message behind the minimum rate while others wait for memory."""
 MESSAGE_RATE_MIN: Final = 500
 """Bytes/s. The default of Apache's mod_reqtimeout for request bodies."""
 EXCESS_BYTES: Final = 16 << 20
@@ -47,44 +44,36 @@ class Holder(Protocol):
     """A connection that holds received bytes."""
 
     def held(self, now_ns: int) -> float:
-        """What it holds and could free, in bytes times nanoseconds."""
+        """Return the releasable memory in bytes times nanoseconds."""
 
     def shed(self) -> bool:
-        """Refuse one call's messages and free their memory; return whether there were any."""
+        """Reject one call's messages and free their memory; return whether there were any."""
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """Refuse the half-received messages that made no progress for so long."""
+        """Reject partial messages without progress for `stall_ns`."""
 
 
 class Reservation(Protocol):
-    """A message that waits until its memory is reserved."""
+    """A message that waits for reserved memory."""
 
     def on_reserved(self) -> None:
         """The memory is reserved."""
 
 
 class TrackedArray(np.ndarray):
-    """Bytes whose charge ends when the last view of them is gone."""
+    """Bytes charged until their last view is freed."""
 
     freed: deque[int] | None = None
     charged_bytes = 0
 
     def __del__(self) -> None:
-        """Note the end; the budget reads the notes on the loop."""
+        """Record the free; the budget processes it on the loop."""
         if self.freed is not None:
             self.freed.append(self.charged_bytes)
 
 
 class ReceiveBudget:
-    """The budget of one process.
-
-    Args:
-        limit_bytes: Of everything that is charged.
-
-    Attributes:
-        holders: The connections that are asked to free memory.
-        refused: Messages that were refused for want of memory.
-    """
+    """The receive budget of one process; `holders` can free memory."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -95,70 +84,55 @@ class ReceiveBudget:
         self._reservable = limit_bytes - limit_bytes // RESERVE_SHARE
         self._reserved: dict[object, int] = {}
         self._waiting: dict[Reservation, tuple[object, int]] = {}
-        self._shed_again_ns = self._evict_ns = 0
+        self._evict_again_ns = self._evict_stalled_ns = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def used_bytes(self) -> int:
-        """What is charged now."""
+        """Bytes charged."""
         self._read_freed()
         return self._used
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether a message waits for memory."""
-        return bool(self._waiting)
-
     def charge(self, size: int) -> None:
-        """Count received bytes; where they are over the limit, have the largest holders free some.
-
-        Args:
-            size: Bytes.
-        """
+        """Charge bytes; above the limit, make holders free memory."""
         self._used += size
         self._recent_peak = max(self._recent_peak, self._used)
         if self._used > self.limit_bytes:
-            self._shed()
+            self._evict()
 
     def release(self, size: int) -> None:
-        """Count bytes no longer."""
+        """Release charged bytes."""
         self._used -= size
         if self._waiting:
             self._grant()
 
     def take(self, size: int) -> bool:
-        """Charge bytes where that stays within the limit; return whether it did."""
+        """Charge bytes if that stays within the limit; return whether it did."""
         if self.used_bytes + size > self.limit_bytes:
             return False
         self.charge(size)
         return True
 
     def give_back(self, size: int) -> None:
-        """Count bytes no longer that `take` has counted."""
+        """Release bytes charged by `take`."""
         self.release(size)
 
     def reserve(self, holder: object, message: Reservation, size: int) -> bool:
-        """Charge the rest of a large message before it comes.
+        """Charge the rest of a large message in advance; return whether that is done.
 
-        Args:
-            holder: Whose message it is.
-            message: Told when the memory is there, where it is not at once.
-            size: Bytes that have not come.
-
-        Returns:
-            Whether the memory is reserved.
+        Otherwise `message.on_reserved` is called later.
         """
         if not self._waiting and self._fits(holder, size):
             self._reserve(holder, size)
             return True
         self._waiting[message] = (holder, size)
-        self._wait()
+        self._start_timer()
         return False
 
     def end_reservation(self, holder: object, message: Reservation, size: int) -> None:
-        """A large message has come, or will not: `size` of what was reserved is not held any more.
+        """End the reservation of `size` bytes of a complete or abandoned message.
 
-        The charge of what did come goes on; the rest is released by the caller.
+        Received bytes stay charged; the caller releases the rest.
         """
         self._waiting.pop(message, None)
         left = self._reserved.get(holder, 0) - size
@@ -169,16 +143,16 @@ class ReceiveBudget:
         self._grant()
 
     def array(self, size: int) -> TrackedArray:
-        """Memory for a message, of which `charged_bytes` are released when it is freed.
+        """Allocate a message buffer that releases its `charged_bytes` when freed.
 
-        Not cleared: pages that nothing was written to take no memory.
+        Not cleared: unwritten pages use no memory.
         """
         array: TrackedArray = message_memory(size).view(TrackedArray)
         array.freed = self._freed
         return array
 
     def charged_array(self, size: int) -> TrackedArray | None:
-        """Memory that is charged at once; None where that is over the limit."""
+        """Allocate and charge a buffer; None above the limit."""
         if not self.take(size):
             return None
         array = self.array(size)
@@ -186,16 +160,12 @@ class ReceiveBudget:
         return array
 
     def shrink(self, array: TrackedArray, size: int) -> None:
-        """Charge an array for so many bytes only, since no more were written to."""
+        """Reduce the charge of an array to its written bytes."""
         excess, array.charged_bytes = array.charged_bytes - size, size
         self.release(excess)
 
     def has_excess(self) -> bool:
-        """Whether the heap keeps memory that is not needed any more; begins a new period.
-
-        That is so where much less was charged since the last call than at the highest point since
-        it was last said. Steady traffic keeps its blocks.
-        """
+        """Return whether the last peak is `EXCESS_BYTES` below earlier ones; start a new period."""
         self._peak = max(self._peak, self._recent_peak)
         has_excess = self._peak - self._recent_peak >= EXCESS_BYTES
         if has_excess:
@@ -204,8 +174,8 @@ class ReceiveBudget:
         return has_excess
 
     def _fits(self, holder: object, size: int) -> bool:
-        held = self._reserved.get(holder, 0)
-        if held and held + size > self.limit_bytes // HOLDER_SHARE:
+        reserved = self._reserved.get(holder, 0)
+        if reserved and reserved + size > self.limit_bytes // HOLDER_SHARE:
             return False
         return self.used_bytes + size <= self._reservable
 
@@ -214,7 +184,7 @@ class ReceiveBudget:
         self.charge(size)
 
     def _grant(self) -> None:
-        """Reserve for those that wait: those of the holder first that has reserved least."""
+        """Reserve for waiting messages, holder with least reserved bytes first."""
         while self._waiting:
             reserved = self._reserved
             message = min(self._waiting, key=lambda each: reserved.get(self._waiting[each][0], 0))
@@ -225,11 +195,11 @@ class ReceiveBudget:
             self._reserve(holder, size)
             message.on_reserved()
 
-    def _shed(self) -> None:
-        """Have holders free memory, down to a mark below the limit; not again at once in vain."""
+    def _evict(self) -> None:
+        """Make holders free memory down to the low-water mark."""
         self._read_freed()
         now = now_ns()
-        if self._used <= self.limit_bytes or now < self._shed_again_ns:
+        if self._used <= self.limit_bytes or now < self._evict_again_ns:
             return
         target = self.limit_bytes - self.limit_bytes // LOW_WATER_SHARE
         holders = sorted(self.holders, key=lambda holder: holder.held(now), reverse=True)
@@ -239,50 +209,40 @@ class ReceiveBudget:
                 self._read_freed()
             if self._used <= target:
                 return
-        self._shed_again_ns = now + SHED_AGAIN_NS
+        self._evict_again_ns = now + EVICT_RETRY_NS
 
     def _tick(self) -> None:
-        """While messages wait for memory: reserve what was freed, and end those that stall."""
+        """While messages wait: reserve freed memory and evict stalled messages."""
         self._timer = None
         now = now_ns()
         self._read_freed()
-        if now >= self._evict_ns:
-            self._evict_ns = now + NS_PER_S
+        if now >= self._evict_stalled_ns:
+            self._evict_stalled_ns = now + NS_PER_S
             for holder in list(self.holders):
-                holder.evict_stalled(now, STALL_WAITED_NS)
+                holder.evict_stalled(now, STALL_NS_UNDER_PRESSURE)
         self._grant()
         if self._waiting:
-            self._wait()
+            self._start_timer()
 
-    def _wait(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _read_freed(self) -> None:
         freed = self._freed
-        count = len(freed)
-        for _ in range(count):
+        for _ in range(len(freed)):
             self._used -= freed.popleft()
 
 
 def progress_ns(last_ns: int, now_ns: int, count: int) -> int:
-    """The time up to which a message has come at its slowest rate, once more bytes of it came.
-
-    A client that sends one byte at a time, to hold a call open, falls behind.
-
-    Args:
-        last_ns: The time before these bytes.
-        now_ns: The upper bound.
-        count: Bytes.
-    """
+    """Return the time, at most now, when a message at the minimum rate has `count` more bytes."""
     return min(now_ns, last_ns + count * (NS_PER_S // MESSAGE_RATE_MIN))
 
 
 def message_memory(size: int) -> npt.NDArray[np.uint8]:
-    """Memory for a message, not cleared and not charged.
+    """Allocate memory for a message, not cleared and not charged.
 
-    A block that malloc would map anew has small pages: NumPy asks for huge ones, and a read on the
-    loop would wait while they are cleared.
+    Large blocks get small pages: NumPy requests huge pages, and clearing them blocks the loop.
     """
     if size < MMAP_THRESHOLD_BYTES:
         return np.empty(size, np.uint8)

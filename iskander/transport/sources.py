@@ -1,8 +1,7 @@
-"""Open connections by source address: which source has most, and which connection gives way.
+"""Open connections by source address, and the search for an idle connection to evict.
 
-Every operation takes a bounded number of steps, however many connections there are: an idle
-connection is looked for among a few, those of the sources with most first, and the ones that were
-found busy go behind the others of their source.
+Each operation has a bounded cost. A search examines at most `EXAMINED_MAX` connections, sources
+with most connections first, and moves busy connections to the end of their source.
 
 Runs on: gateway loop.
 """
@@ -12,19 +11,21 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable, Iterator
+from itertools import islice
+from operator import itemgetter
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-LOOKED_AT: Final = 64
-"""Connections of which the oldest idle one is chosen."""
+EXAMINED_MAX: Final = 64
+"""Connections examined by one search."""
 PREFIX_BITS: Final = 64
-"""Of an IPv6 address: what one client is given as a whole."""
+"""Prefix of an IPv6 address that identifies one client."""
 
 Source: TypeAlias = str
 Item = TypeVar("Item")
 
 
 def source_of(family: int, address: Any) -> Source:  # noqa: ANN401
-    """The source of a connection: an IPv4 address, the first half of an IPv6 one, or `unix`."""
+    """Return the source of a connection: IPv4 address, IPv6 /64 prefix, or `unix`."""
     if family == socket.AF_UNIX:
         return "unix"
     host: str = address[0]
@@ -37,7 +38,7 @@ def source_of(family: int, address: Any) -> Source:  # noqa: ANN401
 
 
 class SourceTable(Generic[Item]):
-    """Items, each of one source."""
+    """Items grouped by source."""
 
     def __init__(self) -> None:
         self._items: dict[Source, dict[Item, None]] = {}
@@ -48,18 +49,18 @@ class SourceTable(Generic[Item]):
         return self._len
 
     def count(self, source: Source) -> int:
-        """Items of one source."""
+        """Return the number of items of a source."""
         return len(self._items.get(source, ()))
 
     def add(self, source: Source, item: Item) -> None:
-        """Count a new item."""
+        """Add a new item."""
         items = self._items.setdefault(source, {})
         items[item] = None
         self._len += 1
         self._move(source, len(items) - 1, len(items))
 
     def remove(self, source: Source, item: Item) -> bool:
-        """Count an item no longer; return whether it was counted."""
+        """Remove an item; return whether it was present."""
         items = self._items.get(source, {})
         if item not in items:
             return False
@@ -73,42 +74,42 @@ class SourceTable(Generic[Item]):
     def oldest_idle(
         self, idle_since: Callable[[Item], int], source: Source | None = None
     ) -> Item | None:
-        """The item that is idle since longest, of the source with most items that has an idle one.
+        """Return the longest idle item of the source with most items that has an idle one.
 
         Args:
-            idle_since: Since when an item is idle; 0 where it is busy.
-            source: Look at this source alone.
+            idle_since: Start of an item's idle time; 0 if busy.
+            source: Search this source only.
         """
-        left = LOOKED_AT
+        left = EXAMINED_MAX
         for level in self._levels(source):
-            found: list[tuple[int, Item]] = []
+            idle: list[tuple[int, Item]] = []
             for each in level:
                 items = self._items.get(each, {})
-                looked_at = _first(items, left)
-                left -= len(looked_at)
-                for item in looked_at:
+                examined = list(islice(items, left))
+                left -= len(examined)
+                for item in examined:
                     since = idle_since(item)
                     if since:
-                        found.append((since, item))
+                        idle.append((since, item))
                     else:
                         del items[item]
                         items[item] = None
                 if left <= 0:
                     break
-            if found:
-                return min(found, key=_since)[1]
+            if idle:
+                return min(idle, key=itemgetter(0))[1]
             if left <= 0:
                 return None
         return None
 
     def _levels(self, source: Source | None) -> Iterator[list[Source]]:
-        """The sources, those with most first; the ones of a level that were looked at go behind."""
+        """Yield the sources by descending count; move yielded ones to the end of their level."""
         if source is not None:
             yield [source]
             return
         for count in sorted(self._by_count, reverse=True):
             level = self._by_count[count]
-            sources = _first(level, LOOKED_AT)
+            sources = list(islice(level, EXAMINED_MAX))
             for each in sources:
                 del level[each]
                 level[each] = None
@@ -122,11 +123,3 @@ class SourceTable(Generic[Item]):
                 del self._by_count[before]
         if now:
             self._by_count.setdefault(now, {})[source] = None
-
-
-def _first(items: dict[Item, None], most: int) -> list[Item]:
-    return [item for item, _ in zip(items, range(most), strict=False)]
-
-
-def _since(found: tuple[int, Any]) -> int:
-    return found[0]

@@ -1,6 +1,6 @@
-"""TLS of the ports that speak over TCP: certificate and key, and whom to believe.
+"""TLS contexts of the TCP ports, rebuilt when certificate, key or client CA change.
 
-What is replaced is shown to the connections that come after that; open ones go on.
+New connections use the new files; open connections are not affected.
 
 Runs on: gateway loop. Source: RFC 8446; RFC 7301 (the protocol is agreed upon in the handshake).
 """
@@ -21,79 +21,66 @@ log = logging.getLogger("iskander.tls")
 
 
 class Tls:
-    """What the ports of one server show, and want to be shown.
-
-    Args:
-        config: Where it is.
-    """
+    """TLS contexts of one server, one per protocol."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
         self._current: dict[str, ssl.SSLContext] = {}
         files = (config.certificate, config.key, config.client_ca)
-        self._following = FileWatcher([Path(name) for name in files if name], self._look)
+        self._watcher = FileWatcher([Path(name) for name in files if name], self._reload)
 
     def context(self, protocol: str) -> ssl.SSLContext | None:
-        """What a port needs that speaks a protocol; None where it speaks in the clear.
-
-        Raises:
-            ConfigError: A file cannot be read, or is not what it has to be.
-        """
+        """Return the context for an ALPN protocol, None for plain text, or raise `ConfigError`."""
         if not self._config.certificate:
             return None
-        context = self._current[protocol] = self._made(protocol)
+        context = self._current[protocol] = self._create(protocol)
 
         def choose(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
             handshake.context = self._current[protocol]
 
-        # Called in each handshake, also where the client names no server.
+        # Called in each handshake, also without a server name.
         context.sni_callback = choose
         return context
 
     def start(self) -> None:
-        """Follow the files."""
+        """Start to watch the files."""
         if self._config.certificate:
-            self._following.start()
+            self._watcher.start()
 
     def stop(self) -> None:
-        """Follow them no more."""
-        self._following.stop()
+        """Stop to watch the files."""
+        self._watcher.stop()
 
-    def _look(self, has_changed: bool) -> None:
+    def _reload(self, has_changed: bool) -> None:
         if not has_changed:
             return
         try:
-            # Anew and whole: a context keeps the certificate of another kind of key.
-            self._current = {protocol: self._made(protocol) for protocol in self._current}
+            # New contexts: a context keeps its certificate of another key type.
+            self._current = {protocol: self._create(protocol) for protocol in self._current}
         except ConfigError as error:
-            log.error("%s; what was there before stays in force", error.message)
+            log.error("TLS reload failed: %s; the previous files stay in use", error.message)
         else:
-            log.info("certificate and key were read again")
+            log.info("TLS certificate and key reloaded")
 
-    def _made(self, protocol: str) -> ssl.SSLContext:
+    def _create(self, protocol: str) -> ssl.SSLContext:
         config = self._config
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([protocol])
+        setting = "tls.certificate and tls.key"
         try:
             context.load_cert_chain(config.certificate, config.key or None, password=_no_password)
-        except OSError as error:
-            raise ConfigError(f"tls.certificate and tls.key: {_why(error)}") from None
-        if config.client_ca:
-            try:
+            if config.client_ca:
+                setting = "tls.client_ca"
                 context.load_verify_locations(config.client_ca)
-            except OSError as error:
-                raise ConfigError(f"tls.client_ca: {_why(error)}") from None
-            context.verify_mode = ssl.CERT_REQUIRED
+                context.verify_mode = ssl.CERT_REQUIRED
+        except ssl.SSLError as error:
+            raise ConfigError(f"{setting}: invalid: {error.reason or 'not PEM'}") from None
+        except OSError as error:
+            raise ConfigError(f"{setting}: cannot be read: {error.strerror}") from None
         return context
 
 
-def _why(error: OSError) -> str:
-    if isinstance(error, ssl.SSLError):
-        return f"not what they have to be: {error.reason or 'no PEM'}"
-    return f"cannot be read: {error.strerror}"
-
-
 def _no_password() -> str:
-    """Of a key that is encrypted; without it the terminal would be asked."""
-    raise ConfigError("tls.key is encrypted; wanted one that is not")
+    """Reject an encrypted key; by default OpenSSL prompts on the terminal."""
+    raise ConfigError("tls.key is encrypted: expected an unencrypted key")

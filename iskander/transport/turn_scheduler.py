@@ -1,11 +1,10 @@
-"""Deficit round-robin over connections whose input was not all processed in one turn of the loop.
+"""Deficit round-robin scheduler for connections with unprocessed input.
 
-A connection processes what it has read for at most a quantum of time. If input is left, or the last
-frame took longer than the quantum, the connection stops reading and waits here. Each turn of the
-loop, after the reads of all other connections, the waiting ones get their next quanta, for at most
-`TURN_NS` together. A connection whose turn used much processor time and delivered no messages then
-pauses for as long, also where no other connection waits: so header blocks that take milliseconds
-each leave half of the time to all others.
+A connection processes each read for at most a quantum of time. With input left, or after a longer
+frame, it stops reading and queues here. Each event loop iteration runs the queued connections for
+at most `TURN_NS` together. A connection that used much processor time without delivering messages
+pauses for the same time, even if it is the only one: header blocks that cost milliseconds each
+leave half of the time to other connections.
 
 Runs on: gateway loop. Source: Shreedhar and Varghese, Efficient fair queuing using deficit
 round-robin, 1995.
@@ -20,66 +19,56 @@ from typing import Final, Protocol
 from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
 
 QUANTUM_NS: Final = 500 * NS_PER_US
-"""Of one connection in one turn."""
+"""Per connection and turn."""
 TURN_NS: Final = 1000 * NS_PER_US
-"""Of all waiting connections in one turn."""
+"""For all queued connections in one event loop iteration."""
 WASTED_NS_MAX: Final = 1000 * NS_PER_US
-"""Processor time of a turn beyond what its messages are granted; above it the connection pauses for
-as long."""
+"""Unproductive processor time of a turn; above it the connection pauses for the same time."""
 GAP_NS: Final = 30 * NS_PER_US
-"""Small reads of one socket that are no further apart may be of one turn of the loop."""
+"""Small reads with at most this gap may belong to one event loop iteration."""
 LARGE_READ_BYTES: Final = 16_384
 
 
 class TurnTaker(Protocol):
-    """A connection with input that is left over.
+    """A connection with unprocessed input."""
 
-    Attributes:
-        deficit_ns: Time that it may use; negative where it has used more than its share.
-        wasted_ns: Processor time of its last turn that delivered nothing.
-    """
-
-    deficit_ns: int
-    wasted_ns: int
+    deficit_ns: int  # Time credit; negative after exceeding the share.
+    wasted_ns: int  # Unproductive processor time of the last turn.
 
     def take_turn(self, until_ns: int) -> bool:
-        """Process input until that time; return whether some is left."""
+        """Process input until that time; return whether input is left."""
 
     def note_cpu(self, used_ns: int) -> bool:
-        """Account for processor time of a turn; return whether the connection goes on."""
+        """Charge the processor time of a turn; return whether the connection stays open."""
 
 
 class TurnScheduler:
-    """The waiting connections of one listener or of several.
-
-    Args:
-        loop: The gateway's.
-    """
+    """Queue of the connections with unprocessed input, for one or more listeners."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: deque[TurnTaker] = deque()
-        self._present = 0
+        self._iteration = 0
         self._is_counting = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def wait(self, connection: TurnTaker) -> None:
-        """Call a connection's `take_turn` until it has no input left; it must not wait already."""
+        """Queue a connection that is not queued, until it has no input left."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             self._loop.call_soon(self._run)
 
-    def present(self) -> int:
-        """The number of the loop's present turn, which costs a callback to count."""
+    def iteration(self) -> int:
+        """Return the number of the current event loop iteration; costs one callback."""
         if not self._is_counting:
             self._is_counting = True
-            self._loop.call_soon(self._end_turn)
-        return self._present
+            self._loop.call_soon(self._end_iteration)
+        return self._iteration
 
-    def _end_turn(self) -> None:
-        self._present += 1
+    def _end_iteration(self) -> None:
+        self._iteration += 1
         self._is_counting = False
 
     def _run(self) -> None:
@@ -114,33 +103,27 @@ class TurnScheduler:
 
 
 class ReadBurst:
-    """Reads of one connection in one turn: libuv reads a socket up to 32 times in a row.
+    """Duration of a connection's reads in one event loop iteration: libuv reads up to 32 times.
 
-    Reads that are far apart are not of one turn. The scheduler tells it of the others: of large
-    ones, which may take milliseconds where their memory is new, and of small ones once they have
-    taken half of the limit.
-
-    Args:
-        turns: Of the connection's listener.
+    Reads further apart than `GAP_NS` belong to different iterations. The iteration number decides
+    for large reads, which cost milliseconds in new memory, and for small ones after half the limit.
     """
 
-    __slots__ = ("_began_ns", "_ended_ns", "_turn", "_turns")
+    __slots__ = ("_began_ns", "_ended_ns", "_iteration", "_turns")
 
     def __init__(self, turns: TurnScheduler) -> None:
         self._turns = turns
         self._began_ns = self._ended_ns = 0
-        self._turn = -1
+        self._iteration = -1
 
     def is_long(self, began_ns: int, ended_ns: int, nbytes: int, limit_ns: int) -> bool:
-        """Note that a read was processed; return whether the burst took longer than the limit."""
-        is_same_turn = began_ns - self._ended_ns <= GAP_NS
-        if nbytes >= LARGE_READ_BYTES or (
-            is_same_turn and ended_ns - self._began_ns > limit_ns // 2
-        ):
-            turn = self._turns.present()
-            is_same_turn = turn == self._turn
-            self._turn = turn
-        if not is_same_turn:
+        """Add a processed read; return whether the burst exceeds the limit."""
+        is_same = began_ns - self._ended_ns <= GAP_NS
+        if nbytes >= LARGE_READ_BYTES or (is_same and ended_ns - self._began_ns > limit_ns // 2):
+            iteration = self._turns.iteration()
+            is_same = iteration == self._iteration
+            self._iteration = iteration
+        if not is_same:
             self._began_ns = began_ns
         self._ended_ns = ended_ns
         return ended_ns - self._began_ns > limit_ns

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
-from iskander.varint import varint
+from iskander.varint import encode_varint
 
 Element = TypeVar("Element")
 BYTES: Final = (0, 1, 0x7F, 0x80, 0xFF, 0x20, 0x2C)
@@ -210,7 +210,7 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def _encoded(value: int, random: Random | None) -> bytes:
-    raw = varint(value)
+    raw = encode_varint(value)
     if random is not None and not random.randrange(24):
         more = random.choice((1, 2, 9))
         raw = raw[:-1] + bytes((raw[-1] | 0x80,)) + b"\x80" * (more - 1) + b"\0"

@@ -45,7 +45,7 @@ def servers() -> list[psutil.Process]:
 
 
 def timers() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "isk-trials-end"]
+    return [each for each in threading.enumerate() if each.name == "isk-sandbox-end"]
 
 
 def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Path) -> None:
@@ -78,7 +78,10 @@ ENDS = {
     "in order, without a word": ("os._exit(0)", "with exit code 0"),
     "by a signal without a name": ("os.kill(os.getpid(), 40)", "by signal 40"),
     "with all descriptors closed": ("os.closerange(0, 200)", "with exit code 1"),
-    "with its server": ("os.kill(os.getppid(), 9); time.sleep(60)", "was ended with it, twice"),
+    "with its server": (
+        "os.kill(os.getppid(), 9); time.sleep(60)",
+        "exited during the load, twice",
+    ),
 }
 
 
@@ -191,7 +194,7 @@ def test_a_look_is_over_with_the_process_that_looks(
     monkeypatch.setattr(trial, "worker_command", lambda python: command)
 
     with pytest.raises(ManifestError, match="said by the class"):
-        trial.try_model(model_spec(tmp_path), "", 1, wait_s=30.0)
+        trial.check_model(model_spec(tmp_path), "", 1, wait_s=30.0)
     eventually(lambda: not psutil.pid_exists(int(pid_file.read_text())), what="the fork's end")
 
 

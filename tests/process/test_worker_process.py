@@ -294,7 +294,7 @@ def test_outputs_whose_shape_only_the_run_knows(
     write_input(gateway, 0, np.array([5, 5, 5]))
     gateway.send(whole(2, 0, 3, 0, 256))
     failed = gateway.receive()
-    assert isinstance(failed, Failed) and "has the shape [1]" in failed.message
+    assert isinstance(failed, Failed) and "has shape [1]" in failed.message
 
 
 def test_booleans_are_bits_outside_and_bytes_inside(
@@ -342,10 +342,10 @@ def wide(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda folder: folder, "no model file"),
-        (wide, f"may take {FRAME_BYTES_MAX}"),
+        (lambda folder: folder, "not found at the configured path"),
+        (wide, f"limit {FRAME_BYTES_MAX}"),
         (sequence_of, "seq(tensor(float))"),
-        (lambda folder: models.identity(folder, TensorProto.FLOAT, ["rows", "k"]), "first axis"),
+        (lambda folder: models.identity(folder, TensorProto.FLOAT, ["rows", "k"]), "open axes"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_by_name(
@@ -410,9 +410,9 @@ def test_a_refused_worker_ends_and_says_why(gateway: ScriptedGateway) -> None:
     worker = WorkerProcess(gateway.socket_path, gateway.folder)
     try:
         gateway.accept()
-        gateway.refuse("no place is free")
+        gateway.refuse("no worker slot is free")
         assert worker.process.wait(20) == 76
-        assert "no place is free" in worker.log.read_text()
+        assert "no worker slot is free" in worker.log.read_text()
     finally:
         worker.end()
 
@@ -456,6 +456,6 @@ def test_a_gateway_that_always_hangs_up_is_not_waited_for_longer(gateway: Script
     try:
         eventually(has_ended, what="the worker's end")
         assert worker.process.returncode == 69
-        assert "no gateway took this worker on" in worker.log.read_text()
+        assert "no gateway registered this worker" in worker.log.read_text()
     finally:
         worker.end()

@@ -29,9 +29,9 @@ from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import IskanderError, MalformedInput, Overloaded, Unsupported
 from iskander.protocols.inferential.terms import read_terms
 from iskander.protocols.inferential.wire import (
-    Address,
+    ReplyAddress,
     read_observation,
-    read_question,
+    read_tensors,
     render_error,
     render_results,
 )
@@ -53,7 +53,7 @@ VECTORS = {
 }
 HELLO = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
 MOMENT_NS = 1_700_000_000_000_000_000
-ADDRESS = Address("robot-7", "policy", f"{7:032x}")
+ADDRESS = ReplyAddress("robot-7", "policy", f"{7:032x}")
 CONTRACT = Contract(
     (
         TensorSpec("joint_positions", "joints", ColumnType("float32", (3,)), (3,)),
@@ -117,7 +117,7 @@ def test_observations_mean_what_the_client_meant() -> None:
         age_ms=5.0,
         is_newest_wins=True,
     )
-    question = read_question(CONTRACT, observation)
+    question = read_tensors(CONTRACT, observation)
     assert question.is_single
     assert [(t.name, t.datatype, t.shape, bytes(t.data).hex()) for t in question.tensors] == [
         ("joints", "FP32", (1, 3), np.arange(3, dtype=np.float32).tobytes().hex()),
@@ -125,7 +125,7 @@ def test_observations_mean_what_the_client_meant() -> None:
     ]
     nothing = read_observation(parts_of("observation without tensors"))
     assert nothing.envelope.model_id == "ids"
-    assert not read_question(CONTRACT, nothing).tensors
+    assert not read_tensors(CONTRACT, nothing).tensors
 
 
 @pytest.mark.parametrize("name", ["without a payload", "in long frames"])
@@ -183,7 +183,7 @@ def test_bfloat16_is_its_bits_there_and_back() -> None:
     envelope = proto.Observation(
         client=proto.Client(id="a"), model_id="b", tensors=[sent]
     ).SerializeToString()
-    (tensor,) = read_question(contract, read_observation([b"", envelope, b"\x80\x3f"])).tensors
+    (tensor,) = read_tensors(contract, read_observation([b"", envelope, b"\x80\x3f"])).tensors
     assert (tensor.datatype, tensor.shape) == ("BF16", (1,))
     reply = render_results(
         ADDRESS, contract, 1, tensor.data, is_single=True, latency_ms=0.0, wall_ns=MOMENT_NS
@@ -303,13 +303,13 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(hello + VECTORS["observation"] + more, 1 << 20)
         later = now_ns() + int(TimeoutsConfig().message_s * NS_PER_S)
-        peer.connection.look_after(later - NS_PER_S)
+        peer.connection.enforce_timeouts(later - NS_PER_S)
         assert not peer.transport.is_aborted
-        peer.connection.look_after(later + NS_PER_S)
+        peer.connection.enforce_timeouts(later + NS_PER_S)
         assert peer.reasons == reasons
         assert peer.ended == ["message_timeout"] * len(reasons)
 
-    stopped = ["a message of a peer came slower than 500 bytes/s"]
+    stopped = ["message slower than 500 bytes/s"]
     asyncio.run(judge(b"", []))
     for more in (b"\2\0", b"\2" + (1 << 19).to_bytes(8, "big"), b"\1\0"):
         asyncio.run(judge(more, stopped))
@@ -329,7 +329,7 @@ def test_a_message_that_trickles_ends_the_connection(monkeypatch: pytest.MonkeyP
         for _ in range(5):
             clock += 20 * NS_PER_S
             await peer.feed(piece, 1 << 20)
-            peer.connection.look_after(clock)
+            peer.connection.enforce_timeouts(clock)
         return peer.ended
 
     whole = VECTORS["observation"]
@@ -517,9 +517,9 @@ def test_a_peer_that_reads_nothing_goes() -> None:
         await peer.feed(HELLO, 1 << 20)
         peer.connection.pause_writing()
         later = now_ns() + int(TimeoutsConfig().response_s * NS_PER_S)
-        peer.connection.look_after(later - NS_PER_S)
+        peer.connection.enforce_timeouts(later - NS_PER_S)
         assert not peer.transport.is_aborted
-        peer.connection.look_after(later + NS_PER_S)
+        peer.connection.enforce_timeouts(later + NS_PER_S)
         assert peer.transport.is_aborted and peer.ended == ["response_timeout"]
 
     asyncio.run(judge())
@@ -537,11 +537,11 @@ def test_a_silent_peer_is_asked_whether_it_is_there(is_new: bool) -> None:
         idle = int(TimeoutsConfig().idle_s * NS_PER_S)
         keepalive = int(TimeoutsConfig().keepalive_s * NS_PER_S)
         now = now_ns()
-        peer.connection.look_after(now + idle - NS_PER_S)
+        peer.connection.enforce_timeouts(now + idle - NS_PER_S)
         assert b"PING" not in peer.transport.written
-        peer.connection.look_after(now + idle + NS_PER_S)
+        peer.connection.enforce_timeouts(now + idle + NS_PER_S)
         assert (b"PING" in peer.transport.written) == is_new
-        peer.connection.look_after(now + idle + keepalive + 3 * NS_PER_S)
+        peer.connection.enforce_timeouts(now + idle + keepalive + 3 * NS_PER_S)
         assert peer.ended == ["keepalive_timeout"] * is_new
 
     asyncio.run(judge())
@@ -554,9 +554,11 @@ def test_a_silent_peer_that_answers_stays() -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(bytes(hello), 1 << 20)
         now = now_ns() + int(TimeoutsConfig().idle_s * NS_PER_S) + NS_PER_S
-        peer.connection.look_after(now)
+        peer.connection.enforce_timeouts(now)
         await peer.feed(command(b"PONG", b""), 1 << 20)
-        peer.connection.look_after(now + int(TimeoutsConfig().keepalive_s * NS_PER_S) + NS_PER_S)
+        peer.connection.enforce_timeouts(
+            now + int(TimeoutsConfig().keepalive_s * NS_PER_S) + NS_PER_S
+        )
         assert not peer.ended
 
     asyncio.run(judge())
@@ -565,11 +567,11 @@ def test_a_silent_peer_that_answers_stays() -> None:
 def test_a_peer_that_does_not_say_who_it_is_goes() -> None:
     async def judge() -> None:
         peer = Peer(asyncio.get_running_loop())
-        peer.connection.look_after(0)
+        peer.connection.enforce_timeouts(0)
         assert not peer.transport.is_aborted
-        peer.connection.look_after(1 << 62)
+        peer.connection.enforce_timeouts(1 << 62)
         assert peer.transport.is_aborted
-        assert peer.reasons == ["a peer did not say in time who it is"]
+        assert peer.reasons == ["no READY within `timeouts.preface_s`"]
         assert peer.ended == ["preface_timeout"]
 
     asyncio.run(judge())
@@ -588,7 +590,7 @@ def test_bytes_that_are_changed_break_nothing_but_their_connection(name: str) ->
                 try:
                     observation = read_observation(parts)
                     read_terms(observation.envelope, "a", newest_wins=False, wall_ns=0)
-                    read_question(CONTRACT, observation)
+                    read_tensors(CONTRACT, observation)
                 except IskanderError:
                     pass
 

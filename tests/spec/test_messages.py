@@ -132,8 +132,8 @@ SAMPLES: dict[str, Any] = {
     "Notice": Notice(text="no memory policy for node 1"),
 }
 DIRECTIONS: list[tuple[Any, Any]] = [
-    (messages.ToGatewayAtBirth, decode_hello),
-    (messages.ToWorkerAtBirth, decode_welcome),
+    (messages.ToGatewayHandshake, decode_hello),
+    (messages.ToWorkerHandshake, decode_welcome),
     (messages.ToWorker, decode_to_worker),
     (messages.ToGateway, decode_to_gateway),
 ]

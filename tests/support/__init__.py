@@ -1,1 +1,1 @@
-"""What tests of real processes share: servers, workers, raw calls, small models, leak checks."""
+"""Shared helpers of tests: servers, workers, raw calls, small models."""

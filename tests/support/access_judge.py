@@ -1,4 +1,4 @@
-"""What clients with grpcio get of a server that wants tokens, or speaks TLS; no pyarrow.flight."""
+"""Scenarios of grpcio clients against a server with tokens or TLS; no pyarrow.flight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors() -> list[triton.InferInput]:
 
 
 def call(address: str, name: str, roots: str = "", **arguments: Any) -> Any:
-    """A method of Triton's client: what it gives, by name where it is a message; or the status."""
+    """Call a method of Triton's client; returns its result, names of a message, or the status."""
     client = triton.InferenceServerClient(address, ssl=bool(roots), root_certificates=roots or None)
     if name == "infer":
         arguments["inputs"] = tensors()
@@ -48,7 +48,7 @@ def call(address: str, name: str, roots: str = "", **arguments: Any) -> Any:
 
 
 def stream(address: str, headers: dict[str, str]) -> Any:
-    """One request of a stream: the text of its error, or nothing."""
+    """Send one request on a stream; returns the text of its error, or an empty text."""
     found: list[str] = []
     client = triton.InferenceServerClient(address)
     client.start_stream(lambda result, error: found.append(str(error or "")), headers=headers)
@@ -59,7 +59,7 @@ def stream(address: str, headers: dict[str, str]) -> Any:
 
 
 def stay(address: str, headers: dict[str, str]) -> str:
-    """A stream that says nothing any more, when one request was answered; how it ends."""
+    """Keep a stream open without requests after the first response; returns its final status."""
     method = "/inference.GRPCInferenceService/ModelStreamInfer"
     with grpc.insecure_channel(address) as channel:
         request = triton.service_pb2.ModelInferRequest(model_name="ids")
@@ -86,12 +86,12 @@ def stay(address: str, headers: dict[str, str]) -> str:
 
 
 def health(address: str, services: list[str], padding: int = 0) -> list[str]:
-    """What checks of services answer, in hexadecimal, or the status.
+    """Health checks of services: responses in hexadecimal, or statuses.
 
     Args:
         address: Of the server.
         services: Their names.
-        padding: Bytes, two to 65,535, of a field that means nothing to the server.
+        padding: Bytes, two to 65,535, of a field that the server ignores.
     """
     found = []
     more = b"\x12" + bytes((padding & 127 | 128, padding >> 7 & 127 | 128, padding >> 14))
@@ -108,7 +108,7 @@ def health(address: str, services: list[str], padding: int = 0) -> list[str]:
 
 
 def watch(address: str, headers: list[dict[str, str]]) -> list[str]:
-    """What watchers hear first who come one after the other and stay."""
+    """First responses to watchers that start one after the other and stay open."""
     found = []
     with grpc.insecure_channel(address) as channel:
         method = channel.unary_stream(f"{HEALTH}/Watch")

@@ -1,4 +1,4 @@
-"""What Arrow takes of memory for a call."""
+"""Peak of Arrow's memory during a call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pyarrow as pa
 Made = TypeVar("Made")
 
 _POOLS: list[pa.MemoryPool] = []
-"""Arrays end the process where they outlive the pool that they are from."""
+"""Arrays crash the process if they outlive their pool."""
 
 
 def peak_of(call: Callable[[], Made]) -> tuple[Made, int]:
-    """What a call makes, and the most bytes that Arrow had at a time for it."""
+    """The result of a call, and the peak of Arrow's memory during it."""
     default = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(default)
     _POOLS.append(pool)

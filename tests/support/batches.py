@@ -1,4 +1,4 @@
-"""Queues and batches of them, without a lane around them."""
+"""Queues and batches without a lane."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = CostModel()
 
 
 def queue_of(*requests: Request | int) -> WaitingQueue:
-    """A queue in this order; a number stands for a request of so many rows."""
+    """A queue in this order; a number stands for a request with this number of rows."""
     queue = WaitingQueue()
     for number, each in enumerate(requests):
         request = waiting(each) if isinstance(each, int) else each
@@ -32,7 +32,7 @@ def waiting(
     rows: int = 1, *, due_ns: int = NEVER_NS, shape: int = 0, is_alone: bool = False,
     queued_ns: int = NOW, **terms: Any,
 ) -> Request:  # fmt: skip
-    """A request as it waits; `terms` are those of `Terms`."""
+    """A queued request; `terms` are those of `Terms`."""
     request = request_of(LANE, rows, arrived_ns=queued_ns, **terms)
     request.queued_ns, request.shape, request.is_alone = queued_ns, shape, is_alone
     request.deadline_ns = request.expires_ns = due_ns
@@ -40,7 +40,7 @@ def waiting(
 
 
 def formed(queue: WaitingQueue, *, cost: CostModel = UNKNOWN, **given: Any) -> Formed:
-    """The next batch; `given` are rules, and what `form` takes by name."""
+    """The next batch; `given` are rules, and keyword arguments of `form`."""
     said: dict[str, Any] = {"now_ns": NOW}
     for key in ("now_ns", "free_ns", "expected"):
         if key in given:
@@ -53,10 +53,10 @@ def rows_of(batch: Formed) -> list[int]:
 
 
 def surely_ns(run_ns: int) -> int:
-    """From when a run begins until its results are surely there."""
+    """Longest time from the start of a run to its results."""
     return run_ns + LEAD_NS + int(DOUBT * run_ns)
 
 
 def span_ns(rows: int, cost: CostModel = COST) -> int:
-    """The same, of so many rows."""
+    """The same for a number of rows."""
     return surely_ns(cost.predict_ns(rows))

@@ -1,6 +1,6 @@
-"""The hand that kills, stops and hangs workers, and kills clients; seeded.
+"""Fault injection: kills, stops and hangs workers, and kills clients; seeded.
 
-Beside `chaos`, whose streams check what comes of it.
+The streams of `chaos` check the outcomes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.processes import Gateway
 
 
 class Breaker(threading.Thread):
-    """Kills and stops workers and kills clients, until it is told to stop."""
+    """Kills and stops workers and kills clients, until it is stopped."""
 
     def __init__(self, gateway: Gateway, seed: int, hang_s: float, ledger: Ledger) -> None:
         super().__init__(name="breaker")
@@ -75,7 +75,7 @@ class Breaker(threading.Thread):
         return "a client is killed"
 
     def _signalled(self, name: str, do: Callable[[int], None]) -> str:
-        """Do something to a worker; while one is down already, to the other one only at times."""
+        """Signal a worker; if one is down already, signal the other one only sometimes."""
         ready = [w for w in self._gateway.stats()["workers"] if w["state"] == "ready" and w["pid"]]
         if (len(ready) < 2 and self._random.random() < 0.8) or not ready:
             return ""

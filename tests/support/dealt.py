@@ -1,4 +1,4 @@
-"""Connections to one of several gateway processes: the kernel deals them, so many are asked for."""
+"""Connections to one of several gateway processes, by repeated connection attempts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from iskander.errors import IskanderError
 from support.processes import Gateway
 
 CONNECTIONS = 200
-"""Enough to be dealt to each of four processes, but for one time in 10**24."""
+"""The kernel distributes them over four processes; one is missed in one case of 10**24."""
 
 
 def by_process(gateway: Gateway, count: int) -> dict[int, dict[str, Any]]:
-    """What each process says of itself, each asked over connections of its own."""
+    """The stats of each process, each over its own connection."""
     found: dict[int, dict[str, Any]] = {}
     for _ in range(CONNECTIONS):
         if len(found) == count:
@@ -29,7 +29,7 @@ def by_process(gateway: Gateway, count: int) -> dict[int, dict[str, Any]]:
 
 
 def client_of(gateway: Gateway, number: int) -> Client:
-    """A client whose connection is that process's."""
+    """A client connected to a given process."""
     for _ in range(CONNECTIONS):
         client = gateway.client()
         if client.stats()["process"] == number:

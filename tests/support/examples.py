@@ -1,4 +1,4 @@
-"""The examples of `configs/examples`, made and served in a folder of the test's own."""
+"""The examples of `configs/examples`, built and served in a test's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "configs" / "examples"
 
 
 def module(name: str) -> ModuleType:
-    """An example's `make_model.py`, for the figures that its model is to give."""
+    """An example's `make_model.py`, for the expected figures of its model."""
     file = EXAMPLES / name / "make_model.py"
     spec = importlib.util.spec_from_file_location(f"make_{name.replace('-', '_')}", file)
     assert spec is not None and spec.loader is not None
@@ -31,7 +31,7 @@ def module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def served(name: str, folder: Path, **sections: Any) -> Iterator[Gateway]:
-    """Make an example's model by its command, and serve it as its configuration says."""
+    """Build an example's model by its command, and serve it with its configuration."""
     copy = folder / name
     shutil.copytree(EXAMPLES / name, copy, ignore=shutil.ignore_patterns("*.onnx"))
     command = [sys.executable, "-W", "ignore", str(copy / "make_model.py")]

@@ -1,6 +1,6 @@
-"""grpcio's clients, sync and aio, in a process of their own: each scenario says what they met.
+"""Scenarios of grpcio's clients, sync and aio, in their own process.
 
-grpcio and pyarrow.flight must not share a process; pyarrow by itself is no harm.
+grpcio and pyarrow.flight must not share a process; pyarrow alone is safe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
 WIDTH = 256
 ALONE = ("grpc.use_local_subchannel_pool", 1)
-"""Otherwise grpcio's channels to one address share a connection."""
+"""Without it grpcio's channels to one address share a connection."""
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ALONE]
 COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
 
@@ -37,7 +37,7 @@ Options: TypeAlias = list[tuple[str, Any]]
 
 
 class Judge(judging.Judge):
-    """The other process, as a test sees it."""
+    """The judge's process, from the test's view."""
 
     def __init__(self) -> None:
         super().__init__(__file__)
@@ -48,7 +48,7 @@ def ids_batch(start: int, rows: int) -> pa.RecordBatch:
 
 
 def wide_batch(rows: int) -> pa.RecordBatch:
-    """A KiB for each row."""
+    """1 KiB a row."""
     values = pa.array(np.random.default_rng(rows).normal(size=rows * WIDTH).astype(np.float32))
     return pa.record_batch({"x": pa.FixedSizeListArray.from_arrays(values, WIDTH)})
 
@@ -62,11 +62,8 @@ def is_tripled(frame: bytes, schema_frame: bytes, sent: pa.RecordBatch) -> bool:
     return bool((got["y"].to_numpy() == 3 * sent["x"].to_numpy() + 1).all())
 
 
-# Scenarios.
-
-
 def unary(address: str) -> Facts:
-    """Check by the sync client and by the aio client."""
+    """Health check by the sync client and by the aio client."""
 
     async def by_aio() -> Facts:
         async with aio.insecure_channel(address, options=[ALONE]) as channel:
@@ -79,7 +76,7 @@ def unary(address: str) -> Facts:
 
 
 def watchers(address: str, count: int, rounds: int) -> Facts:
-    """Watch that often on one connection, and cancel when each has heard; then the same again."""
+    """Open watches on one connection, and cancel them after the first response; repeat."""
 
     async def judge() -> Facts:
         async with aio.insecure_channel(address, options=[ALONE]) as channel:
@@ -96,7 +93,7 @@ def watchers(address: str, count: int, rounds: int) -> Facts:
 
 
 def interleaved(address: str, streams: int, batches: int) -> Facts:
-    """Streams of one connection, all open at once; a batch is sent when the one before is back."""
+    """Concurrent streams on one connection; each sends a batch after the last result."""
 
     async def judge() -> Facts:
         all_open = asyncio.Barrier(streams)
@@ -122,9 +119,9 @@ def interleaved(address: str, streams: int, batches: int) -> Facts:
 
 
 def large(
-    address: str, rows: int, count: int, options: Options, is_awaiting: bool = False
+    address: str, rows: int, count: int, options: Options, is_awaiting_worker: bool = False
 ) -> Facts:
-    """Batches of a KiB a row there and back; the input ends at once, or when all is back."""
+    """Echo batches of 1 KiB a row; the input ends at once, or after the last result."""
     sent = wide_batch(rows)
     is_back = threading.Event()
 
@@ -133,7 +130,7 @@ def large(
         frame = raw.batch_data(sent)
         for _ in range(count):
             yield frame
-        if is_awaiting:
+        if is_awaiting_worker:
             is_back.wait(PATIENCE_S)
 
     received: list[bytes] = []
@@ -154,7 +151,7 @@ def large(
 
 
 def compressed(address: str, kind: str) -> Facts:
-    """A unary call and a stream with compressed messages, the large one cut into many frames."""
+    """A unary call and a stream with compressed messages; the large one spans many frames."""
     sent = ids_batch(7, 20_000)
     frames = [opening("ids", sent), raw.batch_data(sent)]
     with grpc.insecure_channel(
@@ -167,7 +164,7 @@ def compressed(address: str, kind: str) -> Facts:
 
 
 def deadline(address: str, model: str, units: int, timeout_s: float) -> Facts:
-    """A batch that takes far longer than its call may."""
+    """A batch that runs much longer than its call's timeout."""
     sent = ids_batch(units, 1)
     frames = [opening(model, sent), raw.batch_data(sent)]
     with grpc.insecure_channel(address, options=[ALONE]) as channel:
@@ -175,7 +172,7 @@ def deadline(address: str, model: str, units: int, timeout_s: float) -> Facts:
 
 
 def cancelled(address: str, count: int) -> Facts:
-    """Streams of one connection, cancelled with a batch in the middle; then one that is not."""
+    """Streams on one connection, cancelled during a batch; then a complete one."""
     sent = ids_batch(3, 5)
     with grpc.insecure_channel(address, options=[ALONE]) as channel:
         codes = []
@@ -197,7 +194,7 @@ def outcome(
     frames: list[str],
     metadata: list[tuple[str, str]] = [],  # noqa: B006
 ) -> Facts:
-    """One call by the sync client; values of `-bin` names come and go as base64."""
+    """One call by the sync client; values of `-bin` headers are base64."""
     said = [
         (name, base64.b64decode(value) if name.endswith("-bin") else value)
         for name, value in metadata
@@ -205,7 +202,7 @@ def outcome(
     with grpc.insecure_channel(address, options=[ALONE]) as channel:
         messages = [bytes.fromhex(frame) for frame in frames]
         first = _outcome(channel, method, messages, metadata=said)
-        # Whatever it was, the connection is as good as before.
+        # The connection must still work.
         return first | {"next": _outcome(channel, CHECK, [b""])["code"]}
 
 
@@ -219,9 +216,9 @@ def unknown_by_aio(address: str, method: str) -> Facts:
 
 
 def keepalive(address: str, quiet_s: float) -> Facts:
-    """A connection without calls that pings every second: what becomes of it meanwhile.
+    """State changes of a connection without calls that sends a ping every second.
 
-    Says so when the time is over; then again what its next change is.
+    Reports after `quiet_s`; then returns the next state change.
     """
     options = [
         ALONE,
@@ -246,7 +243,7 @@ def keepalive(address: str, quiet_s: float) -> Facts:
 
 
 def wait_for_ready(address: str) -> Facts:
-    """A call that is made while nobody listens, and waits."""
+    """Wait for a server that starts later."""
     with grpc.insecure_channel(
         address, options=[ALONE, ("grpc.max_reconnect_backoff_ms", 200)]
     ) as channel:
@@ -256,7 +253,7 @@ def wait_for_ready(address: str) -> Facts:
 
 
 def short_connections(address: str, count: int) -> Facts:
-    """Connect, one call, close; every other one leaves a stream open."""
+    """Connect, call, close; every other connection leaves a stream open."""
     codes: Counter[str] = Counter()
     for number in range(count):
         with grpc.insecure_channel(address, options=[ALONE]) as channel:
@@ -268,7 +265,7 @@ def short_connections(address: str, count: int) -> Facts:
 
 
 def idle_streams(address: str, count: int, batches: int) -> Facts:
-    """Streams that say nothing, each on its own connection, while one works; then all do."""
+    """Idle streams, each on its own connection, while one is active; then all are active."""
 
     async def judge() -> Facts:
         async with contextlib.AsyncExitStack() as stack:
@@ -302,10 +299,10 @@ def idle_streams(address: str, count: int, batches: int) -> Facts:
 
 
 def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
-    """Streams and checks opened one after the other on connections that stay, until they go.
+    """Repeated streams and checks on persistent connections, until the server stops.
 
-    Says so as soon as each has had an answer. Who is told that the server is draining tries again
-    at once, until nobody is there.
+    Reports when each has a response. A call that fails with `draining` is repeated at once, until
+    the server is unreachable.
     """
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
@@ -350,8 +347,8 @@ def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
                 call = latest[thread]
                 thread.join(1.0)
                 if thread.is_alive() and latest[thread] is call and not call.is_active():
-                    # One call in ten thousand: grpcio 1.85 knows that the connection is refused,
-                    # and never tells the one who reads.
+                    # One call in ten thousand: grpcio 1.85 records the failed connection, and never
+                    # notifies the reader.
                     outcomes[call.code().name] += 1
                     break
     return {"outcomes": outcomes, "wrong": wrong}
@@ -360,7 +357,7 @@ def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
 def _outcome(
     channel: grpc.Channel, method: str, frames: list[bytes], **options: Any
 ) -> dict[str, Any]:
-    """One call, whatever becomes of it."""
+    """One call and its outcome."""
     return _end(_begin(channel, method, frames, **options))
 
 

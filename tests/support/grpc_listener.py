@@ -23,7 +23,7 @@ START_S = 10.0
 
 @contextlib.contextmanager
 def listening(serve: Callable[[Call], Awaitable[None]]) -> Iterator[int]:
-    """Serve calls in a thread of this process; the port."""
+    """Serve calls in a thread of this process; yields the port."""
     bound = socket.create_server(("127.0.0.1", 0))
     port = bound.getsockname()[1]
     is_ready, loop = threading.Event(), uvloop.new_event_loop()

@@ -1,4 +1,4 @@
-"""The client's side of HTTP/2, frame by frame: over a socket, or to a connection without one."""
+"""HTTP/2 client by single frames, over a socket or directly to a connection."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ ENHANCE_YOUR_CALM = 11
 RECEIVE_BYTES = 1 << 30
 
 connection_module.QUANTUM_NS = 3600 * 10**9  # type: ignore[misc]
-"""A read is processed in one turn, however slow the machine is; tests of turns set their own."""
+"""A read is processed in one turn, however slow the machine; tests of turns set another value."""
 
 Fields: TypeAlias = Sequence[tuple[str, str]]
 
 
 class Frame(NamedTuple):
-    """A frame as it came."""
+    """A received frame."""
 
     kind: int
     flags: int
@@ -49,23 +49,23 @@ class Frame(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of RST_STREAM and WINDOW_UPDATE."""
+        """Value of RST_STREAM and WINDOW_UPDATE."""
         return int.from_bytes(self.payload[:4])
 
     @property
     def code(self) -> int:
-        """Why, of GOAWAY."""
+        """Error code of GOAWAY."""
         return int.from_bytes(self.payload[4:8])
 
 
 class Answer(NamedTuple):
-    """What a call came to.
+    """The response of a call.
 
     Attributes:
         blocks: Its header blocks, decoded.
-        messages: Whole ones.
+        messages: Complete messages.
         reset: The code of a RST_STREAM; None without one.
-        is_over: The server's half is closed.
+        is_over: The server closed its half.
     """
 
     blocks: list[dict[str, str]]
@@ -84,7 +84,7 @@ def frame(kind: int, stream_id: int = 0, payload: bytes = b"", flags: int = 0) -
 
 
 def settings(**values: int) -> bytes:
-    """A SETTINGS frame, of `table`, `window` and `frame_bytes`."""
+    """A SETTINGS frame of `table`, `window` and `frame_bytes`."""
     names = {"table": TABLE_SETTING, "window": WINDOW_SETTING, "frame_bytes": FRAME_SETTING}
     pairs = (struct.pack("!HI", names[name], value) for name, value in values.items())
     return frame(SETTINGS, 0, b"".join(pairs))
@@ -109,7 +109,7 @@ def data(stream_id: int, payload: bytes = b"", flags: int = 0, padding: int | No
 
 
 def message(payload: bytes, compressed: int = 0) -> bytes:
-    """A message as gRPC puts it into DATA frames."""
+    """A message with gRPC's prefix."""
     return struct.pack("!BI", compressed, len(payload)) + payload
 
 
@@ -122,7 +122,7 @@ def request_fields(path: str = "/t/M", extra: Fields = (), without: Sequence[str
 
 
 def block(fields: Fields) -> bytes:
-    """A header block that needs no table and leaves nothing in one."""
+    """A header block without the dynamic table."""
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     return encoder.encode(fields, huffman=False)
@@ -133,7 +133,7 @@ def headers(stream_id: int, fields: Fields | None = None, flags: int = END_HEADE
 
 
 def split_frames(raw: bytes) -> tuple[list[Frame], bytes]:
-    """The whole frames at the beginning, and what is left."""
+    """The complete frames, and the remaining bytes."""
     frames, at = [], 0
     while len(raw) - at >= 9:
         length = int.from_bytes(raw[at : at + 3])
@@ -146,7 +146,7 @@ def split_frames(raw: bytes) -> tuple[list[Frame], bytes]:
 
 
 def split_messages(raw: bytes) -> list[bytes]:
-    """The whole messages at the beginning."""
+    """The complete messages."""
     messages = []
     while len(raw) >= 5 and len(raw) >= 5 + (length := int.from_bytes(raw[1:5])):
         messages.append(raw[5 : 5 + length])
@@ -155,7 +155,7 @@ def split_messages(raw: bytes) -> list[bytes]:
 
 
 def answer_in(frames: Iterable[Frame], stream_id: int) -> Answer:
-    """What frames say of a call."""
+    """The response of a call in frames."""
     decoder = hpack.Decoder()
     raw = b""
     blocks, reset, is_over, pieces = [], None, False, b""
@@ -176,12 +176,12 @@ def answer_in(frames: Iterable[Frame], stream_id: int) -> Answer:
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written, and does what it is told to.
+    """Records written data.
 
     Attributes:
-        written: All of it.
+        written: All written bytes.
         is_closed: By `close` or `abort`.
-        room_bytes: Written beyond this, and it says that it is full; None for never.
+        room_bytes: Limit of unread bytes, above which it pauses its protocol; None for no limit.
     """
 
     def __init__(self) -> None:
@@ -213,13 +213,13 @@ class FakeTransport(asyncio.Transport):
         self.is_paused = False
 
     def fill(self) -> None:
-        """The socket takes no more."""
+        """Pause the writer, as a full socket buffer does."""
         if not self.is_full:
             self.is_full = True
             self.protocol.pause_writing()
 
     def empty(self) -> None:
-        """The client has read everything."""
+        """Read everything, as the client."""
         self._unread = 0
         if self.is_full:
             self.is_full = False
@@ -248,7 +248,7 @@ class FakeTransport(asyncio.Transport):
 
 
 class FakeHost:
-    """What connections share, and the calls that were served."""
+    """Shared state of connections, and the served calls."""
 
     def __init__(
         self,
@@ -283,14 +283,14 @@ class FakeHost:
 
 
 class Peer:
-    """A client of a connection that has no socket.
+    """A client of a connection without a socket.
 
     Args:
-        serve: Answers its calls; without, they stay open.
-        message_bytes: The largest message taken.
-        calls_max: Open calls.
+        serve: Serves its calls; without it, they stay open.
+        message_bytes: Limit of a message.
+        calls_max: Limit of open calls.
         receive_bytes: Of its receive budget.
-        greets: It says at once what it speaks.
+        greets: It sends preface and settings at once.
     """
 
     def __init__(
@@ -329,14 +329,14 @@ class Peer:
             self.connection.buffer_updated(len(piece))
             while self.transport.is_paused and not self.transport.is_closed:
                 self.host.turns._run()
-            # What is kept of a read must not be in the buffer of all connections.
+            # Data that is kept must be copied out of the shared read buffer.
             self.host.scratch[: len(piece)] = b"\xaa" * len(piece)
 
     def open(self, stream_id: int = 1, *extra: tuple[str, str], flags: int = 0) -> None:
         self.say(headers(stream_id, request_fields(extra=extra), END_HEADERS | flags))
 
     def heard(self, *kinds: int) -> list[Frame]:
-        """All frames so far, or those of these kinds."""
+        """The received frames, or those of given kinds."""
         frames, rest = split_frames(bytes(self.transport.written))
         assert not rest
         return [each for each in frames if not kinds or each.kind in kinds]
@@ -345,14 +345,14 @@ class Peer:
         return answer_in(self.heard(), stream_id)
 
     def sent_bytes(self, stream_id: int | None = None) -> int:
-        """Of DATA that came, of one call or of all."""
+        """Bytes of received DATA, of one call or of all."""
         return sum(
             len(each.payload) for each in self.heard(DATA) if stream_id in (None, each.stream_id)
         )
 
     @property
     def goodbye(self) -> int | None:
-        """The code with which the server ended the connection; None where it has not."""
+        """Code of the GOAWAY before the end of the connection; None while it is open."""
         if not (self.transport.is_closed or self.transport.has_eof):
             return None
         return self.heard(GOAWAY)[-1].code
@@ -364,7 +364,7 @@ async def wait_for_ever(call: Call) -> None:
 
 
 async def until(predicate: Callable[[], Any], within_s: float = 10.0) -> None:
-    """Let the loop run until a fact is there."""
+    """Run the loop until the predicate is true."""
     deadline = time.monotonic() + within_s
     while not predicate():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -372,12 +372,12 @@ async def until(predicate: Callable[[], Any], within_s: float = 10.0) -> None:
 
 
 class Wire:
-    """A socket to a real server, on which frames are sent and read by hand.
+    """A socket to a real server, for single frames.
 
     Args:
         address: Host and port.
-        first: What is sent first.
-        buffer_bytes: That the system keeps of what is not read; 0 for as many as it likes.
+        first: The first bytes.
+        buffer_bytes: Size of the receive buffer; 0 for the default.
     """
 
     def __init__(
@@ -405,14 +405,14 @@ class Wire:
         self.socket.sendall(b"".join(parts))
 
     def say_what_is_taken(self, raw: bytes) -> None:
-        """Send as much as the server takes before it hangs up."""
+        """Send until the server closes the connection."""
         try:
             self.socket.sendall(raw)
         except ConnectionError:
             self.is_over = True
 
     def read(self) -> bool:
-        """Wait for what comes next; whether there was something."""
+        """Read once; returns whether there was data."""
         try:
             raw = self.socket.recv(1 << 16)
         except ConnectionError:
@@ -423,13 +423,13 @@ class Wire:
         return bool(raw)
 
     def until(self, predicate: Callable[[], Any]) -> Any:
-        """Read until a fact is there; its value."""
+        """Read until the predicate is true; returns its value."""
         while not (value := predicate()):
             assert self.read(), f"the server hung up: {self.frames[-3:]}"
         return value
 
     def until_over(self) -> list[Frame]:
-        """Read until the server hangs up; all frames."""
+        """Read until the server closes the connection; returns all frames."""
         while self.read():
             pass
         return self.frames
@@ -438,7 +438,7 @@ class Wire:
         return [each for each in self.frames if each.kind in kinds]
 
     def answer(self, stream_id: int = 1) -> Answer:
-        """What a call comes to, once it is over."""
+        """The complete response of a call."""
 
         def is_over() -> Answer | None:
             found = answer_in(self.frames, stream_id)

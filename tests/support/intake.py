@@ -1,4 +1,4 @@
-"""Requests that want room in a small input arena, and turns of the event loop."""
+"""Requests for a small input arena, and event loop iterations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.lanes import lane_of
 QUEUE_REQUESTS = 64
 GRAINS = 4
 FOR_EVER = LimitsConfig(arena_wait_ms=3_600_000)
-"""A wait that no test sees the end of."""
+"""Longer than any test."""
 
 CONTRACT = Contract(
     inputs=(
@@ -33,7 +33,7 @@ CONTRACT = Contract(
 
 
 class Nobody:
-    """A caller that is never told anything: no worker runs here."""
+    """A caller without responses: no worker runs here."""
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
         raise AssertionError("delivered")
@@ -43,7 +43,7 @@ class Nobody:
 
 
 def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a test inside an event loop of its own."""
+    """Run a test in its own event loop."""
 
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
@@ -53,7 +53,7 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 async def turn() -> None:
-    """Let everything run that can run now: one turn of the loop."""
+    """Run one event loop iteration."""
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     loop.call_soon(over.set_result, None)
@@ -61,7 +61,7 @@ async def turn() -> None:
 
 
 async def turns() -> None:
-    """As many turns as any chain of wake-ups here needs."""
+    """Enough iterations for every chain of wake-ups here."""
     for _ in range(8):
         await turn()
 
@@ -73,19 +73,19 @@ def open_lane() -> Lane:
 
 
 def submit(request: Request) -> None:
-    """What a dispatcher does with a request once it is in the arena."""
+    """Queue a request that is in the arena, as a dispatcher does."""
     request.lane.put(request, now_ns())
 
 
 async def admit(intake: InputArena, request: Request) -> None:
-    """What a stream does with a batch, up to the queue."""
+    """Admit and queue a request, as a stream does."""
     if not intake.admit(request):
         await intake.admit_later(request)
     submit(request)
 
 
 def request_of(lane: Lane, grains: int = 1, terms: Terms | None = None) -> Request:
-    """A request that takes so many grains of the arena."""
+    """A request of a number of the arena's grains."""
     rows = (grains * GRAIN_BYTES - 1024) // 9 // 64 * 64
     ids, flags = bytes(8 * rows), bytes(rows // 8)
     request = Request(

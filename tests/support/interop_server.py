@@ -1,7 +1,7 @@
-"""grpc.testing.TestService on the gateway's own gRPC listener, in a process of its own.
+"""grpc.testing.TestService on the gateway's own gRPC listener, in its own process.
 
-Run as a script it prints `{"address": ...}`, answers every line on standard input with what is open
-and what was ended, and stops at the end of the input. `InteropServer` is the test's view of it.
+The script prints `{"address": ...}`, responds to each line on standard input with the open calls
+and the ended connections, and stops at the end of the input. `InteropServer` controls it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WITHIN_S: Final = 20.0
 
 
 class InteropServer:
-    """The server's process, as a test sees it.
+    """The server's process, from the test's view.
 
     Attributes:
         address: Host and port.
@@ -54,14 +54,14 @@ class InteropServer:
             raise
 
     def state(self) -> dict[str, Any]:
-        """Open calls, charged bytes, and what the server ended, by reason."""
+        """Open calls, charged bytes, and ended connections by reason."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"state\n")
         self._process.stdin.flush()
         return self._line()
 
     def close(self) -> int:
-        """End it; its exit code."""
+        """Stop it; returns its exit code."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
@@ -81,7 +81,7 @@ class InteropServer:
 
 
 class TestService:
-    """The methods, by gRPC's description of its interoperability tests."""
+    """The methods of gRPC's interoperability tests."""
 
     __test__ = False
 
@@ -98,7 +98,7 @@ class TestService:
         }
 
     async def serve(self, call: Call) -> None:
-        """Answer a call, by its path."""
+        """Serve a call by its path."""
         serve = self._methods.get(call.path)
         if serve is None:
             raise RpcError(Status.UNIMPLEMENTED, f"there is no method {call.path}")
@@ -152,14 +152,14 @@ class TestService:
             await call.write(answer.SerializeToString())
 
     async def _answer(self, call: Call, answer: Any) -> None:
-        """The only message of a response; with its status where that has no metadata."""
+        """Send a single response; together with its status if that has no metadata."""
         _, trailing = echoed(call.metadata)
         send = call.write if trailing else call.answer
         await send(answer.SerializeToString())
 
 
 async def next_message(call: Call) -> tuple[bytes | memoryview | None, bool]:
-    """The next message, None at the end of them; and whether it came compressed."""
+    """The next message, or None at the end; and whether it was compressed."""
     loop = asyncio.get_running_loop()
     while not (call._messages or call.is_over):
         there = loop.create_future()
@@ -173,7 +173,7 @@ async def next_message(call: Call) -> tuple[bytes | memoryview | None, bool]:
 
 
 def echoed(metadata: Metadata) -> tuple[Metadata, Metadata]:
-    """What a caller wants back before the first message, and with the status."""
+    """Metadata to return before the first message, and with the status."""
     named = {
         name: tuple(pair for pair in metadata if pair[0] == name)
         for name in (ECHO_INITIAL, ECHO_TRAILING)
@@ -188,7 +188,7 @@ def payload(size: int) -> Any:
 
 
 def require_ok(request: Any) -> None:
-    """End the call with the status that its request asks for."""
+    """End the call with the status in its request."""
     wanted = request.response_status
     if wanted.code:
         raise RpcError(Status(wanted.code), wanted.message)

@@ -1,7 +1,8 @@
-"""Clients in a process of their own: each scenario says what they met.
+"""Judges: client scenarios in their own process, controlled by JSON lines.
 
-A judge is a script that ends with `serve(...)`. It reads one JSON line a scenario on standard
-input, `{"scenario": "...", ...}`, and answers with one: `{"facts": ...}` or `{"error": traceback}`.
+A judge is a script that ends with `serve(...)`. It reads one JSON line for each scenario on
+standard input, `{"scenario": "...", ...}`, and responds with `{"facts": ...}` or
+`{"error": traceback}`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ PATIENCE_S = 20.0
 
 
 class Judge:
-    """The other process, as a test sees it.
+    """The judge's process, from the test's view.
 
     Args:
         script: Of the judge.
-        python: What runs it.
+        python: Its interpreter.
     """
 
     def __init__(self, script: str, python: str = sys.executable) -> None:
@@ -36,17 +37,17 @@ class Judge:
         return self._process.pid
 
     def begin(self, scenario: str, **arguments: Any) -> None:
-        """Start a scenario, and go on meanwhile."""
+        """Start a scenario without waiting for it."""
         self.tell({"scenario": scenario, **arguments})
 
     def tell(self, line: Any) -> None:
-        """Give a scenario that is under way what it waits for."""
+        """Send a line to the running scenario."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()
 
     def facts(self) -> Facts:
-        """What the scenario that was begun found."""
+        """The result of the running scenario."""
         assert self._process.stdout is not None
         answer = json.loads(self._process.stdout.readline())
         assert "error" not in answer, answer["error"]
@@ -64,16 +65,15 @@ class Judge:
 
 
 def say(answer: dict[str, Any]) -> None:
-    """Write a line for the test; also in the middle of a scenario."""
+    """Write a line to the test, also during a scenario."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
 def serve(*scenarios: Callable[..., Facts]) -> None:
-    """Run scenarios by name, until there are no more; then end.
+    """Run scenarios by name, until the end of the input; then exit.
 
-    At once: where an interpreter ends in order, grpcio can wait for a lock that a thread held which
-    had to end before it.
+    Without cleanup: during a regular exit grpcio can wait for the lock of a thread that has ended.
     """
     by_name = {scenario.__name__: scenario for scenario in scenarios}
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""KServe's own gRPC client in a process of its own; only where it is installed."""
+"""KServe's own clients in their own process; only if they are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.judging import Facts
 
 
 def everything(address: str) -> Facts:
-    """All that the client can ask, with raw and with typed tensors, and what it is refused."""
+    """All calls of the gRPC client, with raw and with typed tensors, and an error."""
     return asyncio.run(asyncio.wait_for(_everything(address), judging.PATIENCE_S))
 
 
@@ -39,7 +39,7 @@ async def _everything(address: str) -> Facts:
 
 
 def over_rest(base_url: str) -> Facts:
-    """The same by its client for HTTP."""
+    """The same by the REST client."""
     return asyncio.run(asyncio.wait_for(_over_rest(base_url), judging.PATIENCE_S))
 
 

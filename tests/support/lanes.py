@@ -1,4 +1,4 @@
-"""Lanes, requests and callers without a gateway around them."""
+"""Lanes, requests and callers without a gateway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTRACT = Contract(
 
 
 class Asker:
-    """A caller that keeps what it is told."""
+    """A caller that records its responses."""
 
     def __init__(self) -> None:
         self.results: list[bytes] = []
@@ -79,7 +79,7 @@ def request_of(
     is_part: bool = False,
     **terms: Any,
 ) -> Request:
-    """A request that is in no arena; `terms` are those of `Terms`."""
+    """A request without a lease; `terms` are those of `Terms`."""
     said = Terms(**terms) if terms else NO_TERMS
     request = Request(lane, caller or Asker(), rows, [], terms=said, arrived_ns=arrived_ns)
     request.is_part = is_part
@@ -88,14 +88,14 @@ def request_of(
 
 
 def put(lane: Lane, rows: int = 1, *, now_ns: int = 0, client: str = "", **terms: Any) -> Request:
-    """A request that waits in a lane's queue since `now_ns`."""
+    """A request in a lane's queue since `now_ns`."""
     request = request_of(lane, rows, arrived_ns=now_ns, client=client, **terms)
     lane.put(request, now_ns)
     return request
 
 
 def cost_of(row_ns: int, base_ns: int) -> CostModel:
-    """A cost that has been learned."""
+    """A learned cost model."""
     cost = CostModel()
     for rows in (1, 16, 1, 16):
         cost.observe(rows, row_ns * rows + base_ns)

@@ -1,4 +1,4 @@
-"""Workers that load what a test says they do, for the parts that give them their models."""
+"""Workers with scripted model loads, for the tests of model loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.lanes import CONTRACT
 
 
 class Heard:
-    """A channel that keeps what a worker is told."""
+    """A channel that records the messages to a worker."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -28,15 +28,14 @@ class Heard:
         self.messages += decode_to_worker(frame)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """There is no socket."""
 
 
 class Fleet:
-    """Workers that serve, and what gives them their models.
+    """Serving workers and their model loader.
 
     Attributes:
-        asked: Keys that each worker was told to load and has not answered for.
-        happened: What the supervisor was told.
+        happened: Events that the supervisor received.
     """
 
     def __init__(self, count: int, models: Models | None = None) -> None:
@@ -52,43 +51,43 @@ class Fleet:
             self.workers,
             1 << 20,
             freshness=self.models.freshness,
-            happened=lambda worker, event: self.happened.append((worker.index, event)),
-            on_refused=lambda worker, error: None,
+            on_event=lambda worker, event: self.happened.append((worker.index, event)),
+            on_load_error=lambda worker, error: None,
         )
 
     def told(self, index: int, kind: type = Load) -> list[int]:
-        """Keys of the models that a worker was told to load, or to give up."""
+        """Keys of the models in a worker's messages of a kind."""
         heard: Any = self.workers[index].channel
         messages = [each for each in heard.messages if type(each) is kind]
         return [each.model.key if kind is Load else each.model for each in messages]
 
     def has_loaded(self, index: int) -> None:
-        """Answer what a worker was asked for last."""
+        """Complete a worker's last load."""
         key = self.told(index)[-1]
         answer = Loaded(key, CONTRACT, ("cpu",), 1, 1.0)
         self.loading.on_answer(self.workers[index], answer)
 
     def has_failed(self, index: int) -> None:
-        """Refuse it."""
+        """Fail a worker's last load."""
         answer = LoadFailed(self.told(index)[-1], "manifest", "it is no model")
         self.loading.on_answer(self.workers[index], answer)
 
     def comes_anew(self, index: int) -> None:
-        """Let another process take a worker's place, with nothing loaded."""
+        """Replace a worker's process; the new one has no models."""
         worker = self.workers[index]
         for lane in self.models.by_key.values():
             lane.workers.pop(worker.incarnation, None)
         worker.models, worker.refused, worker.asked = set(), {}, None
         worker.incarnation += 100
         worker.state = State.LOADING
-        self.loading.ask_next(worker)
+        self.loading.load_next(worker)
 
 
 def repository_of(config: Config, workers: int) -> tuple[Fleet, Repository]:
-    """A repository on such workers; whatever changes makes it look again, as in the server."""
+    """A repository on such workers; each change triggers another check, as in the server."""
 
     def look() -> None:
-        repository.look()
+        repository.update()
 
     fleet = Fleet(workers, configured(config, RecentValues()))
     repository = Repository(
@@ -103,13 +102,13 @@ def repository_of(config: Config, workers: int) -> tuple[Fleet, Repository]:
 
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
-    """Let the loop and its threads run until something is so."""
+    """Run the loop and its threads until the condition is true."""
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.001)
 
 
 async def settled(*tasks: asyncio.Task[Any]) -> list[IskanderError | None]:
-    """What came of calls."""
+    """The errors of calls."""
     found = await asyncio.gather(*tasks, return_exceptions=True)
     return [each if isinstance(each, IskanderError) else None for each in found]

@@ -1,4 +1,4 @@
-"""Small ONNX models, made where they are needed."""
+"""Small ONNX models, generated on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ tensor = "y"
 column = "y"
 type = "int64"
 """
-"""Of `row_ids`, with every other column passed through."""
+"""Manifest of `row_ids`; every other column is passed through."""
 
 
 def save(
@@ -53,7 +53,7 @@ def identity(folder: Path, element: int, shape: list[Any], name: str = "x") -> P
 
 
 def row_ids(folder: Path) -> Path:
-    """`y = 3 * x + 1` on int64: a result tells which row it is from."""
+    """`y = 3 * x + 1` on int64: a result identifies its row."""
     return save(
         folder,
         [
@@ -70,7 +70,7 @@ def row_ids(folder: Path) -> Path:
 
 
 def picky(folder: Path, most: int) -> Path:
-    """`y = 3 * x + 1`, and a run with a row of `most` or more fails."""
+    """`y = 3 * x + 1`; a run fails if a value is `most` or more."""
     return save(
         folder,
         [
@@ -92,7 +92,7 @@ def picky(folder: Path, most: int) -> Path:
 
 
 def fragile(folder: Path) -> Path:
-    """`y = x / -1`; the least integer ends the process, by SIGFPE."""
+    """`y = x / -1`; the least integer ends the process by SIGFPE."""
     return save(
         folder,
         [helper.make_node("Div", ["x", "divisor"], ["y"])],
@@ -103,7 +103,7 @@ def fragile(folder: Path) -> Path:
 
 
 def slow(folder: Path, turns: int) -> Path:
-    """`y = x` after a loop of `turns` turns for each unit in the first row of `x`."""
+    """`y = x` after a loop of `turns` iterations for each unit in the first row of `x`."""
     nodes = [
         helper.make_node("Gather", ["x", "zero"], ["first"]),
         helper.make_node("Mul", ["first", "turns"], ["trips"]),
@@ -112,7 +112,7 @@ def slow(folder: Path, turns: int) -> Path:
 
 
 def looping(folder: Path, turns: int, turns_row: int) -> Path:
-    """`y = x` after a loop of `turns` turns and `turns_row` more for each row."""
+    """`y = x` after a loop of `turns` iterations and `turns_row` more for each row."""
     nodes = [
         helper.make_node("Size", ["x"], ["rows"]),
         helper.make_node("Mul", ["rows", "turns_row"], ["more"]),
@@ -122,7 +122,7 @@ def looping(folder: Path, turns: int, turns_row: int) -> Path:
 
 
 def _loop(folder: Path, nodes: list[Any], **numbers: int) -> Path:
-    """`y = x` after as many turns as the nodes make `trips`; a turn multiplies 64 by 64."""
+    """`y = x` after a loop of `trips` iterations, each of which multiplies 64 by 64 matrices."""
     body = helper.make_graph(
         [
             helper.make_node("Identity", ["condition_in"], ["condition_out"]),
@@ -167,9 +167,9 @@ def _loop(folder: Path, nodes: list[Any], **numbers: int) -> Path:
 
 
 def priced(folder: Path, batch_turns: int, row_turns: int) -> Path:
-    """`y = 3 * x + 1` at a price: turns for the batch, and turns for each row, whatever it holds.
+    """`y = 3 * x + 1` at a fixed cost: iterations for the batch, and iterations for each row.
 
-    A batch's turn multiplies 64 by 64, a row's turn takes about a 64th of that.
+    A batch's iteration multiplies 64 by 64 matrices, a row's iteration costs about a 64th of that.
     """
     body = helper.make_graph(
         [
@@ -187,7 +187,7 @@ def priced(folder: Path, batch_turns: int, row_turns: int) -> Path:
             helper.make_tensor_value_info("state_out", TensorProto.FLOAT, [None, 64]),
         ],
     )
-    # Both loops depend on x, by nothing: otherwise they would be computed once, when it is loaded.
+    # Both loops depend on a zero multiple of x; otherwise constant folding would run them at load.
     nodes = [
         helper.make_node("Mul", ["x", "zero"], ["zeros"]),
         helper.make_node("Cast", ["zeros"], ["zeros_float"], to=TensorProto.FLOAT),
@@ -227,7 +227,7 @@ def priced(folder: Path, batch_turns: int, row_turns: int) -> Path:
 
 
 def in_process(folder: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What ONNX Runtime computes in this very process, with the worker's thread settings."""
+    """The outputs of ONNX Runtime in this process, with the worker's thread settings."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
@@ -242,7 +242,7 @@ def in_process(folder: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def _with_bfloat16(session: ort.InferenceSession, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The same where the runtime has to be told the type: NumPy has none of its own."""
+    """The same with explicit element types: NumPy has no bfloat16."""
     half = helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
     values = {}
     for name, array in feeds.items():

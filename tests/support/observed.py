@@ -1,4 +1,4 @@
-"""A gateway to look at, without its processes: what metrics, stats and pages are read from."""
+"""A gateway without processes, as a source of metrics, stats and pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def make_lane(name: str = "m", version: str = "1", *, is_ready: bool = True, **counts: int) -> Lane:
-    """A lane that has seen nothing but `counts`; `__` in their names stands for a dot."""
+    """A lane with only these `counts`; `__` in their names stands for a dot."""
     lane = Lane(make_model(name, version), LaneConfig())
     lane.counts.update({key.replace("__", "."): count for key, count in counts.items()})
     if is_ready:
@@ -38,7 +38,7 @@ def make_model(name: str, version: str) -> ModelSpec:
 
 
 def make_worker(index: int = 0, state: State = State.READY) -> Worker:
-    """A worker that has done nothing; its process is this one."""
+    """An idle worker; its process is this one."""
     worker = Worker(SlotPlan(index, 0, (index,), None))
     worker.state = state
     worker.incarnation = 7 + index
@@ -46,12 +46,12 @@ def make_worker(index: int = 0, state: State = State.READY) -> Worker:
     worker.starts = 1
     worker.credits = 2
     worker.output_arena = Arena(MIB)
-    worker.story.append((now_ns(), Event.ATTACHED, State.LOADING))
+    worker.history.append((now_ns(), Event.ATTACHED, State.LOADING))
     return worker
 
 
 def models_of(lanes: list[Lane]) -> Models:
-    """These lanes, served."""
+    """Models that serve these lanes."""
     models = Models()
     models.by_key = dict(enumerate(lanes))
     for lane in lanes:

@@ -1,4 +1,4 @@
-"""A desk, the arena before it, and a dispatcher behind it that does as a test says."""
+"""A request submitter with an input arena and a scripted dispatcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
 from iskander.memory.arena import GRAIN_BYTES
 from iskander.protocols.submit import RequestSubmitter
-from iskander.protocols.tensors import RequestTensors, Tensor, take
+from iskander.protocols.tensors import RequestTensors, Tensor, read_inputs
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
@@ -24,7 +24,7 @@ ARENA_BYTES = 4 * GRAIN_BYTES
 
 
 class PlayedDispatcher(Dispatcher):
-    """Takes requests, and does with them what the test says."""
+    """Accepts requests, and responds as the test scripts it."""
 
     def __init__(self, intake: InputArena) -> None:
         self.intake = intake
@@ -47,7 +47,7 @@ class PlayedDispatcher(Dispatcher):
 
 
 class Office:
-    """A desk and what is behind it."""
+    """A request submitter with its arena, dispatcher and lane."""
 
     def __init__(self) -> None:
         self.intake = InputArena(ARENA_BYTES, LimitsConfig())
@@ -75,4 +75,4 @@ def offered(rows: int) -> RequestTensors:
     ids = memoryview(np.arange(rows).tobytes())
     flags = memoryview(bytes(rows))
     tensors = [Tensor("id", "INT64", (rows,), ids), Tensor("flag", "BOOL", (rows,), flags)]
-    return take(CONTRACT, tensors, LimitsConfig())
+    return read_inputs(CONTRACT, tensors, LimitsConfig())

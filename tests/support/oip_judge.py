@@ -1,7 +1,7 @@
-"""Triton's own client, sync, asynchronous and streaming, in a process of its own.
+"""Triton's own client, sync, asynchronous and streaming, in its own process.
 
-It brings grpcio, which must not share a process with pyarrow.flight. Tensors are
-`[datatype, shape, bytes in hexadecimal]` on the way in and out.
+It uses grpcio, which must not share a process with pyarrow.flight. Tensors are
+`[datatype, shape, bytes in hexadecimal]` on input and output.
 """
 
 from __future__ import annotations
@@ -98,11 +98,8 @@ def refusal_of(error: InferenceServerException) -> Facts:
     return [str(error.status()).removeprefix("StatusCode."), error.message()]
 
 
-# What is served.
-
-
 def described(address: str) -> Facts:
-    """Everything that can be asked about the server and its models."""
+    """All metadata of the server and its models."""
     with triton.InferenceServerClient(address) as client:
         return {
             "live": client.is_server_live(),
@@ -125,7 +122,7 @@ def described(address: str) -> Facts:
 
 
 def readiness(address: str, model: str) -> Facts:
-    """Of a server and of its model, and what the index says of that."""
+    """Readiness of a server and its model, and the model's state in the index."""
     with triton.InferenceServerClient(address) as client:
         (listed,) = client.get_model_repository_index(as_json=True)["models"]
         ready = [client.is_server_live(), client.is_server_ready(), client.is_model_ready(model)]
@@ -133,7 +130,7 @@ def readiness(address: str, model: str) -> Facts:
 
 
 def managed(address: str) -> Facts:
-    """What of a repository's management is done, and what is refused."""
+    """Supported and rejected calls of repository management."""
     with triton.InferenceServerClient(address) as client:
         client.load_model("ids")
         client.unregister_system_shared_memory()
@@ -165,7 +162,7 @@ def managed(address: str) -> Facts:
 
 
 def other_layout(address: str) -> Facts:
-    """Load and unload by those who have the model's name in the first field."""
+    """Load and unload by clients with the model's name in the first field."""
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
@@ -190,7 +187,7 @@ def statistics(address: str, model: str, version: str = "") -> Facts:
 
 
 def reflected(address: str) -> Facts:
-    """Services and messages as the port tells them; ours beside those of Triton's client."""
+    """Services and messages by reflection, and their differences from Triton's client."""
     with grpc.insecure_channel(address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         services = list(database.get_services())
@@ -224,9 +221,9 @@ def reflected(address: str) -> Facts:
 
 
 def _differences(ours: Any, *theirs: Any) -> list[str]:
-    """Messages, fields, numbers, types and methods of ours that are not as clients have them."""
+    """Messages, fields, numbers, types and methods that differ from the clients' definitions."""
     wanted = {name: number for file in theirs for name, number in _listed(file)}
-    # Only other servers answer these two with anything.
+    # Only other servers fill these two responses.
     known_more = {"RepositoryModelLoadResponse", "RepositoryModelUnloadResponse"}
     return [
         f"{name}: {described}, wanted {wanted.get(name)}"
@@ -260,9 +257,6 @@ def _listed(file: Any) -> list[tuple[str, Any]]:
     return found
 
 
-# Inference.
-
-
 def infer(address: str, model: str, tensors: dict[str, Any], **options: Any) -> Facts:
     """One request by the sync client."""
     outputs = options.pop("outputs", None)
@@ -276,7 +270,7 @@ def infer(address: str, model: str, tensors: dict[str, Any], **options: Any) -> 
 
 
 def typed(address: str, model: str, tensors: dict[str, Any]) -> Facts:
-    """One request with typed contents, by a bare stub."""
+    """One request with typed contents, by a plain stub."""
     request = service_pb2.ModelInferRequest(model_name=model, id="typed")
     for name, (datatype, shape, raw) in tensors.items():
         tensor = request.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -289,7 +283,7 @@ def typed(address: str, model: str, tensors: dict[str, Any]) -> Facts:
 
 
 def texts(address: str, strings: list[str]) -> Facts:
-    """Strings raw and typed; and bfloat16."""
+    """Strings, raw and typed; and bfloat16."""
     words = triton.InferInput("x", [len(strings)], "BYTES")
     words.set_data_from_numpy(np.array([each.encode() for each in strings], np.object_))
     halves = triton.InferInput("x", [3], "BF16")
@@ -310,7 +304,7 @@ def texts(address: str, strings: list[str]) -> Facts:
 
 
 def callbacks(address: str, requests: int) -> Facts:
-    """Requests that are all under way at once, each with a callback; wrong ones by their number."""
+    """Concurrent requests, each with a callback; returns the wrong ones by number."""
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(address) as client:
         for number in range(requests):
@@ -327,7 +321,7 @@ def callbacks(address: str, requests: int) -> Facts:
 
 
 def by_asyncio(address: str, requests: int) -> Facts:
-    """The asyncio client: requests at once, then a stream."""
+    """The asyncio client: concurrent requests, then a stream."""
 
     async def run() -> Facts:
         async with triton_aio.InferenceServerClient(address) as client:
@@ -354,7 +348,7 @@ def by_asyncio(address: str, requests: int) -> Facts:
 
 
 def streamed(address: str, requests: int, *, wants_final: bool = False) -> Facts:
-    """A stream with requests that are refused among them; each with its id."""
+    """A stream in which some requests are rejected; responses by id."""
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(address) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -380,7 +374,7 @@ def streamed(address: str, requests: int, *, wants_final: bool = False) -> Facts
 
 
 def stream_errors(address: str) -> Facts:
-    """Errors of a stream as they are on the wire: their ids, and what programs read."""
+    """Errors of a stream on the wire: their ids and their structured fields."""
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         requests = [_request("nope", "first"), _request("ids", "second"), _request("nope", "")]
@@ -391,7 +385,7 @@ def stream_errors(address: str) -> Facts:
 
 
 def stream_status(address: str) -> Facts:
-    """The same for a client that wants a status."""
+    """The same for a client that requests a status."""
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(address) as client:
         client.start_stream(
@@ -407,7 +401,7 @@ def stream_status(address: str) -> Facts:
 
 
 def stream_broken(address: str) -> Facts:
-    """A stream with a message that is none: an error in its place, and the next is answered."""
+    """A stream with an invalid message: it gets an error, and the next one a response."""
     with grpc.insecure_channel(address) as channel:
         call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         frames = [b"\x0a\xff", _request("ids", "next").SerializeToString()]
@@ -419,7 +413,7 @@ def stream_broken(address: str) -> Facts:
 
 
 def stream_unread(address: str, requests: int, bytes_each: int) -> Facts:
-    """More than the window holds before anything is read; what comes then, and how it ends."""
+    """Requests beyond the window without reads; then the responses, and the final status."""
     values = np.zeros((bytes_each // 256, 64), np.float32)
 
     def asked() -> Any:
@@ -443,7 +437,7 @@ def stream_unread(address: str, requests: int, bytes_each: int) -> Facts:
 
 
 def side_by_side() -> Facts:
-    """The server's modules and its clients' in one process, under the same names."""
+    """The protobuf modules of the server and of its clients in one process, with the same names."""
     from iskander._generated import oip_pb2, reflection_v1alpha_pb2
 
     return [
@@ -455,7 +449,7 @@ def side_by_side() -> Facts:
 
 
 def cancelled(address: str) -> Facts:
-    """A request that its client gives up while it runs; tells when it is under way."""
+    """A request that its client cancels during the run; reports when it runs."""
     answers: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(address) as client:
         context = client.async_infer(
@@ -469,7 +463,7 @@ def cancelled(address: str) -> Facts:
 
 
 def stream_cancelled(address: str, requests: int) -> Facts:
-    """A stream that its client gives up while its requests wait."""
+    """A stream that its client cancels while its requests are queued."""
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         asked = (_request("ids", str(number)) for number in range(requests))
@@ -481,9 +475,9 @@ def stream_cancelled(address: str, requests: int) -> Facts:
 
 
 def in_what_order(address: str, priorities: list[int]) -> Facts:
-    """Requests of these priorities while no worker runs; the order in which they are answered.
+    """Requests of these priorities while no worker runs; returns the order of their responses.
 
-    Each is sent when the test says so.
+    Each is sent on a line from the test.
     """
     order: queue.Queue[Any] = queue.Queue()
     with triton.InferenceServerClient(address) as client:
@@ -499,7 +493,7 @@ def in_what_order(address: str, priorities: list[int]) -> Facts:
 
 
 def draining(address: str) -> Facts:
-    """A stream and a request under way while the server is told to stop."""
+    """A stream and a request in progress while the server stops."""
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         stopped = threading.Event()
@@ -523,13 +517,10 @@ def draining(address: str) -> Facts:
         }
 
 
-# What clients should not send.
-
-
 def raw_call(
     address: str, messages: list[str], method: str = "ModelInfer", metadata: Any = ()
 ) -> Facts:
-    """Messages as they are, each in a call of its own; how each ends."""
+    """Each message in its own call; returns the statuses."""
     found = []
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/{method}")

@@ -1,6 +1,6 @@
-"""Triton's own client, in a process of its own: results and metadata as plain values.
+"""Triton's own client in its own process: results and metadata as plain values.
 
-It brings grpcio, which must not share a process with pyarrow.flight.
+It uses grpcio, which must not share a process with pyarrow.flight.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def infer(address: str, model: str, inputs: dict[str, Any]) -> Facts:
 
 
 def plain(value: Any) -> Any:
-    """Nested lists with text in the place of bytes."""
+    """Nested lists with text instead of bytes."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     return value.decode() if isinstance(value, bytes) else value
 
 
 def outputs(address: str, model: str) -> Facts:
-    """Name, datatype and shape of each output, as the model's metadata has them."""
+    """Name, datatype and shape of each output in the model's metadata."""
     with triton.InferenceServerClient(address) as client:
         found = client.get_model_metadata(model)
         return [[each.name, each.datatype, list(each.shape)] for each in found.outputs]

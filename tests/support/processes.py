@@ -1,4 +1,4 @@
-"""Real gateways and workers: started by their commands, ready by their own notice, ended by pid."""
+"""Gateway and worker processes: start by command, readiness by notification, stop by pid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def eventually(
     predicate: Callable[[], Any], within_s: float = 20.0, what: str = "the condition"
 ) -> Any:
-    """Wait for a fact; the value of the predicate once it is true."""
+    """Wait until the predicate is true; returns its value."""
     deadline = time.monotonic() + within_s
     pause_s = 0.01
     while True:
@@ -40,7 +40,7 @@ def eventually(
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not come true within {within_s:g} s")
         time.sleep(pause_s)
-        # A long wait is not spent on asking.
+        # Back off, so that a long wait costs little CPU.
         pause_s = min(1.2 * pause_s, 0.05)
 
 
@@ -60,13 +60,17 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
+CHANNEL = "seqpacket"
+"""Channel between the gateway and its workers; set by the fixture `channel`."""
+
+
 class Gateway:
-    """A gateway and its workers, with small arenas and a runtime directory of its own.
+    """A gateway and its workers, with small arenas and its own runtime directory.
 
     Attributes:
-        prefix: What its command is given to, such as a sandbox.
-        token: That our own questions show.
-        secrecy: How they are asked over TLS; None: in the clear.
+        prefix: Command that runs the gateway's command, such as a sandbox.
+        token: Of the test's own calls.
+        secrecy: TLS settings of the test's own calls; None: plaintext.
     """
 
     prefix: tuple[str, ...] = ()
@@ -85,7 +89,8 @@ class Gateway:
         for key, value in (("bytes", 16), ("message_bytes", 20), ("window_bytes", 32)):
             limits.setdefault(key, value * MIB)
         sections.setdefault("workers", {}).setdefault("reattach_s", 5.0)
-        # Where loading is not what is tested: every test makes models that nobody has seen.
+        sections["workers"].setdefault("channel", CHANNEL)
+        # Sandboxed loads only where tests need them: every test generates new models.
         sections.setdefault("loading", {"trial": False})
         self.config = folder / "iskander.toml"
         self.config.write_text(render_config(models=models, **sections))
@@ -104,7 +109,7 @@ class Gateway:
         return self.runtime / "attach.sock"
 
     def start(self, *, is_ready: bool = True, **environment: str) -> Gateway:
-        """Start it, and wait until it says that it is ready."""
+        """Start it, and wait for its readiness."""
         notices = Notices()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -126,11 +131,11 @@ class Gateway:
             return client.stats()
 
     def worker_pids(self) -> list[int]:
-        """Of the attached workers; a place without one has the pid 0, which means all to kill()."""
+        """Pids of the attached workers; 0, the pid of empty slots, means all to kill()."""
         return [worker["pid"] for worker in self.stats()["workers"] if worker["pid"]]
 
     def kill_worker(self, index: int = 0) -> int:
-        """SIGKILL the worker in a place; its pid."""
+        """SIGKILL the worker in a slot; returns its pid."""
         pid: int = eventually(lambda: self.stats()["workers"][index]["pid"], what="a worker")
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -139,7 +144,7 @@ class Gateway:
         eventually(lambda: self.stats()["ready"], what="readiness")
 
     def wait_full(self) -> None:
-        """Wait for every worker of the plan; a gateway is ready with its quorum."""
+        """Wait for every worker of the placement plan; a gateway is ready with its quorum."""
 
         def is_full() -> bool:
             return all(worker["state"] == "ready" for worker in self.stats()["workers"])
@@ -147,7 +152,7 @@ class Gateway:
         eventually(is_full, what="all workers")
 
     def wait_idle(self) -> dict[str, Any]:
-        """Wait until nothing is leased or in flight; the stats then."""
+        """Wait until nothing is leased or in flight; returns the stats."""
 
         def is_idle() -> dict[str, Any] | None:
             stats = self.stats()
@@ -167,7 +172,7 @@ class Gateway:
         return self.process.wait(within_s)
 
     def stop(self) -> int:
-        """Drain it; its exit code."""
+        """Drain it; returns its exit code."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.terminate()
@@ -177,7 +182,7 @@ class Gateway:
             self.end()
 
     def end(self) -> None:
-        """Make sure that it and what it started are gone, however the test went."""
+        """Kill it and all of its processes, if any remain."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -192,7 +197,7 @@ class Gateway:
 
 
 class WorkerProcess:
-    """An `iskander-worker` started by hand."""
+    """An `iskander-worker` started by its command."""
 
     def __init__(self, socket_path: Path, folder: Path, *arguments: str) -> None:
         self.log = folder / f"worker-{time.monotonic_ns()}.log"
@@ -214,7 +219,7 @@ class WorkerProcess:
 
 
 class Notices:
-    """The service manager's end of sd_notify."""
+    """The service manager's side of sd_notify."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="isk-notify-")
@@ -224,7 +229,7 @@ class Notices:
         self.lines: list[str] = []
 
     def wait_for(self, key: str, gateway: Gateway, within_s: float = READY_WITHIN_S) -> str:
-        """The value of a field, once it is sent; fails at once where the process ends."""
+        """The value of a field of a notification; fails at once if the process exits."""
         deadline = time.monotonic() + within_s
         while True:
             for line in self.lines:
@@ -254,9 +259,9 @@ def running(
     secrecy: Tls | None = None,
     **sections: Any,
 ) -> Iterator[Gateway]:
-    """A gateway with all the workers that it starts, drained at the end.
+    """A gateway with all its workers, drained at the end.
 
-    Where the test failed, its log is shown.
+    After a failure, its log is printed.
     """
     gateway = Gateway(folder, models, **sections)
     gateway.prefix, gateway.token, gateway.secrecy = prefix, token, secrecy
@@ -275,7 +280,7 @@ def running(
 
 
 def processes_of(runtime: Path) -> list[psutil.Process]:
-    """Every process whose command line names the runtime directory."""
+    """Every process with the runtime directory in its command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -285,13 +290,13 @@ def processes_of(runtime: Path) -> list[psutil.Process]:
 
 
 def shared_mappings(pid: int | str = "self") -> list[str]:
-    """The segments of ours that a process has mapped."""
+    """The segments of iskander that a process has mapped."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return sorted(set(re.findall(r"memfd:iskander\S*", maps)))
 
 
 def suspended(pid: int) -> contextlib.AbstractContextManager[None]:
-    """A process that does not run while the block does."""
+    """Suspend a process inside the block."""
 
     @contextlib.contextmanager
     def stopped() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Models of the backend `python`, written where they are needed."""
+"""Models of the backend `python`, written on demand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Base:
 
 
 def write(folder: Path, source: str, manifest: str = MANIFEST) -> Path:
-    """A model whose file is `source` behind the preamble."""
+    """Write a model; its file is the preamble and `source`."""
     folder.mkdir(parents=True)
     (folder / "manifest.toml").write_text(manifest)
     (folder / "model.py").write_text(PREAMBLE + source)
@@ -44,6 +44,6 @@ def write(folder: Path, source: str, manifest: str = MANIFEST) -> Path:
 
 
 def entry(folder: Path, source: str, manifest: str = MANIFEST, **settings: Any) -> dict[str, Any]:
-    """The same, as an entry of a configuration; named as its folder."""
+    """The same, as a configuration entry with the folder's name."""
     path = write(folder, source, manifest)
     return {"name": folder.name, "path": str(path), "backend": "python", **settings}

@@ -1,4 +1,4 @@
-"""Calls with hand-made frames, from a process that has grpcio and no pyarrow.flight."""
+"""Calls with custom frames, from a process with grpcio and without pyarrow.flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
 
 
 class RawClient:
-    """Sends bytes as they are; answers with bytes, status and trailers."""
+    """Sends custom bytes; returns bytes, status and trailers."""
 
     def __init__(self, address: str) -> None:
         self._process = subprocess.Popen(
@@ -88,7 +88,7 @@ def batch_data(
 
 
 def read_batches(frames: list[bytes]) -> tuple[list[pa.RecordBatch], list[bytes]]:
-    """A response put together again as an IPC stream, and the app_metadata of each batch."""
+    """A response as an IPC stream, and the app_metadata of each batch."""
     from iskander.arrow import ipc
     from iskander.protocols.flight.data import read_flight_data
 

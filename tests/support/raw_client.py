@@ -1,6 +1,6 @@
-"""A gRPC client of its own process that sends bytes as they are given; grpcio, no pyarrow.
+"""gRPC client process that sends custom bytes; grpcio, no pyarrow.
 
-Reads one JSON call a line on standard input and answers with one JSON line:
+Reads one JSON call a line on standard input and responds with one JSON line:
 
     {"method": "...", "frames": [hex, ...], "deadline_s": 5, "half_close": true,
      "read": N or null, "cancel_after": N or null, "metadata": [[name, text], ...]}
@@ -27,7 +27,7 @@ def main() -> None:
     for line in sys.stdin:
         sys.stdout.write(json.dumps(call(channel, json.loads(line))) + "\n")
         sys.stdout.flush()
-    os._exit(0)  # As judges do.
+    os._exit(0)  # As in `judging.serve`.
 
 
 def call(channel: grpc.Channel, wanted: dict[str, Any]) -> dict[str, Any]:

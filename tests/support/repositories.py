@@ -1,4 +1,4 @@
-"""Folders of models for a real server, put there as an operator would: by a rename."""
+"""Repositories for a real server, changed by renames as an operator would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.models import save
 
 
 def scaled(folder: Path, factor: int, element: int = TensorProto.INT64) -> Path:
-    """`y = factor * x`: a result tells which model made it."""
+    """`y = factor * x`: a result identifies its model."""
     return save(
         folder,
         [helper.make_node("Mul", ["x", "factor"], ["y"])],
@@ -34,11 +34,11 @@ class Folder:
         root.mkdir(parents=True)
 
     def make(self, factor: int, element: int = TensorProto.INT64) -> Path:
-        """A version's folder that is not in place yet."""
+        """A version's folder outside its final path."""
         return scaled(self.root / f".{uuid.uuid4().hex}", factor, element)
 
     def put(self, name: str, version: int, made: int | Path) -> None:
-        """Put a version in place, instead of one that is there."""
+        """Move a version to its path, and replace an existing one."""
         source = self.make(made) if isinstance(made, int) else made
         target = self.root / name / str(version)
         target.parent.mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ class Folder:
             source.rename(target)
 
     def take(self, name: str, version: int | None = None) -> None:
-        """Take a version, or a model, away."""
+        """Remove a version, or a model."""
         target = self.root / name if version is None else self.root / name / str(version)
         gone = self.root / f".{uuid.uuid4().hex}"
         target.rename(gone)

@@ -1,4 +1,4 @@
-"""Triton's own client against a repository of models, in a process of its own: it brings grpcio."""
+"""Triton's own client for a model repository, in its own process because of grpcio."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.judging import PATIENCE_S, Facts
 
 
 def factors(address: str, version: str = "", keys: list[str] | None = None) -> Facts:
-    """Which version's factor answers, for each key."""
+    """The factor of the responding version, for each routing key."""
     tensor = triton.InferInput("x", [1], "INT64")
     tensor.set_data_from_numpy(np.array([1], np.int64))
     with triton.InferenceServerClient(address) as client:
@@ -36,7 +36,7 @@ def factors(address: str, version: str = "", keys: list[str] | None = None) -> F
 
 
 def control(address: str, call: str, name: str) -> Facts:
-    """Load or unload; the error, where it is refused."""
+    """Load or unload; returns the error."""
     with triton.InferenceServerClient(address) as client:
         try:
             getattr(client, f"{call}_model")(name)
@@ -46,7 +46,7 @@ def control(address: str, call: str, name: str) -> Facts:
 
 
 def unload_by_first_field(address: str, name: str) -> Facts:
-    """As KServe's clients do, which have the model's name where Triton's have the repository's."""
+    """Unload as KServe's clients do, with the model's name in Triton's field of the repository."""
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         request = service_pb2.RepositoryModelUnloadRequest(repository_name=name)

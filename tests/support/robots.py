@@ -1,4 +1,4 @@
-"""Inferential's own clients, models that robots ask, and ZeroMQ peers without a library."""
+"""Inferential's own clients, models for robots, and ZeroMQ peers without a library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ type = "float32"
 
 
 def policy(folder: Path) -> Path:
-    """`actions = 2 * joint_positions`, and the mean of a picture."""
+    """`actions = 2 * joint_positions`, and the mean of an image."""
     save(
         folder,
         [
@@ -83,7 +83,7 @@ def mirrors(folder: Path, dtypes: dict[str, int]) -> Path:
 
 
 def address_of(gateway: Gateway) -> str:
-    """Where Inferential's clients connect."""
+    """Address for Inferential's clients."""
     address: str = gateway.stats()["inferential"]["address"]
     return address
 
@@ -99,7 +99,7 @@ def connected(address: str, client_id: Any = "robot", **options: Any) -> Iterato
 
 
 def ask(model: Any, **observation: Any) -> dict[str, Any] | None:
-    """Observe, and wait for the answer."""
+    """Send an observation, and wait for the result."""
     model.observe(**observation)
     result: dict[str, Any] | None = model.get_result(timeout_ms=PATIENCE_MS)
     return result
@@ -112,7 +112,7 @@ def joints(number: float) -> dict[str, np.ndarray]:
 
 
 class Peer:
-    """A ZeroMQ DEALER by hand, which sends what no library would."""
+    """A ZeroMQ DEALER that can send invalid bytes."""
 
     def __init__(self, address: str, identity: bytes = b"", *, is_greeted: bool = True) -> None:
         host, port = address.removeprefix("tcp://").split(":")
@@ -162,7 +162,7 @@ class Peer:
         return flags, self.read_exactly(length)
 
     def read(self) -> list[bytes]:
-        """One message."""
+        """Read one message."""
         parts = []
         while True:
             flags, body = self.read_frame()
@@ -171,7 +171,7 @@ class Peer:
                 return parts
 
     def is_closed(self) -> bool:
-        """Whether the server hangs up, without a word, in time."""
+        """Whether the server closes the connection in time."""
         deadline = time.monotonic() + 20.0
         while time.monotonic() < deadline:
             try:
@@ -185,7 +185,7 @@ class Peer:
 def observation(
     model: str, tensors: dict[str, np.ndarray], client: str = "peer", **fields: Any
 ) -> tuple[bytes, bytes]:
-    """Envelope and payload as the client makes them; fields of its tensors by `tensor__FIELD`."""
+    """Envelope and payload of the client; `tensor__FIELD` sets a field of its tensors."""
     ours = {name: value for name, value in fields.items() if name.startswith("tensor__")}
     envelope = proto.Observation(client=proto.Client(id=client), model_id=model)
     payload = b""
@@ -209,6 +209,6 @@ def observation(
 
 
 def response(parts: list[bytes]) -> proto.ModelResponse:
-    """A reply's envelope."""
+    """The envelope of a response."""
     assert len(parts) == 3 and not parts[0]
     return proto.ModelResponse.FromString(parts[1])

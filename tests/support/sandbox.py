@@ -1,7 +1,7 @@
-"""Run a command where the kernel refuses: `sandbox.py [--refuse CALL]... [--lock BYTES] COMMAND`.
+"""Runs a command with denied calls: `sandbox.py [--refuse CALL]... [--lock BYTES] COMMAND`.
 
-What a container's seccomp profile and a service's limits do: named system calls answer EPERM, and
-little memory may be locked, whoever asks. Source: seccomp(2), prctl(2), linux/filter.h.
+Emulates a container's seccomp profile and a service's limits: the named system calls fail with
+EPERM, and locked memory is limited, also for root. Source: seccomp(2), prctl(2), linux/filter.h.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse(names: list[str]) -> None:
-    """These calls answer EPERM from now on, here and in every process to come."""
+    """Let these calls fail with EPERM, in this process and its children."""
     numbers = [CALLS[platform.machine()][name] for name in names]
     steps = [(_LOAD_WORD, 0, 0, 0)]
     for left, number in zip(reversed(range(len(numbers))), numbers, strict=True):
@@ -44,7 +44,7 @@ def refuse(names: list[str]) -> None:
 
 
 def limit_lock(length_bytes: int) -> None:
-    """No more may be locked, from the next `exec` on; root loses its privilege to."""
+    """Limit locked memory from the next `exec` on; root loses its privilege too."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (length_bytes, length_bytes))
     if os.geteuid() == 0:
         _prctl(_PR_CAPBSET_DROP, _CAP_IPC_LOCK)

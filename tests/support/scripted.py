@@ -1,4 +1,4 @@
-"""The other side, played by the test: a gateway for a real worker, a worker for a real gateway."""
+"""Scripted peers: a gateway for a real worker, a worker for a real gateway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from iskander import __version__
 from iskander.control import attach
-from iskander.control.channel import Channel
+from iskander.control.channel import Channel, open_channel
 from iskander.control.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -21,8 +21,9 @@ from iskander.control.messages import (
     decode_to_worker,
     encode,
 )
-from iskander.memory.heartbeat import BEAT_BYTES, Beat, read_beat
+from iskander.memory.heartbeat import HEARTBEAT_BYTES, Heartbeat, read_heartbeat
 from iskander.memory.segment import Segment
+from support import processes
 
 ARENA_BYTES = 1 << 20
 
@@ -48,17 +49,18 @@ def model_spec(path: Path, key: int = 0, **changes: Any) -> ModelSpec:
 
 
 class ScriptedGateway:
-    """Listens for one worker after another and says what the test wants said."""
+    """Accepts one worker after another, and sends the test's messages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._is_zmq = processes.CHANNEL == "zmq"
         self.socket_path = folder / "attach.sock"
         self.listener = attach.listen(str(self.socket_path))
         self.listener.setblocking(True)
         self.listener.settimeout(20)
         self.input = Segment.create("iskander-input", ARENA_BYTES, is_read_only=True)
         self.output = Segment.create("iskander-output", ARENA_BYTES)
-        self.beat = Segment.create("iskander-beat", BEAT_BYTES)
+        self.beat = Segment.create("iskander-beat", HEARTBEAT_BYTES)
         self.incarnation = 0
         self.waiting: list[Any] = []
         self.connection: socket.socket | None = None
@@ -66,6 +68,9 @@ class ScriptedGateway:
         self.abort_fd = -1
 
     def accept(self) -> Hello:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
         if self.connection is not None:
             self.connection.close()
         self.connection, _ = self.listener.accept()
@@ -84,15 +89,16 @@ class ScriptedGateway:
             "node": None,
             "input_bytes": ARENA_BYTES,
             "output_bytes": ARENA_BYTES,
-            "beat_bytes": BEAT_BYTES,
+            "beat_bytes": HEARTBEAT_BYTES,
             "reattach_s": 20.0,
+            "channel": str(self.folder / f"c{self.incarnation}") if self._is_zmq else "",
         }
         welcome = Welcome(**(values | changes))
         read_end, self.abort_fd = os.pipe2(os.O_CLOEXEC)
         fds = (self.input.fd, self.output.fd, self.beat.fd, read_end)
         attach.send_answer(self.connection, welcome, fds)
         os.close(read_end)
-        self.channel = Channel(self.connection)
+        self.channel = open_channel(self.connection, welcome.channel, is_gateway=True)
 
     def refuse(self, message: str) -> None:
         assert self.connection is not None
@@ -114,11 +120,11 @@ class ScriptedGateway:
             assert time.monotonic() < deadline, "the worker said nothing"
             time.sleep(0.002)
 
-    def last_beat(self) -> Beat:
-        return read_beat(self.beat.view)
+    def last_beat(self) -> Heartbeat:
+        return read_heartbeat(self.beat.view)
 
     def hang_up(self) -> None:
-        """End the connection as a gateway's death would."""
+        """Close the connection, as a gateway's death does."""
         assert self.channel is not None
         self.channel.close()
         os.close(self.abort_fd)
@@ -134,14 +140,14 @@ class ScriptedGateway:
             self.connection.close()
         self.listener.close()
         for path in self.folder.iterdir():
-            if path.is_socket():  # Also of a worker that the test killed.
+            if path.is_socket():  # Also those of a killed worker.
                 path.unlink()
         for segment in (self.input, self.output, self.beat):
             segment.close()
 
 
 class ScriptedWorker:
-    """Attaches to a real gateway and answers as the test wants."""
+    """Attaches to a real gateway, and sends the test's messages."""
 
     def __init__(self, socket_path: Path, **changes: Any) -> None:
         self.connection = attach.connect(str(socket_path), 20.0)
@@ -156,7 +162,8 @@ class ScriptedWorker:
         answer, self.descriptors = attach.receive_answer(self.connection)
         self.answer = answer
         self.waiting: list[Any] = []
-        self.channel = Channel(self.connection)
+        prefix = answer.channel if isinstance(answer, Welcome) else ""
+        self.channel = open_channel(self.connection, prefix, is_gateway=False)
 
     @property
     def incarnation(self) -> int:

@@ -1,8 +1,8 @@
-"""A gateway without processes, on a clock of its own: time passes only as far as something happens.
+"""Gateway without processes, on a virtual clock that advances from event to event.
 
-The dispatcher, the lanes, the intake and the arenas are the real ones. A worker is played here: it
-gathers the rows of a batch out of the input arena, returns them as they are, and says so after
-the time that the test wants a batch to take.
+The dispatcher, the lanes, the input arena and the output arenas are real. A worker is simulated: it
+gathers the rows of a batch from the input arena, returns them unchanged, and responds after the
+time that the test sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from iskander.config.schema import LimitsConfig
 from iskander.contract.rows import RowCopier, Rows
 from iskander.control.messages import Done, Execute, Failed, decode_to_worker
-from iskander.memory.heartbeat import write_beat
+from iskander.memory.heartbeat import write_heartbeat
 from iskander.memory.segment import Segment
 from iskander.scheduling import completion as ending
 from iskander.scheduling import dispatch
@@ -41,7 +41,7 @@ ROW_NS, BASE_NS = 1_000, 100_000
 
 
 class Handle:
-    """What `call_later` returns."""
+    """Result of `call_later`."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call: Callable[[], object] | None = call
@@ -51,7 +51,7 @@ class Handle:
 
 
 class Loop:
-    """As much of an event loop as a dispatcher uses, and a clock that jumps to the next event."""
+    """The dispatcher's part of an event loop, with a clock that jumps to the next event."""
 
     def __init__(self) -> None:
         self.now_ns = START_NS
@@ -62,7 +62,7 @@ class Loop:
         return self.call_at(self.now_ns, call)
 
     def call_later(self, delay_s: float, call: Callable[[], object]) -> Handle:
-        # As a real loop does: never early, and in whole ticks of its clock.
+        # As in a real loop: never early, and in whole ticks of its clock.
         return self.call_at(self.now_ns + int(delay_s * NS_PER_S) + 1000, call)
 
     def call_at(self, at_ns: int, call: Callable[[], object]) -> Handle:
@@ -71,7 +71,7 @@ class Loop:
         return handle
 
     def step(self, until_ns: int) -> bool:
-        """Make the next thing happen, if it does by then."""
+        """Run the next event, if it is due by then."""
         if not self._events or self._events[0][0] > until_ns:
             self.now_ns = max(self.now_ns, until_ns)
             return False
@@ -82,18 +82,18 @@ class Loop:
         return True
 
     def run(self, for_ns: int) -> None:
-        """Let everything happen that does in that time."""
+        """Run all events of that period."""
         until_ns = self.now_ns + for_ns
         while self.step(until_ns):
             pass
 
     def turn(self) -> None:
-        """Let everything happen that is due now."""
+        """Run all events that are due now."""
         self.run(0)
 
 
 class Wire:
-    """The gateway's end of the socket to a worker; keeps what it is given."""
+    """The gateway's end of the socket to a worker; records sent messages."""
 
     def __init__(self) -> None:
         self.frames = 0
@@ -112,12 +112,12 @@ class Wire:
 
 
 class PlayedWorker(Worker):
-    """A worker whose process this one plays; does nothing until `play` or `run` is called.
+    """A worker with a simulated process; idle until `play` or `run` is called.
 
     Attributes:
-        aborted: Batches that it was asked to give up.
-        cost: Nanoseconds for a batch of some rows of a model.
-        judge: What becomes of a batch with these values: None, an error's code, or `die`.
+        aborted: Cancelled batches.
+        cost: Nanoseconds of a batch of a model.
+        judge: Outcome of a batch with these values: None, an error's code, or `die`.
     """
 
     def __init__(self, simulation: Simulation, index: int) -> None:
@@ -139,7 +139,7 @@ class PlayedWorker(Worker):
         self.aborted.append(batch_id)
 
     def play(self) -> None:
-        """Run whatever comes, one after the other."""
+        """Run all batches, one after the other."""
         self.is_playing = True
         self.wire.on_send = self._next
         self._next()
@@ -164,12 +164,12 @@ class PlayedWorker(Worker):
         self.simulation.dispatcher.pump()
 
     def begin(self, execute: Execute) -> None:
-        """Say in the beat that this batch runs now."""
+        """Write the batch to the heartbeat."""
         assert self.beat is not None
-        write_beat(self.beat.view, self.simulation.loop.now_ns, execute.batch_id)
+        write_heartbeat(self.beat.view, self.simulation.loop.now_ns, execute.batch_id)
 
     def run(self, execute: Execute, run_ns: int | None = None) -> None:
-        """Compute a batch and answer, or do what the judge says."""
+        """Compute a batch and respond, or act on the judge's verdict."""
         values = compute(self.simulation, self, execute)
         verdict = self.judge(values)
         if verdict == "die":
@@ -184,7 +184,7 @@ class PlayedWorker(Worker):
 
 
 def compute(simulation: Simulation, worker: Worker, execute: Execute) -> np.ndarray[Any, Any]:
-    """Gather, run the identity, scatter; as `iskander_worker.executor` does. Returns the values."""
+    """Gather, run the identity, scatter, as `iskander_worker.executor` does. Returns the values."""
     contract = simulation.dispatcher_lane(execute.model).contract
     assert contract is not None and worker.output is not None
     inputs, outputs = RowCopier(contract.inputs), RowCopier(contract.outputs)
@@ -206,7 +206,7 @@ def compute(simulation: Simulation, worker: Worker, execute: Execute) -> np.ndar
 
 
 class Simulation:
-    """Lanes, an input arena, a dispatcher and workers that are played; to be used with `with`."""
+    """Lanes, an input arena, a dispatcher and simulated workers; a context manager."""
 
     def __init__(self, *lanes: Lane, input_bytes: int = 16 * MIB) -> None:
         self.loop = Loop()
@@ -234,14 +234,14 @@ class Simulation:
         return self.lanes[key]
 
     def start(self, *models: int, output_bytes: int = 4 * MIB) -> PlayedWorker:
-        """A worker that has these models, or all, and takes work."""
+        """A ready worker with these models, or all."""
         worker = PlayedWorker(self, len(self.workers))
         self.workers.append(worker)
         self.revive(worker, *models, output_bytes=output_bytes)
         return worker
 
     def revive(self, worker: PlayedWorker, *models: int, output_bytes: int = 4 * MIB) -> None:
-        """Another process in a worker's place."""
+        """Start another process in a worker's slot."""
         self._incarnation += 1
         output = Segment.create("iskander-output", output_bytes)
         worker.attach(self._incarnation, os.getpid(), output, output_bytes)
@@ -254,7 +254,7 @@ class Simulation:
         self.dispatcher.open(worker)
 
     def lose(self, worker: PlayedWorker) -> None:
-        """What the supervisor does when a process has ended."""
+        """Handle a process's death, as the supervisor does."""
         self.dispatcher.close(worker)
         self.dispatcher.on_lost(worker)
         worker.detach()
@@ -262,7 +262,7 @@ class Simulation:
     def ask(
         self, lane: int = 0, rows: int = 1, *, first: int = 0, **terms: Any
     ) -> tuple[Request, Asker]:
-        """A request of rows that count on from `first`; it goes out when this turn is over."""
+        """Submit a request of ascending rows from `first`; it is sent after this iteration."""
         asker = Asker()
         values = np.arange(first, first + rows, dtype=np.int64)
         tensors = [memoryview(values).cast("B")]
@@ -278,17 +278,17 @@ class Simulation:
         return request, asker
 
     def submit(self, request: Request) -> None:
-        """What a stream does with a batch, where the arena has room for it."""
+        """Submit a request, as a stream does."""
         assert self.intake.admit(request), "the arena is large enough"
         self.dispatcher.submit(request)
 
     def done(self, worker: PlayedWorker, execute: Execute) -> None:
-        """A batch is computed; what can be sent next is sent."""
+        """Complete a batch, and send the next ones."""
         worker.run(execute)
         self.dispatcher.pump()
 
     def is_clean(self) -> bool:
-        """Nothing waits, nothing runs and nothing is leased."""
+        """Whether nothing is queued, running or leased."""
         arenas = [self.intake.arena, *(worker.output_arena for worker in self.workers)]
         return (
             not any(len(lane.queue) or lane.outstanding for lane in self.lanes.values())

@@ -1,8 +1,7 @@
-"""Machines that are not here: what sysfs said on them, written as a tree again, and made-up ones.
+"""Recorded and generated machines, as sysfs trees.
 
-The facts are of recordings that hwloc 2.9.0 (tests/hwloc/linux) and util-linux 2.38
-(tests/ts/lscpu) carry, and of the machine that this was written on. Lists are as the kernel writes
-them, for the files that are read.
+The facts are of recordings of hwloc 2.9.0 (tests/hwloc/linux) and util-linux 2.38 (tests/ts/lscpu),
+and of the development machine. Lists have the kernel's format, for the files that are read.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from iskander.supervision.topology import Cpu, Topology, parse_cpu_list, read_to
 
 
 class Machine(NamedTuple):
-    """One recording.
+    """A recording.
 
     Attributes:
-        nodes: The cpus of each NUMA node, as its `cpulist` has them.
-        allowed: The cpus that `sched_getaffinity` gave or would give.
-        cores: Siblings; a cpu in none of them has no `topology` folder.
-        domains: Cpus that share an L3 cache; a cpu in none of them has no such cache.
-        siblings: The file that says them.
+        nodes: The cpus of each NUMA node, as in its `cpulist`.
+        allowed: The cpus of `sched_getaffinity`.
+        cores: SMT siblings; a cpu in none of them has no `topology` folder.
+        domains: Cpus with a shared L3 cache; a cpu in none of them has no such cache.
+        siblings: The file of the SMT siblings.
     """
 
     nodes: dict[int, str]
@@ -36,7 +35,7 @@ class Machine(NamedTuple):
 MACHINES = {
     # util-linux, x86_64-dell_e4310: a notebook.
     "1 node, SMT": Machine({0: "0-3"}, "0-3", ["0,2", "1,3"], ["0-3"], "thread_siblings_list"),
-    # A guest of Firecracker on an EPYC, Linux 6.18.
+    # A virtual machine of Firecracker on an EPYC, Linux 6.18.
     "1 node": Machine({0: "0-1"}, "0-1", ["0", "1"], ["0-1"]),
     # util-linux, vbox-win.
     "1 node, no caches": Machine({0: "0-1"}, "0-1", ["0", "1"], [], "thread_siblings_list"),
@@ -63,7 +62,7 @@ MACHINES = {
         [f"{cpu},{cpu + 16}" for cpu in range(16)],
         ["0-7,16-23", "8-15,24-31"],
     ),
-    # hwloc, 40intel64-2g2n4c+pci: neighbours by number are on different nodes.
+    # hwloc, 40intel64-2g2n4c+pci: adjacent cpu numbers are on different nodes.
     "4 nodes, interleaved": Machine(
         {node: ",".join(map(str, range(node, 40, 4))) for node in range(4)},
         "0-39",
@@ -133,7 +132,7 @@ MACHINES = {
 
 
 def write_sysfs(machine: Machine, folder: Path) -> Path:
-    """A tree with the files that are read, and some beside them that are not."""
+    """Write a tree with the files that are read, and some other ones."""
     for node, cpus in machine.nodes.items():
         _write(folder / f"devices/system/node/node{node}/cpulist", cpus)
     _write(folder / "devices/system/node/online", "0")
@@ -156,7 +155,7 @@ def write_sysfs(machine: Machine, folder: Path) -> Path:
 
 @functools.cache
 def recorded_topology(name: str) -> Topology:
-    """What is read of one of `MACHINES`, by a process that may run where its recorder might."""
+    """The topology of one of `MACHINES`, for a process with the recorded affinity."""
     with tempfile.TemporaryDirectory(prefix="isk-sysfs-") as folder:
         machine = MACHINES[name]
         return read_topology(parse_cpu_list(machine.allowed), write_sysfs(machine, Path(folder)))

@@ -1,6 +1,6 @@
-"""Clients of one protocol in a process of their own; every process sends the same kind of rows.
+"""Clients of one protocol in their own process; every process sends the same kind of rows.
 
-Only what a way needs is imported: the libraries of two ways need not bear each other.
+Each way imports only its own libraries: those of two ways may conflict in one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.judging import PATIENCE_S, Facts
 
 WAYS = ("flight", "flight stream", "raw", "typed", "json", "binary", "inferential")
 CLIENTS = 2
-"""Of each way; each has one request open at a time."""
+"""Of each way, with one open request each."""
 ROWS_MOST = 97
 TURN_MS = 50
 
@@ -34,29 +34,26 @@ Ask: TypeAlias = Callable[[Rows], Rows]
 
 
 class Refused(Exception):
-    """The server said no, and that is why."""
+    """The server's error."""
 
 
 class Ended(Exception):
-    """The test is over and no answer had come."""
+    """The test ended before a response."""
 
 
 def rows_of(way: str, client: int, number: int) -> Rows:
-    """Rows of one request: every other one is the same for all clients, the rest are nobody else's.
+    """Rows of one request: every other request is the same for all clients, the rest are unique.
 
-    Shape: (rows,), and neighbours differ in their rows.
+    Shape: (rows,); successive requests differ in their rows.
     """
     whose = 1 + WAYS.index(way) * CLIENTS + client if number % 2 else 0
     rows = 1 + (13 * number + 5 * whose) % ROWS_MOST
     return whose * 10**9 + number * 1000 + np.arange(rows, dtype=np.int64)
 
 
-# How a client of each way asks.
-
-
 @contextlib.contextmanager
 def by_flight(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
-    """A stream for every request."""
+    """A stream for each request."""
     import pyarrow as pa
 
     from iskander.client import Client
@@ -76,7 +73,7 @@ def by_flight(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
 
 @contextlib.contextmanager
 def by_flight_stream(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
-    """One stream, whose next batch goes when the result of the last is there."""
+    """One stream; each batch is sent after the last result."""
     import pyarrow as pa
 
     from iskander.client import Client
@@ -122,7 +119,7 @@ def by_raw(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
 
 @contextlib.contextmanager
 def by_typed(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
-    """A bare stub over gRPC; the rows are a field of the message."""
+    """A plain stub over gRPC, with typed contents."""
     import grpc
     import tritonclient.grpc as triton
     from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -146,7 +143,7 @@ def by_typed(address: str, _: str, __: threading.Event) -> Iterator[Ask]:
 
 @contextlib.contextmanager
 def by_http(address: str, way: str, _: threading.Event) -> Iterator[Ask]:
-    """Triton's client over HTTP, with tensors in JSON or behind it, both ways."""
+    """Triton's client over HTTP, with JSON or binary tensors, both ways."""
     import tritonclient.http as triton
     from tritonclient.utils import InferenceServerException
 
@@ -168,7 +165,7 @@ def by_http(address: str, way: str, _: threading.Event) -> Iterator[Ask]:
 
 @contextlib.contextmanager
 def by_inferential(address: str, way: str, is_over: threading.Event) -> Iterator[Ask]:
-    """Inferential's own client. A server may say nothing to a refusal, so it waits to the end."""
+    """Inferential's own client. A server may ignore a rejected message, so it waits to the end."""
     from inferential import Connection
 
     connection = Connection(server=address, client_id=f"{way}-{threading.get_ident()}")
@@ -193,7 +190,7 @@ def by_inferential(address: str, way: str, is_over: threading.Event) -> Iterator
 
 
 def said(error: Any) -> str:
-    """The code of what Triton's client says as text."""
+    """The error code in the text of Triton's client."""
     return "draining" if "the server is stopping" in error.message() else str(error)
 
 
@@ -209,11 +206,11 @@ BY_WAY: dict[str, Callable[[str, str, threading.Event], Any]] = {
 
 
 class Client(threading.Thread):
-    """Asks one request after the other, until it is told to stop or is refused.
+    """Sends one request after the other, until it is stopped or rejected.
 
     Attributes:
-        enough: Set when as many as wanted are answered, or no more will be.
-        facts: What it met.
+        enough: Set after the wanted number of responses, or if no more will arrive.
+        facts: Results.
     """
 
     def __init__(
@@ -256,7 +253,7 @@ class Client(threading.Thread):
 
 
 def load(way: str, address: str, requests: int) -> Facts:
-    """Clients that go on after `requests` each, until they are told to stop or are refused."""
+    """Run clients past `requests` each, until they are stopped or rejected."""
     is_over = threading.Event()
     clients = [Client(way, address, number, requests, is_over) for number in range(CLIENTS)]
     for client in clients:
@@ -274,7 +271,7 @@ def load(way: str, address: str, requests: int) -> Facts:
 
 
 def one(way: str, address: str, number: int) -> Facts:
-    """One request, of rows that all ways send alike."""
+    """One request with the shared rows of all ways."""
     with BY_WAY[way](address, way, threading.Event()) as ask:
         return ask(rows_of(way, 0, 2 * number)).tolist()
 

@@ -1,6 +1,6 @@
-"""Clients in other languages: which tools build them, and how they are built and run.
+"""Clients in other languages: their tools, builds and execution.
 
-Builds go to `build/interop`. A missing tool skips a test and is named, with what installs it; a
+Builds are in `build/interop`. A missing tool skips a test, and the reason contains its package; a
 client that does not compile fails it.
 """
 
@@ -25,13 +25,13 @@ CASE_WITHIN_S: Final = 30.0
 
 
 def require_all() -> None:
-    """Skip unless the clients in other languages are wanted."""
+    """Skip unless the clients in other languages are enabled."""
     if os.environ.get(SWITCH) != "1":
         pytest.skip(f"a client in another language: `make test-all`, or {SWITCH}=1")
 
 
 def tool(name: str, install: str) -> str:
-    """The path of a tool; without it the test is skipped."""
+    """The path of a tool; a missing tool skips the test."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"`{name}` is missing: {install}")
@@ -39,7 +39,7 @@ def tool(name: str, install: str) -> str:
 
 
 def built_go(name: str) -> Path:
-    """A Go client, built without a network from Debian's packages."""
+    """A Go client, built offline from Debian's packages."""
     require_all()
     go = tool("go", "apt-get install golang-go")
     if not (GO_SOURCES / "src/google.golang.org/grpc").is_dir():
@@ -59,7 +59,7 @@ def built_go(name: str) -> Path:
 
 
 def installed_npm(name: str, *files: Path) -> Path:
-    """A JavaScript client beside its packages, with other files that it reads; its script."""
+    """The script of a JavaScript client, next to its packages and the given files."""
     require_all()
     tool("node", "apt-get install nodejs")
     npm = tool("npm", "apt-get install npm")
@@ -82,7 +82,7 @@ def installed_npm(name: str, *files: Path) -> Path:
 
 
 def built_cpp(name: str) -> tuple[Path, dict[str, str]]:
-    """A C++ Flight client of the headers and libraries in pyarrow's wheel; its environment."""
+    """A C++ Flight client, built with the libraries of pyarrow's wheel; and its environment."""
     require_all()
     compiler = tool("g++", "apt-get install g++")
     import pyarrow as pa
@@ -109,7 +109,7 @@ def built_cpp(name: str) -> tuple[Path, dict[str, str]]:
 
 
 def run(command: list[str], **environment: str) -> str:
-    """Run a program to its end; what it printed.
+    """Run a program to its end; returns its output.
 
     Raises:
         AssertionError: It failed.
@@ -127,7 +127,7 @@ def run(command: list[str], **environment: str) -> str:
 
 
 class CaseClient:
-    """A client that reads the name of a case from each line, and answers `ok` or what is wrong.
+    """A client that reads the name of a case from each line, and responds with `ok` or an error.
 
     Args:
         command: Starts it.
@@ -139,7 +139,7 @@ class CaseClient:
         )
 
     def run(self, case: str) -> str:
-        """Run a case; its answer. A client that does not answer is ended."""
+        """Run a case; returns its response. A client that does not respond is killed."""
         try:
             self._pipe(self._process.stdin).write(f"{case}\n".encode())
         except BrokenPipeError:
@@ -156,7 +156,7 @@ class CaseClient:
         return line.decode().strip()
 
     def close(self) -> None:
-        """End it: by its input, or else by force."""
+        """Close its input; kill it if it does not exit."""
         self._pipe(self._process.stdin).close()
         try:
             self._process.wait(5.0)

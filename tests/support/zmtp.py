@@ -1,4 +1,4 @@
-"""ZMTP connections without sockets: what they are fed, and what comes of it."""
+"""ZMTP connections without sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from iskander.transport.zmtp.context import Part
 
 
 class Transport:
-    """A socket that keeps what is written; it has read what it is fed."""
+    """A socket that records written data, and has read its input."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -45,11 +45,11 @@ class Transport:
 
 
 class Peer:
-    """A connection, its session, and what came of both.
+    """A connection, its session, and the results of both.
 
     Attributes:
-        messages: That the session has taken.
-        room: How many more it takes.
+        messages: Those accepted by the session.
+        room: Limit of accepted messages.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Peer:
         self.messages.append(parts)
         self.arrivals.append(arrived_ns)
 
-    def on_room(self) -> None: ...
+    def on_writable(self) -> None: ...
 
     def on_lost(self) -> None: ...
 
     async def feed(self, raw: bytes, step: int, *, is_whole: bool = True) -> None:
-        """Give the connection what has come, in pieces; a socket that is not read gives none.
+        """Feed the connection with input in pieces; a paused socket delivers none.
 
-        Where `is_whole`, its turns are waited for.
+        If `is_whole`, wait for its turns.
         """
         at = 0
         while at < len(raw):
@@ -120,7 +120,7 @@ class Peer:
             piece = raw[at : at + min(step, len(buffer))]
             buffer[: len(piece)] = piece
             self.connection.buffer_updated(len(piece))
-            # What is kept of a read must not be in the buffer of all connections.
+            # Data that is kept must be copied out of the shared read buffer.
             self.scratch[:] = b"\xaa" * len(self.scratch)
             at += len(piece)
         while is_whole and self.connection._is_waiting and not self.transport.is_aborted:

@@ -128,12 +128,12 @@ def test_requests_that_run_together_get_their_own_rows(gateway: Gateway) -> None
     [
         (10, r"KeyError: 'no such thing' \(model.py, line \d+\)"),
         (11, r"SystemExit: 3 \(model.py, line \d+\)"),
-        (12, "returned the columns z, wanted y once"),
+        (12, "returned the columns z, expected y once"),
         (13, "returned 2 rows for a batch of 3"),
-        (14, "returned a Table, wanted a pyarrow.RecordBatch"),
+        (14, "returned a Table, expected a pyarrow.RecordBatch"),
         (15, "column `y` has nulls"),
-        (16, "`y` came as float64, and the contract says int64"),
-        (17, "column `y` came as struct<a: int64>, which is no tensor"),
+        (16, "`y` has dtype float64, expected int64"),
+        (17, "column `y` has type struct<a: int64>, which is no tensor"),
         (20, "returned 6 or more rows for a batch of 3"),
     ],
 )
@@ -158,6 +158,7 @@ def test_what_a_class_does_beside_its_work_changes_no_answer(fresh: Gateway, fir
     require_unharmed(fresh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [21, 22], ids=["ends its process", "never returns"])
 def test_a_worker_lost_to_its_model_is_replaced_and_the_request_refused(
     fresh: Gateway, first: int
@@ -178,6 +179,7 @@ def answers(gateway: Gateway, name: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_what_a_class_has_forked_neither_hides_its_worker_s_death_nor_outlives_it(
     fresh: Gateway,
 ) -> None:
@@ -278,7 +280,7 @@ def test_a_graph_can_run_in_another_virtual_environment(tmp_path: Path) -> None:
     ("packages", "told"),
     [
         ((), "lacks msgspec and numpy, which a worker needs"),
-        (("numpy", "msgspec"), "backend `python` cannot be had here: No module named 'pyarrow'"),
+        (("numpy", "msgspec"), "backend `python` cannot be imported: No module named 'pyarrow'"),
     ],
 )
 def test_an_interpreter_that_lacks_something_says_what(
@@ -318,6 +320,7 @@ def fitted() -> Any:
     return make_pipeline(same, LinearRegression()).fit(x, [3 * value + 1 for (value,) in x])
 
 
+@pytest.mark.slow
 def test_an_estimator_of_scikit_learn_comes_by_skops(tmp_path: Path) -> None:
     """Types beyond the usual ones have to be named in the configuration."""
     from skops import io
@@ -333,7 +336,7 @@ def test_an_estimator_of_scikit_learn_comes_by_skops(tmp_path: Path) -> None:
         assert gateway.wait() == 78
     finally:
         gateway.end()
-    assert f"holds types that are not trusted: {', '.join(refused)}" in gateway.text()
+    assert f"has untrusted types: {', '.join(refused)}" in gateway.text()
     with running(tmp_path, [table | {"trusted_types": refused}]) as ready:
         assert score(ready, "own", 1) == [4, 7, 10]
 

@@ -14,12 +14,15 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from support import models
 from support.breaker import Breaker
 from support.chaos import ROWS_MAX, VALUE_MAX, Ledger, Load, lanes_of, quiet
 from support.processes import Gateway, eventually, processes_of, running
 
 from iskander.scheduling.policies import POLICIES
+
+pytestmark = pytest.mark.slow
 
 SECONDS = float(os.environ.get("ISKANDER_CHAOS_S", "10"))
 SEED = int(os.environ.get("ISKANDER_CHAOS_SEED", "0")) or time.time_ns() % 1_000_000

@@ -65,8 +65,8 @@ def test_what_a_start_would_not_be_ready_with_is_told(tmp_path: Path) -> None:
     code, told = check(configuration(tmp_path))
 
     assert code == 1
-    assert "nothing of it that is to be served" in told["absent"]
-    assert "names lead to versions that are not there: 9" in told["astray"]
+    assert "version policy selects no version" in told["absent"]
+    assert "the routing refers to missing versions: 9" in told["astray"]
     assert told["astray/1"] == "x int64"
 
 
@@ -80,6 +80,6 @@ def test_with_explicit_control_only_what_is_named_is_loaded(tmp_path: Path) -> N
 
     assert code == 1
     assert told == {
-        "absent": "cannot be loaded: there is nothing of it in the folder",
+        "absent": "cannot be loaded: no such folder in the repository",
         "named/1": "x int64",
     }

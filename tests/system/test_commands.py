@@ -48,11 +48,11 @@ def test_check_prints_the_plan() -> None:
         ('workers.groups=["9999"]', "may not use the cpus [9999]"),
         ('workers.groups="l2"', "workers.groups"),
         ('server.cores="9999"', "may not use the cpus [9999]"),
-        ("server.cores=most", "wanted `auto` or a cpu list"),
-        ("arena.output_bytes=4096", "raise the arena"),
-        ("arena.input_bytes=4096", "never find room"),
-        ("server.address=nonsense", "wanted HOST:PORT"),
-        ("server.address=unix:/nonexistent/x.sock", "in a folder that is there"),
+        ("server.cores=most", "expected `auto` or a cpu list"),
+        ("arena.output_bytes=4096", "raise arena.output_bytes"),
+        ("arena.input_bytes=4096", "does not fit in the arena"),
+        ("server.address=nonsense", "expected HOST:PORT"),
+        ("server.address=unix:/nonexistent/x.sock", "in an existing folder"),
         ("server.unix_owner=nobodyxx", "no such user or group"),
     ],
 )
@@ -76,7 +76,9 @@ def test_manifest_is_derived_and_read_back(tmp_path: Path) -> None:
     assert 'column = "x"' in text and 'type = "int64"' in text
     words = models.identity(tmp_path / "words", TensorProto.STRING, ["rows", 2])
     assert run(BIN / "iskander", "manifest", words).count('"fixed_size_list<utf8>[2]"') == 2
-    assert "no model file" in run(BIN / "iskander", "manifest", tmp_path / "none", code=1)
+    assert "not found at the configured path" in run(
+        BIN / "iskander", "manifest", tmp_path / "none", code=1
+    )
 
 
 def test_config_show_names_the_origin_of_each_value() -> None:
@@ -138,12 +140,12 @@ def test_a_gateway_that_is_not_there_is_told_in_a_line(command: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("lanes.policy=nonsense", "there are deadline_aware"),
+        ("lanes.policy=nonsense", "available: deadline_aware"),
         ("workers.quorum=9", "can never be met"),
-        ("admin.address=here", "wanted HOST:PORT"),
-        ("http.address=here", "wanted HOST:PORT"),
-        ("http.address=127.0.0.1:50051", "is server.address too"),
-        ("http.address=127.0.0.1:50052", "is admin.address too"),
+        ("admin.address=here", "expected HOST:PORT"),
+        ("http.address=here", "expected HOST:PORT"),
+        ("http.address=127.0.0.1:50051", "port already used by server.address"),
+        ("http.address=127.0.0.1:50052", "port already used by admin.address"),
         ("lanes.pad_to=[1000000]", "is more than max_batch_rows"),
     ],
 )

@@ -62,6 +62,7 @@ def test_tabular_gives_scikit_learns_figures(tmp_path: Path, judge: Judge) -> No
     np.testing.assert_allclose(np.ravel(found["score"][1]), wanted[:9], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_image_gives_the_runtimes_figures(tmp_path: Path) -> None:
     """Each row the five best of what the runtime makes by itself."""
     random = np.random.default_rng(3)

@@ -45,6 +45,7 @@ def run(path: str, *command: object, code: int) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_default_admin_port_is_left_out_and_that_is_logged(
     tmp_path: Path, path: str, missing: str, processes: int

@@ -157,7 +157,9 @@ def test_twenty_streams_of_one_arrow_connection_each_get_their_own(gateway: Gate
     assert not all_open.broken
 
 
-@pytest.mark.parametrize("is_awaiting", [True, False], ids=["while-open", "when-input-ended"])
+@pytest.mark.parametrize(
+    "is_awaiting_worker", [True, False], ids=["while-open", "when-input-ended"]
+)
 @pytest.mark.parametrize(
     ("options", "rows", "count"),
     [([], 32_000, 3), ([["grpc.http2.bdp_probe", 0]], 4000, 3), (TINY, 4000, 2)],
@@ -169,7 +171,7 @@ def test_messages_far_larger_than_a_grpcio_clients_windows(
     options: list[list[Any]],
     rows: int,
     count: int,
-    is_awaiting: bool,
+    is_awaiting_worker: bool,
 ) -> None:
     """Ended input, too: the last result waits for its windows and the status waits for it."""
     found = judge.ask(
@@ -178,7 +180,7 @@ def test_messages_far_larger_than_a_grpcio_clients_windows(
         rows=rows,
         count=count,
         options=options,
-        is_awaiting=is_awaiting,
+        is_awaiting_worker=is_awaiting_worker,
     )
     assert found == {"code": "OK", "details": "", "right": count}
 
@@ -225,9 +227,11 @@ def test_what_a_wider_window_lets_out_comes_behind_the_answer_to_the_settings(
     assert dict(events[-2].headers)[b"grpc-status"] == b"0"
 
 
-@pytest.mark.parametrize("is_awaiting", [True, False], ids=["while-open", "when-input-ended"])
+@pytest.mark.parametrize(
+    "is_awaiting_worker", [True, False], ids=["while-open", "when-input-ended"]
+)
 def test_messages_of_tens_of_megabytes_by_the_arrow_client(
-    gateway: Gateway, is_awaiting: bool
+    gateway: Gateway, is_awaiting_worker: bool
 ) -> None:
     sent = wide_batch(32_000)
     with flight.connect(f"grpc://{gateway.address}") as client:
@@ -237,10 +241,10 @@ def test_messages_of_tens_of_megabytes_by_the_arrow_client(
         with writer:
             writer.begin(sent.schema)
             writer.write_batch(sent)
-            if not is_awaiting:
+            if not is_awaiting_worker:
                 writer.done_writing()
             assert reader.read_chunk().data["y"].equals(sent["x"])
-            if is_awaiting:
+            if is_awaiting_worker:
                 writer.done_writing()
 
 
@@ -339,6 +343,7 @@ def test_metadata_beyond_the_limit_ends_its_call_only(gateway: Gateway, judge: J
     assert (found["code"], found["next"]) == ("INVALID_ARGUMENT", "OK")
 
 
+@pytest.mark.slow
 def test_an_idle_client_that_pings_every_second_is_not_sent_away(gateway: Gateway) -> None:
     judge = Judge()
     try:

@@ -18,10 +18,12 @@ import pytest
 from support import models
 from support.processes import Gateway, eventually, running
 
-from benchmarks.hostile.attacks import of_row, rows
+from benchmarks.hostile.attacks import attacks_of, rows
 from benchmarks.hostile.innocent import Innocent
 from benchmarks.hostile.measure import own_bytes
 from benchmarks.systems import free_port
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(models.__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -71,12 +73,12 @@ def attack(target: Target, row: str) -> list[dict[str, object]]:
     module = [sys.executable, "-m", "benchmarks.hostile.attacker"]
     attackers = [
         subprocess.Popen(
-            [*module, each.name, str(target.ports[each.door]), str(SECONDS)],
+            [*module, each.name, str(target.ports[each.listener]), str(SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
         )
-        for each in of_row(row)
+        for each in attacks_of(row)
     ]
     for each in attackers:
         assert each.stdout is not None and each.stdout.readline() == b"ready\n"

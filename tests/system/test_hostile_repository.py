@@ -9,11 +9,14 @@ import threading
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from support import models
 from support.processes import BIN, eventually, running
 from support.repositories import Folder
 
 from iskander.client import Client
+
+pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
 SCRIPT = models.ROOT / "scripts" / "make_hostile_models.py"
@@ -25,7 +28,7 @@ LOADING = {
 }
 
 
-LATE = "it was not loaded and warmed within"
+LATE = "not loaded and warmed in a sandbox within"
 """On a busy machine this may come before what is wrong with it."""
 
 

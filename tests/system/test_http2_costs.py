@@ -46,6 +46,8 @@ from iskander.transport.http2.rate_limit import BURST
 from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.receive_budget import ReceiveBudget
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 MESSAGE_BYTES = 72 * MIB
 
@@ -266,7 +268,13 @@ class Reader(Taker):
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
-SIZES = [0, 1, inflating.AT_ONCE_BYTES - 1, inflating.AT_ONCE_BYTES, inflating.AT_ONCE_BYTES + 1]
+SIZES = [
+    0,
+    1,
+    inflating.INLINE_BYTES_MAX - 1,
+    inflating.INLINE_BYTES_MAX,
+    inflating.INLINE_BYTES_MAX + 1,
+]
 SIZES += [inflating.READ_BYTES + 1, inflating.PIECE_BYTES, 3 * MIB + 7]
 
 
@@ -457,7 +465,7 @@ async def test_who_has_memory_and_sends_nothing_makes_room_for_who_waits(
     begin(peer, 3, 20 * MIB)
     await turns()
     assert granted(peer, 1) and not granted(peer, 3) and not taker.taken
-    clock[0] = now_ns() + receive_budget.STALL_WAITED_NS + NS_PER_S
+    clock[0] = now_ns() + receive_budget.STALL_NS_UNDER_PRESSURE + NS_PER_S
     await until(lambda: granted(peer, 3))
     end(peer, 3, 20 * MIB)
     await turns()
@@ -553,10 +561,10 @@ async def test_a_message_that_makes_no_progress_is_refused() -> None:
         peer.say(data(stream_id, raw))
     await turns()
     later = now_ns() + int(TimeoutsConfig().message_s * NS_PER_S)
-    peer.connection.streams.look_after(later - NS_PER_S)
+    peer.connection.streams.check_timeouts(later - NS_PER_S)
     await turns()
     assert taker.taken == [b"whole"]
-    peer.connection.streams.look_after(later + NS_PER_S)
+    peer.connection.streams.check_timeouts(later + NS_PER_S)
     await turns()
     errors = taker.taken[1:]
     assert len(errors) == 2 and all(isinstance(each, RpcError) for each in errors)
@@ -575,7 +583,7 @@ async def test_a_message_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatc
     for _ in range(3):
         clock += 20 * NS_PER_S
         peer.say(data(1, b"a"), data(3, bytes(10_000)))
-        peer.connection.streams.look_after(clock)
+        peer.connection.streams.check_timeouts(clock)
     await turns()
     assert peer.host.ended == ["message_timeout"]
     assert list(peer.calls) == [3]
@@ -600,9 +608,9 @@ async def test_a_response_that_makes_no_progress_ends_the_call() -> None:
     peer.open(flags=END_STREAM)
     await turns()
     later = now_ns() + int(TimeoutsConfig().response_s * NS_PER_S)
-    peer.connection.streams.look_after(later - NS_PER_S)
+    peer.connection.streams.check_timeouts(later - NS_PER_S)
     assert peer.calls
-    peer.connection.streams.look_after(later + NS_PER_S)
+    peer.connection.streams.check_timeouts(later + NS_PER_S)
     assert not peer.calls and peer.host.ended == ["response_timeout"]
     assert peer.answer().reset == client.CANCEL
 
@@ -611,11 +619,11 @@ async def test_a_response_that_makes_no_progress_ends_the_call() -> None:
 async def test_a_socket_that_takes_nothing_ends_the_connection() -> None:
     peer = Peer()
     peer.transport.fill()
-    peer.connection.look_after(now_ns() + NS_PER_S)
+    peer.connection.enforce_timeouts(now_ns() + NS_PER_S)
     assert not peer.transport.is_aborted
     peer.say(ping())
     later = now_ns() + int(TimeoutsConfig().response_s * NS_PER_S)
-    peer.connection.look_after(later + NS_PER_S)
+    peer.connection.enforce_timeouts(later + NS_PER_S)
     assert peer.transport.is_aborted and peer.host.ended == ["response_timeout"]
 
 

@@ -210,7 +210,7 @@ def test_another_protocol_on_the_port(gateway: Gateway) -> None:
         said = b""
         while piece := wire.socket.recv(4096):
             said += piece
-        assert said.endswith(b"This port speaks gRPC over HTTP/2.\n") and b"HTTP/1.1 505" in said
+        assert said.endswith(b"This port serves gRPC over HTTP/2.\n") and b"HTTP/1.1 505" in said
 
 
 def test_a_preface_and_a_call_byte_by_byte(gateway: Gateway) -> None:

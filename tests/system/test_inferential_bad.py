@@ -397,6 +397,7 @@ def test_a_client_that_leaves_is_waited_for_by_nobody(
     gateway.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_server_that_has_nothing_to_do_does_nothing(gateway: Gateway, address: str) -> None:
     """Less than a hundredth of a core, with clients that are connected and silent."""
     window_s = 8.0

@@ -198,9 +198,9 @@ def test_a_path_and_libzmqs_own_sockets(tmp_path: Path, models: list[dict[str, A
 
 
 BAD = {
-    "robots:5555": "wanted tcp://",
-    "tcp://127.0.0.1": "wanted tcp://",
-    "inproc://robots": "wanted tcp://",
+    "robots:5555": "expected tcp://",
+    "tcp://127.0.0.1": "expected tcp://",
+    "inproc://robots": "expected tcp://",
     "ipc://robots.sock": "absolute path",
     "tcp://127.0.0.1:50052": "needs its own port",
     "tcp://192.0.2.1:5555": "cannot listen there",
@@ -235,7 +235,7 @@ def test_what_several_processes_cannot_share(
     check = [str(BIN / "iskander"), "check", str(config)]
     done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert "server.processes above 1" in done.stderr
+    assert "with server.processes > 1" in done.stderr
 
 
 def test_only_the_newest_waits_where_the_server_says_so(
@@ -286,7 +286,7 @@ def test_a_configuration_of_inferentials_own_server_is_taken_over(
     theirs.write_text('{"transport": "zmq"}')
     done = importing()
     assert done.returncode == 1 and done.stdout == ""
-    assert 'transport = "zmq": wanted a table' in done.stderr
+    assert 'transport = "zmq": expected a table' in done.stderr
 
 
 def test_it_costs_nothing_where_it_is_not_served(

@@ -93,6 +93,7 @@ def answers(model: Any) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_with_the_worker", [True, False])
 def test_a_late_answer_is_never_the_next_ones(
     gateway: Gateway, address: str, worker: int, is_with_the_worker: bool

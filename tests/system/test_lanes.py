@@ -187,7 +187,7 @@ def test_a_deadline_that_passes_in_the_queue_is_told_then(gateway: Gateway) -> N
         scores = Scores(gateway, "ids", [batch_of(1)], ttl_ms=50)
         scores.join()
     (error,) = scores.outcomes
-    assert isinstance(error, DeadlineExceeded) and "time to wait" in error.message
+    assert isinstance(error, DeadlineExceeded) and "queue time limit passed" in error.message
 
 
 def test_the_earliest_deadline_runs_first(gateway: Gateway) -> None:

@@ -80,7 +80,7 @@ def test_a_model_that_ends_processes_is_refused_while_the_good_one_serves(tmp_pa
         gateway.kill_worker(0)
 
         def has_said_why() -> bool:
-            return "ended the process that tried it out by SIGFPE" in gateway.text()
+            return "it crashed the sandbox process by SIGFPE" in gateway.text()
 
         eventually(has_said_why, what="the refusal in the log")
         with gateway.client() as client:
@@ -92,7 +92,7 @@ def test_a_model_that_ends_processes_is_refused_while_the_good_one_serves(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("absolute", "words"), [(0.02, ""), (0.001, "row 2: wanted 1.51, got 1.5; 1 of 5 differ")]
+    ("absolute", "words"), [(0.02, ""), (0.001, "row 2: 1.5, expected 1.51; 1 of 5 differ")]
 )
 def test_a_recorded_sample_decides_whether_a_model_is_served(
     tmp_path: Path, absolute: float, words: str
@@ -114,12 +114,12 @@ def test_a_recorded_sample_decides_whether_a_model_is_served(
 @pytest.mark.parametrize(
     ("samples", "results", "words"),
     [
-        ({"z": [1.0]}, None, "has no array `x`, which is an input"),
-        ({"x": [[1.0, 2.0]]}, None, "`x` has the shape [1, 2], wanted [1]"),
-        ({"x": ["a"]}, None, "`x` is <U1, wanted float32"),
-        ({"x": [1.0], "z": [1.0, 2.0]}, None, "have not one number of rows"),
+        ({"z": [1.0]}, None, "has no array for the input `x`"),
+        ({"x": [[1.0, 2.0]]}, None, "`x` has shape [1, 2], expected [1]"),
+        ({"x": ["a"]}, None, "`x` has dtype <U1, expected float32"),
+        ({"x": [1.0], "z": [1.0, 2.0]}, None, "do not have the same number of rows"),
         ({"x": [1.0]}, {"z": [1.0]}, "`r.npz` has `z`, which is no output"),
-        ({"x": [1.0, 2.0]}, {"y": [1.0]}, "`y` has not 2 rows"),
+        ({"x": [1.0, 2.0]}, {"y": [1.0]}, "`y` does not have 2 rows"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_a_load_error(
@@ -151,7 +151,7 @@ def test_a_server_that_wants_signed_models_serves_no_others(tmp_path: Path) -> N
 
     pinned = f'sha256 = {{"model.onnx" = "{sha256(folder / "model.onnx")}"}}'
     code, text = check(tmp_path, folder, loading=loading)
-    assert code == 1 and "`manifest.toml.sig` beside this one cannot be read" in text
+    assert code == 1 and "`manifest.toml.sig` cannot be read" in text
     sign("")
     code, text = check(tmp_path, folder, loading=loading)
     assert code == 1 and "pins no sha256 of `model.onnx`" in text
@@ -177,11 +177,12 @@ def test_a_gateway_says_at_its_start_what_it_refuses(tmp_path: Path) -> None:
     try:
         gateway.start(is_ready=False)
         assert gateway.wait() != 0
-        assert "asks for the operator library `/tmp/evil.so`" in gateway.text()
+        assert "operator library `/tmp/evil.so` is not allowed" in gateway.text()
     finally:
         gateway.end()
 
 
+@pytest.mark.slow
 def test_without_a_trial_the_model_that_ends_workers_is_named(tmp_path: Path) -> None:
     """Nothing is tried for ever: the server gives up its start, and says over which model."""
     hostile = tmp_path / "hostile"

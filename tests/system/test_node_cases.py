@@ -20,6 +20,8 @@ from iskander.contract.compile import compile_contract
 from iskander.contract.dtypes import DTYPES
 from iskander.errors import IskanderError
 
+pytestmark = pytest.mark.slow
+
 CASES_LEAST = {"numbers": 650, "strings": 14, "bfloat16": 2}
 """Far fewer would mean that the filter below, or the package's cases, had changed."""
 OPSET_MOST, IR_MOST = 26, 13

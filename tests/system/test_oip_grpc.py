@@ -153,7 +153,7 @@ def test_what_is_managed_elsewhere_is_refused_by_name(gateway: Gateway, judge: J
         "statistics unknown": "NOT_FOUND",
     }
     assert "configuration" in found["unload"][1]
-    assert "there are" in found["load unknown"][1]
+    assert "available: " in found["load unknown"][1]
 
 
 def test_a_repositorys_calls_take_both_layouts_in_use(gateway: Gateway, judge: Judge) -> None:
@@ -253,7 +253,7 @@ def test_ids_versions_and_wanted_outputs(gateway: Gateway, judge: Judge) -> None
     assert ask(outputs=["y"])["order"] == ["y"]
     assert ask(model_version="7")["refused"][0] == "NOT_FOUND"
     status, text = ask(outputs=["z"])["refused"]
-    assert status == "INVALID_ARGUMENT" and "`z` is no output" in text
+    assert status == "INVALID_ARGUMENT" and "`z` is not an output" in text
 
 
 def test_compressed_messages_are_understood(gateway: Gateway, judge: Judge) -> None:

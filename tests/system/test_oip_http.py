@@ -494,12 +494,12 @@ HOSTILE: dict[str, tuple[int, str, Any, dict[str, str]]] = {
     "a shape beyond all": (400, "elements", {"inputs": [
         {"name": "x", "datatype": "INT64", "shape": [2**62, 2**62, 2**62], "data": [1]}
     ]}, {}),
-    "rows beyond all": (413, "300000 rows", {"inputs": [
+    "rows beyond all": (413, "limit 300000 (`limits.rows`)", {"inputs": [
         {**BINARY, "shape": [2**62], "parameters": {"binary_data_size": 0}}
     ]}, {}),
     "a huge number": (400, "INT64", asking([10**50]), {}),
-    "a fraction": (400, "1.5 is no INT64", asking([1.5]), {}),
-    "a boolean": (400, "true is no INT64", asking([True]), {}),
+    "a fraction": (400, "1.5 is not INT64", asking([1.5]), {}),
+    "a boolean": (400, "true is not INT64", asking([True]), {}),
     "another type": (400, "wanted INT64", {"inputs": [
         {"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}
     ]}, {}),
@@ -507,23 +507,23 @@ HOSTILE: dict[str, tuple[int, str, Any, dict[str, str]]] = {
         {"name": "z", "datatype": "INT64", "shape": [1], "data": [1]}
     ]}, {}),
     "no input": (400, "is missing", {"inputs": []}, {}),
-    "another output": (400, "no output", asking([1], outputs=[{"name": "z"}]), {}),
+    "another output": (400, "not an output", asking([1], outputs=[{"name": "z"}]), {}),
     "too few bytes": (400, "body ends", BINARY_HEAD + b"1234", {LENGTH: str(len(BINARY_HEAD))}),
-    "too many bytes": (400, "goes on", BINARY_HEAD + bytes(17), {LENGTH: str(len(BINARY_HEAD))}),
+    "too many bytes": (400, " follow ", BINARY_HEAD + bytes(17), {LENGTH: str(len(BINARY_HEAD))}),
     "bytes that are too few for the shape": (400, "16 bytes", json.dumps({"inputs": [
         {**BINARY, "parameters": {"binary_data_size": 0}}
     ]}).encode(), {}),
-    "JSON beyond the body": (400, "and the body has", BINARY_HEAD, {LENGTH: "99999"}),
-    "a length of letters": (400, "no number", BINARY_HEAD, {LENGTH: "many"}),
-    "a length below zero": (400, "no number", BINARY_HEAD, {LENGTH: "-1"}),
-    "a length of many digits": (400, "no number", BINARY_HEAD, {LENGTH: "9" * 100}),
+    "JSON beyond the body": (400, "but the body has", BINARY_HEAD, {LENGTH: "99999"}),
+    "a length of letters": (400, "not a number of bytes", BINARY_HEAD, {LENGTH: "many"}),
+    "a length below zero": (400, "not a number of bytes", BINARY_HEAD, {LENGTH: "-1"}),
+    "a length of many digits": (400, "not a number of bytes", BINARY_HEAD, {LENGTH: "9" * 100}),
     "half a row": (400, "8 bytes a row", b"1234567", {LENGTH: "0"}),
-    "JSON that is too long": (413, "may have", b" " * (JSON_BYTES + 1), {}),
+    "JSON that is too long": (413, "too large", b" " * (JSON_BYTES + 1), {}),
     "JSON that is too long before its tensors": (
-        413, "JSON may have", b" " * (JSON_BYTES + 9), {LENGTH: str(JSON_BYTES + 9)}
+        413, "JSON too large", b" " * (JSON_BYTES + 9), {LENGTH: str(JSON_BYTES + 9)}
     ),
-    "a body that is too long": (413, "may have", bytes(MESSAGE_BYTES + 1), {LENGTH: "0"}),
-    "a body of no gzip": (400, "no gzip", b"nonsense", {"Content-Encoding": "gzip"}),
+    "a body that is too long": (413, "too large", bytes(MESSAGE_BYTES + 1), {LENGTH: "0"}),
+    "a body of no gzip": (400, "not valid gzip", b"nonsense", {"Content-Encoding": "gzip"}),
     "a coding that is not known": (501, "br", b"nonsense", {"Content-Encoding": "br"}),
     "a timeout beyond all": (400, "timeout", asking([1], parameters={"timeout": 10**300}), {}),
     "a priority of text": (400, "priority", asking([1], parameters={"priority": "high"}), {}),
@@ -560,7 +560,7 @@ def test_results_that_are_too_long_for_json_are_refused_before_they_are_computed
     before = gateway.stats()["lanes"]["ids/7"]["batches"]
     wanted = [triton.InferRequestedOutput("y", binary_data=False)]
 
-    with pytest.raises(InferenceServerException, match="ask for binary data") as error:
+    with pytest.raises(InferenceServerException, match="request binary data") as error:
         client.infer("ids", [ids(rows)], outputs=wanted)
 
     assert error.value.status() == "413"

@@ -421,7 +421,7 @@ def test_large_requests_are_ranked_in_their_order(gateway: Gateway, client: Clie
 def test_a_group_that_is_not_there_is_the_callers_mistake(client: Client) -> None:
     with pytest.raises(ContractError, match="`query` is missing: rows are ranked within it"):
         client.score("ranked", ranked([1.0], ["a"]).drop_columns(["query"]))
-    with pytest.raises(ContractError, match="does not say which belong together"):
+    with pytest.raises(ContractError, match="cannot be a group key"):
         client.score("ranked", ranked([1.0], [["a"]]))
     assert client.score("ranked", ranked([], pa.array([], pa.utf8()))).num_rows == 0
 
@@ -467,7 +467,7 @@ def test_a_struct_of_tensors_as_the_graph_makes_them(
 
 def test_a_length_that_cannot_be_fails_only_its_own_request(client: Client) -> None:
     batch = batch_of(rows_of(2)).append_column("n", pa.array([1, 4], pa.int64()))
-    with pytest.raises(ExecutionFailed, match="has not a length of 0 to 3"):
+    with pytest.raises(ExecutionFailed, match="has no length of 0 to 3"):
         client.score("lists", batch)
     batch = batch_of(rows_of(2)).append_column("n", pa.array([1, 3], pa.int64()))
     assert client.score("lists", batch).num_rows == 2
@@ -517,7 +517,7 @@ def test_other_labels_are_loaded_by_workers_that_have_the_model(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("{top_k = 2}", "{top_k = 4}"), "at least as many numbers"),
+        (("{top_k = 2}", "{top_k = 4}"), "at least 4 in the last axis"),
         (
             ('labels = "labels.txt"', 'labels = "none.txt"'),
             "`none.txt` beside the model",

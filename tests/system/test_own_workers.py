@@ -72,7 +72,7 @@ def test_what_a_model_prints_while_it_is_checked_does_not_disturb(tmp_path: Path
 def test_a_check_says_what_the_start_would(tmp_path: Path) -> None:
     checked = check(Gateway(tmp_path, served(tmp_path, "class Other(Base): pass\n")))
     assert checked.returncode == 1
-    assert "model `own/1`: there is no class `Model` in `model.py`" in checked.stderr
+    assert "model `own/1`: no class `Model` in `model.py`" in checked.stderr
 
 
 def test_a_killed_one_is_replaced_and_the_others_stay(tmp_path: Path) -> None:

@@ -183,5 +183,5 @@ def test_a_step_in_python_wants_workers_of_its_own(tmp_path: Path) -> None:
         assert gateway.wait() == 78
     finally:
         gateway.end()
-    told = "step `tokenise`: the backend `python` runs in workers of its own: set workers = 1"
+    told = "step `tokenise`: the backend `python` needs workers of its own: set workers = 1"
     assert told in gateway.text()

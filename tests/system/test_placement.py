@@ -102,4 +102,4 @@ def test_check_says_where_and_why_not() -> None:
         ["worker", "0", "0", str(CPUS[0]), "1"]
     ]
     assert 'note: the gateway has no core of its own with server.cores = "auto": no NUMA' in text
-    assert "huge pages: 160 wanted, " in text
+    assert "huge pages: 160 needed, " in text

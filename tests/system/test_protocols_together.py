@@ -146,6 +146,7 @@ def test_requests_of_different_protocols_run_in_one_batch(
         gateway.wait_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", ["metadata", "silent"])
 def test_a_drain_under_load_answers_all_that_was_accepted(
     tmp_path: Path, judges: dict[str, Judge], holder: Judge, errors: str
@@ -171,6 +172,7 @@ def test_a_drain_under_load_answers_all_that_was_accepted(
         end(holder, gateway)
 
 
+@pytest.mark.slow
 def test_a_drain_at_any_moment_answers_all_that_was_accepted(
     tmp_path: Path, judges: dict[str, Judge], holder: Judge
 ) -> None:
@@ -227,4 +229,4 @@ def end(holder: Judge, gateway: Gateway) -> None:
     holder.tell("read")
     holder.facts()
     assert gateway.wait() == 0
-    assert "not finished in time" not in gateway.text()
+    assert "not drained in" not in gateway.text()

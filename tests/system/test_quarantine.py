@@ -109,6 +109,7 @@ def test_a_model_that_ends_workers_is_isolated_and_then_refused(gateway: Gateway
     assert innocent.errors == [] and innocent.answered > 10
 
 
+@pytest.mark.slow
 def test_an_operator_who_kills_workers_isolates_no_model(gateway: Gateway) -> None:
     with Innocent(gateway) as innocent:
         for _ in range(4):
@@ -119,6 +120,7 @@ def test_an_operator_who_kills_workers_isolates_no_model(gateway: Gateway) -> No
     assert innocent.errors == []
 
 
+@pytest.mark.slow
 def test_a_run_far_longer_than_any_before_is_taken_for_hung(gateway: Gateway) -> None:
     """Long before `workers.hang_s`, here 30 s; the model then moves as one that crashes does."""
     with gateway.client() as client:
@@ -134,6 +136,7 @@ def test_a_run_far_longer_than_any_before_is_taken_for_hung(gateway: Gateway) ->
     assert len(silences) == 4 and max(silences) < 25_000
 
 
+@pytest.mark.slow
 def test_several_gateway_processes_isolate_a_model_together(tmp_path: Path) -> None:
     """The first starts the isolated worker, whichever process has the callers; others follow."""
     server = {"processes": 2}

@@ -22,6 +22,8 @@ from support.robots import Peer, observation
 from benchmarks.hostile import wire
 from iskander.transport.http2.status import Status
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 BUDGET_BYTES = 192 * MIB
 SLACK_BYTES = 64 * MIB

@@ -18,6 +18,8 @@ from support.repositories import Folder
 from iskander.client import Client
 from iskander.errors import IskanderError, ModelNotFound
 
+pytestmark = pytest.mark.slow
+
 PROCESSES = 3
 X = pa.record_batch({"x": pa.array([1], pa.int64())})
 

@@ -87,6 +87,7 @@ def test_a_segmentation_fault_is_named(tmp_path: Path) -> None:
         gateway.wait_ready()
 
 
+@pytest.mark.slow
 def test_a_crash_loop_is_told_and_ended_by_good_service(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE, crash_loop=2)) as gateway:
         kill_again(gateway)
@@ -100,6 +101,7 @@ def test_a_crash_loop_is_told_and_ended_by_good_service(tmp_path: Path) -> None:
         eventually(lambda: health(gateway)["ready"], what="a steady worker")
 
 
+@pytest.mark.slow
 def test_a_worker_without_its_model_is_told_as_such(tmp_path: Path) -> None:
     """The model's file is gone when the worker is started again, and comes back."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
@@ -108,7 +110,7 @@ def test_a_worker_without_its_model_is_told_as_such(tmp_path: Path) -> None:
         gateway.kill_worker()
 
         def is_told() -> bool:
-            return "worker 0: there is no model file" in str(health(gateway))
+            return "worker 0: model file" in str(health(gateway))
 
         eventually(is_told, what="the reason")
         assert not health(gateway)["ready"]

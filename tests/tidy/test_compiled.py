@@ -13,7 +13,6 @@ NEVER_READ = {
     "ParsedBatch",
     "Formed",
     "SlotPlan",
-    "Snapshot",
     "Tensor",
     "Terms",
 }

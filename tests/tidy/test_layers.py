@@ -22,7 +22,7 @@ LAYERS = {
     "config": "errors decoders contract",
     "arrow": "errors config contract",
     "memory": "errors",
-    "control": "errors decoders contract config",
+    "control": "errors clock decoders contract config",
     "file_watcher": "errors",
     "auth": "errors clock config file_watcher",
     "measurement": "errors clock decoders",
@@ -83,6 +83,7 @@ DOORS = {
         ("iskander/repository/changes.py",),
         "iskander.repository.changes",
     ),
+    "zmq": (("iskander/control/zmq_channel.py",), "iskander.control.channel"),
     "uvloop": (("iskander/gateway/__main__.py",), "the running loop"),
     "google.protobuf": (("iskander/protocols/",), "the protocols"),
     "onnxruntime": (

@@ -13,9 +13,8 @@ from iskander.config.models import LaneConfig
 from iskander.embed import on_metric, register_policy
 from iskander.errors import ConfigError
 from iskander.measurement.recent_values import RecentValues
-from iskander.measurement.subscribers import LISTENERS
-from iskander.scheduling.policies import POLICIES, make_policy
-from iskander.scheduling.scored_policy import Scorable
+from iskander.measurement.subscribers import SUBSCRIBERS
+from iskander.scheduling.policies import POLICIES, Scorable, make_policy
 
 LANE = lane_of(ttl_ms=0)
 
@@ -26,7 +25,7 @@ def nothing_registered() -> Iterator[None]:
     yield
     POLICIES.clear()
     POLICIES.update(policies)
-    LISTENERS.clear()
+    SUBSCRIBERS.clear()
 
 
 def rank(score: Any, arrived_ns: int = 0, period_ns: int = 0, **terms: Any) -> float:

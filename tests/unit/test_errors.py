@@ -112,7 +112,7 @@ def test_every_fault_is_somebodys() -> None:
 
 def test_two_errors_cannot_have_one_code() -> None:
     with pytest.raises(AssertionError, match="contract"):
-        type("Second", (IskanderError,), {"code": "contract"})
+        type("Second", (IskanderError,), {}, code="contract", fault=Fault.CLIENT, status="ABORTED")
 
 
 @pytest.mark.parametrize("kind", KINDS)

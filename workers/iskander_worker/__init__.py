@@ -1,1 +1,1 @@
-"""The worker process: models, cores and nothing that listens on a network."""
+"""Worker process: loads models and runs batches; it opens no network socket."""

@@ -1,11 +1,11 @@
-"""`iskander-worker`: attach to a gateway, take a place on the cores, load models, run batches.
+"""`iskander-worker`: registers at a gateway, pins its process, loads models, runs batches.
 
-The order matters and is the reason for the late imports: who this worker is comes over the
-attach socket first, then the process is pinned, and only then are NumPy and ONNX Runtime
-imported, so that every thread and page of theirs is born on the right cores.
+Imports are late on purpose: the slot arrives over the attach socket, then the process is pinned,
+and only then are NumPy and ONNX Runtime imported, so that their threads and pages are allocated on
+the right cores.
 
 Exit codes: 0 drained; 2 wrong usage; 69 no gateway; 70 a bug; 71 the system refused memory;
-76 the gateway speaks another version or does not want this worker.
+76 the gateway speaks another version or rejected this worker.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from iskander_worker.affinity import pin_process, set_library_environment
 if TYPE_CHECKING:
     from iskander_worker.loop import WorkerLoop
 
-EXIT_DRAINED, EXIT_NO_GATEWAY, EXIT_BUG, EXIT_MEMORY, EXIT_REFUSED = 0, 69, 70, 71, 76
+EXIT_DRAINED, EXIT_BUG = 0, 70
+EXIT_CODES = {NotReady: 69, SegmentError: 71, ProtocolError: 76}
 CONNECT_PAUSE_S = 0.05
 ANSWER_TIMEOUT_S = 600.0
-"""For the gateway to answer: it makes this worker's memory first, at a second or two for a GiB. One
-that has gone hangs up."""
+"""The gateway allocates this worker's memory before it answers: a second or two for a GiB."""
 SWITCH_S = 0.0002
-"""How soon the working thread gets the interpreter back from the loading one; by default 5 ms,
-which a batch would wait, and so would who starts a thread until that has begun."""
+"""Interpreter switch interval. A batch may wait that long for the loading thread; default 5 ms."""
 
 
 def main() -> None:
@@ -43,13 +42,13 @@ def main() -> None:
         prog="iskander-worker",
         description="Run models for an iskander-gateway: attach to its socket, pin this process "
         "to the cores that the gateway assigns, load the models and compute batches.",
-        epilog="Stop it with SIGTERM: it finishes its batches and exits 0. When the gateway dies "
-        "it keeps its models and waits for the next one; one that stops ends it.",
+        epilog="SIGTERM finishes the running batches and exits 0. When the gateway dies, the "
+        "worker keeps its models and waits for the next one; an orderly stop ends it.",
     )
     parser.add_argument(
         "--attach",
         metavar="SOCKET",
-        help="the gateway's attach socket: RUNTIME_DIRECTORY/attach.sock",
+        help="attach socket of the gateway: RUNTIME_DIRECTORY/attach.sock",
     )
     parser.add_argument("--try", type=int, dest="cores", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -59,105 +58,96 @@ def main() -> None:
         "--pool",
         default="",
         metavar="NAME/VERSION",
-        help="the one model to serve, where it has workers of its own (default: all others)",
+        help="model with a pool of its own (default: shared pool)",
     )
     parser.add_argument(
         "--wait-s",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long to wait for the first gateway; 0 for ever (default: 30)",
+        help="timeout for the first gateway; 0 for none (default: 30)",
     )
     parser.add_argument("--version", action="version", version=f"iskander-worker {__version__}")
     arguments = parser.parse_args()
     if arguments.cores is not None:
         set_library_environment()
-        from iskander_worker.sandbox.check import try_model
+        from iskander_worker.sandbox.check import run_check
 
-        return try_model(arguments.cores)
+        return run_check(arguments.cores)
     if arguments.attach is None:
         parser.error("the following arguments are required: --attach")
-    # Until the loop has handlers of its own there is nothing to finish.
+    # The loop installs its own handlers; before that there is nothing to finish.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_DRAINED))
     try:
         sys.exit(_work(arguments))
-    except SegmentError as error:
-        _say(error.message)
-        sys.exit(EXIT_MEMORY)
-    except ProtocolError as error:
-        _say(error.message)
-        sys.exit(EXIT_REFUSED)
-    except NotReady as error:
-        _say(error.message)
-        sys.exit(EXIT_NO_GATEWAY)
+    except (NotReady, ProtocolError, SegmentError) as error:
+        _log(error.message)
+        sys.exit(EXIT_CODES[type(error)])
     except AssertionError as error:
-        _say(f"bug: {error}")
+        _log(f"bug: {error}")
         sys.exit(EXIT_BUG)
 
 
 def _work(arguments: argparse.Namespace) -> int:
     set_library_environment()
     sys.setswitchinterval(SWITCH_S)
-    path, group, pool = arguments.attach, arguments.group, arguments.pool
-    index: int | None = None
-    cpus: tuple[int, ...] = ()
+    path: str = arguments.attach
+    hello = Hello(PROTOCOL_VERSION, __version__, arguments.group, None, (), arguments.pool)
     loop: WorkerLoop | None = None
     lock: attach.LockFile | None = None
     deadline_ns = _deadline_ns(arguments.wait_s)
 
     def greet(connection: socket.socket) -> None:
-        attach.send_hello(
-            connection, Hello(PROTOCOL_VERSION, __version__, group, index, cpus, pool)
-        )
+        attach.send_hello(connection, hello)
 
     while True:
         connection = _connect(path, deadline_ns, loop)
         if connection is None:
             return EXIT_DRAINED
         try:
-            attach.require_peer(connection)
+            attach.require_same_user(connection)
             greet(connection)
             answer, descriptors = attach.receive_answer(connection)
         except (ProtocolError, OSError):
-            # A gateway that stops just now hangs up; the next one will answer.
+            # A gateway that is stopping closes the connection; its successor will answer.
             connection.close()
-            _require_time(deadline_ns, "took this worker on")
+            _require_time(deadline_ns, "registered this worker")
             clock.pause_s(CONNECT_PAUSE_S)
             continue
         if not isinstance(answer, Welcome):
-            raise ProtocolError(f"the gateway refused this worker: {answer.message}")
+            raise ProtocolError(f"the gateway rejected this worker: {answer.message}")
         if loop is None:
-            cpus = answer.cpus
-            notices = pin_process(cpus, answer.node)
-            _name_process(f"isk-worker-{answer.index}")
+            notices = pin_process(answer.cpus, answer.node)
+            Path("/proc/self/comm").write_text(f"isk-worker-{answer.index}")
             from iskander_worker import backends
             from iskander_worker.attachments import Attachment, Attachments
             from iskander_worker.loop import WorkerLoop
 
-            backends.threads.is_one_pool = answer.has_one_pool
+            backends.is_one_pool = answer.has_one_pool
             loop = WorkerLoop(answer.cores)
-        elif cpus != answer.cpus:
-            _say("the new gateway plans other cores for this worker; it makes room for a fresh one")
+        elif hello.cpus != answer.cpus:
+            _log("exiting: the new gateway assigned other cores, and a pinned worker cannot move")
             return EXIT_DRAINED
-        if answer.index != index:
-            # Held while there is no gateway too: the next one sees by it that this process lives.
+        if lock is None or answer.index != hello.index:
+            # Also held without a gateway: it shows the next gateway that this process runs.
             if lock is not None:
                 lock.release()
             lock = attach.LockFile(Path(path).resolve().parent / f"worker-{answer.index}.lock")
-        index, group = answer.index, answer.group
-        assert lock is not None
-        # The worker that it replaces may hold the lock for a moment more: tried at every turn.
+        hello = Hello(
+            PROTOCOL_VERSION, __version__, answer.group, answer.index, answer.cpus, hello.pool
+        )
+        # The replaced worker may still hold the lock: retried in each event loop iteration.
         first = Attachment(path, connection, answer, descriptors)
-        if loop.serve(Attachments(first, greet, notices), on_turn=lock.take):
+        if loop.serve(Attachments(first, greet, notices), on_iteration=lock.take):
             if not loop.finish():
                 os._exit(EXIT_DRAINED)
             return EXIT_DRAINED
         deadline_ns = _deadline_ns(answer.reattach_s)
-        _say("the gateway is gone; keeping the models and waiting for the next one")
+        _log("connection to the gateway lost; keeping the models and waiting for the next gateway")
 
 
 def _connect(path: str, deadline_ns: int | None, loop: WorkerLoop | None) -> socket.socket | None:
-    """Wait for a gateway; None where this worker was asked to stop meanwhile."""
+    """Wait for a gateway; None after a stop signal."""
     while loop is None or not loop.is_leaving:
         try:
             return attach.connect(path, ANSWER_TIMEOUT_S)
@@ -173,14 +163,12 @@ def _deadline_ns(wait_s: float) -> int | None:
 
 def _require_time(deadline_ns: int | None, what: str) -> None:
     if deadline_ns is not None and clock.now_ns() > deadline_ns:
-        raise NotReady(f"no gateway {what} within the time to wait")
+        raise NotReady(
+            f"timeout: no gateway {what} (limit: --wait-s at the start, later workers.reattach_s)"
+        )
 
 
-def _name_process(name: str) -> None:
-    Path("/proc/self/comm").write_text(name)
-
-
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"iskander-worker[{os.getpid()}]: {text}\n")
     sys.stderr.flush()
 

@@ -1,7 +1,7 @@
-"""Runs that nobody waits for any more, given up while they run.
+"""Cancellation of running batches whose callers are gone.
 
-The worker's one working thread is inside the runtime then, so another one listens: it sleeps in a
-read on a pipe and wakes only for a batch id. ONNX Runtime looks at the flag between two nodes.
+The worker's main thread is inside the runtime during a batch, so a second thread reads batch ids
+from a pipe and sets the flag that ONNX Runtime checks between two nodes.
 
 Runs on: worker main, and a thread of its own.
 """
@@ -17,15 +17,11 @@ from iskander_worker.backends import Run
 
 _ID_BYTES: Final = 8
 EARLY_MAX: Final = 16
-"""Batches given up before their turn that are remembered; a worker has two at most."""
+"""Batches that were cancelled before their run; a worker has two in flight at most."""
 
 
 class RunCanceller:
-    """Knows what runs, and ends it when the gateway names it.
-
-    Args:
-        fd: The pipe's end to read from; its end-of-file ends the thread. Owns it.
-    """
+    """Aborts the current run when its batch id arrives on a pipe. Owns: the pipe's read end."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -34,10 +30,10 @@ class RunCanceller:
         self._run = Run()
         self._is_aborted = False
         self._early: deque[int] = deque(maxlen=EARLY_MAX)
-        threading.Thread(target=self._listen, name="isk-abort", daemon=True).start()
+        threading.Thread(target=self._read, name="isk-abort", daemon=True).start()
 
     def begin(self, batch_id: int) -> Run:
-        """A run begins."""
+        """Mark the start of a run."""
         with self._lock:
             self._batch_id = batch_id
             if batch_id in self._early:
@@ -45,7 +41,7 @@ class RunCanceller:
             return self._run
 
     def end(self) -> bool:
-        """The run is over; whether it was given up."""
+        """Mark the end of the run; return whether it was aborted."""
         with self._lock:
             self._batch_id = 0
             was_aborted, self._is_aborted = self._is_aborted, False
@@ -53,7 +49,7 @@ class RunCanceller:
                 self._run = Run()
             return was_aborted
 
-    def _listen(self) -> None:
+    def _read(self) -> None:
         while raw := os.read(self._fd, _ID_BYTES):
             batch_id = int.from_bytes(raw, "little")
             with self._lock:

@@ -1,10 +1,9 @@
-"""One batch: run straight on the leased buffers where it is one whole request, else put together.
+"""Execution of one batch: in place on the leased ranges, or gathered in a buffer first.
 
-    one request, whole      inputs and results bound where they lie: no copy
-    anything else           rows gathered into memory of this worker, run there, results scattered
+    one whole request       inputs and results bound in place: no copy
+    anything else           rows gathered in a stage of this worker, run there, results scattered
 
-A binding is made once for its addresses and rows, and kept; but not where a batch runs as arrays
-(`arrays`).
+A binding is cached by its addresses and rows, unless the batch runs on arrays (`arrays`).
 
 Runs on: worker main.
 """
@@ -24,18 +23,13 @@ from iskander_worker.session import Session
 
 BINDINGS_MAX: Final = 512
 BINDING_BYTES_MAX: Final = 65_536
-"""Making a binding costs some 60 us more than using one. Each keeps a few kilobytes, and memory of
-its own where it unpacks booleans or holds outputs of unknown shape: large ones are made anew. The
-oldest goes first, used or not: to know when each was used would cost something every time."""
+"""Creating a binding costs some 60 us more than using one. Each has a few kilobytes, and private
+buffers for booleans and outputs of unknown shape; large ones are not cached. Eviction is first in,
+first out, because tracking the use would cost time in every batch."""
 
 
 class Executor:
-    """Runs batches that lie in one pair of arenas.
-
-    Args:
-        input_segment: Mapped read-only.
-        output_segment: This worker's own.
-    """
+    """Runs batches between the read-only input arena and this worker's output arena."""
 
     def __init__(self, input_segment: Segment, output_segment: Segment) -> None:
         self._input = input_segment
@@ -45,14 +39,9 @@ class Executor:
         self.sessions: dict[int, Session] = {}
 
     def execute(self, message: Execute, run: Run) -> None:
-        """Run one batch; the results of every slice lie where it says when this returns.
+        """Run one batch and write the results of each slice, or raise `ExecutionFailed`.
 
-        Args:
-            message: What to run.
-            run: This one; another thread may give it up.
-
-        Raises:
-            ExecutionFailed: The model did not compute it.
+        Another thread may abort the run.
         """
         # Step 7
         first = message.slices[0]
@@ -64,19 +53,19 @@ class Executor:
         self._require_inside(message)
         stage = self._stages.get((message.model, message.bucket))
         if stage is None or stage.rows < message.rows:
-            stage = self._make_stage(message)
+            stage = self._create_stage(message)
         stage.gather(self._input.view, message.slices, message.rows)
         self._binding(message, stage.input_address, stage.output_address).run(run)
         stage.scatter(self._output.view, message.slices, message.rows)
 
     def drop(self, model: int) -> None:
-        """Forget a model; no batch of it comes any more."""
+        """Remove a model after its last batch."""
         self.sessions.pop(model, None)
         self._stages = {key: kept for key, kept in self._stages.items() if key[0] != model}
         self._bindings = {key: kept for key, kept in self._bindings.items() if key[0] != model}
 
-    def forget(self) -> None:
-        """Drop every binding: the arenas are about to be unmapped."""
+    def clear(self) -> None:
+        """Release every binding before the arenas are unmapped."""
         self._bindings.clear()
         self._stages.clear()
 
@@ -94,8 +83,8 @@ class Executor:
             self._bindings[key] = binding
         return binding
 
-    def _make_stage(self, message: Execute) -> _Stage | ArrayStage:
-        """Memory for batches of up to that many rows, doubled so that it is made a few times."""
+    def _create_stage(self, message: Execute) -> _Stage | ArrayStage:
+        """A stage for batches of at least that many rows: a power of two, so it seldom grows."""
         of, rows = (message.model, message.bucket), message.rows
         self._bindings = {key: kept for key, kept in self._bindings.items() if key[:2] != of}
         session = self.sessions[message.model].bucket(message.bucket)
@@ -121,12 +110,7 @@ class Executor:
 
 
 class _Stage:
-    """Memory in which a batch is put together, and its results wait to be handed out.
-
-    Args:
-        session: Of the model.
-        rows: The most that a batch may have.
-    """
+    """Buffers for a gathered batch of up to `rows` rows, and for its results."""
 
     def __init__(self, session: Session, rows: int) -> None:
         self.rows = rows
@@ -139,10 +123,7 @@ class _Stage:
         self.output_address = outputs.ctypes.data
 
     def gather(self, source: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
-        """Copy the slices' rows one after the other, and fill up to `rows` with the last one.
-
-        With a row that is there: zeros could be refused by the model, or divide by zero.
-        """
+        """Concatenate the rows of the slices, padded with the last one: zeros could be rejected."""
         at = 0
         for each in slices:
             request = Rows(source[each.input_offset :], each.request_rows, each.first)
@@ -151,7 +132,7 @@ class _Stage:
         self._inputs.repeat_last(self._input_view, at, rows)
 
     def scatter(self, target: memoryview, slices: tuple[Slice, ...], rows: int) -> None:
-        """Copy to every slice its own results."""
+        """Copy the results of each slice to its output offset."""
         at = 0
         for each in slices:
             results = Rows(target[each.output_offset :], each.rows, 0)

@@ -1,11 +1,11 @@
-"""A worker in an interpreter that has not this distribution installed: its code is lent to it.
+"""Runs a worker in a Python interpreter without this distribution installed.
 
     python -P .../iskander_worker/foreign_interpreter.py FOLDERS MODULE its-arguments...
 
-Only the two packages, and what they were compiled to, are found in the folders; everything else is
-the interpreter's own, which needs NumPy and msgspec, and what the model's backend needs.
+Only the two packages and their compiled modules are imported from the folders. Everything else
+comes from the interpreter, which needs NumPy, msgspec, and the libraries of the model's backend.
 
-Runs on: worker main, as the first thing. Imports nothing of ours before it is found.
+Runs on: worker main, as the first thing. Imports nothing of ours before the finder is installed.
 
 Exit codes: 78 the interpreter lacks something; else those of `__main__`.
 """
@@ -19,45 +19,44 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 EXIT_LACKS = 78
 PYTHON_MIN = (3, 11)
-LENT = "ISKANDER_LENT"
-"""In the environment of such a process: the folders, for those that it starts."""
+FOLDERS = "ISKANDER_PACKAGES"
+"""Environment variable with the folders, for child processes."""
 NEEDED = ("msgspec", "numpy")
 
 
 class PackageFinder:
-    """Finds our packages in the folders, and nothing else there."""
+    """Finds our two packages in the folders, and nothing else."""
 
     def __init__(self, folders: list[str]) -> None:
         self._folders = folders
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """As the import system asks for it."""
+        """Implement the interface of the import system."""
         if name in ("iskander", "iskander_worker") or name.endswith("__mypyc"):
             return PathFinder.find_spec(name, self._folders)
         return None
 
 
 def own_command(module: str) -> list[str]:
-    """What runs another module of ours in this interpreter, lent to it or not."""
-    folders = os.environ.get(LENT)
+    """The command that runs another of our modules in this interpreter."""
+    folders = os.environ.get(FOLDERS)
     start = ["-m"] if folders is None else [__file__, folders]
     return [sys.executable, "-P", *start, module]
 
 
 def main() -> None:
-    """Lend the code, see that the interpreter has what it needs, and be what was asked for."""
-    os.environ[LENT] = sys.argv.pop(1)
+    """Check the interpreter, install the finder, and run the module."""
+    os.environ[FOLDERS] = folders = sys.argv.pop(1)
     module = sys.argv.pop(1)
-    complaint = _complaint()
-    if complaint:
+    if complaint := _complaint():
         sys.stderr.write(f"iskander-worker[{os.getpid()}]: {sys.executable} {complaint}\n")
         sys.exit(EXIT_LACKS)
-    sys.meta_path.insert(0, PackageFinder(os.environ[LENT].split(os.pathsep)))
+    sys.meta_path.insert(0, PackageFinder(folders.split(os.pathsep)))
     importlib.import_module(module).main()
 
 
 def _complaint() -> str:
-    """What the interpreter lacks; empty where it has all."""
+    """The missing requirement; empty if the interpreter meets all."""
     if sys.version_info < PYTHON_MIN:
         found = ".".join(map(str, sys.version_info[:2]))
         return f"is Python {found}, and a worker needs 3.11 or newer"

@@ -1,6 +1,7 @@
-"""Receive, run, answer, beat, drain: the worker's working thread, and the only user of its sockets.
+"""Event loop of a worker: receives messages, runs batches, answers, writes heartbeats.
 
-Models are loaded beside it (`loading`).
+Its thread runs all batches and is the only user of the channels. Models are loaded on another
+thread (`loading`).
 
 Runs on: worker main.
 """
@@ -34,67 +35,61 @@ from iskander_worker.attachments import Attachment, Attachments
 from iskander_worker.loading.loader import LoadQueue
 
 HOLD_NS: Final = 100_000
-"""An answer waits for the next one where the batch between them is no larger than one that took
-less than this. Batches of a few microseconds that came together are so answered together, which
-halves the wake-ups; longer ones are answered one by one."""
+"""An answer is held until the next batch ends, if that is no larger than a batch that took less
+time than this. Batches of a few microseconds that arrived together thus share one answer frame,
+which halves the wake-ups; longer ones are answered one by one."""
 
 
 class WorkerLoop:
-    """Serves one gateway after another, and keeps the models between them.
+    """Serves one gateway after another, and keeps the models in between.
 
-    Args:
-        cores: Physical cores of the plan; where fewer cpus could be had, those count.
-
-    Attributes:
-        is_leaving: This worker was asked to stop.
+    `is_leaving` is set by a stop signal.
     """
 
     def __init__(self, cores: int) -> None:
         self._loads = LoadQueue(min(cores, len(os.sched_getaffinity(0))))
-        self._gateways: Attachments | None = None
+        self._attachments: Attachments | None = None
         self.is_leaving = False
         os.register_at_fork(after_in_child=self._after_fork)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def serve(self, gateways: Attachments, *, on_turn: Callable[[], bool]) -> bool:
-        """Work until this worker is drained (True), or no gateway is left (False).
+    def serve(self, attachments: Attachments, *, on_iteration: Callable[[], bool]) -> bool:
+        """Run until this worker is drained (True), or all gateway connections are lost (False).
 
-        Args:
-            gateways: That this worker is attached to.
-            on_turn: Called at every turn of the loop until it has done what it is for.
+        `on_iteration` is called in every event loop iteration until it returns True.
         """
-        self._gateways = gateways
+        self._attachments = attachments
         is_drained = is_stopping = is_done = False
         loads = self._loads
-        while gateways.attached:
-            gateways.beat()
-            is_done = is_done or on_turn()
+        while attachments.attached:
+            attachments.heartbeat()
+            is_done = is_done or on_iteration()
             if loads.is_busy:
-                self._answer_load(gateways)
-            for attachment in gateways.next(loads.wake_fd if loads.is_busy else None):
-                drain = self._turn(gateways, attachment)
+                self._answer_load(attachments)
+            for attachment in attachments.wait(loads.wake_fd if loads.is_busy else None):
+                drain = self._handle_messages(attachments, attachment)
                 if drain is not None:
                     is_stopping = is_stopping or drain.is_stopping
-                    is_drained = self._on_drain(gateways, attachment, drain) or is_drained
+                    is_drained = self._on_drain(attachments, attachment, drain) or is_drained
                 elif attachment.channel.has_ended:
-                    self._keep_used(gateways)
-                    gateways.drop(attachment)
-            if self.is_leaving or gateways.is_moved:
-                for attachment in gateways.attached:
-                    attachment.tell_leaving()
+                    self._close_unused(attachments)
+                    attachments.drop(attachment)
+            if self.is_leaving or attachments.is_reassigned:
+                for attachment in attachments.attached:
+                    attachment.send_leaving()
             elif not is_drained:
-                gateways.look_for_missing()
-        gateways.forget_asked()
-        # Where the first one is not there to end this worker, the last to stop does.
-        return is_drained or is_stopping or self.is_leaving or gateways.is_moved
+                attachments.attach_missing()
+        attachments.abort_handshakes()
+        # Without the first gateway process, the last one that stops ends this worker.
+        return is_drained or is_stopping or self.is_leaving or attachments.is_reassigned
 
     def finish(self) -> bool:
-        """Load nothing more; whether this process can end in order."""
-        return self._loads.leave()
+        """Start no more loads; return whether this process can exit in an orderly way."""
+        return self._loads.shut_down()
 
-    def _turn(self, gateways: Attachments, attachment: Attachment) -> Drain | None:
-        """Take everything that a gateway has said, and answer."""
+    def _handle_messages(self, attachments: Attachments, attachment: Attachment) -> Drain | None:
+        """Handle and answer all messages of a gateway process, up to a `Drain`."""
         channel = attachment.channel
         answers: list[ToGateway] = []
         for frame in channel.receive():
@@ -103,15 +98,15 @@ class WorkerLoop:
                     if answers and not _is_brief(message, attachment):
                         channel.send(encode(answers))
                         answers = []
-                    gateways.beat(attachment, message.batch_id, message.model)
+                    attachments.heartbeat(attachment, message.batch_id, message.model)
                     self._execute(message, attachment, answers)
                     if self._loads.is_busy:
-                        self._answer_load(gateways)
+                        self._answer_load(attachments)
                 elif isinstance(message, Load):
                     self._loads.ask(attachment, message.model)
                 elif isinstance(message, Unload):
                     attachment.executor.drop(message.model)
-                    self._keep_used(gateways)
+                    self._close_unused(attachments)
                     answers.append(Unloaded(message.model))
                 else:
                     assert isinstance(message, Drain)
@@ -121,35 +116,34 @@ class WorkerLoop:
             channel.send(encode(answers))
         return None
 
-    def _on_drain(self, gateways: Attachments, attachment: Attachment, drain: Drain) -> bool:
-        """Let a gateway go; whether it was the first, with which this worker ends.
+    def _on_drain(self, attachments: Attachments, attachment: Attachment, drain: Drain) -> bool:
+        """Detach from a gateway process; return whether it was the first, which ends this worker.
 
-        Where that one stops, its siblings do too, and finish what they have; where it only replaces
-        this worker, they have to be told.
+        If the first one stops, its siblings stop too and drain by themselves; if it only replaces
+        this worker, they receive `Leaving`.
         """
-        is_first = gateways.is_first(attachment)
-        self._keep_used(gateways)
-        gateways.drop(attachment, is_open_until_exit=is_first)
+        is_first = attachments.is_first(attachment)
+        self._close_unused(attachments)
+        attachments.drop(attachment, is_open_until_exit=is_first)
         if is_first and not drain.is_stopping:
-            for each in gateways.attached:
-                each.tell_leaving()
+            for each in attachments.attached:
+                each.send_leaving()
         return is_first
 
     def _execute(self, message: Execute, attachment: Attachment, answers: list[ToGateway]) -> None:
-        """Run a batch, and add what came of it to the answers."""
         # Step 6
         begun_ns = now_ns()
-        aborter = attachment.aborter
-        run = aborter.begin(message.batch_id)
+        canceller = attachment.canceller
+        run = canceller.begin(message.batch_id)
         try:
             attachment.executor.execute(message, run)
         except IskanderError as error:
-            is_aborted = aborter.end()
-            reason = Cancelled("nobody waited for this batch any more") if is_aborted else error
+            is_aborted = canceller.end()
+            reason = Cancelled("batch cancelled: its callers are gone") if is_aborted else error
             answers.append(Failed(message.batch_id, reason.code, reason.message))
             run.steps = ()
             return
-        aborter.end()
+        canceller.end()
         run_ns = now_ns() - begun_ns
         attachment.last_run = (message.model, message.rows, run_ns)
         answers.append(Done(message.batch_id, run_ns))
@@ -157,16 +151,16 @@ class WorkerLoop:
             answers.append(Stepped(message.model, run.steps))
             run.steps = ()
 
-    def _keep_used(self, gateways: Attachments) -> None:
-        """What no gateway asked for, the next one will hardly want."""
+    def _close_unused(self, attachments: Attachments) -> None:
+        """Close the models that no gateway process uses."""
         self._loads.keep(
-            {each for one in gateways.attached for each in one.executor.sessions.values()}
+            {each for one in attachments.attached for each in one.executor.sessions.values()}
         )
 
-    def _answer_load(self, gateways: Attachments) -> None:
-        """Tell what came of a load, where one is done and who asked for it is still there."""
+    def _answer_load(self, attachments: Attachments) -> None:
+        """Send the answers of a finished load, if its gateway process is still attached."""
         done = self._loads.take()
-        if done is None or done[0] not in gateways.attached:
+        if done is None or done[0] not in attachments.attached:
             return
         attachment, answers = done
         frame = encode(answers)
@@ -174,29 +168,24 @@ class WorkerLoop:
             answer = answers[-1]
             assert isinstance(answer, Loaded | LoadFailed)
             attachment.executor.drop(answer.model)
-            self._keep_used(gateways)
-            frame = encode([_untold(answer.model, len(frame))])
+            self._close_unused(attachments)
+            oversized = ManifestError(
+                f"the description of its inputs and outputs has {len(frame)} bytes, limit "
+                f"{FRAME_BYTES_MAX}: use fewer of them, or shorter names"
+            )
+            frame = encode([LoadFailed(answer.model, oversized.code, oversized.message)])
         attachment.channel.send(frame)
 
     def _after_fork(self) -> None:
-        """A child that a model's code has forked must not keep the end of this worker a secret."""
-        for attachment in self._gateways.attached if self._gateways is not None else ():
+        """Close the channels in a child of a model's code, so that they end with this worker."""
+        for attachment in self._attachments.attached if self._attachments is not None else ():
             attachment.channel.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.is_leaving = True
 
 
-def _untold(model: int, length: int) -> LoadFailed:
-    """What to say of a model whose contract no frame holds."""
-    error = ManifestError(
-        f"what there is to tell of its inputs and outputs takes {length} bytes, and may take "
-        f"{FRAME_BYTES_MAX}: it needs fewer of them, or shorter names"
-    )
-    return LoadFailed(model, error.code, error.message)
-
-
 def _is_brief(message: Execute, attachment: Attachment) -> bool:
-    """Whether this batch will not keep the answer of the one before waiting for long."""
+    """Whether this batch is so short that the last answer can wait for it."""
     model, rows, run_ns = attachment.last_run
     return message.model == model and message.rows <= rows and run_ns < HOLD_NS

@@ -1,7 +1,6 @@
-"""A loaded model version as batches meet it: contract, columns, how a batch is run, warm-up.
+"""Session of a loaded model version: contract, batch execution, warm-up.
 
-What computes is a backend's (`backends`). Where it can bind a batch's buffers it does; everything
-else runs with arrays (`arrays`).
+A backend computes (`backends`), on bound buffers if possible, else on arrays (`arrays`).
 
 Runs on: worker main.
 """
@@ -32,36 +31,26 @@ from iskander_worker.warm_up import warm
 
 
 class Session:
-    """One loaded model version.
-
-    Args:
-        spec: Where the model is and how to run it.
-        cores: Physical cores that this process may use.
-        load: What loads it.
+    """One loaded model version; raises a `ManifestError` if it cannot be served.
 
     Attributes:
-        notices: What was not as it should be, and still serves.
-        is_bound: Its batches run on their buffers where they lie, and not with arrays.
-        digest: Of its model version, for heartbeats.
-        is_binding_reusable: What `bind` returns may be kept.
-
-    Raises:
-        ManifestError: The model cannot be served: backend, file, graph or manifest; says which.
+        notices: Problems that do not prevent serving.
+        digest: Digest of the model version, for heartbeats.
     """
 
     def __init__(
         self, spec: ModelSpec, cores: int, load: Callable[[ModelSpec, int], Model] = load_model
     ) -> None:
-        if spec.backend != "onnx":  # Which asks for more, and knows which files are the model.
+        if spec.backend != "onnx":  # Its own loader checks the files of the graph.
             require_trusted(spec)
         self._model = model = load(spec, cores)
-        written = read_manifest(Path(spec.path))
-        labels = read_labels(Path(spec.path), written)
-        self.contract = compile_contract(written, model.graph, spec.string_bytes, labels)
+        manifest = read_manifest(Path(spec.path))
+        labels = read_labels(Path(spec.path), manifest)
+        self.contract = compile_contract(manifest, model.graph, spec.string_bytes, labels)
         self._compute: Compute = model.compute
         is_plain = True
-        if written is not None:
-            finished = compile_outputs(written.outputs, model.graph, labels, spec.string_bytes)
+        if manifest is not None:
+            finished = compile_outputs(manifest.outputs, model.graph, labels, spec.string_bytes)
             is_plain = finished.is_plain
             if not is_plain:
                 self._compute = PostProcessor(finished.finishes).around(model.compute)
@@ -70,7 +59,7 @@ class Session:
             self._compute = vocabularies.around(self._compute)
         self.digest = model_digest(spec.name, spec.version)
         self._folder = model_file(Path(spec.path)).parent
-        self._plan = written.warm_up if written is not None else WarmUp()
+        self._warm_up = manifest.warm_up if manifest is not None else WarmUp()
         self.notices: tuple[str, ...] = getattr(model, "notices", ())
         self.threads, self.providers = model.threads, model.providers
         self.inputs = RowCopier(self.contract.inputs)
@@ -78,57 +67,39 @@ class Session:
         has_strings = self.inputs.has_strings or self.outputs.has_strings
         can_bind = is_plain and not has_strings
         self._binding = model if isinstance(model, BindingModel) and can_bind else None
-        self.is_bound = self._binding is not None
         self.is_binding_reusable = self._binding is not None and self._binding.is_binding_reusable
-        self._buckets = tuple(map(self._for, variants(self.contract)[:-1]))
+        self._buckets = tuple(map(self._variant, variants(self.contract)[:-1]))
 
     def bucket(self, number: int) -> Session:
-        """The model with its inputs as long as a bucket's; the last one is itself."""
+        """The session for a bucket's input length; the last one is itself."""
         return self._buckets[number] if number < len(self._buckets) else self
 
-    def _for(self, contract: Contract) -> Session:
-        """The same model, its batches laid out by another contract."""
-        made = copy.copy(self)
-        made.contract, made.inputs, made._buckets = contract, RowCopier(contract.inputs), ()
-        return made
+    def _variant(self, contract: Contract) -> Session:
+        session = copy.copy(self)
+        session.contract, session.inputs = contract, RowCopier(contract.inputs)
+        session._buckets = ()
+        return session
 
     def bind(self, rows: int, input_address: int, output_address: int) -> Bound:
-        """A batch whose inputs and results lie at these addresses.
-
-        Shape:
-            Every tensor is `(rows, *spec.shape)`.
+        """Bind a batch to the addresses of its bodies, or raise `ExecutionFailed`.
 
         Layout:
-            As `body_layout` says, from the two addresses; the caller keeps the mappings alive.
-
-        Raises:
-            ExecutionFailed: The runtime refuses them.
+            `body_layout` from the two addresses; every tensor is `(rows, *spec.shape)`. The caller
+            keeps the mappings alive.
         """
         if self._binding is not None:
             return self._binding.bind(self.contract, rows, input_address, output_address)
         return ArrayBatch(
-            self._compute,
-            self.inputs,
-            self.outputs,
-            rows=rows,
-            input_address=input_address,
-            output_address=output_address,
+            self._compute, self.inputs, self.outputs, rows, input_address, output_address
         )
 
     def close(self) -> None:
-        """Give up what the model holds."""
+        """Release the model."""
         self._model.close()
 
     def warm_up(self, rows_max: int) -> None:
-        """Compute the first batches, so that no caller pays for first times.
-
-        Args:
-            rows_max: Of a batch.
-
-        Raises:
-            ManifestError: A recorded sample does not come out as recorded.
-        """
-        made_up = msgspec.structs.replace(self._plan, samples="")
+        """Run the first batches, of at most `rows_max` rows, before any caller's."""
+        generated = msgspec.structs.replace(self._warm_up, samples="")
         for each in self._buckets:
-            warm(each, self._folder, made_up, rows_max)
-        warm(self, self._folder, self._plan, rows_max)
+            warm(each, self._folder, generated, rows_max)
+        warm(self, self._folder, self._warm_up, rows_max)

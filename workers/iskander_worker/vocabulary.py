@@ -1,6 +1,6 @@
-"""Text looked up in a file beside the model, just before the model is run.
+"""Vocabulary lookup: replaces text inputs by numbers from a file, before the model runs.
 
-Requests carry the text; the graph takes its line's number, counted from 0, or a one-hot row of it.
+Requests carry the text; the graph receives its line number, counted from 0, or a one-hot row of it.
 
 Runs on: worker main.
 """
@@ -24,17 +24,7 @@ UNKNOWN = -1
 
 
 class Vocabularies:
-    """The lookups of a model.
-
-    Args:
-        contract: Of the model.
-        graph: Of the model.
-        files: The lines of each file that the manifest names.
-
-    Raises:
-        ManifestError: A file has a line twice, more lines than the graph has room for, or not the
-            text of a padding or fill.
-    """
+    """The lookups of a model; `files` has the lines of each file that the manifest names."""
 
     def __init__(self, contract: Contract, graph: Graph, files: Labels) -> None:
         tensors = {tensor.name: tensor for tensor in graph.inputs}
@@ -42,27 +32,24 @@ class Vocabularies:
         for entry in contract.sources:
             if entry.vocabulary:
                 tensor = tensors[entry.tensor]
-                dtype = BY_ONNX[tensor.element].numpy
-                self._lookups.append(
-                    _Lookup(entry, files[entry.vocabulary], np.dtype(dtype), tensor.shape[-1])
-                )
+                dtype = np.dtype(BY_ONNX[tensor.element].numpy)
+                lines = files[entry.vocabulary]
+                self._lookups.append(_Lookup(entry, lines, dtype, tensor.shape[-1]))
 
     def __len__(self) -> int:
         return len(self._lookups)
 
     def around(self, compute: Compute) -> Compute:
-        """What takes text where `compute` takes its numbers."""
+        """Wrap `compute`, which expects numbers, to accept text."""
 
-        def looked_up(arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
-            made = {each.tensor: each.numbers(arrays[each.tensor]) for each in self._lookups}
-            return compute({**arrays, **made}, wanted, run)
+        def with_lookups(arrays: Arrays, names: Sequence[str], run: Run) -> Arrays:
+            numbers = {each.tensor: each.numbers(arrays[each.tensor]) for each in self._lookups}
+            return compute({**arrays, **numbers}, names, run)
 
-        return looked_up
+        return with_lookups
 
 
 class _Lookup:
-    """One input's."""
-
     def __init__(
         self, entry: InputColumn, lines: tuple[str, ...], dtype: np.dtype, axis: int | str | None
     ) -> None:
@@ -73,19 +60,15 @@ class _Lookup:
         if len(self._numbers) < len(lines):
             raise ManifestError(f"{what} has a line twice")
         self._unknown = entry.unknown if isinstance(entry.unknown, int) else UNKNOWN
-        needed = max(len(lines), self._unknown + 1)
-        self._depth = axis if entry.one_hot and isinstance(axis, int) else needed
-        if self._depth < needed:
-            raise ManifestError(f"{what} makes {needed} numbers, and the graph takes {self._depth}")
+        count = max(len(lines), self._unknown + 1)
+        self._depth = axis if entry.one_hot and isinstance(axis, int) else count
+        if self._depth < count:
+            raise ManifestError(f"{what} has {count} numbers, and the graph accepts {self._depth}")
         if self._unknown == UNKNOWN:
             self._require_known(entry)
 
     def numbers(self, text: np.ndarray) -> np.ndarray:
-        """Text of any shape as numbers of that shape, or with an axis more as one-hot rows.
-
-        Raises:
-            ContractError: Text that is not in the file, where the manifest names no number for it.
-        """
+        """Look text up: numbers of the same shape, or with one more axis as one-hot rows."""
         flat = text.reshape(-1)
         find, unknown = self._numbers.get, self._unknown
         found = np.array([find(each, unknown) for each in flat], np.int64)
@@ -103,15 +86,13 @@ class _Lookup:
         return rows.reshape(*text.shape, self._depth)
 
     def _require_known(self, entry: InputColumn) -> None:
-        """Refuse a vocabulary that lacks what a client does not send, and would be blamed for."""
-        added = {}
-        if entry.max_length is not None:
-            added["padding"] = str(entry.padding or "")
-        if entry.nulls in ("fill", "mask"):
-            added["fill"] = str(entry.fill or "")
-        for key, text in added.items():
-            if text not in self._numbers:
+        """Reject a vocabulary without the texts that the gateway itself inserts."""
+        for key, value, is_inserted in (
+            ("padding", entry.padding, entry.max_length is not None),
+            ("fill", entry.fill, entry.nulls in ("fill", "mask")),
+        ):
+            if is_inserted and (text := str(value or "")) not in self._numbers:
                 raise ManifestError(
                     f"input `{entry.tensor}` has the {key} `{text}`, which is not in the "
-                    f"vocabulary `{entry.vocabulary}`, and says no `unknown`"
+                    f"vocabulary `{entry.vocabulary}`, and has no `unknown`"
                 )

@@ -1,7 +1,7 @@
-"""Write a ResNet-50 that takes raw pixels to `1/`.
+"""Write a ResNet-50 on raw pixels to `1/`.
 
-Its graph is the one in the wheel of `onnx`, which comes without weights; they are made here, from a
-frozen random stream, so its classes mean nothing.
+The graph is from the wheel of `onnx`, which has no weights. The weights are random numbers from a
+fixed seed, so the classes have no meaning.
 """
 
 import sys
@@ -20,7 +20,7 @@ PIXELS, BATCH_AXIS, RESHAPE = "gpu_0/data_0", "rows", "OC2_DUMMY_1"
 
 
 def build() -> ModelProto:
-    """The graph with weights, any number of rows, and pixels made ready in front of it."""
+    """The graph with weights, an open batch axis, and the preparation of pixels."""
     model = onnx.load(LIGHT)
     graph = model.graph
     random = np.random.default_rng(SEED)
@@ -43,7 +43,7 @@ def build() -> ModelProto:
 
 
 def _weight(name: str, shape: np.ndarray, random: np.random.Generator) -> TensorProto:
-    """Weights that keep numbers about as large as they are, and normalisation that does nothing."""
+    """Random weights that preserve the scale of activations, and identity normalization."""
     if len(shape) == 1:
         values = np.full(shape, name.endswith(("_s_0", "_riv_0")), np.float32)
     else:
@@ -53,7 +53,7 @@ def _weight(name: str, shape: np.ndarray, random: np.random.Generator) -> Tensor
 
 
 def _preparation() -> tuple[list[onnx.NodeProto], list[TensorProto]]:
-    """Bytes in rows of pixels as numbers around 0 in planes of colours."""
+    """Nodes that convert bytes, channels last, to normalized floats, channels first."""
     nodes = [
         helper.make_node("Cast", ["image"], ["bright"], to=TensorProto.FLOAT),
         helper.make_node("Sub", ["bright", "mean"], ["centred"]),
@@ -68,7 +68,7 @@ def _preparation() -> tuple[list[onnx.NodeProto], list[TensorProto]]:
 
 
 def main(folder: Path) -> None:
-    """Write the model and a name for each class."""
+    """Write the model and the label of each class."""
     onnx.save(build(), folder / "model.onnx")
     (folder / "labels.txt").write_text("".join(f"class {n}\n" for n in range(CLASSES)))
 

@@ -1,6 +1,6 @@
-"""Write a classifier of point clouds as ONNX to `1/`: a layer for points, their largest, a layer.
+"""Write a classifier of point clouds as ONNX to `1/`: a layer per point, maximum, a layer.
 
-Its weights are random numbers from a seed, so it tells clouds apart and knows no names for them.
+The weights are random numbers from a fixed seed, so the classes have no meaning.
 """
 
 import sys
@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 FEATURES, WIDTH, CLASSES = 4, 32, 3
-"""Of a point: x, y, z and how strongly it reflects; of the layer between; of the answer."""
+"""Values of a point (x, y, z, intensity), width of the hidden layer, number of classes."""
 
 _RANDOM = np.random.default_rng(11)
 POINT = _RANDOM.normal(size=(FEATURES, WIDTH)).astype(np.float32)
@@ -19,13 +19,13 @@ CLOUD = _RANDOM.normal(size=(WIDTH, CLASSES)).astype(np.float32) / WIDTH
 
 
 def classify(points: np.ndarray) -> np.ndarray:
-    """The scores of one cloud `(points, 4)`, as the model has them; one without points has none."""
+    """Reference scores of one cloud `(points, 4)`; zeros for an empty cloud."""
     seen = np.maximum(points.astype(np.float32) @ POINT, 0)
     return seen.max(axis=0, initial=0) @ CLOUD
 
 
 def main(folder: Path) -> None:
-    """Write the model: padded points and a mask of which are real; scores of classes."""
+    """Write the model: padded points and a mask of valid points as inputs; class scores."""
     nodes = [
         helper.make_node("MatMul", ["points", "point"], ["product"]),
         helper.make_node("Relu", ["product"], ["positive"]),

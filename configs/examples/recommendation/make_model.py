@@ -1,6 +1,6 @@
-"""Write a small two-tower ranker with features of the item to `1/`.
+"""Write a small two-tower ranker with item features to `1/`.
 
-Its weights are from a frozen random stream, so its scores mean nothing.
+The weights are random numbers from a fixed seed, so the scores have no meaning.
 """
 
 import sys
@@ -26,14 +26,14 @@ def weights() -> dict[str, np.ndarray]:
 
 
 def score(users: np.ndarray, items: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """What the model is to give: a number a row."""
+    """Reference scores, one for each row."""
     made = weights()
     alike = (made["users"][users] * made["items"][items]).sum(axis=1)
     return alike + (features @ made["importance"])[:, 0]
 
 
 def build() -> ModelProto:
-    """The same as a graph."""
+    """The graph of `score`."""
     nodes = [
         helper.make_node("Gather", ["users", "user"], ["user_vector"]),
         helper.make_node("Gather", ["items", "item"], ["item_vector"]),

@@ -1,7 +1,7 @@
-"""Write a score of how unusual a sensor's window is as ONNX to `1/`.
+"""Write an anomaly score for windows of sensor readings as ONNX to `1/`.
 
-What is usual is a day's wave: the score is how far the window's mean is from it, and how far its
-readings are apart, in units of what they mostly are.
+The expected value is a daily sine wave. The score is the distance of the window's mean from it plus
+the standard deviation of the readings, in units of the usual noise.
 """
 
 import sys
@@ -14,14 +14,14 @@ from onnx import TensorProto, helper
 WINDOW = 24
 """Readings of a window."""
 LEVEL, SWING, NOISE = 20.0, 5.0, 0.5
-"""Of the day's wave and its readings, in degrees."""
+"""Mean and amplitude of the daily wave, and noise of the readings, in degrees."""
 
 
 def score(hours: np.ndarray, readings: np.ndarray) -> np.ndarray:
-    """The score of windows, as the model has it.
+    """Reference scores of windows.
 
     Args:
-        hours: `(rows,)`, since the epoch, at the beginning.
+        hours: `(rows,)`, from the epoch to the start of the window.
         readings: `(rows, 24)`.
     """
     usual = LEVEL + SWING * np.sin(2 * np.pi * (hours % 24) / 24)
@@ -31,7 +31,7 @@ def score(hours: np.ndarray, readings: np.ndarray) -> np.ndarray:
 
 
 def main(folder: Path) -> None:
-    """Write the model: hours and readings in, a score out."""
+    """Write the model: hours and readings as inputs, a score as output."""
     double, single = TensorProto.DOUBLE, TensorProto.FLOAT
     nodes = [
         helper.make_node("Div", ["hours", "day"], ["days"]),

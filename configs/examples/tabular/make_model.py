@@ -1,4 +1,4 @@
-"""Train a classifier on scikit-learn's breast-cancer table, and write it as ONNX to `1/`."""
+"""Train a classifier on scikit-learn's breast-cancer table and write it as ONNX to `1/`."""
 
 import sys
 from pathlib import Path
@@ -15,14 +15,14 @@ FEATURES = ("radius", "texture", "perimeter", "area", "smoothness")
 
 
 def train() -> Pipeline:
-    """A pipeline that is trained on the table's first columns."""
+    """Train a pipeline on the first columns of the table."""
     rows, classes = load_breast_cancer(return_X_y=True)
     model = make_pipeline(StandardScaler(), LogisticRegression())
     return model.fit(rows[:, : len(FEATURES)], classes)
 
 
 def main(folder: Path) -> None:
-    """Write the model: an input for each feature; a label, and a map of probabilities."""
+    """Write the model: one input for each feature, a label, and a map of probabilities."""
     types = [(name, FloatTensorType([None, 1])) for name in FEATURES]
     model = to_onnx(train(), initial_types=types)
     (folder / "model.onnx").write_bytes(model.SerializeToString())

@@ -1,7 +1,7 @@
-"""Train a tokenizer on a few sentences, and write it with a table of vectors as one graph to `1/`.
+"""Train a tokenizer on a few sentences and write a text-embedding graph to `1/`.
 
-The tokenizer is a byte-level BPE as GPT-2 has it, and runs inside the graph. The vectors are from a
-frozen random stream: texts that share words are near each other, and that is all they know.
+The graph has a byte-level BPE tokenizer, as in GPT-2, and a table of vectors. The vectors are
+random numbers from a fixed seed, so only shared words make two texts similar.
 """
 
 import json
@@ -31,7 +31,7 @@ SEED = 11
 
 
 def train() -> ByteLevelBPETokenizer:
-    """A tokenizer that knows the pieces of the sentences, and every other byte by itself."""
+    """A tokenizer with the pieces of the sentences, and one token for every other byte."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(SENTENCES, TOKENS, min_frequency=2, show_progress=False)
     return tokenizer
@@ -43,7 +43,7 @@ def vectors(tokens: int) -> np.ndarray:
 
 
 def build(tokenizer: ByteLevelBPETokenizer) -> ModelProto:
-    """Texts to tokens, tokens to vectors, vectors of a text to their sum."""
+    """The graph: texts to tokens, tokens to vectors, sum of the vectors of a text."""
     model = json.loads(tokenizer.to_str())["model"]
     merges = "".join(f"{' '.join(pair)}\n" for pair in model["merges"])
     nodes = [

@@ -1,11 +1,11 @@
-"""FlightData, the message that carries batches: read and written field by field, without a copy.
+"""Zero-copy reader and writer of FlightData messages.
 
     1     flight_descriptor   FlightDescriptor, on the first message of a stream
     2     data_header         flatbuffer header of an Arrow IPC message
-    3     app_metadata        the caller's own
+    3     app_metadata        defined by the caller
     1000  data_body           the message's body
 
-A protobuf runtime would copy the body. Everything else of the protocol goes through one.
+A protobuf runtime copies the body, and is used for all other messages.
 
 Pure. Source: Arrow Flight RPC, Flight.proto; protobuf encoding.
 """
@@ -16,7 +16,7 @@ from builtins import memoryview  # Where mypyc looks for the types of fields.
 from typing import Final, NamedTuple, TypeAlias
 
 from iskander.errors import MalformedInput
-from iskander.varint import read_varint, varint
+from iskander.varint import encode_varint, read_varint
 
 _DESCRIPTOR: Final = 1
 _HEADER: Final = 2
@@ -25,20 +25,18 @@ _BODY: Final = 1000
 _TAG_BYTES_MAX: Final = 5
 _TAG_MIN: Final = 1 << 3
 _TAG_MAX: Final = (1 << 32) - 1
+_FIXED_BYTES: Final = {1: 8, 5: 4}
+"""Length of a field by its wire type."""
 _HEADER_TAG: Final = bytes([_HEADER << 3 | 2])
 _APP_METADATA_TAG: Final = bytes([_APP_METADATA << 3 | 2])
 _BODY_TAG: Final = b"\xc2\x3e"
 
 Parts: TypeAlias = tuple[bytes | memoryview, ...]
-"""A message in pieces, which follow one another on the wire."""
+"""Consecutive pieces of a message."""
 
 
 class FlightData(NamedTuple):
-    """One message; its views are into the bytes that came.
-
-    Attributes:
-        head_bytes: Where the body begins, if it comes last; else 0.
-    """
+    """Views of one message. `head_bytes` is the start of the body if it is last; else 0."""
 
     descriptor: memoryview | None
     header: memoryview
@@ -48,11 +46,7 @@ class FlightData(NamedTuple):
 
 
 def read_flight_data(raw: bytes | memoryview) -> FlightData:
-    """Find the fields of a message; unknown ones are passed over, as protobuf asks.
-
-    Raises:
-        MalformedInput: The bytes are no protobuf message.
-    """
+    """Find the fields of a message; unknown fields are skipped."""
     view = memoryview(raw)
     descriptor: memoryview | None = None
     header = body = view[:0]
@@ -60,8 +54,10 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
     at, end, start = 0, len(raw), 0
     try:
         while at < end:
-            tag, at = _read_tag(raw, at)
-            kind, number = tag & 7, tag >> 3
+            tag, behind = read_varint(raw, at)
+            if behind - at > _TAG_BYTES_MAX or not _TAG_MIN <= tag <= _TAG_MAX:
+                raise IndexError
+            at, kind, number = behind, tag & 7, tag >> 3
             if kind == 2:
                 length, at = read_varint(raw, at)
                 first, at = at, at + length
@@ -77,38 +73,24 @@ def read_flight_data(raw: bytes | memoryview) -> FlightData:
                     descriptor = view[first:at]
             elif kind == 0:
                 _, at = read_varint(raw, at)
-            elif kind in (1, 5):
-                at += 8 if kind == 1 else 4
             else:
-                raise IndexError
+                at += _FIXED_BYTES[kind]
         if at > end:
             raise IndexError
-    except IndexError:
+    except LookupError:
         raise MalformedInput("the message is not a FlightData message") from None
     is_last = start > 0 and start + len(body) == end
     return FlightData(descriptor, header, app_metadata, body, start if is_last else 0)
 
 
-def _read_tag(raw: bytes | memoryview, at: int) -> tuple[int, int]:
-    """A field's tag, and the place behind it.
-
-    Raises:
-        IndexError: It is none.
-    """
-    tag, behind = read_varint(raw, at)
-    if behind - at > _TAG_BYTES_MAX or not _TAG_MIN <= tag <= _TAG_MAX:
-        raise IndexError
-    return tag, behind
-
-
 def data_head(header: bytes, app_metadata: bytes, body_bytes: int) -> bytes:
-    """All of a message but its body, which follows."""
-    pieces = [_HEADER_TAG, varint(len(header)), header]
+    """Encode a message up to its body."""
+    pieces = [_HEADER_TAG, encode_varint(len(header)), header]
     if app_metadata:
-        pieces += (_APP_METADATA_TAG, varint(len(app_metadata)), app_metadata)
-    return b"".join((*pieces, _BODY_TAG, varint(body_bytes)))
+        pieces += (_APP_METADATA_TAG, encode_varint(len(app_metadata)), app_metadata)
+    return b"".join((*pieces, _BODY_TAG, encode_varint(body_bytes)))
 
 
 def schema_frame(header: bytes) -> bytes:
-    """The message that begins a stream of batches."""
-    return b"".join((_HEADER_TAG, varint(len(header)), header))
+    """Encode the first message of a stream of batches."""
+    return b"".join((_HEADER_TAG, encode_varint(len(header)), header))

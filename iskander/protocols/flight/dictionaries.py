@@ -1,8 +1,8 @@
-"""One stream's batches read by pyarrow, whose reader keeps the stream's dictionaries decoded.
+"""pyarrow reader of one stream's batches, with decoded dictionaries kept between batches.
 
-A dictionary is decoded and validated once, when its message comes, and not for each batch that uses
-it: a batch of 200 bytes may use a dictionary of 60 MiB. Uncompressed dictionaries are not copied:
-their values stay in the message as it was received.
+A dictionary is decoded and validated once, when its message arrives: a batch of 200 bytes may use a
+dictionary of 60 MiB. Uncompressed dictionaries are not copied: their values stay in the received
+message.
 
 Runs on: gateway loop, and the thread that reads large messages; one at a time for each stream.
 """
@@ -14,31 +14,31 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from iskander.arrow import ipc
-from iskander.arrow.types import plain_of
+from iskander.arrow.values import plain_array
 from iskander.config.schema import LimitsConfig
 from iskander.errors import LimitExceeded
 
 PARTS_MAX: Final = 256
-"""A dictionary and the deltas to it: each delta is joined to all before."""
+"""Messages of one dictionary: each delta is concatenated with all earlier parts."""
 
 
-class _Feed:
-    """The file that a reader reads from: the messages that it is given."""
+class _Source:
+    """File object that pyarrow's reader reads messages from."""
 
     closed = False
 
     def __init__(self) -> None:
         self._pieces: list[memoryview] = []
 
-    def give(self, pieces: list[memoryview]) -> None:
-        """The next bytes; what was left of those before is dropped."""
+    def feed(self, pieces: list[memoryview]) -> None:
+        """Replace the unread bytes."""
         self._pieces = [piece for piece in reversed(pieces) if len(piece)]
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int) -> memoryview | bytes:
-        """The next bytes, at most `size`; those of one piece are not copied."""
+        """Read at most `size` bytes; bytes of one piece are not copied."""
         found: list[memoryview] = []
         while self._pieces and size > 0:
             piece = self._pieces.pop()
@@ -51,106 +51,77 @@ class _Feed:
 
 
 class _Part(NamedTuple):
-    """A message of a dictionary.
-
-    Attributes:
-        message: The framed header, and the body.
-        size: Bytes of header and body, and what they are expanded to beside that.
-        expanded: The latter alone.
-    """
+    """A dictionary message: framed header and body. `size` includes `expanded`."""
 
     message: list[memoryview]
     size: int
     expanded: int
 
 
-class _Checked:
-    """A column's dictionary that was validated.
+class _Validated:
+    """A validated dictionary, and the same in a type that supports `take`.
 
-    Attributes:
-        dictionary: Kept, so that its memory is not another's.
-        plain: The same in a type that elements can be taken from.
+    The reference keeps its addresses unique.
     """
 
     def __init__(self, dictionary: pa.Array) -> None:
         dictionary.validate(full=True)
         self.dictionary = dictionary
-        plain = plain_of(dictionary.type)
-        is_plain = plain == dictionary.type or plain == pa.bool_()
-        self.plain = dictionary if is_plain else dictionary.cast(plain)
+        self.plain = plain_array(dictionary)
 
 
 class BatchReader:
-    """Reads the batches of one stream.
-
-    Args:
-        schema: Of the stream.
-        schema_message: The same, encapsulated, as the client sent it.
-        limits: Of the server.
-
-    Attributes:
-        held_bytes: Memory of decoded dictionaries beside the messages that they came in.
-    """
+    """Reads the batches of one stream; `schema_message` is its schema as the client sent it."""
 
     def __init__(self, schema: pa.Schema, schema_message: bytes, limits: LimitsConfig) -> None:
         self._schema = schema
         self._schema_message = schema_message
         self._limits = limits
         self._count = sum(_count(field.type) for field in schema)
-        self._top = [
-            index for index, field in enumerate(schema) if pa.types.is_dictionary(field.type)
-        ]
-        self.has_nested = any(
+        self._top = [i for i, field in enumerate(schema) if pa.types.is_dictionary(field.type)]
+        self._has_nested = any(
             _count(field.type) and not pa.types.is_dictionary(field.type) for field in schema
         )
         self._parts: dict[int, list[_Part]] = {}
         self._total = 0
         self._pending: list[memoryview] = []
         self._pending_bytes = 0
-        self._feed = _Feed()
+        self._source = _Source()
         self._reader: pa.RecordBatchStreamReader | None = None
-        self._checked: dict[int, _Checked] = {}
+        self._validated: dict[int, _Validated] = {}
         self._has_read = False
-        self.held_bytes = 0
+        self.decoded_bytes = 0
 
     @property
     def next_bytes(self) -> int:
-        """Bytes of dictionaries that the next batch has to look at."""
-        if self._reader is None or self.has_nested:
+        """Bytes of dictionaries that the next batch decodes or validates."""
+        if self._reader is None or self._has_nested:
             return self._total
         return self._pending_bytes
 
-    def keep(
+    def add_dictionary(
         self, dictionary: int, header: bytes, body: memoryview, expanded: int, *, is_delta: bool
     ) -> None:
-        """Take a dictionary message; a new dictionary takes the place of the old.
+        """Store a dictionary message, and decode it once the stream's dictionaries are complete.
 
-        Args:
-            dictionary: Its number.
-            header: Of the message.
-            body: Of the message; kept.
-            expanded: Bytes of its buffers beside the body when they are decompressed.
-            is_delta: It adds to the dictionary before.
-
-        Raises:
-            LimitExceeded: The stream's dictionaries have too many bytes in all.
+        A delta extends the dictionary. `expanded` counts the bytes of decompressed buffers.
         """
         if not is_delta:
             self._total -= sum(part.size for part in self._parts.pop(dictionary, []))
-        known = self._parts.get(dictionary, [])
+        earlier = self._parts.get(dictionary, [])
         size = len(header) + len(body) + expanded
         total = self._total + size
-        if total > self._limits.bytes or len(known) >= PARTS_MAX:
+        if total > self._limits.bytes or len(earlier) >= PARTS_MAX:
             raise LimitExceeded(
-                f"a stream's dictionaries may have {self._limits.bytes} bytes in all, and each "
-                f"{PARTS_MAX} parts; got {total} bytes and {len(known) + 1} parts"
+                f"the stream's dictionaries have {total} bytes, limit {self._limits.bytes} "
+                f"(`limits.bytes`); this one has {len(earlier) + 1} parts, limit {PARTS_MAX}"
             )
         message = [memoryview(ipc.encapsulate(header)), body]
-        self._parts[dictionary] = [*known, _Part(message, size, expanded)]
+        self._parts[dictionary] = [*earlier, _Part(message, size, expanded)]
         self._total = total
         self._pending += message
         self._pending_bytes += total if is_delta else size
-        self.held_bytes = sum(
+        self.decoded_bytes = sum(
             sum(part.size for part in parts) if len(parts) > 1 else parts[0].expanded
             for parts in self._parts.values()
         )
@@ -158,86 +129,83 @@ class BatchReader:
             self._decode()
 
     def read(self, header: bytes, body: memoryview) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-        """Read a batch.
-
-        Returns:
-            The batch, and the same with dictionaries that elements can be taken from.
+        """Read a batch; also returns it with dictionaries of types that support `take`.
 
         Raises:
-            ArrowException, OSError, StopIteration: It cannot be read.
+            ArrowException, OSError, StopIteration: The batch is invalid.
         """
         batch = self._next([memoryview(ipc.encapsulate(header)), body])
         batch.validate()
-        plain: list[pa.Array] | None = None
+        plain = list(batch.columns)
+        is_plain = True
         for index, column in enumerate(batch.columns):
-            if index in self._top:
-                checked = self._check(index, column)
-                if checked.plain is not checked.dictionary:
-                    plain = plain or list(batch.columns)
-                    plain[index] = pa.DictionaryArray.from_arrays(
-                        column.indices, checked.plain, ordered=column.type.ordered, safe=False
-                    )
-            else:
+            if index not in self._top:
                 column.validate(full=True)
-        if plain is None:
+                continue
+            validated = self._validate(index, column)
+            if validated.plain is not validated.dictionary:
+                is_plain = False
+                plain[index] = pa.DictionaryArray.from_arrays(
+                    column.indices, validated.plain, ordered=column.type.ordered, safe=False
+                )
+        if is_plain:
             return batch, batch
         return batch, pa.RecordBatch.from_arrays(plain, names=batch.schema.names)
 
-    def _check(self, index: int, column: pa.DictionaryArray) -> _Checked:
-        """Validate a column; its dictionary only where it is another than before."""
+    def _validate(self, index: int, column: pa.DictionaryArray) -> _Validated:
+        """Validate a column; its dictionary only if it changed."""
         dictionary = column.dictionary
-        checked = self._checked.get(index)
-        if checked is None or key_of(checked.dictionary) != key_of(dictionary):
-            checked = self._checked[index] = _Checked(dictionary)
-        # Indices against the length of the dictionary, and not against its values again.
+        validated = self._validated.get(index)
+        if validated is None or address_key(validated.dictionary) != address_key(dictionary):
+            validated = self._validated[index] = _Validated(dictionary)
+        # Validates the indices against the dictionary's length, without its values.
         pa.DictionaryArray.from_arrays(
             column.indices, pa.nulls(len(dictionary)), safe=False
         ).validate(full=True)
-        return checked
+        return validated
 
     def _decode(self) -> None:
-        """Decode and validate the dictionaries that came, with a batch of no rows."""
+        """Decode and validate the pending dictionaries, by reading a batch without rows."""
         try:
             empty = pa.RecordBatch.from_arrays(
                 [pa.nulls(0, field.type) for field in self._schema], schema=self._schema
             )
-            message = memoryview(empty.serialize()).cast("B")
-            batch = self._next([message])
+            batch = self._next([memoryview(empty.serialize()).cast("B")])
             for index in self._top:
-                self._check(index, batch.column(index))
+                self._validate(index, batch.column(index))
         except (pa.ArrowException, OSError, StopIteration):
-            # The batch that uses it fails by the same cause, and its error names it.
+            # The first batch that uses the dictionary fails with the same error.
             self._reader = None
 
     def _next(self, message: list[memoryview]) -> pa.RecordBatch:
         try:
             if self._reader is None:
-                known = [part for parts in self._parts.values() for part in parts]
-                pieces = [piece for part in known for piece in part.message]
-                self._checked.clear()
-                self._feed = _Feed()
-                self._feed.give([memoryview(self._schema_message)])
-                self._reader = pa.ipc.open_stream(pa.PythonFile(self._feed, "r"))
+                parts = [part for parts in self._parts.values() for part in parts]
+                pieces = [piece for part in parts for piece in part.message]
+                self._validated.clear()
+                self._source = _Source()
+                self._source.feed([memoryview(self._schema_message)])
+                self._reader = pa.ipc.open_stream(pa.PythonFile(self._source, "r"))
             else:
                 pieces = self._pending
             self._pending, self._pending_bytes = [], 0
-            self._feed.give([*pieces, *message])
+            self._source.feed([*pieces, *message])
             batch = self._reader.read_next_batch()
         except BaseException:
-            # What it has read of the message is not known.
+            # The reader's position is undefined.
             self._reader = None
             raise
         self._has_read = True
         return batch
 
 
-def key_of(array: pa.Array) -> tuple[int, ...]:
-    """What tells an array in memory from another while both are kept: where it is."""
+def address_key(array: pa.Array) -> tuple[int, ...]:
+    """Addresses and lengths of an array's buffers; unique among live arrays."""
     key: list[int] = [len(array), array.offset]
     for buffer in array.buffers():
         key += (0, 0) if buffer is None else (buffer.address, buffer.size)
     if pa.types.is_dictionary(array.type):
-        key += key_of(array.dictionary)
+        key += address_key(array.dictionary)
     return tuple(key)
 
 

@@ -1,6 +1,6 @@
-"""Results as Arrow's arrays: over a body as it lies, put together to lists and structs, and ranked.
+"""Result columns as Arrow arrays: views of the results' body, lists, structs and ranks.
 
-What the usual response does not need, where the results' body is sent as the worker left it.
+Only for responses that are not plain; a plain response sends the results' body unchanged.
 
 Runs on: gateway loop. Source: Arrow columnar format 1.5, the layouts of lists and structs.
 """
@@ -26,13 +26,9 @@ def result_columns(
     results: bytes | memoryview,
     groups: Mapping[str, pa.Array],
 ) -> list[pa.Array]:
-    """Every column of results, in the contract's order.
+    """All result columns, in the contract's order.
 
-    Args:
-        contract: Of the model version.
-        rows: Of the batch.
-        results: A body as `body_layout` says; looked at only where there are rows.
-        groups: Columns of the request within which rows are ranked.
+    `results` has the layout of `body_layout`, `groups` the columns that rows are ranked within.
     """
     values = _values(contract, rows, results)
     if not contract.columns:
@@ -47,20 +43,18 @@ def result_columns(
         elif kind is None:
             columns.append(_nest(*values[column.outputs[0]]))
         else:
-            shapes = (contract.outputs[index].shape for index in column.outputs)
-            parts = [values[index][0] for index in column.outputs]
-            leaves = deque(zip(parts, shapes, strict=True))
-            if isinstance(kind, ListOf) and len(parts) > len(leaves_of(kind)):
-                columns.append(_put_lists(kind, leaves, rows))
+            leaves = deque((values[i][0], contract.outputs[i].shape) for i in column.outputs)
+            if isinstance(kind, ListOf) and len(leaves) > len(leaves_of(kind)):
+                columns.append(_variable_lists(kind, leaves, rows))
             else:
-                columns.append(_put(kind, leaves, rows, 0))
+                columns.append(_compose(kind, leaves, rows, 0))
     return columns
 
 
 def _values(
     contract: Contract, rows: int, results: bytes | memoryview
 ) -> list[tuple[pa.Array, pa.DataType]]:
-    """The innermost values of each output, and the type that is made of them."""
+    """Innermost values of each output, and its column type."""
     outputs = contract.outputs
     offsets, end = body_layout(outputs, rows)
     results = results if rows else bytes(end)
@@ -86,36 +80,33 @@ def _nest(values: pa.Array, arrow: pa.DataType) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(_nest(values, arrow.value_type), type=arrow)
 
 
-def _put_lists(kind: ListOf, parts: deque[tuple[pa.Array, tuple[int, ...]]], rows: int) -> pa.Array:
-    """Lists of lengths of their own, which are the last of the parts."""
-    lengths = parts.pop()[0].to_numpy()
-    most = parts[0][1][0]
-    items = _put(kind.item, parts, rows * most, 1)
-    is_meant = np.arange(most) < lengths[:, None]
-    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(ends), items.filter(pa.array(is_meant.reshape(-1))))
-
-
-def _put(
-    kind: ResultType, parts: deque[tuple[pa.Array, tuple[int, ...]]], count: int, depth: int
+def _variable_lists(
+    kind: ListOf, leaves: deque[tuple[pa.Array, tuple[int, ...]]], rows: int
 ) -> pa.Array:
-    """An array of a type with lists and structs.
+    """Lists whose lengths are the last leaf."""
+    lengths = leaves.pop()[0].to_numpy()
+    width = leaves[0][1][0]
+    items = _compose(kind.item, leaves, rows * width, 1)
+    is_used = np.arange(width) < lengths[:, None]
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), items.filter(pa.array(is_used.reshape(-1))))
 
-    Args:
-        kind: What to make.
-        parts: The values of each leaf that is left, and the shape of a row of it.
-        count: How many values of this type there are.
-        depth: Lists around it.
+
+def _compose(
+    kind: ResultType, leaves: deque[tuple[pa.Array, tuple[int, ...]]], count: int, depth: int
+) -> pa.Array:
+    """Compose `count` lists, structs or values, inside `depth` lists.
+
+    `leaves` has the values and row shape of each remaining leaf.
     """
     if isinstance(kind, Value):
-        return parts.popleft()[0]
+        return leaves.popleft()[0]
     if isinstance(kind, ListOf):
-        width = parts[0][1][depth]
-        items = _put(kind.item, parts, count * width, depth + 1)
+        width = leaves[0][1][depth]
+        items = _compose(kind.item, leaves, count * width, depth + 1)
         if kind.size is not None:
             return pa.FixedSizeListArray.from_arrays(items, width)
         ends = np.arange(count + 1, dtype=np.int32) * np.int32(width)
         return pa.ListArray.from_arrays(pa.array(ends), items)
-    names = [name for name, _ in kind.fields]
-    fields = [_put(field, parts, count, depth) for _, field in kind.fields]
-    return pa.StructArray.from_arrays(fields, names)
+    fields = [_compose(field, leaves, count, depth) for _, field in kind.fields]
+    return pa.StructArray.from_arrays(fields, [name for name, _ in kind.fields])

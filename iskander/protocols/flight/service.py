@@ -1,4 +1,4 @@
-"""Arrow Flight's calls: discovery, actions, and the streams that compute (`flight_exchange`).
+"""Arrow Flight service: discovery, actions, and DoExchange streams (`exchange`).
 
 Runs on: gateway loop. Source: Arrow Flight RPC protocol.
 """
@@ -34,43 +34,31 @@ from iskander.transport.http2.call import Call
 SERVICE = "arrow.flight.protocol.FlightService"
 PLAN_HEADER_BYTES_MAX = 65_536
 PLANS_MAX = 256
-"""Plans kept by schema: making one takes a fraction of a millisecond."""
+"""Cached plans; building one costs a fraction of a millisecond."""
 
 ACTIONS = {
-    "health": "Whether every model is ready; one JSON object.",
-    "models": "What is served, is being loaded, or does not load; one JSON array.",
-    "load": 'Body {"model": NAME}. Load what is there of it where it is not served; answers when '
-    "it is, with the versions that are.",
-    "unload": 'Body {"model": NAME, "version": VERSION?}. Serve it no longer; the versions that '
-    "are let go.",
+    "health": "Readiness of the server and of each model; one JSON object.",
+    "models": "Models that are served, loading, or failed to load; one JSON array.",
+    "load": 'Body {"model": NAME}. Load the versions of a model; returns the served versions once '
+    "they are loaded.",
+    "unload": 'Body {"model": NAME, "version": VERSION?}. Unload a model; returns the unloaded '
+    "versions.",
     "contract": 'Body {"model": NAME, "version": VERSION?}. The contract as JSON, then the schemas '
     "of its inputs and results as Arrow IPC messages.",
-    "shared-memory": "Where clients of this machine ask for memory for their batches, and how much "
-    "one may have; one JSON object.",
-    "stats": "What lanes, workers and memory have come to; one JSON object.",
-    "metrics": 'Body {"name"?, "labels"?, "window_s"?}. The last points of each measure: count, '
-    "mean, least, greatest, percentiles and the latest; one JSON object.",
+    "shared-memory": "Socket path and size limit of shared memory regions; one JSON object.",
+    "stats": "State of lanes, workers and memory; one JSON object.",
+    "metrics": 'Body {"name"?, "labels"?, "window_s"?}. Recent values of each metric: count, mean, '
+    "minimum, maximum, percentiles and the latest; one JSON object.",
 }
 
 
 class FlightService:
-    """The calls of FlightService.
-
-    Args:
-        models: What is served.
-        siblings: Bring models and let them go, in all processes.
-        intake: The way into shared memory.
-        dispatcher: The way to the workers.
-        limits: Of the server.
-        stats: Answers the `stats` action.
-        recent: Answers the `metrics` action.
-        regions: Memory that clients share.
-    """
+    """Handlers of the FlightService calls; `stats` returns the result of the `stats` action."""
 
     def __init__(
         self,
         models: Models,
-        siblings: Peers,
+        peers: Peers,
         *,
         intake: InputArena,
         dispatcher: Dispatcher,
@@ -80,7 +68,7 @@ class FlightService:
         regions: RegionServer,
     ) -> None:
         self.models = models
-        self._siblings = siblings
+        self._peers = peers
         self._intake = intake
         self._dispatcher = dispatcher
         self.limits = limits
@@ -92,15 +80,13 @@ class FlightService:
         self.is_draining = False
 
     def drain(self) -> None:
-        """Take no more batches."""
+        """Stop reading batches."""
         self.is_draining = True
         for exchange in list(self.exchanges):
-            exchange.stop(
-                Draining("the server is stopping; send the rest to another", retry_after_ms=0)
-            )
+            exchange.stop(Draining("the server is stopping; retry on another", retry_after_ms=0))
 
-    def look_at_grants(self) -> None:
-        """Who may ask what has changed."""
+    def check_grants(self) -> None:
+        """Stop streams whose grant was revoked."""
         for exchange, grant in list(self.exchanges.items()):
             lane = exchange.target.lane
             try:
@@ -112,11 +98,7 @@ class FlightService:
                 exchange.stop(error)
 
     def plan(self, lane: Lane, header: bytes) -> Plan:
-        """The plan for a schema, made or remembered.
-
-        Raises:
-            IskanderError: As `Plan`.
-        """
+        """The plan for a lane and a schema, cached. Raises as `Plan` does."""
         key = (lane.model.key, header)
         plan = self._plans.get(key)
         if plan is None:
@@ -129,12 +111,14 @@ class FlightService:
         return plan
 
     async def do_exchange(self, call: Call) -> None:
-        """Batches in, batches out; see `Exchange`."""
+        """Serve a stream; see `Exchange`."""
         if self.is_draining:
             raise Draining("the server is stopping", retry_after_ms=0)
         if len(self.exchanges) >= self.limits.streams:
             raise Overloaded(
-                f"{self.limits.streams} streams are open, the limit", retry_after_ms=1000
+                f"{len(self.exchanges)} streams are open, limit {self.limits.streams} "
+                "(`limits.streams`)",
+                retry_after_ms=1000,
             )
         exchange = Exchange(
             call,
@@ -153,112 +137,95 @@ class FlightService:
             del self.exchanges[exchange]
 
     async def handshake(self, call: Call) -> None:
-        """Answer an opening handshake.
-
-        A token that was shown as a name's password comes back as the header of the other calls.
-        """
+        """Complete a handshake: a token sent as a password is returned as a bearer header."""
         raw = await _first(call)
         request = _parse(flight_pb2.HandshakeRequest, raw)
-        answer = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
-        await call.write(answer.SerializeToString())
-        shown = [
-            f"Bearer {bearer_token(str(said))}" for name, said in call.metadata if name == HEADER
-        ]
-        call.end(metadata=tuple((HEADER, token) for token in shown))
+        response = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
+        await call.write(response.SerializeToString())
+        tokens = [bearer_token(str(value)) for name, value in call.metadata if name == HEADER]
+        call.end(metadata=tuple((HEADER, f"Bearer {token}") for token in tokens))
 
     async def list_flights(self, _: bytes, call: Call) -> None:
-        """An entry for each model version that is loaded and that the caller may ask."""
+        """List the loaded model versions that the caller may use."""
         for lane in self.models:
-            if lane.contract is not None and call.grant.may_ask(lane.model.name):
+            if lane.contract is not None and call.grant.may_call(lane.model.name):
                 await call.write(_info(lane).SerializeToString())
 
     async def get_flight_info(self, raw: bytes, grant: Grant) -> bytes:
-        """One model: schema of its results, and its contract as JSON in `app_metadata`."""
-        name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
-        grant.require_model(name)
-        info: bytes = _info(self.models.find_loaded(name, version)).SerializeToString()
+        """Return a model's result schema, and its contract as JSON in `app_metadata`."""
+        info: bytes = _info(self._loaded(raw, grant)).SerializeToString()
         return info
 
     async def get_schema(self, raw: bytes, grant: Grant) -> bytes:
-        """Schema of a model's results; passed-through columns come before them."""
-        name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
-        grant.require_model(name)
-        lane = self.models.find_loaded(name, version)
-        assert lane.contract is not None
-        schema = output_schema(lane.contract).serialize().to_pybytes()
-        result: bytes = flight_pb2.SchemaResult(schema=schema).SerializeToString()
+        """Return a model's result schema, without passed-through columns."""
+        schema = flight_pb2.SchemaResult(schema=_result_schema(self._loaded(raw, grant)))
+        result: bytes = schema.SerializeToString()
         return result
 
     async def list_actions(self, _: bytes, call: Call) -> None:
-        """The actions of `do_action`."""
+        """List the actions of `do_action`."""
         for name, sentence in ACTIONS.items():
             action = flight_pb2.ActionType(type=name, description=sentence)
             await call.write(action.SerializeToString())
 
     async def do_action(self, raw: bytes, call: Call) -> None:
-        """What the operator asks; bodies and results are JSON, schemas are IPC messages."""
+        """Run an action; results are JSON, schemas are IPC messages."""
         action = _parse(flight_pb2.Action, raw)
-        if action.type == "metrics":
-            call.grant.require_token()
-            bodies = [msgspec.json.encode(await self._recent.answer(action.body))]
-        elif action.type == "load":
-            name = _read_query("load", action.body).model
-            call.grant.require_manage(name)
-            versions = await self._siblings.load(name)
-            bodies = [msgspec.json.encode({"model": name, "versions": versions})]
-        elif action.type == "unload":
-            wanted = _read_query("unload", action.body)
-            call.grant.require_manage(wanted.model)
-            versions = await self._siblings.unload(wanted.model, wanted.version_text)
-            bodies = [msgspec.json.encode({"model": wanted.model, "versions": versions})]
-        else:
-            bodies = self._act(action.type, action.body, call.grant)
-        for body in bodies:
+        for result in await self._act(action.type, action.body, call.grant):
+            body = result if isinstance(result, bytes) else msgspec.json.encode(result)
             await call.write(flight_pb2.Result(body=body).SerializeToString())
 
     async def do_get(self, raw: bytes, _: Call) -> None:
-        """Not offered."""
+        """Not supported."""
         raise Unsupported("this server keeps no data to get; send batches with DoExchange")
 
     async def do_put(self, _: Call) -> None:
-        """Not offered."""
+        """Not supported."""
         raise Unsupported("this server stores no data; send batches with DoExchange")
 
     async def poll_flight_info(self, raw: bytes, grant: Grant) -> bytes:
-        """Not offered."""
-        raise Unsupported("nothing here takes long enough to poll for; use GetFlightInfo")
+        """Not supported."""
+        raise Unsupported("PollFlightInfo is not supported; use GetFlightInfo")
 
     def _find(self, grant: Grant, raw: bytes, key: str) -> Lane:
-        name, version = _model_of(_parse(flight_pb2.FlightDescriptor, raw))
+        name, version = _model_of(raw)
         grant.require_model(name)
         return self.models.find(name, version, key)
 
-    def _act(self, name: str, body: bytes, grant: Grant) -> list[bytes]:
-        encode = msgspec.json.encode
+    def _loaded(self, raw: bytes, grant: Grant) -> Lane:
+        name, version = _model_of(raw)
+        grant.require_model(name)
+        return self.models.find_loaded(name, version)
+
+    async def _act(self, name: str, body: bytes, grant: Grant) -> list[Any]:
+        """Results of an action: IPC messages, or objects to encode as JSON."""
         if name == "health":
-            told = self.models.readiness()
-            told["ready"] = told["ready"] and not self.is_draining
-            told["models"] = {m: told["models"][m] for m in told["models"] if grant.may_ask(m)}
-            return [encode(told)]
+            state = self.models.readiness()
+            state["ready"] = state["ready"] and not self.is_draining
+            state["models"] = {m: state["models"][m] for m in state["models"] if grant.may_call(m)}
+            return [state]
         if name == "models":
-            return [encode([m for m in self.models.describe_all() if grant.may_ask(m["name"])])]
-        if name == "shared-memory":
+            return [[m for m in self.models.describe_all() if grant.may_call(m["name"])]]
+        if name in ("metrics", "shared-memory", "stats"):
             grant.require_token()
-            return [encode(self._regions.describe())]
-        if name == "stats":
-            grant.require_token()
-            return [encode(self._stats())]
+            if name == "metrics":
+                return [await self._recent.answer(body)]
+            return [self._stats() if name == "stats" else self._regions.describe()]
+        if name not in ("contract", "load", "unload"):
+            raise Unsupported(f"there is no action `{name[:100]}`; there are {', '.join(ACTIONS)}")
+        query = _read_query(name, body)
         if name == "contract":
-            wanted = _read_query(name, body)
-            grant.require_model(wanted.model)
-            lane = self.models.find_loaded(wanted.model, wanted.version_text)
+            grant.require_model(query.model)
+            lane = self.models.find_loaded(query.model, query.version_text)
             assert lane.contract is not None
-            schemas = (request_schema(lane.contract), output_schema(lane.contract))
-            return [
-                encode(describe(lane)),
-                *(schema.serialize().to_pybytes() for schema in schemas),
-            ]
-        raise Unsupported(f"there is no action `{name[:100]}`; there are {', '.join(ACTIONS)}")
+            inputs = request_schema(lane.contract).serialize().to_pybytes()
+            return [describe(lane), inputs, _result_schema(lane)]
+        grant.require_manage(query.model)
+        if name == "load":
+            versions = await self._peers.load(query.model)
+        else:
+            versions = await self._peers.unload(query.model, query.version_text)
+        return [{"model": query.model, "versions": versions}]
 
 
 @thread_safe
@@ -272,7 +239,7 @@ class _Query(msgspec.Struct):
 
 
 def _read_query(action: str, body: bytes) -> _Query:
-    """Which model an action is about."""
+    """Decode the body of an action."""
     try:
         return msgspec.json.decode(body, type=_Query)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -284,7 +251,7 @@ async def _first(call: Call) -> bytes:
         async with asyncio.timeout(OPEN_S):
             return bytes(await call.read() or b"")
     except TimeoutError:
-        raise MalformedInput(f"no message came within {OPEN_S:g} s") from None
+        raise MalformedInput(f"no message received within {OPEN_S:g} s") from None
 
 
 def _parse(kind: type[Message], raw: bytes) -> Any:  # noqa: ANN401
@@ -294,17 +261,23 @@ def _parse(kind: type[Message], raw: bytes) -> Any:  # noqa: ANN401
         raise MalformedInput(f"the message is not a {kind.__name__}") from None
 
 
-def _model_of(descriptor: Any) -> tuple[str, str | None]:  # noqa: ANN401
+def _model_of(raw: bytes) -> tuple[str, str | None]:
+    descriptor = _parse(flight_pb2.FlightDescriptor, raw)
     path = list(descriptor.path)
     if descriptor.type != flight_pb2.FlightDescriptor.PATH or len(path) not in (1, 2):
         raise MalformedInput("wanted a path descriptor: [model] or [model, version]")
     return path[0], path[1] if len(path) == 2 else None
 
 
-def _info(lane: Lane) -> Any:  # noqa: ANN401
+def _result_schema(lane: Lane) -> bytes:
     assert lane.contract is not None
+    schema: bytes = output_schema(lane.contract).serialize().to_pybytes()
+    return schema
+
+
+def _info(lane: Lane) -> Any:  # noqa: ANN401
     return flight_pb2.FlightInfo(
-        schema=output_schema(lane.contract).serialize().to_pybytes(),
+        schema=_result_schema(lane),
         flight_descriptor=flight_pb2.FlightDescriptor(
             type=flight_pb2.FlightDescriptor.PATH, path=[lane.model.name, lane.model.version]
         ),

@@ -1,10 +1,10 @@
-"""A stream whose client shares memory: a batch may say where its body is, instead of having one.
+"""Codec of a stream with a shared memory region, where a message may locate its body.
 
-What is told of the batch came over the stream. Of the body, which the client can change at any
-time, tensors of fixed width are read once, straight into the input arena; what has to be looked
-into, or comes back, is read to memory of our own first.
+The header arrives over the stream. The client can change the body at any time: fixed-width tensors
+are read once, into the input arena. Other bodies, which are validated or sent back, are first
+copied to private memory.
 
-Runs on: gateway loop; `read` of what is large on a thread.
+Runs on: gateway loop; `read` of large bodies on a thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from builtins import memoryview  # Where mypyc looks for the types of fields.
 from collections.abc import Callable
 
-from iskander.config.schema import HEADER_ROOM_BYTES, LimitsConfig
+from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
 from iskander.control.shared_regions import BodyLocation, read_body_location
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.memory.chunked_copy import WHOLE_BYTES
@@ -23,13 +23,7 @@ from iskander.protocols.flight.plan import Plan
 
 
 class SharedCodec(StreamCodec):
-    """The codec of such a stream.
-
-    Args:
-        plan: Of the stream.
-        limits: Of the server.
-        region: Finds the memory that the client shares; it raises where it is lent no more.
-    """
+    """Stream codec with a region; `region` raises RegionNotFound once it is released."""
 
     def __init__(
         self, plan: Plan, limits: LimitsConfig, region: Callable[[], ClientSegment]
@@ -39,60 +33,51 @@ class SharedCodec(StreamCodec):
         self._latest: tuple[bytes | memoryview, BodyLocation | None] | None = None
 
     def is_quick(self, raw: bytes | memoryview) -> bool:
-        """As of any codec; a body elsewhere counts as one that came."""
-        located = self._find(raw)
-        if located is None:
+        """Whether to read a message at once; counts a body in the region."""
+        location = self._locate(raw)
+        if location is None:
             return super().is_quick(raw)
-        length = len(located.header) + located.body[1]
-        is_kept = length > WHOLE_BYTES and bool(self.plan.forwarded)
-        return not is_kept and self._is_quick(located.header, length)
+        length = len(location.header) + location.body[1]
+        is_copied = length > WHOLE_BYTES and bool(self.plan.forwarded)
+        return not is_copied and self._is_quick(location.header, length)
 
     def work_bytes(self, raw: bytes | memoryview) -> int:
-        """As of any codec; a body elsewhere is copied before it is looked into.
-
-        Raises:
-            IskanderError: It cannot be read.
-        """
-        located = self._find(raw)
-        if located is None:
+        """Temporary memory to read a message, including a private copy of the body."""
+        location = self._locate(raw)
+        if location is None:
             return super().work_bytes(raw)
-        return 2 * min(max(located.body[1], 0), self._limits.bytes)
+        return 2 * min(max(location.body[1], 0), self._limits.bytes)
 
-    def read(self, raw: bytes | memoryview, *, is_at_once: bool = False) -> ParsedBatch | None:
-        """As of any codec.
-
-        Raises:
-            IskanderError: As `decode`, or there is no such place in the region.
-            LongMessage: As `decode`.
-        """
-        located = self._find(raw)
+    def read(self, raw: bytes | memoryview, *, is_on_loop: bool = False) -> ParsedBatch | None:
+        """Parse one message; None for a dictionary. Raises as `decode`, or RegionNotFound."""
+        location = self._locate(raw)
         self._latest = None
-        if located is None:
-            return super().read(raw, is_at_once=is_at_once)
-        region, (start, length) = self._region(), located.body
+        if location is None:
+            return super().read(raw, is_on_loop=is_on_loop)
+        region, (start, length) = self._region(), location.body
         if start < 0 or length < 0 or start + length > len(region):
             raise MalformedInput(
-                f"the batch is said to have {length} bytes at {start} of a region of {len(region)}"
+                f"the batch's body has {length} bytes at {start} of a region of {len(region)} bytes"
             )
         body = SegmentRange(region, start, start + length)
         return self.decode(
-            memoryview(located.header), body, located.app_metadata, is_at_once=is_at_once
+            memoryview(location.header), body, location.app_metadata, is_on_loop=is_on_loop
         )
 
-    def _find(self, raw: bytes | memoryview) -> BodyLocation | None:
-        """Where a message says that its batch is; None where it has one."""
+    def _locate(self, raw: bytes | memoryview) -> BodyLocation | None:
+        """The body location in a message; None for a message with a body."""
         if self._latest is None or self._latest[0] is not raw:
-            self._latest = raw, _located(raw)
+            self._latest = raw, _body_location(raw)
         return self._latest[1]
 
 
-def _located(raw: bytes | memoryview) -> BodyLocation | None:
+def _body_location(raw: bytes | memoryview) -> BodyLocation | None:
     data = read_flight_data(raw)
     if data.header or not data.app_metadata:
         return None
-    if len(data.app_metadata) > 2 * HEADER_ROOM_BYTES:
+    if len(data.app_metadata) > 2 * HEADER_BYTES_MAX:
         raise LimitExceeded(
-            f"what says where a batch is may have {2 * HEADER_ROOM_BYTES} bytes, got "
-            f"{len(data.app_metadata)}"
+            f"the batch's body location has {len(data.app_metadata)} bytes, limit "
+            f"{2 * HEADER_BYTES_MAX}"
         )
     return read_body_location(data.app_metadata)

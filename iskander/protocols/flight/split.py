@@ -1,4 +1,4 @@
-"""A batch that is several requests, one for each bucket of its rows: and its results, in order.
+"""A batch split into one request per bucket, and the merge of its results.
 
 Runs on: gateway loop.
 """
@@ -24,19 +24,9 @@ from iskander.scheduling.request import Request
 
 
 class SplitBatch:
-    """Stands in a stream's window for a batch of several requests, and is their caller.
+    """Window entry of a split batch, and caller of its requests.
 
-    Args:
-        contract: Of the model version.
-        portions: Of the batch; each has its rows' places.
-        on_end: Called when the results of all are there, or one has failed.
-
-    Attributes:
-        requests: One for each portion, to be filled by the stream.
-        results_bytes: Of all portions, at most.
-        taken: What the response is made of; None until then.
-        error: Why there will be none.
-        held_bytes: What it keeps of private memory at most.
+    Calls `on_end` when all portions have results, or one has failed.
     """
 
     def __init__(
@@ -47,29 +37,28 @@ class SplitBatch:
     ) -> None:
         self._contract = contract
         self._places = [portion.places for portion in portions]
-        self._bodies: list[bytes | memoryview | None] = [None] * len(portions)
+        self._bodies: dict[int, bytes | memoryview] = {}
         self._on_end = on_end
         self.requests: list[Request] = []
         self.results_bytes = 0
-        self.arrived: Any = None
-        self.taken: Any = None
+        self.parsed: Any = None
+        self.response: Any = None
         self.error: IskanderError | None = None
         self.held_bytes = 0
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
-        """Take the results of one portion."""
+        """Accept the results of one portion."""
         self._bodies[self.requests.index(request)] = results
-        bodies = [body for body in self._bodies if body is not None]
-        if len(bodies) == len(self._bodies) and self.error is None:
+        if len(self._bodies) == len(self._places) and self.error is None:
             self._on_end(self)
 
     def results(self) -> memoryview:
-        """Those of the whole batch, once all are there; large ones are for a thread."""
-        bodies = [body for body in self._bodies if body is not None]
+        """Merge the results of all portions; call on a thread if they are large."""
+        bodies = [self._bodies[index] for index in range(len(self._places))]
         return merge_results(self._contract, self._places, bodies)
 
     def fail(self, request: Request, error: IskanderError) -> None:
-        """Take the failure of one portion, which is that of the batch."""
+        """Accept the failure of one portion, which fails the batch."""
         del request
         if self.error is None:
             self.error = error
@@ -78,56 +67,40 @@ class SplitBatch:
 
 def split_batch(
     lane: Lane,
-    arrived: ParsedBatch,
+    parsed: ParsedBatch,
     raw_bytes: int,
     terms: StreamTerms,
     on_end: Callable[[SplitBatch], None],
 ) -> SplitBatch:
-    """A batch whose rows are in several buckets, as a request for each.
-
-    Args:
-        lane: Of the model version.
-        arrived: The batch.
-        raw_bytes: Of its message.
-        terms: Of its stream.
-        on_end: As `SplitBatch` has it.
-    """
+    """Split a batch with rows in several buckets; `raw_bytes` is the size of its message."""
     assert lane.contract is not None
-    divided = SplitBatch(lane.contract, arrived.portions, on_end)
-    said = terms.of(arrived.app_metadata)
-    divided.requests = [
+    split = SplitBatch(lane.contract, parsed.portions, on_end)
+    batch_terms = terms.of(parsed.app_metadata)
+    split.requests = [
         Request(
             lane,
-            divided,
+            split,
             portion.rows,
             portion.tensors,
-            terms=said,
+            terms=batch_terms,
             arrived_ns=now_ns(),
             call_deadline_ns=terms.deadline_ns,
             bucket=portion.bucket,
         )
-        for portion in arrived.portions
+        for portion in parsed.portions
     ]
-    for request in divided.requests[1:]:
+    for request in split.requests[1:]:
         request.is_part = True
-    divided.arrived = arrived.without_inputs()
-    divided.results_bytes = sum(request.layout.output_bytes for request in divided.requests)
-    divided.held_bytes = max(raw_bytes, len(arrived.body)) + 2 * divided.results_bytes
-    return divided
+    split.parsed = parsed.without_inputs()
+    split.results_bytes = sum(request.layout.output_bytes for request in split.requests)
+    split.held_bytes = max(raw_bytes, len(parsed.body)) + 2 * split.results_bytes
+    return split
 
 
 def merge_results(
-    contract: Contract,
-    places: Sequence[np.ndarray],
-    bodies: Sequence[bytes | memoryview],
+    contract: Contract, places: Sequence[np.ndarray], bodies: Sequence[bytes | memoryview]
 ) -> memoryview:
-    """The results of a whole batch.
-
-    Args:
-        contract: Of the model version.
-        places: Of each portion, the rows of the batch that its rows are.
-        bodies: Of each portion, its results.
-    """
+    """Merge the results of portions in row order; `places` are the rows of each portion."""
     specs, rows = contract.outputs, sum(map(len, places))
     offsets, texts = body_layout(specs, rows)[0], []
     layouts = [body_layout(specs, len(each))[0] for each in places]
@@ -146,10 +119,9 @@ def merge_results(
             columns.append(np.frombuffer(ends, np.uint8))
             texts.append(joined)
         elif spec.type.dtype.arrow_bits == 1:
-            counts = [len(each) * spec.elements for each in places]
             bits = [
-                np.unpackbits(raw, count=count, bitorder="little")
-                for raw, count in zip(found, counts, strict=True)
+                np.unpackbits(raw, count=len(each) * spec.elements, bitorder="little")
+                for raw, each in zip(found, places, strict=True)
             ]
             whole_bits = np.concatenate(bits).reshape(rows, -1)[order]
             columns.append(np.packbits(whole_bits.reshape(-1), bitorder="little"))
@@ -172,7 +144,7 @@ def _texts(
     bodies: Sequence[bytes | memoryview],
     layouts: Sequence[list[int]],
 ) -> pa.Array:
-    """One output of strings of all portions, one after the other."""
+    """One string output of all portions, concatenated."""
     arrays, specs = [], contract.outputs
     spec = [each for each in specs if each.is_string][which]
     for ends, each, body, layout in zip(found, places, bodies, layouts, strict=True):

@@ -1,4 +1,4 @@
-"""What came of observations, counted, and as points of the measures that Inferential's users know.
+"""Outcome counters of observations, and points under Inferential's metric names.
 
 Runs on: gateway loop.
 """
@@ -28,16 +28,13 @@ _EXPIRED = frozenset(kind.code for kind in (DeadlineExceeded, DeadlineUnreachabl
 
 
 class InferentialMetrics:
-    """Counts outcomes, and records points.
-
-    Args:
-        recent: Where points are kept.
+    """Counts outcomes and records points.
 
     Attributes:
-        outcomes: Observations by what came of them: `answered`, `late` (its deadline had passed),
-            `unsent` (its client had gone), or the code of its error.
-        broken: Connections that were ended because of what came over them.
-        last_error: What the last observation failed with, for who looks for it; empty: none has.
+        outcomes: Observations by outcome: `answered`, `late` (deadline passed), `unsent` (client
+            disconnected), or the code of the error.
+        broken: Connections closed because of a protocol violation.
+        last_error: Message of the last failed observation; empty for none.
     """
 
     def __init__(self, recent: RecentValues) -> None:
@@ -47,19 +44,19 @@ class InferentialMetrics:
         self.last_error = ""
 
     def received(self, labels: Labels, stamp_ns: int, payload_bytes: int) -> None:
-        """An observation came, made at a moment of its client's wall clock; 0: not known."""
+        """Record an observation; `stamp_ns` is its wall-clock time, 0 if unknown."""
         if stamp_ns:
             staleness_ms = (wall_ns() - stamp_ns) / NS_PER_MS
             self._recent.record("observation_staleness_ms", staleness_ms, labels)
         self._recent.record("payload_size_bytes", payload_bytes, labels)
 
     def malformed(self, error: IskanderError) -> None:
-        """A message came that nobody could be answered for."""
+        """Count a message without the address of a reply."""
         self._count(error)
         self._recent.record("observation_errors", 1, {})
 
     def refused(self, labels: Labels, model: str, error: IskanderError) -> None:
-        """An observation gets no results."""
+        """Count a rejected or failed observation."""
         self._count(error)
         if error.code in _FULL:
             self._recent.record("queue_full_drops", 1, labels)
@@ -70,29 +67,29 @@ class InferentialMetrics:
             self._recent.record("dispatch_errors", 1, labels)
 
     def answered(self) -> None:
-        """An observation's results were sent."""
+        """Count results that were sent."""
         self.outcomes["answered"] += 1
 
     def late(self, labels: Labels) -> None:
-        """Results came when their client had given them up."""
+        """Count results that missed their deadline."""
         self.outcomes["late"] += 1
         self._recent.record("send_errors", 1, labels)
 
     def unsent(self, labels: Labels) -> None:
-        """A client went before it was answered."""
+        """Count an observation whose client disconnected."""
         self.outcomes["unsent"] += 1
         self._recent.record("send_errors", 1, labels)
 
     def clients(self, count: int) -> None:
-        """So many clients are connected now."""
+        """Record the number of connected clients."""
         self._recent.record("active_clients", count, {})
 
     def left(self, labels: Labels) -> None:
-        """A client is not connected any more."""
+        """Record a disconnect."""
         self._recent.record("client_disconnected", 1, labels)
 
     def cut(self, reason: str) -> None:
-        """A connection was ended because of what came over it."""
+        """Count a connection closed because of a protocol violation."""
         self.broken += 1
         self.last_error = reason
 

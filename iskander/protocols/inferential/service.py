@@ -1,4 +1,4 @@
-"""Inferential over ZeroMQ: where its clients connect, and what their sessions share.
+"""Inferential over ZeroMQ: the listener and the state shared by its sessions.
 
 Runs on: gateway loop. Source: the protocol of the package `inferential` 1.4.
 """
@@ -21,28 +21,17 @@ from iskander.scheduling.input_arena import InputArena
 from iskander.transport.addresses import zmq_address
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.sockets import BoundPath, bind, with_port
-from iskander.transport.zmtp.connection import Connection
 from iskander.transport.zmtp.listener import Listener
 
 
 class InferentialService:
-    """The protocol's port.
-
-    Args:
-        config: Of the server.
-        models: What is served.
-        intake: The way into shared memory.
-        dispatcher: The way to the workers.
-        grant: What its clients may ask, who show no token.
-        recent: Where points of its measures are kept.
-        connection_limits: Over the connections of all listeners.
+    """The Inferential server.
 
     Attributes:
-        sessions: The clients that are connected, by their names.
-        is_silent: What fails is not answered.
-        budget: The memory of received bytes, and of results that are not sent.
-        is_draining: What comes is refused.
-        address: Where it listens, with the port that was taken; empty: nowhere.
+        sessions: Sessions by client name.
+        is_silent: Failed observations get no reply.
+        is_draining: New observations are rejected.
+        address: Listening address with the allocated port; empty if the protocol is off.
     """
 
     def __init__(
@@ -70,10 +59,10 @@ class InferentialService:
         self.address = ""
         self._server = config.server
         self._path: BoundPath | None = None
-        self._run = os.urandom(8).hex()
-        self._responses = self._names = 0
+        self._response_prefix = os.urandom(8).hex()
+        self._responses = self._renamed = 0
         self._listener = Listener(
-            self._open,
+            lambda connection, identity: Session(self, connection, identity),
             self.journal.cut,
             message_bytes=config.limits.message_bytes,
             connections_max=self.config.connections,
@@ -82,14 +71,14 @@ class InferentialService:
 
     @property
     def has_work(self) -> bool:
-        """Whether something that was taken is not answered."""
+        """Whether an accepted observation has no reply yet."""
         return any(session.has_work for session in self.sessions.values())
 
     async def start(self) -> None:
-        """Listen, where the settings say so.
+        """Listen, if an address is configured.
 
         Raises:
-            ConfigError: The address is in use, or is none.
+            ConfigError: The address is in use or invalid.
         """
         if not self.config.address:
             return
@@ -110,22 +99,22 @@ class InferentialService:
         for listening in sockets:
             await self._listener.listen(listening)
 
-    def close_door(self) -> None:
-        """Take no more connections; those that are open go on."""
-        self._listener.close_door()
+    def stop_accepting(self) -> None:
+        """Stop accepting connections; open ones continue."""
+        self._listener.stop_accepting()
 
     def drain(self) -> None:
-        """Take nothing more; what was accepted is still answered."""
+        """Reject new observations; accepted ones are still answered."""
         self.is_draining = True
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, and let the clients go once they have what was said to them."""
+        """Stop listening and close connections when their replies are sent."""
         await self._listener.stop(grace_s)
         if self._path is not None:
             self._path.release()
 
     def stats(self) -> dict[str, Any]:
-        """What has come of observations; empty where the protocol is not served."""
+        """Return counters; empty if the protocol is off."""
         if not self.address:
             return {}
         return {
@@ -137,31 +126,25 @@ class InferentialService:
         }
 
     def next_response(self) -> str:
-        """A name for a reply: 32 hexadecimal digits that no other has."""
+        """Return a unique name for a reply: 32 hexadecimal digits."""
         self._responses += 1
-        return f"{self._run}{self._responses:016x}"
+        return f"{self._response_prefix}{self._responses:016x}"
 
-    def name_for(self, session: Session, wanted: str) -> str:
-        """What a client is called: as it says, unless another that is connected is called so.
-
-        Two of one name are two clients: what is one's is never the other's.
-        """
+    def register(self, session: Session, name: str) -> str:
+        """Register a client and return its name, with a suffix if the name is in use."""
         if self.grant.name:
-            wanted = f"{self.grant.name}/{wanted}"
-        name = wanted
-        while name in self.sessions:
-            self._names += 1
-            name = f"{wanted} ({self._names})"
-        self.sessions[name] = session
+            name = f"{self.grant.name}/{name}"
+        unique = name
+        while unique in self.sessions:
+            self._renamed += 1
+            unique = f"{name} ({self._renamed})"
+        self.sessions[unique] = session
         self.journal.clients(len(self.sessions))
-        return name
+        return unique
 
-    def on_left(self, session: Session) -> None:
-        """A client is gone."""
+    def unregister(self, session: Session) -> None:
+        """Remove a client that disconnected."""
         if session.name:
             del self.sessions[session.name]
             self.journal.left(session.labels)
             self.journal.clients(len(self.sessions))
-
-    def _open(self, connection: Connection, identity: bytes) -> Session:
-        return Session(self, connection, identity)

@@ -1,10 +1,10 @@
-"""One client of Inferential: observations in, replies out, for each model in order.
+"""Session of one Inferential client: observations in, replies out, in order for each model.
 
-It has no task of its own for an observation. The connection calls `take`, lane and dispatcher call
-`deliver` or `fail`, and `_write` sends what is next, as far as the client takes it. A bounded
-window of observations is in work; while it is full nothing is taken, and so a client that floods or
-does not read costs itself only. One that has failed, or whose client has given it up, has no place
-in the window any more: newer ones do not wait behind it.
+A session has no task for each observation. The connection calls `take`, lane and dispatcher call
+`deliver` or `fail`, and `_write` sends the next replies while the client reads them. The window
+limits the observations in progress; while it is full the session reads nothing, so that a client
+that floods or does not read slows down only itself. Failed and expired observations leave the
+window and do not delay newer ones.
 
 Runs on: gateway loop.
 """
@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Final
 
 from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns, wall_ns
-from iskander.errors import Draining, IskanderError, Overloaded
+from iskander.errors import INTERNAL, Draining, IskanderError, Overloaded
 from iskander.protocols.inferential.terms import read_terms
 from iskander.protocols.inferential.wire import (
-    Address,
+    InputTensors,
     Observation,
     Part,
-    Question,
+    ReplyAddress,
     read_observation,
-    read_question,
+    read_tensors,
     render_error,
     render_results,
 )
-from iskander.protocols.tensors import RequestTensors, take
+from iskander.protocols.tensors import RequestTensors, read_inputs
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, Request, Terms
 from iskander.transport.zmtp.connection import Connection
@@ -42,72 +42,67 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger("iskander.inferential")
 
 NAME_MAX: Final = 128
-"""Letters of a client's name that count; it is a label of every point."""
+"""Significant letters of a client's name, which is a label of every point."""
 FAILED_MAX: Final = 1024
-"""Failures that wait to be told behind results."""
+"""Limit of error replies that wait behind results."""
 RETRY_MS: Final = 1000
 
 
 class _Pending(Request):
-    """An observation, from admission until its reply is written.
+    """An observation from admission until its reply is written.
 
     Attributes:
-        taken: The results' body; None until it is there.
-        error: Why there will be none.
-        held_bytes: What it keeps of private memory at most: its tensors and its results.
+        body: Body of the results; None until they arrive.
+        error: Error of the observation, if it failed.
+        memory_bytes: Bound of its private memory: tensors and results.
     """
 
-    __slots__ = ("address", "error", "held_bytes", "is_single", "taken")
+    __slots__ = ("address", "body", "error", "is_single", "memory_bytes")
 
     def __init__(
         self,
         lane: Lane,
         caller: Session,
-        offered: RequestTensors,
+        inputs: RequestTensors,
         terms: Terms,
         *,
         arrived_ns: int,
-        address: Address,
+        address: ReplyAddress,
         is_single: bool,
     ) -> None:
         super().__init__(
             lane,
             caller,
-            offered.rows,
-            offered.tensors,
+            inputs.rows,
+            inputs.tensors,
             terms=terms,
             arrived_ns=arrived_ns,
-            bucket=offered.bucket,
+            bucket=inputs.bucket,
         )
         self.address = address
         self.is_single = is_single
-        self.taken: bytes | memoryview | None = None
+        self.body: bytes | memoryview | None = None
         self.error: IskanderError | None = None
-        self.held_bytes = self.layout.input_bytes + self.layout.output_bytes
+        self.memory_bytes = self.layout.input_bytes + self.layout.output_bytes
 
 
-class _Refused:
-    """Stands among a model's observations for one that was not taken."""
+class _Rejected:
+    """A rejected observation, in the reply order of its model."""
 
-    __slots__ = ("address", "deadline_ns", "error", "taken")
+    __slots__ = ("address", "body", "deadline_ns", "error")
 
-    def __init__(self, address: Address, error: IskanderError, deadline_ns: int) -> None:
+    def __init__(self, address: ReplyAddress, error: IskanderError, deadline_ns: int) -> None:
         self.address = address
         self.error: IskanderError | None = error
-        self.taken = None
+        self.body = None
         self.deadline_ns = deadline_ns
 
 
 class Session:
-    """One client.
-
-    Args:
-        service: What it is a client of.
-        connection: Of the client.
-        identity: That its socket says; empty where it says none.
+    """One client; `identity` is its socket's identity, empty for none.
 
     Attributes:
-        unread_bytes: Results that are not sent yet; they are charged to the receive budget.
+        unread_bytes: Unsent results; they are charged to the receive budget.
     """
 
     def __init__(
@@ -116,126 +111,120 @@ class Session:
         self._service = service
         self._connection = connection
         self._limits = service.limits
-        self._windows: dict[str, deque[_Pending | _Refused]] = {}
-        self._held = self._held_bytes = self._failed = 0
+        self._replies: dict[str, deque[_Pending | _Rejected]] = {}
+        self._window = self._window_bytes = self._failed = 0
         self.unread_bytes = 0
         self._admission: asyncio.Task[None] | None = None
-        self._giving_up: asyncio.TimerHandle | None = None
-        self._giving_up_ns = NEVER_NS
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry_ns = NEVER_NS
         self._is_write_due = self._is_lost = False
         self.name = ""
         self._source = UNKNOWN_SOURCE
         if identity:
-            self._be_called(identity.decode("utf-8", "backslashreplace"))
+            self._register(identity.decode("utf-8", "backslashreplace"))
 
     @property
     def is_full(self) -> bool:
-        """Whether observations have to be answered before the next is read."""
+        """Whether replies have to be sent before the next observation is read."""
         return (
             self._admission is not None
-            or self._held >= self._limits.window_batches
-            or self._held_bytes >= self._limits.window_bytes
+            or self._window >= self._limits.window_batches
+            or self._window_bytes >= self._limits.window_bytes
             or self._failed >= FAILED_MAX
         )
 
     @property
     def has_work(self) -> bool:
-        """Whether something that was taken is not answered, or an answer is not sent."""
-        return bool(self._windows or self._admission) or self._connection.has_unsent
+        """Whether an accepted observation has no reply, or a reply is unsent."""
+        return bool(self._replies or self._admission) or self._connection.has_unsent
 
     def take(self, parts: list[Part], arrived_ns: int) -> None:
-        """Take a message, which came at that time."""
-        service = self._service
+        """Process a message."""
+        received = self._read(parts)
+        if received is None:
+            return
+        observation, address = received
+        stamp_ns, length = observation.envelope.timestamp_ns, len(observation.payload)
+        self._service.journal.received(self.labels, stamp_ns, length)
         try:
-            observation = read_observation(parts)
+            self._submit(observation, address, arrived_ns)
         except IskanderError as error:
-            # Nobody would know what a reply is for.
-            return service.journal.malformed(error)
-        envelope = observation.envelope
-        if not self.name:
-            self._be_called(envelope.client.id)
-        address = Address(envelope.client.id, envelope.model_id, service.next_response())
-        service.journal.received(self.labels, envelope.timestamp_ns, len(observation.payload))
-        try:
-            self._ask(observation, address, arrived_ns)
-        except IskanderError as error:
-            self._refuse(address, error)
+            self._reject(address, error)
         except Exception:
-            # The observation ends here and the server goes on; the text stays in the log.
-            log.exception("an observation could not be taken")
-            self._refuse(address, IskanderError("the server failed; its log says why"))
-        return None
+            log.exception("internal error in an observation")
+            self._reject(address, IskanderError(INTERNAL))
 
     def refuse(self, parts: list[Part]) -> None:
-        """Take a message that there is no memory for: it is not processed."""
-        try:
-            envelope = read_observation(parts).envelope
-        except IskanderError as error:
-            return self._service.journal.malformed(error)
-        if not self.name:
-            self._be_called(envelope.client.id)
-        address = Address(envelope.client.id, envelope.model_id, self._service.next_response())
-        return self._refuse(
-            address,
-            Overloaded(
-                "the server has no memory for what was received (limits.receive_bytes)",
-                retry_after_ms=RETRY_MS,
-            ),
-        )
+        """Reject a message for lack of memory."""
+        received = self._read(parts)
+        if received is not None:
+            text = "no memory for received messages (`limits.receive_bytes`)"
+            self._reject(received[1], Overloaded(text, retry_after_ms=RETRY_MS))
 
-    def on_room(self) -> None:
-        """The client takes replies again."""
+    def on_writable(self) -> None:
+        """Continue sending: the client reads again."""
         self._write()
 
     def on_lost(self) -> None:
-        """The client is gone: nobody waits for what it asked."""
+        """Withdraw all observations: the client disconnected."""
         self._is_lost = True
         if self._admission is not None:
             self._admission.cancel()
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-        for window in self._windows.values():
-            for pending in window:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for replies in self._replies.values():
+            for pending in replies:
                 if isinstance(pending, _Pending):
                     self._service.dispatcher.withdraw(pending)
                 self._service.journal.unsent(self.labels)
-        self._windows.clear()
+        self._replies.clear()
         self._service.budget.release(self.unread_bytes)
-        self._held = self._held_bytes = self._failed = self.unread_bytes = 0
-        self._service.on_left(self)
+        self._window = self._window_bytes = self._failed = self.unread_bytes = 0
+        self._service.unregister(self)
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
-        """Take the results of one observation, to be sent when its turn comes."""
+        """Keep the results of an observation until its reply is due."""
         assert isinstance(request, _Pending)
-        request.taken = results
+        request.body = results
         self.unread_bytes += len(results)
         self._service.budget.charge(len(results))
         self._write_soon()
 
     def fail(self, request: Request, error: IskanderError) -> None:
-        """Take the failure of one observation, to be told when its turn comes, or not at all."""
+        """Keep the error of an observation until its reply is due; drop both if silent."""
         assert isinstance(request, _Pending)
         if self._service.is_silent:
-            self._leave(request)
+            self._drop(request)
             self._service.journal.refused(self.labels, request.address.model, error)
         else:
-            self._let_go(request)
+            self._leave_window(request)
             request.error = error
             self._count_failed()
         self._write_soon()
 
-    def _be_called(self, name: str) -> None:
-        self.name = self._service.name_for(self, name[:NAME_MAX])
+    def _read(self, parts: list[Part]) -> tuple[Observation, ReplyAddress] | None:
+        """Parse a message; None if it has no address for a reply."""
+        try:
+            observation = read_observation(parts)
+        except IskanderError as error:
+            self._service.journal.malformed(error)
+            return None
+        client, model = observation.envelope.client.id, observation.envelope.model_id
+        if not self.name:
+            self._register(client)
+        return observation, ReplyAddress(client, model, self._service.next_response())
+
+    def _register(self, name: str) -> None:
+        self.name = self._service.register(self, name[:NAME_MAX])
         self.labels = {"client": self.name}
         self._source = Source(connection=self.name)
 
-    def _ask(self, observation: Observation, address: Address, arrived_ns: int) -> None:
+    def _submit(self, observation: Observation, address: ReplyAddress, arrived_ns: int) -> None:
         service = self._service
         if service.is_draining:
-            raise Draining("the server is stopping; send it to another", retry_after_ms=0)
-        envelope = observation.envelope
+            raise Draining("the server is stopping; retry on another server", retry_after_ms=0)
         terms = read_terms(
-            envelope,
+            observation.envelope,
             self.name,
             newest_wins=service.config.newest_wins,
             wall_ns=wall_ns(),
@@ -245,142 +234,141 @@ class Session:
         service.grant.require_model(name)
         lane = service.models.find_loaded(name, version or None, self.name)
         assert lane.contract is not None
-        question: Question = read_question(lane.contract, observation)
-        offered = take(lane.contract, question.tensors, self._limits)
+        question: InputTensors = read_tensors(lane.contract, observation)
         pending = _Pending(
             lane,
             self,
-            offered,
+            read_inputs(lane.contract, question.tensors, self._limits),
             terms,
             arrived_ns=arrived_ns,
             address=address,
             is_single=question.is_single,
         )
         if not pending.rows:
-            pending.taken, pending.tensors = b"", []
-            self._enter(pending)
+            pending.body, pending.tensors = b"", []
+            self._enter_window(pending)
             self._write_soon()
         else:
             self._admit(pending)
 
     def _admit(self, pending: _Pending) -> None:
         try:
-            is_there = self._service.intake.admit(pending)
+            is_admitted = self._service.intake.admit(pending)
         except IskanderError as error:
-            return self._refuse(pending.address, error, pending.deadline_ns)
-        if is_there:
-            self._enter(pending)
+            return self._reject(pending.address, error, pending.deadline_ns)
+        if is_admitted:
+            self._enter_window(pending)
             return self._service.dispatcher.submit(pending)
         self._admission = asyncio.get_running_loop().create_task(self._admit_later(pending))
-        return self._give_up_soon()
+        return self._arm_expiry()
 
     async def _admit_later(self, pending: _Pending) -> None:
         try:
             await self._service.intake.admit_later(pending)
-            self._enter(pending)
+            self._enter_window(pending)
             self._service.dispatcher.submit(pending)
         except IskanderError as error:
-            self._refuse(pending.address, error, pending.deadline_ns)
+            self._reject(pending.address, error, pending.deadline_ns)
         except Exception:
-            log.exception("an observation could not be admitted")
-            self._refuse(pending.address, IskanderError("the server failed; its log says why"))
+            log.exception("internal error in the admission of an observation")
+            self._reject(pending.address, IskanderError(INTERNAL))
         self._admission = None
         self._connection.resume()
 
-    def _enter(self, pending: _Pending) -> None:
-        self._windows.setdefault(pending.address.model, deque()).append(pending)
-        self._held += 1
-        self._held_bytes += pending.held_bytes
+    def _enter_window(self, pending: _Pending) -> None:
+        self._replies.setdefault(pending.address.model, deque()).append(pending)
+        self._window += 1
+        self._window_bytes += pending.memory_bytes
         if self.is_full:
-            self._give_up_soon()
+            self._arm_expiry()
 
-    def _let_go(self, pending: _Pending) -> None:
-        """Give its place in the window to another."""
-        self._held -= 1
-        self._held_bytes -= pending.held_bytes
-        if pending.taken is not None:
-            self.unread_bytes -= len(pending.taken)
-            self._service.budget.release(len(pending.taken))
+    def _leave_window(self, pending: _Pending) -> None:
+        self._window -= 1
+        self._window_bytes -= pending.memory_bytes
+        if pending.body is not None:
+            self.unread_bytes -= len(pending.body)
+            self._service.budget.release(len(pending.body))
 
-    def _leave(self, pending: _Pending) -> None:
-        """Forget one that will not be answered."""
-        self._let_go(pending)
-        window = self._windows[pending.address.model]
-        window.remove(pending)
-        if not window:
-            del self._windows[pending.address.model]
+    def _drop(self, pending: _Pending) -> None:
+        """Remove an observation that gets no reply."""
+        self._leave_window(pending)
+        replies = self._replies[pending.address.model]
+        replies.remove(pending)
+        if not replies:
+            del self._replies[pending.address.model]
 
-    def _refuse(self, address: Address, error: IskanderError, deadline_ns: int = NEVER_NS) -> None:
+    def _reject(
+        self, address: ReplyAddress, error: IskanderError, deadline_ns: int = NEVER_NS
+    ) -> None:
         if self._service.is_silent:
             self._service.journal.refused(self.labels, address.model, error)
         else:
-            refused = _Refused(address, error, deadline_ns)
-            self._windows.setdefault(address.model, deque()).append(refused)
+            rejected = _Rejected(address, error, deadline_ns)
+            self._replies.setdefault(address.model, deque()).append(rejected)
             self._count_failed()
             self._write_soon()
 
     def _count_failed(self) -> None:
-        """One more waits to be told."""
         self._failed += 1
         if self.is_full:
-            self._give_up_soon()
+            self._arm_expiry()
 
-    def _give_up_soon(self) -> None:
-        """Let go of what is with a worker when its deadline passes: nothing more is read before."""
+    def _arm_expiry(self) -> None:
+        """Withdraw running observations at their deadline, which makes space in a full window."""
         first_ns = min((each.deadline_ns for each in self._unanswered()), default=NEVER_NS)
-        if first_ns < self._giving_up_ns:
-            if self._giving_up is not None:
-                self._giving_up.cancel()
+        if first_ns < self._expiry_ns:
+            if self._expiry is not None:
+                self._expiry.cancel()
             after_s = max(first_ns - now_ns(), 0) / NS_PER_S
-            self._giving_up = asyncio.get_running_loop().call_later(after_s, self._give_up)
-            self._giving_up_ns = first_ns
+            self._expiry = asyncio.get_running_loop().call_later(after_s, self._expire)
+            self._expiry_ns = first_ns
 
-    def _give_up(self) -> None:
-        self._giving_up, self._giving_up_ns = None, NEVER_NS
+    def _expire(self) -> None:
+        self._expiry, self._expiry_ns = None, NEVER_NS
         now = now_ns()
         for pending in [each for each in self._unanswered() if each.deadline_ns <= now]:
             self._service.dispatcher.withdraw(pending)
             pending.lane.count_missed(pending)
             self._service.journal.late(self.labels)
-            self._leave(pending)
+            self._drop(pending)
         if self.is_full:
-            self._give_up_soon()
+            self._arm_expiry()
         self._write_soon()
 
     def _unanswered(self) -> Iterator[_Pending]:
-        for window in self._windows.values():
-            for pending in window:
-                if isinstance(pending, _Pending) and pending.error is None is pending.taken:
+        for replies in self._replies.values():
+            for pending in replies:
+                if isinstance(pending, _Pending) and pending.error is None is pending.body:
                     yield pending
 
     def _write_soon(self) -> None:
-        """Write when this turn of the loop is over: workers get their next batches before that."""
+        """Write after this event loop iteration; workers get their next batches first."""
         if not self._is_write_due and not self._is_lost:
             self._is_write_due = True
             asyncio.get_running_loop().call_soon(self._write)
 
     def _write(self) -> None:
-        """Send what is there, for each model in order, until the client has to take some first."""
+        """Send due replies, for each model in order, until the client has to read."""
         self._is_write_due = False
-        for model, window in list(self._windows.items()):
-            while window and not self._connection.is_blocked:
-                pending = window[0]
-                if pending.taken is None and pending.error is None:
+        for model, replies in list(self._replies.items()):
+            while replies and not self._connection.is_blocked:
+                pending = replies[0]
+                if pending.body is None and pending.error is None:
                     break
-                window.popleft()
+                replies.popleft()
                 if pending.error is None:
                     assert isinstance(pending, _Pending)
-                    self._let_go(pending)
+                    self._leave_window(pending)
                 else:
                     self._failed -= 1
-                self._answer(pending)
-            if not window:
-                del self._windows[model]
+                self._reply(pending)
+            if not replies:
+                del self._replies[model]
         if not self._is_lost:
             self._connection.resume()
 
-    def _answer(self, pending: _Pending | _Refused) -> None:
-        """Send one reply, or none: to a client that has given up it would be the next one's."""
+    def _reply(self, pending: _Pending | _Rejected) -> None:
+        """Send one reply; none after its deadline, since the client would match the next call."""
         journal = self._service.journal
         error, now = pending.error, now_ns()
         if error is not None:
@@ -390,30 +378,25 @@ class Session:
                 journal.late(self.labels)
             return
         try:
-            reply = (
-                render_error(pending.address, error, wall_ns())
-                if error is not None
-                else self._results(pending)
-            )
-        except IskanderError as unsaid:
-            journal.refused(self.labels, pending.address.model, unsaid)
+            if error is None:
+                assert isinstance(pending, _Pending) and pending.body is not None
+                assert pending.lane.contract is not None
+                reply = render_results(
+                    pending.address,
+                    pending.lane.contract,
+                    pending.rows,
+                    pending.body,
+                    is_single=pending.is_single,
+                    latency_ms=pending.run_ns / NS_PER_MS,
+                    wall_ns=wall_ns(),
+                )
+            else:
+                reply = render_error(pending.address, error, wall_ns())
+        except IskanderError as failed:
+            journal.refused(self.labels, pending.address.model, failed)
             if self._service.is_silent:
                 return
-            reply = render_error(pending.address, unsaid, wall_ns())
+            reply = render_error(pending.address, failed, wall_ns())
         self._connection.send(reply)
         if error is None:
             journal.answered()
-
-    @staticmethod
-    def _results(pending: _Pending | _Refused) -> list[bytes | memoryview]:
-        assert isinstance(pending, _Pending) and pending.taken is not None
-        assert pending.lane.contract is not None
-        return render_results(
-            pending.address,
-            pending.lane.contract,
-            pending.rows,
-            pending.taken,
-            is_single=pending.is_single,
-            latency_ms=pending.run_ns / NS_PER_MS,
-            wall_ns=wall_ns(),
-        )

@@ -1,7 +1,6 @@
-"""What an observation says about its urgency.
+"""Terms of an observation, from fields of its envelope and strings of its metadata.
 
-Fields of the envelope, and strings of its metadata: `observe(..., deadline_ms="30")`. Metadata of
-any other name means nothing here.
+Metadata example: `observe(..., deadline_ms="30")`. Other metadata keys are ignored.
 
 Pure. Source: the protocol of the package `inferential` 1.4.
 """
@@ -9,29 +8,26 @@ Pure. Source: the protocol of the package `inferential` 1.4.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from iskander.auth.source import UNKNOWN_SOURCE, Source
 from iskander.clock import NS_PER_MS
 from iskander.decoders import thread_safe
 from iskander.errors import MalformedInput
+from iskander.protocols.terms import DAY_MS, Milliseconds
 from iskander.scheduling.request import PRIORITY_MAX, Terms
-
-_DAY_MS = 86_400_000
-Milliseconds = Annotated[float, Meta(ge=0, le=_DAY_MS)]
 
 
 @thread_safe
 class InferentialTerms(msgspec.Struct, frozen=True):
-    """What metadata may say.
+    """Terms in the metadata of an observation.
 
     Attributes:
-        deadline_ms: Milliseconds from its arrival within which an answer is of use.
-        ttl_ms: Milliseconds that it may wait for a worker.
-        newest_wins: A newer observation of this client takes its place while it waits.
+        deadline_ms: Milliseconds from its arrival to its deadline.
+        ttl_ms: Maximum milliseconds in the queue.
+        newest_wins: A newer observation of this client replaces it while it is queued.
     """
 
     deadline_ms: Milliseconds | None = None
@@ -39,7 +35,7 @@ class InferentialTerms(msgspec.Struct, frozen=True):
     newest_wins: bool | None = None
 
 
-NOTHING = InferentialTerms()
+NO_TERMS = InferentialTerms()
 NAMES = frozenset(InferentialTerms.__struct_fields__)
 
 
@@ -51,45 +47,44 @@ def read_terms(
     wall_ns: int,
     source: Source = UNKNOWN_SOURCE,
 ) -> Terms:
-    """The terms of an observation.
+    """Return the terms of an observation.
 
     Args:
-        envelope: An `Observation`; priorities beyond ours are the lowest, and urgency is cut to
-            what it may be.
-        client: Whose it is.
-        newest_wins: Where its metadata does not say.
-        wall_ns: The time, for its age.
-        source: Whose share of the queue it takes.
+        envelope: An `Observation`; its priority and urgency are clamped to the valid range.
+        client: Name of the client.
+        newest_wins: Default for metadata without that key.
+        wall_ns: Current wall-clock time.
+        source: Source of the request.
 
     Raises:
-        MalformedInput: Metadata of ours is not what it may be.
+        MalformedInput: A term in the metadata is invalid.
     """
-    said = _read_metadata(envelope.metadata)
+    terms = _read_metadata(envelope.metadata)
     urgency, stamp_ns = envelope.urgency, envelope.timestamp_ns
     steps = envelope.steps_remaining if envelope.HasField("steps_remaining") else None
     return Terms(
         client=client,
         is_named=True,
         priority=min(envelope.priority, PRIORITY_MAX),
-        urgency=min(urgency, 1.0) if urgency > 0 else 0.0,  # Also what is not a number.
-        budget_ms=said.deadline_ms,
-        ttl_ms=said.ttl_ms,
+        urgency=min(urgency, 1.0) if urgency > 0 else 0.0,  # NaN gives 0.
+        budget_ms=terms.deadline_ms,
+        ttl_ms=terms.ttl_ms,
         steps_remaining=steps,
         age_ms=max(wall_ns - stamp_ns, 0) / NS_PER_MS if stamp_ns else 0.0,
-        is_newest_wins=newest_wins if said.newest_wins is None else said.newest_wins,
+        is_newest_wins=newest_wins if terms.newest_wins is None else terms.newest_wins,
         source=source,
     )
 
 
 def _read_metadata(metadata: Mapping[str, str]) -> InferentialTerms:
-    ours = {name: metadata[name] for name in NAMES if name in metadata}
-    if not ours:
-        return NOTHING
+    fields = {name: metadata[name] for name in NAMES if name in metadata}
+    if not fields:
+        return NO_TERMS
     try:
-        return msgspec.convert(ours, InferentialTerms, strict=False)
+        return msgspec.convert(fields, InferentialTerms, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).rpartition("$.")[2].rstrip("`")
-        wanted = "true or false" if name == "newest_wins" else f"milliseconds from 0 to {_DAY_MS}"
+        kind = "true or false" if name == "newest_wins" else f"milliseconds from 0 to {DAY_MS}"
         raise MalformedInput(
-            f"the observation's metadata: `{name}` is {ours.get(name, '')[:100]!r}, wanted {wanted}"
+            f"the observation's metadata: `{name}` is {fields.get(name, '')[:100]!r}, wanted {kind}"
         ) from None

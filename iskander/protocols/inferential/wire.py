@@ -1,7 +1,7 @@
-"""Inferential's envelopes: an observation read and held against a contract, a reply made.
+"""Inferential messages: parse observations into tensors, and encode replies.
 
-A message is an empty part, a protobuf envelope, and a payload with the tensors' bytes one after the
-other. Tensors are slices of the payload as it came; only the contract says what they must be.
+A message is an empty part, a protobuf envelope, and a payload with the concatenated tensor data.
+Tensors are slices of the received payload; the contract determines their types and shapes.
 
 Pure. Source: the protocol of the package `inferential` 1.4; scripts/protos/inferential_wire.proto.
 """
@@ -16,11 +16,11 @@ from google.protobuf.message import DecodeError
 from iskander._generated import inferential_wire_pb2 as wire
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupported
-from iskander.protocols.tensors import Tensor, give
+from iskander.protocols.tensors import Tensor, result_tensors
 
 ENVELOPE_BYTES_MAX = 65_536
 UNKNOWN_MAX = 16
-"""Tensors beyond those of the model; up to here an error names them."""
+"""Tensors beyond the model's inputs; up to here an error names them."""
 _DATATYPES = {
     wire.FLOAT16: "FP16",
     wire.FLOAT32: "FP32",
@@ -37,35 +37,30 @@ Part = bytes | memoryview
 
 
 class Observation(NamedTuple):
-    """What a client observed, and wants an answer to.
-
-    Attributes:
-        envelope: As it came.
-        payload: The tensors' bytes.
-    """
+    """A request: the envelope and the concatenated tensor data."""
 
     envelope: Any
     payload: memoryview
 
 
-class Question(NamedTuple):
-    """An observation's tensors, with the axis of the rows.
+class InputTensors(NamedTuple):
+    """Tensors of an observation, with a row axis.
 
     Attributes:
-        is_single: They came without that axis, and so the results go back.
+        is_single: They were sent without that axis; the results are returned without it.
     """
 
     tensors: list[Tensor]
     is_single: bool
 
 
-class Address(NamedTuple):
-    """What a reply says about whom it is for.
+class ReplyAddress(NamedTuple):
+    """Addressing fields of a reply.
 
     Attributes:
-        client: As the client says it.
-        model: As the client says it; by this it knows which of its calls a reply is for.
-        response: A name for the reply that no other has.
+        client: Client id as sent.
+        model: Model id as sent; the client matches a reply to its call by it.
+        response: Unique name of the reply.
     """
 
     client: str
@@ -74,35 +69,35 @@ class Address(NamedTuple):
 
 
 def read_observation(parts: Sequence[Part]) -> Observation:
-    """Find the envelope of a message; a payload that is not there is empty.
+    """Parse the envelope of a message; a missing payload is empty.
 
     Raises:
-        MalformedInput: It is no observation, or does not say whose and for which model.
+        MalformedInput: The message is not an observation, or has no client or model id.
     """
     if len(parts) < 2 or parts[0]:
         raise MalformedInput("a message is an empty part, an envelope and a payload")
     if len(parts[1]) > ENVELOPE_BYTES_MAX:
         raise MalformedInput(
-            f"an envelope may have {ENVELOPE_BYTES_MAX} bytes, got {len(parts[1])}"
+            f"envelope too large: {len(parts[1])} bytes, limit {ENVELOPE_BYTES_MAX}"
         )
     try:
         envelope = wire.Observation.FromString(bytes(parts[1]))
     except DecodeError:
         raise MalformedInput("the envelope is not an Observation") from None
     if not envelope.client.id or not envelope.model_id:
-        raise MalformedInput("an observation needs a client's id and a model's id")
+        raise MalformedInput("the observation has no client id or no model id")
     return Observation(envelope, memoryview(parts[2] if len(parts) > 2 else b""))
 
 
-def read_question(contract: Contract, observation: Observation) -> Question:
-    """The tensors under the names of the contract's inputs, each with an axis of the rows.
+def read_tensors(contract: Contract, observation: Observation) -> InputTensors:
+    """Return the tensors under the names of the contract's inputs, each with a row axis.
 
-    A tensor is named after the input or its column. One that has the shape of a row is one row.
+    A tensor has the name of the input or its column. A tensor with the shape of a row is one row.
 
     Raises:
-        ContractError: Too many tensors, a type that there is not, or that no client sends.
-        MalformedInput: A tensor's bytes are not in the payload.
-        Unsupported: A tensor is an encoded picture, or a result of a type that there is not.
+        ContractError: Too many tensors, or an unknown type.
+        MalformedInput: A tensor's data are not in the payload.
+        Unsupported: A tensor is an encoded picture, or the protocol has no type for a result.
     """
     for result in contract.outputs:
         _dtype(result)
@@ -122,11 +117,11 @@ def read_question(contract: Contract, observation: Observation) -> Question:
             is_single = False
         name = tensor.key if spec is None else spec.tensor
         tensors.append(Tensor(name, _datatype(tensor), shape, _data(tensor, observation.payload)))
-    return Question(tensors, is_single)
+    return InputTensors(tensors, is_single)
 
 
 def render_results(
-    address: Address,
+    address: ReplyAddress,
     contract: Contract,
     rows: int,
     body: bytes | memoryview,
@@ -135,16 +130,16 @@ def render_results(
     latency_ms: float,
     wall_ns: int,
 ) -> list[bytes | memoryview]:
-    """A reply with results, each under the name of its column.
+    """Encode a reply with results under the names of their columns.
 
     Raises:
-        Unsupported: A result is of a type that the protocol has not.
+        Unsupported: The protocol has no type for a result.
     """
     envelope = _envelope(address, wall_ns)
     envelope.inference_latency_ms = latency_ms
     parts: list[bytes | memoryview] = [b"", b""]
     offset = 0
-    for spec, tensor in zip(contract.outputs, give(contract, rows, body), strict=True):
+    for spec, tensor in zip(contract.outputs, result_tensors(contract, rows, body), strict=True):
         envelope.tensors.add(
             key=spec.column,
             dtype=_dtype(spec),
@@ -156,22 +151,24 @@ def render_results(
         offset += len(tensor.data)
         parts.append(tensor.data)
     parts[1] = envelope.SerializeToString()
-    # Always three parts, or some clients would not look at them.
+    # Always three parts: some clients ignore other messages.
     return [*parts[:2], parts[2] if len(parts) == 3 else b"".join(parts[2:])]
 
 
-def render_error(address: Address, error: IskanderError, wall_ns: int) -> list[bytes | memoryview]:
-    """A reply that says in its metadata why there are no results."""
+def render_error(
+    address: ReplyAddress, error: IskanderError, wall_ns: int
+) -> list[bytes | memoryview]:
+    """Encode a reply with the error in its metadata."""
     envelope = _envelope(address, wall_ns)
-    said = error.to_wire()
-    envelope.metadata["error"] = said.pop("message")
-    for key, value in said.items():
+    fields = error.to_wire()
+    envelope.metadata["error"] = fields.pop("message")
+    for key, value in fields.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         envelope.metadata[f"error_{key}"] = text
     return [b"", envelope.SerializeToString(), b""]
 
 
-def _envelope(address: Address, wall_ns: int) -> Any:  # noqa: ANN401
+def _envelope(address: ReplyAddress, wall_ns: int) -> Any:  # noqa: ANN401
     return wire.ModelResponse(
         client=wire.Client(id=address.client),
         response_id=address.response,
@@ -184,12 +181,12 @@ def _datatype(tensor: Any) -> str:  # noqa: ANN401
     datatype = _DATATYPES.get(tensor.dtype)
     if datatype is None:
         raise ContractError(
-            f"tensor `{tensor.key[:100]}` has the dtype {tensor.dtype}; there are "
+            f"tensor `{tensor.key[:100]}` has the unknown dtype {tensor.dtype}; supported: "
             f"{', '.join(f'{number} ({name})' for number, name in _DATATYPES.items())}"
         )
     if tensor.encoding not in (wire.ENCODING_UNSPECIFIED, wire.RAW):
         raise Unsupported(
-            f"tensor `{tensor.key[:100]}` has the encoding {tensor.encoding}; only RAW is taken"
+            f"tensor `{tensor.key[:100]}` has the encoding {tensor.encoding}; supported: RAW"
         )
     return datatype
 
@@ -197,9 +194,7 @@ def _datatype(tensor: Any) -> str:  # noqa: ANN401
 def _dtype(spec: TensorSpec) -> int:
     datatype = spec.type.dtype.oip
     if datatype not in _DTYPES:
-        raise Unsupported(
-            f"result `{spec.column}` is {datatype}, which Inferential has no type for"
-        )
+        raise Unsupported(f"result `{spec.column}` is {datatype}; Inferential has no such type")
     return _DTYPES[datatype]
 
 
@@ -207,6 +202,6 @@ def _data(tensor: Any, payload: memoryview) -> memoryview:  # noqa: ANN401
     end = tensor.byte_offset + tensor.byte_length
     if end > len(payload):
         raise MalformedInput(
-            f"tensor `{tensor.key[:100]}` ends at byte {end} of a payload of {len(payload)}"
+            f"tensor `{tensor.key[:100]}` ends at byte {end}, the payload has {len(payload)} bytes"
         )
     return payload[tensor.byte_offset : end]

@@ -1,7 +1,7 @@
-"""What is served, as the Open Inference Protocol and Triton's extensions describe it.
+"""Model metadata, configuration and statistics as protobuf messages.
 
-Tools that load a server read a model's metadata with the axis of the rows, and its configuration
-without it, since `max_batch_size` is more than 0.
+Load generators expect the axis of the rows in a model's metadata, and not in its configuration,
+because `max_batch_size` is more than 0.
 
 Pure but for the clock. Source: Open Inference Protocol v2; Triton's model configuration,
 statistics and model repository extensions.
@@ -9,7 +9,7 @@ statistics and model repository extensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from iskander import __version__
@@ -30,7 +30,7 @@ EXTENSIONS = (
     "parameters",
     "statistics",
 )
-"""Those of Triton's that are honoured whole."""
+"""Triton's extensions with full support."""
 
 _BACKENDS = {
     "onnx": ("onnxruntime_onnx", "onnxruntime", "model.onnx"),
@@ -38,36 +38,33 @@ _BACKENDS = {
     "torch": ("pytorch_libtorch", "pytorch", "model.pt2"),
     "pipeline": ("ensemble", "", ""),
 }
-"""Triton's platform, backend and model file for each of ours; others are named as they are."""
+"""Triton's platform, backend and model file for each backend; others keep their name."""
 _DYNAMIC = -1
 _US_PER_MS = 1000
 
 
 def server_metadata() -> Any:  # noqa: ANN401
-    """Name, version and extensions."""
+    """Return name, version and extensions."""
     return oip_pb2.ServerMetadataResponse(name=SERVER, version=__version__, extensions=EXTENSIONS)
 
 
 def metadata(lane: Lane, versions: Iterable[str]) -> Any:  # noqa: ANN401
-    """Of a model that is loaded; every version of it that is served is named."""
+    """Describe a loaded model, with all of its served versions."""
     contract = lane.contract
     assert contract is not None
     return oip_pb2.ModelMetadataResponse(
         name=lane.model.name,
         versions=versions,
-        platform=_run_by(lane)[0],
-        inputs=[
-            _tensor(spec, shape)
-            for spec, shape in zip(contract.inputs, _shapes(contract), strict=True)
-        ],
+        platform=_backend_names(lane)[0],
+        inputs=[_tensor(spec, shape) for spec, shape in _inputs(contract)],
         outputs=[_tensor(spec, spec.shape) for spec in contract.outputs],
     )
 
 
 def config(lane: Lane) -> Any:  # noqa: ANN401
-    """How a model that is loaded is run, in the words of Triton's ModelConfig."""
-    contract, rules = lane.contract, lane.config
-    platform, backend, file = _run_by(lane)
+    """Return the configuration of a loaded model as Triton's ModelConfig."""
+    contract, settings = lane.contract, lane.config
+    platform, backend, file = _backend_names(lane)
     assert contract is not None
     return oip_pb2.ModelConfig(
         name=lane.model.name,
@@ -77,21 +74,21 @@ def config(lane: Lane) -> Any:  # noqa: ANN401
         default_model_filename=file,
         input=[
             oip_pb2.ModelInput(name=spec.tensor, data_type=_data_type(spec), dims=shape)
-            for spec, shape in zip(contract.inputs, _shapes(contract), strict=True)
+            for spec, shape in _inputs(contract)
         ],
         output=[
             oip_pb2.ModelOutput(name=spec.tensor, data_type=_data_type(spec), dims=spec.shape)
             for spec in contract.outputs
         ],
         dynamic_batching=oip_pb2.ModelDynamicBatching(
-            preferred_batch_size=rules.preferred_batch_rows,
-            max_queue_delay_microseconds=rules.linger_us,
+            preferred_batch_size=settings.preferred_batch_rows,
+            max_queue_delay_microseconds=settings.linger_us,
             priority_levels=PRIORITY_MAX + 1,
             default_priority_level=PRIORITY_DEFAULT + 1,
             default_queue_policy=oip_pb2.ModelQueuePolicy(
-                default_timeout_microseconds=int(rules.deadline_ms * _US_PER_MS),
+                default_timeout_microseconds=int(settings.deadline_ms * _US_PER_MS),
                 allow_timeout_override=True,
-                max_queue_size=rules.queue_requests,
+                max_queue_size=settings.queue_requests,
             ),
         ),
         model_transaction_policy=oip_pb2.ModelTransactionPolicy(decoupled=False),
@@ -99,59 +96,50 @@ def config(lane: Lane) -> Any:  # noqa: ANN401
 
 
 def statistics(lane: Lane) -> Any:  # noqa: ANN401
-    """What a model has done since the start.
+    """Return a model's statistics since the start.
 
-    Units: nanoseconds. Waiting and computing are measured for a batch, so that their counts are of
-    batches; requests that failed or were refused have no time of their own.
+    Units: nanoseconds. Queue and run times are measured for each batch, so their counts are of
+    batches; failed and rejected requests have no time.
     """
-    counts = lane.counts
-    failed = sum(
-        count for name, count in counts.items() if name.startswith(("failed.", "refused."))
-    )
-    last_ms = 0
-    if counts["completed"]:
-        last_ms = (wall_ns() - (now_ns() - lane.ran_ns)) // NS_PER_MS
+    counts, measures = lane.counts, lane.measures
+    failed = sum(n for name, n in counts.items() if name.startswith(("failed.", "refused.")))
+    ran_ms = (wall_ns() - (now_ns() - lane.ran_ns)) // NS_PER_MS
     duration = oip_pb2.StatisticDuration
     return oip_pb2.ModelStatistics(
         name=lane.model.name,
         version=lane.model.version,
-        last_inference=last_ms,
-        inference_count=lane.measures.batch_rows.sum,
+        last_inference=ran_ms if counts["completed"] else 0,
+        inference_count=measures.batch_rows.sum,
         execution_count=counts["batches"],
         inference_stats=oip_pb2.InferStatistics(
-            success=duration(count=counts["completed"], ns=lane.measures.total_ns.sum),
+            success=duration(count=counts["completed"], ns=measures.total_ns.sum),
             fail=duration(count=failed),
-            queue=duration(count=len(lane.measures.wait_ns), ns=lane.measures.wait_ns.sum),
+            queue=duration(count=len(measures.wait_ns), ns=measures.wait_ns.sum),
             compute_input=duration(),
-            compute_infer=duration(count=len(lane.measures.run_ns), ns=lane.measures.run_ns.sum),
+            compute_infer=duration(count=len(measures.run_ns), ns=measures.run_ns.sum),
             compute_output=duration(),
         ),
     )
 
 
-def index_entry(standing: ModelStatus) -> Any:  # noqa: ANN401
-    """A model version in the repository's index."""
+def index_entry(status: ModelStatus) -> Any:  # noqa: ANN401
+    """Return a model version's entry in the repository index."""
     return oip_pb2.RepositoryIndexResponse.ModelIndex(
-        name=standing.name,
-        version=standing.version,
-        state=standing.state,
-        reason=standing.reason,
+        name=status.name, version=status.version, state=status.state, reason=status.reason
     )
 
 
-def _run_by(lane: Lane) -> tuple[str, str, str]:
-    """Platform, backend and model file, in Triton's words."""
+def _backend_names(lane: Lane) -> tuple[str, str, str]:
+    """Return Triton's platform, backend and model file."""
     backend = lane.model.backend
     return _BACKENDS.get(backend, ("", backend, ""))
 
 
-def _shapes(contract: Contract) -> list[tuple[int, ...]]:
-    """Of each input, without the rows; an axis that is as long as the rows' bucket is open."""
-    long = bucketed_tensors(contract)
-    return [
-        (_DYNAMIC, *spec.shape[1:]) if spec.tensor in long else spec.shape
-        for spec in contract.inputs
-    ]
+def _inputs(contract: Contract) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
+    """Yield each input and its shape without rows; an axis with the bucket's length is dynamic."""
+    bucketed = bucketed_tensors(contract)
+    for spec in contract.inputs:
+        yield spec, (_DYNAMIC, *spec.shape[1:]) if spec.tensor in bucketed else spec.shape
 
 
 def _tensor(spec: TensorSpec, shape: tuple[int, ...]) -> Any:  # noqa: ANN401

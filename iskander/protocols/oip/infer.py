@@ -1,4 +1,4 @@
-"""One Open Inference Protocol request from its bytes to the bytes of its response.
+"""Inference for one Open Inference Protocol request: lookup, tensors, response.
 
 Runs on: gateway loop. Source: Open Inference Protocol v2.
 """
@@ -11,13 +11,12 @@ from typing import Final, TypeAlias
 from iskander._generated import oip_pb2
 from iskander.auth.grants import Grant
 from iskander.config.schema import LimitsConfig
-from iskander.contract.tensors import Contract, TensorSpec
+from iskander.contract.tensors import Contract
 from iskander.errors import ContractError
 from iskander.protocols.oip.request import (
     COPIES,
     ParsedRequest,
     copied_bytes,
-    is_copied,
     is_for_thread,
     read_head,
     tensors_of,
@@ -30,10 +29,10 @@ from iskander.protocols.tensors import (
     NAME_MAX,
     InputMatch,
     RequestTensors,
-    give,
     match_inputs,
-    places,
-    take,
+    read_inputs,
+    result_ranges,
+    result_tensors,
 )
 from iskander.repository.models import Models
 from iskander.scheduling.lane import Lane
@@ -43,245 +42,196 @@ REMEMBERED_MAX: Final = 256
 REMEMBERED_BYTES_MAX: Final = 4096
 FINAL: Final = "triton_final_response"
 
+_Layout: TypeAlias = tuple[Contract, list[int], bytes, list[tuple[bytes, int, int]] | None]
+"""A response without its id and tensors: contract, indexes of its outputs, serialized head; prefix
+of each output on the wire and its range in the results, or None if outputs need a conversion."""
+
 _Key: TypeAlias = tuple[int, int, tuple[str, ...], bool]
-"""Of a kind of responses: model, rows, outputs that are wanted, whether it says that it is last."""
-
-
-class _Shape:
-    """A response but for its id and the bytes of its tensors.
-
-    Attributes:
-        contract: That it is of.
-        wanted: Numbers of the outputs that it has.
-        head: Serialized.
-        places: What is before each of them on the wire, and where it begins and ends in the
-            results; None where it is made of them.
-    """
-
-    __slots__ = ("contract", "head", "places", "wanted")
-
-    def __init__(
-        self,
-        contract: Contract,
-        wanted: list[int],
-        head: bytes,
-        places: list[tuple[bytes, int, int]] | None,
-    ) -> None:
-        self.contract = contract
-        self.wanted = wanted
-        self.head = head
-        self.places = places
+"""Of a response layout: model, rows, requested outputs, whether it has the final flag."""
 
 
 class CachedRequest:
-    """Requests that differ in their tensors' bytes alone, as a client's mostly do.
+    """A request without its tensors' bytes; most requests of a client are otherwise identical.
 
     Attributes:
-        asked: What they say.
-        fit: How the tensors of the last one fitted its model; None where that is to be found out.
+        match: How the tensors of the last such request matched the inputs; None if unknown.
     """
 
-    __slots__ = ("asked", "fit")
+    __slots__ = ("match", "parsed")
 
-    def __init__(self, asked: ParsedRequest) -> None:
-        self.asked = asked
-        self.fit: InputMatch | None = None
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self.parsed = parsed
+        self.match: InputMatch | None = None
 
 
 class ResolvedRequest:
-    """What a request wants, as far as it is known before its tensors are.
+    """A request with its model version, before its tensors are read."""
 
-    Attributes:
-        known: What it says, and what is known of others that say the same.
-        lane: Of the model version.
-        contract: By which it is answered, whatever the lane has by then.
-        id: Of the request, in UTF-8.
-    """
-
-    __slots__ = ("contract", "id", "known", "lane")
+    __slots__ = ("cached", "contract", "id", "lane")
 
     def __init__(
-        self, known: CachedRequest, lane: Lane, contract: Contract, request_id: bytes
+        self, cached: CachedRequest, lane: Lane, contract: Contract, request_id: bytes
     ) -> None:
-        self.known = known
+        self.cached = cached
         self.lane = lane
         self.contract = contract
         self.id = request_id
 
 
 class Inference:
-    """Answers requests, each by itself.
+    """Answers requests; caches parsed requests and response layouts."""
 
-    Args:
-        models: What is served.
-        desk: Has the rows computed.
-    """
-
-    def __init__(self, models: Models, desk: RequestSubmitter) -> None:
+    def __init__(self, models: Models, submitter: RequestSubmitter) -> None:
         self._models = models
-        self._desk = desk
-        self._known: dict[bytes, CachedRequest] = {}
-        self._shapes: dict[_Key, _Shape] = {}
+        self._submitter = submitter
+        self._requests: dict[bytes, CachedRequest] = {}
+        self._layouts: dict[_Key, _Layout] = {}
 
     async def answer(
         self, scanned: Scanned, terms: StreamTerms, call: Call, *, is_streamed: bool = False
     ) -> list[Message]:
-        """Have a request computed.
+        """Run a request, and return a ModelInferResponse in parts.
 
-        Args:
-            scanned: The request.
-            terms: Of its call.
-            call: Of the request: its caller's grant, and its memory.
-            is_streamed: More requests may come with that call.
-
-        Returns:
-            A ModelInferResponse in parts.
-
-        Raises:
-            IskanderError: Why there is none.
+        `UnaryInfer` has the same sequence with callbacks, without a task.
         """
-        wanted = self.find(scanned, terms, call.grant)
-        asked, contract, limits = wanted.known.asked, wanted.contract, self._desk.limits
-        taken_bytes = 0
-        if is_for_thread(asked, scanned):
-            taken_bytes = min(copied_bytes(asked, scanned), COPIES * limits.bytes)
-            call.take_memory(taken_bytes)
+        resolved = self.find(scanned, terms, call.grant)
+        parsed, contract, limits = resolved.cached.parsed, resolved.contract, self._submitter.limits
+        charged_bytes = 0
+        if is_for_thread(parsed, scanned):
+            charged_bytes = min(copied_bytes(parsed, scanned), COPIES * limits.bytes)
+            call.charge_memory(charged_bytes)
         try:
-            if taken_bytes:
-                offered = await asyncio.to_thread(_offered, asked, scanned, contract, limits)
+            if charged_bytes:
+                tensors = await asyncio.to_thread(_tensors, parsed, scanned, contract, limits)
             else:
-                offered = self.offered(wanted, scanned)
-                if is_copied(asked, scanned):
-                    taken_bytes = offered.size
-                    call.take_memory(taken_bytes)
-            body = await self._desk.ask(
-                wanted.lane,
-                offered,
-                terms=terms.with_said(asked.said),
+                tensors, charged_bytes = self.tensors(resolved, scanned, call)
+            results = await self._submitter.ask(
+                resolved.lane,
+                tensors,
+                terms=terms.merged(parsed.terms),
                 call_deadline_ns=terms.deadline_ns,
             )
         finally:
-            if taken_bytes:
-                call.give_back_memory(taken_bytes)
-        return self.response(wanted, offered.rows, body, is_streamed=is_streamed)
+            if charged_bytes:
+                call.release_memory(charged_bytes)
+        return self.response(resolved, tensors.rows, results, is_streamed=is_streamed)
 
     def find(self, scanned: Scanned, terms: StreamTerms, grant: Grant) -> ResolvedRequest:
-        """Find what a request wants.
-
-        Raises:
-            IskanderError: Why it cannot be had.
-        """
-        known = self._read(scanned.head)
-        asked = known.asked
-        grant.require_model(asked.model)
-        lane = self._models.find_loaded(asked.model, asked.version, terms.route_key_of(asked.said))
+        """Parse a request and find its model version, which must be permitted and loaded."""
+        cached = self._parse(scanned.head)
+        parsed = cached.parsed
+        grant.require_model(parsed.model)
+        lane = self._models.find_loaded(
+            parsed.model, parsed.version, terms.route_key_of(parsed.terms)
+        )
         contract = lane.contract
         assert contract is not None
-        if asked.outputs:
-            _require_outputs(contract, asked.outputs)
-        return ResolvedRequest(known, lane, contract, scanned.id)
+        if parsed.outputs:
+            _require_outputs(contract, parsed.outputs)
+        return ResolvedRequest(cached, lane, contract, scanned.id)
 
-    def offered(self, wanted: ResolvedRequest, scanned: Scanned) -> RequestTensors:
-        """What a request offers, which is for no thread to read.
+    def tensors(
+        self, resolved: ResolvedRequest, scanned: Scanned, call: Call
+    ) -> tuple[RequestTensors, int]:
+        """Read a request's tensors on the event loop, and charge the call for copies.
 
-        Raises:
-            IskanderError: It is not what its model takes.
+        Returns:
+            The tensors, and the charged bytes, which the caller gives back.
         """
-        known, contract, raw = wanted.known, wanted.contract, scanned.raw
-        if known.fit is not None and known.fit.contract is contract:
-            offered = known.fit.offered(raw)
-            if offered is not None:
-                return offered
-        limits = self._desk.limits
-        offered = _offered(known.asked, scanned, contract, limits)
+        cached, contract, raw = resolved.cached, resolved.contract, scanned.raw
+        match = cached.match
+        if match is not None and match.contract is contract:
+            tensors = match.offered(raw)
+            if tensors is not None:  # They are slices of the message.
+                return tensors, 0
+        tensors = _tensors(cached.parsed, scanned, contract, self._submitter.limits)
         if raw:
-            known.fit = match_inputs(contract, raw, offered)
-        return offered
+            cached.match = match_inputs(contract, raw, tensors)
+        has_copies = scanned.typed or cached.parsed.strings >= 0
+        charged_bytes = tensors.size if has_copies and tensors.rows else 0
+        if charged_bytes:
+            call.charge_memory(charged_bytes)
+        return tensors, charged_bytes
 
     def response(
         self,
-        wanted: ResolvedRequest,
+        resolved: ResolvedRequest,
         rows: int,
-        body: bytes | memoryview,
+        results: bytes | memoryview,
         *,
         is_streamed: bool = False,
     ) -> list[Message]:
-        """A ModelInferResponse in parts, with the results in a body."""
-        asked, lane, contract = wanted.known.asked, wanted.lane, wanted.contract
-        is_final_said = is_streamed and asked.wants_final
-        key = (lane.model.key, rows, asked.outputs, is_final_said)
-        shape = self._shapes.get(key)
-        if shape is None or shape.contract is not contract:
-            shape = self._shape(key, lane, contract)
-        parts: list[Message] = [with_id(shape.head, wanted.id)]
-        if shape.places is None:
-            given = give(contract, rows, body)
-            for index in shape.wanted:
-                tensor = raw_tensor(given[index])
+        """Return a ModelInferResponse in parts; tensors are slices of the results if possible."""
+        parsed, lane, contract = resolved.cached.parsed, resolved.lane, resolved.contract
+        has_final_flag = is_streamed and parsed.needs_final_flag
+        key = (lane.model.key, rows, parsed.outputs, has_final_flag)
+        layout = self._layouts.get(key)
+        if layout is None or layout[0] is not contract:
+            layout = self._layout(key, lane, contract)
+        _, outputs, head, ranges = layout
+        parts: list[Message] = [with_id(head, resolved.id)]
+        if ranges is None:
+            tensors = result_tensors(contract, rows, results)
+            for index in outputs:
+                tensor = raw_tensor(tensors[index])
                 parts += (raw_head(len(tensor)), tensor)
         else:
-            for raw, begin, end in shape.places:
-                is_all = end - begin == len(body)
-                parts += (raw, body if is_all else memoryview(body)[begin:end])
+            for prefix, begin, end in ranges:
+                is_all = end - begin == len(results)
+                parts += (prefix, results if is_all else memoryview(results)[begin:end])
         return parts
 
-    def _read(self, head: bytes) -> CachedRequest:
-        """Read a request, or remember it."""
-        known = self._known.get(head)
-        if known is None:
-            known = CachedRequest(read_head(head, self._desk.limits.columns))
-            if len(self._known) >= REMEMBERED_MAX:
-                self._known.clear()
+    def _parse(self, head: bytes) -> CachedRequest:
+        """Parse a request, or return the cached one."""
+        cached = self._requests.get(head)
+        if cached is None:
+            cached = CachedRequest(read_head(head, self._submitter.limits.columns))
+            if len(self._requests) >= REMEMBERED_MAX:
+                self._requests.clear()
             if len(head) <= REMEMBERED_BYTES_MAX:
-                self._known[head] = known
-        return known
+                self._requests[head] = cached
+        return cached
 
-    def _shape(self, key: _Key, lane: Lane, contract: Contract) -> _Shape:
-        """Make what is the same in all responses of a kind, and remember it."""
-        _, rows, outputs, is_final_said = key
-        names = [spec.tensor for spec in contract.outputs]
-        wanted = [names.index(name) for name in outputs or names]
-        there = places(contract, rows)
-        framed: list[tuple[bytes, int, int]] | None = None
-        if there is not None:
-            spans = [there[index] for index in wanted]
-            framed = [(raw_head(end - begin), begin, end) for begin, end in spans]
-        head = _head(lane, [contract.outputs[index] for index in wanted], rows, is_final_said)
-        shape = _Shape(contract, wanted, head, framed)
-        if len(self._shapes) >= REMEMBERED_MAX:
-            self._shapes.clear()
-        self._shapes[key] = shape
-        return shape
+    def _layout(self, key: _Key, lane: Lane, contract: Contract) -> _Layout:
+        """Build and cache a response layout."""
+        _, rows, names, has_final_flag = key
+        known = [spec.tensor for spec in contract.outputs]
+        outputs = [known.index(name) for name in names or known]
+        spans = result_ranges(contract, rows)
+        ranges: list[tuple[bytes, int, int]] | None = None
+        if spans is not None:
+            chosen = [spans[index] for index in outputs]
+            ranges = [(raw_head(end - begin), begin, end) for begin, end in chosen]
+        message = oip_pb2.ModelInferResponse(
+            model_name=lane.model.name,
+            model_version=lane.model.version,
+            outputs=[
+                oip_pb2.ModelInferResponse.InferOutputTensor(
+                    name=spec.tensor, datatype=spec.type.dtype.oip, shape=(rows, *spec.shape)
+                )
+                for spec in [contract.outputs[index] for index in outputs]
+            ],
+        )
+        if has_final_flag:
+            message.parameters[FINAL].bool_param = True
+        layout: _Layout = contract, outputs, message.SerializeToString(), ranges
+        if len(self._layouts) >= REMEMBERED_MAX:
+            self._layouts.clear()
+        self._layouts[key] = layout
+        return layout
 
 
-def _offered(
-    asked: ParsedRequest, scanned: Scanned, contract: Contract, limits: LimitsConfig
+def _tensors(
+    parsed: ParsedRequest, scanned: Scanned, contract: Contract, limits: LimitsConfig
 ) -> RequestTensors:
-    """What a request's tensors are to its model; on any thread."""
-    return take(contract, tensors_of(asked, scanned, contract, limits), limits)
+    """Match a request's tensors to the contract; on any thread."""
+    return read_inputs(contract, tensors_of(parsed, scanned, contract, limits), limits)
 
 
-def _require_outputs(contract: Contract, wanted: tuple[str, ...]) -> None:
+def _require_outputs(contract: Contract, names: tuple[str, ...]) -> None:
     known = [spec.tensor for spec in contract.outputs]
-    for name in wanted:
+    for name in names:
         if name not in known:
             raise ContractError(
-                f"`{name[:NAME_MAX]}` is no output of the model; it has {', '.join(known)}"
+                f"`{name[:NAME_MAX]}` is not an output of the model; it has {', '.join(known)}"
             )
-
-
-def _head(lane: Lane, specs: list[TensorSpec], rows: int, is_final_said: bool) -> bytes:
-    message = oip_pb2.ModelInferResponse(
-        model_name=lane.model.name,
-        model_version=lane.model.version,
-        outputs=[
-            oip_pb2.ModelInferResponse.InferOutputTensor(
-                name=spec.tensor, datatype=spec.type.dtype.oip, shape=(rows, *spec.shape)
-            )
-            for spec in specs
-        ],
-    )
-    if is_final_said:
-        message.parameters[FINAL].bool_param = True
-    head: bytes = message.SerializeToString()
-    return head

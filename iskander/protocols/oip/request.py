@@ -1,4 +1,4 @@
-"""What an Open Inference Protocol request asks for: the model, the terms, the tensors in and out.
+"""Parsed ModelInferRequest: model, terms, inputs and requested outputs.
 
 Pure. Source: Open Inference Protocol v2, `ModelInferRequest`.
 """
@@ -22,163 +22,145 @@ from iskander.protocols.oip.tensors import (
     NOTHING,
     STRINGS,
     Described,
-    are_named,
+    has_input_names,
+    read_tensor,
     strings_max,
-    tensor_of,
 )
-from iskander.protocols.oip.terms import said_in
+from iskander.protocols.oip.terms import parse_terms
 from iskander.protocols.oip.typed import are_slow, require_typed, typed_bytes, typed_tensors
 from iskander.protocols.oip.wire import Scanned
 from iskander.protocols.tensors import NAME_MAX, Tensor
 from iskander.protocols.terms import ClientTerms
 
 COPIES: Final = 3
-"""Of tensors that are taken apart: their elements in pieces, joined, and what finds their ends."""
-FINAL_WANTED: Final = "triton_enable_empty_final_response"
+"""Peak memory of a conversion in copies: separate elements, joined elements, and their offsets."""
+FINAL_FLAG: Final = "triton_enable_empty_final_response"
 _REGION: Final = "shared_memory_region"
 _CLASSES: Final = "classification"
 _AXES_MAX: Final = RANK_MAX + 1
 
 
 class ParsedRequest(NamedTuple):
-    """A request but for its id and its tensors' bytes.
+    """A request without its id and its tensors' bytes.
 
     Attributes:
-        version: None where the highest is meant.
-        said: What it says about its urgency; None where that is nothing.
+        version: None for the default version.
+        terms: The terms in its parameters; None if there are none.
         inputs: Name, datatype and shape of each.
-        strings: How many its inputs have by their shapes; -1 where none is of strings.
-        outputs: Those that it wants, in this order; empty for all.
-        wants_final: In a stream, it wants to be told that a response is the last of its request.
+        strings: Strings in its inputs by their shapes; -1 if no input has strings.
+        outputs: The requested outputs, in this order; empty for all.
+        needs_final_flag: In a stream, each final response must be flagged as final.
     """
 
     model: str
     version: str | None
-    said: ClientTerms | None
+    terms: ClientTerms | None
     inputs: list[Described]
     strings: int
     outputs: tuple[str, ...]
-    wants_final: bool
+    needs_final_flag: bool
 
 
 def read_head(head: bytes, columns: int) -> ParsedRequest:
-    """Read a request.
-
-    Args:
-        head: A serialized ModelInferRequest, as `Scanned` has it.
-        columns: As many inputs, outputs and parameters it may have.
+    """Parse the `head` of `Scanned`, with at most `columns` inputs, outputs and parameters.
 
     Raises:
-        MalformedInput: It is none, its inputs are raw and typed, or a parameter is not what it may
-            be.
-        LimitExceeded: It has more, or a tensor has more axes than any has.
-        ContractError: It wants an output twice.
-        Unsupported: It wants shared memory, classes or a sequence.
+        MalformedInput: The message is invalid, or mixes raw and typed contents.
+        LimitExceeded: It has too many of these, or a tensor too many axes.
+        ContractError: It requests an output twice.
+        Unsupported: It requests shared memory, classification or a sequence.
     """
     try:
         message = oip_pb2.ModelInferRequest.FromString(head)
     except (DecodeError, UnicodeDecodeError):
         raise MalformedInput("the message is not a ModelInferRequest") from None
     for what in ("inputs", "outputs", "parameters"):
-        count = len(getattr(message, what))
-        if count > columns:
-            raise LimitExceeded(f"a request may have {columns} {what}, got {count}")
+        require_columns(what, len(getattr(message, what)), columns)
     parameters = plain(message.parameters)
     inputs = []
     for tensor in message.inputs:
         where = f"input `{tensor.name[:NAME_MAX]}`"
         if _REGION in tensor.parameters:
-            raise Unsupported(f"{where}: this server reads no shared memory")
+            raise Unsupported(f"{where}: the server does not read shared memory")
         if len(tensor.shape) > _AXES_MAX:
-            raise LimitExceeded(f"{where} may have {_AXES_MAX} axes, got {len(tensor.shape)}")
+            raise LimitExceeded(f"{where} has {len(tensor.shape)} axes, limit {_AXES_MAX}")
         if tensor.HasField("contents"):
             raise MalformedInput(
-                f"{where} has typed contents beside raw ones; all inputs have one form"
+                f"{where} has typed contents beside raw ones; all inputs need the same form"
             )
         inputs.append((tensor.name, tensor.datatype, tuple(tensor.shape)))
     strings = [shape for _, datatype, shape in inputs if datatype == STRINGS]
-    outputs = tuple(output.name for output in message.outputs)
-    seen = set()
+    outputs: dict[str, None] = {}
     for output in message.outputs:
         where = f"output `{output.name[:NAME_MAX]}`"
         if _REGION in output.parameters:
-            raise Unsupported(f"{where}: this server writes no shared memory")
+            raise Unsupported(f"{where}: the server does not write shared memory")
         if _CLASSES in output.parameters:
-            raise Unsupported(f"{where}: classes are the client's to choose")
-        if output.name in seen:
-            raise ContractError(f"{where} is wanted twice")
-        seen.add(output.name)
+            raise Unsupported(f"{where}: classification is not supported")
+        if output.name in outputs:
+            raise ContractError(f"{where} is requested twice")
+        outputs[output.name] = None
     return ParsedRequest(
         message.model_name,
         message.model_version or None,
-        said_in(parameters),
+        parse_terms(parameters),
         inputs,
         max(sum(prod(shape) for shape in strings), 0) if strings else -1,
-        outputs,
-        parameters.get(FINAL_WANTED) is True,
+        tuple(outputs),
+        parameters.get(FINAL_FLAG) is True,
     )
 
 
+def require_columns(what: str, count: int, columns: int) -> None:
+    """Raise LimitExceeded if a request has more inputs, outputs or parameters than columns."""
+    if count > columns:
+        raise LimitExceeded(f"request has {count} {what}, limit {columns} (`limits.columns`)")
+
+
 def tensors_of(
-    asked: ParsedRequest, scanned: Scanned, contract: Contract, limits: LimitsConfig
+    parsed: ParsedRequest, scanned: Scanned, contract: Contract, limits: LimitsConfig
 ) -> list[Tensor]:
-    """The request's tensors with their bytes, which are all raw or all typed.
+    """Return the request's tensors with their bytes, which are all raw or all typed.
 
-    Args:
-        asked: The request.
-        scanned: With its bytes.
-        contract: Of the model that it is for. What fits none of its inputs is not looked at, and
-            nothing where they are not its inputs: `offered.take` says what is wrong.
-        limits: Of the server.
-
-    Raises:
-        MalformedInput: They are not as many as there are inputs, or not what they may be.
-        LimitExceeded: Strings or typed contents are more than is taken.
+    Tensors that fit no input of the contract get no elements: `tensors.take` rejects them.
     """
-    inputs, raw, typed = asked.inputs, scanned.raw, scanned.typed
+    inputs, raw, typed = parsed.inputs, scanned.raw, scanned.typed
     if raw and len(raw) != len(inputs):
-        raise MalformedInput(
-            f"{len(inputs)} inputs and {len(raw)} raw contents; wanted one for each"
-        )
+        raise MalformedInput(f"{len(inputs)} inputs have {len(raw)} raw contents, need one each")
     if typed:
         require_typed(inputs, limits)
-    has_strings = asked.strings >= 0
-    if (has_strings or typed) and not are_named((name for name, _, _ in inputs), contract):
+    has_strings = parsed.strings >= 0
+    if (has_strings or typed) and not has_input_names((name for name, _, _ in inputs), contract):
         return [Tensor(*described, NOTHING) for described in inputs]
     if typed:
         return typed_tensors(inputs, typed, contract, limits)
     most = strings_max(contract, limits) if has_strings else 0
     return [
-        tensor_of(*described, raw[place] if raw else NOTHING, most)
-        for place, described in enumerate(inputs)
+        read_tensor(*described, raw[index] if raw else NOTHING, most)
+        for index, described in enumerate(inputs)
     ]
 
 
-def is_for_thread(asked: ParsedRequest, scanned: Scanned) -> bool:
-    """Whether reading its tensors takes so long that others would wait for it."""
+def is_for_thread(parsed: ParsedRequest, scanned: Scanned) -> bool:
+    """Return whether reading the tensors would block the event loop for too long."""
     if scanned.typed:
-        return are_slow(asked.inputs, scanned.typed)
-    if asked.strings < 0:
+        return are_slow(parsed.inputs, scanned.typed)
+    if parsed.strings < 0:
         return False
-    return asked.strings > AT_ONCE or sum(map(len, scanned.raw)) > AT_ONCE_BYTES
+    return parsed.strings > AT_ONCE or sum(map(len, scanned.raw)) > AT_ONCE_BYTES
 
 
-def is_copied(asked: ParsedRequest, scanned: Scanned) -> bool:
-    """Whether its tensors are read into memory of their own; others stay in the message."""
-    return bool(scanned.typed) or asked.strings >= 0
-
-
-def copied_bytes(asked: ParsedRequest, scanned: Scanned) -> int:
-    """Memory that reading its tensors takes beside the message, at most, for a time."""
+def copied_bytes(parsed: ParsedRequest, scanned: Scanned) -> int:
+    """Return the peak memory for reading the tensors, beside the message."""
     if scanned.typed:
-        return COPIES * (typed_bytes(asked.inputs) + sum(map(len, scanned.typed.values())))
+        return COPIES * (typed_bytes(parsed.inputs) + sum(map(len, scanned.typed.values())))
     return COPIES * sum(map(len, scanned.raw))
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as plain values; one without a value is None."""
-    read = {}
+    """Convert parameters to plain values; one without a value is None."""
+    values = {}
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
-        read[name] = None if choice is None else getattr(parameter, choice)
-    return read
+        values[name] = None if choice is None else getattr(parameter, choice)
+    return values

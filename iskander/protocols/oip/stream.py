@@ -1,8 +1,8 @@
-"""One ModelStreamInfer call: requests in, responses out in the order of the requests.
+"""ModelStreamInfer call: responses in the order of the requests.
 
-A bounded window of requests is in flight, and while it is full nothing is read, so that a client
-which stops reading stops only itself. An error takes the place of its request's response and the
-stream goes on, unless the client asked for statuses.
+A bounded window of requests is in flight. Reading pauses while the window is full, so a client that
+stops reading blocks only its own stream. An error replaces the response of its request and the
+stream continues, unless the client asks for statuses.
 
 Runs on: gateway loop. Source: Triton's streaming extension of the Open Inference Protocol v2.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from functools import partial
 
 from iskander._generated import oip_pb2
 from iskander.config.schema import LimitsConfig
@@ -24,108 +22,88 @@ from iskander.transport.http2.call import Call, Message
 
 log = logging.getLogger("iskander.oip")
 
-STATUS_WANTED = ("triton_grpc_error", "true")
-"""Metadata of clients that want a stream to end with the status of its first error."""
-
-
-class _Pending:
-    """A request of the stream, until its response is written.
-
-    Attributes:
-        answer: Ends with the response or its error.
-        held_bytes: What it keeps of private memory: its message and its response.
-    """
-
-    __slots__ = ("answer", "held_bytes")
-
-    def __init__(self, answer: asyncio.Task[list[Message]]) -> None:
-        self.answer = answer
-        self.held_bytes = 0
+STATUS_METADATA = ("triton_grpc_error", "true")
+"""Metadata that ends a stream with the status of its first error."""
 
 
 class InferStream:
-    """One stream.
-
-    Args:
-        call: Of a client.
-        inference: Answers its requests.
-        limits: Of the server; the window is that of Flight's streams.
-    """
+    """One stream; its window has the limits of Flight's streams."""
 
     def __init__(self, call: Call, inference: Inference, limits: LimitsConfig) -> None:
         self._call = call
         self._inference = inference
         self._limits = limits
         self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
-        self._ends_on_error = STATUS_WANTED in call.metadata
-        self._window: deque[_Pending] = deque()
+        self._ends_on_error = STATUS_METADATA in call.metadata
+        # Private memory of each request in flight: its message and its response.
+        self._window: dict[asyncio.Task[list[Message]], int] = {}
         self._window_bytes = 0
         self._moved = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._last_error: IskanderError = Draining(
-            "the server is stopping; send the rest to another", retry_after_ms=0
+            "the server is stopping; send further requests to another server",
+            retry_after_ms=0,
         )
 
     async def run(self) -> None:
-        """Serve the stream until its end.
-
-        Raises:
-            IskanderError: What ended it, after all responses before that were written.
-        """
+        """Serve the stream until its end; raise its error after all earlier responses."""
         self._reader = asyncio.create_task(self._read_all())
         self._reader.add_done_callback(lambda _: self._moved.set())
         try:
             await self._write_all()
         finally:
-            tasks = [self._reader, *(pending.answer for pending in self._window)]
+            tasks = [self._reader, *self._window]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            # What ended the stream knows this frame, and these know what ended it.
+            # Breaks the reference cycle of this frame, the tasks and their error.
             self._reader = None
             self._window.clear()
             tasks.clear()
 
     def drain(self) -> None:
-        """Read no more; what was accepted is still answered, then the stream ends."""
+        """Stop reading; accepted requests are still answered, then the stream ends."""
         if self._reader is not None:
             self._reader.cancel()
 
-    def look_at_grant(self) -> None:
-        """Read no more where the caller's token is not valid any more, and say so at the end."""
+    def check_grant(self) -> None:
+        """Drain the stream if the caller's token is not valid any more; the error ends it."""
         try:
             self._call.grant.require_valid()
         except IskanderError as error:
             self._last_error = error
-            if self._reader is not None:
-                self._reader.cancel()
+            self.drain()
 
     async def _read_all(self) -> None:
-        """Take requests until there are no more, as far as the window has room."""
-        # No name for a message here: it would keep the last one for as long as the next takes.
+        """Read requests while the window has capacity."""
+        # The message has no name here: that would keep the last one during the next read.
         while self._enter(await self._call.read()):
             while self._is_full:
                 self._moved.clear()
                 await self._moved.wait()
 
     def _enter(self, raw: Message | None) -> bool:
-        """Begin to answer a message; False at the end of them."""
+        """Start to answer a message; return False at the end of the stream."""
         if raw is None:
             return False
-        pending = _Pending(asyncio.create_task(self._answer(raw)))
-        self._window.append(pending)
-        self._hold(pending, len(raw))
-        pending.answer.add_done_callback(partial(self._on_answer, pending))
+        answer = asyncio.create_task(self._answer(raw))
+        self._window[answer] = 0
+        self._hold(answer, len(raw))
+        answer.add_done_callback(self._on_answer)
         return True
 
-    def _on_answer(self, pending: _Pending, answer: asyncio.Task[list[Message]]) -> None:
-        if not answer.cancelled() and answer.exception() is None:
-            self._hold(pending, sum(map(len, answer.result())))
+    def _on_answer(self, answer: asyncio.Task[list[Message]]) -> None:
+        if answer in self._window and not answer.cancelled() and answer.exception() is None:
+            self._hold(answer, sum(map(len, answer.result())))
         self._moved.set()
 
-    def _hold(self, pending: _Pending, count: int) -> None:
-        pending.held_bytes += count
+    def _hold(self, answer: asyncio.Task[list[Message]], count: int) -> None:
+        self._window[answer] += count
         self._window_bytes += count
+
+    @property
+    def _first(self) -> asyncio.Task[list[Message]]:
+        return next(iter(self._window))
 
     @property
     def _is_full(self) -> bool:
@@ -135,15 +113,14 @@ class InferStream:
         )
 
     async def _write_all(self) -> None:
-        """Write each response when its turn comes, and end when no more will come."""
+        """Write each response in order, until the end of the stream."""
         assert self._reader is not None
-        window = self._window
-        while True:
-            if window and window[0].answer.done():
-                await self._call.write(*window[0].answer.result())
-                self._window_bytes -= window.popleft().held_bytes
+        while True:  # No name for a task: it and its error would keep this frame.
+            if self._window and self._first.done():
+                await self._call.write(*self._first.result())
+                self._window_bytes -= self._window.pop(self._first)
                 self._moved.set()
-            elif not window and self._reader.done():
+            elif not self._window and self._reader.done():
                 if self._reader.cancelled():
                     raise self._last_error
                 return self._reader.result()
@@ -152,31 +129,30 @@ class InferStream:
                 await self._moved.wait()
 
     async def _answer(self, raw: Message) -> list[Message]:
-        """The response to one request, or in its place what went wrong."""
+        """Return the response to one request, or its error response."""
         request_id = b""
         try:
             scanned = scan(raw, self._limits)
             request_id = scanned.id
-            return in_stream(
-                await self._inference.answer(scanned, self._terms, self._call, is_streamed=True)
-            )
+            answer = self._inference.answer(scanned, self._terms, self._call, is_streamed=True)
+            return in_stream(await answer)
         except IskanderError as error:
             detach(error)
             if self._ends_on_error:
                 raise
             return [error_response(error, request_id)]
         except Exception:
-            log.exception("a request of a stream failed")
-            failed = "the server failed; its log says why"
+            log.exception("request of a stream failed")
+            failure = "internal server error; see the server's log"
             if self._ends_on_error:
-                raise IskanderError(failed) from None
-            return [error_response(IskanderError(failed), request_id)]
+                raise IskanderError(failure) from None
+            return [error_response(IskanderError(failure), request_id)]
 
 
 def error_response(error: IskanderError, request_id: bytes) -> bytes:
-    """An error as a ModelStreamInferResponse: its text, its request's id, and what programs read.
+    """Encode an error as a ModelStreamInferResponse.
 
-    The parameters have the names of the trailers that a call's status has.
+    The parameters have the names of the trailers in a call's status.
     """
     message = oip_pb2.ModelStreamInferResponse(error_message=error.message)
     response = message.infer_response

@@ -1,11 +1,9 @@
-"""Typed contents: a tensor's elements as numbers and strings in the fields of a message.
+"""Typed contents: tensor elements in the repeated fields of an InferTensorContents.
 
-They are taken from the bytes that came, without a runtime that would make a list of them first:
-floating-point numbers lie there as they do in memory and are left where they are, whole numbers are
-as long as each needs, strings are between their lengths.
+Elements are read from the received bytes; a protobuf runtime would build a list first.
+Floating-point numbers have the memory layout already and are not copied.
 
-Not compiled, on purpose: much of it is read by a thread, and compiled code would not let the loop
-have the interpreter meanwhile.
+Not compiled: a thread reads large contents, and compiled code would hold the interpreter lock.
 
 Pure. Source: Open Inference Protocol v2, `InferTensorContents`; protobuf encoding, packed repeated
 fields.
@@ -26,7 +24,7 @@ from iskander.contract.dtypes import DTYPES, OFFSET_BYTES
 from iskander.contract.strings import COLUMN_BYTES_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import LimitExceeded, MalformedInput
-from iskander.protocols.oip.tensors import NOTHING, STRINGS, Described, strings_max, tensor_of
+from iskander.protocols.oip.tensors import NOTHING, STRINGS, Described, read_tensor, strings_max
 from iskander.protocols.oip.wire import FIXED_BYTES, I32, I64, LEN, VARINT, read_field
 from iskander.protocols.tensors import NAME_MAX, Tensor
 
@@ -40,17 +38,11 @@ CONTENTS: Final = {
     7: ("fp64_contents", I64),
     8: ("bytes_contents", LEN),
 }
-"""Fields of InferTensorContents by number: name, and kind of an element that is not packed."""
+"""Fields of InferTensorContents by number: name, and wire type of an unpacked element."""
 
 
 class _Field(NamedTuple):
-    """Where a datatype's elements are.
-
-    Attributes:
-        number: Of the field.
-        wide: NumPy type of the field's whole numbers; empty for what is no whole number.
-        narrow: That of the datatype.
-    """
+    """A datatype's field number; NumPy types of the field's integers and of the datatype."""
 
     number: int
     wide: str = ""
@@ -74,20 +66,20 @@ FIELDS: Final = {
 """Other datatypes have raw contents only."""
 
 FIELDS_MAX: Final = 1 << 20
-"""In all typed contents of a request: strings, and numbers that are not packed. They take a thread
-half a second."""
+"""Strings and unpacked numbers in the typed contents of a request; they cost a thread half a
+second."""
 FIELDS_SPARE: Final = 16
-"""More than elements: packed ones that are empty, and some that nobody knows."""
+"""Fields beyond the number of elements: empty packed ones and unknown ones."""
 AT_ONCE: Final = 8192
-"""So many fields take a few milliseconds; more are for a thread."""
+"""Fields that the event loop reads in a few milliseconds; more go to a thread."""
 AT_ONCE_BYTES: Final = 256 << 10
-"""The same of packed whole numbers, and of what is put together."""
+"""The same limit for bytes of packed integers and of joined contents."""
 PIECE_BYTES: Final = 1 << 20
-"""Numbers that are read together; their room is a multiple of that."""
+"""Varints decoded at once; the temporary memory is a multiple."""
 NUMBER_BYTES_MAX: Final = 10
 
 _BYTES: Final = {dtype.oip: max(dtype.arrow_bits // 8, 1) for dtype in DTYPES}
-"""Of an element; strings have more beside that."""
+"""Bytes of an element; of a string without its text."""
 
 
 def typed_tensors(
@@ -96,28 +88,21 @@ def typed_tensors(
     contract: Contract,
     limits: LimitsConfig,
 ) -> list[Tensor]:
-    """Tensors whose elements came as typed contents; without them where they fit no input.
-
-    Args:
-        described: As `require_typed` lets them pass.
-        typed: An InferTensorContents of each that has elements, by its place.
-        contract: Of the model that they are for.
-        limits: Of the server.
+    """Read tensors with typed contents; tensors too large for any input get no elements.
 
     Raises:
-        MalformedInput: A datatype has no typed contents, or elements are in another one's field,
-            out of its range, or not as many as the shape says.
-        LimitExceeded: Strings, or numbers that are not packed, are more than is taken.
+        MalformedInput: The datatype has no typed contents; or elements are in the wrong field, out
+            of range, or differ in number from the shape.
+        LimitExceeded: There are too many strings and unpacked numbers.
     """
     strings = strings_max(contract, limits)
     elements = max((spec.elements for spec in contract.inputs), default=0)
-    left = FIELDS_MAX
-    tensors = []
-    for place, (name, datatype, shape) in enumerate(described):
-        if place not in typed:
-            tensors.append(tensor_of(name, datatype, shape, NOTHING, strings))
+    left, tensors = FIELDS_MAX, []
+    for index, (name, datatype, shape) in enumerate(described):
+        if index not in typed:
+            tensors.append(read_tensor(name, datatype, shape, NOTHING, strings))
             continue
-        reader = _Reader(name, datatype, prod(shape), typed[place], left)
+        reader = _Reader(name, datatype, prod(shape), typed[index], left)
         data = NOTHING
         if datatype == STRINGS:
             if prod(shape) <= strings:
@@ -129,46 +114,43 @@ def typed_tensors(
     return tensors
 
 
-def require_typed(described: Iterable[Described], limits: LimitsConfig) -> None:
-    """Refuse typed contents that are too many by their shapes, before they are read.
-
-    Raises:
-        LimitExceeded: Rows or bytes.
-    """
-    described = list(described)
+def require_typed(described: Sequence[Described], limits: LimitsConfig) -> None:
+    """Reject typed contents with too many rows or bytes by their shapes, before reading them."""
     for _, _, shape in described:
         if shape and shape[0] > limits.rows:
             raise LimitExceeded(
-                f"a batch may have {limits.rows} rows, got {shape[0]}", wanted=limits.rows
+                f"batch too large: {shape[0]} rows, limit {limits.rows} (`limits.rows`)",
+                wanted=limits.rows,
             )
     total = typed_bytes(described)
     if total > limits.bytes:
-        raise LimitExceeded(f"a batch may have {limits.bytes} bytes, got {total}")
+        raise LimitExceeded(
+            f"batch too large: {total} bytes, limit {limits.bytes} (`limits.bytes`)"
+        )
 
 
 def typed_bytes(described: Iterable[Described]) -> int:
-    """Bytes of the elements of tensors by their shapes; of strings without their texts."""
-    sizes = (max(prod(shape), 0) * _BYTES.get(datatype, 1) for _, datatype, shape in described)
-    return sum(sizes)
+    """Return the bytes of all elements by their shapes; of strings without their texts."""
+    return sum(max(prod(shape), 0) * _BYTES.get(datatype, 1) for _, datatype, shape in described)
 
 
 def are_slow(described: Sequence[Described], typed: Mapping[int, memoryview]) -> bool:
-    """Whether typed contents take so long to read that others would wait for it."""
+    """Return whether reading typed contents would block the event loop for too long."""
     fields = size = 0
-    for place, contents in typed.items():
-        _, datatype, shape = described[place]
+    for index, contents in typed.items():
+        _, datatype, shape = described[index]
         if datatype not in FIELDS:
             continue
         is_packed = _is_packed(contents, FIELDS[datatype].number)
         if not is_packed:
-            fields += min(len(contents) // 2, _fields_max(prod(shape)))
+            fields += min(len(contents) // 2, max(prod(shape), 0) + FIELDS_SPARE)
         if not is_packed or FIELDS[datatype].wide:
             size += len(contents)
     return fields > AT_ONCE or size > AT_ONCE_BYTES
 
 
 def _is_packed(contents: memoryview, number: int) -> bool:
-    """Whether all that there is are numbers in one piece."""
+    """Return whether the contents are exactly one packed field of numbers."""
     try:
         key, _, end = read_field(contents, 0, len(contents))
     except (IndexError, MalformedInput):
@@ -177,27 +159,8 @@ def _is_packed(contents: memoryview, number: int) -> bool:
     return kind != LEN and key == number << 3 | LEN and end == len(contents)
 
 
-def _fields_max(count: int) -> int:
-    """How many fields so many elements may be in."""
-    return max(count, 0) + FIELDS_SPARE
-
-
 class _Reader:
-    """Reads one tensor's contents.
-
-    Args:
-        name: Of the tensor.
-        datatype: As the protocol names it.
-        count: Elements by the tensor's shape.
-        contents: An InferTensorContents.
-        left: Fields that it may have, beside what its count lets it have.
-
-    Raises:
-        MalformedInput: The datatype has no typed contents.
-
-    Attributes:
-        left: What it left of these.
-    """
+    """Reads one tensor's typed contents, with `left` fields left of the request's limit."""
 
     def __init__(
         self, name: str, datatype: str, count: int, contents: memoryview, left: int
@@ -212,7 +175,7 @@ class _Reader:
         self._field = FIELDS[datatype]
 
     def numbers(self) -> memoryview:
-        """Numbers in the raw form; a copy of whole ones only, and of what is in pieces."""
+        """Return numbers in the raw form; copies only integers and contents in several fields."""
         packed, (number, wide, narrow) = self._packed(), self._field
         if not wide:
             self._require(len(packed) // FIXED_BYTES[CONTENTS[number][1]], "elements")
@@ -224,13 +187,15 @@ class _Reader:
         try:
             return memoryview(b"".join(_narrowed(each, wide, narrow) for each in _varints(data)))
         except OverflowError:
-            raise self._malformed(f"there is a value that is no {self._datatype}") from None
+            raise self._malformed(f"a value is out of range for {self._datatype}") from None
 
     def strings(self) -> memoryview:
-        """Strings in the form of `strings_to_body`; 0.4 us of CPU for each."""
+        """Return strings in the form of `strings_to_body`; 0.4 us of CPU for each."""
         contents = self._contents
         if len(contents) > COLUMN_BYTES_MAX:
-            raise LimitExceeded(f"the strings of a tensor may have {COLUMN_BYTES_MAX} bytes")
+            raise LimitExceeded(
+                f"a tensor has {len(contents)} bytes of strings, limit {COLUMN_BYTES_MAX}"
+            )
         texts, ends = bytearray(), array("i", [0])
         for begin, end in self._values():
             texts += contents[begin:end]
@@ -240,12 +205,12 @@ class _Reader:
         return memoryview(b"".join((ends, texts)))
 
     def _packed(self) -> memoryview:
-        """The numbers' bytes: nearly always in one piece, which stays where it is."""
+        """Return the encoded numbers; one field, the usual case, is not copied."""
         first, joined, kind = NOTHING, bytearray(), CONTENTS[self._field.number][1]
         for begin, end in self._values():
             piece = self._contents[begin:end]
             if _is_cut(piece, kind):
-                raise self._malformed("its typed contents are no message")
+                raise self._malformed("its typed contents are not a valid message")
             if not first:
                 first = piece
                 continue
@@ -253,9 +218,9 @@ class _Reader:
         return memoryview(joined) if joined else first
 
     def _values(self) -> Iterator[tuple[int, int]]:
-        """Where the values of the datatype's field are: each an element, or some of them packed."""
+        """Yield the range of each value in the datatype's field: an element, or packed ones."""
         contents, number = self._contents, self._field.number
-        position, end, most = 0, len(contents), _fields_max(self._count)
+        position, end, most = 0, len(contents), max(self._count, 0) + FIELDS_SPARE
         packed = number << 3 | LEN
         while position < end:
             most -= 1
@@ -266,10 +231,10 @@ class _Reader:
                 )
             if self.left < 0:
                 raise LimitExceeded(
-                    f"the typed contents of a request may have {FIELDS_MAX} strings, and numbers "
-                    "that are not packed; send raw bytes"
+                    f"the typed contents have more than {FIELDS_MAX} strings and unpacked numbers, "
+                    "the limit of a request; send raw bytes"
                 )
-            # Half the time for what there may be most of: short strings.
+            # Halves the time of the most frequent case: short strings.
             if contents[position] == packed and position + 1 < end:
                 length = contents[position + 1]
                 if length < 0x80 and position + 2 + length <= end:
@@ -279,7 +244,7 @@ class _Reader:
             try:
                 key, begin, position = read_field(contents, position, end)
             except (IndexError, MalformedInput):
-                raise self._malformed("its typed contents are no message") from None
+                raise self._malformed("its typed contents are not a valid message") from None
             found, found_kind = key >> 3, key & 7
             if found not in CONTENTS or found_kind not in (LEN, CONTENTS[found][1]):
                 continue
@@ -287,7 +252,7 @@ class _Reader:
                 yield begin, position
             elif begin < position:
                 raise self._malformed(
-                    f"{self._datatype} is in `{CONTENTS[number][0]}`, got `{CONTENTS[found][0]}`"
+                    f"{self._datatype} uses `{CONTENTS[number][0]}`, got `{CONTENTS[found][0]}`"
                 )
 
     def _require(self, got: int, what: str) -> None:
@@ -299,20 +264,17 @@ class _Reader:
 
 
 def _is_cut(packed: memoryview, kind: int) -> bool:
-    """Whether packed numbers end within one."""
+    """Return whether packed numbers end within a number."""
     if kind == VARINT:
         return bool(packed) and packed[-1] >= 0x80
     return len(packed) % FIXED_BYTES[kind] > 0
 
 
 def _varints(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint64]]:
-    """Whole numbers of any length, some at a time.
+    """Decode varints, `PIECE_BYTES` at a time; raise OverflowError if one is too long.
 
-    5 to 45 ns of CPU each, by their length; as Python numbers 30 to 65, most where they are short
-    and a message holds the most of them.
-
-    Raises:
-        OverflowError: One is longer than any is.
+    5 to 45 ns of CPU each, by their length; as Python numbers 30 to 65, most for short ones, which
+    a message can hold the most of.
     """
     begin = 0
     while begin < len(data):
@@ -325,23 +287,22 @@ def _varints(data: NDArray[np.uint8]) -> Iterator[NDArray[np.uint64]]:
         if longest > NUMBER_BYTES_MAX:
             raise OverflowError
         values = (data[starts] & 0x7F).astype(np.uint64)
-        for place in range(1, longest):
-            longer = np.flatnonzero(lengths > place)
-            more = (data[starts[longer] + place] & 0x7F).astype(np.uint64)
-            values[longer] |= more << np.uint64(7 * place)
+        for index in range(1, longest):
+            longer = np.flatnonzero(lengths > index)
+            more = (data[starts[longer] + index] & 0x7F).astype(np.uint64)
+            values[longer] |= more << np.uint64(7 * index)
         yield values
         begin = int(ends[-1]) + 1
 
 
 def _narrowed(values: NDArray[np.uint64], wide: str, narrow: str) -> bytes:
-    """Whole numbers as elements of a datatype; what a field has no room for is cut off, as always.
+    """Convert integers to a datatype; raise OverflowError if one is out of range.
 
-    Raises:
-        OverflowError: One does not fit.
+    Bits beyond the field's width are dropped, as in protobuf.
     """
     if narrow == "?":
-        are_set: bytes = (values != 0).tobytes()
-        return are_set
+        booleans: bytes = (values != 0).tobytes()
+        return booleans
     read = values.astype(wide)
     elements = read.astype(narrow)
     if not np.array_equal(read, elements):

@@ -1,8 +1,8 @@
-"""Open Inference Protocol messages as bytes: tensors are slices of what came, or parts to send.
+"""Open Inference Protocol messages as bytes: request scanner and response framing.
 
-A protobuf runtime would copy every tensor. A request is walked instead: what is large or different
-each time is taken out, and what is left is small, the same from request to request, and parsed as a
-whole. A response is a head, and the results behind it as they are.
+A protobuf runtime would copy every tensor. The scanner removes the large and changing fields from
+a request; the rest is small, often identical between requests, and parsed as a whole. A response is
+a head, followed by the results without a copy.
 
 Pure. Source: Open Inference Protocol v2, `ModelInferRequest` and `ModelInferResponse`; protobuf
 encoding.
@@ -10,13 +10,13 @@ encoding.
 
 from __future__ import annotations
 
-from builtins import memoryview  # Where mypyc looks for the types of fields.
+from builtins import memoryview  # mypyc resolves the types of fields here.
 from typing import Final, TypeAlias
 
 from iskander.config.schema import LimitsConfig
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.transport.http2.call import Message
-from iskander.varint import read_varint, varint
+from iskander.varint import encode_varint, read_varint
 
 VARINT: Final = 0
 I64: Final = 1
@@ -37,26 +37,26 @@ _KEY_MAX: Final = (1 << 32) - 1
 _BROKEN: Final = "the message is not a ModelInferRequest"
 
 HEAD_BYTES_MAX: Final = 1 << 20
-"""Of a request, without its id and what is in its tensors."""
+"""Of a request, without its id and the contents of its tensors."""
 _FIELDS_EACH: Final = 4
-"""Inputs, outputs, parameters and raw contents: as many of each as a batch has columns."""
+"""Inputs, outputs, parameters and raw contents: `limits.columns` of each."""
 _FIELDS_ONCE: Final = 16
 _INPUT_FIELDS: Final = 4
-"""Fields of inputs for each field of a request, where inputs are looked into."""
+"""Fields within inputs for each field of a request; counted for typed contents only."""
 
 _Cut: TypeAlias = tuple[int, int, bytes]
-"""Where something begins and ends that is taken out, and what takes its place."""
+"""Begin and end of a removed range, and its replacement."""
 
 
 class Scanned:
-    """A request, taken apart.
+    """A request without its id and contents, which are separate.
 
     Args:
-        head: What is neither the id nor in a tensor; still a ModelInferRequest.
-        id: As it came, in UTF-8.
-        raw: The tensors' bytes, in the order of the inputs; empty where they are typed.
-        typed: The typed contents of each input that has any, by its number, in the form of an
-            InferTensorContents; empty where there are raw ones: then they are still in `head`.
+        head: The rest; a valid ModelInferRequest.
+        id: In UTF-8.
+        raw: The tensors' bytes, in the order of the inputs; empty if the contents are typed.
+        typed: The typed contents by input index, each an InferTensorContents; empty if there are
+            raw contents: typed ones then remain in `head`.
     """
 
     __slots__ = ("head", "id", "raw", "typed")
@@ -71,17 +71,7 @@ class Scanned:
 
 
 def scan(message: Message, limits: LimitsConfig) -> Scanned:
-    """Take a ModelInferRequest apart, without a copy of its tensors.
-
-    Args:
-        message: As it came.
-        limits: Of the server: as many inputs, outputs, parameters and raw contents as columns.
-
-    Raises:
-        MalformedInput: It is none.
-        LimitExceeded: It has more fields than one with so many can have, or a head that is larger
-            than it need be.
-    """
+    """Scan a ModelInferRequest without a copy of its tensors."""
     view = memoryview(message)
     position, end = 0, len(view)
     left = fields_max = _FIELDS_EACH * limits.columns + _FIELDS_ONCE
@@ -96,7 +86,7 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
             key, begin, position = read_field(message, position, end)
             left -= 1
             if left < 0:
-                raise LimitExceeded(f"a request may have {fields_max} fields, this one has more")
+                raise LimitExceeded(f"request has over {fields_max} fields (`limits.columns`)")
             if key == _INPUT:
                 inputs.append((start, begin, position))
             elif key == _RAW_INPUT:
@@ -114,15 +104,10 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
 
 
 def read_field(message: Message, position: int, end: int) -> tuple[int, int, int]:
-    """A field's key, and where its value begins and ends.
-
-    Args:
-        message: That it is in.
-        position: Where it begins.
-        end: Where the message ends.
+    """Return the key, and the begin and end of the value, of the field at `position`.
 
     Raises:
-        MalformedInput: It ends behind the message, or is of no kind that a message may have.
+        MalformedInput: The field exceeds the message's end, or has an invalid key or wire type.
         IndexError: The same.
     """
     key, begin = read_varint(message, position)
@@ -146,16 +131,9 @@ def read_field(message: Message, position: int, end: int) -> tuple[int, int, int
 def _cut_contents(
     view: memoryview, inputs: list[tuple[int, int, int]], fields_max: int, cuts: list[_Cut]
 ) -> dict[int, memoryview]:
-    """Take the typed contents out of the inputs.
+    """Return the typed contents by input index, and add them to the cuts.
 
-    Args:
-        view: The request.
-        inputs: Where each begins, where its value does, and where both end.
-        fields_max: Of all inputs.
-        cuts: An input that has contents has another length without them.
-
-    Returns:
-        Those of each input that has any, by its number.
+    `inputs` has for each the start of the field, the start of the value, and the end.
     """
     typed: dict[int, memoryview] = {}
     left = fields_max
@@ -166,14 +144,14 @@ def _cut_contents(
             key, value_at, position = read_field(view, position, end)
             left -= 1
             if left < 0:
-                raise LimitExceeded(f"a request's inputs may have {fields_max} fields")
+                raise LimitExceeded(f"inputs have over {fields_max} fields (`limits.columns`)")
             if key != _CONTENTS:
                 continue
             if number in typed:
                 raise MalformedInput("an input has its contents twice")
             typed[number] = view[value_at:position]
             cuts += (
-                (start, begin, _INPUT_KEY + varint(end - begin - (position - key_at))),
+                (start, begin, _INPUT_KEY + encode_varint(end - begin - (position - key_at))),
                 (key_at, position, b""),
             )
     cuts.sort()
@@ -181,43 +159,37 @@ def _cut_contents(
 
 
 def _without(message: Message, cuts: list[_Cut]) -> bytes:
-    """What is left of a message.
-
-    Raises:
-        LimitExceeded: It is more than need be.
-    """
+    """Return the request without the cuts."""
     size = len(message)
-    for begin, end, instead in cuts:
-        size += len(instead) - (end - begin)
+    for begin, end, replacement in cuts:
+        size += len(replacement) - (end - begin)
     if size > HEAD_BYTES_MAX:
-        raise LimitExceeded(
-            f"a request may have {HEAD_BYTES_MAX} bytes beside its tensors, got {size}"
-        )
+        raise LimitExceeded(f"request has {size} bytes beside its tensors, limit {HEAD_BYTES_MAX}")
     pieces: list[Message] = []
-    kept = 0
-    for begin, end, instead in cuts:
-        if kept < begin:
-            pieces.append(message[kept:begin])
-        if instead:
-            pieces.append(instead)
-        kept = end
-    if kept < len(message):
-        pieces.append(message[kept:])
+    position = 0
+    for begin, end, replacement in cuts:
+        if position < begin:
+            pieces.append(message[position:begin])
+        if replacement:
+            pieces.append(replacement)
+        position = end
+    if position < len(message):
+        pieces.append(message[position:])
     return b"".join(pieces)
 
 
 def with_id(head: bytes, request_id: bytes) -> bytes:
-    """A ModelInferResponse, still without its tensors' bytes, and the id of its request."""
+    """Append a request's id to the head of a ModelInferResponse."""
     if not request_id:
         return head
-    return b"".join((head, _RESPONSE_ID, varint(len(request_id)), request_id))
+    return b"".join((head, _RESPONSE_ID, encode_varint(len(request_id)), request_id))
 
 
 def raw_head(length: int) -> bytes:
-    """What is before the bytes of each tensor of a ModelInferResponse, behind all else of it."""
-    return _RAW_OUTPUT + varint(length)
+    """Return the prefix of each tensor's bytes; these fields follow the head of a response."""
+    return _RAW_OUTPUT + encode_varint(length)
 
 
 def in_stream(parts: list[Message]) -> list[Message]:
-    """A ModelInferResponse as a ModelStreamInferResponse."""
-    return [_INFER_RESPONSE + varint(sum(map(len, parts))), *parts]
+    """Wrap a ModelInferResponse in a ModelStreamInferResponse."""
+    return [_INFER_RESPONSE + encode_varint(sum(map(len, parts))), *parts]

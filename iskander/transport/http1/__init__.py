@@ -1,1 +1,1 @@
-"""HTTP/1.1 listeners on the gateway loop, with the protocol of uvicorn and h11."""
+"""HTTP/1.1 listener on the gateway loop, based on uvicorn and h11."""

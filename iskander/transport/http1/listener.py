@@ -1,7 +1,7 @@
-"""HTTP/1.1 ports for frontends: uvicorn's protocol on the gateway's own loop and sockets.
+"""HTTP/1.1 listener: uvicorn's protocol on the gateway's event loop and sockets.
 
-uvicorn takes requests apart and runs an application for each. Limits, turns and timeouts are ours:
-`http1_connection` has those of a connection, and `listening` those of all.
+uvicorn parses requests and runs the application. Turns and timeouts are in `http1/connection.py`,
+limits in `connection_listener.py`.
 
 Runs on: gateway loop. Source: RFC 9112.
 """
@@ -21,23 +21,19 @@ from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http1.connection import HEAD_BYTES_MAX, Connection
 
 CONNECTIONS_SLACK = 64
-"""Connections beyond the limit whose requests are answered, with a refusal; more are closed."""
-_STOP_TURN_S = 0.01
+"""Connections above the limit whose requests are rejected; more are closed."""
+_POLL_S = 0.01
 _ABORT_S = 1.0
 _NEVER_S = 86_400
-"""uvicorn's own timer between requests, for which `timeouts.idle_s` stands."""
+"""Disables uvicorn's idle timer; `timeouts.idle_s` applies instead."""
 
 
 class Http1Listener(ConnectionListener[Connection]):
-    """Listens, and gives requests to an application.
+    """Listener that passes requests to an ASGI application.
 
     Args:
-        app: Answers them. It refuses those whose `scope` says `is_surplus`.
-        connections_max: Connections that are served at once.
-        limits: Over the connections of all listeners.
-        tls: What they are spoken to with; None: in the clear.
-        slack: Connections beyond those, which the application refuses.
-        life_s: The longest life of a connection; None for as long as it likes.
+        app: Rejects requests with `is_surplus` in their scope.
+        life_s: Maximum lifetime of a connection; None for no limit.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class Http1Listener(ConnectionListener[Connection]):
         self.life_s = life_s
         self._state = ServerState()
         self._state.connections = self.connections  # type: ignore[assignment]
-        # A failure of the application is logged by our own handlers and answered with a bare 500.
+        # Our handlers log application errors and answer 500.
         self._config = uvicorn.Config(
             app,
             ws="none",
@@ -74,17 +70,17 @@ class Http1Listener(ConnectionListener[Connection]):
 
     @property
     def unsent(self) -> int:
-        """Connections whose clients have not read all of their answers."""
+        """Number of connections with unsent response bytes."""
         return sum(connection.unsent_bytes > 0 for connection in self.connections)
 
     def connection(self) -> Connection:
-        """The server's end of a new connection."""
+        """Create the protocol object of a new connection."""
         return Connection(self._config, self._state, self)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, and end what is still open after `grace_s`."""
+        """Stop listening, and abort open connections after `grace_s`."""
         await super().stop(grace_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_S):
                 while self._state.tasks:
-                    await asyncio.sleep(_STOP_TURN_S)
+                    await asyncio.sleep(_POLL_S)

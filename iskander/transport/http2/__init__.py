@@ -1,17 +1,19 @@
-"""gRPC over HTTP/2 as a server speaks it, on the gateway's own loop.
+"""gRPC server transport over HTTP/2, on the gateway's event loop.
 
-    listener       sockets, connections, keepalive, the orderly end
-    connection     preface, frames, turns of the loop, timeouts
-    streams        stream states, DATA and HEADERS, opening calls
-    call           one gRPC call: messages both ways, deadline, status
-    header_blocks  header blocks of requests: assembly, decoding, bounds
-    request_head   validation of request headers; path, timeout, metadata
-    headers        header blocks of responses
-    output         frames out: flow control, and the order of calls
-    rate_limit     frames that carry nothing, and processor time without progress
-    room           room for large messages on one connection
-    frames         bytes of frames
-    status         gRPC status codes
+    listener             listening sockets, connections, keepalive, shutdown
+    connection           connection preface, frame dispatch, time quanta, timeouts
+    context              resources shared by the connections of one server
+    streams              stream states, DATA and HEADERS frames, call creation
+    call                 one gRPC call: responses, deadline, status
+    call_receiver        request messages of a call: assembly, memory, flow-control window
+    decompression        gzip and deflate messages
+    header_block_reader  request header blocks: assembly, HPACK decoding, limits
+    request_headers      request header validation; path, timeout, metadata
+    response_headers     response header blocks and trailers
+    frame_sender         outgoing frames: flow control, round robin over calls
+    frames               frame encoding and parsing
+    rate_limit           limits on frames without payload and on CPU time without progress
+    status               gRPC status codes
 
 Source: RFC 9113 (HTTP/2), RFC 7541 (HPACK, by the library `hpack`), gRPC over HTTP/2.
 """

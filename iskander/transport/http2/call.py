@@ -1,7 +1,6 @@
-"""One gRPC call: messages in, messages out, until its status, deadline or client ends it.
+"""One gRPC call: request messages, response messages, deadline and status.
 
-`CallReceiver` receives. `write` waits while the client does not read; a call holds one unsent
-message.
+`write` waits while the client does not read, so at most one message of a call is unsent.
 
 Runs on: gateway loop. Source: gRPC over HTTP/2 (Length-Prefixed-Message, Trailers).
 """
@@ -10,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from iskander.auth.grants import EVERYTHING, Grant
+from iskander.auth.grants import FULL_GRANT, Grant
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import Overloaded
 from iskander.transport.http2 import frames
 from iskander.transport.http2 import response_headers as headers
 from iskander.transport.http2.call_receiver import CallReceiver, Message
-from iskander.transport.http2.frames import PREFIX_BYTES, Code
-from iskander.transport.http2.request_headers import RequestHead
+from iskander.transport.http2.frames import PREFIX_BYTES, ErrorCode
+from iskander.transport.http2.request_headers import RequestHeaders
 from iskander.transport.http2.response_headers import Metadata
 from iskander.transport.http2.status import RpcError, Status
 
@@ -36,136 +35,118 @@ __all__ = ["Call", "Message"]
 class Call(CallReceiver):
     """One call of one connection.
 
-    Args:
-        streams: Of its connection.
-        stream_id: Of the connection.
-        head: What the client said first.
-
     Attributes:
-        metadata: What the client sent with it.
-        deadline_ns: On the monotonic clock; None where it has none.
-        grant: What its caller may ask.
-        on_gone: Called when it ends before its answer, for who has no `task`.
-        on_room: Called when the client may take more, for who does not `write`.
-        send_window: Bytes that the client takes of it.
-        taken_bytes: Memory of the receive budget that its handler has, until it is over.
-        task: Its handler's, where that is one.
+        deadline_ns: On the monotonic clock; None without one.
+        on_gone: Called when the call is closed; for handlers without a `task`.
+        on_room: Called when all sent messages have left; for handlers that do not `write`.
+        handler_bytes: Memory charged by `charge_memory`, released at the end of the call.
     """
 
     __slots__ = (
-        "_drawn_ns", "_has_begun", "_is_cut", "_outbox", "_outbox_bytes", "_timer", "deadline_ns",
-        "grant", "metadata", "on_gone", "on_room", "send_window", "taken_bytes", "task",
+        "_has_sent_headers", "_is_part_sent", "_outbox", "_outbox_bytes", "_sent_ns", "_timer",
+        "deadline_ns", "grant", "handler_bytes", "metadata", "on_closed", "on_writable",
+        "send_window", "task",
     )  # fmt: skip
 
-    def __init__(self, streams: Streams, stream_id: int, head: RequestHead) -> None:
+    def __init__(self, streams: Streams, stream_id: int, head: RequestHeaders) -> None:
         super().__init__(streams, stream_id, head)
         self.metadata: Metadata = head.metadata
-        self.grant: Grant = EVERYTHING
+        self.grant: Grant = FULL_GRANT
         self.send_window = streams.output.call_window
-        self.on_gone: Callable[[], None] | None = None
-        self.on_room: Callable[[], None] | None = None
+        self.on_closed: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._outbox: deque[memoryview] | None = None
-        self._outbox_bytes = self.taken_bytes = 0
-        self._drawn_ns = 0
-        self._has_begun = self._is_cut = False
+        self._outbox_bytes = self.handler_bytes = self._sent_ns = 0
+        self._has_sent_headers = self._is_part_sent = False
         self._timer: asyncio.TimerHandle | None = None
         self.deadline_ns: int | None = None
         if head.timeout_ns is not None:
             self.deadline_ns = now_ns() + head.timeout_ns
-            timeout_s = head.timeout_ns / NS_PER_S
-            self._timer = self._loop.call_later(timeout_s, self._expire)
+            self._timer = self._loop.call_later(head.timeout_ns / NS_PER_S, self._expire)
 
     @property
     def caller(self) -> object:
-        """Whose it is, as far as one is told from another: by name, or else by connection."""
+        """Identity of the caller: the name of its grant, or else the connection."""
         return self.grant.name or self._streams
 
     @property
     def source(self) -> Source:
-        """Whose share of a queue its requests take."""
+        """Source for the queues' fair share."""
         return self._streams.source(self.grant.name)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the client has to take something before more should be sent."""
+        """Whether flow control or a full socket holds back data."""
         return bool(self._outbox)
 
     def begin(self, metadata: Metadata = ()) -> None:
-        """Send the response headers with this metadata; nothing where they are sent already."""
-        if self.is_over or self._has_begun:
+        """Send the response headers with this metadata, unless they are already sent."""
+        if self.is_over or self._has_sent_headers:
             return
-        self._has_begun = True
+        self._has_sent_headers = True
         self._output.emit_block(self.stream_id, 0, headers.RESPONSE + headers.block(metadata))
 
     def send(self, *parts: Message) -> None:
-        """Send one message, made of these parts, which must not change any more."""
+        """Send one message, the concatenation of these parts; they must not change any more."""
         if self.is_over:
             return
         output = self._output
-        if not self._has_begun:
+        if not self._has_sent_headers:
             self.begin()
         size = sum(map(len, parts))
         prefix = frames.prefix(size)
         size += PREFIX_BYTES
-        outbox = self._outbox
-        if not outbox and output.can_send(self, size):
+        if not self._outbox and output.can_send(self, size):
             output.send(self, size, (prefix, *parts))
             return
+        self._enqueue(size, (memoryview(part) for part in (prefix, *parts) if part))
+
+    def _enqueue(self, size: int, parts: Iterable[memoryview]) -> None:
+        outbox = self._outbox
         if outbox is None:
             outbox = self._outbox = deque()
-            self._drawn_ns = now_ns()
+            self._sent_ns = now_ns()
         self._outbox_bytes += size
         self._streams.budget.charge(size)
-        outbox.append(memoryview(prefix))
-        outbox.extend(memoryview(part) for part in parts if part)
-        output.hold(self)
+        outbox.extend(parts)
+        self._output.enqueue(self)
 
-    def refuse_http(self, error: RpcError) -> None:
-        """Answer a request that is no gRPC call: 415, the error as text, then the gRPC status."""
-        self.close_input()
-        self._has_begun = True
+    def reject_http(self, error: RpcError) -> None:
+        """Reject a request that is not gRPC: 415, the error as text, then the gRPC status."""
+        self.discard_input()
+        self._has_sent_headers = True
         self._output.emit_block(self.stream_id, 0, headers.NOT_GRPC)
         text = f"{error.message}\n".encode()
-        self._outbox = deque((memoryview(text),))
-        self._outbox_bytes = len(text)
-        self._streams.budget.charge(len(text))
-        self._drawn_ns = now_ns()
-        self.on_room = partial(self.end, error.status, error.message, error.trailers)
-        self._output.hold(self)
+        self.on_writable = partial(self.end, error.status, error.message, error.trailers)
+        self._enqueue(len(text), (memoryview(text),))
 
-    def take_memory(self, size: int) -> None:
-        """Charge memory that the handler needs for what the client sent.
-
-        Raises:
-            Overloaded: It is over the limit.
-        """
+    def charge_memory(self, size: int) -> None:
+        """Charge memory that the handler needs to process a message; may raise `Overloaded`."""
         budget = self._streams.budget
         if not budget.take(size):
-            raise Overloaded(
-                f"{size} bytes are needed to read a message, and nearly all of the "
-                f"{budget.limit_bytes} for received bytes are in use (limits.receive_bytes)",
-                retry_after_ms=RETRY_MS,
-            )
-        self.taken_bytes += size
+            limit = f"limit {budget.limit_bytes:,} for all (`limits.receive_bytes`)"
+            message = f"receive memory exhausted: {size:,} bytes needed to read a message, {limit}"
+            raise Overloaded(message, retry_after_ms=RETRY_MS)
+        self.handler_bytes += size
 
-    def give_back_memory(self, size: int) -> None:
-        """The handler needs so many bytes no longer; fewer than none are there after the end."""
+    def release_memory(self, size: int) -> None:
+        """Release memory of `charge_memory`; the end of the call releases the rest."""
         if not self.is_over:
-            self.taken_bytes -= size
+            self.handler_bytes -= size
             self._streams.budget.give_back(size)
 
     async def answer(self, *parts: Message) -> None:
-        """Write the only message of a response and its status, at once where there is room."""
+        """Write the only response message, and the status with it if both can be sent now."""
         if not self.try_answer(parts):
             await self.write(*parts)
 
     def try_answer(self, parts: Sequence[Message]) -> bool:
-        """Send the only message of a response and its status, where there is room; whether so."""
+        """Send the only response message and its status, if both can be sent now; whether sent."""
         output, length = self._output, 0
         for part in parts:
             length += len(part)
-        if self.is_over or self._has_begun or not self.has_all_input:
+        if self.is_over or self._has_sent_headers or not self.has_all_input:
             return False
         if not output.can_answer(self, length):
             return False
@@ -174,106 +155,99 @@ class Call(CallReceiver):
         return True
 
     async def read(self) -> Message | None:
-        """As `receive`, once there is something."""
+        """Wait for input, then `receive` it."""
         while not (self.has_input or self.is_over):
-            there = self._loop.create_future()
-            self.on_input = partial(_wake, there)
+            waiter = self._loop.create_future()
+            self.on_input = partial(_wake, waiter)
             try:
-                await there
+                await waiter
             finally:
                 self.on_input = None
         return self.receive()
 
     async def write(self, *parts: Message) -> None:
-        """As `send`, and wait until the client may take more."""
+        """`send` a message, and wait until it has left."""
         self.send(*parts)
         if self._outbox:
-            gone = self._loop.create_future()
-            self.on_room = partial(_wake, gone)
+            waiter = self._loop.create_future()
+            self.on_writable = partial(_wake, waiter)
             try:
-                await gone
+                await waiter
             finally:
-                self.on_room = None
+                self.on_writable = None
 
-    def end(
-        self,
-        status: Status = Status.OK,
-        message: str = "",
-        metadata: tuple[tuple[str, str | bytes], ...] = (),
-    ) -> None:
-        """Send the status; nothing where the call is over already."""
+    def end(self, status: Status = Status.OK, message: str = "", metadata: Metadata = ()) -> None:
+        """Send the status, unless the call is over."""
         if self.is_over:
             return
         block = headers.trailers(status, message, metadata)
-        if not self._has_begun:
+        if not self._has_sent_headers:
             block = headers.RESPONSE + block
-        if self._outbox and (self._is_cut or status is Status.OK):
-            # Half of a message is out, and no status can follow it; or a whole one is missing.
-            self._output.emit(frames.rst_stream(self.stream_id, Code.CANCEL))
+        if self._outbox and (self._is_part_sent or status is Status.OK):
+            # No status can follow part of a message, and OK cannot follow a missing one.
+            self._output.emit(frames.rst_stream(self.stream_id, ErrorCode.CANCEL))
         else:
             self._output.emit_block(self.stream_id, frames.END_STREAM, block)
             if not self.has_all_input:
-                self._output.emit(frames.rst_stream(self.stream_id, Code.NO_ERROR))
+                self._output.emit(frames.rst_stream(self.stream_id, ErrorCode.NO_ERROR))
         self.close()
 
     def close(self) -> None:
-        """Forget the call, and end its handler where that has not ended."""
+        """Release the call's memory, and cancel its handler unless that has ended."""
         if self.is_over:
             return
         self.is_over = True
-        # It may be in a cycle with what served it, and be there until a collection.
-        self.close_input()
+        # A reference cycle may keep the call until a garbage collection, so drop the data now.
+        self.discard_input()
         self._outbox = None
-        held_bytes = self._outbox_bytes + self.taken_bytes
-        if held_bytes:
-            self._streams.budget.release(held_bytes)
-            self._outbox_bytes = self.taken_bytes = 0
+        charged_bytes = self._outbox_bytes + self.handler_bytes
+        if charged_bytes:
+            self._streams.budget.release(charged_bytes)
+            self._outbox_bytes = self.handler_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._streams.forget(self)
-        gone, self.on_gone = self.on_gone, None
-        if gone is not None:
-            gone()
+        self._streams.remove(self)
+        on_closed, self.on_closed = self.on_closed, None
+        if on_closed is not None:
+            on_closed()
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
 
-    # For the connection.
-
-    def look_after(self, now_ns: int) -> None:
-        """End the call where a message of it, or its response, makes no progress."""
+    def check_timeouts(self, now_ns: int) -> None:
+        """End the call if a request message or the response makes no progress."""
         timeouts = self._streams.host.timeouts
         self.evict_stalled(now_ns, int(timeouts.message_s * NS_PER_S))
-        if self._outbox and now_ns - self._drawn_ns > int(timeouts.response_s * NS_PER_S):
+        if self._outbox and now_ns - self._sent_ns > int(timeouts.response_s * NS_PER_S):
             self._streams.host.count_ended("response_timeout")
-            self._output.emit(frames.rst_stream(self.stream_id, Code.CANCEL))
+            self._output.emit(frames.rst_stream(self.stream_id, ErrorCode.CANCEL))
             self.close()
 
-    def draw(self, budget: int) -> list[memoryview]:
-        """The next bytes to send, at most `budget` of them."""
-        drawn = []
+    def next_parts(self, bytes_max: int) -> list[memoryview]:
+        """Remove and return the next bytes to send."""
+        parts = []
         outbox = self._outbox
-        while outbox and budget:
+        while outbox and bytes_max:
             part = outbox.popleft()
-            if len(part) > budget:
-                outbox.appendleft(part[budget:])
-                part = part[:budget]
-            drawn.append(part)
-            budget -= len(part)
-        self._is_cut = bool(outbox)
-        self._drawn_ns = self._streams.now_ns
-        return drawn
+            if len(part) > bytes_max:
+                outbox.appendleft(part[bytes_max:])
+                part = part[:bytes_max]
+            parts.append(part)
+            bytes_max -= len(part)
+        self._is_part_sent = bool(outbox)
+        self._sent_ns = self._streams.now_ns
+        return parts
 
-    def sent(self) -> None:
-        """All that waited is sent."""
+    def on_sent(self) -> None:
+        """All blocked data has been sent."""
         self._streams.budget.release(self._outbox_bytes)
         self._outbox_bytes = 0
-        if self.on_room is not None:
-            self.on_room()
+        if self.on_writable is not None:
+            self.on_writable()
 
     def _expire(self) -> None:
-        late = RpcError(Status.DEADLINE_EXCEEDED, "the call's deadline has passed")
-        error = self._streams.host.named(self.path, late)
+        error = RpcError(Status.DEADLINE_EXCEEDED, "call deadline exceeded")
+        error = self._streams.host.named(self.path, error)
         self.end(error.status, error.message, error.trailers)
 
 

@@ -1,10 +1,9 @@
-"""The receiving half of a call: messages out of DATA frames, their memory and their window.
+"""Request messages of a call: assembly from DATA frames, memory and flow-control window.
 
-A message is assembled as its bytes come, cut anywhere. The stream's window is given back once every
-message that came has been read, so a client feels a slow handler. Received bytes are charged to the
-server's receive budget: of half-received messages as they come, of whole ones until they are read,
-or, where they are large, until they are freed. A message larger than the window reserves its memory
-before it is given more window.
+The window is updated once the handler has read all messages, so a slow handler slows down the
+client. The receive budget is charged for partial messages as they arrive, small messages until they
+are read, and large ones until they are freed. A message larger than the window reserves its memory
+before the window is updated.
 
 Runs on: gateway loop. Source: gRPC over HTTP/2 (Length-Prefixed-Message).
 """
@@ -18,11 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from iskander.clock import NS_PER_S, now_ns
-from iskander.transport.http2 import decompression as inflating
-from iskander.transport.http2 import frames
+from iskander.transport.http2 import decompression, frames
 from iskander.transport.http2.decompression import Compressed
-from iskander.transport.http2.frames import PREFIX_BYTES, Code
-from iskander.transport.http2.request_headers import RequestHead
+from iskander.transport.http2.frames import PREFIX_BYTES, ErrorCode
+from iskander.transport.http2.request_headers import RequestHeaders
 from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.receive_budget import (
     MESSAGE_RATE_MIN,
@@ -35,11 +33,10 @@ if TYPE_CHECKING:
     from iskander.transport.http2.streams import Streams
 
 WINDOW_BYTES: Final = 4 << 20
-"""What a client may send of one call before it is read."""
-MESSAGES_A_TAKE: Final = 32
-"""Messages, or pieces of one, that are taken before the clock is looked at again."""
+MESSAGES_PER_FEED: Final = 32
+"""Messages, or pieces of one, processed between two checks of the clock."""
 QUEUED_COST: Final = 128
-"""Charged for a message that waits to be read, beside its bytes."""
+"""Bytes charged for an unread message beside its own."""
 
 Message: TypeAlias = bytes | memoryview
 
@@ -47,29 +44,23 @@ Message: TypeAlias = bytes | memoryview
 class CallReceiver:
     """The receiving half of one call.
 
-    Args:
-        streams: Of its connection.
-        stream_id: Of the connection.
-        head: Its request headers.
-
     Attributes:
-        path: `/SERVICE/METHOD`.
-        on_input: Called when something came, for who does not `read`.
+        on_input: Called when input arrives; for handlers that do not `read`.
         has_all_input: The client has ended its half of the stream.
-        is_over: The call has its status, or nobody is there for one.
-        empty_messages: Messages of 0 bytes that came and are not charged yet.
-        began_ns: When the message that is half received began.
+        is_over: The status is sent, or the connection is lost.
+        empty_messages: Received messages of 0 bytes that are not charged yet.
+        began_ns: Start of the partial message.
     """
 
     __slots__ = (
-        "_array", "_content_left", "_encoding", "_expanding", "_filled", "_is_charged",
-        "_is_compressed", "_is_deaf", "_is_reserved", "_is_waiting", "_loop", "_message_bytes_max",
-        "_messages", "_moved_ns", "_output", "_partial", "_prefix", "_queued_bytes", "_received",
-        "_reserved_bytes", "_streams", "began_ns", "empty_messages", "has_all_input", "is_over",
-        "on_input", "path", "stream_id",
+        "_array", "_content_left", "_decompression", "_encoding", "_filled", "_is_charged",
+        "_is_compressed", "_is_discarding", "_is_reserved", "_is_waiting", "_loop",
+        "_message_bytes_max", "_messages", "_output", "_partial", "_prefix", "_progress_ns",
+        "_queued_bytes", "_received", "_reserved_bytes", "_streams", "began_ns", "empty_messages",
+        "has_all_input", "is_over", "on_input", "path", "stream_id",
     )  # fmt: skip
 
-    def __init__(self, streams: Streams, stream_id: int, head: RequestHead) -> None:
+    def __init__(self, streams: Streams, stream_id: int, head: RequestHeaders) -> None:
         self._streams = streams
         self._output = streams.output
         self._loop = streams.host.loop
@@ -77,39 +68,34 @@ class CallReceiver:
         self.path = head.path
         self.has_all_input = self.is_over = False
         self.on_input: Callable[[], None] | None = None
-        self.empty_messages = 0
         self.began_ns = streams.now_ns
         self._encoding = head.encoding
         self._content_left = head.content_bytes
         self._message_bytes_max = streams.host.message_bytes(head.path)
         self._messages: deque[Message | Compressed | RpcError | None] = deque()
-        self._queued_bytes = 0
         self._prefix = b""
         self._partial: memoryview | None = None
         self._array: TrackedArray | None = None
-        self._filled = 0
-        self._moved_ns = 0
-        self._received = 0
-        self._reserved_bytes = 0
-        self._is_charged = self._is_compressed = self._is_deaf = False
+        self.empty_messages = self._queued_bytes = self._reserved_bytes = 0
+        self._received = self._filled = self._progress_ns = 0
+        self._is_charged = self._is_compressed = self._is_discarding = False
         self._is_reserved = self._is_waiting = False
-        self._expanding: asyncio.Future[Message | RpcError] | None = None
+        self._decompression: asyncio.Future[Message | RpcError] | None = None
 
     @property
     def has_input(self) -> bool:
-        """Whether `receive` has something to give: a message, the end, or an error.
+        """Whether `receive` can return a message, the end of input, or an error.
 
-        A compressed message is expanded first: by a thread where it is large, and `on_input` is
-        called when that is done.
+        A compressed message is decompressed first; `on_input` is called when a thread has done it.
         """
         if not self._messages:
             return False
         first = self._messages[0]
-        return not isinstance(first, Compressed) or self._expand(first)
+        return not isinstance(first, Compressed) or self._decompress(first)
 
     @property
     def whole(self) -> Message | None:
-        """The only message of its input, where all of that has come; it is not received yet."""
+        """The only message of a complete input, without receiving it."""
         messages = self._messages
         if not self.has_all_input or len(messages) != 2:
             return None
@@ -117,15 +103,14 @@ class CallReceiver:
         return first if isinstance(first, (bytes, memoryview)) else None
 
     @property
-    def held_bytes(self) -> int:
-        """Charged bytes that would be freed if the call were refused."""
+    def unread_bytes(self) -> int:
+        """Charged bytes that rejecting the call would free."""
         return self._queued_bytes + (self._filled if self._partial is not None else 0)
 
     def receive(self) -> Message | None:
-        """The next message, where `has_input`; None at the end of them, or of the call.
+        """The next message; None at the end of input or of the call. Requires `has_input`.
 
-        Raises:
-            RpcError: The message is too large, or compressed in an unknown way.
+        A message that is invalid, too large or out of memory raises `RpcError`.
         """
         if self.is_over:
             return None
@@ -137,134 +122,120 @@ class CallReceiver:
             try:
                 raise message
             finally:
-                del message, messages  # Its traceback keeps this frame.
+                del message, messages  # The traceback of the error keeps this frame.
         assert not isinstance(message, Compressed)
         messages.popleft()
         if self._queued_bytes:
-            self._uncharge_queued(message)
-        self.give_back()
+            self._uncharge_queued(_queued_cost(message))
+        self.update_window()
         return message
 
-    # For the connection.
-
-    def charge_waiting(self) -> None:
-        """Charge the messages that its handler has not read; from now on each as it comes.
-
-        Most calls are answered in the turn in which they came, and nothing of them waits.
-        """
+    def charge_unread(self) -> None:
+        """Charge the messages of a call that is not answered at once, and later ones on arrival."""
         self._is_charged = True
         messages = self._messages
         if messages and messages[0] is not None:
             self._charge_queued(sum(map(_queued_cost, messages)))
 
-    def take_frame(self, length: int, padding: int) -> bool:
-        """Count a DATA frame, before its payload; return whether `content-length` allows it.
-
-        Raises:
-            ConnectionBroken: The frame is larger than the window.
-        """
+    def count_frame(self, length: int, padding: int) -> bool:
+        """Count a DATA frame before its payload; return whether `content-length` allows it."""
         self._received += length + padding
         if self._received > WINDOW_BYTES:
-            raise frames.ConnectionBroken(Code.FLOW_CONTROL_ERROR, "more DATA than the window")
+            raise frames.ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window")
         if self._content_left >= 0:
             self._content_left -= length
             if self._content_left < 0:
                 return False
         if padding:
-            self.give_back()
+            self.update_window()
         return True
 
-    def take(self, piece: memoryview) -> int:
-        """Take payload of DATA frames, cut anywhere; return how many bytes were taken.
-
-        That is all of them, unless they hold many messages.
-        """
+    def feed_data(self, piece: memoryview) -> int:
+        """Process DATA payload; return the bytes consumed: fewer than all after many messages."""
         size = len(piece)
         if self._partial is None and not self._prefix and PREFIX_BYTES < size < TRACKED_BYTES_MIN:
             compressed, length = frames.read_prefix(piece)
             if length + PREFIX_BYTES == size <= self._message_bytes_max and not compressed:
-                # One whole message: most of those that are small.
-                if not self._is_deaf:
-                    self._streams.messages_arrived += 1
+                # One complete message, as in most small requests.
+                if not self._is_discarding:
+                    self._streams.messages_received += 1
                     self._append(piece[PREFIX_BYTES:].tobytes())
                     self._charge_last()
                 return size
-        for _ in range(MESSAGES_A_TAKE):
-            if not piece or self._is_deaf:
+        for _ in range(MESSAGES_PER_FEED):
+            if not piece or self._is_discarding:
                 piece = piece[:0]
                 break
             piece = self._begin(piece) if self._partial is None else self._fill(piece)
-        self.give_back()
+        self.update_window()
         return size - len(piece)
 
-    def take_end(self) -> bool:
-        """The client has sent everything; return whether `content-length` agrees."""
+    def feed_eof(self) -> bool:
+        """Process the end of input; return whether `content-length` agrees."""
         self.has_all_input = True
         if self._content_left > 0:
             return False
-        if self._is_deaf:
+        if self._is_discarding:
             return True
         if self._prefix or self._partial is not None:
-            self._refuse(RpcError(Status.INTERNAL, "the last message is cut short"))
+            self._reject(RpcError(Status.INTERNAL, "last message truncated"))
         else:
             self._append(None)
         return True
 
-    def give_back(self) -> None:
-        """Let the client send more, once all is read and half of the window is used."""
-        if self._messages or self._received < WINDOW_BYTES // 2 or self._is_deaf or self.is_over:
+    def update_window(self) -> None:
+        """Send a WINDOW_UPDATE once all messages are read and half of the window is used."""
+        if self._messages or self._received < WINDOW_BYTES // 2 or self.is_over:
             return
-        if self._is_waiting or not (self._is_reserved or self._reserve()):
+        if self._is_discarding or self._is_waiting or not (self._is_reserved or self._reserve()):
             return
         self._output.emit(frames.window_update(self.stream_id, self._received))
         self._received = 0
 
     def on_reserved(self) -> None:
-        """The memory of a large message is reserved: let it come."""
+        """Continue a large message: its memory is reserved."""
         self._is_waiting = False
         self._is_reserved = True
-        self._moved_ns = now_ns()
-        self.give_back()
+        self._progress_ns = now_ns()
+        self.update_window()
 
     def evict_stalled(self, now: int, stall_ns: int) -> None:
-        """Refuse a half-received message that fell so far behind its slowest rate.
+        """Reject a partial message that is `stall_ns` behind the minimum rate.
 
-        A client that waits for window, or for memory, is not to blame.
+        Time in which the client waits for window or memory does not count.
         """
         is_begun = self._partial is not None or self._prefix
-        if is_begun and not (self._messages or self._is_waiting or self._is_deaf):
-            behind_ns = now - self._moved_ns
+        if is_begun and not (self._messages or self._is_waiting or self._is_discarding):
+            behind_ns = now - self._progress_ns
             if behind_ns > stall_ns:
                 self._streams.host.count_ended("message_timeout")
-                behind_s = behind_ns / NS_PER_S
-                message = f"a message fell {behind_s:.0f} s behind {MESSAGE_RATE_MIN} bytes/s"
-                self._refuse(RpcError(Status.UNAVAILABLE, message))
+                lag = f"{behind_ns / NS_PER_S:.0f} s behind {MESSAGE_RATE_MIN} bytes/s"
+                limit = f"limit {stall_ns / NS_PER_S:g} s (at most `timeouts.message_s`)"
+                self._reject(RpcError(Status.UNAVAILABLE, f"message too slow: {lag}, {limit}"))
 
     def shed(self) -> None:
-        """Refuse the messages that have come and are not read, and the half-received one."""
+        """Reject the unread messages and the partial one."""
         self._messages.clear()
-        self._refuse(self._no_memory())
+        self._reject(self._memory_error())
 
-    def close_input(self) -> None:
-        """Drop what has come."""
-        self._is_deaf = True
+    def discard_input(self) -> None:
+        """Discard everything received, now and later."""
+        self._is_discarding = True
         self._drop_partial()
-        if self._expanding is not None:
-            self._expanding.cancel()
+        if self._decompression is not None:
+            self._decompression.cancel()
         self._messages.clear()
-        self._clear_queued()
-
-    # Assembly.
+        self._uncharge_queued(self._queued_bytes)
 
     def _begin(self, piece: memoryview) -> memoryview:
-        """Read a message's prefix, and the message where it is whole; what is left."""
+        """Read a message's prefix, and the message if it is complete; return the rest."""
         if not self._prefix and len(piece) >= PREFIX_BYTES:
             compressed, length = frames.read_prefix(piece)
             start = PREFIX_BYTES
         else:
             start = PREFIX_BYTES - len(self._prefix)
             if not self._prefix:
-                self._moved_ns = self._streams.now_ns
+                self._progress_ns = self._streams.now_ns
             self._prefix += piece[:start]
             if len(self._prefix) < PREFIX_BYTES:
                 return piece[:0]
@@ -272,16 +243,12 @@ class CallReceiver:
         self._prefix = b""
         self._is_compressed = compressed != 0
         if length > self._message_bytes_max:
-            self._refuse(
-                RpcError(
-                    Status.RESOURCE_EXHAUSTED,
-                    f"a message may have {self._message_bytes_max} bytes, got {length}",
-                )
-            )
+            message = f"message too large: {length:,} bytes, limit {self._message_bytes_max:,}"
+            self._reject(RpcError(Status.RESOURCE_EXHAUSTED, message))
             return piece[:0]
         if length < TRACKED_BYTES_MIN:
             if len(piece) >= start + length:
-                self._arrive(bytes(piece[start : start + length]))
+                self._complete(bytes(piece[start : start + length]))
                 self._charge_last()
                 return piece[start + length :]
             self._partial = memoryview(bytearray(length))
@@ -289,52 +256,52 @@ class CallReceiver:
             array = self._array = self._streams.budget.array(length)
             self._partial = array.data
         self._filled = 0
-        self.began_ns = self._moved_ns = self._streams.now_ns
+        self.began_ns = self._progress_ns = self._streams.now_ns
         return piece[start:]
 
     def _fill(self, piece: memoryview) -> memoryview:
-        """Take more of the half-received message; what is left."""
-        # No variable holds it while it is charged: if it is refused then, it is freed at once.
+        """Add to the partial message; return the rest."""
+        # No local variable refers to it during the charge: if it is rejected, it is freed at once.
         assert self._partial is not None
         count = min(len(piece), len(self._partial) - self._filled)
         self._partial[self._filled : self._filled + count] = piece[:count]
         self._filled += count
-        self._moved_ns = progress_ns(self._moved_ns, self._streams.now_ns, count)
+        self._progress_ns = progress_ns(self._progress_ns, self._streams.now_ns, count)
         if not self._is_reserved:
             if self._array is not None:
                 self._array.charged_bytes += count
             self._streams.budget.charge(count)
             if self._partial is None:
-                return piece[:0]  # It was refused, for want of memory.
+                return piece[:0]  # Rejected: out of memory.
         if self._filled == len(self._partial):
-            self._arrive(self._partial)
+            self._complete(self._partial)
             self._charge_last()
         return piece[count:]
 
-    def _arrive(self, message: Message) -> None:
+    def _complete(self, message: Message) -> None:
         self._drop_partial()
         if message:
-            self._streams.messages_arrived += 1
+            self._streams.messages_received += 1
         else:
             self.empty_messages += 1
         self._append(Compressed(message) if self._is_compressed else message)
 
     def _reserve(self) -> bool:
-        """Reserve memory for a message larger than the window; return whether more may come."""
+        """Reserve memory for a message larger than the window; return whether it may continue."""
         length = 0 if self._partial is None else len(self._partial)
         if length <= WINDOW_BYTES:
             return True
         streams = self._streams
         assert self._array is not None
         size = self._reserved_bytes = length - self._filled
-        # What is reserved is released with the array, like what was charged before.
+        # The array releases the reserved bytes as well as those charged before.
         self._array.charged_bytes += size
         self._is_waiting = not streams.budget.reserve(streams, self, size)
         self._is_reserved = not self._is_waiting
         return self._is_reserved
 
     def _drop_partial(self) -> None:
-        """End the half-received message: it has come, or it will not."""
+        """End the partial message: it is complete or discarded."""
         if self._partial is None:
             return
         budget = self._streams.budget
@@ -348,15 +315,13 @@ class CallReceiver:
             self._is_waiting = self._is_reserved = False
             budget.end_reservation(self._streams, self, size)
 
-    # Messages that wait to be read.
-
     def _append(self, message: Message | Compressed | RpcError | None) -> None:
         self._messages.append(message)
         if self.on_input is not None:
             self.on_input()
 
     def _charge_last(self) -> None:
-        """Charge the message that came last and was not read at once; no caller may hold it."""
+        """Charge the last message if it is unread; no caller may hold a reference to it."""
         if self._messages and self._is_charged:
             self._charge_queued(_queued_cost(self._messages[-1]))
 
@@ -364,76 +329,65 @@ class CallReceiver:
         self._queued_bytes += size
         self._streams.budget.charge(size)
 
-    def _uncharge_queued(self, message: Message | Compressed) -> None:
-        size = min(_queued_cost(message), self._queued_bytes)
-        self._queued_bytes -= size
-        self._streams.budget.release(size)
-
-    def _clear_queued(self) -> None:
-        size, self._queued_bytes = self._queued_bytes, 0
+    def _uncharge_queued(self, size: int) -> None:
+        size = min(size, self._queued_bytes)
         if size:
+            self._queued_bytes -= size
             self._streams.budget.release(size)
 
-    def _refuse(self, error: RpcError) -> None:
-        """Take nothing more; the handler gets the error after what came before."""
-        self._is_deaf = True
+    def _reject(self, error: RpcError, *, notify: bool = True) -> None:
+        """Discard later input; the handler receives the error after the unread messages."""
+        self._is_discarding = True
         self._drop_partial()
         if not self._messages:
-            self._clear_queued()
-        self._append(error)
+            self._uncharge_queued(self._queued_bytes)
+        if notify:
+            self._append(error)
+        else:
+            self._messages.append(error)
 
-    def _no_memory(self) -> RpcError:
-        return RpcError(
-            Status.UNAVAILABLE,
-            "the server has no memory to receive a message: "
-            f"{self._streams.budget.limit_bytes} bytes are in use (limits.receive_bytes)",
-        )
+    def _memory_error(self) -> RpcError:
+        limit = f"limit {self._streams.budget.limit_bytes:,} bytes (`limits.receive_bytes`)"
+        return RpcError(Status.UNAVAILABLE, f"receive memory exhausted: {limit}")
 
-    # Compressed messages.
+    def _decompress(self, message: Compressed) -> bool:
+        """Decompress the first message, or start a thread for it; return whether it is done."""
+        if self._decompression is not None:
+            return False
+        result = decompression.start(message.raw, self._encoding, self._message_bytes_max)
+        if isinstance(result, decompression.Decompressor):
+            target = self._streams.budget.charged_array(result.output_bytes_max)
+            if target is not None:
+                work = self._loop.run_in_executor(decompression.THREADS, result.finish, target)
+                self._decompression = work
+                work.add_done_callback(partial(self._on_result, target))
+                return False
+            result = self._memory_error()
+        self._replace_first(result)
+        return True
 
-    def _expand(self, message: Compressed) -> bool:
-        """Expand the first message, or have that done; whether it is."""
-        if self._expanding is None:
-            begun = inflating.begin(message.raw, self._encoding, self._message_bytes_max)
-            if isinstance(begun, inflating.Inflation):
-                target = self._streams.budget.charged_array(begun.bytes_most)
-                if target is not None:
-                    work = self._loop.run_in_executor(inflating.THREADS, begun.finish, target)
-                    self._expanding = work
-                    work.add_done_callback(partial(self._on_expanded, target))
-                    return False
-                begun = self._no_memory()
-            self._replace_first(begun)
-            return True
-        return False
-
-    def _on_expanded(self, target: TrackedArray, work: asyncio.Future[Message | RpcError]) -> None:
-        self._expanding = None
+    def _on_result(self, target: TrackedArray, work: asyncio.Future[Message | RpcError]) -> None:
+        self._decompression = None
         if self._messages and isinstance(self._messages[0], Compressed):
-            expanded = work.result()
-            if isinstance(expanded, memoryview):
-                self._streams.budget.shrink(target, len(expanded))
-            self._replace_first(expanded)
+            result = work.result()
+            if isinstance(result, memoryview):
+                self._streams.budget.shrink(target, len(result))
+            self._replace_first(result)
             if self.on_input is not None:
                 self.on_input()
 
-    def _replace_first(self, expanded: Message | RpcError) -> None:
-        first = self._messages[0]
-        if isinstance(expanded, RpcError):
-            self._is_deaf = True
-            self._drop_partial()
+    def _replace_first(self, result: Message | RpcError) -> None:
+        if isinstance(result, RpcError):
             self._messages.clear()
-            self._clear_queued()
-            self._messages.append(expanded)
+            self._reject(result, notify=False)
         else:
-            if self._queued_bytes and isinstance(first, Compressed):
-                self._uncharge_queued(first)
-            self._messages[0] = expanded
-            self._charge_queued(_queued_cost(expanded))
+            self._uncharge_queued(_queued_cost(self._messages[0]))
+            self._messages[0] = result
+            self._charge_queued(_queued_cost(result))
 
 
 def _queued_cost(message: Message | Compressed | RpcError | None) -> int:
-    """Bytes to charge for a message that waits; a large one is charged by its array."""
+    """Bytes to charge for an unread message; a large one is charged by its array."""
     raw = message.raw if isinstance(message, Compressed) else message
     if raw is None or isinstance(raw, RpcError):
         return 0

@@ -1,8 +1,7 @@
-"""One HTTP/2 connection of the server: its preface, its frames, its turns and its end.
+"""One HTTP/2 connection of the server: preface, frame dispatch, time quanta, shutdown.
 
-The payload of DATA frames goes to its call as it comes, cut anywhere; every other frame is
-processed once it is whole. A read is processed for a quantum of time; what is left waits in the
-turn scheduler, and the socket is not read meanwhile. Nothing here blocks.
+DATA payload is passed to its call as it arrives, other frames are processed once complete. A read
+is processed for one time quantum; the rest waits in the turn scheduler, and reading is paused.
 
 Runs on: gateway loop. Source: RFC 9113.
 """
@@ -18,35 +17,35 @@ from iskander.transport.http2.call import Call
 from iskander.transport.http2.call_receiver import WINDOW_BYTES
 from iskander.transport.http2.context import Host
 from iskander.transport.http2.frame_sender import FrameSender
-from iskander.transport.http2.frames import Code, ConnectionBroken, StreamError
+from iskander.transport.http2.frames import ConnectionBroken, ErrorCode, StreamError
 from iskander.transport.http2.rate_limit import RateLimiter
 from iskander.transport.http2.request_headers import HEADER_LIST_BYTES_MAX
 from iskander.transport.http2.streams import Streams
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 
 FRAME_BYTES_MAX: Final = 1 << 20
-"""Of the DATA frames that are taken; a larger message comes in several."""
+"""Limit on a DATA frame; a larger message consists of several."""
 CONTROL_BYTES_MAX: Final = 65_536
-"""Of any other frame."""
+"""Limit on any other frame."""
 CLOCK_FRAMES: Final = 8
-"""Frames between two looks at the clock."""
-CALLS_TOGETHER: Final = 4
+"""Frames between two checks of the clock."""
+OPENED_CALLS_MAX: Final = 4
 """Calls opened in a row before they are served."""
-TASKS_A_TURN: Final = 4
-"""Calls that began a task in one turn; no clock here sees the work of a task."""
+TASKS_PER_TURN: Final = 4
+"""Calls that start a task in one turn; the turn's clock does not include the work of tasks."""
 FREE_SETTINGS: Final = 16
-"""Settings of one frame that cost no more than the frame."""
+"""Settings in one frame at the cost of the frame alone."""
 FREE_CALLS: Final = 100
 """Open calls whose windows a setting changes at the cost of a frame."""
 WINDOW_COST: Final = 0.1
-"""Of opening a window, where nothing was sent that used it up."""
+"""Cost of a WINDOW_UPDATE that replies to no response frame."""
 HTTP1_LINE_BYTES: Final = 4096
-"""Of the first read, in which a request line of HTTP/1 is recognized."""
-_ALIVE: Final = b"iskalive"
-_LEAVING: Final = b"iskleave"
+"""Part of the first read that is searched for an HTTP/1 request line."""
+_KEEPALIVE_PING: Final = b"iskalive"
+_DRAIN_PING: Final = b"iskleave"
 _NOT_HTTP2: Final = (
     b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\n"
-    b"content-type: text/plain\r\n\r\nThis port speaks gRPC over HTTP/2.\n"
+    b"content-type: text/plain\r\n\r\nThis port serves gRPC over HTTP/2.\n"
 )
 
 
@@ -59,27 +58,23 @@ class Connection(asyncio.BufferedProtocol):
         self.streams: Streams
         self.deficit_ns = self.wasted_ns = 0
         self._transport: asyncio.Transport
-        self._is_greeted = self._is_leaving = self._is_closing = False
+        self._has_preface = self._is_draining = self._is_closing = self._is_waiting = False
         self._rest = memoryview(b"")
-        self._is_waiting = self._is_behind = False
-        self._incomplete_ns = self._countdown = 0
-        self._heard_ns = now_ns()
-        self._pinged_ns = 0
-        self._limiter = RateLimiter(self._heard_ns)
+        self._incomplete_ns = self._countdown = self._ping_ns = 0
+        self._read_ns = now_ns()
+        self._limiter = RateLimiter(self._read_ns)
         self._burst = ReadBurst(host.turns)
 
-    # The transport's side.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
-        self._transport = cast(asyncio.Transport, transport)  # By its methods; uvloop's is no kin.
+        """Set up the sending half and the streams."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class.
         self.output = FrameSender(self._transport)
         self.streams = Streams(self.host, self.output, self._limiter, self._on_idle)
         self.host.connections.add(self)
         self.host.budget.holders.add(self.streams)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the calls: nobody is there for their answers."""
+        """Close the calls."""
         del error
         self.host.forget(self)
         self.host.budget.holders.discard(self.streams)
@@ -87,24 +82,24 @@ class Connection(asyncio.BufferedProtocol):
         self._end_calls()
 
     def pause_writing(self) -> None:
-        """The socket is full."""
+        """Stop sending: the socket is full."""
         self.output.pause()
         self.host.charge_unsent(self)
 
     def resume_writing(self) -> None:
-        """The socket takes more."""
+        """Continue sending: the socket has capacity."""
         self.host.charge_unsent(self)
         self.output.resume()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: the same for all connections, since none is kept there."""
+        """The read buffer, shared by all connections: no data stays in it between reads."""
         del sizehint
         return self.host.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Process what was read, for at most a quantum of time."""
-        began_ns = self._heard_ns = now_ns()
-        self._pinged_ns = 0
+        """Process a read for at most one time quantum."""
+        began_ns = self._read_ns = now_ns()
+        self._ping_ns = 0
         view = self.host.scratch[:nbytes]
         if self._rest:
             view, self._rest = memoryview(bytes(self._rest) + view), memoryview(b"")
@@ -113,15 +108,18 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._process(view, began_ns + QUANTUM_NS)
         ended_ns = now_ns()
-        if self._burst.is_long(began_ns, ended_ns, nbytes, QUANTUM_NS) or self._is_behind:
+        is_long = self._burst.is_long(began_ns, ended_ns, nbytes, QUANTUM_NS)
+        if (is_long or self.streams.is_interrupted) and not self.output.is_closed:
             self.deficit_ns = QUANTUM_NS - (ended_ns - began_ns)
-            self._wait()
+            self._is_waiting = True
+            self._transport.pause_reading()
+            self.host.turns.wait(self)
 
     def take_turn(self, until_ns: int) -> bool:
-        """Process input that was left over until that time; return whether some is left."""
+        """Process remaining input until that time; return whether some is left."""
         rest, self._rest = self._rest, memoryview(b"")
         self._process(rest, until_ns)
-        if self._is_behind and not self.output.is_closed:
+        if self.streams.is_interrupted and not self.output.is_closed:
             return True
         self._is_waiting = False
         if not self._transport.is_closing():
@@ -129,15 +127,13 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def note_cpu(self, used_ns: int) -> bool:
-        """Account for processor time of a turn; return whether the connection goes on."""
+        """Charge the CPU time of a turn; return whether the connection stays open."""
         self.wasted_ns = used_ns - self.streams.take_granted_ns()
         try:
             self._limiter.charge_cpu(now_ns(), self.wasted_ns)
         except ConnectionBroken as error:
-            self._break(error)
+            self._fail(error)
         return not self.output.is_closed
-
-    # The calls' and the server's side.
 
     @property
     def calls(self) -> dict[int, Call]:
@@ -146,154 +142,131 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether anything that was said to the client still waits for it to read."""
+        """Whether any response data is unsent, in the socket or in a call."""
         return self.output.has_unsent or any(call.is_blocked for call in self.calls.values())
 
     @property
     def unsent_bytes(self) -> int:
-        """What the socket has not taken."""
+        """Bytes in the transport's write buffer."""
         return self._transport.get_write_buffer_size()
 
     @property
     def idle_since_ns(self) -> int:
-        """Since when there is no open call and nothing to send; 0 while there is."""
-        return 0 if self.calls or self._is_waiting or self.has_unsent else self._heard_ns
+        """Start of the time without open calls and unsent data; 0 if the connection is active."""
+        return 0 if self.calls or self._is_waiting or self.has_unsent else self._read_ns
 
-    def give_way(self) -> None:
-        """Close, so that another connection has a place; the client may repeat what it sent."""
-        self.output.emit(frames.goaway(self.streams.last_id, Code.NO_ERROR, "idle"))
-        self._part()
+    def close_idle(self) -> None:
+        """Close an idle connection to free capacity; the client may retry requests in transit."""
+        self.output.emit(frames.goaway(self.streams.last_id, ErrorCode.NO_ERROR, "idle"))
+        self._close()
 
     def leave(self) -> None:
-        """Ask the client to open its next calls elsewhere.
-
-        What it opens before it has heard of that is still taken: the first GOAWAY refuses nothing,
-        and the answer to the ping behind it tells that it was read.
-        """
-        if not self._is_greeted:
-            self._part()
-        elif not self._is_leaving:
-            self._is_leaving = True
-            self.output.emit(frames.goaway(frames.WINDOW_MAX, Code.NO_ERROR))
-            self.output.emit(frames.frame(frames.PING, 0, 0, _LEAVING))
+        """Start a graceful shutdown: calls are accepted until the client replies to a PING."""
+        if not self._has_preface:
+            self._close()
+        elif not self._is_draining:
+            self._is_draining = True
+            self.output.emit(frames.goaway(frames.WINDOW_MAX, ErrorCode.NO_ERROR))
+            self.output.emit(frames.frame(frames.PING, 0, 0, _DRAIN_PING))
 
     def abort(self) -> None:
-        """Close now, whatever is unsent."""
+        """Close at once and discard unsent data."""
         self.output.close()
         self._transport.abort()
 
-    def look_after(self, now: int) -> None:
-        """Find out whether the peer is still there; one that never said what it is goes."""
+    def enforce_timeouts(self, now: int) -> None:
+        """Enforce the timeouts; send a keepalive PING to an idle client."""
         timeouts = self.host.timeouts
-        silent_s = (now - self._heard_ns) / NS_PER_S
-        if self.output.is_closed or not self._is_greeted:
+        silent_s = (now - self._read_ns) / NS_PER_S
+        if self.output.is_closed or not self._has_preface:
             if silent_s > timeouts.preface_s:
                 self._time_out("preface")
             return
-        self.streams.look_after(now)
+        self.streams.check_timeouts(now)
         if self._incomplete_ns and now - self._incomplete_ns > timeouts.headers_s * NS_PER_S:
-            message = f"a header block or frame was not complete within {timeouts.headers_s:g} s"
-            self._break(ConnectionBroken(Code.ENHANCE_YOUR_CALM, message, "headers_timeout"))
+            message = f"frame incomplete after {timeouts.headers_s:g} s (`timeouts.headers_s`)"
+            self._fail(ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message, "headers_timeout"))
         elif self.output.is_stalled(now, timeouts.response_s):
             self._time_out("response")
-        elif self._pinged_ns:
-            if now - self._pinged_ns > timeouts.keepalive_s * NS_PER_S:
+        elif self._ping_ns:
+            if now - self._ping_ns > timeouts.keepalive_s * NS_PER_S:
                 self._time_out("keepalive")
         elif silent_s > timeouts.idle_s:
-            self._pinged_ns = now
-            self.output.emit(frames.frame(frames.PING, 0, 0, _ALIVE))
+            self._ping_ns = now
+            self.output.emit(frames.frame(frames.PING, 0, 0, _KEEPALIVE_PING))
 
     def _time_out(self, name: str) -> None:
         self.host.count_ended(f"{name}_timeout")
         self.abort()
 
-    # Frames.
-
     def _process(self, view: memoryview, until_ns: int) -> None:
-        """Process input until its end or that time; keep the rest."""
-        self._is_behind = False
+        self.streams.is_interrupted = False
         if self.output.is_closed:
             return
-        self.streams.now_ns = self._heard_ns
+        self.streams.now_ns = self._read_ns
         try:
-            at = 0
-            if not self._is_greeted:
-                at = self._greet(view)
-            if self._is_greeted:
-                self._take(view, at, until_ns)
+            at = 0 if self._has_preface else self._read_preface(view)
+            if self._has_preface:
+                self._process_frames(view, at, until_ns)
             if self.streams.opened:
                 self.streams.serve_opened()
         except ConnectionBroken as error:
-            self._break(error)
+            self._fail(error)
 
-    def _wait(self) -> None:
-        """Stop reading until the rest of the input has had its turns."""
-        if not (self._is_waiting or self.output.is_closed):
-            self._is_waiting = True
-            self._transport.pause_reading()
-            self.host.turns.wait(self)
-
-    def _greet(self, view: memoryview) -> int:
-        """Read the client's preface and send the server's settings; return where frames begin."""
-        said = bytes(view[: len(frames.PREFACE)])
-        self._is_greeted = said == frames.PREFACE
-        if self._is_greeted:
-            self.output.emit(self._settings())
-        elif frames.PREFACE.startswith(said):
-            self._rest = memoryview(said)
+    def _read_preface(self, view: memoryview) -> int:
+        """Read the client's preface and send the server's; return the position of the frames."""
+        preface = bytes(view[: len(frames.PREFACE)])
+        self._has_preface = preface == frames.PREFACE
+        if self._has_preface:
+            settings = {
+                frames.MAX_CONCURRENT_STREAMS: self.host.calls_max,
+                frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
+                frames.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
+                frames.MAX_HEADER_LIST_SIZE: HEADER_LIST_BYTES_MAX,
+            }
+            # Only calls have a flow-control limit; the connection's window is as large as possible.
+            update = frames.window_update(0, frames.WINDOW_MAX - frames.WINDOW_DEFAULT)
+            self.output.emit(frames.settings(settings) + update)
+        elif frames.PREFACE.startswith(preface):
+            self._rest = memoryview(preface)
         else:
             is_http1 = b" HTTP/1." in bytes(view[:HTTP1_LINE_BYTES])
-            invalid = frames.goaway(0, Code.PROTOCOL_ERROR, "invalid connection preface")
+            invalid = frames.goaway(0, ErrorCode.PROTOCOL_ERROR, "invalid connection preface")
             self.output.emit(_NOT_HTTP2 if is_http1 else invalid)
-            self._part()
+            self._close()
         return len(frames.PREFACE)
 
-    def _settings(self) -> bytes:
-        taken = {
-            frames.MAX_CONCURRENT_STREAMS: self.host.calls_max,
-            frames.INITIAL_WINDOW_SIZE: WINDOW_BYTES,
-            frames.MAX_FRAME_SIZE: FRAME_BYTES_MAX,
-            frames.MAX_HEADER_LIST_SIZE: HEADER_LIST_BYTES_MAX,
-        }
-        # What is under way is bounded for each call; all of them together are not held up.
-        wide = frames.window_update(0, frames.WINDOW_MAX - frames.WINDOW_DEFAULT)
-        return frames.settings(taken) + wide
-
-    def _take(self, view: memoryview, at: int, until_ns: int) -> None:
-        """Process frames until the input ends, or that time; keep the rest."""
+    def _process_frames(self, view: memoryview, at: int, until_ns: int) -> None:
         end, streams = len(view), self.streams
-        streams.is_behind = False
-        streams.tasks_begun = 0
+        streams.tasks_started = 0
         if streams.has_data_left:
-            at = streams.take_data(view, at, until_ns)
+            at = streams.feed_data(view, at, until_ns)
         self._countdown = CLOCK_FRAMES
-        while end - at >= frames.HEAD_BYTES and not streams.is_behind:
+        while end - at >= frames.HEAD_BYTES and not streams.is_interrupted:
             self._countdown -= 1
             if self._countdown < 0:
                 if now_ns() >= until_ns:
-                    streams.is_behind = True
+                    streams.is_interrupted = True
                     break
                 self._countdown = CLOCK_FRAMES
-            behind = self._take_frame(view, at, until_ns)
-            if behind == at:
+            next_at = self._process_frame(view, at, until_ns)
+            if next_at == at:
                 break
-            at = behind
-        self._is_behind = streams.is_behind
-        self._keep(view, at)
+            at = next_at
+        self._keep_rest(view, at)
 
-    def _take_frame(self, view: memoryview, at: int, until_ns: int) -> int:
-        """Process the frame that begins at `at`; return where the next does, `at` to wait for more.
-
-        The payload of DATA may come later: `streams.has_data_left`.
-        """
+    def _process_frame(self, view: memoryview, at: int, until_ns: int) -> int:
+        """Process the frame at `at`; return the position of the next, or `at` if incomplete."""
         head: tuple[int, int, int, int, int] = frames.read_head(view, at)
         high, low, kind, flags, stream_id = head
         stream_id &= frames.WINDOW_MAX
         length = high << 16 | low
-        if self.streams.is_block_open and kind != frames.CONTINUATION:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a header block is not finished")
-        if length > (CONTROL_BYTES_MAX if kind != frames.DATA else FRAME_BYTES_MAX):
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+        if self.streams.block_reader.is_open and kind != frames.CONTINUATION:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "frame inside a header block")
+        limit = CONTROL_BYTES_MAX if kind != frames.DATA else FRAME_BYTES_MAX
+        if length > limit:
+            message = f"frame of {length} bytes, limit {limit}"
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, message)
         start = at + frames.HEAD_BYTES
         if kind == frames.DATA:
             padding = 0
@@ -303,9 +276,9 @@ class Connection(asyncio.BufferedProtocol):
                 padding = frames.padding_bytes(view, start, length)
                 start += 1
             self.streams.begin_data(length - padding, padding, flags, stream_id)
-            return self.streams.take_data(view, start, until_ns)
+            return self.streams.feed_data(view, start, until_ns)
         stop = start + length
-        if stop > len(view) or (kind == frames.HEADERS and not self._may_open()):
+        if stop > len(view) or (kind == frames.HEADERS and not self._can_open_call()):
             return at
         try:
             self._on_frame(kind, flags, stream_id, view[start:stop])
@@ -313,23 +286,23 @@ class Connection(asyncio.BufferedProtocol):
             self.streams.reset(stream_id, error.code)
         return stop
 
-    def _may_open(self) -> bool:
-        """Whether one more call may be opened in this turn; serve those that were."""
+    def _can_open_call(self) -> bool:
+        """Whether this turn may open another call; serves the opened calls first."""
         streams = self.streams
-        if len(streams.opened) >= CALLS_TOGETHER:
+        if len(streams.opened) >= OPENED_CALLS_MAX:
             streams.serve_opened()
-            streams.is_behind = streams.tasks_begun >= TASKS_A_TURN
-        return not (streams.is_behind or self.output.is_closed)
+            streams.is_interrupted = streams.tasks_started >= TASKS_PER_TURN
+        return not (streams.is_interrupted or self.output.is_closed)
 
-    def _keep(self, view: memoryview, at: int) -> None:
-        """Keep the input that was not processed, and since when the rest of a frame is missing."""
+    def _keep_rest(self, view: memoryview, at: int) -> None:
+        """Keep unprocessed input, and the time since when a frame or header block is incomplete."""
         is_left = at < len(view)
-        if not (self.streams.is_block_open or (is_left and not self._is_behind)):
+        if not (self.streams.block_reader.is_open or (is_left and not self.streams.is_interrupted)):
             self._incomplete_ns = 0
         elif not self._incomplete_ns:
-            self._incomplete_ns = self._heard_ns
+            self._incomplete_ns = self._read_ns
         if is_left:
-            # Input that waits for its turn was copied once, and is the connection's own.
+            # Waiting input is a copy already; other input is in the shared read buffer.
             rest = view[at:]
             self._rest = rest if self._is_waiting else memoryview(bytes(rest))
 
@@ -337,7 +310,7 @@ class Connection(asyncio.BufferedProtocol):
         streams = self.streams
         if kind == frames.HEADERS:
             streams.on_headers(flags, stream_id, payload)
-            self._countdown = 0  # A block takes long enough to look at the clock after it.
+            self._countdown = 0  # Decoding is expensive: check the clock next.
         elif kind == frames.WINDOW_UPDATE:
             self._on_window_update(stream_id, payload)
         elif kind == frames.PING:
@@ -349,79 +322,74 @@ class Connection(asyncio.BufferedProtocol):
         elif kind == frames.CONTINUATION:
             streams.on_continuation(flags, stream_id, payload)
             self._countdown = 0
-        elif kind == frames.GOAWAY:
-            self._on_goaway(stream_id, payload)
-        elif kind == frames.PRIORITY:
-            self._on_priority(stream_id, payload)
         elif kind == frames.PUSH_PROMISE:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a client cannot push")
-        else:
-            self._limiter.charge(self._heard_ns)  # Unknown kinds are ignored.
-
-    def _on_priority(self, stream_id: int, payload: memoryview) -> None:
-        """Priorities are not used."""
-        self._limiter.charge(self._heard_ns)
-        number = frames.read_number(payload, frames.PRIORITY_BYTES)
-        if not stream_id or number == stream_id:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"PRIORITY of stream {stream_id}")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
+        else:  # Priorities are not used, GOAWAY needs no action, unknown types are ignored.
+            self._limiter.charge(self._read_ns)
+            if kind == frames.GOAWAY:
+                self._require_no_stream(stream_id)
+                frames.read_number(payload, frames.GOAWAY_BYTES)
+            elif kind == frames.PRIORITY:
+                number = frames.read_number(payload, frames.PRIORITY_BYTES)
+                if not stream_id or number == stream_id:
+                    message = f"invalid PRIORITY on stream {stream_id}"
+                    raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, message)
 
     def _on_settings(self, flags: int, stream_id: int, payload: memoryview) -> None:
-        self._limiter.charge(self._heard_ns)
+        self._limiter.charge(self._read_ns)
         self._require_no_stream(stream_id)
         if flags & frames.ACK:
             if payload:
-                raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "an acknowledgement with settings")
+                raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS ACK with a payload")
             return
         pairs = frames.read_settings(payload)
-        self._limiter.charge(self._heard_ns, len(pairs) / FREE_SETTINGS)
-        # First: what a wider window lets out is more than the client takes until it has read this.
+        self._limiter.charge(self._read_ns, len(pairs) / FREE_SETTINGS)
+        # ACK first: the client accepts data of a larger window only after it.
         self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        self.output.take_settings(pairs)
+        self.output.apply_settings(pairs)
         window = dict(pairs).get(frames.INITIAL_WINDOW_SIZE, self.output.call_window)
         if window != self.output.call_window:
-            self._limiter.charge(self._heard_ns, len(self.calls) / FREE_CALLS)
+            self._limiter.charge(self._read_ns, len(self.calls) / FREE_CALLS)
             self.output.set_call_window(window, self.calls.values())
 
     def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
         self._require_no_stream(stream_id)
         if len(payload) != 8:
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "a ping has 8 bytes")
-        self._limiter.charge_reply(self._heard_ns, 1.0, self.streams.take_answers())
+            raise ConnectionBroken(
+                ErrorCode.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes, not 8"
+            )
+        self.streams.charge_reply(1.0)
         if not flags & frames.ACK:
             self.output.emit(frames.frame(frames.PING, frames.ACK, 0, bytes(payload)))
-        elif bytes(payload) == _LEAVING and self._is_leaving and not self._is_closing:
-            self._is_closing = self.streams.is_refusing = True
-            self.output.emit(frames.goaway(self.streams.last_id, Code.NO_ERROR))
+        elif bytes(payload) == _DRAIN_PING and self._is_draining and not self._is_closing:
+            self._is_closing = self.streams.is_rejecting = True
+            self.output.emit(frames.goaway(self.streams.last_id, ErrorCode.NO_ERROR))
             if not self.calls:
                 self._transport.close()
 
     def _on_window_update(self, stream_id: int, payload: memoryview) -> None:
         increment = frames.read_number(payload)
-        self._limiter.charge_reply(self._heard_ns, WINDOW_COST, self.streams.take_answers())
+        self.streams.charge_reply(WINDOW_COST)
         if stream_id and self.streams.is_idle(stream_id):
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of a call never opened")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
         call = self.calls.get(stream_id)
         if not stream_id or call is not None:
-            self.output.widen(call, increment)
+            self.output.increase_window(call, increment)
         elif not increment:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of 0 bytes")
-
-    def _on_goaway(self, stream_id: int, payload: memoryview) -> None:
-        """The client opens nothing more; what it opened is finished."""
-        self._limiter.charge(self._heard_ns)
-        self._require_no_stream(stream_id)
-        frames.read_number(payload, frames.GOAWAY_BYTES)
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0 bytes")
 
     def _require_no_stream(self, stream_id: int) -> None:
         if stream_id:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a connection's frame on {stream_id}")
+            raise ConnectionBroken(
+                ErrorCode.PROTOCOL_ERROR, f"connection frame on stream {stream_id}"
+            )
 
-    def _break(self, error: ConnectionBroken) -> None:
+    def _fail(self, error: ConnectionBroken) -> None:
         self.host.count_ended(error.reason)
         self.output.emit(frames.goaway(self.streams.last_id, error.code, str(error)))
-        self._part()
+        self._close()
 
-    def _part(self) -> None:
+    def _close(self) -> None:
         self._transport.close()
         self._end_calls()
 
@@ -430,6 +398,5 @@ class Connection(asyncio.BufferedProtocol):
         self.streams.close()
 
     def _on_idle(self) -> None:
-        """Close, where the client was told to go and its last call has ended."""
         if self._is_closing:
             self._transport.close()

@@ -1,4 +1,4 @@
-"""What a connection needs to know of its server.
+"""Resources that the connections of one HTTP/2 server share.
 
 Pure.
 """
@@ -20,20 +20,17 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """What the connections of one server share.
+    """Shared state and callbacks of one server.
 
     Attributes:
-        loop: Theirs.
-        serve: Answers a call; ends by itself, or with `RpcError`.
-        at_once: Answers one in this turn, or sees to it that it is answered; whether it does.
-        message_bytes: The largest message that is taken, by a call's path.
+        serve: Handles a call in a task; returns or raises `RpcError`.
+        at_once: Handles a call without a task; returns False if it needs one.
+        message_bytes: Largest request message, by the call's path.
         calls_max: Open calls of one connection.
-        scratch: Where sockets are read into; a read is taken apart before the next.
-        connections: The open ones.
-        budget: The memory of received bytes.
-        timeouts: The settings.
-        turns: Where connections wait whose input was not all processed.
-        named: What is refused here, as those who called that path know it.
+        scratch: Read buffer of all sockets; a read is processed before the next one.
+        budget: Memory for received bytes.
+        turns: Scheduler of connections with unprocessed input.
+        named: Converts a transport error to the error format of the call's path.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -52,7 +49,7 @@ class Host(Protocol):
         """Count a connection that the server ended."""
 
     def charge_unsent(self, connection: Connection) -> None:
-        """Charge what the transport of a connection holds."""
+        """Charge the bytes in the transport's write buffer."""
 
     def forget(self, connection: Connection) -> None:
-        """A connection is closed."""
+        """Remove a closed connection."""

@@ -1,4 +1,6 @@
-"""HTTP/2 frames: kinds, flags, errors, and the bytes of those that a server sends.
+"""HTTP/2 frames: types, flags, errors, encoding and parsing.
+
+Parsing raises `ConnectionBroken` on invalid input.
 
 Pure. Source: RFC 9113, sections 4, 6 and 7; gRPC over HTTP/2 (Length-Prefixed-Message).
 """
@@ -12,7 +14,7 @@ from typing import Final
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES: Final = 9
 PREFIX_BYTES: Final = 5
-"""Before each message of a call, in its DATA."""
+"""Size of the prefix of each gRPC message."""
 WINDOW_MAX: Final = (1 << 31) - 1
 WINDOW_DEFAULT: Final = 65_535
 FRAME_BYTES_DEFAULT: Final = 16_384
@@ -45,22 +47,19 @@ INITIAL_WINDOW_SIZE: Final = 4
 MAX_FRAME_SIZE: Final = 5
 MAX_HEADER_LIST_SIZE: Final = 6
 
-read_head: Final = struct.Struct("!BHBBI").unpack_from
-"""Length's high byte and low bytes, kind, flags, stream."""
 _HEAD: Final = struct.Struct("!BHBBI")
+read_head: Final = _HEAD.unpack_from
+"""High byte and low bytes of the length, type, flags, stream."""
 _PREFIX: Final = struct.Struct("!BI")
-_NUMBER: Final = struct.Struct("!I")
 _SETTING: Final = struct.Struct("!HI")
 
 
-class Code(IntEnum):
-    """Why a stream or a connection ended."""
+class ErrorCode(IntEnum):
+    """HTTP/2 error codes."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
-    INTERNAL_ERROR = 2
     FLOW_CONTROL_ERROR = 3
-    SETTINGS_TIMEOUT = 4
     STREAM_CLOSED = 5
     FRAME_SIZE_ERROR = 6
     REFUSED_STREAM = 7
@@ -70,61 +69,50 @@ class Code(IntEnum):
 
 
 class ConnectionBroken(Exception):
-    """The peer broke the protocol, or went over a limit: the connection ends.
+    """Connection error: closes the connection with GOAWAY. `reason` is the metric label."""
 
-    Args:
-        code: Of the GOAWAY frame.
-        message: Its debug data.
-        reason: Label of the metric; by default the code.
-    """
-
-    def __init__(self, code: Code, message: str, reason: str = "") -> None:
+    def __init__(self, code: ErrorCode, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.code = code
         self.reason = reason or code.name.lower()
 
 
 class StreamError(Exception):
-    """The peer broke the protocol on one stream: the stream is reset.
+    """Stream error: the stream is reset with a code; the message is for the log."""
 
-    Args:
-        code: Of the RST_STREAM frame.
-        message: For the log.
-    """
-
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
 def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
-    """The nine bytes before a frame's payload."""
+    """Encode the nine-byte header of a frame."""
     return _HEAD.pack(length >> 16, length & 0xFFFF, kind, flags, stream_id)
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
+    """Encode a frame."""
     return head(len(payload), kind, flags, stream_id) + payload
 
 
 def prefix(length: int) -> bytes:
-    """The bytes before a message that is not compressed."""
+    """Encode the prefix of an uncompressed message."""
     return _PREFIX.pack(0, length)
 
 
 def read_prefix(raw: bytes | memoryview) -> tuple[int, int]:
-    """Whether the message behind it is compressed, and its length."""
-    said: tuple[int, int] = _PREFIX.unpack_from(raw)
-    return said
+    """Read a message prefix: the compressed flag and the length."""
+    fields: tuple[int, int] = _PREFIX.unpack_from(raw)
+    return fields
 
 
 def settings(values: dict[int, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Encode a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*pair) for pair in values.items()))
 
 
 def header_block(stream_id: int, flags: int, block: bytes, frame_bytes: int) -> bytes:
-    """A whole header block: HEADERS, and CONTINUATION where it does not fit."""
+    """Encode a header block as one HEADERS frame and as many CONTINUATION frames as needed."""
     first, rest = block[:frame_bytes], block[frame_bytes:]
     if not rest:
         return frame(HEADERS, flags | END_HEADERS, stream_id, first)
@@ -136,73 +124,53 @@ def header_block(stream_id: int, flags: int, block: bytes, frame_bytes: int) -> 
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
-    """A WINDOW_UPDATE frame."""
+    """Encode a WINDOW_UPDATE frame."""
     return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
 
 
-def rst_stream(stream_id: int, code: Code) -> bytes:
-    """A RST_STREAM frame."""
+def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
+    """Encode a RST_STREAM frame."""
     return frame(RST_STREAM, 0, stream_id, code.to_bytes(4))
 
 
-def goaway(last_stream_id: int, code: Code, message: str = "") -> bytes:
-    """A GOAWAY frame."""
+def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
+    """Encode a GOAWAY frame."""
     return frame(GOAWAY, 0, 0, last_stream_id.to_bytes(4) + code.to_bytes(4) + message.encode())
 
 
 def read_settings(payload: memoryview) -> list[tuple[int, int]]:
-    """Identifiers and values.
-
-    Raises:
-        ConnectionBroken: The length is wrong, or a value is out of its bounds.
-    """
+    """Read the identifiers and values of a SETTINGS frame."""
     if len(payload) % _SETTING.size:
-        raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "SETTINGS of a broken length")
+        raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     pairs: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
     for name, value in pairs:
         if name == INITIAL_WINDOW_SIZE and value > WINDOW_MAX:
-            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"an initial window of {value}")
+            raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE of {value}")
         if name == ENABLE_PUSH and value > 1:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH of {value}")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH of {value}")
         if name == MAX_FRAME_SIZE and not FRAME_BYTES_DEFAULT <= value <= FRAME_BYTES_MAX:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"frames of {value} bytes")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE of {value}")
     return pairs
 
 
 def read_number(payload: memoryview, length: int = 4) -> int:
-    """The 31 bits that a payload begins with.
-
-    Args:
-        payload: Of WINDOW_UPDATE, RST_STREAM, GOAWAY or PRIORITY.
-        length: That the payload must have; for GOAWAY, at least.
-
-    Raises:
-        ConnectionBroken: The payload has another length.
-    """
+    """Read the leading 31-bit number of a payload of `length` bytes; GOAWAY may be longer."""
     if len(payload) != length and (length != GOAWAY_BYTES or len(payload) < length):
-        raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {len(payload)} bytes")
-    number: tuple[int] = _NUMBER.unpack_from(payload)
-    return number[0] & WINDOW_MAX
+        message = f"frame payload of {len(payload)} bytes, expected {length}"
+        raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, message)
+    return int.from_bytes(payload[:4]) & WINDOW_MAX
 
 
 def padding_bytes(view: memoryview, at: int, length: int) -> int:
-    """The padding of a DATA frame of `length` bytes, with the byte at `at` that gives its length.
-
-    Raises:
-        ConnectionBroken: There is more padding than payload.
-    """
+    """Padding of a DATA frame of `length` bytes, with the pad length byte at `at`."""
     padding = 1 + view[at] if length else 1
     if padding > length:
-        raise ConnectionBroken(Code.PROTOCOL_ERROR, "more padding than payload")
+        raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "padding longer than the payload")
     return padding
 
 
 def unpadded(payload: memoryview, flags: int) -> memoryview:
-    """What is left of DATA or HEADERS without padding and priority.
-
-    Raises:
-        ConnectionBroken: There is more padding than payload.
-    """
+    """DATA or HEADERS payload without padding and priority."""
     if not flags & (PADDED | HAS_PRIORITY):
         return payload
     start, end = 0, len(payload)
@@ -210,16 +178,15 @@ def unpadded(payload: memoryview, flags: int) -> memoryview:
         start = 1
         end -= payload[0] if payload else 1
     if flags & HAS_PRIORITY:
-        start += 5
+        start += PRIORITY_BYTES
     if start > end:
-        raise ConnectionBroken(Code.PROTOCOL_ERROR, "more padding than payload")
+        raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "padding longer than the payload")
     return payload[start:end]
 
 
 def dependency(payload: memoryview, flags: int) -> int:
-    """The stream on which the stream of a HEADERS frame with priority depends; 0 without one."""
+    """The stream dependency of a HEADERS frame with priority; 0 without one."""
     at = 1 if flags & PADDED else 0
     if len(payload) < at + PRIORITY_BYTES:
         return 0
-    number: tuple[int] = _NUMBER.unpack_from(payload, at)
-    return number[0] & WINDOW_MAX
+    return int.from_bytes(payload[at : at + 4]) & WINDOW_MAX

@@ -1,7 +1,8 @@
-"""Header blocks of one connection: assembly from frames, HPACK decoding, and its bounds.
+"""Request header blocks of one connection: assembly from frames, HPACK decoding, limits.
 
-`hpack` decodes the blocks. It accepts any number of table size updates, integers of any length and
-literals of any number, so the representations of a block are counted first, without decoding them.
+`hpack` limits neither table size updates nor the length of integers nor the number of literals, so
+the representations of a block are counted before it is decoded. Errors are `ConnectionBroken`: the
+table is lost for later blocks.
 
 Runs on: gateway loop. Source: RFC 7541, sections 4.2, 5 and 6.
 """
@@ -13,46 +14,43 @@ from typing import Any, Final
 import hpack
 
 from iskander.transport.http2 import frames
-from iskander.transport.http2.frames import Code, ConnectionBroken
-from iskander.transport.http2.request_headers import RequestHead, read_request
+from iskander.transport.http2.frames import ConnectionBroken, ErrorCode
+from iskander.transport.http2.request_headers import RequestHeaders, read_request
 
 EXPANDED_BYTES_MAX: Final = 65_536
 BLOCK_BYTES_MAX: Final = 65_536
-"""Beyond gRPC's own limit and below this, it is the call that ends and not the connection."""
+"""Between gRPC's own limit and this one, only the call fails; above it, the connection."""
 FIELDS_MAX: Final = 1024
 TABLE_UPDATES_MAX: Final = 2
-"""Of one block: the smallest size in between, and the last one. Source: RFC 7541, section 4.2."""
+"""Per block: the smallest size in between, and the last one. Source: RFC 7541, section 4.2."""
 INTEGER_BYTES_MAX: Final = 5
 """After the prefix; a value of 35 bits."""
 HUFFMAN_BYTES_MAX: Final = 24_576
-"""Of one block; gRPC's limit of 16 KiB in the longest codes that text needs. 24 KiB take 6 ms."""
-REMEMBERED_MAX: Final = 16
-REMEMBERED_BYTES_MAX: Final = 256
-"""Blocks kept with their fields: a client's calls mostly begin with the same bytes."""
+"""Per block: gRPC's limit of 16 KiB in the longest codes of text. 24 KiB cost 6 ms."""
+CACHED_BLOCKS_MAX: Final = 16
+CACHED_BLOCK_BYTES_MAX: Final = 256
+"""Limits of the cache of decoded blocks: most calls of a client start with the same bytes."""
+FIELD_COST_BYTES: Final = 32
+"""Decoding cost of a field beside its bytes."""
+HUFFMAN_COST: Final = 8
+"""Decoding cost of a Huffman-coded byte, in plain bytes."""
 
 
 class Fields:
-    """The fields of a decoded header block.
-
-    Attributes:
-        pairs: Names and values, in their order.
-        cost_bytes: Work of decoding it, as a number of plain bytes.
-    """
-
-    __slots__ = ("_request", "cost_bytes", "pairs")
+    """The fields of a decoded header block, and its decoding cost in plain bytes."""
 
     def __init__(self, pairs: list[tuple[str, str]], cost_bytes: int) -> None:
         self.pairs = pairs
         self.cost_bytes = cost_bytes
-        self._request: RequestHead | None = None
+        self._request: RequestHeaders | None = None
 
     @property
     def path(self) -> str:
-        """`/SERVICE/METHOD`; empty where there is none."""
+        """`/SERVICE/METHOD`; empty if missing."""
         return dict(self.pairs).get(":path", "")
 
-    def request(self) -> RequestHead:
-        """As `read_request`, which reads a repeated block once."""
+    def request(self) -> RequestHeaders:
+        """Return the cached result of `read_request`."""
         if self._request is None:
             self._request = read_request(self.pairs)
         return self._request
@@ -62,12 +60,12 @@ class HeaderBlockReader:
     """Assembles and decodes the header blocks of one connection.
 
     Attributes:
-        is_open: A block has begun and not ended; no other frame may come meanwhile.
+        is_open: A block is incomplete; only a CONTINUATION frame may follow.
     """
 
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
-        self._known: dict[bytes, Fields] = {}
+        self._cache: dict[bytes, Fields] = {}
         self._block = b""
         self._more = bytearray()
         self._stream_id = 0
@@ -75,44 +73,32 @@ class HeaderBlockReader:
         self.is_open = False
 
     def begin(self, stream_id: int, flags: int, payload: memoryview) -> None:
-        """Take a HEADERS frame."""
+        """Start a block with the payload of a HEADERS frame."""
         self._block = frames.unpadded(payload, flags).tobytes()
         self._stream_id = stream_id
         self._is_last = bool(flags & frames.END_STREAM)
         self.is_open = True
 
     def go_on(self, stream_id: int, payload: memoryview) -> None:
-        """Take a CONTINUATION frame.
-
-        Raises:
-            ConnectionBroken: No block is open for that stream, or it is too long.
-        """
+        """Append the payload of a CONTINUATION frame."""
         if not self.is_open or stream_id != self._stream_id:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         self._more += payload
         if len(self._block) + len(self._more) > BLOCK_BYTES_MAX:
-            raise ConnectionBroken(
-                Code.ENHANCE_YOUR_CALM, f"a header block of more than {BLOCK_BYTES_MAX} bytes"
-            )
+            message = f"header block of more than {BLOCK_BYTES_MAX} bytes"
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message)
 
     def end(self) -> tuple[int, bool, Fields]:
-        """Decode the complete block; return its stream, whether that has no input, its fields.
-
-        Raises:
-            ConnectionBroken: It cannot be decoded, and so none after it can.
-        """
+        """Decode the complete block; return its stream, whether END_STREAM is set, its fields."""
         self.is_open = False
         block, self._block = self._block, b""
         if self._more:
             block += self._more
             self._more = bytearray()
-        fields = self._known.get(block)
-        if fields is None:
-            fields = self._decode(block)
-        return self._stream_id, self._is_last, fields
+        return self._stream_id, self._is_last, self._cache.get(block) or self._decode(block)
 
     def _decode(self, block: bytes) -> Fields:
-        """Decode a block; remember it until the table that its meaning depends on changes."""
+        """Decode a block and cache it; a change of the dynamic table invalidates the cache."""
         cost_bytes = scan(block)
         table = self._decoder.header_table
         entries, size = table.dynamic_entries, table.maxsize
@@ -120,36 +106,23 @@ class HeaderBlockReader:
         try:
             decoded: Any = self._decoder.decode(block, raw=True)
         except hpack.OversizedHeaderListError as error:
-            raise ConnectionBroken(Code.ENHANCE_YOUR_CALM, str(error)) from None
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(error)) from None
         except hpack.HPACKError:
-            # Its own text may have an address of memory.
-            raise ConnectionBroken(Code.COMPRESSION_ERROR, "invalid header block") from None
+            # The text of the error may contain a memory address.
+            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, "invalid header block") from None
         fields = Fields([(_text(name), _text(value)) for name, value in decoded], cost_bytes)
         is_new = next(iter(entries), None) is not newest
         if is_new or len(entries) != count or table.maxsize != size:
-            self._known.clear()
-        elif len(block) <= REMEMBERED_BYTES_MAX:
-            if len(self._known) >= REMEMBERED_MAX:
-                self._known.clear()
-            self._known[block] = fields
+            self._cache.clear()
+        elif len(block) <= CACHED_BLOCK_BYTES_MAX:
+            if len(self._cache) >= CACHED_BLOCKS_MAX:
+                self._cache.clear()
+            self._cache[block] = fields
         return fields
 
 
-FIELD_COST_BYTES: Final = 32
-"""Of each field beside its bytes."""
-HUFFMAN_COST: Final = 8
-"""Of a Huffman-coded byte, compared with a plain one."""
-
-
 def scan(block: bytes) -> int:
-    """Check the bounds of a block before it is decoded; return its cost in plain bytes.
-
-    A block that is cut off is left to the decoder, which says so.
-
-    Raises:
-        ConnectionBroken: It has too many fields, Huffman-coded bytes or table size updates, or an
-            integer that is too long.
-    """
+    """Check the limits of a block before it is decoded; return its decoding cost in plain bytes."""
     at, end = 0, len(block)
     fields = updates = huffman = 0
     while at < end:
@@ -165,37 +138,31 @@ def scan(block: bytes) -> int:
             fields += 1
             for _ in range(1 if index else 2):
                 if at >= end:
-                    break
+                    break  # Truncated: the decoder reports it.
                 is_huffman = block[at] & 0x80
                 length, at = _integer(block, at, 0x7F)
                 if is_huffman:
                     huffman += length
                 at += length
         if fields > FIELDS_MAX:
-            raise ConnectionBroken(
-                Code.ENHANCE_YOUR_CALM, f"a header block of more than {FIELDS_MAX} fields"
-            )
+            message = f"header block of more than {FIELDS_MAX} fields"
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message)
         if updates > TABLE_UPDATES_MAX:
-            raise ConnectionBroken(
-                Code.COMPRESSION_ERROR,
-                f"a header block of more than {TABLE_UPDATES_MAX} table size updates",
-            )
+            message = f"header block of more than {TABLE_UPDATES_MAX} table size updates"
+            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, message)
         if huffman > HUFFMAN_BYTES_MAX:
-            raise ConnectionBroken(
-                Code.ENHANCE_YOUR_CALM,
-                f"a header block of more than {HUFFMAN_BYTES_MAX} Huffman-coded bytes",
-            )
+            message = f"header block of more than {HUFFMAN_BYTES_MAX} Huffman-coded bytes"
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message)
     return end + FIELD_COST_BYTES * fields + HUFFMAN_COST * huffman
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """Read an integer with a prefix of the bits of `mask`; return it and where the next begins."""
+    """Read an integer with the prefix bits of `mask`; return it and the next position."""
     value = block[at] & mask
     at += 1
     if value < mask:
         return value, at
-    shift = 0
-    for _ in range(INTEGER_BYTES_MAX):
+    for shift in range(0, 7 * INTEGER_BYTES_MAX, 7):
         if at >= len(block):
             return value, at
         byte = block[at]
@@ -203,12 +170,11 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
         value += (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-        shift += 7
-    raise ConnectionBroken(Code.COMPRESSION_ERROR, "an integer of a header block is too long")
+    raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, "integer too long in a header block")
 
 
 def _text(raw: bytes) -> str:
-    """A header's text. Any bytes are accepted: the table must stay right for the other calls."""
+    """Decode any bytes: an error would lose the table for the other calls."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

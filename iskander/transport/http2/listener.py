@@ -1,4 +1,4 @@
-"""The listener of a gRPC server: every call goes to one function.
+"""gRPC listener: passes the calls of all connections to one handler.
 
 Runs on: gateway loop.
 """
@@ -19,19 +19,7 @@ log = logging.getLogger("iskander.http2")
 
 
 class Listener(ConnectionListener[Connection]):
-    """A gRPC server without methods.
-
-    Args:
-        serve: Answers a call, by its path; may end with `RpcError`.
-        at_once: Answers one without a task, where nothing has to be waited for first; whether it
-            does.
-        message_bytes: The largest message that is taken, by a call's path.
-        calls_max: Open calls of one connection.
-        connections_max: At once.
-        named: What is refused here, as those who called that path know it.
-        limits: Over the connections of all listeners.
-        tls: What connections over TCP are spoken to with; None: in the clear.
-    """
+    """Listening sockets of a gRPC server; implements `Host`, which describes the arguments."""
 
     def __init__(
         self,
@@ -54,13 +42,13 @@ class Listener(ConnectionListener[Connection]):
 
     @property
     def unsent(self) -> int:
-        """Connections whose clients have not read all that was said to them."""
+        """Number of connections with unsent data."""
         return sum(connection.has_unsent for connection in self.connections)
 
     def connection(self) -> Connection:
-        """The server's end of a new connection."""
+        """Create the server's end of a connection."""
         return Connection(self)
 
-    def on_cut(self, count: int) -> None:
-        """So many connections did not end in time."""
-        log.info("%d connections are cut", count)
+    def on_aborted(self, count: int) -> None:
+        """Log the connections that are aborted at the end of the drain."""
+        log.info("drain timeout: %d connections aborted", count)

@@ -1,8 +1,9 @@
-"""Rate limits of a connection on frames that carry nothing and on processor time without progress.
+"""Rate limits on frames that carry no message and on CPU time without progress.
 
-PING, SETTINGS, RST_STREAM, refused calls, empty and fragmented DATA each cost an answer or a call
-and carry no message. A rate that no client needs is accepted; above it the connection ends. Replies
-to what the server sent are free: PINGs that measure the round trip, and window updates.
+PING, SETTINGS, RST_STREAM, rejected calls, empty and fragmented DATA each cost a response or a call
+and carry no message. The allowed rate exceeds the need of any client; a connection above it is
+closed. Replies to the server's own frames are free: PINGs that measure the round trip, and window
+updates.
 
 Pure. Source: RFC 9113, section 10.5 (denial of service).
 """
@@ -13,54 +14,34 @@ from typing import Final
 
 from iskander.clock import NS_PER_MS, NS_PER_S
 from iskander.transport.cpu_allowance import PER_S_NS, CpuAllowance
-from iskander.transport.http2.frames import Code, ConnectionBroken
+from iskander.transport.http2.frames import ConnectionBroken, ErrorCode
 
 BURST: Final = 1000
 PER_S: Final = 500
-PER_ANSWER: Final = 2.0
-"""Free frames for each frame of an answer: a PING, and the window updates."""
+FREE_PER_RESPONSE_FRAME: Final = 2.0
+"""Free frames for each response frame: a PING, and the window updates."""
 
 
 class RateLimiter:
-    """Two leaky buckets of one connection: frames, and processor time.
-
-    Args:
-        now_ns: The time.
-    """
+    """Two leaky buckets of one connection; raises `ConnectionBroken` above either rate."""
 
     def __init__(self, now_ns: int) -> None:
-        self._spent = self._free = 0.0
-        self._seen_ns = now_ns
+        self._level = self._free = 0.0
+        self._charged_ns = now_ns
         self._cpu = CpuAllowance(now_ns)
 
     def charge(self, now_ns: int, cost: float = 1.0) -> None:
-        """Count a frame, or work that costs as much as `cost` frames.
+        """Charge a frame, or work that costs as much as `cost` frames."""
+        leaked = (now_ns - self._charged_ns) * PER_S / NS_PER_S
+        self._level = max(self._level - leaked, 0.0) + cost
+        self._charged_ns = now_ns
+        if self._level > BURST:
+            message = f"rate limit exceeded: {PER_S} frames/s without a message"
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message, "frame_rate")
 
-        Raises:
-            ConnectionBroken: The connection is over its rate.
-        """
-        leaked = (now_ns - self._seen_ns) * PER_S / NS_PER_S
-        self._spent = max(self._spent - leaked, 0.0) + cost
-        self._seen_ns = now_ns
-        if self._spent > BURST:
-            raise ConnectionBroken(
-                Code.ENHANCE_YOUR_CALM,
-                f"more than {PER_S} frames/s that carry no message",
-                reason="frame_rate",
-            )
-
-    def charge_reply(self, now_ns: int, cost: float, answers: int) -> None:
-        """Count a frame that is free where it replies to what was sent.
-
-        Args:
-            now_ns: The time.
-            cost: Of the frame, where it replies to nothing.
-            answers: Frames of answers sent since the last call.
-
-        Raises:
-            ConnectionBroken: The connection is over its rate.
-        """
-        free = min(self._free + answers * PER_ANSWER, BURST)
+    def charge_reply(self, now_ns: int, cost: float, response_frames: int) -> None:
+        """Charge a frame that is free as a reply to `response_frames` sent since the last call."""
+        free = min(self._free + response_frames * FREE_PER_RESPONSE_FRAME, BURST)
         if free >= cost:
             self._free = free - cost
         else:
@@ -68,14 +49,7 @@ class RateLimiter:
             self.charge(now_ns, cost)
 
     def charge_cpu(self, now_ns: int, used_ns: int) -> None:
-        """Count processor time of this connection's input; negative for time that delivered.
-
-        Raises:
-            ConnectionBroken: The connection used too much for what it delivered.
-        """
+        """Charge CPU time of input processing; negative if messages earned more than was used."""
         if not self._cpu.charge(now_ns, used_ns):
-            raise ConnectionBroken(
-                Code.ENHANCE_YOUR_CALM,
-                f"more than {PER_S_NS // NS_PER_MS} ms/s of processor time without messages",
-                reason="cpu_time",
-            )
+            message = f"CPU limit exceeded: {PER_S_NS // NS_PER_MS} ms/s without a message"
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message, "cpu_time")

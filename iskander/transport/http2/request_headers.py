@@ -1,7 +1,7 @@
 """Request headers of a gRPC call: validation, path, timeout, encoding and metadata.
 
-A request that breaks HTTP is malformed and its stream is reset; a request that is valid HTTP but
-not a valid gRPC call ends with a gRPC status.
+A malformed HTTP request resets its stream. A valid HTTP request that is not a valid gRPC call ends
+with a gRPC status.
 
 Pure. Source: RFC 9113, sections 8.2 and 8.3; gRPC over HTTP/2 (Request-Headers, Timeout,
 Custom-Metadata).
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from iskander.clock import NS_PER_S, NS_PER_US
-from iskander.transport.http2.frames import Code, StreamError
+from iskander.transport.http2.frames import ErrorCode, StreamError
 from iskander.transport.http2.response_headers import Metadata
 from iskander.transport.http2.status import RpcError, Status
 
 HEADER_LIST_BYTES_MAX: Final = 16_384
 """As gRPC counts: names, values and 32 bytes for each field."""
 BINARY_PARTS_MAX: Final = 128
-"""Values of `-bin` headers of one request; a header may hold several, separated by commas."""
+"""Values of `-bin` headers in one request; a header may contain several, separated by commas."""
 
 _TIMEOUT: Final = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
 _UNIT_NS: Final = {
@@ -36,7 +36,7 @@ _UNIT_NS: Final = {
 _LENGTH_DIGITS_MAX: Final = 18
 _IS_GRPC: Final = re.compile(r"application/grpc(?:\Z|[+;])").match
 _BASE64: Final = re.compile(r"([A-Za-z0-9+/]*+)(={0,2})\Z")
-"""`b64decode` takes padding of any length, also in the midst of a value."""
+"""`b64decode` accepts padding of any length, also inside a value."""
 _IS_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z").match
 _IS_BROKEN_VALUE: Final = re.compile(r"[\0\r\n]").search
 """White space around a value is accepted: gRPC clients may send it in metadata."""
@@ -47,50 +47,35 @@ _CONNECTION_SPECIFIC: Final = frozenset(
 
 
 class NotGrpc(RpcError):
-    """The request is valid HTTP and no gRPC call."""
+    """A valid HTTP request that is not a gRPC call."""
 
 
-class RequestHead:
-    """Request headers of a call.
-
-    Args:
-        path: `/SERVICE/METHOD`.
-        timeout_ns: Time until the call's deadline; None without one.
-        encoding: Compression of its compressed messages.
-        metadata: Fields that are not the transport's own.
-        content_bytes: `content-length`; -1 without one.
-    """
-
-    __slots__ = ("content_bytes", "encoding", "metadata", "path", "timeout_ns")
+class RequestHeaders:
+    """Request headers of a call; the metadata are all fields that the transport does not use."""
 
     def __init__(
-        self,
-        path: str,
-        timeout_ns: int | None,
-        encoding: str,
-        metadata: Metadata,
-        content_bytes: int = -1,
+        self, path: str, timeout_ns: int | None, encoding: str, metadata: Metadata, length: int
     ) -> None:
         self.path = path
         self.timeout_ns = timeout_ns
         self.encoding = encoding
         self.metadata = metadata
-        self.content_bytes = content_bytes
+        self.content_bytes = length  # `content-length`; -1 without one.
 
 
-def read_request(fields: Sequence[tuple[str, str]]) -> RequestHead:
-    """Read the header fields of a request.
-
-    Sizes are checked before any value is decoded.
+def read_request(fields: Sequence[tuple[str, str]]) -> RequestHeaders:
+    """Validate and read the header fields of a request; sizes are checked before values.
 
     Raises:
-        StreamError: The request is malformed HTTP.
-        NotGrpc: It is no gRPC call.
-        RpcError: Its headers are too large, or one of them is malformed.
+        StreamError: Malformed HTTP request.
+        NotGrpc: Not a gRPC call.
+        RpcError: Headers too large, or a malformed header.
     """
     _require_limits(fields)
     pseudo = check_fields(fields)
-    _require_pseudo(pseudo)
+    for name in (":method", ":scheme", ":path"):
+        if not pseudo.get(name):
+            raise StreamError(ErrorCode.PROTOCOL_ERROR, f"missing pseudo-header `{name}`")
     encoding = content_type = ""
     timeout_ns: int | None = None
     content_bytes = -1
@@ -112,8 +97,8 @@ def read_request(fields: Sequence[tuple[str, str]]) -> RequestHead:
             case _ if not name.startswith((":", "grpc-")):
                 metadata.append((name, value))
     if pseudo[":method"] != "POST" or not _IS_GRPC(content_type):
-        raise NotGrpc(Status.INTERNAL, "not a gRPC call: POST of application/grpc is wanted")
-    return RequestHead(pseudo[":path"], timeout_ns, encoding, tuple(metadata), content_bytes)
+        raise NotGrpc(Status.INTERNAL, "not a gRPC call: expected POST of application/grpc")
+    return RequestHeaders(pseudo[":path"], timeout_ns, encoding, tuple(metadata), content_bytes)
 
 
 def _require_limits(fields: Sequence[tuple[str, str]]) -> None:
@@ -123,66 +108,53 @@ def _require_limits(fields: Sequence[tuple[str, str]]) -> None:
         if name.endswith("-bin"):
             parts += 1 + value.count(",")
     if size > HEADER_LIST_BYTES_MAX:
-        raise RpcError(
-            Status.RESOURCE_EXHAUSTED,
-            f"the call's headers have {size} bytes; {HEADER_LIST_BYTES_MAX} are taken",
-        )
+        message = f"request headers too large: {size:,} bytes, limit {HEADER_LIST_BYTES_MAX:,}"
+        raise RpcError(Status.RESOURCE_EXHAUSTED, message)
     if parts > BINARY_PARTS_MAX:
-        raise RpcError(
-            Status.RESOURCE_EXHAUSTED,
-            f"the call has {parts} binary header values; {BINARY_PARTS_MAX} are taken",
-        )
+        message = f"too many binary header values: {parts:,}, limit {BINARY_PARTS_MAX:,}"
+        raise RpcError(Status.RESOURCE_EXHAUSTED, message)
 
 
 def check_fields(fields: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Check the fields of a header block; return its pseudo-header fields.
-
-    Raises:
-        StreamError: The block is malformed.
-    """
+    """Check the fields of a header block; return its pseudo-header fields."""
     pseudo: dict[str, str] = {}
     is_regular = False
     for name, value in fields:
         if name[:1] == ":":
             if is_regular or name not in _PSEUDO or name in pseudo:
-                raise StreamError(
-                    Code.PROTOCOL_ERROR, f"unknown, repeated or late pseudo-header `{name[:40]}`"
-                )
+                message = f"unknown, repeated or misplaced pseudo-header `{name[:40]}`"
+                raise StreamError(ErrorCode.PROTOCOL_ERROR, message)
             pseudo[name] = value
         else:
             is_regular = True
             if not _IS_NAME(name):
-                raise StreamError(Code.PROTOCOL_ERROR, "invalid header name")
+                raise StreamError(ErrorCode.PROTOCOL_ERROR, "invalid header name")
             if name in _CONNECTION_SPECIFIC or (name == "te" and value != "trailers"):
-                raise StreamError(Code.PROTOCOL_ERROR, f"header `{name}` is not for HTTP/2")
+                raise StreamError(
+                    ErrorCode.PROTOCOL_ERROR, f"header `{name}` not allowed in HTTP/2"
+                )
         if _IS_BROKEN_VALUE(value):
-            raise StreamError(Code.PROTOCOL_ERROR, f"invalid value of header `{name[:40]}`")
+            raise StreamError(ErrorCode.PROTOCOL_ERROR, f"invalid value of header `{name[:40]}`")
     return pseudo
-
-
-def _require_pseudo(pseudo: dict[str, str]) -> None:
-    for name in (":method", ":scheme", ":path"):
-        if not pseudo.get(name):
-            raise StreamError(Code.PROTOCOL_ERROR, f"no pseudo-header `{name}`")
 
 
 def _content_bytes(value: str) -> int:
     if not (value.isascii() and value.isdigit() and len(value) <= _LENGTH_DIGITS_MAX):
-        raise StreamError(Code.PROTOCOL_ERROR, "invalid content-length")
+        raise StreamError(ErrorCode.PROTOCOL_ERROR, "invalid content-length")
     return int(value)
 
 
 def _timeout_ns(value: str) -> int:
     match = _TIMEOUT.match(value)
     if match is None:
-        raise RpcError(Status.INTERNAL, f"grpc-timeout `{value[:20]}` is malformed")
+        raise RpcError(Status.INTERNAL, f"malformed grpc-timeout `{value[:20]}`")
     return int(match[1]) * _UNIT_NS[match[2]]
 
 
 def _unbase64(value: str) -> bytes:
-    """The bytes of a value in base64, with its padding or without."""
+    """Decode base64 with or without padding."""
     match = _BASE64.match(value.strip())
     digits, padding = (len(match[1]), len(match[2])) if match is not None else (1, 0)
     if digits % 4 == 1 or (padding and (digits + padding) % 4):
-        raise RpcError(Status.INTERNAL, "a binary header is not base64")
+        raise RpcError(Status.INTERNAL, "binary header value is not base64")
     return base64.b64decode(value.strip() + "=" * (-(digits + padding) % 4))

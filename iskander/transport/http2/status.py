@@ -1,4 +1,4 @@
-"""How calls end, in gRPC's own words.
+"""gRPC status codes, and the error that ends a call with one.
 
 Pure. Source: gRPC status codes.
 """
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Status(IntEnum):
-    """gRPC's status codes."""
+    """gRPC status codes."""
 
     OK = 0
     CANCELLED = 1
@@ -31,19 +31,10 @@ class Status(IntEnum):
 
 
 class RpcError(Exception):
-    """The call ends with a status.
-
-    Args:
-        status: The status.
-        message: For people.
-        trailers: Metadata beside them.
-    """
+    """An error that ends a call with a status, a message and trailing metadata."""
 
     def __init__(
-        self,
-        status: Status,
-        message: str,
-        trailers: tuple[tuple[str, str | bytes], ...] = (),
+        self, status: Status, message: str, trailers: tuple[tuple[str, str | bytes], ...] = ()
     ) -> None:
         super().__init__(message)
         self.status = status

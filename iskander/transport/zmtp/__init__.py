@@ -1,1 +1,1 @@
-"""ZMTP 3 for a server of DEALER and REQ sockets."""
+"""ZMTP 3 server for DEALER, REQ and ROUTER peers."""

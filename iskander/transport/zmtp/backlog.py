@@ -1,4 +1,4 @@
-"""Messages of a peer that wait for a session that is full, with the time at which they came.
+"""Bounded queue of a peer's messages while its session is full, with arrival times.
 
 Runs on: gateway loop.
 """
@@ -12,16 +12,11 @@ from iskander.transport.zmtp.context import Part
 
 BACKLOG_MESSAGES: Final = 256
 BACKLOG_BYTES: Final = 1 << 20
-"""Kept at most, whichever is reached first; of large messages, one more."""
+"""The first limit reached applies; a large message may exceed it once."""
 
 
 class Backlog:
-    """The messages, oldest first.
-
-    Attributes:
-        total_bytes: Of all of them.
-        small_bytes: Of their parts that are not charged by themselves.
-    """
+    """Queued messages; `small_bytes` counts the parts that are not charged as they arrive."""
 
     def __init__(self) -> None:
         self._messages: deque[tuple[list[Part], int, int, int]] = deque()
@@ -32,25 +27,25 @@ class Backlog:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should be read."""
+        """Whether to stop reading."""
         return self.total_bytes >= BACKLOG_BYTES or len(self._messages) >= BACKLOG_MESSAGES
 
     def append(self, parts: list[Part], size: int, small: int, arrived_ns: int) -> None:
-        """Keep a message of `size` bytes."""
+        """Queue a message of `size` bytes."""
         self._messages.append((parts, size, small, arrived_ns))
         self.total_bytes += size
         self.small_bytes += small
 
     def pop(self) -> tuple[list[Part], int]:
-        """The oldest message, and when it came."""
+        """Remove the oldest message; return its parts and arrival time."""
         parts, size, small, arrived_ns = self._messages.popleft()
         self.total_bytes -= size
         self.small_bytes -= small
         return parts, arrived_ns
 
     def take_all(self) -> list[list[Part]]:
-        """All messages, which are not kept any more."""
-        taken = [message[0] for message in self._messages]
+        """Remove and return all messages."""
+        messages = [message[0] for message in self._messages]
         self._messages.clear()
         self.total_bytes = self.small_bytes = 0
-        return taken
+        return messages

@@ -1,11 +1,11 @@
-"""One peer: its greeting, its messages, its turns, and the memory that it holds.
+"""ZMTP connection of one peer: handshake, messages, turns, and charged memory.
 
-A large frame is read straight into memory of its own, and a small one copied out of what all
-connections read into. Whoever takes the messages says when there is room for more; until then some
-are kept, so that a peer that goes is seen to go, and beyond that the socket is not read.
+A large frame is read into its own buffer; a small one is copied from the shared read buffer. While
+the session is full, messages queue in a bounded backlog, so that a disconnect is still noticed;
+when the backlog is full, the socket is not read.
 
-A read is processed for a quantum of time; what is left waits in the turn scheduler. Received bytes
-are charged to the receive budget until they are taken, of large frames until they are freed.
+A read is processed for a quantum of time; input that is left waits in the turn scheduler. Received
+bytes are charged to the receive budget until the session takes them, large frames until freed.
 
 Runs on: gateway loop. Source: RFC 37/ZMTP 3.1.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
 from iskander.transport.cpu_allowance import CpuAllowance
@@ -22,63 +22,57 @@ from iskander.transport.receive_budget import MESSAGE_RATE_MIN, progress_ns
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 from iskander.transport.zmtp import frames
 from iskander.transport.zmtp.backlog import Backlog
-from iskander.transport.zmtp.context import Host, Part, Session, is_hung_up
+from iskander.transport.zmtp.context import Part, Session, is_hung_up
 from iskander.transport.zmtp.frames import ProtocolViolation
 from iskander.transport.zmtp.partial_frame import PartialFrame
+
+if TYPE_CHECKING:
+    from iskander.transport.zmtp.listener import Listener
 
 PARTS_MAX: Final = 16
 COMMAND_BYTES_MAX: Final = 8192
 WRITE_BUFFER_BYTES: Final = 1 << 20
-"""Beyond this, what there is to send stays with whoever has it."""
+"""High-water mark: above it, the session keeps its responses."""
 JOINED_BYTES_MAX: Final = 65_536
-"""Up to here one copy costs less than handing over the parts of a message one by one."""
+"""Up to this size, one copy costs less than a write per part."""
 READ_BYTES_MAX: Final = 1 << 18
-"""Read at once of a large frame: its memory is new, and costs time when it is written to first."""
+"""Per read of a large frame: the first write to new memory costs time."""
 CLOCK_FRAMES: Final = 16
-"""Frames that complete no message between two looks at the clock."""
+"""Frames without a complete message between two clock reads."""
 MESSAGE_CPU_NS: Final = 500 * NS_PER_US
 BYTE_CPU_NS: Final = 2
-"""Processor time that a message or a byte of one is granted."""
+"""Processor time granted per message and per byte."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """The server's end of a connection.
+    """The server side of a connection; `is_blocked` while the write buffer is full."""
 
-    Attributes:
-        is_blocked: The socket takes nothing for now.
-        deficit_ns: Of its turns.
-    """
-
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Listener) -> None:
         self._host = host
         self._transport: asyncio.Transport
         self._session: Session | None = None
-        self._made_ns = self._heard_ns = self._moved_ns = self._since_ns = now_ns()
+        self._opened_ns = self._read_ns = self._paced_ns = self._message_ns = now_ns()
         self._blocked_ns = self._pinged_ns = 0
-        self._is_greeted = self._can_ping = False
-        self._is_over = False
+        self._is_greeted = self._can_ping = self._is_closed = False
         self._is_waiting = self._is_behind = False
         self._rest = b""
-        self._partial = PartialFrame(self, host.budget, self._read_on)
+        self._partial = PartialFrame(self, host.budget, self._resume_reading)
         self._parts: list[Part] = []
         self._parts_bytes = self._parts_small = 0
         self._backlog = Backlog()
-        self._charged_bytes = 0
-        self._delivered_ns = 0
-        self._cpu = CpuAllowance(self._made_ns)
+        self._charged_bytes = self._granted_ns = 0
+        self._cpu = CpuAllowance(self._opened_ns)
         self._burst = ReadBurst(host.turns)
         self.deficit_ns = self.wasted_ns = 0
         self.is_blocked = False
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the socket has not taken all that was sent."""
-        return not self._is_over and self._transport.get_write_buffer_size() > 0
-
-    # The transport's side.
+        """Whether the write buffer is not empty."""
+        return not self._is_closed and self.unsent_bytes > 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet."""
+        """Send the greeting."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._host.connections.add(self)
@@ -86,9 +80,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(frames.GREETING)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Nobody is there for answers."""
+        """Free the input and close the session."""
         del error
-        self._is_over = True
+        self._is_closed = True
         self._host.forget(self)
         self._host.budget.holders.discard(self)
         self._drop_input()
@@ -96,66 +90,64 @@ class Connection(asyncio.BufferedProtocol):
             self._session.on_lost()
 
     def pause_writing(self) -> None:
-        """The socket is full."""
+        """Start the response timeout: the write buffer is full."""
         self.is_blocked = True
         self._blocked_ns = now_ns()
         self._host.charge_unsent(self)
 
     def resume_writing(self) -> None:
-        """The socket takes more."""
+        """Resume the session's responses."""
         self.is_blocked = False
         self._host.charge_unsent(self)
         if self._session is not None:
-            self._session.on_room()
+            self._session.on_writable()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: into the frame that they belong to, if it is a large one."""
+        """Return the buffer of the partial frame, or the shared one."""
         del sizehint
         body, filled = self._partial.body, self._partial.filled
         return self._host.scratch if body is None else body[filled : filled + READ_BYTES_MAX]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take apart what has come, for at most a quantum of time."""
-        began_ns = self._heard_ns = now_ns()
-        is_amid = self._is_amid
-        self._moved_ns = progress_ns(self._moved_ns, began_ns, nbytes) if is_amid else began_ns
+        """Process the read for at most a quantum of time."""
+        began_ns = self._read_ns = now_ns()
+        is_partial = self._is_partial
+        self._paced_ns = progress_ns(self._paced_ns, began_ns, nbytes) if is_partial else began_ns
         cpu_ns = thread_cpu_ns()
         self._pinged_ns = 0
         if self._partial.body is not None:
             self._partial.fill(nbytes)
-            self._take(memoryview(b""), began_ns + QUANTUM_NS)
+            self._parse(memoryview(b""), began_ns + QUANTUM_NS)
         else:
             view = self._host.scratch[:nbytes]
             if self._rest:
                 view, self._rest = memoryview(self._rest + view), b""
-            self._take(view, began_ns + QUANTUM_NS)
+            self._parse(view, began_ns + QUANTUM_NS)
         ended_ns = now_ns()
         if self._burst.is_long(began_ns, ended_ns, nbytes, QUANTUM_NS) or self._is_behind:
             self._wait_turn(QUANTUM_NS - (ended_ns - began_ns))
-        self._settle()
+        self._update_charge()
         self.note_cpu(thread_cpu_ns() - cpu_ns)
 
     def take_turn(self, until_ns: int) -> bool:
-        """Process input that was left over until that time; return whether some is left."""
+        """Process input until that time; return whether input is left."""
         self._is_waiting = False
-        self._go_on(until_ns)
-        self._is_waiting = self._is_behind and not self._is_over
-        self._settle()
+        self._resume_input(until_ns)
+        self._is_waiting = self._is_behind and not self._is_closed
+        self._update_charge()
         return self._is_waiting
 
     def note_cpu(self, used_ns: int) -> bool:
-        """Account for processor time of a turn; return whether the connection goes on."""
-        delivered_ns, self._delivered_ns = self._delivered_ns, 0
-        self.wasted_ns = used_ns - delivered_ns
-        if not self._cpu.charge(now_ns(), self.wasted_ns) and not self._is_over:
-            self._break("a peer takes processor time and sends no messages", "cpu_time")
-        return not self._is_over
-
-    # The session's and the server's side.
+        """Charge the processor time of a turn; return whether the connection stays open."""
+        granted_ns, self._granted_ns = self._granted_ns, 0
+        self.wasted_ns = used_ns - granted_ns
+        if not self._cpu.charge(now_ns(), self.wasted_ns) and not self._is_closed:
+            self._fail("peer used too much processor time without sending messages", "cpu_time")
+        return not self._is_closed
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send a message; where the socket is full it is kept until there is room."""
-        if self._is_over:
+        """Send a message; buffered while the socket is not writable."""
+        if self._is_closed:
             return
         pieces = frames.message(parts)
         if sum(map(len, pieces)) <= JOINED_BYTES_MAX:
@@ -164,30 +156,30 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.writelines(pieces)
 
     def resume(self) -> None:
-        """Go on: the session has room."""
-        if self._is_waiting or self._is_over or self._session is None:
+        """Resume input: the session is not full any more."""
+        if self._is_waiting or self._is_closed or self._session is None:
             return
         if self._backlog or not self._transport.is_reading():
-            self._go_on(now_ns() + QUANTUM_NS)
+            self._resume_input(now_ns() + QUANTUM_NS)
             if self._is_behind:
                 self._wait_turn(0)
-            self._settle()
+            self._update_charge()
 
-    def look_after(self, now: int) -> None:
-        """End the connection of a peer that is not heard of, or has gone while it was not read."""
+    def enforce_timeouts(self, now: int) -> None:
+        """End the connection after a timeout, or after a disconnect while paused."""
         timeouts = self._host.timeouts
         if self._session is None:
-            if now - self._made_ns > timeouts.preface_s * NS_PER_S:
-                self._break("a peer did not say in time who it is", "preface_timeout")
+            if now - self._opened_ns > timeouts.preface_s * NS_PER_S:
+                self._fail("no READY within `timeouts.preface_s`", "preface_timeout")
         elif self.is_blocked and now - self._blocked_ns > timeouts.response_s * NS_PER_S:
-            self._break("a peer does not read its answers", "response_timeout")
+            self._fail("responses unread for more than `timeouts.response_s`", "response_timeout")
         elif self._transport.is_reading():
-            silent_s = (now - self._heard_ns) / NS_PER_S
-            if self._is_amid:
+            silent_s = (now - self._read_ns) / NS_PER_S
+            if self._is_partial:
                 self.evict_stalled(now, int(timeouts.message_s * NS_PER_S))
             elif self._pinged_ns:
                 if now - self._pinged_ns > timeouts.keepalive_s * NS_PER_S:
-                    self._break("a peer does not answer a PING", "keepalive_timeout")
+                    self._fail("no PONG within `timeouts.keepalive_s`", "keepalive_timeout")
             elif silent_s > timeouts.idle_s and self._can_ping and not self.is_blocked:
                 self._pinged_ns = now
                 self._transport.write(frames.command(frames.PING, b"\0\0"))
@@ -196,215 +188,204 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What the socket has not taken."""
+        """Bytes in the write buffer."""
         return self._transport.get_write_buffer_size()
 
     @property
     def idle_since_ns(self) -> int:
-        """Since when nothing is asked and there is nothing to send; 0 while there is."""
+        """Start of the time without work and unsent bytes; 0 if busy."""
         session = self._session
         if session is None:
-            return self._made_ns
-        return 0 if self._is_waiting or self._backlog or session.has_work else self._heard_ns
+            return self._opened_ns
+        return 0 if self._is_waiting or self._backlog or session.has_work else self._read_ns
 
-    def give_way(self) -> None:
-        """Close, so that another connection has a place."""
+    def close_idle(self) -> None:
+        """Close to free capacity for another connection."""
         self.leave()
 
     def leave(self) -> None:
-        """Say no more than what was sent, and go."""
-        self._is_over = True
+        """Close after the write buffer is sent."""
+        self._is_closed = True
         self._transport.close()
 
     def abort(self) -> None:
-        """Go at once."""
-        self._is_over = True
+        """Close now and drop unsent bytes."""
+        self._is_closed = True
         self._transport.abort()
 
-    # For the receive budget.
-
     def held(self, now_ns: int) -> float:
-        """Bytes that could be freed, times the nanoseconds since their message began."""
+        """Return the releasable bytes times the nanoseconds since the start of their message."""
         unread = self._unread_bytes * float(now_ns - self._blocked_ns)
-        return unread + self._held_bytes * float(now_ns - self._since_ns)
+        return unread + self._received_bytes * float(now_ns - self._message_ns)
 
     def shed(self) -> bool:
-        """Refuse the messages that wait; or end a connection of unread or half received ones."""
-        session, held, unread = self._session, self._held_bytes, self._unread_bytes
-        if self._is_over or not held + unread:
+        """Reject the backlog, or end a connection with unread or partial messages."""
+        session, received, unread = self._session, self._received_bytes, self._unread_bytes
+        if self._is_closed or not received + unread:
             return False
-        if unread > held:
-            self._break("answers are not read (limits.receive_bytes)", "unread_responses")
-        elif session is not None and 2 * self._backlog.total_bytes > held:
+        if unread > received:
+            self._fail("memory full of responses (`limits.receive_bytes`)", "unread_responses")
+        elif session is not None and 2 * self._backlog.total_bytes > received:
             for parts in self._backlog.take_all():
                 session.refuse(parts)
-            self._settle()
+            self._update_charge()
         else:
-            self._break("there is no memory for a message (limits.receive_bytes)", "receive_memory")
+            self._fail("memory full of messages (`limits.receive_bytes`)", "receive_memory")
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """End the connection where a message fell so far behind its slowest rate."""
-        is_read = not self._is_over and self._transport.is_reading()
-        if is_read and self._is_amid and now_ns - self._moved_ns > stall_ns:
-            message = f"a message of a peer came slower than {MESSAGE_RATE_MIN} bytes/s"
-            self._break(message, "message_timeout")
+        """End the connection if a message is `stall_ns` behind the minimum rate."""
+        is_read = not self._is_closed and self._transport.is_reading()
+        if is_read and self._is_partial and now_ns - self._paced_ns > stall_ns:
+            self._fail(f"message slower than {MESSAGE_RATE_MIN} bytes/s", "message_timeout")
 
     @property
     def _unread_bytes(self) -> int:
-        """Answers that wait for the peer to read those before them."""
+        """Responses that the peer does not read."""
         if self._session is None or not self.is_blocked:
             return 0
         return self._session.unread_bytes + self.unsent_bytes
 
     @property
-    def _held_bytes(self) -> int:
+    def _received_bytes(self) -> int:
         return self._backlog.total_bytes + self._parts_bytes + self._partial.filled
 
     @property
-    def _is_amid(self) -> bool:
-        """Whether a message has begun."""
+    def _is_partial(self) -> bool:
+        """Whether a message is partially received."""
         return self._partial.body is not None or len(self._rest) > 0 or len(self._parts) > 0
 
-    def _settle(self) -> None:
-        """Charge what is held, but for large frames, which are charged as they come."""
-        wanted = self._parts_small + self._backlog.small_bytes + len(self._rest)
-        more, self._charged_bytes = wanted - self._charged_bytes, wanted
+    def _update_charge(self) -> None:
+        """Charge the input except large frames, which are charged as they arrive."""
+        size = self._parts_small + self._backlog.small_bytes + len(self._rest)
+        more, self._charged_bytes = size - self._charged_bytes, size
         if more > 0:
             self._host.budget.charge(more)
         elif more:
             self._host.budget.release(-more)
 
     def _drop_input(self) -> None:
-        """Free what has come and was not taken."""
+        """Free all unprocessed input."""
         self._partial.end()
         self._parts.clear()
         self._backlog.take_all()
         self._rest = b""
         self._parts_bytes = self._parts_small = 0
-        self._settle()
+        self._update_charge()
 
-    # Taking apart.
-
-    def _take(self, view: memoryview, until_ns: int) -> None:
-        """Take frames, until they end, the session is full, or it is the turn of others."""
+    def _parse(self, view: memoryview, until_ns: int) -> None:
+        """Parse until the input or the turn ends, or the session is full."""
         self._is_behind = False
-        if self._is_over:
+        if self._is_closed:
             return
         try:
-            at = self._greet(view)
+            at = self._read_greeting(view)
             if at is not None:
-                self._frames(view, at, until_ns)
+                self._parse_frames(view, at, until_ns)
         except ProtocolViolation as error:
-            self._break(str(error), "protocol_error")
+            self._fail(str(error), "protocol_error")
 
-    def _greet(self, view: memoryview) -> int | None:
-        """Where the frames begin; None while the greeting has not come whole."""
+    def _read_greeting(self, view: memoryview) -> int | None:
+        """Return the offset of the frames; None while the greeting is incomplete."""
         if self._is_greeted:
             return 0
         self._can_ping = frames.check_greeting(view)
         if len(view) < frames.GREETING_BYTES:
             self._rest = bytes(view)
-            self._read_on()
+            self._resume_reading()
             return None
         self._is_greeted = True
         self._transport.write(frames.ready(Socket_Type=b"ROUTER", Identity=b""))
         return frames.GREETING_BYTES
 
-    def _frames(self, view: memoryview, at: int, until_ns: int) -> None:
+    def _parse_frames(self, view: memoryview, at: int, until_ns: int) -> None:
         countdown, partial, began = CLOCK_FRAMES, self._partial, at
-        while not self._is_over:
+        while not self._is_closed:
             if self._backlog.is_full or partial.is_reserving:
-                return self._hold(view, at)
+                return self._keep_rest(view, at)
             countdown -= 1
-            # A message takes long enough to look at the clock behind it.
+            # A complete message costs enough for a clock read.
             if began < at < len(view) and (countdown < 0 or not self._parts):
                 countdown = CLOCK_FRAMES
                 if now_ns() >= until_ns:
                     self._is_behind = True
-                    return self._hold(view, at)
+                    return self._keep_rest(view, at)
             body = partial.body
             if body is not None:
                 if partial.filled < len(body):
-                    return self._read_on()
+                    return self._resume_reading()
                 partial.end()
                 self._on_frame(partial.flags, body.toreadonly(), 0)
                 continue
             head = frames.read_head(view, at)
             if head is None:
                 self._rest = bytes(view[at:])
-                return self._read_on()
+                return self._resume_reading()
             self._require_limits(head)
             start, at = head.end, head.end + head.length
             if at <= len(view):
                 self._on_frame(head.flags, bytes(view[start:at]), head.length)
                 continue
             if not self._parts:
-                self._since_ns = self._heard_ns
+                self._message_ns = self._read_ns
             partial.begin(head, view[start:])
             at = len(view)
         return None
 
-    def _go_on(self, until_ns: int) -> None:
-        """Give the session what was kept for it, and take what was read and is left over."""
+    def _resume_input(self, until_ns: int) -> None:
+        """Pass the backlog to the session, then parse the rest of the last read."""
         self._is_behind = False
-        if self._session is not None:
-            self._hand_over(self._session, until_ns)
-        if not (self._is_behind or self._is_over or self._transport.is_reading()):
-            rest, self._rest = self._rest, b""
-            self._take(memoryview(rest), until_ns)
-
-    def _hand_over(self, session: Session, until_ns: int) -> None:
-        """Give the session what was kept for it."""
-        while self._backlog and not (self._is_over or session.is_full):
-            parts, arrived_ns = self._backlog.pop()
+        backlog, session = self._backlog, self._session
+        while session is not None and backlog and not (self._is_closed or session.is_full):
+            parts, arrived_ns = backlog.pop()
             session.take(parts, arrived_ns)
-            if self._backlog and now_ns() >= until_ns:
+            if backlog and now_ns() >= until_ns:
                 self._is_behind = True
                 return
+        if not (self._is_closed or self._transport.is_reading()):
+            rest, self._rest = self._rest, b""
+            self._parse(memoryview(rest), until_ns)
 
     def _wait_turn(self, deficit_ns: int) -> None:
-        """Read no more until what is left over has had its turns."""
-        if not (self._is_waiting or self._is_over):
+        """Stop reading until the input is processed."""
+        if not (self._is_waiting or self._is_closed):
             self._is_waiting = True
             self.deficit_ns = deficit_ns
-            self._pause()
+            self._pause_reading()
             self._host.turns.wait(self)
 
-    def _hold(self, view: memoryview, at: int) -> None:
-        """Keep what was read and is not taken yet, and read no more."""
+    def _keep_rest(self, view: memoryview, at: int) -> None:
+        """Keep unparsed input and stop reading."""
         self._rest = bytes(view[at:])
-        self._pause()
+        self._pause_reading()
 
-    def _pause(self) -> None:
-        if not self._is_over and self._transport.is_reading():
+    def _pause_reading(self) -> None:
+        if not self._is_closed and self._transport.is_reading():
             self._transport.pause_reading()
 
-    def _read_on(self) -> None:
-        if not (self._is_over or self._is_waiting or self._transport.is_reading()):
-            self._heard_ns = self._moved_ns = now_ns()
+    def _resume_reading(self) -> None:
+        if not (self._is_closed or self._is_waiting or self._transport.is_reading()):
+            self._read_ns = self._paced_ns = now_ns()
             self._transport.resume_reading()
 
     def _require_limits(self, head: frames.Head) -> None:
-        most = self._host.message_bytes - self._parts_bytes
-        if head.flags & frames.COMMAND or self._session is None:
-            most = COMMAND_BYTES_MAX
+        is_command = head.flags & frames.COMMAND or self._session is None
+        most = COMMAND_BYTES_MAX if is_command else self._host.message_bytes - self._parts_bytes
         if head.length > most:
-            raise ProtocolViolation(
-                f"a peer sends {head.length} bytes where at most {most} are taken"
-            )
+            setting = "" if is_command else " (`limits.message_bytes`)"
+            raise ProtocolViolation(f"frame of {head.length} bytes, limit {most}{setting}")
         if len(self._parts) >= PARTS_MAX:
-            raise ProtocolViolation(f"a peer sends a message of more than {PARTS_MAX} parts")
+            raise ProtocolViolation(f"message of more than {PARTS_MAX} parts")
 
     def _on_frame(self, flags: int, body: Part, small: int) -> None:
-        """Take a whole frame; `small` is its length where it is not charged as it came."""
+        """Process a complete frame; `small` is its length unless charged on arrival."""
         if flags & frames.COMMAND:
             return self._on_command(*frames.read_command(body))
         session = self._session
         if session is None:
-            raise ProtocolViolation("a peer sends messages before it says who it is")
+            raise ProtocolViolation("message before READY")
         if not self._parts:
-            self._since_ns = self._heard_ns
+            self._message_ns = self._read_ns
         self._parts.append(body)
         self._parts_bytes += len(body)
         self._parts_small += small
@@ -416,12 +397,12 @@ class Connection(asyncio.BufferedProtocol):
         parts, self._parts = self._parts, []
         size, small = self._parts_bytes, self._parts_small
         self._parts_bytes = self._parts_small = 0
-        self._delivered_ns += MESSAGE_CPU_NS + BYTE_CPU_NS * size
-        self._moved_ns = self._heard_ns
+        self._granted_ns += MESSAGE_CPU_NS + BYTE_CPU_NS * size
+        self._paced_ns = self._read_ns
         if self._backlog or session.is_full:
-            self._backlog.append(parts, size, small, self._heard_ns)
+            self._backlog.append(parts, size, small, self._read_ns)
         else:
-            session.take(parts, self._heard_ns)
+            session.take(parts, self._read_ns)
 
     def _on_command(self, name: bytes, data: bytes) -> None:
         if name == frames.READY and self._session is None:
@@ -431,9 +412,9 @@ class Connection(asyncio.BufferedProtocol):
                 context = data[2 : 2 + frames.PING_CONTEXT_BYTES_MAX]
                 self._transport.write(frames.command(frames.PONG, context))
         elif name == frames.ERROR or self._session is None:
-            raise ProtocolViolation("a peer does not want to talk")
+            raise ProtocolViolation(f"unexpected command {name[:20]!r}")
 
-    def _break(self, message: str, reason: str) -> None:
+    def _fail(self, message: str, reason: str) -> None:
         self._host.on_broken(message)
         self._host.count_ended(reason)
         self.abort()

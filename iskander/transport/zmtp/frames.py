@@ -1,12 +1,14 @@
-"""ZMTP 3 as bytes: the greeting, commands and message frames, found and made.
+"""ZMTP 3 codec: greeting, commands and message frames.
 
-Pure. Source: RFC 37/ZMTP 3.1 (ZeroMQ); a peer of 3.0 differs in nothing that is used here.
+Functions that read input raise `ProtocolViolation` if it is invalid.
+
+Pure. Source: RFC 37/ZMTP 3.1 (ZeroMQ); 3.0 does not differ in the parts used here.
 
 Layout:
     greeting  FF, 8 bytes, 7F | major, minor | mechanism, 20 bytes | is server | 31 bytes
     frame     flags | length, 1 byte or (LONG) 8, big-endian | body
-    command   a frame with COMMAND; its body is: length of the name, name, data
-    READY     data: for each property: length of the name, name, length of the value (4), value
+    command   a frame with COMMAND; body: length of the name, name, data
+    READY     data: per property: length of the name, name, length of the value (4), value
 """
 
 from __future__ import annotations
@@ -27,23 +29,18 @@ PING: Final = b"PING"
 PONG: Final = b"PONG"
 PING_CONTEXT_BYTES_MAX: Final = 16
 PEERS: Final = (b"DEALER", b"REQ", b"ROUTER")
-"""Sockets that a ROUTER talks with."""
+"""Socket types compatible with a ROUTER."""
 _NULL: Final = b"NULL".ljust(20, b"\0")
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _NULL + bytes(32)
-"""Ours: version 3.1, no security."""
+"""Of this server: version 3.1, no security."""
 
 
 class ProtocolViolation(Exception):
-    """The peer speaks something else, or too much of it; the connection ends."""
+    """Invalid or oversized input of a peer; the connection ends."""
 
 
 class Head(NamedTuple):
-    """The beginning of a frame.
-
-    Attributes:
-        length: Of the body, in bytes.
-        end: Where the body begins.
-    """
+    """Frame header; `length` is the size of the body, `end` its offset."""
 
     flags: int
     length: int
@@ -51,32 +48,24 @@ class Head(NamedTuple):
 
 
 def check_greeting(raw: bytes | memoryview) -> bool:
-    """Look at as much of a greeting as has come; return whether it is of 3.1, which has PING.
-
-    Raises:
-        BrokenPeer: It is none, or one of another version or with security.
-    """
+    """Check a partial or complete greeting; return whether it is of 3.1, which has PING."""
     if raw[:1] not in (b"", b"\xff") or (len(raw) >= SIGNATURE_BYTES and not raw[9] & 1):
-        raise ProtocolViolation("the peer does not speak ZMTP")
+        raise ProtocolViolation("not a ZMTP greeting")
     if len(raw) > SIGNATURE_BYTES and raw[SIGNATURE_BYTES] < 3:
-        raise ProtocolViolation("the peer speaks a ZMTP before 3.0")
+        raise ProtocolViolation("unsupported ZMTP version: expected 3.0 or later")
     if len(raw) >= GREETING_BYTES and raw[12:32] != _NULL:
-        raise ProtocolViolation("the peer wants security, and there is none here")
+        raise ProtocolViolation("unsupported security mechanism: expected NULL")
     return len(raw) > SIGNATURE_BYTES + 1 and tuple(raw[10:12]) >= (3, 1)
 
 
 def read_head(view: memoryview, start: int) -> Head | None:
-    """The frame that begins at `start`; None while its head has not come.
-
-    Raises:
-        BrokenPeer: Flags that there are not.
-    """
+    """Read the frame header at `start`; None while it is incomplete."""
     left = len(view) - start
     if left < 2:
         return None
     flags = view[start]
     if flags & ~(MORE | LONG | COMMAND) or flags & (MORE | COMMAND) == (MORE | COMMAND):
-        raise ProtocolViolation(f"a frame has the flags {flags:#04x}")
+        raise ProtocolViolation(f"invalid frame flags {flags:#04x}")
     if not flags & LONG:
         return Head(flags, view[start + 1], start + 2)
     if left < HEAD_BYTES_MAX:
@@ -86,14 +75,14 @@ def read_head(view: memoryview, start: int) -> Head | None:
 
 
 def head(length: int, flags: int) -> bytes:
-    """The beginning of a frame with a body of so many bytes."""
+    """Encode a frame header."""
     if length <= SHORT_BYTES_MAX:
         return bytes((flags, length))
     return bytes((flags | LONG,)) + length.to_bytes(8, "big")
 
 
 def message(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """A message as pieces of bytes: each part behind its head."""
+    """Encode a message: each part preceded by its header."""
     last = len(parts) - 1
     pieces: list[bytes | memoryview] = []
     for index, part in enumerate(parts):
@@ -102,13 +91,13 @@ def message(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
 
 
 def command(name: bytes, data: bytes) -> bytes:
-    """A command as a frame."""
+    """Encode a command frame."""
     body = bytes((len(name),)) + name + data
     return head(len(body), COMMAND) + body
 
 
 def ready(**properties: bytes) -> bytes:
-    """READY with metadata; `_` stands for `-` in a property's name."""
+    """Encode READY; `_` in a property name becomes `-`."""
     data = b""
     for key, value in properties.items():
         name = key.replace("_", "-").encode()
@@ -117,43 +106,32 @@ def ready(**properties: bytes) -> bytes:
 
 
 def read_command(body: bytes | memoryview) -> tuple[bytes, bytes]:
-    """Name and data of a command.
-
-    Raises:
-        BrokenPeer: It is none.
-    """
+    """Decode a command to its name and data."""
     end = 1 + body[0] if body else 0
     if not 1 < end <= len(body):
-        raise ProtocolViolation("a command has no name")
+        raise ProtocolViolation("command without a name")
     return bytes(body[1:end]), bytes(body[end:])
 
 
 def read_identity(data: bytes) -> bytes:
-    """The identity in READY; empty where there is none.
-
-    Raises:
-        BrokenPeer: A length leads beyond the end, or the socket is of a kind that is not spoken to.
-    """
+    """Read the identity from the data of READY; empty if absent."""
     properties = read_properties(data)
     kind = properties.get("socket-type", b"")
     if kind not in PEERS:
-        raise ProtocolViolation(f"a {kind[:20].decode('ascii', 'replace')} socket came")
+        name = kind[:20].decode("ascii", "replace")
+        raise ProtocolViolation(f"unsupported socket type `{name}`: expected DEALER, REQ or ROUTER")
     return properties.get("identity", b"")
 
 
 def read_properties(data: bytes) -> dict[str, bytes]:
-    """The metadata of READY, names in lower case.
-
-    Raises:
-        BrokenPeer: A length leads beyond the end.
-    """
+    """Decode the properties of READY, names in lower case."""
     properties, at = {}, 0
     while at < len(data):
         name_end = at + 1 + data[at]
         value_start = name_end + 4
         value_end = value_start + int.from_bytes(data[name_end:value_start], "big")
         if value_end > len(data) or value_start > len(data):
-            raise ProtocolViolation("READY is cut off")
+            raise ProtocolViolation("truncated READY")
         name = data[at + 1 : name_end].decode("ascii", "replace").lower()
         properties[name] = data[value_start:value_end]
         at = value_end

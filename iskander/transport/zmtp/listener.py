@@ -1,4 +1,4 @@
-"""A listening ROUTER: all peers that came to its socket, and the orderly end.
+"""ZMTP listener: a ROUTER socket for all peers.
 
 Runs on: gateway loop.
 """
@@ -19,18 +19,15 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""A peer that is gone without a word is noticed after a minute and a half. Source: tcp(7)."""
+"""Detects a silently lost peer after a minute and a half. Source: tcp(7)."""
 
 
 class Listener(ConnectionListener[Connection]):
-    """Connections of peers.
+    """Listening sockets and connections of peers.
 
     Args:
-        open_session: Makes the session of a peer that has said its identity.
-        on_broken: Told why a connection was ended.
-        message_bytes: The largest message taken.
-        connections_max: Peers at once; more are closed as they come.
-        limits: Over the connections of all listeners.
+        open_session: Creates the session of a peer from its identity.
+        on_broken: Receives the reason why a connection was ended.
     """
 
     def __init__(
@@ -48,17 +45,20 @@ class Listener(ConnectionListener[Connection]):
         self.message_bytes = message_bytes
 
     async def listen(self, listening: socket.socket) -> None:
-        """Take connections from a socket that is bound."""
+        """Accept peers on a bound socket."""
         if listening.family != socket.AF_UNIX:
             for option in KEEPALIVE:
-                listening.setsockopt(*option)  # Those that are accepted inherit it.
+                listening.setsockopt(*option)  # Accepted sockets inherit it.
         await super().listen(listening)
 
     def connection(self) -> Connection:
-        """The server's end of a new connection."""
+        """Create the protocol object of a new connection."""
         return Connection(self)
 
-    def on_too_many(self) -> None:
-        """Count it among those that were ended."""
-        super().on_too_many()
-        self.on_broken(f"{self._connections_max} peers are connected, the limit")
+    def on_rejected(self) -> None:
+        """Count and report a peer rejected at the limit."""
+        super().on_rejected()
+        self.on_broken(
+            f"connection rejected: limit of {self._connections_max} peers reached "
+            "(`inferential.connections`)"
+        )

@@ -1,4 +1,4 @@
-"""The frame of a peer that has not come whole: its memory, charged as it comes or reserved before.
+"""Partially received frame: its buffer, charged as bytes arrive or reserved in advance.
 
 Runs on: gateway loop.
 """
@@ -12,23 +12,11 @@ from iskander.transport.receive_budget import ReceiveBudget, TrackedArray
 from iskander.transport.zmtp.frames import Head
 
 RESERVED_BYTES_MIN: Final = 4 << 20
-"""Larger frames reserve their memory first."""
+"""Larger frames reserve their memory in advance."""
 
 
 class PartialFrame:
-    """The frame that is being received, if there is one.
-
-    Args:
-        holder: The connection, as the budget knows it.
-        budget: The memory of received bytes.
-        on_reserved: Called when the memory is there that `is_reserving` waits for.
-
-    Attributes:
-        body: Memory for its body; None where no frame is half received.
-        flags: Of the frame.
-        filled: Bytes that have come.
-        is_reserving: It waits for memory; nothing more of it is to be read.
-    """
+    """The frame in progress, if any; `filled` bytes of `body` are received."""
 
     def __init__(
         self, holder: object, budget: ReceiveBudget, on_reserved: Callable[[], None]
@@ -40,12 +28,12 @@ class PartialFrame:
         self._reserved_bytes = 0
         self.body: memoryview | None = None
         self.flags = self.filled = 0
-        self.is_reserving = False
+        self.is_reserving = False  # Waits for its reservation; the socket is not read.
 
     def begin(self, head: Head, begun: memoryview) -> None:
-        """Take the head of a frame, and what has come of its body."""
+        """Start a frame with the received bytes of its body."""
         length = head.length
-        # Not cleared: pages of which nothing came cost nothing.
+        # Not cleared: unwritten pages use no memory.
         array = self._array = self._budget.array(length)
         self.body = array.data
         self.flags = head.flags
@@ -57,19 +45,19 @@ class PartialFrame:
         self.fill(len(begun))
 
     def fill(self, count: int) -> None:
-        """So many bytes more have come; where there is no memory for them the frame may end."""
+        """Count and charge received bytes; above the limit this may end the frame."""
         self.filled += count
         if self._array is not None and not self._reserved_bytes:
             self._array.charged_bytes += count
             self._budget.charge(count)
 
     def on_reserved(self) -> None:
-        """The memory is reserved."""
+        """Resume reading: the memory is reserved."""
         self.is_reserving = False
         self._on_reserved()
 
     def end(self) -> None:
-        """The frame has come whole, or will not; its memory is charged until it is freed."""
+        """End a complete or abandoned frame; its buffer stays charged until it is freed."""
         if self._reserved_bytes:
             reserved = self._reserved_bytes
             if self.is_reserving and self._array is not None:

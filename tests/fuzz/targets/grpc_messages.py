@@ -27,7 +27,7 @@ from support.http2 import (
 
 from fuzz import mutation
 from fuzz.serving import LOOP, Recorder, in_loop
-from iskander.transport.http2.decompression import AT_ONCE_BYTES
+from iskander.transport.http2.decompression import INLINE_BYTES_MAX
 from iskander.transport.http2.status import Status
 
 ITERATIONS = 250
@@ -172,7 +172,7 @@ def unpacked(payload: bytes, encoding: str) -> bytes | int:
             declared = int.from_bytes(payload[-4:], "little")
             most = min(declared, most)
             begun: Any = zlib.decompressobj(31)
-            is_long = len(begun.decompress(payload, AT_ONCE_BYTES)) == AT_ONCE_BYTES
+            is_long = len(begun.decompress(payload, INLINE_BYTES_MAX)) == INLINE_BYTES_MAX
             if declared > MESSAGE_BYTES_MAX and is_long and not begun.eof:
                 return int(Status.RESOURCE_EXHAUSTED)
         raw = unpacker.decompress(payload, most + 1)

@@ -41,16 +41,16 @@ ENDS: Final = {
 }
 """Codes with which the server may end a connection that `h2` goes on with."""
 EARLIER: Final = (
-    b"a client opened stream",  # `h2` waits for the end of the header block.
-    b"a client cannot push",
-    b"frames of ",  # Settings that come twice: `h2` looks at the last one alone.
-    b"an initial window of ",
-    b"SETTINGS_ENABLE_PUSH of ",
-    b"a stream depends on itself",
-    b"a reset of a call that was never opened",  # RFC 9113, section 5.1, idle.
-    b"frames of ",  # Of a setting that is there twice, `h2` looks at the last value only.
-    b"an initial window of ",
-    b"SETTINGS_ENABLE_PUSH of ",
+    b"HEADERS on even stream",  # `h2` waits for the end of the header block.
+    b"PUSH_PROMISE from a client",
+    b"MAX_FRAME_SIZE of ",  # Settings that come twice: `h2` looks at the last one alone.
+    b"INITIAL_WINDOW_SIZE of ",
+    b"ENABLE_PUSH of ",
+    b"stream depends on itself",
+    b"RST_STREAM on an idle stream",  # RFC 9113, section 5.1, idle.
+    b"MAX_FRAME_SIZE of ",  # Of a setting that is there twice, `h2` looks at the last value only.
+    b"INITIAL_WINDOW_SIZE of ",
+    b"ENABLE_PUSH of ",
     b"WINDOW_UPDATE of 0 bytes",  # For a stream that the server has ended.
 )
 """Texts with which it may do so with another code."""
@@ -197,14 +197,14 @@ async def served(pieces: list[bytes], *, is_patient: bool = False) -> Outcome:
         if piece:
             peer.say(piece)
     recorder.finish()
-    while any(call._expanding is not None for call in peer.calls.values()):
+    while any(call._decompression is not None for call in peer.calls.values()):
         await asyncio.sleep(0)
     outcome = outcome_of(peer, recorder)
     check_sent(peer, pieces)
-    peer.connection.look_after(peer.connection._heard_ns + (3600 << 30))
+    peer.connection.enforce_timeouts(peer.connection._read_ns + (3600 << 30))
     recorder.calls.clear()
     await grpc_messages.close(peer)
-    assert not peer.connection.output._held and not len(peer.host.turns)
+    assert not peer.connection.output._blocked and not len(peer.host.turns)
     return outcome
 
 

@@ -29,7 +29,7 @@ from iskander.transport.http2.header_block_reader import (
 from iskander.transport.http2.request_headers import (
     BINARY_PARTS_MAX,
     HEADER_LIST_BYTES_MAX,
-    RequestHead,
+    RequestHeaders,
     read_request,
 )
 from iskander.transport.http2.status import RpcError, Status
@@ -163,7 +163,7 @@ def outcome(pairs: list[tuple[str, str]]) -> tuple[Any, ...]:
 def outcome_of(read: Any) -> tuple[Any, ...]:
     """What reading a request comes to."""
     try:
-        head: RequestHead = read()
+        head: RequestHeaders = read()
     except StreamError as error:
         return ("reset", int(error.code))
     except RpcError as error:

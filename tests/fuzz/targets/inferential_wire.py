@@ -21,10 +21,10 @@ from iskander.errors import ContractError, IskanderError, MalformedInput, Unsupp
 from iskander.protocols import tensors as offered
 from iskander.protocols.inferential.terms import read_terms
 from iskander.protocols.inferential.wire import (
-    Address,
     Observation,
+    ReplyAddress,
     read_observation,
-    read_question,
+    read_tensors,
     render_error,
 )
 
@@ -104,10 +104,10 @@ def check_terms(wanted: Any) -> None:
 
 def check_question(wanted: Any, observation: Observation, payload: bytes) -> None:
     try:
-        question = read_question(CONTRACT, observation)
+        question = read_tensors(CONTRACT, observation)
     except IskanderError as error:
         assert is_refusable(error, wanted, payload), str(error)
-        render_error(Address("me", "model", "1"), error, WALL_NS)
+        render_error(ReplyAddress("me", "model", "1"), error, WALL_NS)
         return
     assert len(question.tensors) == len(wanted.tensors)
     for got, tensor in zip(question.tensors, wanted.tensors, strict=True):
@@ -116,7 +116,7 @@ def check_question(wanted: Any, observation: Observation, payload: bytes) -> Non
         assert len(got.data) == tensor.byte_length
         assert got.shape in (tuple(tensor.shape), (1, *tensor.shape))
     try:
-        taken = offered.take(CONTRACT, question.tensors, LIMITS)
+        taken = offered.read_inputs(CONTRACT, question.tensors, LIMITS)
     except IskanderError:
         return
     assert sum(map(len, taken.tensors)) == taken.rows * 12 + (taken.rows * 2 + 7) // 8

@@ -207,7 +207,7 @@ def check_request(body: bytes, length: int | None, document: Any) -> None:
     assert asked.id == (document.get("id") or "")
     check_tensors(asked, given, body, len(body) if length is None else length)
     try:
-        offered.take(contract, asked.tensors, LIMITS)
+        offered.read_inputs(contract, asked.tensors, LIMITS)
     except IskanderError:
         return
 

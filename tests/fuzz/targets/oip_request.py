@@ -99,7 +99,7 @@ def run(raw: bytes) -> None:
     for number, tensor in enumerate(tensors):
         check_tensor(tensor, number, wanted)
     try:
-        offered.take(contract, tensors, LIMITS)
+        offered.read_inputs(contract, tensors, LIMITS)
     except IskanderError:
         return
 
@@ -127,7 +127,7 @@ def check_head(wanted: Any, asked: ParsedRequest, scanned: Scanned) -> None:
     assert asked.inputs == described
     assert asked.outputs == tuple(each.name for each in wanted.outputs)
     flag = wanted.parameters.get("triton_enable_empty_final_response")
-    assert asked.wants_final == bool(flag is not None and flag.bool_param)
+    assert asked.needs_final_flag == bool(flag is not None and flag.bool_param)
 
 
 def check_tensor(tensor: offered.Tensor, number: int, message: Any) -> None:
@@ -187,13 +187,13 @@ def is_refusable(error: IskanderError, message: Any, raw: bytes) -> bool:
         names = [each.name for each in message.outputs]
         return len(set(names)) < len(names)
     assert isinstance(error, MalformedInput)
-    if "is not a ModelInferRequest" in text or "contents are no message" in text:
+    if "is not a ModelInferRequest" in text or "contents are not a valid message" in text:
         return has_odd_field(raw)
     if "contents twice" in text:
         return raw.count(b"*") > 1
     if "beside raw ones" in text:
         return bool(message.raw_input_contents)
-    if "wanted one for each" in text:
+    if "need one each" in text:
         return len(message.inputs) != len(message.raw_input_contents)
     if "parameter" in text:
         return bool(message.parameters)
@@ -212,7 +212,7 @@ def is_misfit(text: str, message: Any) -> bool:
         if others or is_wide(each.datatype, elements):
             return True
     # As the runtime, a field is cut to its width, and not a number that is longer than any.
-    return "there is a value that is no" in text or "more fields than its shape" in text
+    return "a value is out of range" in text or "more fields than its shape" in text
 
 
 def is_wide(datatype: str, elements: list[Any]) -> bool:

@@ -164,10 +164,10 @@ def read(call: Call, sender: Sender) -> None:
 
 def wait(peer: Peer, amount: int) -> None:
     """Let time pass: messages that stall are refused, those that wait may be let in."""
-    now = peer.connection._heard_ns + amount * WAIT_NS
+    now = peer.connection._read_ns + amount * WAIT_NS
     for call in list(peer.calls.values()):
-        call.look_after(now)
-    if peer.host.budget.is_waited_for:
+        call.check_timeouts(now)
+    if peer.host.budget._waiting:
         peer.host.budget._tick()
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from fuzz import mutation
 from iskander.errors import MalformedInput, Unsupported
-from iskander.protocols.oip.terms import said_in
+from iskander.protocols.oip.terms import parse_terms
 from iskander.protocols.terms import ClientTerms, read_headers, read_metadata
 
 ITERATIONS = 4000
@@ -80,7 +80,7 @@ def check_headers(text: bytes) -> None:
             assert float(got) == float(value)
         check_bounds(field, got)
     try:
-        said_in({name: value for name, value in pairs})
+        parse_terms({name: value for name, value in pairs})
     except (MalformedInput, Unsupported) as error:
         assert str(error)
 

@@ -17,7 +17,7 @@ from iskander.contract.tensors import Contract, TensorSpec
 from iskander.control import messages as wire
 from iskander.control.attach import read_hello
 from iskander.errors import ProtocolError
-from iskander.varint import read_varint, varint
+from iskander.varint import encode_varint, read_varint
 
 ITERATIONS = 4000
 DECODERS: tuple[Any, ...] = (
@@ -111,7 +111,7 @@ def check_varint(raw: bytes) -> None:
         return
     assert last is not None and end == last + 1
     assert value == sum((byte & 0x7F) << 7 * place for place, byte in enumerate(raw[:end]))
-    assert read_varint(varint(value), 0) == (value, len(varint(value)))
+    assert read_varint(encode_varint(value), 0) == (value, len(encode_varint(value)))
 
 
 def changed(document: Any, random: Random) -> Any:

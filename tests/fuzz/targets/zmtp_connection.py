@@ -24,18 +24,17 @@ from fuzz.serving import LOOP
 from iskander.transport.zmtp import frames
 
 ITERATIONS = 400
-LIMITS = ("bytes where at most", "a message of more than")
+LIMITS = (" bytes, limit ", "message of more than")
 """Of reasons: libzmq has no such limits, or other ones."""
 STRICTER = (
-    "a peer speaks",
-    "a frame has the flags",
-    "a command has no name",
-    "READY is cut off",
-    "a peer sends messages before it says who it is",  # A READY that is no command.
-    "socket came",  # READY that does not say which, or not as libzmq spells it.
-    "a peer does not want to talk",
-    "the peer speaks a ZMTP before 3.0",
-    "the peer does not speak ZMTP",  # Or one before 2.0, which has no greeting.
+    "invalid frame flags",
+    "command without a name",
+    "truncated READY",
+    "message before READY",  # A READY that is not a command.
+    "unsupported socket type",  # READY without a type, or with another spelling than libzmq's.
+    "unexpected command",
+    "unsupported ZMTP version",
+    "not a ZMTP greeting",  # Or a version before 2.0, which has no greeting.
 )
 JUDGE_S, JUDGE_MS, MORE_MS = 1.0, 1000, 1
 ATTEMPTS, DRAIN_MS = 3, 50
@@ -148,7 +147,7 @@ async def _fed(raw: bytes, step: int, room: int) -> Outcome:
         await asyncio.sleep(0)
         make_room(peer)
     if peer.transport.reading:
-        peer.connection.look_after(peer.connection._heard_ns)
+        peer.connection.enforce_timeouts(peer.connection._read_ns)
     peer.connection.connection_lost(None)
     assert not peer.connections and not peer.connection._backlog
     for context in failed:

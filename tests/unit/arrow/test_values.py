@@ -23,7 +23,7 @@ from iskander.arrow.values import (
     find,
     lists,
     pick,
-    taken,
+    take_decoded,
     text_buffers,
     text_lengths,
     written_bytes,
@@ -85,7 +85,7 @@ def test_lists_of_a_slice(kind: Any) -> None:
     found = lists(array)
     assert found.lengths.tolist() == [2, 0, 0, 1]
     rows = [
-        taken(found.elements, np.arange(start, start + length)).to_pylist()
+        take_decoded(found.elements, np.arange(start, start + length)).to_pylist()
         for start, length in zip(found.starts, found.lengths, strict=True)
     ]
     assert rows == [[1, 2], [], [], [3]]
@@ -118,7 +118,7 @@ def test_of_a_dictionary_only_what_is_taken_is_written_out() -> None:
     points = pa.array([[0.5] * 1000, [1.5] * 1000], pa.list_(pa.float32(), 1000))
     index = pa.array(np.arange(100_000, dtype=np.int32) % 2)
     words = pa.DictionaryArray.from_arrays(index, points)
-    found, peak = peak_of(lambda: taken(words.slice(1), np.array([2, 1])))
+    found, peak = peak_of(lambda: take_decoded(words.slice(1), np.array([2, 1])))
     assert [row[0].as_py() for row in found] == [1.5, 0.5]
     assert peak < 16 << 20
 

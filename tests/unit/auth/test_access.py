@@ -15,7 +15,7 @@ import pytest
 
 from iskander import file_watcher as following
 from iskander.auth import grants
-from iskander.auth.grants import ANONYMOUS, EVERYTHING, Authenticator, Grant, bearer_token
+from iskander.auth.grants import ANONYMOUS, FULL_GRANT, Authenticator, Grant, bearer_token
 from iskander.auth.tokens import add_token, digest, read_tokens
 from iskander.config.auth import AccessConfig
 from iskander.errors import ConfigError, PermissionDenied, Unauthenticated
@@ -65,9 +65,9 @@ def test_a_grant_is_for_the_models_of_its_patterns(
 
 
 def test_who_shows_nothing_is_told_to() -> None:
-    with pytest.raises(Unauthenticated, match=r"`m` wants a token: send the header"):
+    with pytest.raises(Unauthenticated, match=r"`m` requires a token: send the header"):
         granted(name=ANONYMOUS).require_model("m")
-    with pytest.raises(Unauthenticated, match="this wants a token"):
+    with pytest.raises(Unauthenticated, match="this call requires a token"):
         granted("*", name=ANONYMOUS).require_token()
     granted().require_token()
 
@@ -83,14 +83,14 @@ def test_what_may_be_loaded_is_what_may_be_asked() -> None:
 def test_a_grant_remembers_a_bounded_number_of_names() -> None:
     """And none that is longer than a model's can be: a message may be full of one."""
     grant = granted("a*")
-    for number in range(grants.REMEMBERED_MAX * 2):
+    for number in range(grants.CACHED_MODELS_MAX * 2):
         grant.require_model(f"a{number}")
-    assert len(grant._remembered) <= grants.REMEMBERED_MAX
+    assert len(grant._cache) <= grants.CACHED_MODELS_MAX
     with pytest.raises(PermissionDenied):
         grant.require_model("a" * 1_000_000)
     granted("*").require_model("a" * 1_000_000)  # It will hear that there is no such model.
-    EVERYTHING.require_model("a" * 1_000_000)
-    assert max(map(len, grant._remembered)) < 10 and not EVERYTHING._remembered
+    FULL_GRANT.require_model("a" * 1_000_000)
+    assert max(map(len, grant._cache)) < 10 and not FULL_GRANT._cache
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_the_token_of_a_header(header: str, token: str) -> None:
 
 def test_without_tokens_everybody_may_everything() -> None:
     access = Authenticator(AccessConfig(), lambda: None)
-    assert access.grant(()) is EVERYTHING and access.grant(shown("x")) is EVERYTHING
+    assert access.grant(()) is FULL_GRANT and access.grant(shown("x")) is FULL_GRANT
     access.start()
     assert access.stats() == {}
-    EVERYTHING.require_manage("any")
+    FULL_GRANT.require_manage("any")
 
 
 def test_a_token_is_known_by_its_hash(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_a_token_is_known_by_its_hash(tmp_path: Path) -> None:
     assert access.grant(shown(token)).name == "scoring"
     assert access.grant(shown(basic("me", token), "Basic")).name == "scoring"
     for wrong in (token + "x", token[:-1], "", digest(token)):
-        with pytest.raises(Unauthenticated, match="the token is not known"):
+        with pytest.raises(Unauthenticated, match="the token is unknown"):
             access.grant(shown(wrong))
-    with pytest.raises(Unauthenticated, match="this server wants a token"):
+    with pytest.raises(Unauthenticated, match="this server requires a token"):
         access.grant([("x", "y")])
     assert access.stats() == {"tokens": 1, "refused": {"unauthenticated": 5}}
 
@@ -148,9 +148,9 @@ def test_who_shows_no_token_has_the_models_of_everybody(tmp_path: Path) -> None:
     nobody.require_model("demo-1")
     with pytest.raises(Unauthenticated):
         nobody.require_model("other")
-    with pytest.raises(Unauthenticated, match="to load or unload models wants a token"):
+    with pytest.raises(Unauthenticated, match="loading or unloading models requires a token"):
         nobody.require_manage("demo-1")
-    with pytest.raises(Unauthenticated, match="not known"):
+    with pytest.raises(Unauthenticated, match="is unknown"):
         access.grant(shown("wrong"))  # Who shows one that is not known is not taken for nobody.
 
 
@@ -178,7 +178,7 @@ def test_a_second_token_leaves_the_first_and_what_was_written_by_hand(tmp_path: 
         ("[[tokens]]\nname = 'a'\nsha256 = 'abc'", "regex"),
         (f"[[tokens]]\nname = 'a'\nsha256 = '{HASH}'\nmodels = ['']", "length >= 1"),
         (f"[[tokens]]\nname = 'a'\nsha256 = '{HASH}'\nexpires = 2027-01-01", "datetime"),
-        (f"[[tokens]]\nname = 'a'\nsha256 = '{HASH}'\n" * 2, "is there twice"),
+        (f"[[tokens]]\nname = 'a'\nsha256 = '{HASH}'\n" * 2, "is listed 2 times"),
     ],
 )
 def test_a_file_that_says_what_it_may_not_is_refused(tmp_path: Path, text: str, rule: str) -> None:
@@ -225,7 +225,7 @@ def test_the_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "LOOK_S", 0.01)
+    monkeypatch.setattr(following, "POLL_S", 0.01)
     path = tmp_path / "tokens.toml"
     first = add_token(path, "a", ("m",))
     changes: list[int] = []
@@ -252,9 +252,9 @@ async def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         held.require_model("n")
         path.write_text("")
         await until(lambda: access.tokens == 0)
-        with pytest.raises(Unauthenticated, match="not valid any more"):
+        with pytest.raises(Unauthenticated, match="expired or was revoked"):
             held.require_model("n")
-        with pytest.raises(Unauthenticated, match="not known"):
+        with pytest.raises(Unauthenticated, match="is unknown"):
             access.grant(shown(first))
         path.unlink()
         await asyncio.sleep(0.1)
@@ -268,7 +268,7 @@ def test_a_token_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "LOOK_S", 0.01)
+    monkeypatch.setattr(following, "POLL_S", 0.01)
     path = tmp_path / "tokens.toml"
     soon = datetime.datetime.fromtimestamp(time.time() + 0.3, datetime.UTC).isoformat()
     past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).isoformat()
@@ -281,13 +281,13 @@ async def expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[int] = []
     access = Authenticator(AccessConfig(tokens=str(path)), lambda: changes.append(1))
     held = access.grant(shown("soon"))
-    with pytest.raises(Unauthenticated, match="not valid any more"):
+    with pytest.raises(Unauthenticated, match="expired or was revoked"):
         access.grant(shown("past"))
     access.start()
     try:
         await until(lambda: not held.is_valid)
         assert changes == [1]
-        with pytest.raises(Unauthenticated, match="not valid any more"):
+        with pytest.raises(Unauthenticated, match="expired or was revoked"):
             access.grant(shown("soon"))
     finally:
         access.stop()

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iskander.client.shared_memory import WORTH_BYTES, Region, _room, can_share
+from iskander.client.shared_memory import WORTH_BYTES, Region, _free_start, can_share
 from iskander.config.schema import ServerConfig, SharedMemoryConfig
 from iskander.control.shared_regions import (
     RegionGrant,
@@ -63,7 +63,7 @@ def test_places_never_overlap_and_are_freed_in_order(steps: list[int | None], si
             if places:
                 places.popleft()
             continue
-        start = _room(places, length, size)
+        start = _free_start(places, length, size)
         if start is None:
             # Then it is because of what is there: an empty ring has room for anything.
             assert places
@@ -75,13 +75,13 @@ def test_places_never_overlap_and_are_freed_in_order(steps: list[int | None], si
 
 
 def test_a_ring_has_room_behind_and_before() -> None:
-    assert _room(deque(), 100, 100) == 0
-    assert _room(deque([(0, 60)]), 40, 100) == 60
-    assert _room(deque([(0, 60)]), 41, 100) is None
-    assert _room(deque([(50, 60)]), 45, 100) == 0
-    assert _room(deque([(50, 60), (0, 20)]), 30, 100) == 20
-    assert _room(deque([(50, 60), (0, 20)]), 31, 100) is None
-    assert _room(deque([(20, 100), (0, 20)]), 1, 100) is None
+    assert _free_start(deque(), 100, 100) == 0
+    assert _free_start(deque([(0, 60)]), 40, 100) == 60
+    assert _free_start(deque([(0, 60)]), 41, 100) is None
+    assert _free_start(deque([(50, 60)]), 45, 100) == 0
+    assert _free_start(deque([(50, 60), (0, 20)]), 30, 100) == 20
+    assert _free_start(deque([(50, 60), (0, 20)]), 31, 100) is None
+    assert _free_start(deque([(20, 100), (0, 20)]), 1, 100) is None
 
 
 def test_what_can_be_shared() -> None:
@@ -199,7 +199,7 @@ def test_who_waits_for_a_place_goes_on_when_one_is_free_or_the_stream_ends(tmp_p
         assert got[0] is not None
         ending = threading.Thread(target=lambda: got.append(region.put(batch_of(4000, 2))))
         ending.start()
-        region.give_up()
+        region.cancel_waits()
         ending.join(TIMEOUT_S)
         assert got[1] is None
         region.begin(batch_of(1).schema)
@@ -224,7 +224,7 @@ def test_the_memory_cannot_be_taken_away(tmp_path: Path) -> None:
 def test_a_region_ends_with_its_connection(tmp_path: Path) -> None:
     with lending(tmp_path) as (regions, path, ask):
         region = Region(path, 64 * KIB, TIMEOUT_S)
-        assert region.is_lent
+        assert region.is_attached
         kept = ask(lambda: SegmentRange(regions.find(region.name), 0, 10))
         region.close()
         until(lambda: not regions.lent)
@@ -237,7 +237,7 @@ def test_a_region_ends_with_its_connection(tmp_path: Path) -> None:
 def test_a_client_sees_that_its_region_is_no_more(tmp_path: Path) -> None:
     with lending(tmp_path) as (_, path, _ask):
         region = Region(path, 64 * KIB, TIMEOUT_S)
-    assert not region.is_lent
+    assert not region.is_attached
     region.close()
 
 
@@ -358,7 +358,7 @@ def test_a_read_that_the_system_refuses_is_an_error() -> None:
     with pytest.raises(SegmentError, match="shorter"):
         loan.read_into(memoryview(bytearray(2)), KIB - 1)
     fd, loan.fd = loan.fd, -1
-    with pytest.raises(SegmentError, match="could not be read"):
+    with pytest.raises(SegmentError, match="reading a client segment failed"):
         SegmentRange(loan, 0, 1).read()
     loan.fd = fd
 

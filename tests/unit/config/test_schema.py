@@ -60,7 +60,7 @@ REFUSED = [
     (
         "[access]\ntokens = 't'\n[inferential]\naddress = 'tcp://127.0.0.1:1'\n" + MODEL,
         "inferential.address and access.tokens",
-        "say in access.anonymous",
+        "set access.anonymous",
     ),
     ("[tls]\nkey = 'k'\n" + MODEL, "tls.key", "no effect without tls.certificate"),
     ("[models]\nname = 'm'", "models", "Expected `array`"),
@@ -229,7 +229,7 @@ def test_one_model_version_twice_is_refused(load: Load) -> None:
     """Version 1 is what an unnumbered path is, so the second one collides without saying so."""
     load(MODEL + MODEL + "version = 2")
 
-    with pytest.raises(ConfigError, match=r"models\[1\]: `m` version 1 is there twice"):
+    with pytest.raises(ConfigError, match=r"models\[1\]: duplicate of `m` version 1"):
         load(MODEL + MODEL + "version = '1'")
 
 
@@ -341,8 +341,8 @@ def test_an_override_is_a_toml_value_or_else_text(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("limits.rows", "--set limits.rows: wanted section.key=value"),
-        ("", "wanted section.key=value"),
+        ("limits.rows", "--set limits.rows: expected section.key=value"),
+        ("", "expected section.key=value"),
         ("rows=1", "only section.key of a [section] can be set"),
         ("limits=1", "only section.key of a [section] can be set"),
         ("models.name=a", "only section.key of a [section] can be set"),

@@ -30,7 +30,7 @@ from iskander.protocols.flight.codec import ParsedBatch, StreamCodec
 from iskander.protocols.flight.exchange import Exchange
 from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.split import SplitBatch, merge_results
-from iskander.protocols.tensors import Tensor, take
+from iskander.protocols.tensors import Tensor, read_inputs
 from iskander.scheduling.request import Request
 
 BUCKETS = (2, 4, 9)
@@ -228,9 +228,9 @@ def test_tensors_are_as_long_as_a_bucket() -> None:
         ]
 
     for number, long in enumerate(BUCKETS):
-        assert take(contract, offered(long), LIMITS).bucket == number
+        assert read_inputs(contract, offered(long), LIMITS).bucket == number
     with pytest.raises(ContractError, match=r"wanted INT64 \[3, 9\], got INT64 \[3, 5\]"):
-        take(contract, offered(5), LIMITS)
+        read_inputs(contract, offered(5), LIMITS)
 
 
 def test_a_part_that_gets_room_when_its_batch_has_failed_gives_it_back() -> None:
@@ -253,7 +253,7 @@ def test_a_part_that_gets_room_when_its_batch_has_failed_gives_it_back() -> None
 
     dispatcher = SimpleNamespace(submit=lambda request: done.append(("submitted", request)))
     stream: Any = SimpleNamespace(
-        _intake=Room(), _dispatcher=dispatcher, _enter=lambda pending: None
+        _intake=Room(), _dispatcher=dispatcher, _append=lambda pending: None
     )
     asyncio.run(Exchange._admit_portions(stream, divided))
 

@@ -32,7 +32,7 @@ from iskander.contract.tensors import (
     Contract,
     TensorSpec,
     body_layout,
-    require_room,
+    require_output_space,
 )
 from iskander.errors import ManifestError
 from iskander.memory.arena import GRAIN_BYTES, Arena, usable_bytes
@@ -695,9 +695,9 @@ def test_a_model_needs_room_for_its_largest_batch(
     found = graph(inputs=[tensor("x", *shape)], outputs=[tensor("y", *shape)])
     contract = compile_contract(None, found)
 
-    require_room(contract, rows_max, output_bytes)
+    require_output_space(contract, rows_max, output_bytes)
     with pytest.raises(ManifestError, match=f"{output_bytes} bytes of results") as caught:
-        require_room(contract, rows_max, output_bytes - 1)
+        require_output_space(contract, rows_max, output_bytes - 1)
 
     assert f"arena.output_bytes is {output_bytes - 1}" in caught.value.message
 
@@ -707,9 +707,11 @@ def test_strings_in_results_need_room() -> None:
     words = tensor("y", "N", 2, element="tensor(string)")
     contract = compile_contract(None, graph(inputs=[tensor("x", "N")], outputs=[words]), 100)
 
-    require_room(contract, 10, 128 + 2048)
-    with pytest.raises(ManifestError, match="lower max_batch_rows or result_string_bytes or raise"):
-        require_room(contract, 10, 128 + 2047)
+    require_output_space(contract, 10, 128 + 2048)
+    with pytest.raises(
+        ManifestError, match="lower max_batch_rows or result_string_bytes, or raise"
+    ):
+        require_output_space(contract, 10, 128 + 2047)
 
     (spec,) = contract.outputs
     assert (spec.is_bound, spec.string_bytes) == (False, 100)
@@ -732,7 +734,7 @@ def test_what_is_said_to_have_room_can_be_leased(rows: int, output_bytes: int) -
     """The rule for a model that is loaded and the arena that its batches go to must agree."""
     outputs = (TensorSpec("y", "y", ColumnType("int8"), ()),)
     try:
-        require_room(Contract((), outputs), rows, usable_bytes(output_bytes))
+        require_output_space(Contract((), outputs), rows, usable_bytes(output_bytes))
     except ManifestError:
         return
 

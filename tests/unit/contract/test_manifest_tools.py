@@ -99,8 +99,8 @@ def tensor(**spec: Any) -> list[dict[str, Any]]:
     [
         ([], "no signature"),
         ({"flavors": {}}, "no signature"),
-        ({"inputs": "{", "outputs": "[]"}, "no JSON"),
-        ({"inputs": [1], "outputs": []}, "no list of columns"),
+        ({"inputs": "{", "outputs": "[]"}, "not JSON"),
+        ({"inputs": [1], "outputs": []}, "not a list of columns"),
         ({"inputs": [{"type": "long", "name": "a"}]}, "no outputs"),
         ({"inputs": [{"type": "datetime", "name": "when"}]}, "`when` is of the type `datetime`"),
         ({"inputs": [{"type": "array", "name": "a"}]}, "`a` is of the type `array`"),
@@ -151,7 +151,7 @@ def test_a_sample_is_explained_column_by_column() -> None:
     assert found["a"].problem == "wanted float32, got double"
     assert (found["b.c"].found, found["b.c"].problem) == ("-", "is missing: wanted float32")
     assert found["when"].problem == "neither an input nor passed through"
-    assert (found["id"].wanted, found["id"].found) == ("passed through", "-")
+    assert (found["id"].expected, found["id"].found) == ("passed through", "-")
 
 
 def test_a_manifest_for_a_sample_takes_it() -> None:

@@ -169,7 +169,7 @@ def test_what_an_entry_makes(entry: str, kind: str | None, shape: tuple[int, ...
 @pytest.mark.parametrize("name", ["maps", "named", "parts"])
 def test_a_sequence_is_no_column_by_itself(name: str) -> None:
     outputs = tuple(each for each in GRAPH.outputs if each.name == name)
-    with pytest.raises(ManifestError, match="how: `keys` of maps"):
+    with pytest.raises(ManifestError, match="to a column with `keys` or `sequence`"):
         compile_contract(None, Graph(GRAPH.inputs, outputs))
 
 
@@ -234,7 +234,7 @@ def test_so_many_results_and_no_more() -> None:
         return output(f"struct<{kind}>", fields=f"{{{fields}}}")
 
     assert len(compiled(struct(RESULTS_MAX)).outputs) == RESULTS_MAX
-    with pytest.raises(ManifestError, match="a model may have 4096 results, got 4097"):
+    with pytest.raises(ManifestError, match="the model has 4097 result tensors, limit 4096"):
         compiled(struct(RESULTS_MAX + 1))
 
 
@@ -275,7 +275,7 @@ def test_an_order_of_columns(order: str) -> None:
     [
         ('columns = ["made", "id"]\npassthrough = ["id"]', "does not name `place`"),
         ('columns = ["made", "place"]\npassthrough = ["id"]', "does not name `id`"),
-        ('columns = ["made", "place", "id"]', "names `id`, neither made nor passed"),
+        ('columns = ["made", "place", "id"]', "names `id`, neither produced nor passed"),
         ('columns = ["made", "made", "place"]', "names the column `made` twice"),
         ('columns = ["place", "made"]', "in another order than"),
         ('columns = ["made", "place"]\npassthrough = "all"', "`passthrough` has to name them"),
@@ -289,24 +289,27 @@ def test_an_order_that_cannot_be_meant(more: str, words: str) -> None:
 
 REFUSED = [
     (of("logits", LIST, list_max="3"), "are for a column `list"),
-    (of("open", "list<float32>", list_max="9", post='["softmax"]'), "an axis that is its own"),
+    (
+        of("open", "list<float32>", list_max="9", post='["softmax"]'),
+        "an axis beside rows and list entries",
+    ),
     (of("logits", "list<float32>", list_max="9"), "rows of the shape"),
-    (of("parts", "list<float32>", list_max="9", sequence='"columns"'), "as many entries for each"),
+    (of("parts", "list<float32>", list_max="9", sequence='"columns"'), "has fixed lengths"),
     (of("open", "list<float32>", list_max="9", lengths='"none"'), "lengths `none` has to be"),
     (of("open", "list<float32>", list_max="9", lengths='"score"'), "lengths `score` has to be"),
     (output("list<float32>", fields='{"" = {tensor = "logits"}}'), "`fields` are"),
-    (of("logits", LIST, post='["softmax", "argmax"]'), "is int64 .. when all is done"),
-    (of("class", "int64", post='["softmax"]'), "`softmax` wants floats with an axis"),
-    (of("class", "int64", post='["argmax"]'), "wants numbers with an axis that is"),
-    (of("score", "float64", post='["softmax", {select = 1}]'), "`select 1` wants more"),
-    (of("text", "utf8", post='["sigmoid"]'), "wants floats, and gets utf8"),
-    (of("truth", "bool", post="[{threshold = 0.5}]"), "wants numbers, and gets bool"),
-    (of("class", "int8", post="[{quantize = {scale = 1.0}}]"), "wants floats"),
-    (of("logits", LIST, post='[{cast = "int8"}]'), "floats become whole by quantize"),
-    (of("logits", LIST, post='[{cast = "decimal"}]'), "wants one of float16"),
-    (of("class", "bool", post='[{cast = "bool"}]'), "truths by threshold"),
-    (of("logits", TOP.replace("[2]", "[4]"), post="[{top_k = 4}]"), "at least as many numbers"),
-    (of("logits", TOP, post="[{top_k = 2}]"), "labels have to come from a file"),
+    (of("logits", LIST, post='["softmax", "argmax"]'), "is int64 .. after all steps"),
+    (of("class", "int64", post='["softmax"]'), "`softmax` needs floats with an axis"),
+    (of("class", "int64", post='["argmax"]'), "needs numbers with an axis beside"),
+    (of("score", "float64", post='["softmax", {select = 1}]'), "`select 1` needs more than 1"),
+    (of("text", "utf8", post='["sigmoid"]'), "needs floats, got utf8"),
+    (of("truth", "bool", post="[{threshold = 0.5}]"), "needs numbers, got bool"),
+    (of("class", "int8", post="[{quantize = {scale = 1.0}}]"), "needs floats"),
+    (of("logits", LIST, post='[{cast = "int8"}]'), "quantize converts floats to integers"),
+    (of("logits", LIST, post='[{cast = "decimal"}]'), "needs one of float16"),
+    (of("class", "bool", post='[{cast = "bool"}]'), "threshold to booleans"),
+    (of("logits", TOP.replace("[2]", "[4]"), post="[{top_k = 4}]"), "at least 4 in the last axis"),
+    (of("logits", TOP, post="[{top_k = 2}]"), "set `labels` to a file with the labels"),
     (of("logits", LIST, post="[{top_k = 3}]"), "top_k makes lists of structs"),
     (
         of("logits", "list<struct<index: int64>>", post='[{top_k = 2}, "l2"]'),
@@ -321,10 +324,10 @@ REFUSED = [
         of("maps", "utf8", keys="[0, 1]", post='["argmax"]', labels='"labels.txt"'),
         "3 lines and there are 2",
     ),
-    (of("maps", "float32"), "say in `keys`"),
+    (of("maps", "float32"), "set `keys` to those"),
     (of("maps", "float32", keys='["a"]'), "each key being a number"),
     (of("named", "float32", keys="[1]"), "each key being text"),
-    (of("maps", "fixed_size_list<float32>[2]", keys="[1, 1]"), "has a key twice"),
+    (of("maps", "fixed_size_list<float32>[2]", keys="[1, 1]"), "names the key `1` twice"),
     (of("maps", "float32", keys="[1]", sequence='"rows"'), "are for sequences of tensors"),
     (of("odd", "float32", keys='["a"]'), "keys are int64 or string"),
     (of("parts", LIST, keys="[1]"), "keys are for maps"),
@@ -334,7 +337,10 @@ REFUSED = [
     (of("half", "bfloat16") + of("logits", LIST, post='["l2"]').replace("made", "b"), "bfloat16"),
     (output("int32"), "one of `tensor`, `fields` and `rank`, and has 0"),
     (output("int32", tensor='"class"', rank='{of = "made"}'), "and has 2"),
-    (output("int32", rank='{of = "made"}', post='["l2"]'), "no `tensor` of its own"),
+    (
+        output("int32", rank='{of = "made"}', post='["l2"]'),
+        "has no `tensor`, which its other keys need",
+    ),
     (
         output("struct<a: int64>", fields='{b = {tensor = "class"}}'),
         "`fields` are `b` and .* has `a`",

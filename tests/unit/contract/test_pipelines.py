@@ -12,7 +12,7 @@ from iskander_worker.backends.pipeline import Pipeline
 
 from iskander.contract.backend_manifest import PipelineStep
 from iskander.contract.graph import Dimension, Graph, GraphTensor
-from iskander.contract.pipelines import flow_of
+from iskander.contract.pipelines import connect_steps
 from iskander.errors import Cancelled, ExecutionFailed, ManifestError
 
 
@@ -30,7 +30,7 @@ SUM = Graph((tensor("a", 2), tensor("b", None)), (tensor("total", 2),))
 
 def test_what_no_step_makes_is_an_input_and_whatever_is_made_an_output() -> None:
     steps = (step("double"), step("sum", {"a": "y", "b": "x"}, {"total": "sum"}))
-    flow = flow_of(steps, (DOUBLE, SUM))
+    flow = connect_steps(steps, (DOUBLE, SUM))
     assert [joint.inputs for joint in flow.joints] == [{"x": "x"}, {"a": "y", "b": "x"}]
     assert flow.graph.inputs == (GraphTensor("x", "tensor(float)", ("rows", 2)),)
     assert [each.name for each in flow.graph.outputs] == ["y", "unused", "sum"]
@@ -42,8 +42,8 @@ def test_what_no_step_makes_is_an_input_and_whatever_is_made_an_output() -> None
         ((step("a"), step("a")), (DOUBLE, SUM), "two steps are called `a`"),
         ((step("a", {"z": "x"}),), (DOUBLE,), "has no `z` among its inputs, which are x"),
         ((step("a", {}, {"y": "q", "unused": "q"}),), (DOUBLE,), "two of its outputs have one"),
-        ((step("a"), step("b")), (DOUBLE, DOUBLE), "step `b` makes `y`, which is there already"),
-        ((step("a", {}, {"y": "x"}),), (DOUBLE,), "step `a` makes `x`, which is there already"),
+        ((step("a"), step("b")), (DOUBLE, DOUBLE), "step `b` makes `y`, which exists already"),
+        ((step("a", {}, {"y": "x"}),), (DOUBLE,), "step `a` makes `x`, which exists already"),
         (
             (step("a"), step("b", {"i": "y"})),
             (DOUBLE, Graph((tensor("i", 3),), ())),
@@ -63,7 +63,7 @@ def test_what_no_step_makes_is_an_input_and_whatever_is_made_an_output() -> None
 )
 def test_steps_that_do_not_fit_are_refused(steps: Any, graphs: Any, told: str) -> None:
     with pytest.raises(ManifestError, match=told):
-        flow_of(steps, graphs)
+        connect_steps(steps, graphs)
 
 
 def model(compute: Any) -> Any:
@@ -80,7 +80,7 @@ def total(arrays: Any, wanted: Any, run: Run) -> Any:
 
 def pipeline(*computes: Any) -> Pipeline:
     steps = (step("double"), step("sum", {"a": "y", "b": "x"}))
-    return Pipeline([model(each) for each in computes], flow_of(steps, (DOUBLE, SUM)))
+    return Pipeline([model(each) for each in computes], connect_steps(steps, (DOUBLE, SUM)))
 
 
 def test_steps_are_computed_in_order_and_each_is_timed() -> None:

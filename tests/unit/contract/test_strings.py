@@ -26,7 +26,7 @@ from iskander.contract.strings import body_to_strings, strings_to_body
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec
 from iskander.errors import ContractError, ExecutionFailed, LimitExceeded, MalformedInput
 from iskander.scheduling.input_arena import InputArena
-from iskander.scheduling.layout import Layouts
+from iskander.scheduling.layout import LayoutCache
 from iskander.scheduling.request import Request
 from iskander.supervision.worker import SlotPlan, Worker
 
@@ -132,7 +132,7 @@ def test_rows_whose_results_no_offsets_could_say() -> None:
     """Both sides of the limit: refused when the request is made, and not when it has run."""
     spec = TensorSpec("y", "y", ColumnType("utf8"), (2,), False, 1 << 20)
     inputs = (TensorSpec("x", "x", ColumnType("int8"), ()),)
-    layouts = Layouts(Contract(inputs, (spec,)))
+    layouts = LayoutCache(Contract(inputs, (spec,)))
 
     assert layouts.of(1023).output_bytes == 8192 + (1023 << 21)
     with pytest.raises(LimitExceeded, match="1024 rows may make 2048 strings of 1048576 bytes"):
@@ -167,9 +167,9 @@ def test_more_strings_than_offsets_can_say(monkeypatch: pytest.MonkeyPatch) -> N
 
     joined_by(RowCopier(specs), [part] * 2)
     strings_to_body([b"four"] * 2)
-    with pytest.raises(ExecutionFailed, match="12 bytes together and may have 8"):
+    with pytest.raises(ExecutionFailed, match="has 12 bytes, limit 8"):
         joined_by(RowCopier(specs), [part] * 3)
-    with pytest.raises(LimitExceeded, match="may have 8 bytes, got 12"):
+    with pytest.raises(LimitExceeded, match="have 12 bytes, limit 8"):
         strings_to_body([b"four"] * 3)
 
 

@@ -50,23 +50,23 @@ def test_one_that_serves_is_silent_since_it_was_heard_last(
 ) -> None:
     assert process.silent_s(60 * NS_PER_S) == 0.0  # There is none.
     os.close(process.start([sys.executable, "-c", "import time; time.sleep(60)"], CONFIG))
-    started = process.heard_ns
-    assert not process.is_heard and process.silent_s(started + 60 * NS_PER_S) == 60.0
+    started = process.notified_ns
+    assert not process.has_notified and process.silent_s(started + 60 * NS_PER_S) == 60.0
     say(process, tmp_path, "WATCHDOG=1")
-    assert process.is_heard and not process.is_ready and process.heard_ns > started
+    assert process.has_notified and not process.is_ready and process.notified_ns > started
     say(process, tmp_path, "READY=1\nX_ISKANDER_READY=1")
-    assert process.is_ready and process.is_able
-    before = process.heard_ns
+    assert process.is_ready and process.has_ready_models
+    before = process.notified_ns
     assert process.silent_s(before + 60 * NS_PER_S) == 60.0
     say(process, tmp_path, "WATCHDOG=1")
-    assert process.heard_ns > before
-    assert process.is_ready and process.is_able
+    assert process.notified_ns > before
+    assert process.is_ready and process.has_ready_models
     say(process, tmp_path, "STOPPING=1")
     assert not process.is_ready
-    assert process.silent_s(process.heard_ns + 60 * NS_PER_S) == 60.0
+    assert process.silent_s(process.notified_ns + 60 * NS_PER_S) == 60.0
     process.kill()
     assert process.reap() == (-9, False)
-    assert process.silent_s(process.heard_ns + 60 * NS_PER_S) == 0.0
+    assert process.silent_s(process.notified_ns + 60 * NS_PER_S) == 0.0
 
 
 def test_settings_come_through_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_settings_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"settings\.json cannot be read"):
         read_settings(path)
     path.write_text("{")
-    with pytest.raises(ConfigError, match=r"settings\.json is not what a parent writes"):
+    with pytest.raises(ConfigError, match=r"settings\.json is not a settings file of a parent"):
         read_settings(path)
 
 

@@ -61,7 +61,7 @@ def test_a_manager_that_does_not_read_holds_up_nobody_and_misses_nothing(manager
             systemd.notify_changes(X_ISKANDER_READY=str(value % 2))
         assert now_ns() - begun_ns < 500 * NS_PER_MS
         assert manager.read() == []
-        await asyncio.sleep(2 * systemd.AGAIN_S)
+        await asyncio.sleep(2 * systemd.RESEND_S)
         return manager.read()
 
     assert asyncio.run(tell()) == ["STOPPING=1\nSTATUS=two lines", "X_ISKANDER_READY=1"]

@@ -20,11 +20,11 @@ from iskander.memory.backing import (
     Backing,
     BackingOptions,
     huge_pages_free,
+    huge_pages_needed,
+    huge_pages_notice,
     lock_limit_bytes,
     mapped_node_bytes,
-    not_huge,
-    not_of_node,
-    pages_huge,
+    node_notice,
     transparent_rule,
 )
 from iskander.memory.segment import Segment
@@ -249,7 +249,7 @@ def test_a_segment_has_no_name_and_does_not_pass_through_exec() -> None:
 
 
 def test_what_the_system_has_not_got_is_refused_by_name() -> None:
-    with pytest.raises(SegmentError, match="was refused"):
+    with pytest.raises(SegmentError, match="creating a segment of"):
         Segment.create("test", 1 << 62)
 
 
@@ -294,7 +294,7 @@ def test_without_huge_pages_it_is_small_ones_and_says_why() -> None:
     assert segment.backing.huge_bytes == 0
     (complaint,) = segment.backing.complaints
     assert complaint == (
-        "no reserved huge pages, Cannot allocate memory: 2 were needed and 0 are free "
+        "no reserved huge pages, Cannot allocate memory: 2 needed, 0 free "
         f"(vm.nr_hugepages); 0 MiB in transparent ones (shmem_enabled is {transparent_rule()})"
     )
     assert str(segment.backing) == "4 MiB"
@@ -333,7 +333,7 @@ def test_more_than_is_reserved_is_small_pages_as_a_whole() -> None:
     segment = Segment.create("test", (free + 1) * HUGE_PAGE_BYTES, BackingOptions(is_huge=True))
 
     assert segment.backing.huge_bytes == 0
-    assert f"{free + 1} were needed and {free} are free" in segment.backing.complaints[0]
+    assert f"{free + 1} needed, {free} free" in segment.backing.complaints[0]
     segment.close()
     assert huge_pages_free() == free
 
@@ -367,24 +367,24 @@ def test_the_kernel_says_on_which_nodes_a_segment_lies() -> None:
     node_bytes = mapped_node_bytes(segment.address)
 
     assert sum(node_bytes.values()) == 3 * PAGE
-    assert bool(not_of_node(0, node_bytes)) is (set(node_bytes) != {0})
+    assert bool(node_notice(0, node_bytes)) is (set(node_bytes) != {0})
     assert mapped_node_bytes(segment.address + 1) == {}
     segment.close()
 
 
 def test_what_a_node_had_not_is_told_by_the_nodes_that_gave_it() -> None:
-    assert not_of_node(1, {1: HUGE_PAGE_BYTES}) == not_of_node(1, {}) == ""
-    assert not_of_node(1, {2: PAGE, 1: PAGE, 0: HUGE_PAGE_BYTES}) == (
+    assert node_notice(1, {1: HUGE_PAGE_BYTES}) == node_notice(1, {}) == ""
+    assert node_notice(1, {2: PAGE, 1: PAGE, 0: HUGE_PAGE_BYTES}) == (
         "node 1 had not enough memory of this kind: 2 MiB of node 0, 0.00390625 MiB of node 2 was "
-        "taken"
+        "used"
     )
 
 
 def test_a_limit_of_the_cgroup_is_not_called_a_bad_address() -> None:
-    assert "their cgroup allows fewer: 1 were" in not_huge(
+    assert "their cgroup allows fewer: 1 needed" in huge_pages_notice(
         1, 0, OSError(errno.EFAULT, "Bad address")
     )
-    assert "huge pages, no: 1 were" in not_huge(1, 0, OSError(errno.ENOMEM, "no"))
+    assert "huge pages, no: 1 needed" in huge_pages_notice(1, 0, OSError(errno.ENOMEM, "no"))
 
 
 def test_a_node_that_is_not_there_costs_the_policy_only() -> None:
@@ -401,7 +401,7 @@ def test_a_node_that_is_not_there_costs_the_policy_only() -> None:
     [(0, 0), (1, 1), (HUGE_PAGE_BYTES, 1), (HUGE_PAGE_BYTES + 1, 2)],
 )
 def test_huge_pages_are_counted_whole(length_bytes: int, pages: int) -> None:
-    assert pages_huge(length_bytes) == pages
+    assert huge_pages_needed(length_bytes) == pages
 
 
 def test_reserved_pages_that_are_promised_are_not_free(tmp_path: Path) -> None:

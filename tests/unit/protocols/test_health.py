@@ -9,7 +9,7 @@ import pytest
 from support.observed import make_lane, models_of
 
 from iskander._generated import health_pb2
-from iskander.auth.grants import EVERYTHING
+from iskander.auth.grants import FULL_GRANT
 from iskander.config.schema import Config, RepositoryConfig
 from iskander.errors import ModelNotFound
 from iskander.measurement.recent_values import RecentValues
@@ -26,7 +26,7 @@ def checked(models: Models, name: str = "", *, is_stopped: bool = False) -> str:
         if is_stopped:
             service.stop()
         raw = health_pb2.HealthCheckRequest(service=name).SerializeToString()
-        return await service.check(raw, EVERYTHING)
+        return await service.check(raw, FULL_GRANT)
 
     answer = health_pb2.HealthCheckResponse.FromString(asyncio.run(check()))
     return Status.Name(answer.status)
@@ -46,7 +46,7 @@ def test_a_repository_of_which_nothing_is_known_yet_is_not_ready(tmp_path: Path)
     config = Config(repository=RepositoryConfig(path=str(tmp_path)))
     models = configured(config, RecentValues())
     for is_looking, pending, is_ready in ((True, 0, False), (False, 2, False), (False, 0, True)):
-        models.is_looking, models.pending = is_looking, pending
+        models.is_scanning, models.pending = is_looking, pending
         assert models.is_ready == models.is_settled == is_ready
         assert checked(models) == ("SERVING" if is_ready else "NOT_SERVING")
         assert models.reasons() == (
@@ -87,12 +87,12 @@ def test_an_alias_is_its_version() -> None:
 
 
 @pytest.mark.parametrize("name", ["m", "m/2"])
-@pytest.mark.parametrize("is_coming", [False, True])
+@pytest.mark.parametrize("is_pending", [False, True])
 def test_a_model_that_is_loading_or_does_not_load_is_not_serving(
-    name: str, *, is_coming: bool
+    name: str, *, is_pending: bool
 ) -> None:
     models = Models()
-    if is_coming:
+    if is_pending:
         lane = make_lane("m", "2")
         lane.is_served = False
         models.by_key[0] = lane

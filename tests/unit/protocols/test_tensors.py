@@ -21,10 +21,10 @@ from iskander.protocols.tensors import (
     PROBLEMS_MAX,
     RequestTensors,
     Tensor,
-    give,
     match_inputs,
-    places,
-    take,
+    read_inputs,
+    result_ranges,
+    result_tensors,
 )
 
 LIMITS = LimitsConfig(rows=100, bytes=4096)
@@ -57,7 +57,7 @@ def flag_of(rows: int) -> Tensor:
 def test_inputs_are_taken_in_the_contracts_order_and_booleans_packed(rows: int) -> None:
     x, flag = x_of(rows), flag_of(rows)
 
-    offered = take(CONTRACT, [flag, x], LIMITS)
+    offered = read_inputs(CONTRACT, [flag, x], LIMITS)
 
     assert offered.rows == rows
     packed = np.packbits(np.arange(rows) % 3 == 0, bitorder="little").tobytes()
@@ -66,7 +66,7 @@ def test_inputs_are_taken_in_the_contracts_order_and_booleans_packed(rows: int) 
 
 def test_what_is_not_a_boolean_is_not_copied() -> None:
     x = x_of(4)
-    offered = take(CONTRACT, [x, flag_of(4)], LIMITS)
+    offered = read_inputs(CONTRACT, [x, flag_of(4)], LIMITS)
     assert offered.tensors[0] is x.data
 
 
@@ -78,8 +78,8 @@ def n_of(rows: int) -> Tensor:
 
 
 def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None:
-    """In the contract's order, whatever its own; one of other lengths is for `take` to judge."""
-    first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    """In the contract's order, whatever its own; `read_inputs` judges one of other lengths."""
+    first = read_inputs(PLAIN, [n_of(4), x_of(4)], LIMITS)
     fit = match_inputs(PLAIN, [first.tensors[1], first.tensors[0]], first)
     assert fit is not None and fit.contract is PLAIN
 
@@ -93,7 +93,7 @@ def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None
 
 
 def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
-    first = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    first = read_inputs(PLAIN, [n_of(4), x_of(4)], LIMITS)
     raw = [first.tensors[1], first.tensors[0]]
     fit = match_inputs(PLAIN, raw, RequestTensors(4, first.tensors, 3))
     assert fit is not None
@@ -103,15 +103,22 @@ def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
 
 def test_what_is_made_of_a_tensor_fits_by_no_length() -> None:
     x, flag = x_of(4), flag_of(4)
-    assert match_inputs(CONTRACT, [x.data, flag.data], take(CONTRACT, [x, flag], LIMITS)) is None
-    typed = take(PLAIN, [n_of(4), x_of(4)], LIMITS)
+    assert (
+        match_inputs(CONTRACT, [x.data, flag.data], read_inputs(CONTRACT, [x, flag], LIMITS))
+        is None
+    )
+    typed = read_inputs(PLAIN, [n_of(4), x_of(4)], LIMITS)
     assert match_inputs(PLAIN, [], typed) is None
 
 
 REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
     "nothing": ([], ContractError, "`x` is missing"),
     "one missing": ([x_of(2)], ContractError, "`flag` is missing"),
-    "one too many": ([x_of(2), flag_of(2), replace(x_of(2), name="w")], ContractError, "no input"),
+    "one too many": (
+        [x_of(2), flag_of(2), replace(x_of(2), name="w")],
+        ContractError,
+        "not a model input",
+    ),
     "another": ([x_of(2), replace(flag_of(2), name="flags")], ContractError, "`flag` is missing"),
     "twice": ([x_of(2), x_of(2)], ContractError, "twice"),
     "datatype": ([replace(x_of(2), datatype="INT32"), flag_of(2)], ContractError, "wanted FP32"),
@@ -133,12 +140,16 @@ REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
         MalformedInput,
         "9 bytes as BOOL, got 2",
     ),
-    "rows": ([x_of(101), flag_of(101)], LimitExceeded, "100 rows, got 101"),
-    "absurd rows": ([replace(x_of(1), shape=(1 << 62, 2)), flag_of(1)], LimitExceeded, "100 rows"),
+    "rows": ([x_of(101), flag_of(101)], LimitExceeded, "101, limit 100 "),
+    "absurd rows": (
+        [replace(x_of(1), shape=(1 << 62, 2)), flag_of(1)],
+        LimitExceeded,
+        "limit 100 ",
+    ),
     "bytes": (
         [replace(x_of(2), data=memoryview(bytes(5000))), flag_of(2)],
         LimitExceeded,
-        "4096 bytes",
+        "limit 4096 ",
     ),
 }
 
@@ -147,7 +158,7 @@ REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
 def test_what_does_not_meet_the_contract_is_refused_by_name(name: str) -> None:
     tensors, kind, says = REFUSED[name]
     with pytest.raises(kind, match=says):
-        take(CONTRACT, tensors, LIMITS)
+        read_inputs(CONTRACT, tensors, LIMITS)
 
 
 class CountedName(str):
@@ -168,7 +179,7 @@ def test_a_thousand_wrong_names_are_looked_at_once_and_a_few_are_told(name: str)
     tensors = [replace(x_of(1), name=CountedName(name.format(n))) for n in range(count)]
 
     with pytest.raises(ContractError, match=r"`x` is missing; .*`t1") as caught:
-        take(CONTRACT, tensors, LIMITS)
+        read_inputs(CONTRACT, tensors, LIMITS)
 
     assert CountedName.compared < 10 * count
     assert caught.value.message.count(" is ") <= PROBLEMS_MAX
@@ -177,7 +188,7 @@ def test_a_thousand_wrong_names_are_looked_at_once_and_a_few_are_told(name: str)
 def test_a_contract_without_a_fixed_trailing_shape_needs_none() -> None:
     """A scalar for each row has the shape of the rows alone."""
     with pytest.raises(ContractError, match=r"wanted BOOL \[2\], got BOOL \[2, 1\]"):
-        take(CONTRACT, [x_of(2), replace(flag_of(2), shape=(2, 1))], LIMITS)
+        read_inputs(CONTRACT, [x_of(2), replace(flag_of(2), shape=(2, 1))], LIMITS)
 
 
 @given(
@@ -199,11 +210,11 @@ def test_what_is_given_back_is_what_was_taken(
         raw = np.random.default_rng(seed).bytes(count * dtype.arrow_bits // 8)
     sent = Tensor("t", dtype.oip, (rows, *shape), memoryview(raw))
 
-    (data,) = take(contract, [sent], LimitsConfig()).tensors
+    (data,) = read_inputs(contract, [sent], LimitsConfig()).tensors
     offsets, length = body_layout(contract.outputs, rows)
     body = bytearray(length)
     body[offsets[0] : offsets[0] + len(data)] = data
-    (got,) = give(contract, rows, bytes(body))
+    (got,) = result_tensors(contract, rows, bytes(body))
 
     assert (got.name, got.datatype, got.shape) == ("t", dtype.oip, (rows, *shape))
     assert bytes(got.data) == raw
@@ -219,7 +230,7 @@ def test_results_are_given_in_the_contracts_order_each_from_its_place() -> None:
     body[first : first + len(packed)] = packed
     body[second : second + z.nbytes] = z.tobytes()
 
-    given = give(CONTRACT, rows, body)
+    given = result_tensors(CONTRACT, rows, body)
 
     assert [(each.name, each.datatype, each.shape) for each in given] == [
         ("y", "BOOL", (5, 3)),
@@ -233,19 +244,19 @@ def test_places_are_where_what_is_given_lies(dtypes: list[Dtype], rows: int) -> 
     """And nowhere, where a result of them is no slice of the body."""
     specs = [spec(f"t{at}", dtype.arrow, at + 1) for at, dtype in enumerate(dtypes)]
     contract = Contract(inputs=(), outputs=tuple(specs))
-    there = places(contract, rows)
+    there = result_ranges(contract, rows)
     if any(dtype.oip in ("BOOL", "BYTES") for dtype in dtypes):
         assert there is None
     else:
         body = np.random.default_rng(rows).bytes(body_layout(contract.outputs, rows)[1])
         assert there is not None
         assert [body[begin:end] for begin, end in there] == [
-            bytes(each.data) for each in give(contract, rows, body)
+            bytes(each.data) for each in result_tensors(contract, rows, body)
         ]
 
 
 def test_no_rows_give_empty_tensors() -> None:
-    assert [len(each.data) for each in give(CONTRACT, 0, b"")] == [0, 0]
+    assert [len(each.data) for each in result_tensors(CONTRACT, 0, b"")] == [0, 0]
 
 
 # Strings, in one piece as `strings_to_body` makes it.
@@ -274,7 +285,7 @@ def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
     """The bytes of all of them come behind every input's own buffer."""
     tensors = offered_words(rows)
 
-    a, n, b, a_bytes, b_bytes = take(WORDS, tensors, LIMITS).tensors
+    a, n, b, a_bytes, b_bytes = read_inputs(WORDS, tensors, LIMITS).tensors
 
     assert bytes(a) + bytes(a_bytes) == bytes(tensors[0].data)
     assert bytes(n) == bytes(tensors[1].data)
@@ -286,8 +297,12 @@ def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
     ("changed", "error", "words_of_it"),
     [
         (words("b", (2,), [b"\xff", b""]), ContractError, "input `b`: Invalid UTF8"),
-        (words("b", (2,), [b"x"]), MalformedInput, "`b` has not the 2 strings"),
-        (words("b", (2,), [b"x", b"y", b"z"]), MalformedInput, "`b` has not the 2 strings"),
+        (words("b", (2,), [b"x"]), MalformedInput, "`b`: the data are not the 2 strings"),
+        (
+            words("b", (2,), [b"x", b"y", b"z"]),
+            MalformedInput,
+            "`b`: the data are not the 2 strings",
+        ),
         (
             words("b", (2, 1), [b"x", b"y"]),
             ContractError,
@@ -298,22 +313,22 @@ def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
         (
             Tensor("b", "BYTES", (2,), memoryview(np.array([0, 2, 1], np.int32)).cast("B")),
             MalformedInput,
-            "`b` has not the 2 strings",
+            "`b`: the data are not the 2 strings",
         ),
-        (words("b", (2,), [b"x" * 500, b"y" * 501]), LimitExceeded, "strings may have 1000 bytes"),
+        (words("b", (2,), [b"x" * 500, b"y" * 501]), LimitExceeded, "string bytes, limit 1000"),
     ],
 )
 def test_strings_are_refused(changed: Tensor, error: type[IskanderError], words_of_it: str) -> None:
     limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1000)
 
     with pytest.raises(error, match=words_of_it):
-        take(WORDS, offered_words(2, b=changed), limits)
+        read_inputs(WORDS, offered_words(2, b=changed), limits)
 
 
 def test_as_many_bytes_of_strings_as_may_be() -> None:
     limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1004)
 
-    take(WORDS, offered_words(2, b=words("b", (2,), [b"x" * 500, b"y" * 500])), limits)
+    read_inputs(WORDS, offered_words(2, b=words("b", (2,), [b"x" * 500, b"y" * 500])), limits)
 
 
 def test_strings_are_given_in_one_piece_each() -> None:
@@ -323,7 +338,7 @@ def test_strings_are_given_in_one_piece_each() -> None:
         each + bytes(-len(each) % 64) for each in (c[:12], b"\x02", d[:20], c[12:], d[20:])
     )
 
-    first, flag, second = give(WORDS, 2, body + b"others")
+    first, flag, second = result_tensors(WORDS, 2, body + b"others")
 
     assert body_to_strings(first.data, 2) == [b"one", b""]
     assert bytes(flag.data) == b"\0\1"
@@ -332,6 +347,6 @@ def test_strings_are_given_in_one_piece_each() -> None:
 
 
 def test_no_rows_are_no_strings() -> None:
-    first, _, second = give(WORDS, 0, b"")
+    first, _, second = result_tensors(WORDS, 0, b"")
 
     assert body_to_strings(first.data, 0) == body_to_strings(second.data, 0) == []

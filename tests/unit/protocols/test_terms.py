@@ -14,7 +14,7 @@ from iskander.auth.grants import ANONYMOUS
 from iskander.auth.source import Source
 from iskander.errors import MalformedInput
 from iskander.protocols import stream_terms as terms_module
-from iskander.protocols.stream_terms import REMEMBERED_MAX, StreamTerms
+from iskander.protocols.stream_terms import CACHE_MAX, StreamTerms
 from iskander.scheduling.request import NEVER_NS, Terms
 
 NOW_NS, WALL_NS = 1_000_000_000_000, 1_700_000_000_000_000_000
@@ -103,7 +103,7 @@ def test_headers_are_the_terms_of_every_batch() -> None:
     terms = stream(**OF_A_CALL)
 
     assert terms.of(b"") == terms.of(b"anything") == replace(FULL_TERMS, age_ms=0.0)
-    with pytest.raises(MalformedInput, match="is of one batch"):
+    with pytest.raises(MalformedInput, match="applies to one batch"):
         stream(timestamp_ns=WALL_NS)
 
 
@@ -250,9 +250,9 @@ def test_metadata_is_remembered_up_to_a_number() -> None:
     same = terms.of(said(priority=1))
     assert terms.of(said(priority=1)) is same
 
-    for steps in range(3 * REMEMBERED_MAX):
+    for steps in range(3 * CACHE_MAX):
         assert terms.of(said(steps_remaining=steps)).steps_remaining == steps
-        assert len(terms._remembered) <= REMEMBERED_MAX
+        assert len(terms._cache) <= CACHE_MAX
 
 
 def test_no_caller_is_called_as_one_of_another_token() -> None:

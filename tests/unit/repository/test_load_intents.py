@@ -13,67 +13,67 @@ from iskander.repository.load_intents import FOLDER, LoadIntent, LoadIntents
 from iskander.repository.version_policy import names_at_start
 
 
-def keep(wishes: LoadIntents, wish: LoadIntent) -> None:
-    with wishes.keeping(wish):
+def keep(intents: LoadIntents, intent: LoadIntent) -> None:
+    with intents.recording(intent):
         pass
 
 
 def test_a_wish_is_kept_and_replaced(tmp_path: Path) -> None:
-    wishes = LoadIntents(tmp_path)
+    intents = LoadIntents(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    assert list(wishes) == [] and wishes.of("m") == LoadIntent("m")
-    keep(wishes, wishes.of("m").without("1"))
-    keep(wishes, wishes.of("m").without("2"))
-    keep(wishes, LoadIntent("n" * 300 + "/../").without(None))
-    assert wishes.of("m") == LoadIntent("m", is_loaded=True, but=("1", "2"))
-    assert {wish.model[:1]: wish.is_loaded for wish in wishes} == {"m": True, "n": False}
-    keep(wishes, LoadIntent("m"))
-    assert wishes.of("m") == LoadIntent("m")
-    wishes.clear()
-    assert list(wishes) == []
+    assert list(intents) == [] and intents.get("m") == LoadIntent("m")
+    keep(intents, intents.get("m").without("1"))
+    keep(intents, intents.get("m").without("2"))
+    keep(intents, LoadIntent("n" * 300 + "/../").without(None))
+    assert intents.get("m") == LoadIntent("m", is_loaded=True, but=("1", "2"))
+    assert {intent.model[:1]: intent.is_loaded for intent in intents} == {"m": True, "n": False}
+    keep(intents, LoadIntent("m"))
+    assert intents.get("m") == LoadIntent("m")
+    intents.clear()
+    assert list(intents) == []
 
 
 def test_a_wish_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
-    wishes = LoadIntents(tmp_path)
+    intents = LoadIntents(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    keep(wishes, LoadIntent("m", is_loaded=False))
-    with pytest.raises(ModelNotFound), wishes.keeping(LoadIntent("m")):
+    keep(intents, LoadIntent("m", is_loaded=False))
+    with pytest.raises(ModelNotFound), intents.recording(LoadIntent("m")):
         raise ModelNotFound("it is not there")
-    assert wishes.of("m") == LoadIntent("m", is_loaded=False)
+    assert intents.get("m") == LoadIntent("m", is_loaded=False)
     assert len(list((tmp_path / FOLDER).iterdir())) == 1
 
 
 def test_where_a_wish_cannot_be_written_nothing_is_done(tmp_path: Path) -> None:
-    wishes = LoadIntents(tmp_path / "away")
-    with pytest.raises(NotReady, match="cannot be kept"), wishes.keeping(LoadIntent("m")):
+    intents = LoadIntents(tmp_path / "away")
+    with pytest.raises(NotReady, match="cannot be recorded"), intents.recording(LoadIntent("m")):
         pytest.fail("it is done")
 
     async def hold() -> None:
-        async with wishes.held("m", 1.0):
+        async with intents.locked("m", 1.0):
             pytest.fail("it is held")
 
-    with pytest.raises(NotReady, match="cannot be kept"):
+    with pytest.raises(NotReady, match="cannot be recorded"):
         asyncio.run(hold())
 
 
 def test_a_wish_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    wishes = LoadIntents(tmp_path)
+    intents = LoadIntents(tmp_path)
     (tmp_path / FOLDER).mkdir()
-    keep(wishes, LoadIntent("m", is_loaded=False))
+    keep(intents, LoadIntent("m", is_loaded=False))
     (path,) = (tmp_path / FOLDER).iterdir()
     path.write_bytes(b"{")
-    assert list(wishes) == [] and wishes.of("m") == LoadIntent("m")
+    assert list(intents) == [] and intents.get("m") == LoadIntent("m")
 
 
 def test_who_changes_a_model_has_it_alone(tmp_path: Path) -> None:
     async def two() -> None:
-        wishes, other = LoadIntents(tmp_path), LoadIntents(tmp_path)
-        async with wishes.held("m", 1.0):
+        intents, other = LoadIntents(tmp_path), LoadIntents(tmp_path)
+        async with intents.locked("m", 1.0):
             with pytest.raises(Overloaded) as refused:
-                async with other.held("m", 0.05):
+                async with other.locked("m", 0.05):
                     raise AssertionError("both have it")
             assert refused.value.retryable
-        async with other.held("m", 0.0):
+        async with other.locked("m", 0.0):
             pass
 
     asyncio.run(two())
@@ -82,7 +82,7 @@ def test_who_changes_a_model_has_it_alone(tmp_path: Path) -> None:
 def test_locks_are_bounded_whatever_models_are_called(tmp_path: Path) -> None:
     async def many() -> None:
         for number in range(1000):
-            async with LoadIntents(tmp_path).held(f"m{number}", 0.0):
+            async with LoadIntents(tmp_path).locked(f"m{number}", 0.0):
                 pass
 
     asyncio.run(many())
@@ -90,7 +90,7 @@ def test_locks_are_bounded_whatever_models_are_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "wishes", "names"),
+    ("load", "intents", "names"),
     [
         ((), (LoadIntent("a"),), {"a"}),
         (("a", "b"), (LoadIntent("a", is_loaded=False),), {"b"}),
@@ -99,10 +99,10 @@ def test_locks_are_bounded_whatever_models_are_called(tmp_path: Path) -> None:
     ],
 )
 def test_a_start_loads_what_calls_wanted(
-    load: tuple[str, ...], wishes: tuple[LoadIntent, ...], names: set[str]
+    load: tuple[str, ...], intents: tuple[LoadIntent, ...], names: set[str]
 ) -> None:
     settings = RepositoryConfig(path="models", control="explicit", load=load)
-    assert names_at_start(settings, ["a", "b", "c"], wishes) == names
+    assert names_at_start(settings, ["a", "b", "c"], intents) == names
 
 
 def test_a_folder_that_is_watched_says_itself_what_is_loaded() -> None:

@@ -86,9 +86,9 @@ def test_time_behind_other_loads_is_none_of_a_load(clock: Clock) -> None:
         for generation in begun:
             for _ in range(3):
                 clock.passes(LOAD_S / 4)
-                generations.look()
+                generations.update()
             fleet.has_loaded(0)
-            generations.look()
+            generations.update()
             assert generation.outcome.done() and error_of(generation) is None
         generations.close()
 
@@ -102,7 +102,7 @@ def test_a_load_that_nobody_comes_to_is_overdue(clock: Clock) -> None:
         fleet.workers[0].state = State.ABSENT
         generation = begin(generations, "m")
         clock.passes(LOAD_S + 1)
-        generations.look()
+        generations.update()
         assert isinstance(error_of(generation), NotReady)
         generations.close()
 
@@ -116,13 +116,13 @@ def test_who_has_it_is_enough_where_the_last_is_behind_for_too_long(clock: Clock
         first, second = begin(generations, "m"), begin(generations, "n")
         assert (fleet.told(0), fleet.told(1)) == ([0], [1])
         fleet.has_loaded(0)
-        generations.look()
+        generations.update()
         assert not first.outcome.done()
         clock.passes(LOAD_S - 1)
-        generations.look()
+        generations.update()
         assert not first.outcome.done()
         clock.passes(2)
-        generations.look()
+        generations.update()
         assert first.outcome.done() and error_of(first) is None
         assert isinstance(error_of(second), ManifestError)
         generations.close()
@@ -141,7 +141,7 @@ def test_one_that_does_not_come_to_an_end_of_a_load_is_replaced_and_named(clock:
         fleet.loading.replace_overdue(int(LOAD_S * NS_PER_S))
         assert fleet.happened == [(0, Event.RECYCLE_DUE)]
         fleet.loading.on_leaving(fleet.workers[0], is_stopping=False)
-        generations.look()
+        generations.update()
         error = error_of(generation)
         assert isinstance(error, ManifestError) and "worker 0 had not loaded it" in error.message
         generations.close()
@@ -159,11 +159,11 @@ def test_a_worker_that_leaves_in_order_leaves_its_load_to_another() -> None:
         leaving.state = State.LEAVING
         fleet.loading.on_leaving(leaving, is_stopping=False)
         fleet.loading.on_lost(leaving)
-        generations.look()
+        generations.update()
         assert not generation.outcome.done()
         assert fleet.told(1) == [0]
         fleet.has_loaded(1)
-        generations.look()
+        generations.update()
         assert generation.outcome.done() and error_of(generation) is None
         generations.close()
 
@@ -189,7 +189,7 @@ def test_a_worker_that_dies_over_a_load_is_held_against_it() -> None:
         generations = generations_of(fleet)
         generation = begin(generations, "m")
         fleet.loading.on_lost(fleet.workers[0])
-        generations.look()
+        generations.update()
         assert "worker 0 ended while it loaded it" in str(error_of(generation))
         generations.close()
 
@@ -217,9 +217,9 @@ def watched(count: int) -> tuple[Fleet, Files, Generations]:
     begin(generations, "m")
     for index in range(count):
         fleet.has_loaded(index)
-    generations.look()
+    generations.update()
     fleet.models.freshness = files = Files()
-    fleet.loading._freshness = files
+    fleet.loading.freshness = files
     return fleet, files, generations
 
 
@@ -231,14 +231,14 @@ def test_a_generation_takes_effect_when_its_files_are_still_the_same() -> None:
         same, changed = begin(generations, "n"), begin(generations, "o")
         for index in (0, 1, 0, 1):
             fleet.has_loaded(index)
-        generations.look()
-        generations.look()
+        generations.update()
+        generations.update()
         assert not same.outcome.done() and len(files.looks) == 2, "one look each"
         files.answer(True)
         files.answer(False)
-        generations.look()
+        generations.update()
         assert same.outcome.done() and error_of(same) is None
-        assert "its files were changed while it was loaded" in str(error_of(changed))
+        assert "its files changed during the load" in str(error_of(changed))
         assert fleet.told(0, Unload) == fleet.told(1, Unload) == [2]
         generations.close()
 
@@ -251,16 +251,16 @@ def test_a_look_says_nothing_of_workers_that_came_after_it() -> None:
         generation = begin(generations, "n")
         fleet.workers[1].state = State.ABSENT
         fleet.has_loaded(0)
-        generations.look()
+        generations.update()
         fleet.workers[1].state = State.READY
-        fleet.loading.ask_all()
+        fleet.loading.load_missing()
         fleet.has_loaded(1)
-        generations.look()
+        generations.update()
         files.answer(True)
-        generations.look()
+        generations.update()
         assert not generation.outcome.done()
         files.answer(True)
-        generations.look()
+        generations.update()
         assert generation.outcome.done() and error_of(generation) is None
         generations.close()
 
@@ -327,10 +327,10 @@ def test_a_worker_is_asked_again_where_the_files_are_what_is_served_again() -> N
         fleet.comes_anew(1)
         files.answer(False)
         worker.state, lane.is_stale = State.READY, False
-        fleet.loading.ask_again()
+        fleet.loading.retry_failed()
         files.answer(False)
         assert lane.is_stale and worker.refused
-        fleet.loading.ask_again()
+        fleet.loading.retry_failed()
         files.answer(True)
         assert worker.refused == {} and worker.asked == 0
         files.answer(True)
@@ -369,7 +369,7 @@ def test_looks_do_not_hold_the_loop_up_and_have_an_end(monkeypatch: pytest.Monke
         return lane.model.fingerprint
 
     async def scenario() -> None:
-        monkeypatch.setattr(freshness_module, "LOOK_S", 0.05)
+        monkeypatch.setattr(freshness_module, "CHECK_S", 0.05)
         freshness = FileFreshness()
         freshness.fingerprint_of = fingerprint_of
         found: dict[int, bool] = {}
@@ -400,20 +400,20 @@ def test_a_changed_model_of_the_configuration_that_does_not_load_is_tried_once(
         path = scaled(tmp_path / "m", 3)
         fleet, repository = repository_of(configuration(path), 1)
         lane = fleet.models.by_key[0]
-        fleet.loading.ask_all()
+        fleet.loading.load_missing()
         fleet.has_loaded(0)
         await until(lambda: lane.workers)
         (path / "model.onnx").write_bytes(b"no model")
         for turn in range(3):
             for _ in range(3):
                 lane.is_stale = True
-                repository.look()
+                repository.update()
             assert len(repository._tasks) == 1, "they would wait in a row"
             await until(lambda: not repository._tasks or fleet.told(0)[-1] == 1)
             if turn == 0:
                 await until(lambda: fleet.told(0) == [0, 1])
                 fleet.has_failed(0)
-                repository.look()
+                repository.update()
             await until(lambda: not repository._tasks)
         assert fleet.told(0) == [0, 1]
         assert "it is no model" in fleet.models.failures["m", "1"].reason
@@ -421,16 +421,16 @@ def test_a_changed_model_of_the_configuration_that_does_not_load_is_tried_once(
         asked = asyncio.create_task(repository.load("m"))
         await until(lambda: fleet.told(0) == [0, 1, 2])
         fleet.has_failed(0)
-        repository.look()
+        repository.update()
         (error,) = await settled(asked)
         assert isinstance(error, ManifestError)
 
         scaled(path, 5)
         lane.is_stale = True
-        repository.look()
+        repository.update()
         await until(lambda: fleet.told(0) == [0, 1, 2, 3])
         fleet.has_loaded(0)
-        repository.look()
+        repository.update()
         await until(lambda: fleet.models.find("m", None) is not lane)
         repository.close()
 
@@ -443,7 +443,7 @@ def test_files_that_change_while_workers_load_them_are_not_served(tmp_path: Path
     async def scenario() -> None:
         path = scaled(tmp_path / "m", 3)
         fleet, repository = repository_of(configuration(path), 2)
-        fleet.loading.ask_all()
+        fleet.loading.load_missing()
         for index in (0, 1):
             await until(lambda index=index: fleet.told(index) == [0])
             fleet.has_loaded(index)
@@ -454,10 +454,10 @@ def test_files_that_change_while_workers_load_them_are_not_served(tmp_path: Path
         fleet.has_loaded(0)
         scaled(path, 12345)
         fleet.has_loaded(1)
-        repository.look()
+        repository.update()
         (error,) = await settled(asked)
         assert isinstance(error, IskanderError)
-        assert "changed while it was loaded" in error.message
+        assert "changed during the load" in error.message
         assert fleet.models.find("m", None) is fleet.models.by_key[0]
         repository.close()
 
@@ -477,7 +477,7 @@ def test_names_lead_on_as_before_until_what_they_lead_to_is_there(tmp_path: Path
             await until(lambda: asked.done() or len(fleet.told(0)) > before)
             if not asked.done():
                 fleet.has_loaded(0)
-                repository.look()
+                repository.update()
             assert await settled(asked) == [None]
 
         await load()
@@ -506,7 +506,7 @@ def test_a_folder_that_cannot_be_read_takes_nothing_away(
         asked = asyncio.create_task(repository.load("m"))
         await until(lambda: fleet.told(0))
         fleet.has_loaded(0)
-        repository.look()
+        repository.update()
         assert await settled(asked) == [None]
 
         def refused(*_: Any) -> Any:

@@ -103,9 +103,9 @@ def test_shares_are_as_the_weights_say() -> None:
 
 def test_what_leads_to_a_version_is_told() -> None:
     routing = Routing("stable", {"stable": "1", "canary": "2"}, {"stable": 90, "canary": 10})
-    assert routing.told_of("1") == ["stable", "default", "90 of 100"]
-    assert routing.told_of("2") == ["canary", "10 of 100"]
-    assert routing.told_of("3") == []
+    assert routing.routes_to("1") == ["stable", "default", "90 of 100"]
+    assert routing.routes_to("2") == ["canary", "10 of 100"]
+    assert routing.routes_to("3") == []
 
 
 def test_names_that_lead_nowhere_are_complained_about() -> None:
@@ -152,7 +152,7 @@ def test_the_table_of_stages_is_one_way_and_forgets_what_is_gone() -> None:
         assert order.index(following) >= order.index(stage)
         assert (Action.UNLOAD in actions) == (following is Stage.GONE is not stage)
         if stage is Stage.LOADING and following is Stage.GONE:
-            assert actions[0] is Action.TELL
+            assert actions[0] is Action.REPORT_FAILURE
     assert step(Stage.SERVING, Event.REFUSED) == (Stage.SERVING, ())
     assert all(actions for _, actions in TABLE.values())
 
@@ -208,14 +208,14 @@ def test_a_models_own_settings_go_before_those_of_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("name = 'a'", "`name` is said by the folder"),
-        ("path = 'a'", "`path` is said by the folder"),
+        ("name = 'a'", "`name` is defined by the folder"),
+        ("path = 'a'", "`path` is defined by the folder"),
         ("x = 1", "unknown field"),
         ("[", "model.toml"),
         ("aliases = {7 = 3}", "regex"),
-        ("versions = 'newest'", 'versions = "newest": wanted `latest:N`'),
-        ("versions = ''", 'versions = "": wanted `latest:N`'),
-        ("versions = 'latest:0'", 'versions = "latest:0": wanted `latest:N`'),
+        ("versions = 'newest'", 'versions = "newest": expected `latest:N`'),
+        ("versions = ''", 'versions = "": expected `latest:N`'),
+        ("versions = 'latest:0'", 'versions = "latest:0": expected `latest:N`'),
         ("intra_threads = 'a'", "int"),
         ("inter_threads = 2", "no effect without"),
         ("split = {1 = -1}", ">= 0"),

@@ -11,25 +11,25 @@ from iskander.repository.startup_barrier import StartupBarrier
 
 @in_loop
 async def test_a_change_waits_until_the_start_has_begun_with_its_model() -> None:
-    beginning = StartupBarrier()
+    barrier = StartupBarrier()
     order: list[str] = []
 
     async def change(name: str) -> None:
-        await beginning.until(name)
+        await barrier.wait_for(name)
         order.append(name)
 
     changes = [asyncio.create_task(change(name)) for name in ("a", "b", "unknown")]
     await turns()
     assert order == []  # The folder is not listed.
-    beginning.expect("a")
-    beginning.expect("b")
-    beginning.listed()
+    barrier.expect("a")
+    barrier.expect("b")
+    barrier.all_expected()
     await turns()
     assert order == ["unknown"]
-    beginning.begun("b")
-    beginning.begun("b")
+    barrier.release("b")
+    barrier.release("b")
     await turns()
     assert order == ["unknown", "b"]
-    beginning.begun("a")
+    barrier.release("a")
     await asyncio.gather(*changes)
     await change("later")

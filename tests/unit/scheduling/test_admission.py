@@ -15,7 +15,7 @@ from iskander.scheduling.admission import (
     doomed_error,
     expired_error,
     late_error,
-    make_way,
+    select_victims,
     share_error,
 )
 from iskander.scheduling.batcher import Rules
@@ -70,16 +70,16 @@ def test_without_a_worker_nobody_is_admitted() -> None:
     assert error is not None and (error.code, error.retryable) == ("not_ready", True)
     assert error.retry_after_ms
 
-    lane.is_awaiting = True
+    lane.is_awaiting_worker = True
     assert code_of(lane) is None
 
 
 @pytest.mark.parametrize(
     ("settings", "more", "text"),
     [
-        ({"queue_requests": 4}, 1, "4 requests wait"),
-        ({"queue_rows": 8}, 2, "8 rows wait"),
-        ({"queue_bytes": 64}, 2, "64 bytes wait"),
+        ({"queue_requests": 4}, 1, "4 requests queued"),
+        ({"queue_rows": 8}, 2, "8 rows queued"),
+        ({"queue_bytes": 64}, 2, "64 bytes queued"),
     ],
 )
 def test_a_full_queue_is_refused(settings: dict[str, int], more: int, text: str) -> None:
@@ -139,17 +139,17 @@ def test_the_name_of_a_client_does_not_make_an_error_long() -> None:
 @pytest.mark.parametrize(
     ("settings", "terms", "what"),
     [
-        ({}, {"budget_ms": 0.0}, "its deadline passed"),
-        ({}, {"ttl_ms": 0.0}, "its time to wait passed"),
+        ({}, {"budget_ms": 0.0}, "deadline passed after 0.0 ms"),
+        ({}, {"ttl_ms": 0.0}, "queue time limit passed"),
         (
             {"staleness_ms": 5.0},
             {"age_ms": 5.0},
-            "by its client's clock it was 5.0 ms old, and may be 5.0,",
+            "by the client's clock: 5.0 ms, limit 5.0 ms",
         ),
         (
             {"staleness_ms": 5.0},
             {"age_ms": 50.0},
-            "by its client's clock it was 50.0 ms old, and may be 5.0,",
+            "by the client's clock: 50.0 ms, limit 5.0 ms",
         ),
     ],
 )
@@ -282,13 +282,13 @@ def test_each_decision_by_itself() -> None:
     lane = open_lane()
     request = request_of(lane, budget_ms=5.0)
 
-    assert make_way(lane.queue, lane.config, request, None, "m") == []
+    assert select_victims(lane.queue, lane.config, request, None, "m") == []
     assert share_error(lane.config.client_requests - 1, lane.config, request) is None
     unknown = Backlog(CostModel(), 1, 0)
     assert late_error(lane.queue, lane.rules, request, unknown, now_ns=0, margin=1.0) is None
     assert "deadline passed after 7.0 ms" in expired_error(request, 7 * MS).message
-    assert "after 3.0 ms, and the 2.0 ms left" in doomed_error(request, 3 * MS).message
-    assert "the 0.0 ms left" in doomed_error(request, 9 * MS).message
+    assert "2.0 ms left after 3.0 ms" in doomed_error(request, 3 * MS).message
+    assert ": 0.0 ms left" in doomed_error(request, 9 * MS).message
 
 
 @pytest.mark.parametrize(

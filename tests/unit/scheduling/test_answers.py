@@ -21,7 +21,7 @@ from iskander.contract.column_types import ColumnType
 from iskander.contract.rows import RowCopier
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import IskanderError
-from iskander.memory.heartbeat import write_beat
+from iskander.memory.heartbeat import write_heartbeat
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request, Terms
 
@@ -174,7 +174,7 @@ class Traffic:
         """A worker is lost for no fault of what it has; by its beat it ran nothing of it."""
         worker = self.chance.choice(self.gateway.workers)
         if worker.incarnation and worker.beat is not None:
-            write_beat(worker.beat.view, 0, 0)
+            write_heartbeat(worker.beat.view, 0, 0)
             self.gateway.lose(worker)
 
     def revive(self) -> None:

@@ -109,7 +109,7 @@ def test_a_batch_is_filled_up_to_what_the_model_is_run_with() -> None:
 
         assert (worker.sent[0].rows, rows_of(worker.sent[0])) == (16, [2, 3])
         assert is_right(asked[0], 0) and is_right(asked[1], 100)
-        assert gateway.lanes[0].measures.batch_rows.snapshot().sum == 5
+        assert gateway.lanes[0].measures.batch_rows.sum == 5
 
 
 def test_results_are_delivered_and_everything_is_given_back(
@@ -332,7 +332,7 @@ def test_what_nobody_will_come_back_to_is_refused(
     ((_, refused),) = ask(gateway, 1)
     ((_, kept),) = ask(gateway, 1, lane=1)
 
-    gateway.dispatcher.refuse_queued(gateway.lanes[0], NotReady("gone", retry_after_ms=1))
+    gateway.dispatcher.reject_queued(gateway.lanes[0], NotReady("gone", retry_after_ms=1))
 
     assert (refused.codes, kept.codes) == (["not_ready"], [])
     assert refused.errors[0].retry_after_ms is not None

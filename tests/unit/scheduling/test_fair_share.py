@@ -51,7 +51,7 @@ class Queue:
         return request
 
     def serve(self, rows: int = 1 << 30) -> Request:
-        request = self.queue.first
+        request = next(iter(self.queue))
         self.queue.take(request, rows)
         self.queue.validate()
         return request
@@ -59,8 +59,8 @@ class Queue:
     def rows_until(self, wanted: Request, rows: int = 1 << 30) -> int:
         """Rows that are served before the first of a request."""
         before = 0
-        while self.queue.first is not wanted:
-            before += min(self.queue.first.waiting_rows, rows)
+        while next(iter(self.queue)) is not wanted:
+            before += min(next(iter(self.queue)).waiting_rows, rows)
             self.serve(rows)
         return before
 
@@ -233,7 +233,7 @@ def test_a_fair_queue_is_not_filled_by_one_source() -> None:
     assert taken[0] == 800
     assert all(taken[connection] for connection in taken if connection < 3)
     assert sum(taken.values()) < 900
-    with pytest.raises(QueueFull, match="the rest is for others"):
+    with pytest.raises(QueueFull, match="are reserved for other clients"):
         lane.require_open(request_of(lane, source=Source(connection=0)), 0)
 
 

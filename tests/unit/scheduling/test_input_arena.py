@@ -91,7 +91,7 @@ async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> 
     for _ in range(QUEUE_REQUESTS):
         await admit(intake, request_of(lane))
 
-    with pytest.raises(QueueFull, match=f"{QUEUE_REQUESTS} requests wait"):
+    with pytest.raises(QueueFull, match=f"{QUEUE_REQUESTS} requests queued"):
         await admit(intake, request_of(lane))
 
     assert len(intake.arena) == len(lane.queue) == QUEUE_REQUESTS
@@ -106,7 +106,7 @@ async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lan
     for result_bytes in (most - 1, most):
         intake = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
         if result_bytes < most:
-            says = rf"{request.rows} rows make {most} .* {result_bytes} \(limits.result_bytes\)"
+            says = rf"{request.rows} rows make {most} .* {result_bytes} \(`limits.result_bytes`\)"
             with pytest.raises(LimitExceeded, match=says) as caught:
                 intake.admit(request)
             assert not caught.value.retryable and intake.arena.leased_bytes == 0

@@ -200,7 +200,7 @@ def test_who_takes_the_place_of_an_older_one_takes_its_turn(policy: str) -> None
             request = request_of(lane, client=name, is_newest_wins=is_robot, arrived_ns=now_ns)
             for older, _ in lane.put(request, now_ns):
                 lane.retire(older)
-        first = lane.queue.first
+        first = next(iter(lane.queue))
         lane.take(first, 1)
         order.append(first.terms.client)
 
@@ -214,7 +214,7 @@ def test_who_takes_the_place_of_one_that_has_begun_to_run_waits_anew(policy: str
     come(lane, 12, client="robot", is_newest_wins=True)
     others = [put(lane, now_ns=NOW + MS, client="other") for _ in range(2)]
     for turn in range(2, 6):
-        lane.take(lane.queue.first, 8)
+        lane.take(next(iter(lane.queue)), 8)
         later = {"client": "robot", "is_newest_wins": True, "now_ns": NOW + turn * MS}
         put(lane, 12, **later)
 
@@ -268,7 +268,7 @@ def test_a_batch_in_parts_is_let_in_as_one_and_has_one_beat() -> None:
     heard: Any = []
     lane.cadence.observe = lambda *said: heard.append(said)  # type: ignore[method-assign]
     for request in (first, part):
-        lane.hear(request)
+        lane.observe_arrival(request)
 
     assert len(heard) == 1
     with pytest.raises(IskanderError) as caught:
@@ -419,7 +419,7 @@ def hear(lane: Lane, client: str = "robot", *, is_named: bool = True, **terms: A
     """Requests of a client, one each 20 ms; returns when the next one is expected."""
     for index in range(10):
         arrived_ns = NOW + index * 20 * MS
-        lane.hear(
+        lane.observe_arrival(
             request_of(lane, client=client, is_named=is_named, arrived_ns=arrived_ns, **terms)
         )
     return NOW + 200 * MS
@@ -475,7 +475,7 @@ def test_a_client_whose_requests_are_refused_has_a_rhythm() -> None:
         request = request_of(
             lane, client="robot", is_named=True, arrived_ns=arrived_ns, budget_ms=3.0
         )
-        lane.hear(request)
+        lane.observe_arrival(request)
         with pytest.raises(IskanderError):
             lane.require_open(request, arrived_ns)
 

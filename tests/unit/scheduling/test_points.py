@@ -58,7 +58,7 @@ def test_a_request_leaves_one_point_of_each_measure_whoever_it_is_of(
 def test_a_wait_ends_when_a_worker_gets_the_request(
     gateway: Simulation, recent: RecentValues
 ) -> None:
-    gateway.lanes[0].is_awaiting = True
+    gateway.lanes[0].is_awaiting_worker = True
     gateway.ask(client="robot", is_named=True)
     gateway.loop.run(4 * MS)
     worker = gateway.start()

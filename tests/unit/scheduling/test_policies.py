@@ -185,7 +185,7 @@ def enqueue(queue: WaitingQueue, policy: Policy, request: Request, number: int) 
 
 
 def serve(queue: WaitingQueue, policy: Policy) -> Request:
-    request = queue.first
+    request = next(iter(queue))
     policy.on_taken(request)
     queue.take(request, request.rows)
     return request
@@ -301,7 +301,7 @@ def test_an_unknown_policy_is_refused_and_the_known_are_named(
 ) -> None:
     install(monkeypatch, mine="iskander.scheduling.policies:RoundRobin")
 
-    with pytest.raises(ConfigError, match=r'lane\.policy = "yours"') as caught:
+    with pytest.raises(ConfigError, match=r'lanes\.policy = "yours"') as caught:
         policy_of("yours")
 
     for name in [*POLICIES, "mine"]:

@@ -117,7 +117,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not ranked:
             assert queue.next_expiry_ns == NEVER_NS
             return
-        assert queue.first is ranked[0]
+        assert next(iter(queue)) is ranked[0]
         for highest in (0, 1, 2, 9):
             older = [request for request in ranked if request.terms.priority >= highest]
             assert list(queue.oldest_first(highest)) == sorted(older, key=lambda r: r.number)

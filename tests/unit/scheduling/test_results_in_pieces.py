@@ -66,7 +66,7 @@ def test_a_copy_is_whole_and_pauses_after_each_piece(length: int) -> None:
     source = bytes(index % 251 for index in range(length))
     target = bytearray(length)
 
-    pauses = sum(1 for _ in pieces.copied(memoryview(target), memoryview(source)))
+    pauses = sum(1 for _ in pieces.copy_in_pieces(memoryview(target), memoryview(source)))
 
     assert bytes(target) == source
     assert pauses == -(-length // PIECE)

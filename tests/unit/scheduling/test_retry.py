@@ -77,4 +77,4 @@ def test_what_is_lost_again_and_again_is_given_up_though_nothing_blames_it(
     error = after_loss(request_, was_running=False)
 
     assert error is not None and error.code == "poisoned"
-    assert f"{LOSSES_MAX} workers died while they had this request" in error.message
+    assert f"{LOSSES_MAX} workers died while they held this request" in error.message

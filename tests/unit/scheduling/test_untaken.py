@@ -41,7 +41,7 @@ class Untakeable:
             raise self._error
         return results.copy_small_results(part, arena)
 
-    def _taken(self, part: BatchPart, arena: memoryview) -> results.Taking:
+    def _taken(self, part: BatchPart, arena: memoryview) -> results.Copying:
         if part.request in self.requests:
             raise self._error
         return (yield from results.copy_results(part, arena))
@@ -96,7 +96,7 @@ def test_large_results_behind_them_are_still_taken(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "PIECE_BYTES", 64)
     monkeypatch.setattr(results, "WHOLE_BYTES", 256)
 
-    def taken(part: BatchPart, arena: memoryview) -> results.Taking:
+    def taken(part: BatchPart, arena: memoryview) -> results.Copying:
         taking = results.copy_results(part, arena)
         yield next(taking)
         if part.request is first[0]:
@@ -125,7 +125,7 @@ def test_large_results_behind_them_are_still_taken(monkeypatch: pytest.MonkeyPat
 def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_taken(
     gateway: Simulation, worker: PlayedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(part: BatchPart, arena: memoryview) -> results.Taking:
+    def taken(part: BatchPart, arena: memoryview) -> results.Copying:
         yield
         raise MemoryError
 

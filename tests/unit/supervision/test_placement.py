@@ -125,7 +125,7 @@ def test_groups_can_be_named(
 def test_a_group_over_two_nodes_is_told_of() -> None:
     (note,) = plan(config(("0", "1-2")), make_topology(2, 2)).notes
 
-    assert note.startswith("group 1 lies on the NUMA nodes 0, 1:")
+    assert note.startswith("group 1 spans the NUMA nodes 0, 1:")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_auto_takes_no_core_where_there_are_few_and_says_so(name: str) -> None:
     assert planned.gateway == ()
     assert planned.notes == (
         'the gateway has no core of its own with server.cores = "auto": no NUMA node has 3 '
-        "physical cores or more that may be used",
+        "usable physical cores or more",
     )
 
 

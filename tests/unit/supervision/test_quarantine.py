@@ -64,7 +64,7 @@ def test_whose_doing_an_end_was(
     code: int | None, was_killed: bool, was_hung: bool, was_out_of_memory: bool, is_own: bool
 ) -> None:
     end = ProcessExit(code, was_killed)
-    assert end.is_own_doing(was_hung=was_hung, was_out_of_memory=was_out_of_memory) == is_own
+    assert end.is_model_fault(was_hung=was_hung, was_out_of_memory=was_out_of_memory) == is_own
 
 
 @pytest.mark.parametrize(

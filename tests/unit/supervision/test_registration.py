@@ -54,9 +54,9 @@ def test_one_that_comes_back_gets_its_old_place_and_else_any_of_its_group() -> N
 def test_nobody_gets_a_place_that_is_another_childs_or_taken() -> None:
     taken = worker(0)
     taken.state = State.READY
-    with pytest.raises(ProtocolError, match="every place of the plan has its worker"):
+    with pytest.raises(ProtocolError, match="no worker slot is free"):
         place_of([taken, worker(1, pid=8)], hello(index=1))
-    with pytest.raises(ProtocolError, match="no place is free in core group 3"):
+    with pytest.raises(ProtocolError, match="no worker slot is free in core group 3"):
         place_of([worker(0)], hello(group=3))
 
 
@@ -85,7 +85,7 @@ def test_a_place_is_nobody_elses_while_its_memory_is_made(monkeypatch: pytest.Mo
         only = worker(0)
         making = asyncio.create_task(create_memory(only, 1, os.getpid(), arena))
         await asyncio.sleep(0.01)
-        with pytest.raises(ProtocolError, match="every place"):
+        with pytest.raises(ProtocolError, match="no worker slot is free"):
             slot_for([only], 8, hello())
         go_on.set()
         await making
@@ -96,7 +96,7 @@ def test_a_place_is_nobody_elses_while_its_memory_is_made(monkeypatch: pytest.Mo
         making = asyncio.create_task(create_memory(stopped, 2, os.getpid(), arena))
         await asyncio.sleep(0)
         stopped.state = State.STOPPED
-        with pytest.raises(ProtocolError, match="is stopped"):
+        with pytest.raises(ProtocolError, match="worker slot 0 is stopped"):
             await making
         assert stopped.output is None
 

@@ -11,16 +11,16 @@ import pytest
 from iskander.config.models import LaneConfig
 from iskander.config.schema import WorkersConfig
 from iskander.control.messages import ModelSpec
-from iskander.memory.heartbeat import Beat
+from iskander.memory.heartbeat import Heartbeat
 from iskander.scheduling.cost import HANG_SAMPLES, CostModel
 from iskander.scheduling.lane import Lane
 from iskander.supervision import recycling as recycling_module
 from iskander.supervision.lifecycle import Event, State
 from iskander.supervision.no_worker_timeout import NoWorkerTimeout
 from iskander.supervision.readiness import reason_of
-from iskander.supervision.recycling import SERVICE_LEAST_NS, Recycling
+from iskander.supervision.recycling import SERVICE_MIN_NS, Recycling
 from iskander.supervision.supervisor import Supervisor
-from iskander.supervision.watchdog import LEAST_NS, Watchdog
+from iskander.supervision.watchdog import LIMIT_MIN_NS, Watchdog
 from iskander.supervision.worker import NEVER, ProcessExit, SlotPlan, Worker
 
 HANG_NS = 1000
@@ -38,9 +38,9 @@ def lane(quorum: int = 1) -> Lane:
 class Silent(Worker):
     """A worker whose beat the test writes."""
 
-    beat_now = Beat(0, 0)
+    beat_now = Heartbeat(0, 0)
 
-    def last_beat(self) -> Beat:
+    def last_beat(self) -> Heartbeat:
         return self.beat_now
 
     def sent(self, *moments_ns: int) -> None:
@@ -76,9 +76,9 @@ def test_a_silence_is_told_at_its_limit_and_not_before() -> None:
     made = workers()
     watched = Watched(made)
     made[1].sent(100)
-    assert watched.watch.look(100 + HANG_NS - 1) == 100 + HANG_NS
+    assert watched.watch.check(100 + HANG_NS - 1) == 100 + HANG_NS
     assert watched.hung == []
-    watched.watch.look(100 + HANG_NS)
+    watched.watch.check(100 + HANG_NS)
     assert watched.hung == [(1, HANG_NS)]
 
 
@@ -87,13 +87,13 @@ def test_a_process_is_told_of_once() -> None:
     watched = Watched(made)
     made[0].sent(100)
     for at_ns in (5000, 5001, 9000):
-        assert watched.watch.look(at_ns) == at_ns + HANG_NS
+        assert watched.watch.check(at_ns) == at_ns + HANG_NS
     assert watched.hung == [(0, 4900)]
 
 
 def test_who_has_nothing_is_not_silent() -> None:
     watched = Watched(workers())
-    assert watched.watch.look(10**9) == 10**9 + HANG_NS
+    assert watched.watch.check(10**9) == 10**9 + HANG_NS
     assert watched.hung == []
 
 
@@ -107,12 +107,12 @@ def test_silence_begins_with_the_last_beat_or_the_oldest_batch(
     """A worker that idled before its batch came is not blamed for that."""
     made = workers(1)
     watched = Watched(made)
-    made[0].beat_now = Beat(beat_ns, 1)
+    made[0].beat_now = Heartbeat(beat_ns, 1)
     made[0].sent(*sent_ns)
-    assert watched.watch.look(1000) == due_ns
-    watched.watch.look(due_ns - 1)
+    assert watched.watch.check(1000) == due_ns
+    watched.watch.check(due_ns - 1)
     assert watched.hung == []
-    watched.watch.look(due_ns)
+    watched.watch.check(due_ns)
     assert watched.hung == [(0, HANG_NS)]
 
 
@@ -121,7 +121,7 @@ def test_the_next_look_is_for_the_first_that_could_be_silent() -> None:
     watched = Watched(made)
     made[0].sent(900)
     made[2].sent(400)
-    assert watched.watch.look(1000) == 1400
+    assert watched.watch.check(1000) == 1400
 
 
 def test_a_gateway_that_did_not_run_calls_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,10 @@ def test_a_gateway_that_did_not_run_calls_nobody_silent(monkeypatch: pytest.Monk
         made[0].sent(clock[0])
         watched.watch.start()
         clock[0] += 60 * 10**9
-        watched.watch._turn()
+        watched.watch._tick()
         assert watched.hung == []
         clock[0] += HANG_NS
-        watched.watch._turn()
+        watched.watch._tick()
         assert watched.hung == [(0, HANG_NS)]
         watched.watch.close()
 
@@ -166,7 +166,7 @@ def running_a(lane: object, worker: Silent) -> None:
     ("factor", "runs", "is_loading", "limit_ns"),
     [
         (0.0, 100, False, 30 * 10**9),
-        (20.0, 100, False, LEAST_NS),
+        (20.0, 100, False, LIMIT_MIN_NS),
         (5000.0, 100, False, 5 * 10**9),
         (10**6, 100, False, 30 * 10**9),
         (20.0, HANG_SAMPLES - 1, False, 30 * 10**9),
@@ -186,9 +186,9 @@ def test_the_limit_of_a_silence_follows_the_cost(
     running_a(Priced(runs), worker)
     worker.asked = 7 if is_loading else None
     slack_ns = limit_ns // 50  # What was learned is right to within a few thousandths.
-    watch.look(limit_ns - slack_ns)
+    watch.check(limit_ns - slack_ns)
     assert hung == []
-    watch.look(limit_ns + slack_ns)
+    watch.check(limit_ns + slack_ns)
     assert len(hung) == 1
 
 
@@ -200,8 +200,8 @@ def test_a_worker_that_has_just_begun_nothing_is_judged_by_what_it_has() -> None
     )
     watch._since_ns = 0
     running_a(Priced(), worker)
-    worker.beat_now = Beat(1, 0)
-    watch.look(LEAST_NS + 1)
+    worker.beat_now = Heartbeat(1, 0)
+    watch.check(LIMIT_MIN_NS + 1)
     assert len(hung) == 1
 
 
@@ -212,7 +212,7 @@ class Recycled:
         self.due: list[int] = []
         self.recycling = Recycling(made, WorkersConfig(**limits), self._on_due)
         for worker in made:
-            self.recycling.opened(worker)
+            self.recycling.on_open(worker)
 
     def _on_due(self, worker: Worker) -> None:
         self.due.append(worker.index)
@@ -225,7 +225,7 @@ def test_a_worker_is_replaced_after_its_batches() -> None:
     recycled = Recycled(made, recycle_batches=10)
     for made[0].batches in (1009, 1010):
         assert recycled.due == []
-        recycled.recycling.look(made[0])
+        recycled.recycling.check(made[0])
     assert recycled.due == [0]
 
 
@@ -236,11 +236,11 @@ def test_a_worker_is_replaced_above_its_memory(monkeypatch: pytest.MonkeyPatch) 
     made[0].pid, made[1].pid = 7, 8
     recycled = Recycled(made, recycle_rss_bytes=100)
     for worker in made:
-        recycled.recycling.look(worker)
+        recycled.recycling.check(worker)
     assert recycled.due == [], "not before it has served"
     for worker in made:
-        worker.opened_ns -= SERVICE_LEAST_NS
-        recycled.recycling.look(worker)
+        worker.opened_ns -= SERVICE_MIN_NS
+        recycled.recycling.check(worker)
     assert recycled.due == [1]
 
 
@@ -250,14 +250,14 @@ def test_one_is_replaced_at_a_time() -> None:
     recycled = Recycled(made, recycle_batches=10)
     for worker in made:
         worker.batches = 10
-        recycled.recycling.look(worker)
-    assert recycled.due == [0] and made[0].is_due
+        recycled.recycling.check(worker)
+    assert recycled.due == [0] and made[0].is_recycling
     made[0].state = State.LOADING
-    recycled.recycling.look(made[1])
+    recycled.recycling.check(made[1])
     assert recycled.due == [0]
     made[0].state = State.READY
-    recycled.recycling.opened(made[0])
-    recycled.recycling.look(made[1])
+    recycled.recycling.on_open(made[0])
+    recycled.recycling.check(made[1])
     assert recycled.due == [0, 1]
     assert made[0].recycle_at == 20
 
@@ -267,7 +267,7 @@ def test_only_one_that_serves_is_replaced(state: State) -> None:
     made = workers(1, state)
     recycled = Recycled(made, recycle_batches=10)
     made[0].batches = 10
-    recycled.recycling.look(made[0])
+    recycled.recycling.check(made[0])
     assert recycled.due == []
 
 
@@ -276,10 +276,10 @@ def test_nobody_is_replaced_in_the_midst_of_a_load() -> None:
     made = workers(1)
     recycled = Recycled(made, recycle_batches=10)
     made[0].batches, made[0].asked = 10, 7
-    recycled.recycling.look(made[0])
+    recycled.recycling.check(made[0])
     assert recycled.due == []
     made[0].asked = None
-    recycled.recycling.look(made[0])
+    recycled.recycling.check(made[0])
     assert recycled.due == [0]
 
 
@@ -288,11 +288,11 @@ def test_nobody_is_replaced_without_limits_or_after_the_end() -> None:
     without = Recycled(made)
     assert made[0].recycle_at == NEVER
     made[0].batches = 10**12
-    without.recycling.look(made[0])
+    without.recycling.check(made[0])
     closed = Recycled(made, recycle_batches=10)
     made[0].batches += 10
     closed.recycling.close()
-    closed.recycling.look(made[0])
+    closed.recycling.check(made[0])
     assert without.due == closed.due == []
 
 
@@ -316,8 +316,8 @@ def test_requests_of_a_lane_without_workers_are_refused_in_the_end() -> None:
     async def run() -> None:
         made = workers(1, State.ABSENT)
         vacancy, target, refused = waiting(made)
-        vacancy.look()
-        vacancy.look()
+        vacancy.update()
+        vacancy.update()
         await turns()
         assert refused == [target]
         vacancy.close()
@@ -329,9 +329,9 @@ def test_a_worker_that_comes_back_ends_the_time() -> None:
     async def run() -> None:
         made = workers(1, State.ABSENT)
         vacancy, target, refused = waiting(made)
-        vacancy.look()
+        vacancy.update()
         serving(target, made)
-        vacancy.look()
+        vacancy.update()
         await turns()
         assert refused == []
         vacancy.close()
@@ -344,18 +344,18 @@ def test_the_time_begins_when_the_last_worker_has_left() -> None:
 
     async def run() -> None:
         made = workers(1, State.LEAVING)
-        made[0].is_awaited = True
+        made[0].is_replacement_pending = True
         vacancy, target, refused = waiting(made)
-        vacancy.look()
+        vacancy.update()
         await turns()
-        assert refused == [] and target.is_awaiting and target.is_open
+        assert refused == [] and target.is_awaiting_worker and target.is_open
         made[0].state = State.ABSENT
-        vacancy.look()
+        vacancy.update()
         await turns()
         assert refused == [target]
-        assert not target.is_awaiting and not target.is_open
-        vacancy.look()
-        assert not target.is_awaiting
+        assert not target.is_awaiting_worker and not target.is_open
+        vacancy.update()
+        assert not target.is_awaiting_worker
         vacancy.close()
 
     asyncio.run(run())
@@ -363,7 +363,7 @@ def test_the_time_begins_when_the_last_worker_has_left() -> None:
 
 def failing(worker: Worker, count: int, *, is_loaded: bool, code: int = -11) -> None:
     worker.failures, worker.was_loaded, worker.state = count, is_loaded, State.ABSENT
-    worker.last_end = ProcessExit(code, was_killed=False)
+    worker.last_exit = ProcessExit(code, was_killed=False)
 
 
 def test_a_lane_with_its_quorum_is_ready() -> None:
@@ -395,22 +395,22 @@ def test_a_lane_without_workers_says_where_they_are(state: State, words: str) ->
 
 def test_a_lane_says_that_requests_wait() -> None:
     made = workers(1, State.STARTING)
-    made[0].is_awaited = True
-    words = "a worker is being replaced in order, and requests wait for it"
+    made[0].is_replacement_pending = True
+    words = "a worker is being replaced in order, and requests are queued"
     assert reason_of(lane(), made) == words
 
 
 def test_failures_are_named_with_their_cause() -> None:
     made = workers(2, State.LOADING)
     failing(made[0], 1, is_loaded=True)
-    assert reason_of(lane(), made) == "worker 0 died by SIGSEGV and is started again"
+    assert reason_of(lane(), made) == "worker 0 died by SIGSEGV and is restarted"
     failing(made[0], 2, is_loaded=False, code=70)
     assert reason_of(lane(), made) == (
         "worker 0 ended before it had loaded its models, 2 times in a row, the last with exit "
         "code 70"
     )
-    made[0].complaint = "model `m/1`: no such file"
-    assert reason_of(lane(), made).endswith("in a row, the last over model `m/1`: no such file")
+    made[0].load_error = "model `m/1`: no such file"
+    assert reason_of(lane(), made).endswith("in a row; last error: model `m/1`: no such file")
 
 
 def test_a_worker_in_a_crash_loop_counts_for_nothing_until_it_is_steady() -> None:
@@ -432,10 +432,10 @@ def test_a_worker_in_a_crash_loop_counts_for_nothing_until_it_is_steady() -> Non
     [
         (-11, False, "by SIGSEGV", ""),
         (-9, True, "by SIGKILL", "which this gateway sent"),
-        (-9, False, "by SIGKILL", "the system for its memory"),
+        (-9, False, "by SIGKILL", "an operator or the OOM killer"),
         (-250, False, "by signal 250", ""),
         (70, True, "with exit code 70", ""),
-        (None, False, "in a way that its parent knows", ""),
+        (None, False, "with an unknown exit code (no child of this process)", ""),
     ],
 )
 def test_an_end_in_words(code: int | None, was_killed: bool, words: str, more: str) -> None:
@@ -451,7 +451,7 @@ def test_who_cannot_be_talked_to_is_given_up_unless_another_has_its_place() -> N
         def __init__(self) -> None:
             self._loop = asyncio.get_running_loop()
 
-        def _happened(self, worker: Worker, event: Event) -> None:
+        def _on_event(self, worker: Worker, event: Event) -> None:
             happened.append((worker.index, event))
 
     async def run() -> None:
@@ -459,14 +459,14 @@ def test_who_cannot_be_talked_to_is_given_up_unless_another_has_its_place() -> N
         made = supervisor.workers = workers(4)
         made[1].state = State.LOADING
         for worker in made:
-            supervisor._on_deaf(worker)
+            supervisor._on_unresponsive(worker)
         made[2].incarnation += 10
         assert happened == []
         await asyncio.sleep(0)
         assert happened == [(0, Event.HUNG), (1, Event.LOAD_FAILED), (3, Event.HUNG)]
         happened.clear()
-        supervisor._on_let_go(made[0], made[0].incarnation)
-        supervisor._on_let_go(made[2], made[2].incarnation - 10)
+        supervisor._on_released(made[0], made[0].incarnation)
+        supervisor._on_released(made[2], made[2].incarnation - 10)
         assert happened == [(0, Event.LOST)]
 
     asyncio.run(run())

@@ -300,7 +300,7 @@ def test_a_port_in_use_is_the_operators_mistake() -> None:
         (":80", "wanted HOST:PORT"),
         ("127.0.0.1:http", "wanted HOST:PORT"),
         ("127.0.0.1:65536", "wanted HOST:PORT"),
-        ("a..b:0", "no host"),
+        ("a..b:0", "not a host name"),
         ("192.0.2.1:0", "Cannot assign"),
     ],
 )

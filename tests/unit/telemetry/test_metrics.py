@@ -269,7 +269,7 @@ def test_a_page_made_in_many_turns_is_one_page(
     lanes = [make_lane(f"m{index}") for index in range(40)]
     observed = observe(lanes, [make_worker(index) for index in range(5)])
     in_turns = page(observed, is_openmetrics=is_openmetrics).splitlines()
-    monkeypatch.setattr(metrics, "SOURCES_A_TURN", dict.fromkeys(metrics.SOURCES_A_TURN, 1000))
+    monkeypatch.setattr(metrics, "SOURCES_PER_STEP", dict.fromkeys(metrics.SOURCES_PER_STEP, 1000))
     at_once = page(observed, is_openmetrics=is_openmetrics).splitlines()
 
     def steady(lines: list[str]) -> list[str]:

@@ -205,7 +205,7 @@ def test_the_table_of_a_busy_server_fits_100_columns() -> None:
     worker.batches = 123_456_789_012
     worker.starts = 123_456
     worker.pid = 4_194_304
-    worker.story.append((0, Event.LOAD_FAILED, State.LOOPING))
+    worker.history.append((0, Event.LOAD_FAILED, State.LOOPING))
     lanes = [busy_lane("two-tower-ranker-with-a-long-name"), busy_lane("ids")]
 
     lines = render_stats(collect(observe(lanes, [worker])))
@@ -229,7 +229,7 @@ def test_the_table_says_what_an_operator_looks_for() -> None:
     text = "\n".join(render_stats(collect(observe([lane, make_lane("b", is_ready=False)]))))
 
     assert "not ready: model `b/1`: its workers have not come yet" in text
-    assert "ids/1: refused: queue_full 3" in text
+    assert "ids/1: rejected: queue_full 3" in text
     assert "ids/1: batches closed: idle 4" in text
     assert "attached, loading" in text
 

@@ -49,13 +49,13 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         self.host.forget(self)
 
-    def look_after(self, now: int) -> None:
+    def enforce_timeouts(self, now: int) -> None:
         self.looks += 1
 
     def leave(self) -> None:
         self.transport.close()
 
-    def give_way(self) -> None:
+    def close_idle(self) -> None:
         self.is_left = True
         self.transport.close()
 
@@ -185,16 +185,16 @@ def test_descriptors_bound_the_connections_of_all_ports() -> None:
 
 
 def test_all_connections_are_looked_after_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "LOOK_AFTER_S", 0.0)
-    monkeypatch.setattr(listening, "LOOK_TURNS", 10)
+    monkeypatch.setattr(listening, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(listening, "CHECK_STEPS", 10)
 
     async def talk(port: Port) -> None:
         held = [admit(port, "a") for _ in range(1000)]
         looks = []
         for _ in range(10):
-            port._care()
-            assert port._caring is not None
-            port._caring.cancel()
+            port._check_connections()
+            assert port._check_timer is not None
+            port._check_timer.cancel()
             looks.append(sum(each.looks for each in held if each))
         assert looks == list(range(100, 1001, 100))
 
@@ -254,7 +254,7 @@ def test_connections_are_accepted_a_few_in_each_turn() -> None:
                 await asyncio.sleep(0)
                 counts.append(port._open)
             steps = [after - before for before, after in itertools.pairwise(counts)]
-            assert max(steps) <= accepting.ACCEPTS_A_TURN
+            assert max(steps) <= accepting.ACCEPTS_PER_ITERATION
             await asyncio.sleep(0.05)
             assert len(port.connections) == 100
         while port.connections:
@@ -349,7 +349,7 @@ def test_a_socket_that_cannot_accept_is_not_asked_in_each_turn() -> None:
         bound.bind(("127.0.0.1", 0))
         await port.listen(bound)
         with socket.create_connection(bound.getsockname()):
-            await asyncio.sleep(2.5 * accepting.PAUSE_S)
+            await asyncio.sleep(2.5 * accepting.ACCEPT_PAUSE_S)
         assert 1 < bound.accepts <= 4
 
     play(talk)
@@ -426,4 +426,4 @@ def test_a_process_without_descriptors_refuses_and_goes_on() -> None:
         timeout=60,
     )
     assert done.stdout == "ok\n", done.stderr
-    assert done.stderr.count("could not be accepted") == 1
+    assert done.stderr.count("accept failed") == 1

@@ -118,7 +118,7 @@ def serve(
 
     with pytest.MonkeyPatch.context() as patch:
         if timeouts:
-            patch.setattr(listening, "LOOK_AFTER_S", 0.05)
+            patch.setattr(listening, "CHECK_INTERVAL_S", 0.05)
         asyncio.run(asyncio.wait_for(run(), WITHIN_S))
 
 

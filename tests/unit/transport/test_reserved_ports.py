@@ -35,16 +35,16 @@ def listen(address: str, *, is_shared: bool) -> socket.socket:
 
 def test_settings_name_the_ports_that_were_taken(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
-    taken = ports.said_in(CONFIG)
+    taken = ports.with_reserved_ports(CONFIG)
     found = [*taken.server.address, taken.http.address]
     assert list(taken.server.address) == ports.addresses
     assert len(set(found)) == 3 and ANY not in found
-    assert ports.said_in(CONFIG) == taken
+    assert ports.with_reserved_ports(CONFIG) == taken
 
 
 def test_nobody_else_gets_a_held_port_while_no_process_listens(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
-    for address in (*ports.addresses, ports.said_in(CONFIG).http.address):
+    for address in (*ports.addresses, ports.with_reserved_ports(CONFIG).http.address):
         with pytest.raises(OSError, match="in use"):
             listen(address, is_shared=False)
         processes = [listen(address, is_shared=True) for _ in range(2)]
@@ -69,7 +69,7 @@ def test_a_port_where_somebody_listens_is_refused_by_its_setting(
                 inferential=InferentialConfig(address=f"tcp://{address}"), server=CONFIG.server
             ),
         }[setting]
-        with pytest.raises(ConfigError, match=f"{setting} {address}: cannot listen there"):
+        with pytest.raises(ConfigError, match=f"{setting} {address}: cannot listen: "):
             asyncio.run(ports.hold(config))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from iskander.transport.sources import LOOKED_AT, SourceTable, source_of
+from iskander.transport.sources import EXAMINED_MAX, SourceTable, source_of
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_a_search_looks_at_few_items_and_comes_to_all_of_them(counts: dict[str, 
         return 0
 
     assert table.oldest_idle(busy) is None
-    assert len(seen) == LOOKED_AT
+    assert len(seen) == EXAMINED_MAX
     while len(set(seen)) < 5000:
         before = len(set(seen))
         table.oldest_idle(busy)
-        assert len(set(seen)) == min(before + LOOKED_AT, 5000)
+        assert len(set(seen)) == min(before + EXAMINED_MAX, 5000)

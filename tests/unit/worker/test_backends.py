@@ -36,7 +36,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 
 def test_a_backend_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ManifestError, match=r"no backend `caffe` here; there are .*onnx"):
+    with pytest.raises(ManifestError, match=r"no backend `caffe` is installed; installed: .*onnx"):
         load_model(spec("caffe"), 1)
 
 
@@ -48,7 +48,7 @@ def test_a_backend_can_come_with_another_distribution(monkeypatch: pytest.Monkey
 
 def test_a_backend_whose_library_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, "no_such_library:load")
-    with pytest.raises(ManifestError, match=r"`mine` cannot be had here: .*no_such_library"):
+    with pytest.raises(ManifestError, match=r"`mine` cannot be imported: .*no_such_library"):
         load_model(spec("mine"), 1)
 
 
@@ -98,9 +98,9 @@ def test_an_output_is_written_where_it_belongs_however_it_lies_in_memory() -> No
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ({}, "output `y` did not come"),
-        ({"y": np.zeros((2, 2), np.float32)}, r"has the shape \[2, 2\].*says \[3, 2\]"),
-        ({"y": np.zeros((3, 2), np.float64)}, "came as float64, and the contract says float32"),
+        ({}, "output `y` is missing"),
+        ({"y": np.zeros((2, 2), np.float32)}, r"has shape \[2, 2\].*expected \[3, 2\]"),
+        ({"y": np.zeros((3, 2), np.float64)}, "has dtype float64, expected float32"),
     ],
 )
 def test_an_output_that_is_not_as_the_contract_says_is_refused(
@@ -113,7 +113,7 @@ def test_an_output_that_is_not_as_the_contract_says_is_refused(
 @pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, MemoryError, OverflowError])
 def test_what_steps_cannot_compute_fails_its_run_and_not_the_worker(kind: type[Exception]) -> None:
     """What a graph makes of a caller's rows is known to nobody before."""
-    with pytest.raises(ExecutionFailed, match=rf"made no results.*{kind.__name__}: so"):
+    with pytest.raises(ExecutionFailed, match=rf"computing this batch failed: {kind.__name__}: so"):
         computed({}, kind("so"))
 
 

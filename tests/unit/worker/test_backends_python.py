@@ -63,8 +63,8 @@ def test_a_sliced_batch_and_a_tensor_column_are_taken() -> None:
     ("batch", "told"),
     [
         ({"y": 1}, "returned a dict"),
-        (pa.record_batch({"z": [1]}), "the columns z, wanted y once"),
-        (pa.record_batch([[1], [2]], ["y", "y"]), "wanted y once"),
+        (pa.record_batch({"z": [1]}), "the columns z, expected y once"),
+        (pa.record_batch([[1], [2]], ["y", "y"]), "expected y once"),
         (pa.record_batch({"y": pa.array([[1], None], pa.list_(pa.int8(), 1))}), "has nulls"),
         (pa.record_batch({"y": pa.array([[None]], pa.list_(pa.int8(), 1))}), "has nulls"),
         (pa.record_batch({"y": pa.array([[1]])}), r"list<item: int64>, which is no tensor"),

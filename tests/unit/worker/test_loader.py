@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from iskander_worker.loading import loader as loading
-from iskander_worker.tensors import plain
+from iskander_worker.tensors import error_text
 from iskander_worker.warm_up import read_arrays
 from support.processes import eventually
 from support.scripted import model_spec
@@ -113,5 +113,5 @@ def test_a_damaged_sample_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_long_error_is_cut_before_it_is_searched() -> None:
-    assert len(plain(ValueError("/" * 200_000))) <= 4000
-    assert plain(ValueError("at /a/b.cc:12 it failed\nstack")) == "at <source> it failed"
+    assert len(error_text(ValueError("/" * 200_000))) <= 4000
+    assert error_text(ValueError("at /a/b.cc:12 it failed\nstack")) == "at <source> it failed"

@@ -103,12 +103,12 @@ def test_what_the_server_puts_in_has_to_be_in_the_vocabulary(
     ("words", "lines", "keys"),
     [
         ("a line twice", ("a", "a"), {}),
-        ("makes 3 numbers, and the graph takes 2", LINES,
+        ("has 3 numbers, and the graph accepts 2", LINES,
          {"trailing": (2,), "element": "float", "one_hot": True}),
-        ("makes 9 numbers, and the graph takes 4", LINES,
+        ("has 9 numbers, and the graph accepts 4", LINES,
          {"trailing": (4,), "element": "float", "one_hot": True, "unknown": 8}),
         ("a vocabulary makes int32, int64", LINES, {"element": "float"}),
-        ("name of a file", LINES, {"vocabulary": "../words.txt"}),
+        ("expected a file beside the model", LINES, {"vocabulary": "../words.txt"}),
         ("looks up text", LINES, {"type": "float32"}),
     ],
 )  # fmt: skip

@@ -160,5 +160,5 @@ def test_a_copy_that_is_larger_than_the_folder_may_be_is_not_kept(tmp_path: Path
     entry = store.find("k")
 
     assert entry is not None and entry.model is None
-    assert "its copy has 2000 bytes, and loading.cache_bytes is 1500" in entry.record.note
+    assert "its copy has 2000 bytes, limit 1500 (loading.cache_bytes)" in entry.record.note
     assert os.listdir(tmp_path / "cache" / "k") == [RECORD]

@@ -1,12 +1,12 @@
-"""What runs a model: the interface of a backend, and which one a model names.
+"""Backend interface, and the lookup of the backend that a model names.
 
 A backend is a function `load(spec, cores)` that returns a `Model`. It is in the table below, or
 installed by another distribution in the entry-point group `iskander.backends`.
 
     Model          arrays in by name, arrays out by name
-    BindingModel   a model that can also read and write a batch's buffers where they lie
+    BindingModel   a model that can also read and write a batch's buffers in place
 
-Nothing of a backend's libraries is imported before a model names it.
+The libraries of a backend are imported when a model first names it.
 
 Runs on: worker main.
 """
@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from iskander.contract.graph import Graph
+from iskander.contract.manifest import Manifest, read_manifest
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
 from iskander.errors import ManifestError
@@ -32,29 +34,20 @@ BUILT_IN = {
 """Name to module; its `load` is the backend."""
 
 
-class Threads:
-    """How the models of this process share its threads.
-
-    Attributes:
-        is_one_pool: Those that can compute with one pool; set before the first is loaded.
-    """
-
-    is_one_pool = False
-
-
-threads = Threads()
+is_one_pool = False
+"""Whether the models of this process that support it share one thread pool; set before loading."""
 
 Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each `(rows, *shape)`; strings as objects of `str`, bfloat16 as uint16."""
 
 
 class Run:
-    """One run of a model, which another thread may give up.
+    """One run of a model, which another thread may abort.
 
     Attributes:
-        is_aborted: Nobody waits for it any more. A model looks at it where it can.
-        native: A runtime's own options, on which `terminate` is set too.
-        steps: Name and nanoseconds of each step of the model that ran last; empty without steps.
+        is_aborted: All its callers are gone. A model should poll it.
+        native: Run options of the runtime; `abort` sets their `terminate`.
+        steps: Name and nanoseconds of each pipeline step of the last run.
     """
 
     __slots__ = ("is_aborted", "native", "steps")
@@ -65,105 +58,86 @@ class Run:
         self.steps: tuple[tuple[str, int], ...] = ()
 
     def abort(self) -> None:
-        """Give the run up."""
+        """Abort the run."""
         self.is_aborted = True
         if self.native is not None:
             self.native.terminate = True
 
 
 class Bound(Protocol):
-    """A batch whose inputs and results lie at known addresses; may be run again and again.
-
-    Attributes:
-        own_bytes: Memory that it keeps for itself.
-    """
+    """A batch bound to the addresses of its bodies; `own_bytes` is the size of its buffers."""
 
     own_bytes: int
 
     def run(self, run: Run) -> None:
-        """Compute the batch.
-
-        Raises:
-            ExecutionFailed: The model did not.
-        """
+        """Compute the batch, or raise `ExecutionFailed`; can be called repeatedly."""
 
 
 class Model(Protocol):
-    """One loaded model version.
-
-    Attributes:
-        graph: The tensors that it takes and makes.
-        providers: On what it computes, for the operator.
-        threads: Compute threads.
-    """
+    """One loaded model version; `providers` and `threads` are shown to the operator."""
 
     graph: Graph
     providers: tuple[str, ...]
     threads: int
 
-    def compute(self, arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
+    def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
         """Compute one batch.
 
         Args:
-            arrays: Every input; views of memory that may not be written, and not kept.
-            wanted: The outputs to return.
-            run: This one.
+            arrays: Every input; read-only views, valid during the call.
+            outputs: Names of the outputs to return.
+            run: The current run.
 
         Raises:
-            ExecutionFailed: The model did not; in words for the caller.
+            ExecutionFailed: The model failed; the text is for the caller.
         """
 
     def close(self) -> None:
-        """Give up what it holds; it is not used again."""
+        """Release its resources; it is not used again."""
 
 
 @runtime_checkable
 class BindingModel(Model, Protocol):
-    """A model that computes straight from and to a batch's buffers.
-
-    Attributes:
-        is_binding_reusable: What `bind` returns may be kept, and run again.
-    """
+    """A model that reads and writes a batch's buffers in place; a binding may be reusable."""
 
     is_binding_reusable: bool
 
     def bind(self, contract: Contract, rows: int, input_address: int, output_address: int) -> Bound:
-        """Bind the contract's tensors to a batch's buffers where they lie.
+        """Bind the contract's tensors to a batch's bodies, or raise `ExecutionFailed`.
 
         Layout:
-            As `body_layout` says, from the two addresses; the caller keeps the mappings alive.
-
-        Raises:
-            ExecutionFailed: The runtime refuses them.
+            `body_layout` from the two addresses; the caller keeps the mappings alive.
         """
 
 
+def require_manifest(spec: ModelSpec) -> Manifest:
+    """The manifest of a model that needs one, and workers of its own."""
+    if not spec.pool:
+        name = spec.backend
+        raise ManifestError(f"the backend `{name}` needs workers of its own: set workers = 1")
+    manifest = read_manifest(Path(spec.path))
+    if manifest is None:
+        raise ManifestError("manifest.toml not found: it declares the tensors of the model")
+    return manifest
+
+
 def load_model(spec: ModelSpec, cores: int) -> Model:
-    """Load a model with the backend that it names.
+    """Load a model with the backend that it names, or raise a `ManifestError`.
 
-    Args:
-        spec: Where the model is and how to run it.
-        cores: Physical cores that this process may use; the compute threads where the spec names
-            none.
-
-    Raises:
-        ManifestError: There is no such backend here, or it cannot load the model; says why.
+    `cores` is the number of physical cores, and of compute threads if the spec names none.
     """
-    return _backend(spec.backend)(spec, cores)
-
-
-def _backend(name: str) -> Callable[[ModelSpec, int], Model]:
+    name = spec.backend
     load: Callable[[ModelSpec, int], Model]
     try:
         if name in BUILT_IN:
             load = import_module(BUILT_IN[name]).load
         else:
-            # Only now: it looks at everything that is installed.
+            # Reads the metadata of all installed distributions, so only if needed.
             found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
             if name not in found:
                 known = ", ".join(sorted({*BUILT_IN, *found}))
-                raise ManifestError(f"there is no backend `{name}` here; there are {known}")
+                raise ManifestError(f"no backend `{name}` is installed; installed: {known}")
             load = found[name].load()
     except ImportError as error:
-        raise ManifestError(f"the backend `{name}` cannot be had here: {error}") from None
-    return load
+        raise ManifestError(f"the backend `{name}` cannot be imported: {error}") from None
+    return load(spec, cores)

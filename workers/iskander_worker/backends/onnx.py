@@ -1,4 +1,4 @@
-"""The backend `onnx`: an ONNX Runtime session, its execution provider and threads.
+"""Backend `onnx`: an ONNX Runtime session, its execution provider and threads.
 
 Runs on: worker main; `read_graph` also in the operator's tool.
 
@@ -20,10 +20,11 @@ from iskander.contract.manifest import model_file
 from iskander.contract.tensors import Contract
 from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
-from iskander_worker.backends import Arrays, Run, threads
+from iskander_worker import backends
+from iskander_worker.backends import Arrays, Run
 from iskander_worker.backends.onnx_binding import BFLOAT16, Binding, options_of
 from iskander_worker.loading.opener import ModelSource, open_model
-from iskander_worker.tensors import plain
+from iskander_worker.tensors import error_text
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -37,33 +38,19 @@ OPTIMIZATION_LEVELS = {
     "level3": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
 
-
 _LOG_ERRORS_ONLY = 3
 ort.set_default_logger_severity(4)
 
 
 def load(spec: ModelSpec, cores: int) -> OnnxModel:
-    """Load a model file, once it is known to be what it should be and to harm nobody.
-
-    Raises:
-        ManifestError: File, provider or graph cannot be served; says which.
-    """
+    """Load a model file after the checks and the sandboxed load of `open_model`."""
     return open_model(spec, cores, OnnxModel, ort.__version__)
 
 
 class OnnxModel:
-    """One loaded graph.
+    """One loaded graph; raises a `ManifestError` if it cannot be loaded.
 
-    Args:
-        spec: Where the model is and how to run it.
-        cores: Compute threads where the spec names none, as is the runtime's own default.
-        source: What to open, where that is not just the spec's file.
-
-    Attributes:
-        notices: What was not as it should be, and still serves.
-
-    Raises:
-        ManifestError: The model cannot be loaded: file, provider or graph; says which.
+    Without `threads_intra` it uses `cores` compute threads, as is the runtime's own default.
     """
 
     def __init__(self, spec: ModelSpec, cores: int, source: ModelSource = ModelSource()) -> None:  # noqa: B008
@@ -71,7 +58,7 @@ class OnnxModel:
         self.threads = spec.threads_intra or cores
         options = ort.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
-        if threads.is_one_pool:
+        if backends.is_one_pool:
             _make_pool(cores)
             options.use_per_session_threads = False
         else:
@@ -81,14 +68,22 @@ class OnnxModel:
         options.enable_mem_pattern = spec.has_memory_pattern
         if spec.is_parallel:
             options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
-        # Spinning threads burn whole cores between batches: 86 % of one at 50 batches a second.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+        # Spinning threads use whole cores between batches: 86 % of one at 50 batches a second.
+        entries = {
+            "session.intra_op.allow_spinning": "0",
+            "session.inter_op.allow_spinning": "0",
+        }
         file = source.optimised or model_file(Path(spec.path))
         if source.optimised is not None:
             options.graph_optimization_level = OPTIMIZATION_LEVELS["disable"]
         if source.save_to is not None:
-            _save(options, source.save_to, source.save_weights)
+            options.optimized_model_filepath = str(source.save_to)
+            external = "session.optimized_model_external_initializers_"
+            entries[external + "file_name"] = source.save_weights
+            entries[external + "min_size_in_bytes"] = "1024"
+            entries["session.save_external_prepacked_constant_initializers"] = "1"
+        for key, value in entries.items():
+            options.add_session_config_entry(key, value)
         for library in source.libraries:
             _register(options, library)
         self._session = _open(file, options, spec.execution_providers, spec.provider_options)
@@ -97,49 +92,39 @@ class OnnxModel:
         self._bfloat16 = {
             tensor.name for tensor in self.graph.inputs if tensor.element == "tensor(bfloat16)"
         }
-        # A binding on an accelerator copies its inputs when it is made, so it cannot be kept.
+        # A binding on an accelerator copies its inputs at its creation, so it is used once.
         self.is_binding_reusable = self.providers[0] == PROVIDERS["cpu"]
 
     def bind(
         self, contract: Contract, rows: int, input_address: int, output_address: int
     ) -> Binding:
-        """Bind the contract's tensors to a batch's buffers where they lie.
-
-        Raises:
-            ExecutionFailed: The runtime refuses them.
-        """
+        """Bind the contract's tensors to a batch's bodies, or raise `ExecutionFailed`."""
         try:
             return Binding(self._session, contract, rows, input_address, output_address)
         except Exception as error:
-            raise ExecutionFailed(f"its buffers cannot be bound: {plain(error)}") from None
+            raise ExecutionFailed(
+                f"the batch's buffers cannot be bound: {error_text(error)}"
+            ) from None
 
-    def compute(self, arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
-        """Compute a batch of arrays: for tensors that cannot be bound.
-
-        Raises:
-            ExecutionFailed: The runtime refused.
-        """
+    def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
+        """Compute a batch of arrays, if its tensors cannot be bound, or raise `ExecutionFailed`."""
         feeds: dict[str, Any] = dict(arrays)
         for name in self._bfloat16:
-            # NumPy has none, so the runtime is told.
+            # NumPy has no bfloat16, so the element type is passed to the runtime.
             feeds[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(feeds[name], BFLOAT16)
         try:
-            tensors = self._session.run(list(wanted), feeds, run.native or options_of(run))
+            tensors = self._session.run(list(outputs), feeds, run.native or options_of(run))
         except Exception as error:
-            raise ExecutionFailed(plain(error)) from None
-        return dict(zip(wanted, tensors, strict=True))
+            raise ExecutionFailed(error_text(error)) from None
+        return dict(zip(outputs, tensors, strict=True))
 
     def close(self) -> None:
-        """Free the graph with its last binding."""
+        """Release the graph with its last binding."""
         del self._session
 
 
 def read_graph(path: Path) -> Graph:
-    """What a model file declares, without optimising it.
-
-    Raises:
-        ManifestError: It cannot be loaded.
-    """
+    """Read the declaration of a model file without optimising it, or raise a `ManifestError`."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -147,29 +132,18 @@ def read_graph(path: Path) -> Graph:
     return _graph_of(_open(model_file(path), options, ("cpu",)))
 
 
-def _save(options: ort.SessionOptions, file: Path, weights: str) -> None:
-    """Have the optimised graph written, and its weights as its kernels read them beside it."""
-    options.optimized_model_filepath = str(file)
-    for key, value in (
-        ("session.optimized_model_external_initializers_file_name", weights),
-        ("session.optimized_model_external_initializers_min_size_in_bytes", "1024"),
-        ("session.save_external_prepacked_constant_initializers", "1"),
-    ):
-        options.add_session_config_entry(key, value)
-
-
 def _register(options: ort.SessionOptions, library: str) -> None:
     try:
         options.register_custom_ops_library(library)
     except Exception as error:
         raise ManifestError(
-            f"the operator library `{Path(library).name}` cannot be loaded: {plain(error)}"
+            f"operator library `{Path(library).name}` cannot be loaded: {error_text(error)}"
         ) from None
 
 
 @cache
 def _make_pool(cores: int) -> None:
-    """The pool of this process; the runtime makes it with its first session."""
+    """Configure the pool of this process; the runtime creates it with its first session."""
     ort.set_global_thread_pool_sizes(cores, 1)
 
 
@@ -180,10 +154,10 @@ def _open(
     provider_options: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> ort.InferenceSession:
     if not file.is_file():
-        raise ManifestError(f"there is no model file `{file.name}` where the configuration says")
-    wanted = [PROVIDERS[name] for name in providers]
-    if wanted != [PROVIDERS["cpu"]]:
-        missing = [name for name in wanted if name not in ort.get_available_providers()]
+        raise ManifestError(f"model file `{file.name}` not found at the configured path")
+    names = [PROVIDERS[provider] for provider in providers]
+    if names != [PROVIDERS["cpu"]]:
+        missing = [name for name in names if name not in ort.get_available_providers()]
         if missing:
             raise ManifestError(f"this ONNX Runtime was built without {', '.join(missing)}")
         ort.preload_dlls(directory="")
@@ -191,18 +165,18 @@ def _open(
         session = ort.InferenceSession(
             file,
             options,
-            providers=wanted,
-            provider_options=[dict(provider_options.get(name, {})) for name in providers],
+            providers=names,
+            provider_options=[dict(provider_options.get(each, {})) for each in providers],
             enable_fallback=0,
         )
     except Exception as error:
-        raise ManifestError(f"`{file.name}` cannot be loaded: {plain(error)}") from None
-    # Without its libraries or a device, a provider is dropped with no more than a log line.
-    dropped = [name for name in wanted if name not in session.get_providers()]
+        raise ManifestError(f"`{file.name}` cannot be loaded: {error_text(error)}") from None
+    # The runtime drops a provider without libraries or a device with only a log line.
+    dropped = [name for name in names if name not in session.get_providers()]
     if dropped:
         raise ManifestError(
-            f"the execution provider {', '.join(dropped)} was asked for and cannot start on this "
-            "machine (no device, driver or libraries); it is never replaced by the CPU silently"
+            f"the execution provider {', '.join(dropped)} cannot start on this machine (no device, "
+            "driver or libraries), and the CPU is not used instead"
         )
     return session
 

@@ -1,4 +1,4 @@
-"""Tensors bound to a batch's buffers, and a run on them.
+"""I/O binding of tensors to a batch's buffers.
 
 Runs on: worker main.
 
@@ -15,24 +15,17 @@ import onnxruntime as ort
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
 from iskander.errors import ExecutionFailed
 from iskander_worker.backends import Run
-from iskander_worker.tensors import memory, packed, plain
+from iskander_worker.tensors import error_text, memory, packed
 
 BFLOAT16: Final = 16
-"""As ONNX numbers it."""
+"""ONNX type number."""
 
 
 class Binding:
-    """Tensors bound to addresses; running it reads the inputs and writes the outputs there.
+    """Tensors of a batch of `rows` rows, bound to the addresses of its bodies.
 
     Booleans are bits in Arrow and bytes in a tensor, and outputs of unknown shape cannot be bound
-    ahead: both go through memory of the binding's own.
-
-    Args:
-        session: Of the model.
-        contract: Of the model.
-        rows: Of every batch that this binding runs.
-        input_address: Where the inputs' body begins.
-        output_address: Where the results' body is to begin.
+    in advance: both use private buffers.
     """
 
     __slots__ = ("_io", "_packed", "_rows", "_session", "_unbound", "_unpacked", "own_bytes")
@@ -78,24 +71,17 @@ class Binding:
             io.bind_output(spec.tensor, "cpu", 0, _element(spec), shape, address)
 
     def run(self, run: Run) -> None:
-        """Compute the batch.
-
-        Args:
-            run: This one; it is given up between two nodes.
-
-        Raises:
-            ExecutionFailed: The runtime refused, or an output has not the shape of the contract.
-        """
+        """Compute the batch, or raise `ExecutionFailed`; an abort ends it between two nodes."""
         for bits, tensor in self._unpacked:
             flat = tensor.view(np.uint8).reshape(-1)
             flat[:] = np.unpackbits(bits, count=flat.size, bitorder="little")
         for _, spec, _ in self._unbound:
-            # Again each time: the runtime keeps the last run's output bound, with its shape.
+            # For every run, because the runtime keeps the last output bound, with its shape.
             self._io.bind_output(spec.tensor, "cpu")
         try:
             self._session.run_with_iobinding(self._io, run.native or options_of(run))
         except Exception as error:
-            raise ExecutionFailed(plain(error)) from None
+            raise ExecutionFailed(error_text(error)) from None
         for tensor, bits in self._packed:
             bits[:] = packed(tensor)
         if self._unbound:
@@ -104,11 +90,11 @@ class Binding:
     def _copy_unbound(self) -> None:
         outputs = self._io.get_outputs()
         for position, spec, target in self._unbound:
-            value, wanted = outputs[position], [self._rows, *spec.shape]
-            if value.shape() != wanted:
+            value, shape = outputs[position], [self._rows, *spec.shape]
+            if value.shape() != shape:
                 raise ExecutionFailed(
-                    f"output `{spec.tensor}` has the shape {value.shape()} for this batch, "
-                    f"and the contract says {wanted}"
+                    f"output `{spec.tensor}` has shape {value.shape()} for this batch, expected "
+                    f"{shape} by the contract"
                 )
             if spec.type.dtype_name == "bool":
                 target[:] = packed(value.numpy())
@@ -117,20 +103,19 @@ class Binding:
 
 
 def options_of(run: Run) -> ort.RunOptions:
-    """The options of a run that meets this runtime first; they are kept with it.
+    """Create the options of a run, stored in `run.native`.
 
-    Setting `terminate` on them from another thread gives the run up. The entry is the runtime's own
-    default, said aloud: its Python wrapper asks for it before every run, and where it is not set
-    the answer is an exception, which takes as long as a small model.
+    Setting `terminate` on them from another thread aborts the run. The entry is the runtime's
+    default: its Python wrapper reads it before every run, and without it raises and catches an
+    exception, which costs as much as a small model.
     """
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", "0")
     run.native = options
-    if run.is_aborted:  # Looked at after they are there: whoever aborts now sets it on them.
+    if run.is_aborted:  # Checked after the assignment: a later abort sets `terminate` itself.
         options.terminate = True
     return options
 
 
 def _element(spec: TensorSpec) -> np.dtype[Any] | int:
-    """What the runtime wants to be told of a tensor's elements."""
     return BFLOAT16 if spec.type.dtype_name == "bfloat16" else np.dtype(spec.type.dtype.numpy)

@@ -1,8 +1,8 @@
-"""The backend `torch`: programs of `torch.export`, and TorchScript.
+"""Backend `torch`: programs of `torch.export`, and TorchScript.
 
-Tensors of a batch are views of shared memory (`torch.from_numpy`). A program of `torch.export` says
-which tensors it takes and makes; of TorchScript the manifest does. Neither may unpickle anything
-while it is loaded, unless the configuration trusts it.
+Tensors of a batch are views of shared memory (`torch.from_numpy`). A program of `torch.export`
+declares its tensors; for TorchScript the manifest does. Neither may unpickle anything while it is
+loaded, unless the configuration trusts it.
 
 Runs on: worker main, of a model with workers of its own.
 
@@ -24,61 +24,38 @@ import torch
 
 from iskander.contract.declared_graph import declared_graph
 from iskander.contract.graph import Dimension, Graph, GraphTensor
-from iskander.contract.manifest import Manifest, read_manifest
+from iskander.contract.manifest import Manifest
 from iskander.contract.paths import path_inside
 from iskander.control.messages import ModelSpec
 from iskander.errors import ExecutionFailed, ManifestError
-from iskander_worker.backends import Arrays, Run
+from iskander_worker.backends import Arrays, Run, require_manifest
 from iskander_worker.loading.weight_files import inspect_safetensors, load_safetensors
-from iskander_worker.tensors import plain
+from iskander_worker.tensors import error_text
 
 ELEMENTS = {
-    torch.bool: "tensor(bool)",
-    torch.int8: "tensor(int8)",
-    torch.uint8: "tensor(uint8)",
-    torch.int16: "tensor(int16)",
-    torch.int32: "tensor(int32)",
-    torch.int64: "tensor(int64)",
-    torch.float16: "tensor(float16)",
-    torch.float32: "tensor(float)",
-    torch.float64: "tensor(double)",
-    torch.bfloat16: "tensor(bfloat16)",
-}
-"""As ONNX spells them, which is how graphs are told."""
+    torch.bool: "tensor(bool)", torch.int8: "tensor(int8)", torch.uint8: "tensor(uint8)",
+    torch.int16: "tensor(int16)", torch.int32: "tensor(int32)", torch.int64: "tensor(int64)",
+    torch.float16: "tensor(float16)", torch.float32: "tensor(float)",
+    torch.float64: "tensor(double)", torch.bfloat16: "tensor(bfloat16)",
+}  # fmt: skip
+"""ONNX names of the element types, as used in `Graph`."""
 BFLOAT16 = ELEMENTS[torch.bfloat16]
 
-# Inputs cannot be written, and nothing here does.
+# Inputs are read-only, and nothing here writes them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 warnings.filterwarnings("ignore", message=r"`torch.jit.load` is deprecated")
 
 
 def load(spec: ModelSpec, cores: int) -> TorchModel:
-    """Load a program, and its weights where they lie beside it.
-
-    Raises:
-        ManifestError: It cannot be loaded, or the manifest names other tensors; says which.
-    """
-    if not spec.pool:
-        raise ManifestError("the backend `torch` runs in workers of its own: set workers = 1")
-    manifest = read_manifest(Path(spec.path))
-    if manifest is None:
-        raise ManifestError("there is no manifest.toml, which says what the program's results are")
+    """Load a program and its weights, or raise a `ManifestError`."""
+    manifest = require_manifest(spec)
     threads = spec.threads_intra or cores
     torch.set_num_threads(threads)
     return TorchModel(spec, manifest, threads)
 
 
 class TorchModel:
-    """A loaded program.
-
-    Args:
-        spec: Where it is.
-        manifest: Beside it.
-        threads: That it computes with.
-
-    Raises:
-        ManifestError: It cannot be loaded.
-    """
+    """A loaded program."""
 
     def __init__(self, spec: ModelSpec, manifest: Manifest, threads: int) -> None:
         part = manifest.torch
@@ -94,33 +71,29 @@ class TorchModel:
         except ManifestError:
             raise
         except Exception as error:
-            raise ManifestError(f"`{part.file}` cannot be loaded: {plain(error)}") from None
+            raise ManifestError(f"`{part.file}` cannot be loaded: {error_text(error)}") from None
         if part.weights:
             self._load_weights(path_inside(folder, part.weights))
         self._bfloat16 = {each.name for each in self.graph.inputs if each.element == BFLOAT16}
 
-    def compute(self, arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
-        """Compute one batch.
-
-        Raises:
-            ExecutionFailed: PyTorch refused, or the results are not those that were declared.
-        """
+    def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
+        """Compute one batch, or raise `ExecutionFailed`."""
         try:
             with torch.inference_mode():
                 results = self._call(*(self._tensor(name, arrays[name]) for name in self._names))
-                made = self._named(results)
-                return {name: _array(made[name]) for name in wanted}
+                named = self._named(results)
+                return {name: _array(named[name]) for name in outputs}
         except ExecutionFailed:
             raise
         except Exception as error:
-            raise ExecutionFailed(_words(error)) from None
+            raise ExecutionFailed(_text(error)) from None
 
     def close(self) -> None:
-        """Free the program."""
+        """Release the program."""
         del self._call, self._module
 
     def _read(self, path: Path, manifest: Manifest) -> tuple[Callable[..., Any], list[str], Graph]:
-        """What to call, with which tensors, and what it is."""
+        """The function to call, the names of its arguments, and the graph."""
         if path.suffix == ".pt2":
             program = torch.export.load(path)
             self._module: Any = program.module().to(self._device)
@@ -133,7 +106,7 @@ class TorchModel:
         declared = [each.name for each in graph.inputs]
         if sorted(arguments) != sorted(declared):
             raise ManifestError(
-                f"the program takes {', '.join(arguments)}, and the manifest declares "
+                f"the program has the inputs {', '.join(arguments)}, and the manifest declares "
                 f"{', '.join(declared)}"
             )
         return self._module, arguments, graph
@@ -148,56 +121,57 @@ class TorchModel:
             self._module.load_state_dict(weights)
         except RuntimeError as error:
             text = " ".join(str(error).split())[:500]
-            raise ManifestError(f"`{path.name}` has not the program's weights: {text}") from None
+            raise ManifestError(f"`{path.name}` lacks weights of the program: {text}") from None
 
     def _tensor(self, name: str, array: np.ndarray) -> torch.Tensor:
         return _torch(array, is_bfloat16=name in self._bfloat16).to(self._device)
 
     def _named(self, results: Any) -> Mapping[str, torch.Tensor]:  # noqa: ANN401
-        """The results by name: as the program names them, or in the order of the manifest."""
+        """The results by name: the program's names, or those of the manifest in their order."""
         if not isinstance(results, Mapping):
             several = results if isinstance(results, tuple | list) else (results,)
             if len(several) != len(self._outputs):
                 raise ExecutionFailed(
-                    f"the program made {len(several)} results, and the manifest names "
+                    f"the program returned {len(several)} results, and the manifest names "
                     f"{len(self._outputs)}"
                 )
             results = dict(zip(self._outputs, several, strict=True))
         named = {name: results.get(name) for name in self._outputs}
         missing = [name for name, each in named.items() if not isinstance(each, torch.Tensor)]
         if missing:
-            raise ExecutionFailed(f"the program made no tensor `{missing[0]}`")
+            raise ExecutionFailed(f"the program returned no tensor `{missing[0]}`")
         return named
 
 
 def _graph_of(program: torch.export.ExportedProgram, outputs: Sequence[str]) -> Graph:
-    """What a program takes and makes, by what it was traced with."""
+    """The tensors of a program, from the values that it was traced with."""
     signature = program.graph_signature
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    made = signature.user_outputs
+    nodes = signature.user_outputs
     spec = program.call_spec.out_spec
     names = list(spec.context) if spec is not None and spec.type is dict else list(outputs)
-    if len(made) != len(names):
+    if len(nodes) != len(names):
         raise ManifestError(
-            f"the program makes {len(made)} results, and the manifest names {len(names)}: name all "
-            "of them, in order, in [torch] outputs"
+            f"the program returns {len(nodes)} results, and the manifest names {len(names)}: name "
+            "all of them, in order, in [torch] outputs"
         )
     return Graph(
-        tuple(_told(str(name), values.get(str(name))) for name in signature.user_inputs),
-        tuple(_told(name, values.get(str(node))) for name, node in zip(names, made, strict=True)),
+        tuple(_declared(str(name), values.get(str(name))) for name in signature.user_inputs),
+        tuple(
+            _declared(name, values.get(str(node))) for name, node in zip(names, nodes, strict=True)
+        ),
     )
 
 
-def _told(name: str, value: Any) -> GraphTensor:  # noqa: ANN401
+def _declared(name: str, value: Any) -> GraphTensor:  # noqa: ANN401
     if not isinstance(value, torch.Tensor) or value.dtype not in ELEMENTS:
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ManifestError(f"`{name}` of the program is a {kind}, which no column can be")
+        raise ManifestError(f"`{name}` of the program is a {kind}, which no column can hold")
     sizes: list[Dimension] = [size if isinstance(size, int) else str(size) for size in value.shape]
     return GraphTensor(name, ELEMENTS[value.dtype], tuple(sizes))
 
 
 def _results(manifest: Manifest) -> dict[str, None]:
-    """The tensors that the manifest's columns are made of, in order, each once."""
     declared = dict.fromkeys(manifest.graph.outputs)
     used = [source.tensor for entry in manifest.outputs for source in entry.sources]
     return declared or dict.fromkeys(used)
@@ -216,11 +190,11 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _words(error: Exception) -> str:
-    """What PyTorch says; TorchScript says it behind a traceback of its own."""
+def _text(error: Exception) -> str:
+    """The text of an error; TorchScript writes it after a traceback of its own."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     is_traced = lines and "TorchScript interpreter" in lines[0]
-    return plain(RuntimeError(lines[-1])) if is_traced else plain(error)
+    return error_text(RuntimeError(lines[-1])) if is_traced else error_text(error)
 
 
 def _device(providers: tuple[str, ...]) -> str:
@@ -233,7 +207,7 @@ def _device(providers: tuple[str, ...]) -> str:
 
 @contextmanager
 def _no_pickle(*, is_trusted: bool) -> Iterator[None]:
-    """Refuse whatever would look a class up to unpickle it; an audit hook cannot be evaded."""
+    """Reject any lookup of a class by the unpickler, by an audit hook, which cannot be evaded."""
     _guard["is_on"] = not is_trusted
     try:
         yield
@@ -247,8 +221,8 @@ _guard = {"is_on": False}
 def _on_audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "pickle.find_class" and _guard["is_on"]:
         raise ManifestError(
-            f"it holds a pickle that wants {'.'.join(map(str, arguments[-2:]))}, which runs code "
-            "when it is read; the model's trust_pickle = true would allow it"
+            f"it contains a pickle that imports {'.'.join(map(str, arguments[-2:]))}, which runs "
+            "code when it is read: allow it with trust_pickle = true of the model"
         )
 
 

@@ -1,1 +1,1 @@
-"""Model loading: files, weights, signatures, and the thread that loads."""
+"""Model loading: files, signatures, weights, and the loading thread."""

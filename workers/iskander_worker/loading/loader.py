@@ -1,7 +1,7 @@
-"""Models loaded beside the work: one at a time, on a thread that lives as long as its load.
+"""Loading of models on a background thread, one at a time.
 
-The working loop goes on with the batches of what it serves already. The runtime gives the
-interpreter up for most of a load; where a load keeps it, the loop asks for it back.
+The worker loop keeps running batches of loaded models meanwhile. The runtime releases the
+interpreter lock for most of a load; otherwise the switch interval returns it to the loop.
 
 Runs on: worker main, but for `_Load._run`, which runs on a thread of its own.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 
 from iskander.clock import NS_PER_MS, now_ns
 from iskander.control.messages import Loaded, LoadFailed, ModelSpec, Notice, ToGateway
@@ -21,20 +20,14 @@ from iskander_worker.failures import load_error
 from iskander_worker.sandbox.client import sandbox_server
 from iskander_worker.session import Session
 
-LEAVE_S = 5.0
-"""How long a worker that ends waits for a load that it began: libraries end badly in its midst."""
+EXIT_WAIT_S = 5.0
+"""Time that an exiting worker waits for a running load: libraries crash if they are interrupted."""
 
 
 class LoadQueue:
-    """The loads that gateways asked for, in their order; each gateway waits for one at most.
+    """Loads in the order of their requests; each gateway has one at most.
 
-    Args:
-        cores: Physical cores that this process may use.
-
-    Attributes:
-        sessions: What is loaded, by fingerprint.
-        is_busy: Something is being loaded.
-        wake_fd: Readable when a load is done.
+    While a load is running, `is_busy` is set; when it is done, `wake_fd` is readable.
     """
 
     def __init__(self, cores: int) -> None:
@@ -46,12 +39,12 @@ class LoadQueue:
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def ask(self, attachment: Attachment, spec: ModelSpec) -> None:
-        """Begin to load and warm a model, or let it wait for the one before."""
-        self._waiting.append(_Load(attachment, spec, self._cores, self._wake))
-        self._begin()
+        """Queue the load and warm-up of a model."""
+        self._waiting.append(_Load(attachment, spec, self._cores, self.wake_fd))
+        self._start_next()
 
     def take(self) -> tuple[Attachment, list[ToGateway]] | None:
-        """The load that is done, if one is: who asked for it, and what to tell it."""
+        """The finished load, if there is one: its gateway, and the answers."""
         load = self._running
         if load is None:
             return None
@@ -65,27 +58,27 @@ class LoadQueue:
         if load.session is not None:
             self.sessions[load.spec.fingerprint] = load.session
             load.attachment.executor.sessions[load.spec.key] = load.session
-        self._begin()
+        self._start_next()
         return load.attachment, load.answer()
 
     def keep(self, used: set[Session]) -> None:
-        """Give up every session but these."""
+        """Close every other session."""
         for fingerprint, session in list(self.sessions.items()):
             if session not in used:
                 del self.sessions[fingerprint]
                 session.close()
 
-    def leave(self) -> bool:
-        """Begin nothing more; whether what was begun has come to its end."""
+    def shut_down(self) -> bool:
+        """Start no more loads; return False if the running one does not end in time."""
         self._waiting.clear()
         if self._running is not None:
-            self._running.thread.join(LEAVE_S)
+            self._running.thread.join(EXIT_WAIT_S)
             if self._running.thread.is_alive():
                 return False
         sandbox_server.end()
         return True
 
-    def _begin(self) -> None:
+    def _start_next(self) -> None:
         if self._running is None and self._waiting:
             self._running = load = self._waiting.popleft()
             self.is_busy = True
@@ -94,32 +87,22 @@ class LoadQueue:
                 load.attachment.executor.sessions[load.spec.key] = session
             load.thread.start()
 
-    def _wake(self) -> None:
-        os.eventfd_write(self.wake_fd, 1)
-
 
 class _Load:
-    """One load; what another gateway had loaded is there at once.
+    """One load, of a model that may be loaded already; ends with a session or an error."""
 
-    Attributes:
-        session: None until it is loaded, and where it cannot be.
-        error: Why it cannot be.
-    """
-
-    def __init__(
-        self, attachment: Attachment, spec: ModelSpec, cores: int, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, attachment: Attachment, spec: ModelSpec, cores: int, wake_fd: int) -> None:
         self.attachment = attachment
         self.spec = spec
         self.session: Session | None = None
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="isk-load", daemon=True)
         self._cores = cores
-        self._wake = wake
+        self._wake_fd = wake_fd
         self._begun_ns = now_ns()
 
     def answer(self) -> list[ToGateway]:
-        """What came of it; an assertion of this program's own ends it."""
+        """The messages for the gateway; raises an assertion of this program."""
         error, session = self.error, self.session
         if isinstance(error, IskanderError):
             return [LoadFailed(self.spec.key, error.code, error.message)]
@@ -140,7 +123,7 @@ class _Load:
         except BaseException as error:
             self.error = load_error(error)
         finally:
-            self._wake()
+            os.eventfd_write(self._wake_fd, 1)
 
 
 def _loaded(spec: ModelSpec, cores: int) -> Session:

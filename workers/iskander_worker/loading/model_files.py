@@ -1,8 +1,8 @@
-"""Which files a model is made of, and whether they are what they should be, before any is opened.
+"""Files of a model: discovery, size limit, hashes and signature.
 
-An ONNX file names the files that hold its weights, whatever it is called itself (`external`).
+An ONNX file names the files that hold its weights, whatever its own name (`onnx_external`).
 
-Runs on: worker main, the process that tries a model out, and the operator's tool.
+Runs on: worker main, the process of a sandboxed load, and the operator's tool.
 """
 
 from __future__ import annotations
@@ -24,31 +24,24 @@ from iskander.errors import ManifestError
 from iskander_worker.loading.onnx_external import ExternalTensor, external_tensors
 
 SIGNATURE_BYTES = 64
-FILE_BYTES_MAX = 1024
+SIGNATURE_FILE_BYTES_MAX = 1024
+FILES_MAX = 4096
+
+Stamp = tuple[int, int, int, int, int]
+"""Device, inode, bytes, and times of the last change of content and entry."""
 
 
 def require_signature(folder: Path, public_key: str) -> bool:
-    """Refuse a model whose manifest is not signed.
-
-    Args:
-        folder: Of the model.
-        public_key: 32 bytes as base64; empty where no signature is wanted.
-
-    Returns:
-        Whether there was one to check.
-
-    Raises:
-        ManifestError: It is missing, of another key, or of another manifest, or cannot be checked.
-    """
+    """Reject a model whose manifest is not signed with a key; return False without a key."""
     if not public_key:
         return False
     try:
         manifest = read_plain(folder / "manifest.toml", MANIFEST_BYTES_MAX)
-        raw = read_plain(folder / "manifest.toml.sig", FILE_BYTES_MAX)
+        raw = read_plain(folder / "manifest.toml.sig", SIGNATURE_FILE_BYTES_MAX)
     except OSError as error:
         raise ManifestError(
-            "loading.public_key wants signed models, and `manifest.toml` or `manifest.toml.sig` "
-            f"beside this one cannot be read: {error.strerror}"
+            "`manifest.toml` or its signature `manifest.toml.sig` cannot be read, and "
+            f"loading.public_key requires signed models: {error.strerror}"
         ) from None
     try:
         from cryptography.exceptions import InvalidSignature
@@ -68,21 +61,8 @@ def require_signature(folder: Path, public_key: str) -> bool:
     return True
 
 
-FILES_MAX = 4096
-
-Stamp = tuple[int, int, int, int, int]
-"""Device, inode, bytes, and when content and entry were changed last: other ones, another file."""
-
-
 class ModelFiles(NamedTuple):
-    """What a model is made of.
-
-    Attributes:
-        paths: By name relative to the model's folder; the model file first.
-        digests: SHA-256 of each, as hexadecimal text.
-        weight_bytes: Of the files together: what loading takes at least.
-        stamps: Of each, from before it was read.
-    """
+    """The files of a model by name, the model file first; stamps are from before the hashing."""
 
     paths: dict[str, Path]
     digests: dict[str, str]
@@ -91,14 +71,9 @@ class ModelFiles(NamedTuple):
 
 
 def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
-    """Find, bound and hash the files of a model.
+    """Find and hash the files of a model, or raise a `ManifestError`.
 
-    Args:
-        file: The model file.
-        bytes_max: The most bytes of them together, and of all that the tensors say to hold.
-
-    Raises:
-        ManifestError: One is missing, cut off, too large, or outside of the model's folder.
+    `bytes_max` limits the files, and the tensors in them.
     """
     size = _size_of(file)
     stamps = {file: stamp_of(file)}
@@ -113,12 +88,14 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
             stamps[path], sizes[name] = stamp_of(path), _size_of(path)
             _require_bytes(file.name, sum(sizes.values()), bytes_max)
             if len(paths) > FILES_MAX:
-                raise ManifestError(f"`{file.name}` names more than {FILES_MAX} files of weights")
+                raise ManifestError(
+                    f"`{file.name}` names too many files of weights, limit {FILES_MAX}"
+                )
         length = external.length or max(sizes[name] - external.offset, 0)
         if external.offset + length > sizes[name]:
             raise ManifestError(
-                f"`{file.name}` wants {length} bytes at {external.offset} of `{name}`, which has "
-                f"{sizes[name]}: it is cut off, or another's"
+                f"`{file.name}` refers to {length} bytes at {external.offset} of `{name}`, which "
+                f"has {sizes[name]}: it is truncated, or belongs to another model"
             )
         _require_bytes(file.name, declared := declared + length, bytes_max)
     digests = {name: _digest(path) for name, path in paths.items()}
@@ -126,64 +103,47 @@ def inspect_files(file: Path, bytes_max: int) -> ModelFiles:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What tells a file from what it was before; None where there is none."""
+    """The stamp of a file, which changes with the file; None without a file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def require_unchanged(stamps: Mapping[Path, Stamp | None]) -> None:
-    """Refuse files that are not those that were looked at: what was found is of others.
-
-    Raises:
-        ManifestError: One was changed.
-    """
+    """Raise a `ManifestError` if a file changed after its inspection."""
     changed = [path.name for path, stamp in stamps.items() if stamp_of(path) != stamp]
     if changed:
-        raise ManifestError(
-            f"its files were changed while it was tried out, `{changed[0]}` was: load it again"
-        )
+        raise ManifestError(f"its file `{changed[0]}` was changed during the load: load it again")
 
 
 def require_pins(
-    folder: Path,
-    pins: Mapping[str, str],
-    digests: Mapping[str, str],
-    wanted: Iterable[str] = (),
+    folder: Path, pins: Mapping[str, str], digests: Mapping[str, str], required: Iterable[str] = ()
 ) -> None:
-    """Hold the files of a model against the hashes that its manifest pins them to.
+    """Raise a `ManifestError` if a file of a model differs from the hash in its manifest.
 
-    Args:
-        folder: Of the model.
-        pins: SHA-256 by file name; a name may be of any file in the folder, such as labels.
-        digests: Those that are known already.
-        wanted: Names that have to be pinned, as where the manifest is signed for them.
-
-    Raises:
-        ManifestError: Names the file, what was pinned and what was found.
+    Any file of the folder may be pinned, such as labels; those in `required` must be. `digests` are
+    hashes that are known already.
     """
     for name, pin in pins.items():
-        found = digests.get(name)
-        if found is None:
-            found = _digest(path_inside(folder, name))
+        found = digests.get(name) or _digest(path_inside(folder, name))
         if found != pin.lower():
             raise ManifestError(
-                f"`{name}` is not the file that the manifest pins: sha256 wanted {pin.lower()}, "
-                f"got {found}"
+                f"`{name}` is not the file that the manifest pins: sha256 {found}, expected "
+                f"{pin.lower()}"
             )
-    missing = next((name for name in wanted if name not in pins), None)
+    missing = next((name for name in required if name not in pins), None)
     if missing is not None:
         raise ManifestError(
-            f"the manifest is signed and pins no sha256 of `{missing}`: what it does not pin, "
-            "its signature does not cover"
+            f"the manifest is signed and pins no sha256 of `{missing}`: its signature does not "
+            "cover that file"
         )
 
 
 def _externals(file: Path) -> list[ExternalTensor]:
     try:
-        # Mapped, not read: the weights in it stay where they are.
+        # Mapped, not read, because the file can contain weights.
         raw = np.memmap(file, np.uint8, "r").data
     except (OSError, ValueError) as error:
         raise ManifestError(f"`{file.name}` cannot be read: {error}") from None
@@ -205,9 +165,7 @@ def _size_of(path: Path) -> int:
     try:
         status = os.stat(path)
     except FileNotFoundError:
-        raise ManifestError(
-            f"there is no model file `{path.name}` where the configuration says"
-        ) from None
+        raise ManifestError(f"model file `{path.name}` not found at the configured path") from None
     except OSError as error:
         raise ManifestError(f"`{path.name}` cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
@@ -218,6 +176,6 @@ def _size_of(path: Path) -> int:
 def _require_bytes(name: str, found: int, bytes_max: int) -> None:
     if found > bytes_max:
         raise ManifestError(
-            f"`{name}` and its weights are {found} bytes or more, and loading.model_bytes is "
-            f"{bytes_max}"
+            f"`{name}` and its weights have {found} bytes or more, limit {bytes_max} "
+            "(loading.model_bytes)"
         )

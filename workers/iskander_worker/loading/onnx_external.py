@@ -1,11 +1,11 @@
-"""Which bytes outside of an ONNX file its tensors are, read by walking the protobuf.
+"""External tensor data of an ONNX file: walks the protobuf for references to other files.
 
-Those names decide what the runtime will open, so they are read as it reads them, and what it may
-read otherwise is refused.
+The names decide which files the runtime opens. They are parsed as the runtime parses them, and
+ambiguous encodings are rejected.
 
-    one frame for each open message:  kind, where to go on, where it ends, what it says of a file
+    stack frame of an open message:  kind, next offset, end, external data entries
 
-Runs on: worker main, the process that tries a model out, and the operator's tool.
+Runs on: worker main, the process of a sandboxed load, and the operator's tool.
 
 Source: onnx.proto (ModelProto, GraphProto, TensorProto.external_data), protobuf wire format.
 """
@@ -18,15 +18,15 @@ from iskander.errors import ManifestError
 from iskander.varint import read_varint
 
 DEPTH_MAX = 64
-"""Of messages within messages; a model with a loop in a loop in a loop has about twenty."""
+"""Nested messages; a model with a loop in a loop in a loop has about twenty."""
 FIELDS_MAX = 1 << 25
-"""Under a minute; a forest of three million nodes has so many, a network some thousands."""
+"""Under a minute; a forest of three million nodes has that many, a network some thousands."""
 TENSORS_MAX = 1 << 18
-"""Outside of one model file."""
+"""External tensors of one model file."""
 ENTRY_FIELDS_MAX = 16
 NAME_BYTES_MAX = 1 << 16
 TAG_BITS = 32
-"""Protobuf cuts a tag to so many, and would read another field than one that does not."""
+"""Protobuf truncates a tag to this length; a longer tag could be read as another field."""
 
 _MODEL, _GRAPH, _NODE, _ATTRIBUTE, _TENSOR, _SPARSE, _FUNCTION, _TRAINING, _ENTRY = range(9)
 _INNER: dict[int, dict[int, int]] = {
@@ -41,12 +41,12 @@ _INNER: dict[int, dict[int, int]] = {
     _FUNCTION: {7: _NODE, 11: _ATTRIBUTE},
     _TRAINING: {1: _GRAPH, 2: _GRAPH},
 }  # fmt: skip
-"""For each kind of message, the fields that can lead to a tensor, by number."""
+"""Field numbers that can lead to a tensor, for each kind of message."""
 _KEYS = ("location", "offset", "length")
 
 
 class ExternalTensor(NamedTuple):
-    """Where a tensor's bytes lie outside of the model file; `length` is 0 for up to its end."""
+    """Location of a tensor's bytes; `length` is 0 for up to the end of the file."""
 
     location: str
     offset: int
@@ -54,12 +54,7 @@ class ExternalTensor(NamedTuple):
 
 
 def external_tensors(raw: memoryview, name: str) -> list[ExternalTensor]:
-    """Every reference of an ONNX file to bytes outside of it.
-
-    Raises:
-        ManifestError: It is cut off, is no protobuf, is nested too deeply, or has too many fields
-            or tensors outside.
-    """
+    """Every reference of an ONNX file to other files, or a `ManifestError` if it is malformed."""
     found: list[ExternalTensor] = []
     above: list[tuple[int, int, int, dict[str, str]]] = []
     kind, at, stop = _MODEL, 0, len(raw)
@@ -70,30 +65,34 @@ def external_tensors(raw: memoryview, name: str) -> list[ExternalTensor]:
         while at < stop:
             fields += 1
             if fields > FIELDS_MAX:
-                raise ManifestError(f"`{name}` has more than {FIELDS_MAX} fields")
+                raise ManifestError(f"`{name}` has too many fields, limit {FIELDS_MAX}")
             number, begin, at = read_field(raw, at, stop, name)
             below = inner.get(number)
             if below is None or begin < 0:
                 continue
             if below == _ENTRY:
-                _note(entries, *read_entry(raw, begin, at, name), name)
+                key, value = read_entry(raw, begin, at, name)
+                if key in _KEYS:
+                    if key in entries:  # The runtime may use either.
+                        raise ManifestError(f"`{name}` has a tensor with two entries `{key}`")
+                    entries[key] = value
                 continue
             above.append((kind, at, stop, entries))
             if len(above) > DEPTH_MAX:
-                raise ManifestError(f"`{name}` nests graphs more than {DEPTH_MAX} messages deep")
+                raise ManifestError(f"`{name}` nests messages too deeply, limit {DEPTH_MAX}")
             kind, at, stop, entries = below, begin, at, {}
             inner = _INNER[kind]
         if "location" in entries:
             found.append(_external(entries, name))
             if len(found) > TENSORS_MAX:
-                raise ManifestError(f"`{name}` has more than {TENSORS_MAX} tensors outside of it")
+                raise ManifestError(f"`{name}` has too many external tensors, limit {TENSORS_MAX}")
         if not above:
             return found
         kind, at, stop, entries = above.pop()
 
 
 def read_entry(raw: memoryview, at: int, stop: int, name: str) -> tuple[str, str]:
-    """Key and value of an entry of a tensor's external data."""
+    """Key and value of an external data entry."""
     texts = {1: "", 2: ""}
     fields = 0
     while at < stop:
@@ -105,12 +104,12 @@ def read_entry(raw: memoryview, at: int, stop: int, name: str) -> tuple[str, str
             try:
                 texts[number] = bytes(raw[begin:at]).decode()
             except UnicodeDecodeError:
-                raise ManifestError(f"`{name}` names a file of weights in no UTF-8") from None
+                raise ManifestError(f"`{name}` has external data that is no UTF-8") from None
     return texts[1], texts[2]
 
 
 def read_field(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int, int]:
-    """A field's number, where its bytes begin (-1 where it has none) and where it ends."""
+    """Number of a field, start of its bytes (-1 for a number), and its end."""
     tag = raw[at]
     if tag < 0x80:
         at += 1
@@ -140,20 +139,11 @@ def read_field(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int
     return number, begin, at
 
 
-def _note(entries: dict[str, str], key: str, value: str, name: str) -> None:
-    """Keep what an entry says of where a tensor lies; of two the runtime might believe either."""
-    if key not in _KEYS:
-        return
-    if key in entries:
-        raise ManifestError(f"`{name}` has a tensor that says its {key} twice")
-    entries[key] = value
-
-
 def _external(entries: dict[str, str], name: str) -> ExternalTensor:
     numbers = [entries.get(key, "0") for key in _KEYS[1:]]
     if not all(text.isascii() and text.isdecimal() and len(text) < 20 for text in numbers):
         shown = [text[:20] for text in numbers]
-        raise ManifestError(f"`{name}` has a tensor at {shown} of a file, which are no numbers")
+        raise ManifestError(f"`{name}` has a tensor with invalid offset and length {shown}")
     return ExternalTensor(entries["location"], *map(int, numbers))
 
 
@@ -165,4 +155,4 @@ def _varint(raw: memoryview, at: int, stop: int, name: str) -> tuple[int, int]:
 
 
 def _malformed(name: str, at: int) -> ManifestError:
-    return ManifestError(f"`{name}` is no ONNX model, or is cut off: byte {at} makes no sense")
+    return ManifestError(f"`{name}` is no ONNX model, or is truncated: invalid data at byte {at}")

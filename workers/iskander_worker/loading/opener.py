@@ -1,8 +1,8 @@
-"""What is opened for a model: its own file, the optimised copy that all workers share, or none.
+"""Opening of a model: file checks, sandboxed load, and choice of the file or shared copy.
 
-First the files are held against what the manifest and the server say of them. Then, where the
-server has it so, a model that is not known yet is tried out in a process of its own; what came of
-it, and the optimised copy, is kept for the next worker.
+The files are compared with the manifest and the server's settings first. A model that is not in the
+cache is then loaded in a sandbox, if the server enables it; the verdict and the optimised copy are
+cached for the next worker.
 
 Runs on: worker main and the operator's tool.
 """
@@ -36,25 +36,22 @@ from iskander_worker.loading.weight_cache import FORMAT, Entry, WeightStore
 from iskander_worker.sandbox.client import load_in_sandbox
 
 SHARED_BYTES_MIN = 1 << 20
-"""Weights that are less are cheaper to have in each worker than to look after."""
-REFUSED_NS = 600 * clock.NS_PER_S
-"""For so long a model that ended or hung its trial is not tried again."""
+"""Smaller weights are cheaper as a copy in each worker."""
+CRASH_RETRY_NS = 600 * clock.NS_PER_S
+"""Time for which a model that crashed or hung its sandbox is not loaded again."""
 TRIAL_S_MIN = 1.0
 TRIES = 3
-"""An entry can be removed, to make room for others, between being made and being opened."""
+"""An entry can be evicted between its creation and its opening."""
 
 _UNPINNED = ("manifest.toml", "manifest.toml.sig")
-"""Of the folder itself, and of none below it."""
+"""In the model's own folder only, not in subfolders."""
 
 
 class ModelSource(NamedTuple):
-    """What to open.
+    """Files to open and to write.
 
-    Attributes:
-        optimised: A copy of the model that needs no more optimising; None for the model's file.
-        libraries: Of custom operators, by path.
-        save_to: Where to write an optimised copy; None for nowhere.
-        save_weights: Name of the file beside it for the weights.
+    `optimised` is a copy to open in place of the model's file; `save_to` is the target of a new
+    copy, with weights in the file `save_weights` beside it.
     """
 
     optimised: Path | None = None
@@ -63,31 +60,24 @@ class ModelSource(NamedTuple):
     save_weights: str = ""
 
 
-class Noticing(Protocol):
-    """A model that can say what was not as it should be."""
+class OpenModel(Protocol):
+    """An opened model with notices for the operator."""
 
     notices: tuple[str, ...]
 
     def close(self) -> None:
-        """Give up what it holds."""
+        """Release the model."""
 
 
-ModelT = TypeVar("ModelT", bound=Noticing)
+ModelT = TypeVar("ModelT", bound=OpenModel)
 
 
 def open_model(
     spec: ModelSpec, cores: int, make: Callable[[ModelSpec, int, ModelSource], ModelT], runtime: str
 ) -> ModelT:
-    """Open a model.
+    """Open a model, or raise a `ManifestError`.
 
-    Args:
-        spec: Where the model is and how to run it.
-        cores: Compute threads where the spec names none.
-        make: Opens what it is told to.
-        runtime: Version of what opens it: another one may want its weights otherwise.
-
-    Raises:
-        ManifestError: It is not what it should be, or cannot be served; says why.
+    `make` opens a source. `runtime` is its version; copies of other versions are not used.
     """
     loading = spec.loading
     file = model_file(Path(spec.path))
@@ -98,11 +88,10 @@ def open_model(
     files.stamps.update(before)
     is_signed = require_signature(folder, loading.public_key)
     pins = manifest.sha256 if manifest is not None else {}
-    wanted_pins = [*files.paths, *sorted(named_files(manifest))] if is_signed else ()
-    require_pins(folder, pins, files.digests, wanted_pins)
+    required = [*files.paths, *sorted(named_files(manifest))] if is_signed else ()
+    require_pins(folder, pins, files.digests, required)
 
-    def make_known(spec: ModelSpec, cores: int, source: ModelSource) -> ModelT:
-        """A model of the files that were looked at, and of no others."""
+    def open_source(source: ModelSource) -> ModelT:
         model = make(spec, cores, source)
         try:
             require_unchanged(files.stamps)
@@ -111,166 +100,133 @@ def open_model(
             raise
         return model
 
-    wanted = manifest.custom_ops if manifest is not None else ()
-    source = ModelSource(libraries=libraries_of(wanted, loading.custom_ops))
-    is_shared = loading.is_shared and files.weight_bytes >= SHARED_BYTES_MIN
+    names = manifest.custom_ops if manifest is not None else ()
+    source = ModelSource(libraries=libraries_of(names, loading.custom_ops))
+    is_shared = _is_shared(spec, files)
     if spec.execution_providers != ("cpu",) or not (loading.is_tried or is_shared):
-        return make_known(spec, cores, source)
+        return open_source(source)
     notices: tuple[str, ...] = ()
     try:
         if not loading.cache:
             raise ConfigError("loading.cache has no folder: neither it nor HOME is set")
         store = WeightStore(Path(loading.cache), loading.cache_bytes)
-        key = entry_key(spec, files, source.libraries, runtime)
-        return _from_store(spec, cores, make_known, source, files, store=store, key=key)
+        key = _entry_key(spec, files, source.libraries, runtime)
+        return _CachedLoad(store, key, spec, cores, source, files).open(open_source)
     except ConfigError as error:
-        notices = (f"{error.message}; every worker has weights of its own",) if is_shared else ()
+        notices = (f"weights are not shared: {error.message}",) if is_shared else ()
     if loading.is_tried:
         verdict = load_in_sandbox(spec, cores, source.libraries, seconds=loading.trial_s)
         if verdict.refusal or verdict.error:
             raise ManifestError(verdict.refusal or verdict.error)
-    model = make_known(spec, cores, source)
+    model = open_source(source)
     model.notices = notices
     return model
 
 
 def require_trusted(spec: ModelSpec) -> None:
-    """Hold a folder against its manifest, for a backend that opens its files by itself.
-
-    Raises:
-        ManifestError: It is not signed as it has to be, or a file is not the one that is pinned.
-    """
+    """Compare a folder with its manifest, for a backend that opens its files by itself."""
     folder = Path(spec.path).parent
     manifest = read_manifest(Path(spec.path))
     is_signed = require_signature(folder, spec.loading.public_key)
-    wanted = _files_below(folder) if is_signed else ()
-    require_pins(folder, manifest.sha256 if manifest is not None else {}, {}, wanted)
+    required = _files_below(folder) if is_signed else ()
+    require_pins(folder, manifest.sha256 if manifest is not None else {}, {}, required)
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """What a signature has to cover: everything but the signed manifest and its signature.
-
-    Raises:
-        ManifestError: There is a link to a folder, in which more could lie than is seen here.
-    """
+    """Files that a signature must cover: all but the signed manifest and its signature."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_dir():
-            if path.is_symlink():
+            if path.is_symlink():  # `rglob` does not list the files behind it.
                 raise ManifestError(f"`{name[:100]}` is a link to a folder, which cannot be signed")
         elif name not in _UNPINNED:
             yield name
 
 
-def _from_store(
-    spec: ModelSpec,
-    cores: int,
-    make: Callable[[ModelSpec, int, ModelSource], ModelT],
-    source: ModelSource,
-    files: ModelFiles,
-    *,
-    store: WeightStore,
-    key: str,
-) -> ModelT:
-    """Open what the store has of a model, once it has something.
+def _is_shared(spec: ModelSpec, files: ModelFiles) -> bool:
+    return spec.loading.is_shared and files.weight_bytes >= SHARED_BYTES_MIN
 
-    Raises:
-        ConfigError: The store cannot be used.
-        ManifestError: The model cannot.
-    """
-    # One worker tries the model out, and those that want it too wait for that.
-    deadline_ns = clock.now_ns() + int(spec.loading.trial_s * clock.NS_PER_S)
-    for _ in range(TRIES):
-        with store.locked(key, deadline_ns):
-            entry = store.find(key)
-            if entry is not None and not _is_over(entry):
-                return _from_entry(entry, spec, cores, make, source)
-        with store.locked(key, deadline_ns, alone=True):
-            entry = store.find(key)
-            if entry is None or _is_over(entry):
-                _add(store, key, spec, cores, source, files, deadline_ns=deadline_ns)
-    raise ConfigError("loading.cache_bytes is too little: what was made is gone before it is used")
+
+class _CachedLoad(NamedTuple):
+    store: WeightStore
+    key: str
+    spec: ModelSpec
+    cores: int
+    source: ModelSource
+    files: ModelFiles
+
+    def open(self, open_source: Callable[[ModelSource], ModelT]) -> ModelT:
+        """Open the model by its entry, which is created first if needed."""
+        # One worker runs the sandboxed load; the other workers of the model wait for its entry.
+        deadline_ns = clock.now_ns() + int(self.spec.loading.trial_s * clock.NS_PER_S)
+        for _ in range(TRIES):
+            with self.store.locked(self.key, deadline_ns):
+                entry = self._find()
+                if entry is not None:
+                    return _from_entry(entry, open_source, self.source)
+            with self.store.locked(self.key, deadline_ns, alone=True):
+                if self._find() is None:
+                    self._add(deadline_ns)
+        raise ConfigError("the new entry was evicted before its use: raise loading.cache_bytes")
+
+    def _find(self) -> Entry | None:
+        """The entry, unless it is an old refusal, or one from before a restart of the machine."""
+        entry = self.store.find(self.key)
+        if entry is None or not entry.record.refusal:
+            return entry
+        return entry if 0 <= clock.now_ns() - entry.record.refused_ns < CRASH_RETRY_NS else None
+
+    def _add(self, deadline_ns: int) -> None:
+        """Run the sandboxed load, and cache its verdict.
+
+        A timeout after a long wait for the lock is reported and not cached: the load had less time.
+        """
+        store, key, spec, cores, source, files = self
+        loading, is_shared = spec.loading, _is_shared(spec, files)
+        begun_ns = clock.now_ns()
+        seconds = max((deadline_ns - begun_ns) / clock.NS_PER_S, TRIAL_S_MIN)
+        folder = store.prepare(key)
+        target = folder if is_shared else None
+        verdict = load_in_sandbox(spec, cores, source.libraries, seconds=seconds, folder=target)
+        note = verdict.note
+        if is_shared and verdict.refusal and not verdict.is_late:
+            # The optimised copy may crash the runtime where the model itself does not.
+            note = f"{verdict.refusal}, when its copy was made"
+            passed_s = (clock.now_ns() - begun_ns) / clock.NS_PER_S
+            left_s = max(seconds - passed_s, TRIAL_S_MIN)
+            verdict = load_in_sandbox(spec, cores, source.libraries, seconds=left_s)
+        is_final = not verdict.is_late or seconds > loading.trial_s / 2
+        try:
+            require_unchanged(files.stamps)
+            if loading.is_tried and (verdict.error or not is_final):
+                raise ManifestError(verdict.error or verdict.refusal)
+        except ManifestError:
+            store.discard(key)
+            raise
+        if loading.is_tried:
+            store.add(key, note, verdict.refusal)
+        else:
+            store.add(key, note or verdict.refusal or verdict.error)
 
 
 def _from_entry(
-    entry: Entry,
-    spec: ModelSpec,
-    cores: int,
-    make: Callable[[ModelSpec, int, ModelSource], ModelT],
-    source: ModelSource,
+    entry: Entry, open_source: Callable[[ModelSource], ModelT], source: ModelSource
 ) -> ModelT:
-    record = entry.record
-    if record.refusal:
-        raise ManifestError(f"{record.refusal}; it is not tried again for ten minutes")
-    notes = [f"its weights are not shared: {record.note}"] if record.note else []
+    if entry.record.refusal:
+        raise ManifestError(f"{entry.record.refusal}; it is not loaded again for ten minutes")
+    reason = entry.record.note
     if entry.model is not None:
         try:
-            return make(spec, cores, source._replace(optimised=entry.model))
+            return open_source(source._replace(optimised=entry.model))
         except ManifestError as error:
-            notes = [f"its weights are not shared: {error.message}"]
-    model = make(spec, cores, source)
-    model.notices = tuple(notes)
+            reason = error.message
+    model = open_source(source)
+    model.notices = (f"weights are not shared: {reason}",) if reason else ()
     return model
 
 
-def _add(
-    store: WeightStore,
-    key: str,
-    spec: ModelSpec,
-    cores: int,
-    source: ModelSource,
-    files: ModelFiles,
-    *,
-    deadline_ns: int,
-) -> None:
-    """Try a model out, and keep what came of it.
-
-    What took too long after a wait for others is told, and not kept: it had less than its time.
-
-    Raises:
-        ConfigError: The store cannot be written.
-        ManifestError: The model cannot be served, as the runtime or its contract has it.
-    """
-    loading = spec.loading
-    is_shared = loading.is_shared and files.weight_bytes >= SHARED_BYTES_MIN
-    begun_ns = clock.now_ns()
-    whole_s = max((deadline_ns - begun_ns) / clock.NS_PER_S, TRIAL_S_MIN)
-    folder = store.prepare(key)
-    verdict = load_in_sandbox(
-        spec,
-        cores,
-        source.libraries,
-        seconds=whole_s,
-        folder=folder if is_shared else None,
-    )
-    note = verdict.note
-    if is_shared and verdict.refusal and not verdict.is_late:
-        # It may be the copy that the runtime does not stand, and not the model.
-        note = f"{verdict.refusal}, when its copy was made"
-        left_s = whole_s - (clock.now_ns() - begun_ns) / clock.NS_PER_S
-        verdict = load_in_sandbox(spec, cores, source.libraries, seconds=max(left_s, TRIAL_S_MIN))
-    is_known = not verdict.is_late or whole_s > loading.trial_s / 2
-    try:
-        require_unchanged(files.stamps)
-        if loading.is_tried and (verdict.error or not is_known):
-            raise ManifestError(verdict.error or verdict.refusal)
-    except ManifestError:
-        store.discard(key)
-        raise
-    if loading.is_tried:
-        store.add(key, note, verdict.refusal)
-    else:
-        store.add(key, note or verdict.refusal or verdict.error)
-
-
-def _is_over(entry: Entry) -> bool:
-    """Whether an entry is a refusal of so long ago, or of before the machine was started."""
-    age_ns = clock.now_ns() - entry.record.refused_ns
-    return bool(entry.record.refusal) and not 0 <= age_ns < REFUSED_NS
-
-
-def entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], runtime: str) -> str:
-    """The name of an entry: a hash of everything that what is in it depends on."""
+def _entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], runtime: str) -> str:
+    """Name of an entry: a hash of everything that its content depends on."""
     manifest = model_file(Path(spec.path)).parent / "manifest.toml"
     parts = [
         FORMAT,
@@ -289,7 +245,7 @@ def entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], ru
 
 
 def _processor() -> list[str]:
-    """What decides how kernels want their weights: the model of the processor and what it can."""
+    """Model and features of the processor, which determine the layout of prepacked weights."""
     found = [platform.machine()]
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -300,22 +256,18 @@ def _processor() -> list[str]:
     return found
 
 
-def libraries_of(wanted: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths of the operator libraries that a manifest asks for.
+def libraries_of(names: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths of the operator libraries that a manifest requests.
 
-    Args:
-        wanted: Absolute paths, or names of packages that tell where their library is.
-        allowed: Those that the server's operator has named.
-
-    Raises:
-        ManifestError: One is not allowed, or not there.
+    `names` are absolute paths, or packages with a function `get_library_path`. A `ManifestError` is
+    raised if the operator does not allow a library, or it is not found.
     """
     paths = []
-    for name in wanted:
+    for name in names:
         if name not in allowed:
             raise ManifestError(
-                f"the model asks for the operator library `{name[:200]}`, and loading.custom_ops "
-                f"of this server allows {', '.join(allowed) or 'none'}"
+                f"operator library `{name[:200]}` is not allowed: loading.custom_ops of this "
+                f"server allows {', '.join(allowed) or 'none'}"
             )
         path = name
         if not os.path.isabs(name):
@@ -323,10 +275,10 @@ def libraries_of(wanted: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[str
                 path = str(import_module(name).get_library_path())
             except (ImportError, AttributeError, ValueError):
                 raise ManifestError(
-                    f"the operator library `{name[:200]}` is no absolute path, and no package here "
-                    "that says where its library is"
+                    f"operator library `{name[:200]}` is no absolute path, and no package here "
+                    "with a function `get_library_path`"
                 ) from None
         if not os.path.isfile(path):
-            raise ManifestError(f"there is no operator library `{name[:200]}` on this machine")
+            raise ManifestError(f"operator library `{name[:200]}` not found on this machine")
         paths.append(path)
     return tuple(paths)

@@ -1,12 +1,12 @@
-"""Optimised models on disk, their weights as the processor reads them, mapped by every worker.
+"""Cache of optimised models on disk, whose prepacked weights every worker maps.
 
-What lies there was made by a process that tried the model out (`tryout`), and is named by all that
-it depends on, so it is never stale. It is believed only where nobody else can write, and where
-every byte has the hash that was noted when it was made.
+An entry is created by a sandboxed load, and its name is a hash of everything that it depends on, so
+it is never stale. It is used only if no other user can write it and every file has its recorded
+hash.
 
-Layout: `KEY/entry.json` (a `Record`), `KEY/model.onnx` and `KEY/weights.bin` where weights are
-shared; `KEY.lock` is held shared by who opens the model and alone by who makes or removes it;
-`.new-KEY` is being made.
+Layout: `KEY/entry.json` (a `Record`); `KEY/model.onnx` and `KEY/weights.bin` if weights are shared;
+`KEY.lock`, locked shared to open the model and exclusively to create or evict it; `.new-KEY`, an
+entry under construction.
 
 Runs on: worker main and the operator's tool.
 """
@@ -32,19 +32,15 @@ from iskander.errors import ConfigError, ManifestError
 FORMAT = 1
 ENTRIES_MAX = 4096
 RECORD_BYTES_MAX = 1 << 16
-TURN_S = 0.02
+POLL_S = 0.02
 RECORD, MODEL, WEIGHTS = "entry.json", "model.onnx", "weights.bin"
 
 
 @thread_safe
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a model that was tried out.
+    """Verdict of the sandboxed load of a model (`Verdict`), at a time of the monotonic clock.
 
-    Attributes:
-        digests: SHA-256 of the files beside the record; none where weights are not shared.
-        note: Why they are not, where that is not as it should be.
-        refusal: How the model ended the process that tried it out; empty where it did not.
-        refused_ns: When, by this machine's clock since it started.
+    `digests` has the SHA-256 of the files beside the record; it is empty without shared weights.
     """
 
     format: int
@@ -55,21 +51,16 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(NamedTuple):
-    """A record and the optimised model, None where weights are not shared."""
+    """A record and the optimised model; None if weights are not shared."""
 
     record: Record
     model: Path | None
 
 
 class WeightStore:
-    """A folder of optimised models.
+    """A folder of optimised models, created if it is missing; evicts the least recently used.
 
-    Args:
-        folder: Made where it is missing.
-        bytes_max: Of all entries; the least recently used go first.
-
-    Raises:
-        ConfigError: The folder cannot be had, or others than this user could change what is in it.
+    Raises a `ConfigError` if the folder cannot be used, or another user could change its files.
     """
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
@@ -83,10 +74,7 @@ class WeightStore:
             raise ConfigError(f"loading.cache cannot be used: {error.strerror}") from None
 
     def find(self, key: str) -> Entry | None:
-        """The entry of a model; one that is broken or not ours is taken for none.
-
-        The caller holds its lock.
-        """
+        """The valid entry of a model, or None. The caller holds its lock."""
         folder = self._folder / key
         try:
             raw = (folder / RECORD).read_bytes()
@@ -106,36 +94,27 @@ class WeightStore:
         return Entry(record, folder / MODEL if record.digests else None)
 
     def prepare(self, key: str) -> Path:
-        """An empty folder to make an entry in; the caller holds its lock alone.
-
-        Raises:
-            ConfigError: There is no room, or no right.
-        """
+        """Create an empty folder for a new entry. The caller holds its lock exclusively."""
         folder = self._folder / f".new-{key}"
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(mode=0o700)
         except OSError as error:
-            raise ConfigError(f"loading.cache cannot be written: {error.strerror}") from None
+            raise _unwritable(error) from None
         return folder
 
     def add(self, key: str, note: str = "", refusal: str = "") -> None:
-        """Make what was prepared the entry of a model, in one step, and make room for it.
-
-        The caller holds its lock alone.
-
-        Raises:
-            ConfigError: There is no room, or no right.
-        """
+        """Publish the prepared entry atomically. The caller holds its lock exclusively."""
         new, folder = self._folder / f".new-{key}", self._folder / key
         try:
-            copied = sum((new / n).stat().st_size for n in (MODEL, WEIGHTS) if (new / n).exists())
+            names = [name for name in (MODEL, WEIGHTS) if (new / name).exists()]
+            copied = sum((new / name).stat().st_size for name in names)
             if not note and not refusal and copied > self._bytes_max:
-                note = f"its copy has {copied} bytes, and loading.cache_bytes is {self._bytes_max}"
-            names = [] if note or refusal else [n for n in (MODEL, WEIGHTS) if (new / n).exists()]
-            for name in (MODEL, WEIGHTS):
-                if name not in names:
-                    (new / name).unlink(missing_ok=True)
+                note = f"its copy has {copied} bytes, limit {self._bytes_max} (loading.cache_bytes)"
+            if note or refusal:
+                for name in names:
+                    (new / name).unlink()
+                names = []
             digests = {name: _digest(new / name) for name in names}
             record = Record(FORMAT, digests, note, refusal, clock.now_ns() if refusal else 0)
             with (new / RECORD).open("wb") as stream:
@@ -147,47 +126,40 @@ class WeightStore:
             new.rename(folder)
         except OSError as error:
             shutil.rmtree(new, ignore_errors=True)
-            raise ConfigError(f"loading.cache cannot be written: {error.strerror}") from None
-        self._make_room(key)
+            raise _unwritable(error) from None
+        self._evict(key)
 
     def discard(self, key: str) -> None:
-        """Give up what was prepared; the caller holds its lock alone."""
+        """Remove a prepared entry. The caller holds its lock exclusively."""
         shutil.rmtree(self._folder / f".new-{key}", ignore_errors=True)
 
     @contextlib.contextmanager
     def locked(self, key: str, deadline_ns: int, *, alone: bool = False) -> Iterator[None]:
-        """Hold a model's entry: shared with others who open it, or alone.
-
-        Raises:
-            ManifestError: Another process held it until the deadline.
-        """
+        """Hold the lock of an entry, shared or exclusively (`alone`)."""
         path = self._folder / f"{key}.lock"
         while True:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                fd = _lock(path, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
             except OSError as error:
-                raise ConfigError(f"loading.cache cannot be written: {error.strerror}") from None
-            if _take(fd, fcntl.LOCK_EX if alone else fcntl.LOCK_SH) and _is_at(fd, path):
+                raise _unwritable(error) from None
+            if fd is not None:
                 break
-            os.close(fd)
             if clock.now_ns() > deadline_ns:
-                raise ManifestError(
-                    "another worker was still making the copy of its weights that all are to share"
-                )
-            clock.pause_s(TURN_S)
+                raise ManifestError("timeout: another worker is still loading it in a sandbox")
+            clock.pause_s(POLL_S)
         try:
             yield
         finally:
             os.close(fd)
 
-    def _make_room(self, kept: str) -> None:
-        """Remove the least recently used entries that nobody holds, until all fit."""
+    def _evict(self, kept: str) -> None:
+        """Remove the least recently used entries that are not locked, until all fit."""
         used = []
         for folder in self._folder.iterdir():
             if folder.is_dir() and folder.name != kept:
                 with contextlib.suppress(OSError):
-                    is_left = folder.name.startswith(".new-")
-                    used_ns = 0 if is_left else (folder / RECORD).stat().st_mtime_ns
+                    is_unfinished = folder.name.startswith(".new-")
+                    used_ns = 0 if is_unfinished else (folder / RECORD).stat().st_mtime_ns
                     used.append((used_ns, _bytes_in(folder), folder))
         total = sum(length for _, length, _ in used) + _bytes_in(self._folder / kept)
         count = len(used) + 1
@@ -200,12 +172,12 @@ class WeightStore:
     def _remove(self, folder: Path) -> bool:
         path = self._folder / f"{folder.name.removeprefix('.new-')}.lock"
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = _lock(path, fcntl.LOCK_EX)
         except OSError:
             return False
+        if fd is None:
+            return False
         try:
-            if not _take(fd, fcntl.LOCK_EX) or not _is_at(fd, path):
-                return False
             shutil.rmtree(folder, ignore_errors=True)
             path.unlink()
             return True
@@ -213,24 +185,25 @@ class WeightStore:
             os.close(fd)
 
 
-def _take(fd: int, kind: int) -> bool:
+def _lock(path: Path, kind: int) -> int | None:
+    """Lock a file without waiting; None if it is locked, or was replaced meanwhile."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(fd)
+    return None
 
 
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the file that was locked is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
+def _unwritable(error: OSError) -> ConfigError:
+    return ConfigError(f"loading.cache cannot be written: {error.strerror}")
 
 
 def _require_own(folder: Path) -> None:
-    """A folder that only this user writes, below folders that no third user can exchange."""
+    """Require that only this user can write a folder, and only this user or root can replace it."""
     for each in (folder, *folder.parents):
         status = each.stat()
         is_writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -239,7 +212,7 @@ def _require_own(folder: Path) -> None:
         if (is_writable and not is_sticky) or status.st_uid not in owners:
             raise ConfigError(
                 f"loading.cache is not used: `{each.name or '/'}` in its path can be written by "
-                "others, who could exchange a model"
+                "others, who could replace a model"
             )
 
 
@@ -248,7 +221,7 @@ def _require_private(path: Path) -> None:
     is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
     is_writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not is_plain or is_writable or status.st_uid != os.geteuid():
-        raise OSError("not a file of this user's alone")
+        raise OSError("not a private file of this user")
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Files of weights, read without running what is in them.
+"""Weights in safetensors files, which contain no code.
 
 Runs on: worker main.
 
@@ -24,18 +24,14 @@ SAFETENSORS = {
     "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "uint16",
     "F32": "float32", "F64": "float64",
 }  # fmt: skip
-"""Element types by their names there; NumPy has no bfloat16, so its bits are uint16."""
+"""Element types by their safetensors names; NumPy has no bfloat16, so its bits are uint16."""
 
 Length = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 @thread_safe
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor in a file.
-
-    Attributes:
-        data_offsets: Where its bytes begin and end, counted from the end of the header.
-    """
+    """A tensor in a file; `data_offsets` are its start and end, from the end of the header."""
 
     dtype: str
     shape: tuple[Length, ...]
@@ -43,19 +39,16 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def inspect_safetensors(path: Path) -> tuple[dict[str, StoredTensor], int]:
-    """What a file of weights holds, each tensor found to lie in it whole and apart from others.
+    """The tensors of a file by name, and the offset of its data block.
 
-    Returns:
-        The tensors by name, and where their bytes begin in the file.
-
-    Raises:
-        ManifestError: It is no such file, or says what cannot be.
+    A `ManifestError` is raised if a tensor exceeds the file or overlaps another.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        end = path.stat().st_size - 8 - length
+        begin = 8 + length
+        end = path.stat().st_size - begin
         if length > HEADER_BYTES_MAX or end < 0:
-            raise ManifestError(f"`{path.name}` is no safetensors file: its header has {length} B")
+            raise ManifestError(f"`{path.name}` is no safetensors file: header length {length}")
         raw = file.read(length)
     try:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -69,22 +62,18 @@ def inspect_safetensors(path: Path) -> tuple[dict[str, StoredTensor], int]:
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         first, last = stored.data_offsets
         is_known = stored.dtype in SAFETENSORS and len(stored.shape) <= RANK_MAX
-        wanted = prod(stored.shape) * np.dtype(SAFETENSORS.get(stored.dtype, "uint8")).itemsize
-        if not is_known or first < at or last > end or last - first != wanted:
+        length = prod(stored.shape) * np.dtype(SAFETENSORS.get(stored.dtype, "uint8")).itemsize
+        if not is_known or first < at or last > end or last - first != length:
             raise ManifestError(
-                f"`{path.name}`: the tensor `{name[:100]}` of {stored.dtype[:20]} "
-                f"{list(stored.shape)[:RANK_MAX]} cannot lie at {first} to {last}"
+                f"`{path.name}`: tensor `{name[:100]}` of {stored.dtype[:20]} "
+                f"{list(stored.shape)[:RANK_MAX]} has invalid offsets {first} to {last}"
             )
         at = last
-    return tensors, 8 + length
+    return tensors, begin
 
 
 def load_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file of weights, mapped and not copied; they cannot be written.
-
-    Raises:
-        ManifestError: As `inspect_safetensors`.
-    """
+    """The tensors of a file as read-only arrays, mapped and not copied."""
     tensors, begin = inspect_safetensors(path)
     mapped = np.memmap(path, np.uint8, mode="r")
     return {

@@ -1,7 +1,7 @@
-"""A model loaded once for a look, by no worker of any gateway: what `iskander check` asks.
+"""Loads a model once and releases it, without a gateway, for `iskander check`.
 
-The description comes on standard input, the answer goes to standard output; what the model's code
-prints goes to standard error.
+The `ModelSpec` arrives on standard input, the answer goes to standard output; output of the model's
+code goes to standard error.
 
 Runs on: a process of its own.
 """
@@ -19,12 +19,8 @@ from iskander_worker.failures import load_error
 from iskander_worker.session import Session
 
 
-def try_model(cores: int) -> None:
-    """Load the model that is described, and tell what came of it.
-
-    Args:
-        cores: Physical cores that it would have.
-    """
+def run_check(cores: int) -> None:
+    """Load the model and write the answer; `cores` is its number of physical cores."""
     answer_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     spec = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ModelSpec)
@@ -36,11 +32,7 @@ def try_model(cores: int) -> None:
 
 
 def check_load(spec: ModelSpec, cores: int) -> Loaded:
-    """Load and warm a model, and let it go.
-
-    Raises:
-        IskanderError: It cannot be.
-    """
+    """Load and warm a model and release it, or raise an `IskanderError`."""
     try:
         session = Session(spec, cores)
         session.warm_up(spec.rows_max)

@@ -1,8 +1,8 @@
-"""The server that tries models out: a process forked for each, with limits, and its verdict.
+"""Sandbox server: forks a process with limits for each sandboxed load.
 
-A line on standard input is an `Order`, a line on standard output its `Answer`. The server opens no
-model itself; what it has imported its forks need not. It goes when who started it is gone, and a
-fork goes with it.
+A line on standard input is a `JobRequest`, a line on standard output its `Answer`. The server opens
+no model itself; it imports the libraries for its forks. It exits with its parent, and a fork exits
+with the server.
 
 Runs on: a process of its own, and its forks. It has one thread, so that it may fork.
 
@@ -31,107 +31,100 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.errors import IskanderError, ManifestError, shorten
 from iskander_worker.affinity import set_library_environment
 from iskander_worker.loading.weight_cache import MODEL, WEIGHTS
-from iskander_worker.sandbox.client import Answer, Job, Order, Verdict, late, read_line
+from iskander_worker.sandbox.client import Answer, Job, JobRequest, Verdict, late, read_line
 
 NICE = 5
 GRACE_S = 10.0
-"""How long a fork outlives its time where nobody ends it, whoever lives."""
-LONELY_S = 60.0
-"""The server goes when it was asked nothing for so long: who started it should have ended it."""
-WORDS_MAX = 4000
+"""Time between a fork's deadline and its own alarm, if nothing else ends it."""
+IDLE_MAX_S = 60.0
+"""The server exits after this time without a job; its parent should have stopped it."""
+ERROR_CHARACTERS_MAX = 4000
 _VERDICT_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
-_SIGNAL_OF_MEMORY = signal.SIGKILL
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Sent to all processes of a service that is stopped. A fork goes with its server; ended by one of
-these, it would have its model blamed, and the blame is remembered."""
-_NEEDED = (
-    "backends.onnx",
-    "failures",
-    "loading.opener",
-    "loading.prepacked",
-    "session",
-    "warm_up",
-)
-"""Imported when libraries have been kept from threads of their own, and before the first fork."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""A stop of the service sends them to all its processes. A fork ignores them and exits with its
+server: the exit by a signal would count against its model, in the cache too."""
+_PRELOADED = (
+    "backends.onnx", "failures", "loading.opener", "loading.prepacked", "session", "warm_up",
+)  # fmt: skip
+"""Imported after the library environment is set, and before the first fork."""
 _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
     """Entry point of the server."""
-    # The answers have this descriptor to themselves, whatever a library prints.
+    # Answers use a private descriptor, so output of libraries cannot mix with them.
     answers = os.dup(1)
     os.dup2(2, 1)
     Path("/proc/self/comm").write_text("isk-trials")
     os.nice(NICE)
     set_library_environment()
-    for name in _NEEDED:
+    for name in _PRELOADED:
         import_module(f"iskander_worker.{name}")
-    gc.freeze()  # Forks share the memory of what lives now, as long as nobody walks it.
-    while line := read_line(sys.stdin.buffer, LONELY_S):
-        order = msgspec.json.decode(line, type=Order)
-        verdict = _verdict(order, answers)
+    gc.freeze()  # Keeps the pages of live objects shared with the forks.
+    while line := read_line(sys.stdin.buffer, IDLE_MAX_S):
+        request = msgspec.json.decode(line, type=JobRequest)
+        verdict = _verdict(request, answers)
         if verdict is None:
             return
-        os.write(answers, msgspec.json.encode(Answer(order.number, verdict)) + b"\n")
+        os.write(answers, msgspec.json.encode(Answer(request.number, verdict)) + b"\n")
 
 
-def _verdict(order: Order, answers: int) -> Verdict | None:
-    """Fork, and see how the fork ends; None where nobody waits for that any more."""
-    said, say = os.pipe()
+def _verdict(request: JobRequest, answers: int) -> Verdict | None:
+    """Fork, wait for the fork, and read its verdict; None once standard input has ended."""
+    source, target = os.pipe()
     server = os.getpid()
     fork = os.fork()
     if not fork:
-        os.close(answers)  # It has a word in its own verdict and in no other.
-        os.close(said)
-        _judge_and_end(order, server, say)
-    os.close(say)
-    ended = os.pidfd_open(fork)
+        os.close(answers)  # A fork can write its own verdict only.
+        os.close(source)
+        _run_fork(request, server, target)
+    os.close(target)
+    fork_fd = os.pidfd_open(fork)
     try:
-        # On standard input nothing comes meanwhile but its end.
-        left_s = max(order.deadline_ns - now_ns(), 0) / NS_PER_S
-        ready = select.select([ended, 0], [], [], left_s)[0]
+        # Standard input becomes readable during a job only at its end.
+        left_s = max(request.deadline_ns - now_ns(), 0) / NS_PER_S
+        ready = select.select([fork_fd, 0], [], [], left_s)[0]
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(ended, signal.SIGKILL)
-        # Not reaped yet, so its number is still that of its session: what it has forked goes too.
+            signal.pidfd_send_signal(fork_fd, signal.SIGKILL)
+        # The fork is not reaped yet, so its id still names its session: kills its own forks too.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(fork, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        os.set_blocking(said, False)
-        # A library that the model brings along can end its process in order, and say nothing.
+        os.set_blocking(source, False)
+        # A library of the model can exit with 0 before the verdict is written.
         with contextlib.suppress(BlockingIOError, msgspec.DecodeError, UnicodeDecodeError):
-            if ended in ready and code == 0:
-                return msgspec.json.decode(os.read(said, _VERDICT_BYTES), type=Verdict)
+            if fork_fd in ready and code == 0:
+                return msgspec.json.decode(os.read(source, _VERDICT_BYTES), type=Verdict)
     finally:
-        os.close(ended)
-        os.close(said)
+        os.close(fork_fd)
+        os.close(source)
     if 0 in ready:
         return None
     if not ready:
-        return late(order.job.seconds)
-    return Verdict(refusal=f"it ended the process that tried it out {_end_of(code)}")
+        return late(request.job.seconds)
+    return Verdict(refusal=f"it crashed the sandbox process {_cause(code)}")
 
 
-def _end_of(code: int) -> str:
+def _cause(code: int) -> str:
     if code >= 0:
         return f"with exit code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
-        name = f"signal {-code}"  # One of the real-time ones has no name.
-    hint = ": by the system, for its memory?" if -code == _SIGNAL_OF_MEMORY else ""
+        name = f"signal {-code}"  # Most real-time signals have no name.
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     return f"by {name}{hint}"
 
 
-def _judge_and_end(order: Order, server: int, say: int) -> NoReturn:
-    """Main function of a fork."""
+def _run_fork(request: JobRequest, server: int, target: int) -> NoReturn:
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:  # Else it ended before this process could ask to end with it.
+        if os.getppid() == server:  # Else the server exited before the call above.
             os.setsid()
-            _limit(order.job, order.deadline_ns)
-            os.write(say, msgspec.json.encode(_judged(order.job)))
-            # Without an orderly end: threads of the runtime could keep it, nothing is to be saved.
+            _limit(request.job, request.deadline_ns)
+            os.write(target, msgspec.json.encode(_judged(request.job)))
+            # No orderly exit: threads of the runtime could block it, and nothing is to be saved.
             os._exit(0)
     except BaseException:
         with contextlib.suppress(BaseException):
@@ -141,19 +134,19 @@ def _judge_and_end(order: Order, server: int, say: int) -> NoReturn:
 
 
 def _limit(job: Job, deadline_ns: int) -> None:
-    """Take memory, files, descriptors and time from this process."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.umask(0o077)
-    for stop in _STOPS:
-        signal.signal(stop, signal.SIG_IGN)
+    for number in (*_STOP_SIGNALS, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     left_s = max(deadline_ns - now_ns(), 0) / NS_PER_S
     signal.setitimer(signal.ITIMER_REAL, left_s + GRACE_S)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (job.private_bytes, job.private_bytes))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (job.file_bytes, job.file_bytes))
+    for limit, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_DATA, job.private_bytes),
+        (resource.RLIMIT_FSIZE, job.file_bytes),
+    ):
+        resource.setrlimit(limit, (most, most))
 
 
 def _judged(job: Job) -> Verdict:
@@ -162,20 +155,18 @@ def _judged(job: Job) -> Verdict:
     try:
         return Verdict(note=_judge(job))
     except MemoryError:
-        return Verdict(error=f"it needs more than {job.private_bytes} bytes (loading.trial_bytes)")
+        return Verdict(
+            error=f"it needs more memory than {job.private_bytes} bytes (loading.trial_bytes)"
+        )
     except BaseException as error:
         failure = load_error(error)
         if not isinstance(failure, IskanderError):
             raise
-        return Verdict(error=shorten(failure.message, WORDS_MAX))
+        return Verdict(error=shorten(failure.message, ERROR_CHARACTERS_MAX))
 
 
 def _judge(job: Job) -> str:
-    """Open, warm, save and compare; why the weights cannot be shared, or nothing.
-
-    Raises:
-        ManifestError: The model cannot be served.
-    """
+    """Load, warm, save and compare; return why the weights cannot be shared, else nothing."""
     from iskander_worker.backends.onnx import OnnxModel
     from iskander_worker.loading.opener import ModelSource
     from iskander_worker.loading.prepacked import align_weights
@@ -195,17 +186,17 @@ def _judge(job: Job) -> str:
         session = opened(source._replace(save_to=folder / MODEL, save_weights=WEIGHTS))
     except ManifestError as error:
         opened(source).warm_up(spec.rows_max)
-        return shorten(f"it cannot be saved optimised: {error.message}", 300)
+        return shorten(f"the optimised model cannot be saved: {error.message}", 300)
     session.warm_up(spec.rows_max)
     try:
         align_weights(folder / MODEL, folder / WEIGHTS)
         shared = opened(source._replace(optimised=folder / MODEL))
     except ManifestError as error:
-        return shorten(f"it cannot be loaded as it was saved: {error.message}", 300)
+        return shorten(f"the saved model cannot be loaded: {error.message}", 300)
     if shared.contract != session.contract:
-        return "its contract is another one when it is loaded as it was saved"
+        return "the saved model has another contract"
     if sample_results(session, spec.rows_max) != sample_results(shared, spec.rows_max):
-        return "its results are other ones when it is loaded as it was saved"
+        return "the saved model has other results"
     return ""
 
 

@@ -1,8 +1,7 @@
-"""The Open Inference Protocol over HTTP: its paths, and errors as status and JSON.
+"""HTTP application of the Open Inference Protocol: routes, and errors as status and JSON.
 
-The convenient way in, not the fast one: bodies are read, parsed and written on the loop that serves
-every batch, so what is JSON has a limit of its own. What is told of server and models is what
-`oip_service` tells over gRPC.
+The event loop of all batches also parses these bodies, so JSON has its own limit. All calls but
+inference have the same answers as over gRPC (`OipService`).
 
 Runs on: gateway loop. Source: Open Inference Protocol v2, REST; its extensions for model
 configuration, statistics, model repository, shared memory, traces and logging.
@@ -43,9 +42,9 @@ from iskander.repository.models import Models
 
 log = logging.getLogger("iskander.http")
 
-ASKED_BYTES_MAX = 1 << 16
-"""Of a body that is no inference."""
-_REFUSED = (429, 503)
+CALL_BYTES_MAX = 1 << 16
+"""Of a body of any other call than inference."""
+_RETRYABLE = (429, 503)
 _PROBES = ("/v2/health/live", "/v2/health/ready")
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -65,35 +64,27 @@ class _Load(msgspec.Struct):
 
 
 class OipHttp:
-    """The application.
-
-    Args:
-        models: What is served.
-        service: What is told of it.
-        infer: Answers inference.
-        access: Knows what a caller may ask.
-        room: For bodies.
-    """
+    """The application; `service` answers all calls but inference, `infer` inference."""
 
     def __init__(
         self,
         models: Models,
         service: OipService,
         infer: ASGIApp,
-        access: Authenticator,
-        room: BodyQuota,
+        authenticator: Authenticator,
+        quota: BodyQuota,
     ) -> None:
-        self._access = access
-        self._room = room
+        self._authenticator = authenticator
+        self._quota = quota
         self._models = models
         self._service = service
         self._infer = infer
 
     def app(self) -> ASGIApp:
-        """The application, for callers who may ask; its requests' `scope` has their `grant`."""
+        """Return the application with authentication; it adds `grant` to each `scope`."""
         routed = self._routed()
 
-        async def granted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def authenticated(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
                 _strip_authority(scope)
                 headers = [
@@ -101,34 +92,31 @@ class OipHttp:
                 ]
                 try:
                     is_probe = scope["path"] in _PROBES
-                    scope["grant"] = self._access.grant(headers, is_probe=is_probe)
+                    scope["grant"] = self._authenticator.grant(headers, is_probe=is_probe)
                 except Unauthenticated as error:
                     return await error_response(error)(scope, receive, send)
             return await routed(scope, receive, send)
 
-        return granted
+        return authenticated
 
     def _routed(self) -> Starlette:
-        """A path that is not named here is not found.
-
-        What a path has in braces are fields of the message that is asked for in gRPC.
-        """
+        """Build the routes; names in braces are fields of the gRPC request."""
         repository = "/v2/repository/models/{model_name}"
         routes: list[BaseRoute] = [
-            Route("/v2", self._told("ServerMetadata", plain)),
+            Route("/v2", self._call("ServerMetadata", plain)),
             Route("/v2/health/live", self._live),
             Route("/v2/health/ready", self._ready),
-            Route("/v2/models/stats", self._told("ModelStatistics", plain)),
+            Route("/v2/models/stats", self._call("ModelStatistics", plain)),
             Route("/v2/repository/index", self._index, methods=["POST"]),
             Route(f"{repository}/load", self._load, methods=["POST"]),
             Route(f"{repository}/unload", self._unload, methods=["POST"]),
         ]
         for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
             routes += [
-                Route(path, self._told("ModelMetadata", plain)),
+                Route(path, self._call("ModelMetadata", plain)),
                 Route(f"{path}/ready", self._model_ready),
-                Route(f"{path}/config", self._told("ModelConfig", lambda m: plain(m.config))),
-                Route(f"{path}/stats", self._told("ModelStatistics", plain)),
+                Route(f"{path}/config", self._call("ModelConfig", lambda m: plain(m.config))),
+                Route(f"{path}/stats", self._call("ModelStatistics", plain)),
                 Route(f"{path}/infer", self._infer, methods=["POST"]),
             ]
         for path, name in (
@@ -136,9 +124,19 @@ class OipHttp:
             ("/v2/models/{model_name}/trace/setting", "TraceSetting"),
             ("/v2/logging", "LogSettings"),
         ):
-            routes.append(Route(path, self._told(name), methods=["GET", "POST"]))
+            routes.append(Route(path, self._call(name), methods=["GET", "POST"]))
         for kind in ("System", "Cuda"):
-            routes += self._shared_memory(kind)
+            path, name = f"/v2/{kind.lower()}sharedmemory", f"{kind}SharedMemory"
+            region = f"{path}/region/{{name}}"
+            status = self._call(f"{name}Status", lambda m: list(plain(m)["regions"].values()))
+            routes += [Route(f"{prefix}/status", status) for prefix in (path, region)]
+            for prefix, method in (
+                (path, "Unregister"),
+                (region, "Unregister"),
+                (region, "Register"),
+            ):
+                answer = self._call(f"{name}{method}")
+                routes.append(Route(f"{prefix}/{method.lower()}", answer, methods=["POST"]))
         app = Starlette(
             routes=routes,
             exception_handlers={
@@ -150,29 +148,16 @@ class OipHttp:
         app.router.redirect_slashes = False
         return app
 
-    def _shared_memory(self, kind: str) -> list[BaseRoute]:
-        path, name = f"/v2/{kind.lower()}sharedmemory", f"{kind}SharedMemory"
-        region = f"{path}/region/{{name}}"
-        status = self._told(f"{name}Status", lambda m: list(plain(m)["regions"].values()))
-        unregister = self._told(f"{name}Unregister")
-        return [
-            Route(f"{path}/status", status),
-            Route(f"{region}/status", status),
-            Route(f"{region}/register", self._told(f"{name}Register"), methods=["POST"]),
-            Route(f"{path}/unregister", unregister, methods=["POST"]),
-            Route(f"{region}/unregister", unregister, methods=["POST"]),
-        ]
-
-    def _told(self, name: str, pick: Pick | None = None) -> Answer:
-        """A path that tells what a call tells; without `pick`, only that it was done."""
+    def _call(self, name: str, pick: Pick | None = None) -> Answer:
+        """Return an endpoint for a call; without `pick` its answer has no body."""
         kind = getattr(oip_pb2, f"{name}Request")
 
-        async def tell(request: Request) -> Response:
-            asked = kind(**request.path_params)
-            told = self._service.answer(name, asked, request.scope["grant"])
-            return Response() if pick is None else _json(pick(told))
+        async def answer(request: Request) -> Response:
+            message = kind(**request.path_params)
+            response = self._service.answer(name, message, request.scope["grant"])
+            return Response() if pick is None else _json(pick(response))
 
-        return tell
+        return answer
 
     async def _live(self, _: Request) -> Response:
         return _json({"live": True})
@@ -180,27 +165,27 @@ class OipHttp:
     async def _ready(self, request: Request) -> Response:
         reasons = self._models.reasons()
         if reasons:
-            is_discreet = request.scope["grant"].is_anonymous
-            why = "the server is not ready" if is_discreet else "; ".join(reasons)
+            is_anonymous = request.scope["grant"].is_anonymous
+            why = "the server is not ready" if is_anonymous else "; ".join(reasons)
             raise NotReady(why, retry_after_ms=RETRY_MS)
         return _json({"ready": True})
 
     async def _model_ready(self, request: Request) -> Response:
-        asked = oip_pb2.ModelReadyRequest(**request.path_params)
-        if not self._service.answer("ModelReady", asked, request.scope["grant"]).ready:
-            raise NotReady(f"model `{asked.name}` is not ready", retry_after_ms=RETRY_MS)
-        return _json({"name": asked.name, "ready": True})
+        message = oip_pb2.ModelReadyRequest(**request.path_params)
+        if not self._service.answer("ModelReady", message, request.scope["grant"]).ready:
+            raise NotReady(f"model `{message.name}` is not ready", retry_after_ms=RETRY_MS)
+        return _json({"name": message.name, "ready": True})
 
     async def _index(self, request: Request) -> Response:
-        asked = await self._read(request, _Index)
-        message = oip_pb2.RepositoryIndexRequest(ready=bool(asked.ready))
-        told = self._service.answer("RepositoryIndex", message, request.scope["grant"])
-        return _json(plain(told)["models"])
+        body = await self._read(request, _Index)
+        message = oip_pb2.RepositoryIndexRequest(ready=bool(body.ready))
+        response = self._service.answer("RepositoryIndex", message, request.scope["grant"])
+        return _json(plain(response)["models"])
 
     async def _load(self, request: Request) -> Response:
-        asked = await self._read(request, _Load)
+        body = await self._read(request, _Load)
         message = oip_pb2.RepositoryModelLoadRequest(**request.path_params)
-        for name in asked.parameters or ():
+        for name in body.parameters or ():
             message.parameters.get_or_create(name)
         await self._service.load(message, request.scope["grant"])
         return Response()
@@ -211,17 +196,17 @@ class OipHttp:
         return Response()
 
     async def _read(self, request: Request, kind: type[_Struct]) -> _Struct:
-        """A small body of JSON; without one, what is meant by saying nothing."""
-        with ReceivedBody(self._room) as held:
-            raw = await read_body(request.receive, request.headers, ASKED_BYTES_MAX, held)
+        """Read a small JSON body; an empty one is `{}`."""
+        with ReceivedBody(self._quota) as received:
+            raw = await read_body(request.receive, request.headers, CALL_BYTES_MAX, received)
             try:
                 return msgspec.json.decode(raw or b"{}", type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise MalformedInput(f"the request's JSON: {error}") from None
+                raise MalformedInput(f"invalid JSON of the request: {error}") from None
 
 
 def _strip_authority(scope: Scope) -> None:
-    """Leave the path of a target that names its server too, as proxies are asked.
+    """Reduce an absolute target, which proxies receive, to its path.
 
     Source: RFC 9112, section 3.2.2.
     """
@@ -232,11 +217,11 @@ def _strip_authority(scope: Scope) -> None:
 
 
 def error_response(error: IskanderError, status: int | None = None) -> Response:
-    """An error as its client gets it: `error` is the text, beside it what programs read."""
+    """Encode an error: the text is `error`, beside it are machine-readable fields."""
     detail = error.to_wire()
     status = status or error.http_status
     headers = {}
-    if status in _REFUSED:
+    if status in _RETRYABLE:
         wait_ms = RETRY_MS if error.retry_after_ms is None else error.retry_after_ms
         headers["retry-after"] = str(math.ceil(wait_ms / 1000))
     if isinstance(error, Unauthenticated):
@@ -253,19 +238,19 @@ def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = N
 async def _on_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, IskanderError)
     if error.fault == "server":
-        log.warning("a request ended with %s: %s", error.code, error.message)
+        log.warning("request failed with %s: %s", error.code, error.message)
     return error_response(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Of the paths: one that is not there, or not for this method."""
+    """Answer an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = f"{request.method[:20]} {request.url.path[:200]}"
-    answer = error_response(Unsupported(f"there is no `{what}` here"), error.status_code)
+    answer = error_response(Unsupported(f"unknown path or method: `{what}`"), error.status_code)
     answer.headers.update(error.headers or {})
     return answer
 
 
 async def _on_failure(_: Request, __: Exception) -> Response:
-    # It is raised again behind this answer, so that the log has it.
-    return error_response(IskanderError("the server failed; its log says why"))
+    # Starlette raises it again after this answer, and the log has it.
+    return error_response(IskanderError("internal server error; see the server's log"))

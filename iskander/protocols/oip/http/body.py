@@ -1,8 +1,8 @@
-"""Bodies over HTTP: read within their limits and the receive budget, expanded, and compressed.
+"""HTTP bodies: receive limits, memory quota, decompression and compression.
 
-A body is charged to the budget of received bytes as it comes; a large one whose length is known
-reserves its memory first. Above the limit, those that took most memory for the longest time are
-refused. A compressed body is expanded by a thread, into memory that was charged before.
+The budget of received bytes is charged on arrival; a large body of known length reserves its memory
+first. Above the limit, the bodies with the most memory for the longest time are rejected. A body is
+decompressed into memory that is charged before.
 
 Runs on: gateway loop, and the threads that expand messages. Source: RFC 9110, section 8.4 (`gzip`,
 and `deflate` in zlib's form); RFC 1952 (the size at the end of gzip).
@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,11 +42,11 @@ from iskander.transport.receive_budget import (
 )
 
 PIECE_BYTES = 1 << 18
-"""Of an answer, given to the socket or compressed at once."""
+"""Of an answer, written or compressed at once."""
 RESERVED_BYTES_MIN: Final = 4 << 20
-"""Larger bodies reserve their memory first, where their length is known."""
+"""Larger bodies of known length reserve their memory first."""
 AT_ONCE_BYTES: Final = 32_768
-"""As much is expanded or compressed in a fraction of a millisecond; more is for a thread."""
+"""Expanded or compressed on the event loop in a fraction of a millisecond; more in a thread."""
 STEP_BYTES: Final = 1 << 18
 COMPRESS_LEVEL = 1
 RETRY_MS = 1000
@@ -53,44 +54,35 @@ _DIGITS_MAX = 18
 _ISIZE_BYTES: Final = 4
 _WINDOWS = {"gzip": 31, "deflate": 15}
 
+_T = TypeVar("_T")
 
+
+@dataclass
 class BodyQuota:
-    """What all bodies together may take, requests and answers.
+    """Memory limit of all bodies together, requests and answers.
 
     Args:
-        bytes_max: Beyond them a request is refused. Answers are written all the same, since what
-            they answer was accepted.
-        budget: The memory of received bytes.
-        message_s: Seconds without a byte of a body, or in which there is no memory for it.
-        count_ended: Counts a body that does not come, by reason.
+        bytes_max: Limit for requests. Answers of accepted requests may exceed it.
+        message_s: Timeout in seconds for the next byte of a body, and for its memory.
+        count_ended: Counts an incomplete body, by reason.
     """
 
-    def __init__(
-        self,
-        bytes_max: int,
-        budget: ReceiveBudget,
-        message_s: float,
-        count_ended: Callable[[str], None],
-    ) -> None:
-        self.bytes_max = bytes_max
-        self.budget = budget
-        self.message_s = message_s
-        self.count_ended = count_ended
-        self.held_bytes = 0
+    bytes_max: int
+    budget: ReceiveBudget
+    message_s: float
+    count_ended: Callable[[str], None]
+    held_bytes: int = 0
 
 
 class ReceivedBody:
-    """The part of the room that one call takes; given back when the block ends.
+    """One call's part of the quota; the budget may reject the body while it is being read."""
 
-    While a body is read it may be refused for want of memory, by the budget.
-    """
-
-    def __init__(self, room: BodyQuota) -> None:
-        self._room = room
-        self._budget = room.budget
+    def __init__(self, quota: BodyQuota) -> None:
+        self._quota = quota
+        self._budget = quota.budget
         self._bytes = self._charged = self._filled = 0
         self._body: bytearray | NDArray[np.uint8] | None = None
-        self._wanted_bytes = self._reserved_left = 0
+        self._expected_bytes = self._reserved_left = 0
         self._is_reserved = self._is_reading = False
         self._granted: asyncio.Future[None] | None = None
         self._waiting: asyncio.Timeout | None = None
@@ -102,22 +94,18 @@ class ReceivedBody:
 
     def __exit__(self, *_: object) -> None:
         self._free()
-        self._room.held_bytes -= self._bytes
+        self._quota.held_bytes -= self._bytes
 
     def grow(self, count: int) -> None:
-        """Take more.
-
-        Raises:
-            Overloaded: Others have it.
-        """
-        self._require_room(count)
+        """Charge received bytes; raise if the quota is exceeded or the body was rejected."""
+        self._require_quota(count)
         self.add(count)
-        self._require_memory()
+        self._require_accepted()
 
     def add(self, count: int) -> None:
-        """Take more, whether there is room or not."""
+        """Charge bytes without a limit."""
         self._bytes += count
-        self._room.held_bytes += count
+        self._quota.held_bytes += count
         if self._reserved_left >= count:
             self._reserved_left -= count
         else:
@@ -126,11 +114,7 @@ class ReceivedBody:
 
     @contextlib.contextmanager
     def work(self, count: int) -> Iterator[None]:
-        """Take more while the block runs.
-
-        Raises:
-            Overloaded: There is not so much.
-        """
+        """Charge temporary memory to the budget while the block runs; raise if it is full."""
         if not self._budget.take(count):
             raise self._no_memory()
         try:
@@ -139,25 +123,16 @@ class ReceivedBody:
             self._budget.give_back(count)
 
     async def read(self, receive: Receive, length: int | None, bytes_max: int) -> memoryview:
-        """All of a body, as it comes.
-
-        Args:
-            receive: Gives its pieces.
-            length: As the header says; None where it does not.
-            bytes_max: The most that it may have.
-
-        Raises:
-            IskanderError: As `read_body`.
-        """
+        """Read a complete body; `length` is its Content-Length."""
         self._began_ns = self._moved_ns = now_ns()
         self._is_reading = True
         self._budget.holders.add(self)
         try:
-            await self._begin(length)
+            await self._allocate(length)
             while True:
                 message = await self._next(receive)
                 if message["type"] == "http.disconnect":
-                    raise Cancelled("the caller left before its request was there")
+                    raise Cancelled("the client disconnected before the end of its request")
                 piece = message.get("body", b"")
                 if self._filled + len(piece) > (bytes_max if length is None else length):
                     raise _too_large(bytes_max)
@@ -174,84 +149,68 @@ class ReceivedBody:
             self._end_reservation()
 
     async def expand(self, packed: memoryview, coding: str, bytes_max: int) -> memoryview:
-        """A body that was compressed; the memory for it is taken before.
-
-        Raises:
-            IskanderError: As `read_body`.
-        """
-        expanded = await self._expand(packed, coding, bytes_max)
-        if isinstance(expanded, IskanderError):
-            raise expanded
-        self._bytes += len(expanded)
-        self._room.held_bytes += len(expanded)
-        return expanded
-
-    async def _expand(
-        self, packed: memoryview, coding: str, bytes_max: int
-    ) -> memoryview | IskanderError:
-        # Errors are returned: the traceback of one that is raised would keep the memory.
+        """Decompress a body into memory that is charged before."""
         most = bytes_max
         if coding == "gzip" and len(packed) >= GZIP_BYTES_MIN:
             most = min(int.from_bytes(packed[-_ISIZE_BYTES:], "little"), bytes_max)
-        self._require_room(most)
+        self._require_quota(most)
         target = self._budget.charged_array(most)
         if target is None:
-            return self._no_memory()
-        if len(packed) <= AT_ONCE_BYTES and most <= AT_ONCE_BYTES:
-            expanded = _expand(packed, coding, bytes_max, target)
-        else:
-            loop = asyncio.get_running_loop()
-            expanded = await loop.run_in_executor(
-                THREADS, _expand, packed, coding, bytes_max, target
-            )
-        if not isinstance(expanded, IskanderError):
-            self._budget.shrink(target, len(expanded))
+            raise self._no_memory()
+        size = max(len(packed), most)
+        expanded = await _run(size, _expand, packed, coding, bytes_max, target)
+        if isinstance(expanded, IskanderError):
+            del target  # The traceback would keep the memory.
+            raise expanded
+        self._budget.shrink(target, len(expanded))
+        self._bytes += len(expanded)
+        self._quota.held_bytes += len(expanded)
         return expanded
 
     # For the receive budget.
 
     def held(self, now_ns: int) -> float:
-        """What would be freed if the body were refused, in bytes times nanoseconds."""
+        """Return the memory that a rejection frees, in bytes times nanoseconds."""
         return self._filled * float(now_ns - self._began_ns) if self._is_reading else 0.0
 
     def shed(self) -> bool:
-        """Refuse the body, where it is being read; return whether it is."""
+        """Reject the body if it is being read; return whether it was."""
         if not self._is_reading or self._error is not None or not self._filled:
             return False
         self._stop(self._no_memory())
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """Refuse the body where it fell so far behind its slowest rate."""
+        """Reject the body if it is this far behind the minimum rate."""
         is_stalled = self._is_reading and self._granted is None and self._error is None
         if is_stalled and now_ns - self._moved_ns > stall_ns:
-            self._room.count_ended("message_timeout")
+            self._quota.count_ended("message_timeout")
             self._stop(_too_slow((now_ns - self._moved_ns) / NS_PER_S))
 
     def on_reserved(self) -> None:
-        """The memory of the body is reserved."""
+        """Note that the memory of the body is reserved."""
         self._is_reserved = True
-        self._charged += self._wanted_bytes
-        self._reserved_left = self._wanted_bytes
+        self._charged += self._expected_bytes
+        self._reserved_left = self._expected_bytes
         if self._granted is not None and not self._granted.done():
             self._granted.set_result(None)
 
     # Reading.
 
-    async def _begin(self, length: int | None) -> None:
-        """Have the memory of a body; of a large one before it comes."""
+    async def _allocate(self, length: int | None) -> None:
+        """Allocate the memory of a body; reserve that of a large one first."""
         if not length:
             self._body = bytearray()
             return
-        self._require_room(length)
+        self._require_quota(length)
         if length > RESERVED_BYTES_MIN:
-            self._wanted_bytes = length
+            self._expected_bytes = length
             if self._budget.reserve(self, self, length):
                 self.on_reserved()
             else:
                 self._granted = asyncio.get_running_loop().create_future()
                 try:
-                    async with asyncio.timeout(self._room.message_s):
+                    async with asyncio.timeout(self._quota.message_s):
                         await self._granted
                 except TimeoutError:
                     raise self._no_memory() from None
@@ -261,17 +220,17 @@ class ReceivedBody:
         self._body = message_memory(length)
 
     async def _next(self, receive: Receive) -> Message:
-        left_s = self._room.message_s - (now_ns() - self._moved_ns) / NS_PER_S
+        left_s = self._quota.message_s - (now_ns() - self._moved_ns) / NS_PER_S
         try:
             async with asyncio.timeout(left_s) as self._waiting:
                 message = await receive()
         except TimeoutError:
-            self._require_memory()
-            self._room.count_ended("message_timeout")
-            raise _too_slow(self._room.message_s) from None
+            self._require_accepted()
+            self._quota.count_ended("message_timeout")
+            raise _too_slow(self._quota.message_s) from None
         finally:
             self._waiting = None
-        self._require_memory()
+        self._require_accepted()
         count = len(message.get("body", b""))
         self._moved_ns = progress_ns(self._moved_ns, now_ns(), count)
         return message
@@ -285,7 +244,7 @@ class ReceivedBody:
         self._filled = at + len(piece)
 
     def _stop(self, error: IskanderError) -> None:
-        """Free the body, and have an error raised where it is waited for."""
+        """Free the body, and raise an error in its reader."""
         self._error = error
         self._free()
         if self._waiting is not None:
@@ -299,94 +258,88 @@ class ReceivedBody:
         self._budget.release(charged)
 
     def _end_reservation(self) -> None:
-        """What was reserved has come, or will not come."""
-        if self._wanted_bytes:
-            reserved = self._wanted_bytes if self._is_reserved else 0
-            self._wanted_bytes, self._is_reserved = 0, False
+        if self._expected_bytes:
+            reserved = self._expected_bytes if self._is_reserved else 0
+            self._expected_bytes, self._is_reserved = 0, False
             self._budget.end_reservation(self, self, reserved)
 
-    def _require_memory(self) -> None:
+    def _require_accepted(self) -> None:
         if self._error is not None:
             raise detach(self._error)
 
-    def _require_room(self, count: int) -> None:
-        if self._room.held_bytes + count > self._room.bytes_max:
+    def _require_quota(self, count: int) -> None:
+        quota = self._quota
+        if quota.held_bytes + count > quota.bytes_max:
             raise Overloaded(
-                f"bodies of {self._room.held_bytes} bytes are held, and all may have "
-                f"{self._room.bytes_max} (http.bodies_bytes)",
+                f"body of {count} bytes rejected: {quota.held_bytes} bytes of bodies are held, "
+                f"limit {quota.bytes_max} (`http.bodies_bytes`)",
                 retry_after_ms=RETRY_MS,
             )
 
     def _no_memory(self) -> Overloaded:
-        return Overloaded(
-            f"the server has no memory to receive a body: {self._budget.limit_bytes} bytes are in "
-            "use (limits.receive_bytes)",
-            retry_after_ms=RETRY_MS,
-        )
+        limit = f"{self._budget.limit_bytes} bytes are in use (`limits.receive_bytes`)"
+        return Overloaded(f"no memory to receive a body: {limit}", retry_after_ms=RETRY_MS)
 
 
 async def read_body(
-    receive: Receive, headers: Headers, bytes_max: int, held: ReceivedBody
+    receive: Receive, headers: Headers, bytes_max: int, received: ReceivedBody
 ) -> memoryview:
-    """All of a request's body, decompressed.
-
-    Args:
-        receive: Gives its pieces.
-        headers: Of the request.
-        bytes_max: The most that it may have, compressed or not.
-        held: Grows with it.
+    """Read and decompress a request's body; `bytes_max` applies to either form.
 
     Raises:
-        LimitExceeded: It is larger; known before more than that was read.
-        DeadlineExceeded: No byte of it came for too long.
-        MalformedInput: It is not compressed as its header says.
-        Unsupported: It is compressed in another way.
-        Cancelled: The client left.
-        Overloaded: There is no room for it now.
+        LimitExceeded: The body is too large; no more than the limit is read.
+        DeadlineExceeded: The body came too slowly.
+        MalformedInput: The compressed data is invalid.
+        Unsupported: The coding is not supported.
+        Cancelled: The client disconnected.
+        Overloaded: There is no memory for it now.
     """
-    announced = headers.get("content-length")
+    declared = headers.get("content-length")
     length = None
-    if announced is not None:
-        length = int(announced) if len(announced) <= _DIGITS_MAX else bytes_max + 1
+    if declared is not None:
+        length = int(declared) if len(declared) <= _DIGITS_MAX else bytes_max + 1
         if length > bytes_max:
             raise _too_large(bytes_max)
     coding = headers.get("content-encoding", "identity").strip().lower()
     if coding not in (*_WINDOWS, "identity"):
-        raise Unsupported(f"bodies are taken as they are, gzip or deflate, not {coding[:20]}")
-    raw = await held.read(receive, length, bytes_max)
-    return raw if coding == "identity" else await held.expand(raw, coding, bytes_max)
+        raise Unsupported(f"body has coding {coding[:20]}; supported: identity, gzip, deflate")
+    raw = await received.read(receive, length, bytes_max)
+    return raw if coding == "identity" else await received.expand(raw, coding, bytes_max)
 
 
-def chosen_coding(accepted: str) -> str | None:
-    """How an answer is to be compressed, by the header `Accept-Encoding`; None for not at all.
+def response_coding(accepted: str) -> str | None:
+    """Choose the coding of an answer from `Accept-Encoding`; None for no compression.
 
-    A list of codings is what HTTP libraries send unasked, and compressing costs everybody time: so
-    only a client that names one, and that one, gets it.
+    HTTP libraries send a list of codings by default, and compression costs CPU time for all
+    clients, so only a header with a single coding enables it.
     """
     name = accepted.strip().lower()
     return name if name in _WINDOWS else None
 
 
 async def compress(parts: Iterable[bytes | memoryview], coding: str) -> bytes:
-    """A body, compressed, by a thread where it is large."""
+    """Compress a body; large ones in a thread."""
     packer = zlib.compressobj(COMPRESS_LEVEL, zlib.DEFLATED, _WINDOWS[coding])
     packed = bytearray()
     for part in parts:
         view = memoryview(part)
         for start in range(0, len(view), PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
-            if len(piece) <= AT_ONCE_BYTES:
-                packed += packer.compress(piece)
-            else:
-                loop = asyncio.get_running_loop()
-                packed += await loop.run_in_executor(THREADS, packer.compress, piece)
+            packed += await _run(len(piece), packer.compress, piece)
     return bytes(packed + packer.flush())
+
+
+async def _run(size: int, function: Callable[..., _T], *args: Any) -> _T:  # noqa: ANN401
+    """Call a function, in a thread if its data is large."""
+    if size <= AT_ONCE_BYTES:
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
 
 
 def _expand(
     packed: memoryview, coding: str, bytes_max: int, target: NDArray[np.uint8]
 ) -> memoryview | IskanderError:
-    """Expand a body into memory of as many bytes as it may have; return its error where it is none.
+    """Decompress a body into `target`; return an error, whose traceback would keep the memory.
 
     Runs on: a thread.
     """
@@ -406,17 +359,17 @@ def _expand(
             view[at : at + len(piece)] = piece
             at += len(piece)
             if not (left or piece):
-                return MalformedInput(f"the body's {coding} has no end")
+                return MalformedInput(f"the body's {coding} is truncated")
     except zlib.error as error:
-        return MalformedInput(f"the body is no {coding}: {error}")
+        return MalformedInput(f"the body is not valid {coding}: {error}")
     if unpacker.unused_data or taken < len(packed):
-        return MalformedInput(f"the body goes on behind its {coding}")
+        return MalformedInput(f"bytes follow after the body's {coding}")
     return view[:at]
 
 
 def _too_slow(behind_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(f"the body fell {behind_s:.0f} s behind {MESSAGE_RATE_MIN} bytes/s")
+    return DeadlineExceeded(f"body too slow: {behind_s:.0f} s behind {MESSAGE_RATE_MIN} bytes/s")
 
 
 def _too_large(bytes_max: int) -> LimitExceeded:
-    return LimitExceeded(f"the body of this request may have {bytes_max} bytes", wanted=bytes_max)
+    return LimitExceeded(f"body too large: limit {bytes_max} bytes", wanted=bytes_max)

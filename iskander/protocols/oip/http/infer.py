@@ -1,4 +1,4 @@
-"""Inference over HTTP: from a request's body to the answer's last piece.
+"""Inference over HTTP: body, submission, answer.
 
 Runs on: gateway loop. Source: Open Inference Protocol v2, REST; its binary tensor data extension.
 """
@@ -28,22 +28,22 @@ from iskander.protocols.oip.http.body import (
     RETRY_MS,
     BodyQuota,
     ReceivedBody,
-    chosen_coding,
     compress,
     read_body,
+    response_coding,
 )
 from iskander.protocols.oip.http.messages import (
     HEADER_LENGTH,
     ParsedRequest,
-    choose,
     read_raw,
     read_request,
+    select_outputs,
     write_answer,
 )
-from iskander.protocols.oip.terms import said_in, said_over
+from iskander.protocols.oip.terms import merge_terms, parse_terms
 from iskander.protocols.stream_terms import StreamTerms
 from iskander.protocols.submit import RequestSubmitter
-from iskander.protocols.tensors import give, take
+from iskander.protocols.tensors import read_inputs, result_tensors
 from iskander.protocols.terms import HEADER_PREFIX
 from iskander.repository.models import Models
 from iskander.scheduling.lane import Lane
@@ -52,52 +52,45 @@ from iskander.scheduling.request import Terms
 JSON_TYPE = "application/json"
 BINARY_TYPE = "application/octet-stream"
 AT_ONCE_BYTES = 256 << 10
-"""What is longer is read by a thread."""
+"""Longer bodies are parsed in a thread."""
 JSON_COST = 24
-"""Bytes that reading a byte of JSON takes for a time: an empty list of 3 bytes takes 64."""
+"""Temporary bytes for parsing a byte of JSON: an empty list of 3 bytes needs 64."""
 _DIGITS_MAX = 18
 
 
 class HttpInference:
-    """The endpoint. A call is open until its answer is written, which a drain waits for.
-
-    Args:
-        models: What is served.
-        desk: Has the rows computed.
-        config: Of the port.
-        room: For bodies.
-    """
+    """The endpoint. A drain waits for its calls until their answers are written."""
 
     def __init__(
-        self, models: Models, desk: RequestSubmitter, config: HttpConfig, room: BodyQuota
+        self, models: Models, submitter: RequestSubmitter, config: HttpConfig, quota: BodyQuota
     ) -> None:
         self._models = models
-        self._desk = desk
-        self._json_max = min(config.json_bytes, desk.limits.message_bytes)
-        self._room = room
+        self._submitter = submitter
+        self._json_max = min(config.json_bytes, submitter.limits.message_bytes)
+        self._quota = quota
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request.
-
-        Raises:
-            IskanderError: Why there is no answer; nothing of one was sent.
-        """
+        """Answer a request; if it raises, nothing was sent."""
         request = Request(scope, receive)
         if scope["is_surplus"]:
-            raise Overloaded("as many connections as may be are open", retry_after_ms=RETRY_MS)
-        self._desk.require_open()
+            raise Overloaded(
+                "too many open connections (`http.connections`)", retry_after_ms=RETRY_MS
+            )
+        self._submitter.require_open()
         path = request.path_params
         grant: Grant = scope["grant"]
         grant.require_model(path["name"])
         key = _route_key(request.headers, grant)
         lane = self._models.find_loaded(path["name"], path.get("version"), key)
         lane.entering += 1
-        with ReceivedBody(self._room) as held:
+        with ReceivedBody(self._quota) as received:
             try:
-                asked = await self._read(request, lane, held)
-                with self._desk.held(caller=_caller(request)):
-                    parts, json_bytes = await self._ask(request, lane, asked)
-                    held.add(sum(map(len, parts)))
+                parsed = await self._read(request, lane, received)
+                with self._submitter.held(
+                    caller=grant.name or (request.client and request.client.host)
+                ):
+                    parts, json_bytes = await self._infer(request, lane, parsed)
+                    received.add(sum(map(len, parts)))
                     await _write(request, send, parts, json_bytes)
             except IskanderError as error:
                 detach(error)
@@ -105,52 +98,50 @@ class HttpInference:
             finally:
                 lane.entering -= 1
 
-    async def _read(self, request: Request, lane: Lane, held: ReceivedBody) -> ParsedRequest:
-        json_bytes, limits = _json_bytes(request.headers), self._desk.limits
+    async def _read(self, request: Request, lane: Lane, received: ReceivedBody) -> ParsedRequest:
+        json_bytes, limits, contract = (
+            _json_bytes(request.headers),
+            self._submitter.limits,
+            lane.contract,
+        )
+        assert contract is not None
         body_max = self._json_max if json_bytes is None else limits.message_bytes
-        raw = await read_body(request.receive, request.headers, body_max, held)
+        raw = await read_body(request.receive, request.headers, body_max, received)
         body = raw.toreadonly()
         if json_bytes is not None:
             self._require_json(json_bytes, len(body))
-        assert lane.contract is not None
         if json_bytes == 0:
-            return read_raw(lane.contract, body)
-        with held.work(JSON_COST * (len(body) if json_bytes is None else json_bytes)):
+            return read_raw(contract, body)
+        with received.work(JSON_COST * (len(body) if json_bytes is None else json_bytes)):
             if len(body) <= AT_ONCE_BYTES:
-                return read_request(body, json_bytes, lane.contract, limits)
-            return await asyncio.to_thread(read_request, body, json_bytes, lane.contract, limits)
+                return read_request(body, json_bytes, contract, limits)
+            return await asyncio.to_thread(read_request, body, json_bytes, contract, limits)
 
-    async def _ask(
-        self, request: Request, lane: Lane, asked: ParsedRequest
+    async def _infer(
+        self, request: Request, lane: Lane, parsed: ParsedRequest
     ) -> tuple[list[bytes | memoryview], int | None]:
         contract = lane.contract
         assert contract is not None
-        offered = take(contract, asked.tensors, self._desk.limits)
-        chosen = choose(contract, asked, offered.rows, self._json_max)
-        terms = _terms(request, asked)
-        results = await _unless_gone(request.receive, self._desk.ask(lane, offered, terms=terms))
-        given = give(contract, offered.rows, results)
+        tensors = read_inputs(contract, parsed.tensors, self._submitter.limits)
+        chosen = select_outputs(contract, parsed, tensors.rows, self._json_max)
+        terms = _terms(request, parsed)
+        body = await _unless_gone(request.receive, self._submitter.ask(lane, tensors, terms=terms))
+        results = result_tensors(contract, tensors.rows, body)
         model = (lane.model.name, lane.model.version)
-        return write_answer(model, asked, given, chosen, self._json_max)
+        return write_answer(model, parsed, results, chosen, self._json_max)
 
     def _require_json(self, json_bytes: int, body_bytes: int) -> None:
         if json_bytes > body_bytes:
             raise MalformedInput(
-                f"the header `{HEADER_LENGTH}` says {json_bytes} bytes, and the body has "
+                f"the header `{HEADER_LENGTH}` declares {json_bytes} bytes, but the body has "
                 f"{body_bytes}"
             )
         if json_bytes > self._json_max:
             raise LimitExceeded(
-                f"a request's JSON may have {self._json_max} bytes, got {json_bytes}: send the "
-                "tensors as binary data",
+                f"JSON too large: {json_bytes} bytes, limit {self._json_max} (`http.json_bytes`): "
+                "send the tensors as binary data",
                 wanted=self._json_max,
             )
-
-
-def _caller(request: Request) -> object:
-    """Whose a request is, as far as one is told from another: by name, or else by address."""
-    grant: Grant = request.scope["grant"]
-    return grant.name or (request.client and request.client.host)
 
 
 def _json_bytes(headers: Mapping[str, str]) -> int | None:
@@ -158,47 +149,39 @@ def _json_bytes(headers: Mapping[str, str]) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX):
-        raise MalformedInput(f"the header `{HEADER_LENGTH}` is no number of bytes")
+        raise MalformedInput(f"the header `{HEADER_LENGTH}` is not a number of bytes")
     return int(text)
 
 
 def _route_key(headers: Mapping[str, str], grant: Grant) -> str:
-    """By which the version is chosen: of the headers, since no body is read before that."""
-    said = headers.get(f"{HEADER_PREFIX}route-key") or headers.get(f"{HEADER_PREFIX}client")
-    return said or StreamTerms((), None, Source(grant.name)).route_key
+    """Return the key that selects the version, from the headers: the body is not read yet."""
+    key = headers.get(f"{HEADER_PREFIX}route-key") or headers.get(f"{HEADER_PREFIX}client")
+    return key or StreamTerms((), None, Source(grant.name)).route_key
 
 
-def _source(request: Request) -> Source:
-    """Whose share of a queue a request takes; a connection is known by the address of its peer."""
-    client = request.client
+def _terms(request: Request, parsed: ParsedRequest) -> Terms:
+    """Return the terms in parameters and headers; parameters take precedence."""
+    headers, client = request.headers, request.client
+    named = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
+    terms = merge_terms(
+        parse_terms(parsed.parameters), parse_terms(named, f"`{HEADER_PREFIX}` headers")
+    )
     grant: Grant = request.scope["grant"]
-    return Source(grant.name, f"{client.host}:{client.port}" if client else "http")
-
-
-def _terms(request: Request, asked: ParsedRequest) -> Terms:
-    """What headers and parameters say about urgency; where both do, the parameters."""
-    headers = request.headers
-    said = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
-    terms = said_over(said_in(asked.parameters), said_in(said, f"`{HEADER_PREFIX}` headers"))
-    return StreamTerms((), None, _source(request)).with_said(terms)
+    source = Source(grant.name, f"{client.host}:{client.port}" if client else "http")
+    return StreamTerms((), None, source).merged(terms)
 
 
 async def _unless_gone(
     receive: Receive, answer: Coroutine[Any, Any, bytes | memoryview]
 ) -> bytes | memoryview:
-    """Wait for an answer; where the client leaves, the request is given up.
-
-    Raises:
-        Cancelled: It left.
-        IskanderError: Why there is no answer.
-    """
+    """Await an answer; cancel the request if the client disconnects."""
     asking = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(receive())
     try:
         await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
         if asking.done():
             return asking.result()
-        raise Cancelled("the caller left")
+        raise Cancelled("the client disconnected")
     finally:
         asking.cancel()
         leaving.cancel()
@@ -207,11 +190,11 @@ async def _unless_gone(
 async def _write(
     request: Request, send: Send, parts: Sequence[bytes | memoryview], json_bytes: int | None
 ) -> None:
-    """Write an answer piece by piece, as far as its client takes it."""
+    """Write an answer in pieces, under the client's flow control."""
     headers = [(b"content-type", (JSON_TYPE if json_bytes is None else BINARY_TYPE).encode())]
     if json_bytes is not None:
         headers.append((HEADER_LENGTH.encode(), str(json_bytes).encode()))
-    coding = chosen_coding(request.headers.get("accept-encoding", ""))
+    coding = response_coding(request.headers.get("accept-encoding", ""))
     if coding is not None:
         parts = [await compress(parts, coding)]
         headers += [(b"content-encoding", coding.encode()), (b"vary", b"accept-encoding")]

@@ -1,7 +1,7 @@
 """Requests and answers of the Open Inference Protocol as HTTP bodies.
 
-A body is JSON, and behind it, where the header `Inference-Header-Content-Length` says where that
-ends, the tensors that are not in it, in its order. With the header at 0 the body is one tensor.
+A body is JSON, followed by the binary tensors in the order of the JSON. The header
+`Inference-Header-Content-Length` gives the length of the JSON; with 0 the body is one tensor.
 
 Source: Open Inference Protocol v2 and its binary tensor data extension.
 """
@@ -20,19 +20,21 @@ from iskander.contract.column_types import RANK_MAX
 from iskander.contract.tensors import Contract
 from iskander.errors import ContractError, LimitExceeded, MalformedInput, Unsupported
 from iskander.protocols.oip.http.json_values import read_data, require_json_form, write_data
+from iskander.protocols.oip.request import require_columns
 from iskander.protocols.oip.tensors import (
+    NOTHING,
     STRINGS,
-    are_named,
+    has_input_names,
     raw_strings,
     raw_tensor,
+    read_tensor,
     strings_max,
-    tensor_of,
 )
 from iskander.protocols.tensors import NAME_MAX, Tensor
 
 
 def plain(message: Any) -> dict[str, Any]:  # noqa: ANN401
-    """A message as plain values; a message within it that was not set is left out."""
+    """Convert a message to plain values, without unset messages in it."""
     return {
         field.name: _value(getattr(message, field.name), field)
         for field in message.DESCRIPTOR.fields
@@ -88,21 +90,14 @@ _decode = msgspec.json.Decoder(_Request).decode
 
 
 class RequestedOutput(NamedTuple):
-    """An output that a client asks for, and in which form."""
+    """A requested output and its form."""
 
     name: str
     is_binary: bool
 
 
 class ParsedRequest(NamedTuple):
-    """A request as it came.
-
-    Attributes:
-        id: Its client's name for it.
-        parameters: Of the request, by name, as JSON has them.
-        outputs: None for all.
-        is_binary: The form of an output for which the request does not say.
-    """
+    """A request; `outputs` is None for all, `is_binary` the default form of outputs."""
 
     tensors: list[Tensor]
     id: str = ""
@@ -114,151 +109,119 @@ class ParsedRequest(NamedTuple):
 def read_request(
     body: memoryview, json_bytes: int | None, contract: Contract, limits: LimitsConfig
 ) -> ParsedRequest:
-    """Read a body that has JSON.
-
-    Args:
-        body: The whole of it.
-        json_bytes: Where the JSON ends; None where there is nothing else.
-        contract: Of the model that it is for.
-        limits: Of the server.
+    """Read a body with JSON, which ends at `json_bytes`; None if there is nothing else.
 
     Raises:
-        MalformedInput: The JSON cannot be read, or the tensors behind it are not as long as it
-            says.
-        ContractError: The data of a tensor are not of its type or shape.
+        MalformedInput: The JSON is invalid, or a binary tensor has another length.
+        ContractError: A tensor's data has another type or shape.
         LimitExceeded: There are too many tensors.
-        Unsupported: A parameter asks for what is not offered here.
+        Unsupported: A parameter requests an unsupported feature.
     """
     head = _read_json(body if json_bytes is None else body[:json_bytes])
-    for what, named in (("inputs", head.inputs), ("outputs", head.outputs or ())):
-        if len(named) > limits.columns:
-            raise LimitExceeded(f"a request may have {limits.columns} {what}, got {len(named)}")
+    require_columns("inputs", len(head.inputs), limits.columns)
+    require_columns("outputs", len(head.outputs or ()), limits.columns)
     most = strings_max(contract, limits)
-    is_named = are_named((given.name for given in head.inputs), contract)
+    has_names = has_input_names((entry.name for entry in head.inputs), contract)
     tensors, offset = [], len(body) if json_bytes is None else json_bytes
-    for given in head.inputs:
-        length = _binary_bytes(given)
+    for entry in head.inputs:
+        length = _binary_bytes(entry)
         raw = body[offset : offset + (length or 0)]
         if length is not None and len(raw) < length:
-            raise MalformedInput(
-                f"input `{given.name}` has {length} bytes by its `binary_data_size`, and the "
-                f"body ends after {len(raw)} of them",
-                tensor=given.name,
+            raise _malformed(
+                entry, f"`binary_data_size` is {length}, but the body ends after {len(raw)} bytes"
             )
         offset += len(raw)
-        described = given.name, given.datatype, given.shape
-        if not is_named:  # `offered.take` says what is wrong, and looks at none of them.
-            tensors.append(Tensor(*described, memoryview(b"")))
+        described = entry.name, entry.datatype, entry.shape
+        if not has_names:  # `tensors.take` rejects them by name.
+            tensors.append(Tensor(*described, NOTHING))
         elif length is not None:
-            tensors.append(tensor_of(*described, raw, most))
+            tensors.append(read_tensor(*described, raw, most))
         else:
-            assert isinstance(given.data, Raw)
-            tensors.append(Tensor(*described, memoryview(read_data(*described, given.data))))
+            assert isinstance(entry.data, Raw)
+            tensors.append(Tensor(*described, memoryview(read_data(*described, entry.data))))
     if offset != len(body):
-        raise MalformedInput(f"the body goes on for {len(body) - offset} bytes behind its tensors")
-    parameters = _set(head.parameters)
-    is_binary = _flag(parameters, "binary_data_output", "the request", otherwise=False)
-    outputs = [_wanted(output, is_binary) for output in head.outputs or ()] or None
+        raise MalformedInput(f"{len(body) - offset} bytes follow after the body's tensors")
+    parameters = _with_value(head.parameters)
+    is_binary = _flag(parameters, "binary_data_output", "the request", default=False)
+    outputs = [_requested(output, is_binary) for output in head.outputs or ()] or None
     return ParsedRequest(tensors, head.id or "", parameters, outputs, is_binary)
 
 
 def read_raw(contract: Contract, body: memoryview) -> ParsedRequest:
-    """Read a body that is one tensor: the model's only input, its elements one after the other.
-
-    All results go back in binary form.
-
-    Raises:
-        ContractError: The model has several inputs, or the bytes are not those of whole rows.
-    """
+    """Read a body that is one tensor, the model's only input; all results will be binary."""
     if len(contract.inputs) != 1:
         raise ContractError(
-            f"the model has {len(contract.inputs)} inputs; a body without JSON is one tensor"
+            f"a body without JSON is one tensor, and the model has {len(contract.inputs)} inputs"
         )
     spec = contract.inputs[0]
     dtype, shape = spec.type.dtype, (1, *spec.shape)
     if dtype.oip == STRINGS and spec.elements == 1:
-        # The length that every other binary form has before a string is the body's own here.
+        # Here the string has no length prefix: its length is the body's.
         body = memoryview(raw_strings([bytes(body)]))
     else:
         row_bytes = spec.elements * max(dtype.arrow_bits // 8, 1)
         rows, rest = divmod(len(body), row_bytes)
         if rest or dtype.oip == STRINGS:
             raise ContractError(
-                f"input `{spec.tensor}` has {row_bytes} bytes a row, got {len(body)} bytes",
+                f"input `{spec.tensor}` needs {row_bytes} bytes a row, got {len(body)} bytes",
                 tensor=spec.tensor,
             )
         shape = (rows, *spec.shape)
-    tensor = tensor_of(spec.tensor, dtype.oip, shape, body, most=1)
+    tensor = read_tensor(spec.tensor, dtype.oip, shape, body, most=1)
     return ParsedRequest([tensor], is_binary=True)
 
 
-def choose(
-    contract: Contract, asked: ParsedRequest, rows: int, json_bytes_max: int
+def select_outputs(
+    contract: Contract, parsed: ParsedRequest, rows: int, json_bytes_max: int
 ) -> list[RequestedOutput]:
-    """The outputs to answer, in the order asked for; decided before anything is computed.
-
-    Raises:
-        ContractError: One is not the model's, is there twice, or has no form as asked.
-        LimitExceeded: They would be too long as JSON.
-    """
+    """Choose and check the outputs to answer, in the requested order, before the model runs."""
     specs = {spec.tensor: spec for spec in contract.outputs}
-    chosen = asked.outputs
+    chosen = parsed.outputs
     if chosen is None:
-        chosen = [RequestedOutput(name, asked.is_binary) for name in specs]
+        chosen = [RequestedOutput(name, parsed.is_binary) for name in specs]
     seen: set[str] = set()
     json_bytes = 0
     for name, is_binary in chosen:
         spec = specs.get(name)
         if spec is None:
             raise ContractError(
-                f"`{name[:NAME_MAX]}` is no output of the model, which has {', '.join(specs)}",
+                f"`{name[:NAME_MAX]}` is not an output of the model; it has {', '.join(specs)}",
                 tensor=name,
             )
         if name in seen:
-            raise ContractError(f"output `{name}` is asked for twice", tensor=name)
+            raise ContractError(f"output `{name}` is requested twice", tensor=name)
         seen.add(name)
         if not is_binary:
             require_json_form(name, spec.type.dtype.oip)
             json_bytes += spec.buffer_bytes(rows)
-    _require_json_room(json_bytes, json_bytes_max)
+    _require_json_bytes(json_bytes, json_bytes_max)
     return chosen
 
 
 def write_answer(
     model: tuple[str, str],
-    asked: ParsedRequest,
-    given: Sequence[Tensor],
+    parsed: ParsedRequest,
+    results: Sequence[Tensor],
     chosen: Sequence[RequestedOutput],
     json_bytes_max: int,
 ) -> tuple[list[bytes | memoryview], int | None]:
-    """The answer to a request.
-
-    Args:
-        model: Its name and version.
-        asked: The request.
-        given: All of the model's results.
-        chosen: Those to answer.
-        json_bytes_max: Bytes of results that may be put into JSON.
+    """Write the answer to a request; `model` is name and version, `chosen` are the outputs.
 
     Returns:
-        The body in parts, and how long its JSON is where there is more than that.
+        The body in parts, and the length of its JSON if binary tensors follow.
 
     Raises:
-        ContractError: A result cannot be written as JSON.
-        LimitExceeded: Strings are too long for it; only now is it known how long they are.
+        ContractError: A result has no JSON form.
+        LimitExceeded: Strings, whose length is known only now, are too long for JSON.
     """
-    by_name = {tensor.name: tensor for tensor in given}
-    _require_json_room(
+    by_name = {tensor.name: tensor for tensor in results}
+    _require_json_bytes(
         sum(len(by_name[name].data) for name, is_binary in chosen if not is_binary), json_bytes_max
     )
     outputs, parts = [], []
-    for wanted, is_binary in chosen:
-        tensor = by_name[wanted]
-        output: dict[str, Any] = {
-            "name": tensor.name,
-            "datatype": tensor.datatype,
-            "shape": tensor.shape,
-        }
+    for name, is_binary in chosen:
+        tensor = by_name[name]
+        output: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.shape}
         if is_binary:
             raw = raw_tensor(tensor)
             output["parameters"] = {"binary_data_size": len(raw)}
@@ -266,77 +229,71 @@ def write_answer(
         else:
             output["data"] = write_data(tensor)
         outputs.append(output)
-    answer: dict[str, Any] = dict(zip(("model_name", "model_version"), model, strict=True))
-    if asked.id:
-        answer["id"] = asked.id
-    head = msgspec.json.encode(answer | {"outputs": outputs})
+    names = {"model_name": model[0], "model_version": model[1]}
+    request_id = {"id": parsed.id} if parsed.id else {}
+    head = msgspec.json.encode(names | request_id | {"outputs": outputs})
     return [head, *parts], len(head) if parts else None
 
 
-def _require_json_room(count: int, most: int) -> None:
+def _require_json_bytes(count: int, most: int) -> None:
     if count > most:
         raise LimitExceeded(
-            f"the results have {count} bytes and may have {most} as JSON: ask for binary data",
+            f"results too large for JSON: {count} bytes, limit {most} (`http.json_bytes`): request "
+            "binary data",
             wanted=most,
         )
 
 
 def _read_json(raw: memoryview) -> _Request:
-    """What is null in a request is as if it were not there."""
     try:
         return _decode(raw)
     except msgspec.ValidationError as error:
-        raise MalformedInput(f"the request's JSON: {error}") from None
+        raise MalformedInput(f"invalid JSON of the request: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         hint = ""
         if any(word in bytes(raw) for word in (b"NaN", b"Infinity")):
-            hint = ' (NaN and Infinity are no JSON: write them as "NaN", or send binary data)'
+            hint = ' (NaN and Infinity are not JSON: write them as "NaN", or send binary data)'
         raise MalformedInput(f"the request's JSON cannot be read: {error}{hint}") from None
 
 
-def _binary_bytes(given: _Input) -> int | None:
-    """How many bytes behind the JSON are this input's; None where it has them in the JSON."""
-    parameters = _set(given.parameters)
+def _malformed(entry: _Input, what: str) -> MalformedInput:
+    return MalformedInput(f"input `{entry.name}`: {what}", tensor=entry.name)
+
+
+def _binary_bytes(entry: _Input) -> int | None:
+    """Return the length of an input's binary data; None if its data is in the JSON."""
+    parameters = _with_value(entry.parameters)
     if "shared_memory_region" in parameters:
-        raise Unsupported(f"input `{given.name}`: shared memory of clients is not taken here")
+        raise Unsupported(f"input `{entry.name}`: the server does not read shared memory")
     length = parameters.get("binary_data_size")
-    has_data = given.data is not UNSET and given.data != _NULL
-    if length is None:
-        if not has_data:
-            raise MalformedInput(
-                f"input `{given.name}` has neither `data` nor `binary_data_size`", tensor=given.name
-            )
+    has_data = entry.data is not UNSET and entry.data != _NULL
+    if length is None and has_data:
         return None
+    if length is None:
+        raise _malformed(entry, "needs `data` or `binary_data_size`")
     if has_data:
-        raise MalformedInput(
-            f"input `{given.name}` has `data` and `binary_data_size`", tensor=given.name
-        )
+        raise _malformed(entry, "has both `data` and `binary_data_size`")
     if type(length) is not int or not 0 <= length <= _SIZE_MAX:
-        raise MalformedInput(
-            f"input `{given.name}`: `binary_data_size` is no number of bytes", tensor=given.name
-        )
+        raise _malformed(entry, "`binary_data_size` is not a number of bytes")
     return length
 
 
-def _wanted(output: _Output, is_binary: bool) -> RequestedOutput:
-    parameters = _set(output.parameters)
+def _requested(output: _Output, is_binary: bool) -> RequestedOutput:
+    parameters, where = _with_value(output.parameters), f"output `{output.name}`"
     if "shared_memory_region" in parameters:
-        raise Unsupported(f"output `{output.name}`: shared memory of clients is not written here")
+        raise Unsupported(f"{where}: the server does not write shared memory")
     if parameters.get("classification"):
-        raise Unsupported(f"output `{output.name}`: classification is not offered")
-    where = f"output `{output.name}`"
-    return RequestedOutput(
-        output.name, _flag(parameters, "binary_data", where, otherwise=is_binary)
-    )
+        raise Unsupported(f"{where}: classification is not supported")
+    return RequestedOutput(output.name, _flag(parameters, "binary_data", where, default=is_binary))
 
 
-def _set(parameters: _Parameters | None) -> _Parameters:
-    """Those that have a value; many clients write null for what they leave open."""
+def _with_value(parameters: _Parameters | None) -> _Parameters:
+    """Drop null parameters; many clients send null for unset ones."""
     return {name: value for name, value in (parameters or {}).items() if value is not None}
 
 
-def _flag(parameters: _Parameters, name: str, where: str, *, otherwise: bool) -> bool:
-    value = parameters.get(name, otherwise)
+def _flag(parameters: _Parameters, name: str, where: str, *, default: bool) -> bool:
+    value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise MalformedInput(f"{where}: `{name}` is true or false")
+        raise MalformedInput(f"{where}: `{name}` must be true or false")
     return value

@@ -1,6 +1,6 @@
-"""The HTTP port of the Open Inference Protocol: where it listens, and how it stops.
+"""HTTP port of the Open Inference Protocol.
 
-Whoever imports this file late pays for uvicorn and starlette only where there is such a port.
+Imported only if the port is configured, because it imports uvicorn and starlette.
 
 Runs on: gateway loop.
 """
@@ -23,68 +23,48 @@ from iskander.transport.tls import HTTP1, Tls
 
 
 class OipHttpServer:
-    """The port.
-
-    Args:
-        models: What is served.
-        service: What is told of it.
-        desk: Has rows computed.
-        access: Knows what a caller may ask.
-        tls: Of the server.
-        config: Of the port; it has an address.
-        limits: Over the connections of all listeners.
-    """
+    """The listener and its application; `limits` are those of all listeners' connections."""
 
     def __init__(
         self,
         models: Models,
         service: OipService,
-        desk: RequestSubmitter,
-        access: Authenticator,
+        submitter: RequestSubmitter,
+        authenticator: Authenticator,
         tls: Tls,
         config: HttpConfig,
         *,
         limits: ConnectionLimits,
     ) -> None:
         self._address = config.address
-        room = BodyQuota(
-            config.bodies_bytes,
-            limits.budget,
-            limits.timeouts.message_s,
-            limits.count_ended,
+        quota = BodyQuota(
+            config.bodies_bytes, limits.budget, limits.timeouts.message_s, limits.count_ended
         )
-        infer = HttpInference(models, desk, config, room)
-        app = OipHttp(models, service, infer, access, room).app()
-        self._port = Http1Listener(app, config.connections, limits, tls.context(HTTP1))
+        infer = HttpInference(models, submitter, config, quota)
+        app = OipHttp(models, service, infer, authenticator, quota).app()
+        self._listener = Http1Listener(app, config.connections, limits, tls.context(HTTP1))
 
     @property
     def unsent(self) -> int:
-        """Connections whose clients have not read all of their answers."""
-        return self._port.unsent
+        """Connections with answers that the client has not read."""
+        return self._listener.unsent
 
     async def start(self, *, is_shared: bool = False) -> str:
-        """Listen; the address with the port that was taken.
-
-        Args:
-            is_shared: Other processes of this gateway listen there too.
-
-        Raises:
-            ConfigError: Nobody can listen there; says why.
-        """
+        """Listen, also beside other processes if `is_shared`; return the address with its port."""
         try:
             sockets = await bind(self._address, is_shared=is_shared)
             for bound in sockets:
-                await self._port.listen(bound)
+                await self._listener.listen(bound)
         except OSError as error:
             raise ConfigError(
                 f"http.address {self._address}: cannot listen there: {error.strerror}"
             ) from None
         return with_port(self._address, sockets[0])
 
-    def close_door(self) -> None:
-        """Take no more connections; those that are open go on."""
-        self._port.close_door()
+    def stop_accepting(self) -> None:
+        """Accept no more connections; open ones continue."""
+        self._listener.stop_accepting()
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, and end what is still open after `grace_s`."""
-        await self._port.stop(grace_s)
+        """Stop listening, and close open connections after `grace_s`."""
+        await self._listener.stop(grace_s)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iskander.arrow import ipc
-from iskander.config.schema import HEADER_ROOM_BYTES, LimitsConfig
+from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
 from iskander.contract.column_types import ColumnType, parse_column_type
 from iskander.contract.manifest import Passthrough
 from iskander.contract.tensors import ALIGNMENT, Contract, TensorSpec, body_layout
@@ -115,7 +115,7 @@ class Stream:
         """The frames of all responses."""
         frames = []
         for arrived in self.decode(messages):
-            taken = self.codec.take(arrived, memoryview(output_of(arrived.rows)))
+            taken = self.codec.prepare(arrived, memoryview(output_of(arrived.rows)))
             frames += map(b"".join, self.codec.frames(taken))
         return frames
 
@@ -267,7 +267,7 @@ def test_the_usual_column_is_not_parsed(name: str) -> None:
     (arrived,) = stream.decode(rest)
 
     assert stream.plan.is_response_plain and not stream.plan.is_converted
-    assert arrived.kept == []
+    assert arrived.passthrough == []
     assert bytes(arrived.body) == rest[0][1]
 
 
@@ -403,7 +403,7 @@ def test_a_header_that_was_true_of_one_body_is_not_of_a_shorter_one() -> None:
     stream.decode([(header, body)])
 
     for length in (0, 8, len(body) - 1):
-        with pytest.raises(MalformedInput, match=f"and {length} came"):
+        with pytest.raises(MalformedInput, match=f"bytes, got {length}"):
             stream.decode([(header, body[:length])])
 
 
@@ -576,9 +576,9 @@ def test_a_dictionary_is_decoded_and_sent_once(
 ) -> None:
     """Not for each batch that uses it, which has 200 bytes."""
     checked = []
-    make = flight_dictionaries._Checked
+    make = flight_dictionaries._Validated
     monkeypatch.setattr(
-        flight_dictionaries, "_Checked", lambda array: checked.append(1) or make(array)
+        flight_dictionaries, "_Validated", lambda array: checked.append(1) or make(array)
     )
     column = large_dictionary(kind=kind)
     contract = contract_of(spec("d", "utf8")) if is_input else contract_of()
@@ -623,7 +623,7 @@ def test_what_takes_long_is_not_read_at_once() -> None:
     stream = Stream(contract_of(), schema[0])
     assert len(bomb[1]) < 1 << 16
     with pytest.raises(LongMessage):
-        stream.codec.decode(memoryview(bomb[0]), memoryview(bomb[1]), b"", is_at_once=True)
+        stream.codec.decode(memoryview(bomb[0]), memoryview(bomb[1]), b"", is_on_loop=True)
     assert len(stream.decode([bomb])) == 1
 
     columns = {"x": x_of(2), "d": pa.StructArray.from_arrays([large_dictionary()], ["d"])}
@@ -631,7 +631,7 @@ def test_what_takes_long_is_not_read_at_once() -> None:
     stream = Stream(contract_of(), schema[0])
     stream.decode([dictionary])
     with pytest.raises(LongMessage):
-        stream.codec.decode(memoryview(batch[0]), memoryview(batch[1]), b"", is_at_once=True)
+        stream.codec.decode(memoryview(batch[0]), memoryview(batch[1]), b"", is_on_loop=True)
 
 
 def test_the_memory_of_decoded_dictionaries_is_known() -> None:
@@ -639,13 +639,13 @@ def test_the_memory_of_decoded_dictionaries_is_known() -> None:
     schema, dictionary, _ = messages(batch_of(x=x_of(2), d=large_dictionary()))
     stream = Stream(contract_of(), schema[0])
     stream.decode([dictionary])
-    assert stream.codec.held_bytes == 0
+    assert stream.codec.dictionary_bytes == 0
 
     columns = {"x": x_of(2), "d": large_dictionary()}
     schema, dictionary, _ = messages(batch_of(**columns), compression="zstd")
     stream = Stream(contract_of(), schema[0])
     stream.decode([dictionary])
-    assert stream.codec.held_bytes > 32 * len(LARGE_TEXTS)
+    assert stream.codec.dictionary_bytes > 32 * len(LARGE_TEXTS)
 
 
 def test_streams_of_one_plan_do_not_share_their_dictionaries() -> None:
@@ -747,7 +747,7 @@ WRONG_COLUMNS = [
     (
         [("x", pa.int64()), ("b", pa.int8()), ("a", pa.int8())],
         "x: int64",
-        ["columns `a`, `b` are neither inputs of the model nor passed through"],
+        ["columns `a`, `b` are neither model inputs nor passed through"],
     ),
     (
         [("x", pa.int32()), ("q", pa.int8())],
@@ -792,9 +792,7 @@ def test_another_spelling_of_the_same_tensor_is_taken(arrow: pa.DataType, type_t
 def test_a_column_that_is_there_twice_is_refused() -> None:
     schema = pa.schema([("x", pa.int64()), ("a", pa.int8()), ("a", pa.int8())])
 
-    assert "columns `a` are there twice" in schema_error(
-        ContractError, contract_of(), header_of(schema)
-    )
+    assert "duplicate columns `a`" in schema_error(ContractError, contract_of(), header_of(schema))
 
 
 def test_a_column_that_would_collide_with_a_result_is_refused() -> None:
@@ -970,15 +968,19 @@ FORGERIES: list[tuple[str, dict[str, Any], str]] = [
     ("a row too many", {"rows": ROWS + 1}, "`x`"),
     ("a row too few", {"rows": ROWS - 1}, "`x`"),
     ("no rows", {"rows": 0}, "`x`"),
-    ("an input that is shorter", {"nodes": {X_LENGTH: 4}}, "`x` says 4 values"),
-    ("an input of negative length", {"nodes": {X_LENGTH: -5}}, "`x` says -5 values"),
-    ("an input of huge length", {"nodes": {X_LENGTH: 2**63 - 1}}, "`x` says"),
-    ("negative nulls in an input", {"nodes": {X_NULLS: -1}}, "`x` says 5 values with -1 nulls"),
-    ("more nulls than values", {"nodes": {X_NULLS: 6}}, "`x` says 5 values with 6 nulls"),
-    ("a passed column that is longer", {"nodes": {N_LENGTH: 6}}, "`n` says 6 values"),
+    ("an input that is shorter", {"nodes": {X_LENGTH: 4}}, "`x` has 4 values"),
+    ("an input of negative length", {"nodes": {X_LENGTH: -5}}, "`x` has -5 values"),
+    ("an input of huge length", {"nodes": {X_LENGTH: 2**63 - 1}}, "`x` has"),
+    ("negative nulls in an input", {"nodes": {X_NULLS: -1}}, "`x` has 5 values with -1 nulls"),
+    ("more nulls than values", {"nodes": {X_NULLS: 6}}, "`x` has 5 values with 6 nulls"),
+    ("a passed column that is longer", {"nodes": {N_LENGTH: 6}}, "`n` has 6 values"),
     ("negative nulls in a passed column", {"nodes": {N_NULLS: -1}}, "`n`"),
-    ("a string column that is longer", {"nodes": {S_LENGTH: 6}}, "`s` says 6 values"),
-    ("an input's buffer too short", {"buffers": {(X_VALUES, LENGTH): 39}}, "`x` needs 40 bytes"),
+    ("a string column that is longer", {"nodes": {S_LENGTH: 6}}, "`s` has 6 values"),
+    (
+        "an input's buffer too short",
+        {"buffers": {(X_VALUES, LENGTH): 39}},
+        "39 bytes at 0, requires 40",
+    ),
     ("an input's buffer of negative length", {"buffers": {(X_VALUES, LENGTH): -40}}, "`x`"),
     ("an input's buffer at a negative place", {"buffers": {(X_VALUES, START): -8}}, "`x`"),
     ("an input's buffer at the least place", {"buffers": {(X_VALUES, START): -(2**63)}}, "`x`"),
@@ -999,7 +1001,7 @@ FORGERIES: list[tuple[str, dict[str, Any], str]] = [
     ("string data beyond the body", {"buffers": {(S_DATA, LENGTH): 2**40}}, "`s`"),
     ("string data that is no UTF-8", {"buffers": {(S_DATA, START): LONG - 6}}, "`s`"),
     ("a string's validity too short", {"buffers": {(S_VALID, LENGTH): 0}}, "`s`"),
-    ("a body that did not come", {"body_bytes": LONG + 8}, f"{LONG + 8} bytes and {LONG} came"),
+    ("a body that did not come", {"body_bytes": LONG + 8}, f"{LONG + 8} bytes, got {LONG}"),
     ("a negative body", {"body_bytes": -8}, "a body of -8 bytes"),
 ]
 
@@ -1061,7 +1063,7 @@ def test_a_batch_of_another_schema_is_refused(other: list[str]) -> None:
     _, message = messages(pa.record_batch(columns, names=[str(i) for i in range(len(other))]))
     stream = Stream(contract_of(), FORGED_SCHEMA)
 
-    assert "its schema asks for 3 in 7" in decode_error(stream, [message], MalformedInput).message
+    assert "its schema requires 3 in 7" in decode_error(stream, [message], MalformedInput).message
 
 
 def test_a_second_schema_is_refused() -> None:
@@ -1202,7 +1204,7 @@ def test_rows_are_limited(compression: str | None) -> None:
     stream.decode([fits])
     error = decode_error(stream, [exceeds], LimitExceeded)
 
-    assert f"{ROWS} rows, got {ROWS + 1}" in error.message
+    assert f"{ROWS + 1} rows, limit {ROWS}" in error.message
     assert error.fields == {"wanted": ROWS}
 
 
@@ -1214,7 +1216,7 @@ def test_bytes_are_limited() -> None:
     stream = Stream(contract_of(), schema[0], bytes=body_bytes - 1)
 
     error = decode_error(stream, [message], LimitExceeded)
-    assert f"{body_bytes - 1} bytes, got {body_bytes}" in error.message
+    assert f"{body_bytes} bytes, limit {body_bytes - 1}" in error.message
 
 
 def test_headers_are_limited() -> None:
@@ -1223,7 +1225,7 @@ def test_headers_are_limited() -> None:
     The limit is the room that the configuration leaves in a message beside its body.
     """
     (schema, _), (header, body) = messages(batch_of(x=x_of()))
-    fits, exceeds = bytes(HEADER_ROOM_BYTES - 1024), bytes(HEADER_ROOM_BYTES)
+    fits, exceeds = bytes(HEADER_BYTES_MAX - 1024), bytes(HEADER_BYTES_MAX)
 
     Stream(contract_of(), schema + fits).decode([(header + fits, body)])
     schema_error(LimitExceeded, contract_of(), schema + exceeds)
@@ -1266,7 +1268,7 @@ def test_a_dictionary_that_makes_a_large_input_is_refused() -> None:
     Stream(contract, schema[0], bytes=800_000).decode(rest)
     stream = Stream(contract, schema[0], bytes=799_999)
 
-    assert "got 800000" in decode_error(stream, rest, LimitExceeded).message
+    assert "has 800000 bytes" in decode_error(stream, rest, LimitExceeded).message
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
@@ -1349,7 +1351,7 @@ def test_string_bytes_are_limited(compression: str | None) -> None:
     Stream(contract_of(), schema[0], string_bytes=7).decode([message])
     stream = Stream(contract_of(), schema[0], string_bytes=6)
 
-    assert "may have 6 bytes" in decode_error(stream, [message], LimitExceeded).message
+    assert "string bytes, limit 6" in decode_error(stream, [message], LimitExceeded).message
 
 
 def test_string_bytes_are_limited_beside_columns_that_pyarrow_reads() -> None:
@@ -1386,7 +1388,8 @@ def test_a_streams_dictionaries_are_limited_in_all() -> None:
     Stream(contract_of(), schema[0], bytes=8000).decode(replaced)
     stream = Stream(contract_of(), schema[0], bytes=8000)
 
-    assert "dictionaries may have 8000 bytes" in decode_error(stream, deltas, LimitExceeded).message
+    message = decode_error(stream, deltas, LimitExceeded).message
+    assert "dictionaries have" in message and "bytes, limit 8000" in message
 
 
 # Fuzzing.
@@ -1450,7 +1453,7 @@ def test_a_hostile_stream_is_refused_or_answered(
             for start, stop in arrived.tensors:
                 assert 0 <= start <= stop <= len(arrived.body)
                 assert stop - start == 8 * arrived.rows
-            taken = stream.codec.take(arrived, memoryview(output_of(arrived.rows)))
+            taken = stream.codec.prepare(arrived, memoryview(output_of(arrived.rows)))
             for frame in map(b"".join, stream.codec.frames(taken)):
                 assert len(read_flight_data(frame).header)
 

@@ -56,7 +56,7 @@ def answer(
         None, (codec.decode(memoryview(m.metadata), memoryview(m.body), b"") for m in rest)
     )
     stream = [ipc.encapsulate(plan.response_header)]
-    for frame in codec.frames(codec.take(arrived, results)):
+    for frame in codec.frames(codec.prepare(arrived, results)):
         data = read_flight_data(b"".join(map(bytes, frame)))
         stream.append(ipc.encapsulate(data.header, data.body))
     (read,) = pa.ipc.open_stream(b"".join(stream))

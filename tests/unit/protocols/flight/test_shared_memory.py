@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from iskander.config.schema import HEADER_ROOM_BYTES, LimitsConfig
+from iskander.config.schema import HEADER_BYTES_MAX, LimitsConfig
 from iskander.contract.column_types import parse_column_type
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.control.shared_regions import BodyLocation, encode
@@ -21,7 +21,7 @@ from iskander.protocols.flight.codec import ParsedBatch
 from iskander.protocols.flight.data import data_head
 from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.shared_memory import SharedCodec
-from iskander.varint import varint
+from iskander.varint import encode_varint
 
 LIMITS = LimitsConfig()
 ROWS = 100
@@ -83,7 +83,7 @@ class Shared:
 def carrier(located: object) -> bytes:
     """FlightData with nothing but `app_metadata`."""
     said = encode(located)
-    return b"\x1a" + varint(len(said)) + said
+    return b"\x1a" + encode_varint(len(said)) + said
 
 
 def values(arrived: ParsedBatch, number: int = 0) -> bytes:
@@ -147,10 +147,10 @@ def test_what_is_looked_into_or_comes_back_is_copied_first(
     arrived = shared.read(shared.located())
     assert isinstance(arrived.body, memoryview)
     before = values(arrived)
-    kept = [column.to_pylist() for column in arrived.kept]
+    kept = [column.to_pylist() for column in arrived.passthrough]
     shared.fill(255)
     assert values(arrived) == before
-    assert [column.to_pylist() for column in arrived.kept] == kept
+    assert [column.to_pylist() for column in arrived.passthrough] == kept
 
 
 def test_a_response_that_waits_keeps_no_lent_memory() -> None:
@@ -169,7 +169,7 @@ def test_dictionaries_are_copied_too() -> None:
     shared = Shared(batch)
     assert shared.codec.read(shared.located(0)) is None
     shared.fill(255)
-    (column,) = shared.read(shared.located(1)).kept
+    (column,) = shared.read(shared.located(1)).passthrough
     assert column.to_pylist() == ["a", "b"]
 
 
@@ -235,7 +235,7 @@ def test_places_that_are_none(said: dict[str, object]) -> None:
 
 def test_limits_hold_there_too() -> None:
     shared = Shared(numbers())
-    for header_bytes, said in ((HEADER_ROOM_BYTES + 1, "header"), (3 << 20, "where a batch is")):
+    for header_bytes, said in ((HEADER_BYTES_MAX + 1, "header"), (3 << 20, "body location")):
         with pytest.raises(LimitExceeded, match=said):
             shared.codec.read(carrier(BodyLocation(bytes(header_bytes), (0, 1))))
 
@@ -249,7 +249,7 @@ def test_dictionaries_are_bounded_before_they_are_read() -> None:
     for _ in range(3):
         with pytest.raises(LimitExceeded):
             shared.codec.read(carrier(BodyLocation(header, (0, LIMITS.bytes + 1))))
-    assert not shared.codec._converter._reader._parts
+    assert not shared.codec._converter.reader._parts
 
 
 def test_a_region_that_is_gone() -> None:

@@ -11,7 +11,7 @@ from support.intake import in_loop
 from support.lanes import lane_of
 
 from iskander._generated import oip_pb2
-from iskander.auth.grants import EVERYTHING
+from iskander.auth.grants import FULL_GRANT
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec, body_layout
@@ -68,19 +68,19 @@ class Memory:
         taken: Each time that some were.
     """
 
-    grant = EVERYTHING
+    grant = FULL_GRANT
 
     def __init__(self, limit: int) -> None:
         self.used, self.limit = 0, limit
         self.taken: list[int] = []
 
-    def take_memory(self, size: int) -> None:
+    def charge_memory(self, size: int) -> None:
         if self.used + size > self.limit:
             raise Overloaded("no memory")
         self.used += size
         self.taken.append(size)
 
-    def give_back_memory(self, size: int) -> None:
+    def release_memory(self, size: int) -> None:
         self.used -= size
 
 
@@ -191,7 +191,7 @@ async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     played = Played()
     for number in range(REMEMBERED_MAX + 10):
         await played.ask(parameters={f"p{number}": {"bool_param": True}})
-    remembered = played.inference._known
+    remembered = played.inference._requests
     assert len(remembered) == 10
     await played.ask(parameters={"p" * 5000: {"bool_param": True}})
     with pytest.raises(IskanderError):
@@ -212,12 +212,12 @@ async def test_a_request_like_one_before_is_held_against_its_lengths_alone(
     for length in (16, 32, 0):
         with pytest.raises(MalformedInput, match=f"24 bytes as INT64, got {length}"):
             await played.ask(raw_input_contents=[bytes(length)])
-    with pytest.raises(MalformedInput, match="wanted one for each"):
+    with pytest.raises(MalformedInput, match="need one each"):
         await played.ask(raw_input_contents=[FIRST.tobytes()] * 2)
     typed = {"name": "x", "datatype": "INT64", "shape": [3], "contents": {"int64_contents": FIRST}}
     await played.ask(inputs=[typed], raw_input_contents=[])
 
-    monkeypatch.setattr(oip_infer, "take", lambda *_: pytest.fail("it is looked at again"))
+    monkeypatch.setattr(oip_infer, "read_inputs", lambda *_: pytest.fail("it is looked at again"))
     await played.ask(raw_input_contents=[(FIRST + 7).tobytes()], id="another")
     (tensor,) = played.desk.asked[-1]["offered"].tensors
     assert bytes(tensor) == (FIRST + 7).tobytes()
@@ -252,7 +252,7 @@ async def test_kinds_of_responses_that_are_remembered_are_bounded() -> None:
             inputs=[{"name": "x", "datatype": "INT64", "shape": [rows]}],
             raw_input_contents=[bytes(8 * rows)],
         )
-    assert len(played.inference._shapes) == 10
+    assert len(played.inference._layouts) == 10
 
 
 @in_loop

@@ -21,7 +21,7 @@ from iskander.protocols.oip.request import (
     tensors_of,
 )
 from iskander.protocols.oip.tensors import AT_ONCE, AT_ONCE_BYTES, raw_strings
-from iskander.protocols.oip.terms import said_in
+from iskander.protocols.oip.terms import parse_terms
 from iskander.protocols.oip.wire import scan
 from iskander.protocols.tensors import Tensor
 from iskander.protocols.terms import ClientTerms
@@ -66,9 +66,9 @@ def taken_of(
 
 def test_what_a_request_asks_for() -> None:
     asked = read(head_of(model_version="3", inputs=[X, FLAG], outputs=[{"name": "y"}]))
-    assert (asked.model, asked.version, asked.said) == ("m", "3", None)
+    assert (asked.model, asked.version, asked.terms) == ("m", "3", None)
     assert asked.inputs == [("x", "INT64", (2, 3)), ("flag", "BOOL", (2,))]
-    assert asked.outputs == ("y",) and not asked.wants_final
+    assert asked.outputs == ("y",) and not asked.needs_final_flag
 
 
 def test_no_version_is_the_default_one() -> None:
@@ -93,7 +93,7 @@ def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
 @pytest.mark.parametrize("raw", [1, 3])
 def test_raw_contents_that_are_not_one_for_each_input_are_refused(raw: int) -> None:
     message = head_of(inputs=[X, FLAG])
-    with pytest.raises(MalformedInput, match=f"2 inputs and {raw} raw contents"):
+    with pytest.raises(MalformedInput, match=f"2 inputs have {raw} raw contents"):
         taken_of(message, [memoryview(b"")] * raw, 0)
 
 
@@ -157,7 +157,7 @@ TOO_MANY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", TOO_MANY)
 def test_more_than_a_batch_has_is_refused(what: str) -> None:
-    with pytest.raises(LimitExceeded, match=rf"may have \d+ {what}"):
+    with pytest.raises(LimitExceeded, match=rf"has \d+ {what}, limit \d+"):
         read(head_of(**TOO_MANY[what]))
 
 
@@ -178,12 +178,12 @@ def typed(shape: list[int], count: int) -> dict[str, Any]:
 
 
 LARGE: dict[str, tuple[list[dict[str, Any]], type[IskanderError], str]] = {
-    "rows": ([typed([10, 3], 30)], LimitExceeded, "9 rows, got 10"),
-    "bytes": ([typed([9, 3], 27)] * 4, LimitExceeded, "100 bytes, got 108"),
+    "rows": ([typed([10, 3], 30)], LimitExceeded, "10 rows, limit 9 "),
+    "bytes": ([typed([9, 3], 27)] * 4, LimitExceeded, "108 bytes, limit 100 "),
     "beside a negative shape": (
         [typed([-9, 30], 1), typed([9, 30], 270)],
         LimitExceeded,
-        "got 270",
+        "270 bytes, limit 100 ",
     ),
     "elements": ([typed([2, 3], 7)], MalformedInput, "shape has 6 elements, got 7"),
     "no rows": ([typed([-1, 3], 3)], MalformedInput, "-3 elements"),
@@ -271,7 +271,7 @@ def test_parameters_of_every_kind_are_plain_values() -> None:
     ],
 )
 def test_terms_in_parameters(parameters: dict[str, Any], said: ClientTerms | None) -> None:
-    assert said_in(parameters) == said
+    assert parse_terms(parameters) == said
 
 
 @pytest.mark.parametrize(
@@ -292,10 +292,10 @@ def test_terms_in_parameters(parameters: dict[str, Any], said: ClientTerms | Non
 )
 def test_terms_that_are_none_are_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(MalformedInput):
-        said_in(parameters)
+        parse_terms(parameters)
 
 
 def test_a_timeout_beyond_a_day_is_refused_by_its_name() -> None:
-    with pytest.raises(MalformedInput, match=r"`timeout`.*86400000000 micro") as caught:
-        said_in({"timeout": 86_400_000_001})
+    with pytest.raises(MalformedInput, match=r"`timeout`.*limit 86400000000 us") as caught:
+        parse_terms({"timeout": 86_400_000_001})
     assert "deadline" not in caught.value.message

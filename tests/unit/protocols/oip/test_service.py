@@ -10,7 +10,7 @@ from support.lanes import CONTRACT
 from support.observed import make_lane, models_of
 
 from iskander._generated import oip_pb2
-from iskander.auth.grants import EVERYTHING
+from iskander.auth.grants import FULL_GRANT
 from iskander.config.schema import LimitsConfig
 from iskander.errors import ModelNotFound, NotReady
 from iskander.protocols.oip.service import OipService
@@ -32,12 +32,12 @@ class NoSiblings(Peers):
 
 def asked(models: Models, name: str, model: str, version: str = "") -> Any:
     request = getattr(oip_pb2, f"{name}Request")(name=model, version=version)
-    return OipService(models, NoDesk(), NoSiblings()).answer(name, request, EVERYTHING)
+    return OipService(models, NoDesk(), NoSiblings()).answer(name, request, FULL_GRANT)
 
 
-def unloaded(*, is_coming: bool) -> Models:
+def unloaded(*, is_pending: bool) -> Models:
     models = models_of([make_lane("m")])
-    if is_coming:
+    if is_pending:
         lane = make_lane("n", "2")
         lane.is_served = False
         models.by_key[1] = lane
@@ -46,12 +46,12 @@ def unloaded(*, is_coming: bool) -> Models:
     return models
 
 
-@pytest.mark.parametrize("is_coming", [False, True])
+@pytest.mark.parametrize("is_pending", [False, True])
 @pytest.mark.parametrize("version", ["", "2"])
 def test_a_model_that_is_loading_or_does_not_load_is_not_ready(
-    version: str, *, is_coming: bool
+    version: str, *, is_pending: bool
 ) -> None:
-    models = unloaded(is_coming=is_coming)
+    models = unloaded(is_pending=is_pending)
     assert asked(models, "ModelReady", "m").ready
     assert not asked(models, "ModelReady", "n", version).ready
     with pytest.raises(NotReady):
@@ -61,7 +61,7 @@ def test_a_model_that_is_loading_or_does_not_load_is_not_ready(
 @pytest.mark.parametrize(("model", "version"), [("nobody", ""), ("m", "2"), ("n", "3")])
 def test_an_unknown_model_is_not_found(model: str, version: str) -> None:
     with pytest.raises(ModelNotFound):
-        asked(unloaded(is_coming=True), "ModelReady", model, version)
+        asked(unloaded(is_pending=True), "ModelReady", model, version)
 
 
 def test_statistics_are_of_the_version_that_an_alias_means() -> None:

@@ -11,12 +11,12 @@ import pytest
 from support.intake import in_loop
 
 from iskander._generated import oip_pb2
-from iskander.auth.grants import EVERYTHING
+from iskander.auth.grants import FULL_GRANT
 from iskander.auth.source import UNKNOWN_SOURCE
 from iskander.config.schema import LimitsConfig
 from iskander.errors import IskanderError, ModelNotFound
 from iskander.protocols.oip.infer import Inference
-from iskander.protocols.oip.stream import STATUS_WANTED, InferStream
+from iskander.protocols.oip.stream import STATUS_METADATA, InferStream
 from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import Models
 from iskander.transport.http2.call import Call, Message
@@ -35,11 +35,11 @@ class PlayedCall(Call):
     """A client that sends the same message again and again, and reads everything."""
 
     deadline_ns = None
-    grant = EVERYTHING
+    grant = FULL_GRANT
     source = UNKNOWN_SOURCE
 
     def __init__(self, raw: bytes, count: int, *, ends_on_error: bool) -> None:
-        self.metadata = (STATUS_WANTED,) if ends_on_error else ()
+        self.metadata = (STATUS_METADATA,) if ends_on_error else ()
         self.raw, self.left = raw, count
         self.sent: list[weakref.ref[np.ndarray]] = []
         self.written: list[bytes] = []

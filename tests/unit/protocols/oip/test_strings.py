@@ -40,15 +40,15 @@ def test_strings_go_as_they_came(values: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("raw", "count", "says"),
     [
-        (b"", 1, "1 strings take more than 0 bytes"),
-        (b"", -2, "a shape of -2 strings"),
-        (b"\x01\x00\x00", 1, "take more"),
-        (b"\x01\x00\x00\x00a", 1 << 62, "take more"),
-        (b"\x02\x00\x00\x00a", 1, "string 0 of 1 is cut short"),
-        (b"\xff\xff\xff\xffabcd", 1, "cut short"),
+        (b"", 1, "1 strings need more than 0 bytes"),
+        (b"", -2, "a shape of -2 strings is negative"),
+        (b"\x01\x00\x00", 1, "need more"),
+        (b"\x01\x00\x00\x00a", 1 << 62, "need more"),
+        (b"\x02\x00\x00\x00a", 1, "string 0 of 1 is truncated"),
+        (b"\xff\xff\xff\xffabcd", 1, "truncated"),
         (b"\x01\x00\x00\x00ab\x00\x00", 2, "the bytes end after 1"),
-        (b"\x01\x00\x00\x00ab", 1, "1 bytes are left after 1 strings"),
-        (b"\x00\x00\x00\x00", 0, "4 bytes are left after 0 strings"),
+        (b"\x01\x00\x00\x00ab", 1, "1 bytes follow after 1 strings"),
+        (b"\x00\x00\x00\x00", 0, "4 bytes follow after 0 strings"),
     ],
 )
 def test_bytes_that_are_not_so_many_strings_are_refused(raw: bytes, count: int, says: str) -> None:

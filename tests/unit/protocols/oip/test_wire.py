@@ -15,7 +15,7 @@ from iskander.config.schema import LimitsConfig
 from iskander.errors import LimitExceeded, MalformedInput
 from iskander.protocols.oip.wire import HEAD_BYTES_MAX, Scanned, in_stream, raw_head, scan, with_id
 from iskander.transport.http2.call import Message
-from iskander.varint import varint
+from iskander.varint import encode_varint
 
 REQUEST = oip_pb2.ModelInferRequest(
     model_name="model",
@@ -114,7 +114,7 @@ def test_as_many_fields_are_taken_as_a_request_with_so_many_columns_has() -> Non
     ids=["raw", "id", "input", "output", "parameter", "unknown"],
 )
 def test_more_fields_are_refused_before_they_are_walked(field: bytes) -> None:
-    with pytest.raises(LimitExceeded, match="fields, this one has more"):
+    with pytest.raises(LimitExceeded, match=r"request has over \d+ fields"):
         scanned_of(field * 50 + b"\x0b")  # What is behind them is no request, and is not looked at.
 
 
@@ -184,13 +184,13 @@ def test_typed_contents_are_where_they_came() -> None:
 def test_contents_that_come_twice_are_refused() -> None:
     inner = INPUT(name="x", contents=TYPED).SerializeToString() * 2
     with pytest.raises(MalformedInput, match="its contents twice"):
-        scanned_of(b"\x2a" + varint(len(inner)) + inner)
+        scanned_of(b"\x2a" + encode_varint(len(inner)) + inner)
 
 
 def test_what_is_around_contents_is_left() -> None:
     pieces = [INPUT(name="x"), INPUT(contents=TYPED), INPUT(shape=[7])]
     inner = b"".join(piece.SerializeToString() for piece in pieces)
-    scanned = scanned_of(b"\x2a" + varint(len(inner)) + inner)
+    scanned = scanned_of(b"\x2a" + encode_varint(len(inner)) + inner)
     assert contents_of(scanned.typed[0]) == oip_pb2.InferTensorContents(**TYPED)
     (bare,) = oip_pb2.ModelInferRequest.FromString(scanned.head).inputs
     assert bare == INPUT(name="x", shape=[7])
@@ -238,8 +238,8 @@ def test_typed_contents_may_be_large() -> None:
 @pytest.mark.parametrize("contents", [b"", b"\x2a\x00"])
 def test_many_fields_of_inputs_are_refused(contents: bytes) -> None:
     inner = contents + b"\x08\x00" * 1000
-    with pytest.raises(LimitExceeded, match="inputs may have"):
-        scanned_of(b"\x2a" + varint(len(inner)) + inner)
+    with pytest.raises(LimitExceeded, match=r"inputs have over \d+ fields"):
+        scanned_of(b"\x2a" + encode_varint(len(inner)) + inner)
 
 
 @pytest.mark.parametrize("end", [b"\x2a\x85", b"\x2b", b"\x2a\x02\x0b", b"\x2a\x02\x2a\x01"])
@@ -314,4 +314,4 @@ def test_a_response_is_put_together(request_id: str, tensors: list[bytes]) -> No
 @given(st.integers(0, (1 << 63) - 1))
 def test_numbers_are_protobufs(value: int) -> None:
     message = oip_pb2.StatisticDuration(ns=value).SerializeToString()
-    assert message == (b"\x10" + varint(value) if value else b"")
+    assert message == (b"\x10" + encode_varint(value) if value else b"")

@@ -119,12 +119,12 @@ def calls_kept(peer: Peer) -> list[Call]:
 
 def waiting(peer: Peer) -> int:
     """Calls that have something to send and no room for it."""
-    return len(peer.connection.output._held)
+    return len(peer.connection.output._blocked)
 
 
 # The beginning.
 
-INVALID_PREFACE = frames.goaway(0, frames.Code.PROTOCOL_ERROR, "invalid connection preface")
+INVALID_PREFACE = frames.goaway(0, frames.ErrorCode.PROTOCOL_ERROR, "invalid connection preface")
 
 
 @in_loop
@@ -179,9 +179,9 @@ def test_what_is_not_http2_is_told_so_and_goes(said: bytes, answer: bytes) -> No
 async def test_a_client_that_never_says_what_it_speaks_goes() -> None:
     peer = Peer(greets=False)
     peer.say(PREFACE[:5])
-    peer.connection.look_after(now_ns() + GREETING_NS // 2)
+    peer.connection.enforce_timeouts(now_ns() + GREETING_NS // 2)
     assert not peer.transport.is_aborted
-    peer.connection.look_after(now_ns() + GREETING_NS + NS_PER_S)
+    peer.connection.enforce_timeouts(now_ns() + GREETING_NS + NS_PER_S)
     assert peer.transport.is_aborted
 
 
@@ -189,11 +189,11 @@ async def test_a_client_that_never_says_what_it_speaks_goes() -> None:
 async def test_a_silent_client_is_asked_and_goes_where_it_does_not_answer() -> None:
     peer = Peer()
     later = now_ns() + IDLE_NS + NS_PER_S
-    peer.connection.look_after(later)
+    peer.connection.enforce_timeouts(later)
     assert len(peer.heard(PING)) == 1
-    peer.connection.look_after(later + PING_NS)
+    peer.connection.enforce_timeouts(later + PING_NS)
     assert not peer.transport.is_aborted
-    peer.connection.look_after(later + PING_NS + 1)
+    peer.connection.enforce_timeouts(later + PING_NS + 1)
     assert peer.transport.is_aborted
 
 
@@ -201,9 +201,9 @@ async def test_a_silent_client_is_asked_and_goes_where_it_does_not_answer() -> N
 async def test_a_silent_client_that_answers_stays() -> None:
     peer = Peer()
     later = now_ns() + IDLE_NS + NS_PER_S
-    peer.connection.look_after(later)
+    peer.connection.enforce_timeouts(later)
     peer.say(ping(peer.heard(PING)[0].payload, client.ACK))
-    peer.connection.look_after(later + PING_NS + 1)
+    peer.connection.enforce_timeouts(later + PING_NS + 1)
     assert not peer.transport.is_aborted
 
 
@@ -497,7 +497,7 @@ async def test_a_message_that_declares_too_much_is_expanded_by_no_thread() -> No
     peer.say(data(1, message(gzip.compress(bytes(8 * MIB)), 1), END_STREAM))
     await asyncio.sleep(0)
     assert reader.error is not None and reader.error.status == Status.RESOURCE_EXHAUSTED
-    assert f"declares {8 * MIB} bytes" in reader.error.message
+    assert f"declares {8 * MIB:,} bytes" in reader.error.message
 
 
 @in_loop
@@ -543,7 +543,7 @@ def test_a_message_that_is_too_large_ends_the_call_behind_those_before(cuts: lis
         assert [len(each) for each in reader.messages] == [100]
         answer = peer.answer()
         assert answer.status == Status.RESOURCE_EXHAUSTED
-        assert "100 bytes, got 101" in answer.blocks[-1]["grpc-message"]
+        assert "101 bytes, limit 100" in answer.blocks[-1]["grpc-message"]
         assert answer.reset == client.NO_ERROR
         peer.say(data(1, bytes(1000), END_STREAM))
         assert peer.goodbye is None and not peer.calls
@@ -561,7 +561,7 @@ def test_a_last_message_that_is_cut_short_ends_the_call(end: int) -> None:
         await turns()
         assert reader.messages == [b"whole"]
         answer = peer.answer()
-        assert answer.status == Status.INTERNAL and "cut short" in answer.blocks[-1]["grpc-message"]
+        assert answer.status == Status.INTERNAL and "truncated" in answer.blocks[-1]["grpc-message"]
 
     asyncio.run(play())
 
@@ -922,9 +922,9 @@ async def test_a_frame_that_does_not_end_ends_the_connection() -> None:
         peer = Peer()
         peer.say(raw)
         now = now_ns()
-        peer.connection.look_after(now + HEADERS_NS // 2)
+        peer.connection.enforce_timeouts(now + HEADERS_NS // 2)
         assert peer.goodbye is None
-        peer.connection.look_after(now + HEADERS_NS + NS_PER_S)
+        peer.connection.enforce_timeouts(now + HEADERS_NS + NS_PER_S)
         assert peer.goodbye == client.ENHANCE_YOUR_CALM
         assert peer.host.ended == ["headers_timeout"]
 
@@ -1077,7 +1077,7 @@ def test_a_request_that_is_no_grpc_call_is_answered_as_http(
     async def play() -> None:
         peer = Peer(echo)
         peer.say(client.settings(window=10), client.headers(1, fields, END_HEADERS | flags))
-        text = b"not a gRPC call: POST of application/grpc is wanted\n"
+        text = b"not a gRPC call: expected POST of application/grpc\n"
         assert peer.heard(DATA) == [(DATA, 0, 1, text[:10])]
         peer.say(data(1, b"more")) if not flags else None
         peer.say(window_update(1, 1000))
@@ -1427,10 +1427,10 @@ async def test_memory_that_is_refused_is_freed_before_more_is() -> None:
     await turns()
     for stream_id, size in ((1, 100_000), (3, 100_000), (5, 4 * MIB)):
         peer.say(data(stream_id, message(bytes(2 * size))[:5] + bytes(size // 8)))
-    while not peer.calls[5]._is_deaf:
+    while not peer.calls[5]._is_discarding:
         peer.say(data(5, bytes(65_536)))
     assert peer.host.budget.refused == 1
-    assert [peer.calls[each]._is_deaf for each in (1, 3)] == [False, False]
+    assert [peer.calls[each]._is_discarding for each in (1, 3)] == [False, False]
     assert peer.host.budget.used_bytes == 2 * 12_500
 
 
@@ -1718,7 +1718,7 @@ async def test_nothing_is_left_of_calls_that_ended() -> None:
         await turns()
         assert peer.answer(stream_id).status == 0 if stream_id < 20 else True
     output = peer.connection.output
-    assert not peer.calls and not output._held and peer.connection.streams._data_call is None
+    assert not peer.calls and not output._blocked and peer.connection.streams._data_call is None
     peer.served.clear()
     assert not calls_kept(peer)
 
@@ -1764,7 +1764,7 @@ async def test_calls_of_one_read_that_need_no_task_are_answered_in_one_turn(
     whole: list[Message | None] = []
     peer.host.at_once = lambda call: whole.append(call.whole) is None
     peer.connection._process(memoryview(calls_of(30)), 1 << 62)
-    assert whole == [b"x"] * 30 and not peer.connection._is_behind
+    assert whole == [b"x"] * 30 and not peer.connection.streams.is_interrupted
 
 
 @in_loop
@@ -1773,7 +1773,7 @@ async def test_calls_of_one_read_that_need_tasks_take_several_turns() -> None:
     peer = Peer()
     begun = []
     peer.connection._process(memoryview(calls_of(10)), 1 << 62)
-    while peer.connection._is_behind:
+    while peer.connection.streams.is_interrupted:
         begun.append(len(peer.calls))
         rest, peer.connection._rest = peer.connection._rest, memoryview(b"")
         peer.connection._process(rest, 1 << 62)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from iskander.clock import NS_PER_S
 from iskander.transport.http2 import frames
-from iskander.transport.http2.frames import Code, ConnectionBroken
+from iskander.transport.http2.frames import ConnectionBroken, ErrorCode
 from iskander.transport.http2.rate_limit import BURST, PER_S, RateLimiter
 
 stream_ids = st.integers(1, frames.WINDOW_MAX)
@@ -41,9 +41,9 @@ def test_settings_are_what_another_library_reads() -> None:
     assert isinstance(found, judge.SettingsFrame) and found.settings == values
 
 
-@given(stream_ids, st.integers(1, frames.WINDOW_MAX), st.sampled_from(Code))
+@given(stream_ids, st.integers(1, frames.WINDOW_MAX), st.sampled_from(ErrorCode))
 def test_windows_resets_and_goodbyes_are_what_another_library_reads(
-    stream_id: int, increment: int, code: Code
+    stream_id: int, increment: int, code: ErrorCode
 ) -> None:
     update = judged(frames.window_update(stream_id, increment))
     reset = judged(frames.rst_stream(stream_id, code))
@@ -66,13 +66,13 @@ def test_settings_come_in_the_order_in_which_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("raw", "code"),
     [
-        (b"\0\4\0\0\0", Code.FRAME_SIZE_ERROR),
-        (b"\0\4\x80\0\0\0", Code.FLOW_CONTROL_ERROR),
-        (b"\0\5\0\0\x3f\xff", Code.PROTOCOL_ERROR),
-        (b"\0\5\1\0\0\0", Code.PROTOCOL_ERROR),
+        (b"\0\4\0\0\0", ErrorCode.FRAME_SIZE_ERROR),
+        (b"\0\4\x80\0\0\0", ErrorCode.FLOW_CONTROL_ERROR),
+        (b"\0\5\0\0\x3f\xff", ErrorCode.PROTOCOL_ERROR),
+        (b"\0\5\1\0\0\0", ErrorCode.PROTOCOL_ERROR),
     ],
 )
-def test_settings_out_of_bounds_are_refused(raw: bytes, code: Code) -> None:
+def test_settings_out_of_bounds_are_refused(raw: bytes, code: ErrorCode) -> None:
     with pytest.raises(ConnectionBroken) as caught:
         frames.read_settings(memoryview(raw))
     assert caught.value.code is code
@@ -82,7 +82,7 @@ def test_a_number_has_31_bits() -> None:
     assert frames.read_number(memoryview(b"\xff\xff\xff\xff")) == frames.WINDOW_MAX
     with pytest.raises(ConnectionBroken) as caught:
         frames.read_number(memoryview(b"\0\0\0"))
-    assert caught.value.code is Code.FRAME_SIZE_ERROR
+    assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
 
 
 @given(st.binary(max_size=50), st.none() | st.integers(0, 255), st.booleans())
@@ -111,7 +111,7 @@ def test_padding_and_priority_are_taken_off(
 def test_more_padding_than_payload_is_refused(raw: bytes, flags: int) -> None:
     with pytest.raises(ConnectionBroken) as caught:
         frames.unpadded(memoryview(raw), flags)
-    assert caught.value.code is Code.PROTOCOL_ERROR
+    assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
 
 def test_patience_has_an_end_and_comes_back_with_time() -> None:
@@ -123,7 +123,7 @@ def test_patience_has_an_end_and_comes_back_with_time() -> None:
             patience.charge(second * NS_PER_S)
     with pytest.raises(ConnectionBroken) as caught:
         patience.charge(2 * NS_PER_S)
-    assert caught.value.code is Code.ENHANCE_YOUR_CALM
+    assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
 def test_patience_is_not_saved_up() -> None:

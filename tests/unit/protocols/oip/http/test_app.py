@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from iskander.auth.grants import EVERYTHING, Grant
+from iskander.auth.grants import FULL_GRANT, Grant
 from iskander.protocols.oip.http.app import OipHttp
 
 
@@ -19,7 +19,7 @@ class Access:
 
     def grant(self, _: Any, *, is_probe: bool = False) -> Grant:
         self.probes.append(is_probe)
-        return EVERYTHING
+        return FULL_GRANT
 
 
 class Infer:

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from support.lanes import lane_of
 
-from iskander.auth.grants import EVERYTHING
+from iskander.auth.grants import FULL_GRANT
 from iskander.auth.source import Source
 from iskander.config.schema import HttpConfig, LimitsConfig
 from iskander.errors import Cancelled, DeadlineExceeded, IskanderError, Overloaded
@@ -83,7 +83,7 @@ class Client:
             "type": "http",
             "headers": named,
             "path_params": {"name": "m0"},
-            "grant": EVERYTHING,
+            "grant": FULL_GRANT,
             "client": ("10.0.0.9", 1234),
         }
 

@@ -18,9 +18,9 @@ from iskander.errors import ContractError, IskanderError, LimitExceeded, Malform
 from iskander.protocols.oip.http.messages import (
     ParsedRequest,
     RequestedOutput,
-    choose,
     read_raw,
     read_request,
+    select_outputs,
     write_answer,
 )
 from iskander.protocols.tensors import Tensor
@@ -106,7 +106,7 @@ def test_null_is_as_if_it_were_not_there() -> None:
 MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
     "no JSON": (b"{]", None, "cannot be read"),
     "truncated": (json.dumps(request(JSON_X)).encode()[:-3], None, "truncated"),
-    "a NaN": (b'{"inputs":[{"name":"x","data":[NaN]}]}', None, "NaN and Infinity are no JSON"),
+    "a NaN": (b'{"inputs":[{"name":"x","data":[NaN]}]}', None, "NaN and Infinity are not JSON"),
     "no UTF-8": (b'{"inputs":[{"name":"\xff"}]}', None, "cannot be read"),
     "deep": (b"[" * 100_000, None, "cannot be read|Expected"),
     "deep where nobody looks": (b'{"a":' + b"[" * 100_000, None, "cannot be read"),
@@ -117,27 +117,27 @@ MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
     "a fraction in a shape": (request(JSON_X | {"shape": [2.5]}), None, "shape"),
     "a huge shape": (request(JSON_X | {"shape": [2**64]}), None, "shape"),
     "a shape of many axes": (request(JSON_X | {"shape": [1] * 1000}), None, "shape"),
-    "null": (request(X | {"data": None}), None, "neither `data` nor"),
-    "neither form": (request(X), None, "neither `data` nor"),
+    "null": (request(X | {"data": None}), None, "needs `data` or `binary_data_size`"),
+    "neither form": (request(X), None, "needs `data` or `binary_data_size`"),
     "both forms": (request(BINARY_X | JSON_X), RAW_X, "`data` and `binary_data_size`"),
     "too few bytes": (request(BINARY_X), RAW_X[:-1], "body ends after 7"),
     "no bytes": (request(BINARY_X), None, "body ends after 0"),
-    "too many bytes": (request(BINARY_X), RAW_X + b"12", "goes on for 2 bytes"),
-    "bytes that nobody owns": (request(JSON_X), RAW_X, "goes on for 8 bytes"),
+    "too many bytes": (request(BINARY_X), RAW_X + b"12", "2 bytes follow after"),
+    "bytes that nobody owns": (request(JSON_X), RAW_X, "8 bytes follow after"),
     "a length below zero": (
         request(X | {"parameters": {"binary_data_size": -1}}),
         RAW_X,
-        "no number",
+        "is not a number of bytes",
     ),
     "a length beyond all": (
         request(X | {"parameters": {"binary_data_size": 10**30}}),
         RAW_X,
-        "no number",
+        "is not a number of bytes",
     ),
     "a length of text": (
         request(X | {"parameters": {"binary_data_size": "8"}}),
         RAW_X,
-        "no number",
+        "is not a number of bytes",
     ),
     "a flag of text": (
         request(JSON_X, parameters={"binary_data_output": "yes"}),
@@ -155,9 +155,9 @@ def test_what_cannot_be_read_is_refused_with_what_is_wrong(name: str) -> None:
 
 
 def test_more_tensors_than_columns_are_refused_before_they_are_read() -> None:
-    with pytest.raises(LimitExceeded, match="4 inputs, got 5"):
+    with pytest.raises(LimitExceeded, match="5 inputs, limit 4 "):
         read(request(*[X] * 5))
-    with pytest.raises(LimitExceeded, match="4 outputs, got 5"):
+    with pytest.raises(LimitExceeded, match="5 outputs, limit 4 "):
         read(request(JSON_X, outputs=[{"name": "y"}] * 5))
 
 
@@ -195,8 +195,8 @@ def test_a_body_without_json_is_whole_rows_of_one_input() -> None:
 def test_outputs_are_chosen_in_the_order_asked_for() -> None:
     asked = ParsedRequest([], outputs=[RequestedOutput("z", True), RequestedOutput("y", False)])
 
-    assert choose(CONTRACT, asked, 10, 1000) == asked.outputs
-    everything = choose(CONTRACT, ParsedRequest([], is_binary=True), 10, 1000)
+    assert select_outputs(CONTRACT, asked, 10, 1000) == asked.outputs
+    everything = select_outputs(CONTRACT, ParsedRequest([], is_binary=True), 10, 1000)
     assert everything == [
         RequestedOutput("y", True),
         RequestedOutput("z", True),
@@ -210,11 +210,11 @@ def test_outputs_are_chosen_in_the_order_asked_for() -> None:
         (
             [RequestedOutput("q", True)],
             ContractError,
-            "`q` is no output of the model, which has y, z, h",
+            "`q` is not an output of the model; it has y, z, h",
         ),
         ([RequestedOutput("y", True), RequestedOutput("y", False)], ContractError, "twice"),
         ([RequestedOutput("h", False)], ContractError, "`h` is FP16.*binary"),
-        ([RequestedOutput("y", False)], LimitExceeded, "40 bytes and may have 39 as JSON.*binary"),
+        ([RequestedOutput("y", False)], LimitExceeded, "40 bytes, limit 39 .*binary"),
         (None, ContractError, "FP16"),
     ],
 )
@@ -222,7 +222,7 @@ def test_outputs_that_cannot_be_answered_are_refused_before_the_run(
     outputs: list[RequestedOutput] | None, kind: type[IskanderError], why: str
 ) -> None:
     with pytest.raises(kind, match=why):
-        choose(CONTRACT, ParsedRequest([], outputs=outputs), 10, 39)
+        select_outputs(CONTRACT, ParsedRequest([], outputs=outputs), 10, 39)
 
 
 def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
@@ -297,7 +297,7 @@ def test_strings_are_the_same_in_both_forms() -> None:
 
 def test_strings_that_are_too_long_for_json_are_refused_when_they_are_there() -> None:
     given = [Tensor("t", "BYTES", (1,), memoryview(strings_to_body([b"a" * 93])))]
-    assert choose(TEXTS, ParsedRequest([]), 1, 100)
+    assert select_outputs(TEXTS, ParsedRequest([]), 1, 100)
 
     with pytest.raises(LimitExceeded, match=r"101 bytes.*binary"):
         write_answer(("m", "1"), ParsedRequest([]), given, [RequestedOutput("t", False)], 100)
