@@ -24,6 +24,7 @@ from iskander.config.loader import load_config
 from iskander.errors import ConfigError
 from iskander.gateway.__main__ import main
 from iskander.measurement.subscribers import SUBSCRIBERS, Subscriber
+from iskander.protocols.extension import REGISTERED, Factory
 from iskander.scheduling.policies import Score, register
 
 
@@ -40,6 +41,20 @@ def register_policy(name: str) -> Callable[[Score], Score]:
     def decorate(score: Score) -> Score:
         register(name, score)
         return score
+
+    return decorate
+
+
+def register_protocol(name: str) -> Callable[[Factory], Factory]:
+    """Decorate a factory of a protocol, which `[extensions.protocols.NAME]` configures.
+
+    Its arguments are `iskander.protocols.extension.Services` and the table of its settings; it
+    returns an `iskander.protocols.extension.ProtocolServer`.
+    """
+
+    def decorate(factory: Factory) -> Factory:
+        REGISTERED[name] = factory
+        return factory
 
     return decorate
 

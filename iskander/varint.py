@@ -1,4 +1,4 @@
-"""Protobuf varints: integers with seven bits a byte, least significant first.
+"""Protobuf varints: integers as groups of seven bits, the lowest first.
 
 Pure. Source: protobuf encoding, base 128 varints.
 """
@@ -10,7 +10,7 @@ def read_varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
     """Return the number at an offset and the offset after it.
 
     Raises:
-        IndexError: It is incomplete, or has more than ten bytes.
+        IndexError: The number is incomplete or exceeds ten bytes.
     """
     value = shift = 0
     while True:
@@ -25,7 +25,7 @@ def read_varint(raw: bytes | memoryview, at: int) -> tuple[int, int]:
 
 
 def encode_varint(value: int) -> bytes:
-    """Encode a number."""
+    """Encode a non-negative number."""
     if value < 0x80:
         return bytes((value,))
     encoded = bytearray()

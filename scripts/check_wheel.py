@@ -39,7 +39,10 @@ def main() -> None:
     require_contents(wheel)
     with tempfile.TemporaryDirectory(prefix="iskander-wheel-") as name:
         folder = Path(name)
+        check_pure_wheel(folder / "pure")
         python = install(wheel, folder / "venv")
+        is_compiled = not wheel.name.endswith("none-any.whl")
+        require_build(python, "compiled" if is_compiled else "interpreted")
         checkout = folder / "checkout"
         for part in READ_BY_TESTS:
             source = ROOT / part
@@ -59,7 +62,10 @@ def main() -> None:
         pytest += ["--no-loadscope-reorder", "-p", "no:cacheprovider"]
         core = [f"tests/system/test_{part}.py" for part in BATCH_PATH]
         environment = os.environ | {"ISKANDER_SLOW": "1"}
-        for selection in (["-m", "slow", "tests"], ["-m", "not slow", *core]):
+        for selection in (
+            ["-m", "slow", "tests/system", "tests/process"],
+            ["-m", "not slow", *core],
+        ):
             done = subprocess.run([*pytest, *selection], cwd=checkout, env=environment, check=False)
             if done.returncode:
                 sys.exit(done.returncode)
@@ -77,8 +83,23 @@ def require_contents(wheel: Path) -> None:
     print(f"{wheel.name}: {len(names)} files")
 
 
-def install(wheel: Path, venv: Path) -> Path:
-    """Install the wheel and the extra `test` in the locked versions; return the new Python."""
+def check_pure_wheel(venv: Path) -> None:
+    """Run the quickstart with the pure wheel, which pip installs where no compiled wheel fits."""
+    python = install(build_wheel.wheel(is_pure=True), venv, extra="")
+    require_build(python, "interpreted")
+    subprocess.run([python, ROOT / "scripts" / "quickstart.py"], cwd=venv, check=True)
+
+
+def require_build(python: Path, build: str) -> None:
+    """Check the kind of build that the installed command reports."""
+    command = [python.parent / "iskander", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if f"({build}, " not in found:
+        sys.exit(f"expected a build that is {build}: {found}")
+
+
+def install(wheel: Path, venv: Path, extra: str = "[test]") -> Path:
+    """Install the wheel with an extra in the locked versions; return the new Python."""
     python = venv / "bin" / "python"
     if shutil.which("uv"):
         subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, venv], check=True)
@@ -86,7 +107,7 @@ def install(wheel: Path, venv: Path) -> Path:
     else:
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*command, "-c", CONSTRAINTS, f"{wheel}[test]"], check=True)
+    subprocess.run([*command, "-c", CONSTRAINTS, f"{wheel}{extra}"], check=True)
     return python
 
 

@@ -21,6 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import flight
 
+from iskander.build_info import BUILD
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart.toml"
 SAMPLE = ROOT / "configs" / "models" / "movielens-two-tower" / "sample.parquet"
@@ -45,7 +47,8 @@ def main() -> None:
         try:
             client = flight.connect(f"grpc://{address}")
             wait_until_ready(client, gateway)
-            print(f"ready on {address} after {time.perf_counter() - started:.1f} s\n")
+            ready_s = time.perf_counter() - started
+            print(f"ready on {address} after {ready_s:.1f} s, {BUILD} build\n")
             workers = psutil.Process(gateway.pid).children(recursive=True)
             ratings = pq.read_table(SAMPLE)
             ids = ratings.select(["user_id", "item_id"]).combine_chunks()

@@ -1,4 +1,4 @@
-"""Lossless casts of column values to a tensor's element type.
+"""Checked casts of column values to a tensor's element type.
 
 Integers must be exact in the new type. Floats may be rounded to a narrower float, but must not
 become infinite. bfloat16 is the upper half of a float32, stored in a uint16.
@@ -35,42 +35,43 @@ class Values(NamedTuple):
 
 
 class ValueLocation(NamedTuple):
-    """Origin of elements, for errors. `rows` maps entries of the first axis to batch rows."""
+    """Column of elements, for errors. `rows` maps entries of the first axis to batch rows."""
 
     column: str
     rows: np.ndarray | None = None
 
     def row(self, bad: np.ndarray) -> int:
         """Batch row of the first element set in `bad`."""
-        at = int(np.flatnonzero(bad)[0]) // max(bad.size // max(len(bad), 1), 1)
-        return at if self.rows is None else int(self.rows[at])
+        row_size = max(bad.size // max(len(bad), 1), 1)
+        entry = int(np.flatnonzero(bad)[0]) // row_size
+        return entry if self.rows is None else int(self.rows[entry])
 
 
 def cast(values: Values, dtype_name: str, location: ValueLocation) -> np.ndarray:
-    """Cast numbers or booleans to a type that represents them all; nulls become zero."""
-    data = _zeroed(values)
+    """Cast numbers or booleans, or raise a ContractError; nulls become zero."""
+    data = _nulls_as_zero(values)
     if values.is_bfloat16:
         if dtype_name == BFLOAT16:
             return data
         data = _from_bfloat16(data)
-    is_half = dtype_name == BFLOAT16
-    dtype = np.dtype(np.float32 if is_half else dtype_name)
-    if data.dtype == dtype and not is_half:
+    is_bf16_target = dtype_name == BFLOAT16
+    dtype = np.dtype(np.float32 if is_bf16_target else dtype_name)
+    if data.dtype == dtype and not is_bf16_target:
         return data
-    source = data.dtype.kind
+    source_kind = data.dtype.kind
     with np.errstate(over="ignore", invalid="ignore"):
-        result = _to_bfloat16(data.astype(np.float32)) if is_half else data.astype(dtype)
-        decoded = _from_bfloat16(result) if is_half else result
-        if source == "b":
+        result = _to_bfloat16(data.astype(np.float32)) if is_bf16_target else data.astype(dtype)
+        decoded = _from_bfloat16(result) if is_bf16_target else result
+        if source_kind == "b":
             return result
         if dtype.kind == "b":
             bad = (data != 0) & (data != 1)
         elif dtype.kind == "f":
             bad = ~np.isfinite(decoded)
-            bad = bad & np.isfinite(data) if source == "f" else bad | _differs(data, decoded)
-        elif source == "f":
+            bad = bad & np.isfinite(data) if source_kind == "f" else bad | _differs(data, decoded)
+        elif source_kind == "f":
             limits = np.iinfo(dtype)
-            # Both bounds are exact as floats. As a float16, the bounds of a wide type are infinite.
+            # Both bounds are exact as floats. In float16, the bounds of a wide type are infinite.
             low, high = float(limits.min), float(int(limits.max) + 1)
             inside = np.isfinite(data) & (data >= low) & (data < high)
             bad = ~(inside & (np.trunc(data) == data))
@@ -83,14 +84,14 @@ def cast(values: Values, dtype_name: str, location: ValueLocation) -> np.ndarray
 def rescale(
     values: Values, multiply: int, divide: int, dtype_name: str, location: ValueLocation
 ) -> np.ndarray:
-    """Compute integers times `multiply` over `divide` in another type; nulls become zero.
+    """Multiply integers by `multiply / divide` and cast them; nulls become zero.
 
     Float results are rounded; integer results must be exact.
     """
-    data = _zeroed(values).astype(np.int64)
+    data = _nulls_as_zero(values).astype(np.int64)
     target = np.dtype(np.float32 if dtype_name == BFLOAT16 else dtype_name)
     if target.kind == "f":
-        # Above 2**53 floats are not exact. The remainder is, and has the sign of the number.
+        # Above 2**53 floats are not exact: quotient and remainder are converted apart.
         rest = np.fmod(data, divide)
         is_exact = (data >= -FLOAT64_EXACT) & (data <= FLOAT64_EXACT)
         scaled = np.where(
@@ -127,7 +128,7 @@ def reject_nulls(is_null: np.ndarray, location: ValueLocation) -> None:
         )
 
 
-def _zeroed(values: Values) -> np.ndarray:
+def _nulls_as_zero(values: Values) -> np.ndarray:
     if values.valid is None:
         return values.data
     return np.where(values.valid, values.data, np.zeros((), values.data.dtype))

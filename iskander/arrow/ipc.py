@@ -6,9 +6,9 @@ arrays of structs, in depth-first order of the columns:
     nodes    (length, null count)          one per array, children after parents
     buffers  (offset, length) in the body  validity, offsets, values ... of each array
 
-Two unpacks read them. Rendering patches them into a header that pyarrow wrote once for the same
-schema. pyarrow reads schemas, and every batch that needs more (see `protocols.flight.convert`).
-Every position comes from the peer, so every read is bounds-checked: MalformedInput.
+Reading unpacks each array at once. Rendering patches both into a header that pyarrow wrote once for
+the schema. pyarrow reads schemas, and batches to convert (see `protocols.flight.convert`). The peer
+sends all positions; one out of bounds raises MalformedInput.
 
 Runs on: gateway loop. Source: Arrow columnar format 1.5, Message.fbs and Schema.fbs; flatbuffers
 binary format.
@@ -39,7 +39,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Message(NamedTuple):
-    """Fields of every message header. `table` is the header position of the schema or batch."""
+    """Fields of every message header. `table` is the position of the schema or batch."""
 
     version: int
     kind: int
@@ -60,19 +60,19 @@ def read_message(header: Bytes) -> Message:
     """Read the fields common to all message kinds."""
     try:
         root = _U32.unpack_from(header, 0)[0]
-        version = _scalar(header, root, _MESSAGE_VERSION, _I16)
-        kind = _scalar(header, root, _MESSAGE_KIND, _U8)
-        body_bytes = _scalar(header, root, _MESSAGE_BODY_LENGTH, _I64)
-        table = _reference(header, root, _MESSAGE_HEADER)
+        version = _read_scalar(header, root, _MESSAGE_VERSION, _I16)
+        kind = _read_scalar(header, root, _MESSAGE_KIND, _U8)
+        body_bytes = _read_scalar(header, root, _MESSAGE_BODY_LENGTH, _I64)
+        table = _target_at(header, root, _MESSAGE_HEADER)
     except struct.error:
         raise MalformedInput("the message header is not an Arrow IPC header") from None
     return Message(version, kind, table, body_bytes)
 
 
 def is_big_endian(header: Bytes, message: Message) -> bool:
-    """Whether a schema declares big-endian buffers."""
+    """Return whether a schema declares big-endian buffers."""
     try:
-        return _scalar(header, message.table, _SCHEMA_ENDIANNESS, _I16) != 0
+        return _read_scalar(header, message.table, _SCHEMA_ENDIANNESS, _I16) != 0
     except struct.error:
         raise MalformedInput("the schema header is truncated") from None
 
@@ -81,10 +81,10 @@ def read_batch(header: Bytes, message: Message) -> Batch:
     """Read a record batch's header."""
     try:
         table = message.table
-        rows = _scalar(header, table, _BATCH_LENGTH, _I64)
-        nodes = _pairs(header, _reference(header, table, _BATCH_NODES))
-        buffers = _pairs(header, _reference(header, table, _BATCH_BUFFERS))
-        is_compressed = _field(header, table, _BATCH_COMPRESSION) != 0
+        rows = _read_scalar(header, table, _BATCH_LENGTH, _I64)
+        nodes = _read_pairs(header, _target_at(header, table, _BATCH_NODES))
+        buffers = _read_pairs(header, _target_at(header, table, _BATCH_BUFFERS))
+        is_compressed = _field_at(header, table, _BATCH_COMPRESSION) != 0
     except struct.error:
         raise MalformedInput("the record batch header is truncated") from None
     return Batch(rows, nodes, buffers, is_compressed)
@@ -93,9 +93,9 @@ def read_batch(header: Bytes, message: Message) -> Batch:
 def read_dictionary(header: Bytes, message: Message) -> tuple[int, bool, Batch]:
     """Read a dictionary batch's id, its delta flag, and its batch."""
     try:
-        dictionary = _scalar(header, message.table, _DICTIONARY_ID, _I64)
-        is_delta = _scalar(header, message.table, _DICTIONARY_IS_DELTA, _U8) != 0
-        data = _reference(header, message.table, _DICTIONARY_DATA)
+        dictionary = _read_scalar(header, message.table, _DICTIONARY_ID, _I64)
+        is_delta = _read_scalar(header, message.table, _DICTIONARY_IS_DELTA, _U8) != 0
+        data = _target_at(header, message.table, _DICTIONARY_DATA)
     except struct.error:
         raise MalformedInput("the dictionary batch header is truncated") from None
     batch = read_batch(header, message._replace(table=data))
@@ -117,13 +117,13 @@ def encapsulate(header: Bytes, body: Bytes = b"") -> bytes:
 
 
 def header_of(encapsulated: pa.Buffer) -> bytes:
-    """Flatbuffer header of an encapsulated message."""
+    """Return the header of an encapsulated message."""
     raw = memoryview(encapsulated)
     return bytes(raw[8 : 8 + _I32.unpack_from(raw, 4)[0]])
 
 
 def error_text(error: Exception) -> str:
-    """First line of a pyarrow error."""
+    """Return the first line of an error."""
     return str(error).split("\n", 1)[0]
 
 
@@ -131,17 +131,17 @@ class BatchTemplate:
     """Record batch header of a schema whose node and buffer counts do not depend on the data."""
 
     def __init__(self, schema: pa.Schema) -> None:
-        # A null is valid in every type, and pyarrow omits fields that are zero, which leaves no
-        # position to patch.
-        nulls = [pa.nulls(1, _small_type(field.type)) for field in schema]
+        # One null row: a null is valid in every type, and pyarrow omits fields that are zero, which
+        # leaves no position to patch.
+        nulls = [pa.nulls(1, _shrink_type(field.type)) for field in schema]
         self._header = header_of(pa.RecordBatch.from_arrays(nulls, schema.names).serialize())
         header, root = self._header, _U32.unpack_from(self._header, 0)[0]
-        table = _reference(header, root, _MESSAGE_HEADER)
-        self._rows_at = _field(header, table, _BATCH_LENGTH)
-        self._body_bytes_at = _field(header, root, _MESSAGE_BODY_LENGTH)
+        table = _target_at(header, root, _MESSAGE_HEADER)
+        self._rows_at = _field_at(header, table, _BATCH_LENGTH)
+        self._body_bytes_at = _field_at(header, root, _MESSAGE_BODY_LENGTH)
         assert self._rows_at and self._body_bytes_at, "pyarrow omitted a field"
-        nodes_at = _reference(header, table, _BATCH_NODES)
-        buffers_at = _reference(header, table, _BATCH_BUFFERS)
+        nodes_at = _target_at(header, table, _BATCH_NODES)
+        buffers_at = _target_at(header, table, _BATCH_BUFFERS)
         self._nodes_at, self._buffers_at = nodes_at + 4, buffers_at + 4
         self._nodes = struct.Struct(f"<{2 * _U32.unpack_from(header, nodes_at)[0]}q")
         self._buffers = struct.Struct(f"<{2 * _U32.unpack_from(header, buffers_at)[0]}q")
@@ -156,15 +156,15 @@ class BatchTemplate:
         return header
 
 
-def _small_type(arrow: pa.DataType) -> pa.DataType:
-    """A type with the same arrays, and small rows: a schema may declare 2-billion-value lists."""
+def _shrink_type(arrow: pa.DataType) -> pa.DataType:
+    """Replace fixed sizes by 1: a schema may declare lists of 2 billion values."""
     if pa.types.is_fixed_size_list(arrow):
-        return pa.list_(_small_type(arrow.value_type), 1)
+        return pa.list_(_shrink_type(arrow.value_type), 1)
     return pa.binary(1) if pa.types.is_fixed_size_binary(arrow) else arrow
 
 
-def _field(buffer: Bytes, table: int, slot: int) -> int:
-    """Position of a table's field; 0 if omitted."""
+def _field_at(buffer: Bytes, table: int, slot: int) -> int:
+    """Return the position of a table's field; 0 if omitted."""
     vtable = table - _I32.unpack_from(buffer, table)[0]
     if vtable < 0:
         # `unpack_from` counts a negative position from the end.
@@ -175,19 +175,19 @@ def _field(buffer: Bytes, table: int, slot: int) -> int:
     return table + offset if offset else 0
 
 
-def _scalar(buffer: Bytes, table: int, slot: int, kind: struct.Struct) -> int:
-    at = _field(buffer, table, slot)
+def _read_scalar(buffer: Bytes, table: int, slot: int, kind: struct.Struct) -> int:
+    at = _field_at(buffer, table, slot)
     return int(kind.unpack_from(buffer, at)[0]) if at else 0
 
 
-def _reference(buffer: Bytes, table: int, slot: int) -> int:
-    at = _field(buffer, table, slot)
+def _target_at(buffer: Bytes, table: int, slot: int) -> int:
+    at = _field_at(buffer, table, slot)
     if not at:
         raise struct.error
     return at + int(_U32.unpack_from(buffer, at)[0])
 
 
-def _pairs(buffer: Bytes, vector: int) -> tuple[int, ...]:
+def _read_pairs(buffer: Bytes, vector: int) -> tuple[int, ...]:
     count = _U32.unpack_from(buffer, vector)[0]
     if count > len(buffer) // 16:
         raise struct.error

@@ -1,7 +1,7 @@
 """Mapping between Arrow types and tensor types; node and buffer counts of columns.
 
-Arrow has no bfloat16. Its column is the extension type `iskander.bfloat16` over uint16: other
-readers see integers, and the name in the field's metadata. A plain uint16 is an integer.
+Arrow has no bfloat16. The extension type `iskander.bfloat16` stores it as uint16: other readers
+see integers, and the name in the field's metadata. A plain uint16 is an integer.
 
 Pure. Runs on: gateway loop, once for each stream's schema.
 
@@ -37,7 +37,7 @@ class BFloat16(pa.ExtensionType):  # type: ignore[misc]
 
     @classmethod
     def __arrow_ext_deserialize__(cls, storage: pa.DataType, _: bytes) -> BFloat16:
-        """Called by pyarrow for untrusted schemas."""
+        """Check the storage of an untrusted schema."""
         if storage != pa.uint16():
             raise pa.ArrowInvalid(f"iskander.bfloat16 is stored as uint16, not as {storage}")
         return cls()
@@ -79,8 +79,8 @@ def to_arrow(column_type: ColumnType) -> pa.DataType:
 def as_tensor(arrow: pa.DataType) -> ColumnType | None:
     """The tensor type of a column; None if it is not a tensor.
 
-    Names and nullability of list items do not count. A permuted `fixed_shape_tensor` is not a
-    tensor here: its elements are in another order.
+    Ignores names and nullability of list items. A permuted `fixed_shape_tensor` is not a tensor
+    here: its elements are not in row-major order.
     """
     if isinstance(arrow, pa.FixedShapeTensorType):
         name = _NAME_OF.get(arrow.value_type)
@@ -101,7 +101,7 @@ def is_permuted(arrow: pa.FixedShapeTensorType) -> bool:
 
 
 def element_name(arrow: pa.DataType) -> str | None:
-    """The manifest's name of a scalar type; None if it has none."""
+    """The manifest's name of `values_of(arrow)`; None without one."""
     arrow = values_of(arrow)
     if arrow in _NAME_OF:
         return _NAME_OF[arrow]
@@ -121,7 +121,7 @@ def values_of(arrow: pa.DataType) -> pa.DataType:
 
 
 def levels(arrow: pa.DataType) -> tuple[int, ...]:
-    """Array lengths of a column per row: `(1, 4, 12)` for a list of 4 lists of 3."""
+    """Array lengths per row, outermost first: `(1, 4, 12)` for a list of 4 lists of 3."""
     lengths = [1]
     arrow = storage_of(arrow)
     while pa.types.is_fixed_size_list(arrow):
@@ -166,22 +166,22 @@ def extent(arrow: pa.DataType) -> Extent | None:
 
 
 def is_string(arrow: pa.DataType) -> bool:
-    """Whether values have 32-bit or 64-bit offsets into a byte buffer."""
+    """Whether a type is utf8 or binary, also large, but not a view."""
     return arrow in _STRINGS or arrow in _LARGE_STRINGS
 
 
 def plain_of(arrow: pa.DataType) -> pa.DataType:
-    """The directly copyable type of a string or boolean column; any other type unchanged.
+    """`binary` for large strings and views, `bool` for bool8, also in lists; else unchanged.
 
-    Converted text becomes binary, because UTF-8 is validated in `utf8` only.
+    Text becomes `binary` too, because only `utf8` is validated as UTF-8.
     """
     if arrow == pa.bool8():
         return pa.bool_()
     if pa.types.is_fixed_size_list(arrow):
         field = arrow.value_field
         return pa.list_(field.with_type(plain_of(field.type)), arrow.list_size)
-    is_other = arrow in _NAME_OF and arrow not in _STRINGS and _NAME_OF[arrow] in ("utf8", "binary")
-    return pa.binary() if is_other else arrow
+    is_converted = arrow not in _STRINGS and _NAME_OF.get(arrow) in ("utf8", "binary")
+    return pa.binary() if is_converted else arrow
 
 
 def depth(arrow: pa.DataType) -> int:
@@ -207,15 +207,15 @@ def _without_wrappers(arrow: pa.DataType) -> pa.DataType:
 
 
 def input_schema(contract: Contract) -> pa.Schema:
-    """Columns of a model's inputs."""
-    return _schema(contract.inputs)
+    """Schema of a model's inputs."""
+    return _tensor_schema(contract.inputs)
 
 
 def output_schema(contract: Contract) -> pa.Schema:
-    """Columns of a model's results, without passed-through columns."""
+    """Schema of a model's results, without passthrough columns."""
     if not contract.columns:
-        return _schema(contract.outputs)
-    return pa.schema([(each.column, _result_type(contract, each)) for each in contract.columns])
+        return _tensor_schema(contract.outputs)
+    return pa.schema([(each.column, _column_to_arrow(contract, each)) for each in contract.columns])
 
 
 def columns_without_nulls(
@@ -226,37 +226,37 @@ def columns_without_nulls(
 ) -> tuple[list[int], list[int]]:
     """Nodes and buffers of a batch header, flat, for columns without nulls.
 
-    `strings` has the start and end of the bytes of each string column.
+    `strings` has the start and end of each string column's bytes.
     """
     nodes: list[int] = []
     buffers: list[int] = []
-    texts = iter(strings)
+    ranges = iter(strings)
     for spec, offset in zip(specs, offsets, strict=True):
         for level in levels(to_arrow(spec.type)):
             nodes += (rows * level, 0)
             buffers += (0, 0)
         buffers += (offset, spec.buffer_bytes(rows))
         if spec.is_string:
-            start, stop = next(texts)
+            start, stop = next(ranges)
             buffers += (start, stop - start)
     return nodes, buffers
 
 
-def _schema(specs: tuple[TensorSpec, ...]) -> pa.Schema:
+def _tensor_schema(specs: tuple[TensorSpec, ...]) -> pa.Schema:
     return pa.schema([pa.field(spec.column, to_arrow(spec.type)) for spec in specs])
 
 
-def _result_type(contract: Contract, column: ResultColumn) -> pa.DataType:
+def _column_to_arrow(contract: Contract, column: ResultColumn) -> pa.DataType:
     kind = parse_result_type(column.type)
     if kind is not None:
-        return _composed(kind)
+        return _result_to_arrow(kind)
     return pa.int32() if column.rank else to_arrow(contract.outputs[column.outputs[0]].type)
 
 
-def _composed(kind: ResultType) -> pa.DataType:
+def _result_to_arrow(kind: ResultType) -> pa.DataType:
     if isinstance(kind, Value):
         return _ARROW_OF[kind.dtype_name]
     if isinstance(kind, ListOf):
-        item = _composed(kind.item)
+        item = _result_to_arrow(kind.item)
         return pa.list_(item) if kind.size is None else pa.list_(item, kind.size)
-    return pa.struct([(name, _composed(field)) for name, field in kind.fields])
+    return pa.struct([(name, _result_to_arrow(field)) for name, field in kind.fields])

@@ -23,14 +23,14 @@ from iskander.errors import ConfigError
 
 FILE_BYTES_MAX = 4 << 20
 TOKEN_BYTES = 32
-TURNS, TURN_S = 500, 0.02
-"""Attempts to lock the folder, and the pause between them."""
+_ATTEMPTS, _PAUSE_S = 500, 0.02
+"""Attempts to lock the folder, and the pause after each."""
 PREFIX = "isk_"
 """Identifies a token to secret scanners."""
 
 
 def digest(token: str) -> str:
-    """Return the hash of a token."""
+    """Return the SHA-256 of a token in hex."""
     return sha256(token.encode()).hexdigest()
 
 
@@ -47,25 +47,25 @@ def add_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool = 
     path = path.resolve()
     try:
         with _locked(path.parent):
-            return _add_token(path, name, models, manage=manage)
+            return _append_token(path, name, models, manage=manage)
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be written: {error.strerror}") from None
 
 
-def _add_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool) -> str:
+def _append_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool) -> str:
     token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
     fields = {"name": name, "sha256": digest(token), "models": list(models), "manage": manage}
     lines = [f"{key} = ".encode() + msgspec.json.encode(value) for key, value in fields.items()]
-    before = _read(path) if path.exists() else b""
-    text = before + (b"\n" if before else b"") + b"\n".join([b"[[tokens]]", *lines, b""])
+    old = _read(path) if path.exists() else b""
+    text = old + (b"\n" if old else b"") + b"\n".join([b"[[tokens]]", *lines, b""])
     _parse(path, text)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             if path.exists():
-                was = path.stat()
-                os.fchown(file.fileno(), was.st_uid, was.st_gid)
-                os.fchmod(file.fileno(), was.st_mode & 0o777)
+                stat = path.stat()
+                os.fchown(file.fileno(), stat.st_uid, stat.st_gid)
+                os.fchmod(file.fileno(), stat.st_mode & 0o777)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -80,13 +80,13 @@ def _add_token(path: Path, name: str, models: tuple[str, ...], *, manage: bool) 
 def _locked(folder: Path) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for _ in range(TURNS):
+        for _ in range(_ATTEMPTS):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            pause_s(TURN_S)
+            pause_s(_PAUSE_S)
         else:
-            waited_s = TURNS * TURN_S
+            waited_s = _ATTEMPTS * _PAUSE_S
             raise ConfigError(f"{folder.name}: another process held its lock for {waited_s:g} s")
         yield
     finally:

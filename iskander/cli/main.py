@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iskander import __version__
+from iskander.build_info import describe
 from iskander.cli.tables import Row, render_stats, render_table
 from iskander.config.loader import Loaded, load_config
 from iskander.config.reference import render_reference, render_value, settings
@@ -52,7 +52,7 @@ def _parser() -> Parser:
         description="Check, inspect and query an Iskander model server.",
         epilog=f"Environment: {TOKEN_VARIABLE} contains the token to send to a server.",
     )
-    parser.add_argument("--version", action="version", version=f"iskander {__version__}")
+    parser.add_argument("--version", action="version", version=describe("iskander"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_model_commands(commands)
     _add_server_commands(commands)

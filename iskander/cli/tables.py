@@ -42,7 +42,8 @@ def render_stats(stats: Mapping[str, Any]) -> list[str]:
     lanes: dict[str, Any] = stats["lanes"]
     arena = stats["input_arena"]
     lines = [
-        f"iskander {stats['version']}, pid {stats['pid']}, up {_duration(stats['uptime_s'])}, "
+        f"iskander {stats['version']} ({stats['build']}), pid {stats['pid']}, "
+        f"up {_duration(stats['uptime_s'])}, "
         f"{_count(stats['streams'])} streams, {_count(stats['calls'])} calls, input arena "
         f"{arena['leased_bytes'] / MIB:.1f} of {arena['capacity_bytes'] / MIB:.0f} MiB",
         *([f"not ready: {reason}" for reason in stats["reasons"]] or ["ready"]),

@@ -1,4 +1,4 @@
-"""Client of a gateway: calls, streams, typed errors.
+"""Client of a gateway: calls and streams, with typed errors.
 
 Runs on: the caller's threads.
 """
@@ -36,8 +36,8 @@ class Tls(NamedTuple):
     """PEM files of a TLS connection.
 
     Attributes:
-        roots: CA certificates that verify the server; None: those of the system.
-        certificate: Client certificate for mutual TLS, with its `key`.
+        roots: CA certificates for the server's certificate; None: the system's.
+        certificate: Client certificate for mutual TLS; needs `key`.
     """
 
     roots: Path | None = None
@@ -45,7 +45,7 @@ class Tls(NamedTuple):
     key: Path | None = None
 
     def options(self) -> dict[str, bytes]:
-        """Return the arguments of `FlightClient`; raise ConfigError if a file cannot be read."""
+        """Read the TLS arguments of `FlightClient`; raise ConfigError if a file cannot be read."""
         names = ("tls_root_certs", "cert_chain", "private_key")
         files = zip(names, self, strict=True)
         try:
@@ -59,12 +59,11 @@ class Client:
 
     Args:
         address: `HOST:PORT` or `unix:PATH`.
-        timeout_s: Of all calls except streams. `load` returns when the model is served, and may
-            need more.
-        token: Sent with every call.
-        tls: None: plaintext.
-        shared_bytes: Shared memory of each stream for large batches to a server on this machine;
-            0: all batches go over the connection.
+        timeout_s: Timeout of each call except streams. A slow `load` needs a longer one.
+        token: Token sent with every call.
+        tls: TLS files; None: plaintext.
+        shared_bytes: Size of each stream's shared memory, for large batches to a server on this
+            machine; 0: none.
 
     Raises:
         ConfigError: The token or a TLS file is invalid.
@@ -84,11 +83,11 @@ class Client:
         self._address = address
         self._details = CallDetails(token)
         self._flight = flight.FlightClient(
-            _location(address, is_secret=tls is not None),
+            _uri(address, is_tls=tls is not None),
             middleware=[self._details],
             **({} if tls is None else tls.options()),
         )
-        self._regions = RegionPool(self._region_socket, shared_bytes, timeout_s)
+        self._regions = RegionPool(self._request_region_socket, shared_bytes, timeout_s)
         self._options = flight.FlightCallOptions(timeout=timeout_s)
 
     def __enter__(self) -> Client:
@@ -127,7 +126,7 @@ class Client:
         return list(self._action("unload", {"model": model, "version": version})["versions"])
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the models that are served, with contracts, loading, or failed to load."""
+        """Return all models: served with a contract, loading, or failed to load."""
         return list(self._action("models"))
 
     def stats(self) -> dict[str, Any]:
@@ -162,19 +161,19 @@ class Client:
 
         Args:
             model: Name of the model.
-            batches: All of one schema; a separate thread reads them, ahead of the results as far
-                as the server's flow control allows. A batch may have terms of its own.
+            batches: Batches of one schema, with or without terms. A separate thread reads them as
+                far ahead of the results as the server's flow control allows.
             version: A version or an alias; None: the server's routing decides.
-            terms: Of every batch: `client`, `priority`, `urgency`, `deadline_ms`, `ttl_ms`,
-                `steps_remaining`, `newest_wins`, `route_key`; a batch's own may also have a
+            terms: Terms of all batches: `client`, `priority`, `urgency`, `deadline_ms`, `ttl_ms`,
+                `steps_remaining`, `newest_wins`, `route_key`; a batch's own may include
                 `timestamp_ns`.
-            timeout_s: Of the whole stream.
+            timeout_s: Timeout of the whole stream.
 
         Raises:
             IskanderError: The server's error.
         """
         headers = _headers(terms or {})
-        return self._exchange(_path(model, version), batches, headers, timeout_s)
+        return self._exchange(_descriptor_path(model, version), batches, headers, timeout_s)
 
     def outcomes(
         self,
@@ -190,12 +189,12 @@ class Client:
         This covers overload, deadlines and invalid batches; errors of the stream are raised.
         """
         headers = _headers({**(terms or {}), "errors": "in-band"})
-        return self._exchange(_path(model, version), batches, headers, timeout_s)
+        return self._exchange(_descriptor_path(model, version), batches, headers, timeout_s)
 
     def _exchange(
         self, path: list[str], batches: Iterable[Item], headers: Headers, timeout_s: float | None
     ) -> Iterator[Any]:
-        feed = map(_with_metadata, batches)
+        feed = map(_encode_terms, batches)
         first = next(feed, None)
         if first is None:
             return
@@ -238,7 +237,7 @@ class Client:
         if not feeder.has_ended_call:
             raise ProtocolError("the stream ended before the result of every batch")
 
-    def _region_socket(self) -> Path:
+    def _request_region_socket(self) -> Path:
         return Path(self._action("shared-memory")["path"])
 
     def _action(self, name: str, fields: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
@@ -255,23 +254,23 @@ class Client:
         return json.loads(bodies[0])
 
 
-def _path(model: str, version: str | None) -> list[str]:
+def _descriptor_path(model: str, version: str | None) -> list[str]:
     return [model] if version is None else [model, version]
 
 
-def _location(address: str, *, is_secret: bool) -> str:
+def _uri(address: str, *, is_tls: bool) -> str:
     if address.startswith("unix:"):
         return f"grpc+unix://{address.removeprefix('unix:')}"
-    return f"grpc{'+tls' if is_secret else ''}://{address}"
+    return f"grpc{'+tls' if is_tls else ''}://{address}"
 
 
 def _headers(terms: Mapping[str, Any]) -> Headers:
-    """Encode the terms of a call as its headers."""
+    """Encode the terms of a call as headers."""
     texts = {k: json.dumps(v) if isinstance(v, bool) else str(v) for k, v in terms.items()}
     return [(f"iskander-{k.replace('_', '-')}".encode(), v.encode()) for k, v in texts.items()]
 
 
-def _with_metadata(item: Item) -> tuple[pa.RecordBatch, bytes]:
+def _encode_terms(item: Item) -> tuple[pa.RecordBatch, bytes]:
     if isinstance(item, tuple):
         batch, terms = item
         return batch, json.dumps({"iskander": dict(terms)}).encode()
@@ -279,7 +278,7 @@ def _with_metadata(item: Item) -> tuple[pa.RecordBatch, bytes]:
 
 
 def _outcome(chunk: Any) -> pa.RecordBatch | IskanderError:  # noqa: ANN401
-    """Return a result, or the error in its place."""
+    """Return the result or the error of a batch."""
     if chunk.data.num_rows == 0 and chunk.app_metadata is not None:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             metadata = json.loads(bytes(chunk.app_metadata))

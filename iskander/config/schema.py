@@ -7,8 +7,9 @@ reads them from a file.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from iskander.config.auth import AccessConfig, TlsConfig
@@ -264,6 +265,16 @@ class HttpConfig(Section, frozen=True, kw_only=True):
     bodies_bytes: Positive = 256 * MIB
 
 
+class ExtensionsConfig(Section, frozen=True, kw_only=True):
+    """Settings of installed extensions.
+
+    Attributes:
+        protocols: Protocols of other distributions by name, each with a table of its own settings.
+    """
+
+    protocols: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+
+
 @thread_safe
 class Config(Section, frozen=True, kw_only=True):
     """All settings."""
@@ -282,6 +293,7 @@ class Config(Section, frozen=True, kw_only=True):
     access: AccessConfig = AccessConfig()
     tls: TlsConfig = TlsConfig()
     repository: RepositoryConfig = RepositoryConfig()
+    extensions: ExtensionsConfig = ExtensionsConfig()
     models: tuple[ModelConfig, ...] = ()
 
     @property

@@ -15,11 +15,11 @@ from iskander.errors import ManifestError
 
 
 def path_inside(folder: Path, name: str, *, is_folder_allowed: bool = False) -> Path:
-    """The path of a file, or of a folder if allowed, in a model folder.
+    """The path of a file, or a folder if allowed, in a model folder.
 
     Raises:
-        ManifestError: The file is outside the folder, directly or through a link, has hard links,
-            is not a file, is the folder itself, or does not exist.
+        ManifestError: The file is outside the folder, directly or through a link, has several hard
+            links, is of another kind, is the folder itself, or does not exist.
     """
     pure = PurePosixPath(name)
     shown = name[:100]
@@ -46,18 +46,18 @@ def path_inside(folder: Path, name: str, *, is_folder_allowed: bool = False) -> 
 
 
 def read_plain(file: Path, bytes_max: int) -> bytes:
-    """The first bytes of a plain file; a read of another kind of file could block for ever.
+    """The first `bytes_max` bytes of a regular file; a read of a FIFO could block for ever.
 
     Raises:
-        OSError: The file cannot be read, or is not a plain file.
+        OSError: The file cannot be read, or is not regular.
     """
     # Check the opened descriptor: the path could be replaced between a check and the open. With
     # O_NONBLOCK the open of a FIFO does not wait for the other end.
-    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a file")
-        with os.fdopen(opened, "rb", closefd=False) as file_read:
-            return file_read.read(bytes_max)
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            return stream.read(bytes_max)
     finally:
-        os.close(opened)
+        os.close(descriptor)

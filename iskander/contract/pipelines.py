@@ -15,7 +15,7 @@ from iskander.errors import ManifestError
 
 
 class StepNames(NamedTuple):
-    """A step and its tensors: their names in the step to those in the pipeline."""
+    """The tensor names of a step, mapped to their names in the pipeline."""
 
     name: str
     inputs: dict[str, str]
@@ -23,18 +23,18 @@ class StepNames(NamedTuple):
 
 
 class ConnectedSteps(NamedTuple):
-    """Connected steps and their graph."""
+    """Connected steps and the pipeline's graph."""
 
     joints: tuple[StepNames, ...]
     graph: Graph
 
 
 def connect_steps(steps: Sequence[PipelineStep], graphs: Sequence[Graph]) -> ConnectedSteps:
-    """Connect the steps of a pipeline, by the graphs of their models.
+    """Connect steps by tensor name; each output of a step is a pipeline output.
 
     Raises:
-        ManifestError: A step names a tensor that its model does not have, produces one that
-            exists already, or takes one of another type.
+        ManifestError: A name is unknown or a duplicate, or an input has another type or shape
+            than the connected tensor.
     """
     joints: list[StepNames] = []
     external: dict[str, GraphTensor] = {}
@@ -42,25 +42,25 @@ def connect_steps(steps: Sequence[PipelineStep], graphs: Sequence[Graph]) -> Con
     for step, graph in zip(steps, graphs, strict=True):
         is_new = step.name not in {joint.name for joint in joints}
         require(is_new, f"two steps are called `{step.name}`")
-        inputs = _names(step, "inputs", step.inputs, graph.inputs)
-        outputs = _names(step, "outputs", step.outputs, graph.outputs)
+        inputs = _pipeline_names(step, "inputs", step.inputs, graph.inputs)
+        outputs = _pipeline_names(step, "outputs", step.outputs, graph.outputs)
         for tensor in graph.inputs:
             name = inputs[tensor.name]
             known = produced.get(name) or external.setdefault(name, tensor)
-            _require_fit(step, name, known, tensor)
+            _require_type(step, name, known, tensor)
         for tensor in graph.outputs:
             name = outputs[tensor.name]
             is_new = name not in produced and name not in external
             require(is_new, f"step `{step.name}` makes `{name}`, which exists already")
             produced[name] = tensor
         joints.append(StepNames(step.name, inputs, outputs))
-    return ConnectedSteps(tuple(joints), Graph(_graph(external), _graph(produced)))
+    return ConnectedSteps(tuple(joints), Graph(_rename(external), _rename(produced)))
 
 
-def _names(
+def _pipeline_names(
     step: PipelineStep, side: str, renamed: dict[str, str], tensors: tuple[GraphTensor, ...]
 ) -> dict[str, str]:
-    """Names in the pipeline of all tensors of a step; by default their own."""
+    """Map tensor names of a step to pipeline names; by default the same."""
     names = {tensor.name: tensor.name for tensor in tensors}
     for unknown in sorted(set(renamed) - set(names)):
         raise ManifestError(
@@ -73,21 +73,21 @@ def _names(
     return names
 
 
-def _require_fit(step: PipelineStep, name: str, known: GraphTensor, needed: GraphTensor) -> None:
+def _require_type(step: PipelineStep, name: str, known: GraphTensor, needed: GraphTensor) -> None:
     pairs = zip(known.shape[1:], needed.shape[1:], strict=False)
     is_same = known.element == needed.element and len(known.shape) == len(needed.shape)
-    fits = is_same and not any(_differ(one, other) for one, other in pairs)
+    fits = is_same and not any(_sizes_differ(one, other) for one, other in pairs)
     got = f"{known.element} {list(known.shape)}"
     expected = f"`{name}` as {needed.element} {list(needed.shape)}"
     require(fits, f"step `{step.name}` takes {expected}, and it is {got}")
 
 
-def _differ(one: Dimension, other: Dimension) -> bool:
+def _sizes_differ(one: Dimension, other: Dimension) -> bool:
     return isinstance(one, int) and isinstance(other, int) and one != other
 
 
-def _graph(tensors: dict[str, GraphTensor]) -> tuple[GraphTensor, ...]:
-    """Tensors with the pipeline's names, and one symbol for the rows of all steps."""
+def _rename(tensors: dict[str, GraphTensor]) -> tuple[GraphTensor, ...]:
+    """Rename tensors, with one symbol for the rows of all steps."""
     found = []
     for name, tensor in tensors.items():
         rows = tensor.shape[0] if tensor.shape and isinstance(tensor.shape[0], int) else "rows"

@@ -19,11 +19,11 @@ LONGEST_ZMQ_SOCKET = f"{ZMQ_FOLDER}/{'0' * 8}-{'0' * 7}.work"
 
 
 class Member(NamedTuple):
-    """One of a gateway's processes.
+    """One process of a gateway.
 
     Attributes:
         number: Number of the process, from 0.
-        siblings: Attach sockets of the other processes.
+        siblings: Attach sockets of its peers.
     """
 
     number: int = 0
@@ -36,7 +36,7 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, number: int, count: int) -> Member:
-        """Create a member of `count` processes from its own runtime directory."""
+        """Create a member; `folder` is its process's runtime directory."""
         others = (folder.parent / f"process-{each}" for each in range(count) if each != number)
         return cls(number, tuple(str(other / ATTACH_SOCKET) for other in others))
 
@@ -50,7 +50,7 @@ class RuntimeDirectory:
     """
 
     def __init__(self, config: Config) -> None:
-        self.path = _create_folder(config)
+        self.path = _create_and_check(config)
         self._lock = LockFile(self.path / "gateway.lock")
         if not self._lock.take():
             text = "another gateway runs there; set another one"
@@ -72,7 +72,7 @@ class ZmqPaths:
         self._folder = folder / ZMQ_FOLDER
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700)
-        # A worker of an earlier gateway removes its socket late: not one of ours.
+        # Unique: a worker of an earlier gateway may still remove its sockets.
         self._token = secrets.token_hex(4)
 
     def prefix(self, incarnation: int) -> str:
@@ -91,7 +91,7 @@ def process_directory(folder: Path, index: int) -> Path:
     return path
 
 
-def _create_folder(config: Config) -> Path:
+def _create_and_check(config: Config) -> Path:
     configured = config.server.runtime_directory or os.environ.get("RUNTIME_DIRECTORY", "")
     if configured:
         folder = Path(configured)
@@ -101,15 +101,15 @@ def _create_folder(config: Config) -> Path:
         folder = base / f"iskander-{os.getuid()}" / address
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ours = [folder] if configured else [folder, folder.parent]
-        owners = {path.stat().st_uid for path in ours}
+        owned = [folder] if configured else [folder, folder.parent]
+        owners = {path.stat().st_uid for path in owned}
     except OSError as error:
         raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
     if owners != {os.getuid()}:
         raise ConfigError(f"server.runtime_directory {folder} belongs to another user")
-    longest = f"/process-{config.server.processes - 1}" if config.server.processes > 1 else ""
+    process = f"/process-{config.server.processes - 1}" if config.server.processes > 1 else ""
     name = LONGEST_ZMQ_SOCKET if config.workers.channel == "zmq" else ATTACH_SOCKET
-    length = len(os.fsencode(folder)) + len(f"{longest}/{name}")
+    length = len(os.fsencode(folder)) + len(f"{process}/{name}")
     if length > SOCKET_PATH_BYTES_MAX:
         text = f"too long for socket paths: {length} bytes, limit {SOCKET_PATH_BYTES_MAX}"
         raise ConfigError(f"server.runtime_directory {folder}: {text}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import uvloop
 
-from iskander import __version__
+from iskander.build_info import describe
 from iskander.config.loader import load_config
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
@@ -57,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> None:
         help="override one setting; repeatable",
     )
     parser.add_argument("--process", type=int, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action="version", version=f"iskander-gateway {__version__}")
+    parser.add_argument("--version", action="version", version=describe("iskander-gateway"))
     arguments = parser.parse_args(words)
     if arguments.process is not None:
         _end_with_parent()

@@ -20,6 +20,7 @@ from iskander.control.runtime_directory import Member, RuntimeDirectory
 from iskander.gateway.systemd import notify, notify_changes
 from iskander.measurement.recent_values import RecentValues
 from iskander.memory.backing import BackingOptions, log_backing
+from iskander.protocols.extension import ProtocolServer, Services, create_protocols
 from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.service import FlightService
 from iskander.protocols.grpc_server import GrpcServer
@@ -43,10 +44,11 @@ from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.tls import Tls
 
 if TYPE_CHECKING:
-    from iskander.protocols.oip.http.server import OipHttpServer
     from iskander.telemetry.admin import AdminServer
 
 log = logging.getLogger("iskander.server")
+
+HTTP = "Open Inference Protocol over HTTP"
 
 DRAIN_TURN_S = 0.01
 PROGRESS_LOG_NS = NS_PER_S
@@ -102,8 +104,7 @@ class Server:
         self._sources = self._metric_sources()
         self._admin: AdminServer | None = None
         self._admin_address = ""
-        self._http: OipHttpServer | None = None
-        self._http_address = ""
+        self._protocol_addresses: dict[str, str] = {}
         self.addresses: list[str] = []
 
     def _create_services(self, sharing: Path) -> None:
@@ -143,6 +144,24 @@ class Server:
             recent=self._recent,
             connection_limits=self._connection_limits,
         )
+        self._protocols = self._create_protocols()
+
+    def _create_protocols(self) -> dict[str, ProtocolServer]:
+        """Create the servers that are not part of every gateway."""
+        config = self._config
+        services = Services(
+            models=self._models,
+            submitter=self._submitter,
+            authenticator=self._access,
+            tls=self._tls,
+            connection_limits=self._connection_limits,
+        )
+        protocols = create_protocols(config, services)
+        if config.http.address:
+            from iskander.protocols.oip.http.server import OipHttpServer
+
+            protocols[HTTP] = OipHttpServer(services, self._oip, config.http)
+        return protocols
 
     async def start(self) -> None:
         """Listen, start the workers, and wait until every model is ready.
@@ -206,8 +225,8 @@ class Server:
         if self._member.siblings:
             self._grpc.stop_accepting()  # The siblings accept new connections.
             self._inferential.stop_accepting()
-            if self._http is not None:
-                self._http.stop_accepting()
+            for protocol in self._protocols.values():
+                protocol.stop_accepting()
         self._flight.drain()
         self._submitter.drain()
         self._inferential.drain()
@@ -239,7 +258,8 @@ class Server:
         """Return counters of lanes, workers and memory."""
         return collect(self._sources) | {
             "admin_address": self._admin_address,
-            "http_address": self._http_address,
+            "http_address": self._protocol_addresses.get(HTTP, ""),
+            "protocol_addresses": self._protocol_addresses,
             "process": self._member.number,
             "inferential": self._inferential.stats(),
             "access": self._access.stats(),
@@ -285,20 +305,10 @@ class Server:
         )
         await self._inferential.start()
         self._regions.start()
-        if config.http.address:
-            from iskander.protocols.oip.http.server import OipHttpServer
-
-            self._http = OipHttpServer(
-                self._models,
-                self._oip,
-                self._submitter,
-                self._access,
-                self._tls,
-                config.http,
-                limits=self._connection_limits,
-            )
-            self._http_address = await self._http.start(is_shared=is_shared)
-            log.info("Open Inference Protocol over HTTP on %s", self._http_address)
+        for name, protocol in self._protocols.items():
+            address = await protocol.start(is_shared=is_shared)
+            self._protocol_addresses[name] = address
+            log.info("%s on %s", name, address)
 
     async def _wait_while(self, condition: Callable[[], bool], wait_s: float) -> bool:
         """Wait for a condition to end, and log the progress; return False after the timeout."""
@@ -319,7 +329,7 @@ class Server:
         return bool(is_open or self._dispatcher.in_flight or self._queued() or self._unsent())
 
     def _unsent(self) -> int:
-        return self._grpc.unsent + (self._http.unsent if self._http is not None else 0)
+        return self._grpc.unsent + sum(each.unsent for each in self._protocols.values())
 
     def _queued(self) -> int:
         return sum(len(lane.queue) for lane in self._models)
@@ -336,8 +346,8 @@ class Server:
         await self._grpc.stop(grace_s)
         await self._inferential.stop(grace_s)
         self._regions.close()
-        if self._http is not None:
-            await self._http.stop(grace_s)
+        for protocol in self._protocols.values():
+            await protocol.stop(grace_s)
 
     async def _release(self) -> None:
         if self._admin is not None:

@@ -27,7 +27,7 @@ SERVICES = {
     "grpc.reflection.v1.ServerReflection": reflection_v1_pb2,
     "grpc.reflection.v1alpha.ServerReflection": reflection_v1alpha_pb2,
 }
-"""The two versions differ by their names only."""
+"""The two versions differ only in names."""
 DESCRIBED = (flight_pb2, health_pb2, oip_pb2, reflection_v1_pb2, reflection_v1alpha_pb2)
 IDLE_S = 60.0
 """Idle timeout of a stream."""
@@ -41,7 +41,7 @@ class ReflectionService:
         self._streams = 0
 
     async def info(self, call: Call, module: Any) -> None:  # noqa: ANN401
-        """Answer the requests of a stream in order; `module` is that of the protocol version."""
+        """Answer the requests of a stream in order; `module` has the messages of a version."""
         if self._streams >= self._streams_max:
             raise Overloaded(
                 f"too many reflection streams: {self._streams} open, "
@@ -49,7 +49,7 @@ class ReflectionService:
             )
         self._streams += 1
         try:
-            while (raw := await _next(call)) is not None:
+            while (raw := await _read_until_idle(call)) is not None:
                 try:
                     request = module.ServerReflectionRequest.FromString(bytes(raw))
                 except (DecodeError, UnicodeDecodeError):
@@ -70,12 +70,12 @@ def answer(request: Any, module: Any) -> Any:  # noqa: ANN401
         return response
     file = None
     if kind == "file_by_filename":
-        file = _find(POOL.FindFileByName, request.file_by_filename)
+        file = _find_first(POOL.FindFileByName, request.file_by_filename)
     elif kind == "file_containing_symbol":
-        symbol = request.file_containing_symbol  # Of a field or method: the file of its parent.
-        file = _find(POOL.FindFileContainingSymbol, symbol, symbol.rpartition(".")[0])
+        symbol = request.file_containing_symbol  # A field or method is found by its parent.
+        file = _find_first(POOL.FindFileContainingSymbol, symbol, symbol.rpartition(".")[0])
     if file is None:
-        # Requests for extensions too: no message has any.
+        # Extension requests too: no message has extensions.
         response.error_response.error_code = Status.NOT_FOUND
         response.error_response.error_message = "not found on this server"
     else:
@@ -83,7 +83,7 @@ def answer(request: Any, module: Any) -> Any:  # noqa: ANN401
     return response
 
 
-def _find(find: Callable[[str], Any], *names: str) -> Any:  # noqa: ANN401
+def _find_first(find: Callable[[str], Any], *names: str) -> Any:  # noqa: ANN401
     for name in names:
         try:
             return find(name)
@@ -92,7 +92,7 @@ def _find(find: Callable[[str], Any], *names: str) -> Any:  # noqa: ANN401
     return None
 
 
-async def _next(call: Call) -> Message | None:
+async def _read_until_idle(call: Call) -> Message | None:
     try:
         async with asyncio.timeout(IDLE_S):
             return await call.read()

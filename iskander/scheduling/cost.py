@@ -2,9 +2,9 @@
 
 Least squares on relative errors, so that small batches count as much as large ones, over
 exponentially decaying sums: after ten runs, older ones weigh a third. An outlier (a page fault, a
-noisy neighbour) counts as twice the expected time, so that one outlier changes little and a lasting
-change is learned in a few runs. Slow cold runs at the start are dropped as soon as a run that does
-no less is much faster.
+noisy neighbour) counts as at most twice the expected time, so that one outlier changes little and a
+lasting change is learned in a few runs. The first runs are dropped as cold after a run with as many
+rows in less than half the time.
 
 Pure.
 """
@@ -18,7 +18,7 @@ OUTLIER: Final = 2.0
 COLD: Final = 2.0
 LEARNED_SAMPLES: Final = 4
 HANG_SAMPLES: Final = 16
-"""Runs before a limit on the run time is derived from them."""
+"""Runs needed to derive a limit on the run time."""
 SLOWEST_FORGET: Final = 0.999
 """Decay of the slowest run per later run."""
 SPREAD_LEAST: Final = 1e-3
@@ -32,7 +32,7 @@ class CostModel:
         row_ns: a, nanoseconds for each row.
         base_ns: b, nanoseconds for a batch of any size.
         samples: Number of observed runs.
-        slowest: Slowest of about the last thousand runs, as a multiple of its expected time.
+        slowest: Largest ratio of run time to expected time; decays over about 1000 runs.
     """
 
     __slots__ = ("_r", "_rr", "_rt", "_t", "_w", "base_ns", "row_ns", "samples", "slowest")
@@ -41,7 +41,7 @@ class CostModel:
         self.row_ns = self.base_ns = 0.0
         self.samples = 0
         self.slowest = 1.0
-        self._w = self._r = self._rr = self._t = self._rt = 0.0
+        self._w = self._r = self._rr = self._t = self._rt = 0.0  # Sums: weight, row, row², ns, row·ns
 
     def __repr__(self) -> str:
         return f"<CostModel {self.row_ns:.0f} ns x rows + {self.base_ns:.0f} ns>"
@@ -59,7 +59,7 @@ class CostModel:
     def observe(self, rows: int, run_ns: int) -> None:
         """Learn from a run."""
         measured, weight = float(max(run_ns, 1)), 1.0
-        if self.samples < LEARNED_SAMPLES and self._is_cold_beside(rows, measured):
+        if self.samples < LEARNED_SAMPLES and self._were_runs_cold(rows, measured):
             self._w = self._r = self._rr = self._t = self._rt = 0.0
         if self._w:
             mean_rows = self._r / self._w
@@ -67,7 +67,7 @@ class CostModel:
             remembered = max(self.slowest * SLOWEST_FORGET, 1.0)
             self.slowest = max(remembered, measured / expected)
             measured = min(measured, expected * OUTLIER)
-            # Scale-free, so that samples of an earlier, slower level do not outweigh new ones.
+            # Relative to a batch of mean size: a change in speed does not change the weights.
             weight = ((self.row_ns * mean_rows + self.base_ns) / expected) ** 2
         self.samples += 1
         self._w = self._w * FORGET + weight
@@ -77,15 +77,15 @@ class CostModel:
         self._rt = self._rt * FORGET + weight * rows * measured
         self._fit()
 
-    def _is_cold_beside(self, rows: int, measured: float) -> bool:
-        """Whether a fast run of no less work shows that the earlier runs were cold."""
+    def _were_runs_cold(self, rows: int, measured: float) -> bool:
+        """Whether the earlier, not larger runs took over twice as long."""
         return bool(self._w) and (rows * self._w >= self._r and measured * COLD * self._w < self._t)
 
     def _fit(self) -> None:
         mean_rows, mean_ns = self._r / self._w, self._t / self._w
-        spread = self._rr / self._w - mean_rows * mean_rows
-        if spread > SPREAD_LEAST * mean_rows * mean_rows:
-            slope = (self._rt / self._w - mean_rows * mean_ns) / spread
+        variance = self._rr / self._w - mean_rows * mean_rows
+        if variance > SPREAD_LEAST * mean_rows * mean_rows:
+            slope = (self._rt / self._w - mean_rows * mean_ns) / variance
             # Noise must not make a part of the cost negative.
             self.row_ns = min(max(slope, 0.0), mean_ns / mean_rows)
         else:

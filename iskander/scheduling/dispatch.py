@@ -34,11 +34,11 @@ log: Final = logging.getLogger("iskander.dispatch")
 
 
 class Dispatcher:
-    """Moves requests between lanes (by the key of their model) and workers.
+    """Sends requests of lanes (by model key) to workers.
 
     Attributes:
-        alarm: Next time at which the dispatcher runs without an event.
-        end_worker: Ends a worker to which nothing can be sent; its batches come back as lost.
+        alarm: Timer that calls `pump` without an event.
+        end_worker: Ends a worker after a failed send; `on_lost` follows.
     """
 
     def __init__(self, intake: InputArena, lanes: dict[int, Lane], polling: BusyPolling) -> None:
@@ -76,10 +76,10 @@ class Dispatcher:
             self._workers.pop(worker.incarnation, None)
 
     def submit(self, request: Request) -> None:
-        """Queue a request that is in the arena; it is sent at the end of this loop iteration.
+        """Queue a request that is in the arena; `pump` runs after this loop iteration.
 
         So requests that arrive in the same iteration share one batch and one wake-up of the worker.
-        An idle worker starts at once only if the fixed cost of a batch is negligible.
+        With an idle worker and a negligible fixed cost of a batch, `pump` runs at once.
         """
         lane = request.lane
         if not lane.queue.requests:
@@ -113,7 +113,7 @@ class Dispatcher:
         kept: set[WorkerSlot] = set()
         while waiting:
             lane = waiting[0] if len(waiting) == 1 else min(waiting, key=lambda e: e.virtual_ns)
-            again_ns = self._send_next(lane, now, kept, outgoing)
+            again_ns = self._add_next_batch(lane, now, kept, outgoing)
             if again_ns:
                 again_ns = min(again_ns, lane.queue.next_expiry_ns)
                 wake_ns = min(wake_ns, again_ns)
@@ -169,10 +169,10 @@ class Dispatcher:
             self._completion.settle(request, after_failure(request, error, is_shared=is_shared))
 
     def on_lost(self, worker: WorkerSlot) -> None:
-        """Retry the batches of a worker that ended."""
+        """Retry or reject an ended worker's requests."""
         for owner, copy in self._copies:
             if owner is worker:
-                deque(copy, maxlen=0)  # Before its arena is unmapped.
+                deque(copy, maxlen=0)  # Before the arena is unmapped.
         self._workers.pop(worker.incarnation, None)
         running_id = worker.last_beat().batch_id
         batches = dict(worker.in_flight)
@@ -191,17 +191,17 @@ class Dispatcher:
             lane.queue.remove(request)
             self._completion.reject(request, error)
 
-    def _send_next(
+    def _add_next_batch(
         self, lane: Lane, now: int, kept: set[WorkerSlot], outgoing: dict[WorkerSlot, list[Execute]]
     ) -> int:
-        """Add the next batch of a lane to `outgoing`, or the worker that it reserves to `kept`.
+        """Add a lane's next batch to `outgoing`, or its reserved worker to `kept`.
 
         Returns:
             0 to call again at once, else the time of the next call.
         """
         if not lane.queue.requests:
             return NEVER_NS
-        for worker in _by_readiness(lane, kept):
+        for worker in _available_workers(lane, kept):
             formed = lane.form(worker, now, self._brief)
             if formed.doomed:
                 for request in formed.doomed:
@@ -221,7 +221,7 @@ class Dispatcher:
     def _assemble(self, lane: Lane, worker: WorkerSlot, formed: Formed, now: int) -> Execute | None:
         """Move a batch from the queue to a worker; None while its output arena is full.
 
-        Requests whose results can never fit the arena together stay in the queue.
+        The last requests stay in the queue if all results exceed the arena.
         """
         picks, arena = formed.picks, worker.output_arena
         sizes = [(r.layout if n == r.rows else lane.layout(n)).output_bytes for r, n in picks]
@@ -259,7 +259,7 @@ class Dispatcher:
         return Execute(self._batch_id, lane.model.key, run_rows, tuple(slices), bucket)
 
     def _send(self, worker: WorkerSlot, messages: list[Execute]) -> None:
-        """Send batches to a worker; if that fails, end it so that they run elsewhere."""
+        """Send batches to a worker, or end it so that they run elsewhere."""
         assert worker.channel is not None
         try:
             worker.channel.send(encode(messages))
@@ -268,7 +268,7 @@ class Dispatcher:
             self.end_worker(worker)
 
     def _pop_batch(self, worker: WorkerSlot, batch_id: int, now: int) -> InFlightBatch | None:
-        """Remove an answered batch and return its credit; None for a late answer."""
+        """Remove an answered batch, restore the credit; None for a late answer."""
         batch = worker.in_flight.pop(batch_id, None)
         if batch is None:
             self.counts["late_messages"] += 1
@@ -324,8 +324,8 @@ def _step(steps: Iterator[None]) -> bool:
     return any(True for _ in steps)
 
 
-def _by_readiness(lane: Lane, kept: set[WorkerSlot]) -> list[WorkerSlot]:
-    """Workers of a lane with a credit, the earliest to become free first."""
+def _available_workers(lane: Lane, kept: set[WorkerSlot]) -> list[WorkerSlot]:
+    """Workers with a credit: most credits first, then earliest free."""
     workers = [w for w in lane.workers.values() if w.credits and w not in kept]
     if len(workers) > 1:
         workers.sort(key=lambda worker: (-worker.credits, worker.busy_until_ns))

@@ -31,20 +31,20 @@ class LaneMetrics:
         self.total_ns = Histogram(LATENCY_BOUNDS_NS)
         self.batch_rows = Histogram(ROWS_BOUNDS)
         self.steps_ns: dict[str, Histogram] = {}
-        self._recent_total = recent.ring("e2e_latency_ms").append
-        self._recent_wait = recent.ring("scheduling_wait_ms").append
-        self._recent_run = recent.ring("inference_latency_ms").append
-        self._recent_rows = recent.ring("batch_size").append
-        self._recent_depth = recent.ring("queue_depth").append
-        self._recent_retries = recent.ring("dispatch_retries").append
+        self._append_total = recent.ring("e2e_latency_ms").append
+        self._append_wait = recent.ring("scheduling_wait_ms").append
+        self._append_run = recent.ring("inference_latency_ms").append
+        self._append_rows = recent.ring("batch_size").append
+        self._append_depth = recent.ring("queue_depth").append
+        self._append_retries = recent.ring("dispatch_retries").append
         self._labels = {"model": model.name, "version": model.version}
         self._client_labels: dict[str, dict[str, str]] = {}
 
     def on_sent(self, rows: int, waits_ns: list[int], queued: int, now_ns: int) -> None:
-        """Record a batch that goes to a worker, the waits of its requests, and the queue depth."""
+        """Record a batch sent to a worker, the waits of its requests, and the queue depth."""
         self.batch_rows.record(rows)
-        self._recent_rows((now_ns, rows, self._labels))
-        self._recent_depth((now_ns, queued, self._labels))
+        self._append_rows((now_ns, rows, self._labels))
+        self._append_depth((now_ns, queued, self._labels))
         for waited_ns in waits_ns:
             self.wait_ns.record(waited_ns)
 
@@ -53,9 +53,9 @@ class LaneMetrics:
         labels = self._labels_of(request.terms)
         total_ns = now_ns - request.arrived_ns
         self.total_ns.record(total_ns)
-        self._recent_total((now_ns, total_ns / NS_PER_MS, labels))
-        self._recent_wait((now_ns, (request.sent_ns - request.arrived_ns) / NS_PER_MS, labels))
-        self._recent_run((now_ns, run_ns / NS_PER_MS, labels))
+        self._append_total((now_ns, total_ns / NS_PER_MS, labels))
+        self._append_wait((now_ns, (request.sent_ns - request.arrived_ns) / NS_PER_MS, labels))
+        self._append_run((now_ns, run_ns / NS_PER_MS, labels))
 
     def on_stepped(self, steps: tuple[tuple[str, int], ...]) -> None:
         """Record the run time of each pipeline step of a batch, in nanoseconds."""
@@ -67,10 +67,10 @@ class LaneMetrics:
 
     def on_put_back(self, request: Request, now_ns: int) -> None:
         """Record a retry."""
-        self._recent_retries((now_ns, 1, self._labels_of(request.terms)))
+        self._append_retries((now_ns, 1, self._labels_of(request.terms)))
 
     def _labels_of(self, terms: Terms) -> dict[str, str]:
-        """Labels of a value; one shared object for each named client."""
+        """Labels of a recorded value; one shared dict per named client."""
         if not terms.is_named:
             return self._labels
         labels = self._client_labels.get(terms.client)

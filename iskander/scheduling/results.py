@@ -22,7 +22,7 @@ Copying: TypeAlias = Generator[None, None, bytes | memoryview | None]
 
 
 def copy_small_results(part: BatchPart, arena: memoryview) -> bytes | None:
-    """Copy small, complete results of a request; None: use `copy_results`."""
+    """Copy a request's results if small and complete, else return None."""
     request, offset = part.request, part.output_offset
     if part.rows < request.rows:
         return None
@@ -36,7 +36,7 @@ def copy_small_results(part: BatchPart, arena: memoryview) -> bytes | None:
 def copy_results(part: BatchPart, arena: memoryview) -> Copying:
     """Copy the results of one request of a batch, with pauses during a large copy.
 
-    Returns None while other batches compute the rest of its rows.
+    Returns None while other batches compute its other rows.
     """
     request, first, rows, offset = part.request, part.first, part.rows, part.output_offset
     outputs = request.lane.layouts.outputs
@@ -75,7 +75,7 @@ def _collect(request: Request, first: int, rows: int, output: memoryview) -> Cop
 
 
 def _collect_strings(request: Request, first: int, rows: int, output: memoryview) -> Copying:
-    """Keep some rows' results; the offsets of strings are known only when all are complete."""
+    """Keep some rows' results; join all after the last, when string offsets are known."""
     outputs = request.lane.layouts.outputs
     body = yield from _copy(output[: outputs.string_ranges(output, rows)[1]])
     if request.results is None:
@@ -89,5 +89,5 @@ def _collect_strings(request: Request, first: int, rows: int, output: memoryview
 
 
 def _is_complete(request: Request) -> bool:
-    """Whether these are the last rows; their batch still counts as running."""
+    """Whether the copied part is the last; it still counts as running."""
     return not request.todo and request.running <= 1

@@ -1,6 +1,6 @@
 """Model loading: sends each worker one `Load` at a time and validates its answer.
 
-A worker that cannot load a configured model that no worker has is ended; after any other failure it
+If the first load of a configured model fails, its worker is ended; after other failures the worker
 continues with its other models. The files of a served model are checked before and after each load,
 so that no two workers serve different files.
 
@@ -31,9 +31,9 @@ ACTIVE_STATES = (State.LOADING, State.READY)
 
 @dataclass(eq=False, repr=False)
 class ModelLoader:
-    """Loads models in workers, whose output arenas have a capacity of `output_bytes`.
+    """Loads models in workers with output arenas of `output_bytes`.
 
-    `on_event` is called with LOADED or LOAD_FAILED, the latter after `on_load_error`.
+    `on_event` is called with LOADED, RECYCLE_DUE, or, after `on_load_error`, LOAD_FAILED.
     """
 
     lanes: Mapping[int, Lane]
@@ -44,30 +44,30 @@ class ModelLoader:
     on_load_error: Callable[[Worker, IskanderError], None]
 
     def load_missing(self) -> None:
-        """Start the next load of every ready worker that is not loading."""
+        """Start the next load of every idle ready worker."""
         for worker in self.workers:
             if worker.state is State.READY:
                 self.load_next(worker)
 
     def retry_failed(self) -> None:
-        """Retry failed loads of models whose files match the served ones again."""
+        """Retry failed loads whose model files match the served ones again."""
         for worker in self.workers:
             for key in list(worker.refused):
                 lane = self.lanes.get(key)
                 if lane is None:
                     del worker.refused[key]
                 else:
-                    retry = partial(self._on_checked_for_retry, worker, worker.incarnation, lane)
+                    retry = partial(self._retry_if_current, worker, worker.incarnation, lane)
                     self.freshness.ask(lane, retry)
 
     def load_next(self, worker: Worker) -> None:
-        """Start the load of the first missing model; with none missing, the worker is loaded."""
+        """Start the first load that is due, or report LOADED if none is."""
         if worker.asked is not None:
             return
         for key, lane in self.lanes.items():
             if self._is_due(worker, key, lane):
                 if lane.is_served and lane.workers:
-                    self._check_files(worker, lane, self._on_checked_before_load)
+                    self._check_files(worker, lane, self._load_if_current)
                 else:
                     self._load(worker, lane)
                 return
@@ -89,7 +89,7 @@ class ModelLoader:
             try:
                 if isinstance(answer, LoadFailed):
                     raise IskanderError.from_wire({"code": answer.code, "message": answer.message})
-                self._accept_contract(lane, answer.contract)
+                self._set_or_match_contract(lane, answer.contract)
             except IskanderError as error:
                 if isinstance(answer, Loaded):
                     self._unload(worker, answer.model)
@@ -97,20 +97,20 @@ class ModelLoader:
                     return
             else:
                 if lane.is_served and is_current_load and worker.state in ACTIVE_STATES:
-                    self._check_files(worker, lane, partial(self._on_checked_after_load, answer))
+                    self._check_files(worker, lane, partial(self._accept_if_current, answer))
                     return
                 self._accept(worker, lane, answer)
-        self._continue(worker)
+        self._start_next_loads(worker)
 
     def on_leaving(self, worker: Worker, *, is_stopping: bool) -> None:
-        """Cancel the load of a draining worker; unless all are stopping, another one loads it."""
+        """Forget the load of a draining worker; unless all are stopping, others load it."""
         worker.asked, worker.loading_title = None, ""
         if not is_stopping:
             self.load_missing()
 
     def on_lost(self, worker: Worker) -> None:
-        """Record the loss of a worker as the load error of a new model that it was loading."""
-        lane = self._new_lane_of(worker)
+        """If a lost worker was loading a new model, record that as its load error."""
+        lane = self._pending_lane_of(worker)
         if lane is not None:
             lane.refusal = ManifestError(f"worker {worker.index} ended while it loaded it")
 
@@ -121,7 +121,7 @@ class ModelLoader:
             if is_loading and now_ns() - worker.load_started_ns > limit_ns:
                 limit_s = limit_ns // NS_PER_S
                 log.error("worker %d has not finished a load within %d s", worker.index, limit_s)
-                lane = self._new_lane_of(worker)
+                lane = self._pending_lane_of(worker)
                 if lane is not None and lane.contract is None:
                     text = f"worker {worker.index} had not loaded it after {limit_s} s"
                     lane.refusal = ManifestError(text)
@@ -137,13 +137,13 @@ class ModelLoader:
             lane.workers.pop(worker.incarnation, None)
 
     def _is_due(self, worker: Worker, key: int, lane: Lane) -> bool:
-        """Return whether a worker loads a model next."""
+        """Return whether a worker may load a model now."""
         if key in worker.models or key in worker.refused or lane.is_over or lane.refusal:
             return False
         if lane.model.pool != worker.place.pool:
             return False
         if lane.is_pending and not lane.is_required and lane.contract is None:
-            # A new model may fail to load or end its process: one worker tries first.
+            # A new model may end its process: one worker tries first.
             return worker.state is State.READY and all(w.asked != key for w in self.workers)
         return True
 
@@ -153,8 +153,8 @@ class ModelLoader:
         worker.asked, worker.load_started_ns = lane.model.key, now_ns()
         worker.channel.send(encode([Load(lane.model)]))
 
-    def _continue(self, worker: Worker) -> None:
-        """Start the next load here, and in other workers those that this one has proved."""
+    def _start_next_loads(self, worker: Worker) -> None:
+        """Start the next load of this worker and of all others that are idle and ready."""
         if worker.state in ACTIVE_STATES:
             self.load_next(worker)
         self.load_missing()
@@ -162,7 +162,7 @@ class ModelLoader:
     def _check_files(
         self, worker: Worker, lane: Lane, then: Callable[[Worker, Lane, bool], None]
     ) -> None:
-        """Check a lane's files while the worker loads nothing else; no call if it is replaced."""
+        """Block the worker's loads, check files, and call `then` unless the worker left."""
         incarnation = worker.incarnation
         worker.asked, worker.load_started_ns = lane.model.key, now_ns()
 
@@ -174,16 +174,16 @@ class ModelLoader:
 
         self.freshness.ask(lane, on_known)
 
-    def _on_checked_before_load(self, worker: Worker, lane: Lane, is_current: bool) -> None:
+    def _load_if_current(self, worker: Worker, lane: Lane, is_current: bool) -> None:
         if not lane.is_over and is_current:
             self._load(worker, lane)
             return
         if not lane.is_over:
             worker.refused[lane.model.key] = CHANGED
             lane.is_stale = True
-        self._continue(worker)
+        self._start_next_loads(worker)
 
-    def _on_checked_after_load(
+    def _accept_if_current(
         self, answer: Loaded, worker: Worker, lane: Lane, is_current: bool
     ) -> None:
         """Accept a load, unless other workers may have loaded different files."""
@@ -197,9 +197,9 @@ class ModelLoader:
             else:
                 self._unload(worker, key)
                 self._reject(worker, lane, ManifestError(CHANGED))
-        self._continue(worker)
+        self._start_next_loads(worker)
 
-    def _on_checked_for_retry(
+    def _retry_if_current(
         self, worker: Worker, incarnation: int, lane: Lane, is_current: bool
     ) -> None:
         if worker.incarnation == incarnation and lane.model.key in worker.refused:
@@ -209,8 +209,8 @@ class ModelLoader:
             else:
                 lane.is_stale = lane.is_served
 
-    def _new_lane_of(self, worker: Worker) -> Lane | None:
-        """Return the lane of the model that a worker loads, if that is not served yet."""
+    def _pending_lane_of(self, worker: Worker) -> Lane | None:
+        """Return the lane that a worker loads, if it is pending."""
         lane = self.lanes.get(worker.asked) if worker.asked is not None else None
         return lane if lane is not None and lane.is_pending else None
 
@@ -228,7 +228,7 @@ class ModelLoader:
             lane.workers[worker.incarnation] = worker
 
     def _reject(self, worker: Worker, lane: Lane, error: IskanderError) -> bool:
-        """Record a load error; return whether the worker is ended for it."""
+        """Record a load error; return whether it ended the worker."""
         log.error("worker %d cannot serve %s: %s", worker.index, lane.title, error.message)
         if lane.is_pending:
             lane.refusal = error
@@ -240,7 +240,7 @@ class ModelLoader:
         worker.refused[lane.model.key] = error.message
         return False
 
-    def _accept_contract(self, lane: Lane, contract: Contract) -> None:
+    def _set_or_match_contract(self, lane: Lane, contract: Contract) -> None:
         if lane.contract is None:
             require_output_space(contract, lane.model.rows_max, self.output_bytes)
             lane.set_contract(contract)

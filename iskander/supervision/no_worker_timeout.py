@@ -1,6 +1,6 @@
 """Timeout of requests in a lane without workers.
 
-A lane accepts new requests while a worker is replaced in order, and keeps queued requests after any
+A lane accepts new requests while a replacement is pending, and keeps queued requests after any
 worker loss. Both end after the start timeout of a worker.
 
 Runs on: gateway loop.
@@ -22,7 +22,7 @@ from iskander.supervision.worker import Worker
 class NoWorkerTimeout:
     """One timer of `wait_s` for each lane without workers.
 
-    It starts when the last worker has drained, and ends with `refuse` for the queued requests.
+    It starts when the last worker is gone; at its end, `refuse` rejects queued requests.
     """
 
     lanes: Mapping[int, Lane]
@@ -32,7 +32,7 @@ class NoWorkerTimeout:
     _timers: dict[int, asyncio.TimerHandle] = field(default_factory=dict, init=False)
 
     def update(self) -> None:
-        """Start or cancel the timer of each lane according to the worker states."""
+        """Update each lane's timer and `is_awaiting_worker` from worker states."""
         replacing = {w.place.pool for w in self.workers if w.is_replacement_pending}
         leaving = {w.place.pool for w in self.workers if w.state is State.LEAVING}
         for key in self._timers.keys() - self.lanes.keys():

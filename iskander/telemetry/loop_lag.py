@@ -1,7 +1,7 @@
 """Event loop lag: lateness of a timer with a period of 50 ms.
 
-The lateness is the delay of any message at that moment, from a long callback or from a core used by
-another process. Timers have a resolution of 1 ms, so a lag of 1 ms is noise.
+Messages are as late at that moment, because of a long callback or another process on the core.
+Timers have a resolution of 1 ms, so a lag of 1 ms is noise.
 
 Runs on: gateway loop.
 """
@@ -17,7 +17,7 @@ TICK_S = 0.05
 
 
 class LoopLag:
-    """Measures the lag of the running loop; `lag_ns` has the lateness of each tick."""
+    """Measures the lag of the running loop; `lag_ns` counts ticks by lateness."""
 
     def __init__(self) -> None:
         self.lag_ns = Histogram(LATENCY_BOUNDS_NS)
@@ -25,12 +25,12 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the timer."""
+        """Start the timer of the next tick."""
         self._due_ns = now_ns() + int(TICK_S * NS_PER_S)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def stop(self) -> None:
-        """Stop the timer."""
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -13,6 +13,7 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from iskander import __version__
+from iskander.build_info import BUILD
 from iskander.clock import NS_PER_MS, NS_PER_US, now_ns
 from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import resident_bytes
@@ -33,6 +34,7 @@ def collect(sources: MetricSources) -> dict[str, Any]:
     arena, backing = sources.input_arena, sources.input_backing
     return {
         "version": __version__,
+        "build": BUILD,
         "pid": os.getpid(),
         "uptime_s": round(sources.uptime_s, 3),
         "ready": not reasons,

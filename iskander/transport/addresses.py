@@ -1,4 +1,4 @@
-"""Validation of listen addresses, socket owners and dependencies before the start.
+"""Validation of listen addresses, the socket owner and HTTP packages at start.
 
 `iskander check` and the gateway use the same checks.
 """
@@ -27,9 +27,9 @@ log = logging.getLogger("iskander.addresses")
 
 
 def require_addresses(config: Config) -> None:
-    """Raise `ConfigError` for an invalid listen address or socket owner.
+    """Raise `ConfigError` for an invalid address or owner, or a missing package.
 
-    The default admin port is optional: without the HTTP packages, a warning is logged.
+    Without the HTTP packages, the default admin port is skipped with a warning.
     """
     owner_of(config.server)
     for address in config.addresses:
@@ -37,7 +37,7 @@ def require_addresses(config: Config) -> None:
         path = unix_path(address)
         if path is not None:
             _require_one_process(config, where, "unix socket")
-            _require_path(where, path)
+            _require_socket_path(where, path)
         elif not is_host_port(address):
             raise ConfigError(f"{where}: expected HOST:PORT, [IPV6]:PORT or unix:PATH")
     used = {address: "server.address" for address in config.addresses}
@@ -46,14 +46,14 @@ def require_addresses(config: Config) -> None:
         _require_inferential(config, used)
     if config.shared_memory.path:
         where = f"shared_memory.path {config.shared_memory.path}"
-        _require_path(where, sharing_path(config, config.server.processes - 1))
+        _require_socket_path(where, sharing_path(config, config.server.processes - 1))
         others = [unix_path(address) for address in config.addresses]
         if sharing_path(config, 0) in [*others, zmq_address(config.inferential.address)]:
             raise ConfigError(f"{where}: path already used by another address of this server")
 
 
 def admin_address(config: AdminConfig) -> str:
-    """Return the address of the admin port; empty without one."""
+    """Return the admin address; empty for the default without HTTP packages."""
     is_default = config.address == AdminConfig().address
     return "" if is_default and _missing_http_package() else config.address
 
@@ -63,7 +63,7 @@ def _missing_http_package() -> str:
 
 
 def _require_http(config: Config, used: dict[str, str]) -> None:
-    """Check the HTTP ports and add them to `used`."""
+    """Check the admin and HTTP ports; add them to `used`."""
     missing = _missing_http_package()
     if config.admin.address and not admin_address(config.admin):
         log.warning("no admin port: %s is not installed: %s", missing, HTTP_INSTALL)
@@ -88,7 +88,7 @@ def sharing_path(config: Config, index: int) -> Path:
     return Path(f"{path}.{index}" if index else path)
 
 
-def _require_path(where: str, path: Path) -> None:
+def _require_socket_path(where: str, path: Path) -> None:
     size = len(os.fsencode(path))
     if size > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(f"{where}: socket path of {size} bytes, limit {SOCKET_PATH_BYTES_MAX}")
@@ -97,7 +97,7 @@ def _require_path(where: str, path: Path) -> None:
 
 
 def zmq_address(address: str) -> str | Path | None:
-    """Parse a ZeroMQ address to a path or `HOST:PORT`, `*` for any IPv4; None if invalid."""
+    """Convert a ZeroMQ address to a path or `HOST:PORT` (`*`: 0.0.0.0); None if invalid."""
     transport, _, where = address.partition("://")
     if transport == "ipc" and where:
         return Path(where)
@@ -113,7 +113,7 @@ def _require_inferential(config: Config, used: Container[str]) -> None:
         raise ConfigError(f"{where}: expected tcp://HOST:PORT, tcp://*:PORT or ipc://PATH")
     if isinstance(target, Path):
         _require_one_process(config, where, "unix socket")
-        _require_path(where, target)
+        _require_socket_path(where, target)
     elif target.endswith(":0"):
         _require_one_process(config, where, "port 0")
     elif target in used:
@@ -126,7 +126,7 @@ def _require_one_process(config: Config, where: str, kind: str) -> None:
 
 
 def is_host_port(address: str) -> bool:
-    """Return whether an address is `HOST:PORT` with a valid port."""
+    """Whether an address is a valid `HOST:PORT` or `[IPV6]:PORT`."""
     match = _HOST_PORT.match(address)
     return match is not None and int(match[1]) <= PORT_MAX
 
@@ -137,7 +137,7 @@ def unix_path(address: str) -> Path | None:
 
 
 def owner_of(config: ServerConfig) -> tuple[int, int]:
-    """Return uid and gid for unix sockets, -1 for the default, or raise `ConfigError`."""
+    """Return uid and gid for unix sockets (-1: unchanged), or raise `ConfigError`."""
     user, _, group = config.unix_owner.partition(":")
     try:
         uid = pwd.getpwnam(user).pw_uid if user else -1

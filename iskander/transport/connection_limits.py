@@ -21,7 +21,7 @@ TRIM_INTERVAL_S: Final = 2.0
 
 
 class ConnectionLimits:
-    """Limits over all connections of this process, and counts of those ended, by reason."""
+    """Limits over all connections of this process; counts ended ones by reason."""
 
     def __init__(self, config: Config) -> None:
         self.budget = ReceiveBudget(receive_bytes(config))
@@ -39,7 +39,7 @@ class ConnectionLimits:
         self.ended[reason] += 1
 
     def start(self) -> None:
-        """Start to return excess heap memory to the system."""
+        """Count used descriptors; start the heap trim timer."""
         self.descriptors.measure(self.open_count)
         self._timer = self._loop.call_later(TRIM_INTERVAL_S, self._trim)
 

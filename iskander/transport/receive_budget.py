@@ -1,10 +1,10 @@
 """Memory limit for received bytes over all connections and protocols of this process.
 
 The charge covers partial messages, unread messages, messages in decompression, and responses that
-the client does not read; large messages until their memory is freed. Above the limit, the messages
-with the largest product of bytes and age are rejected with a retryable error. A message larger than
-a flow-control window reserves its whole length first and waits for it. A share of the limit is
-exempt from reservations, so small requests are always received.
+the client does not read. Large messages stay charged until their memory is freed. Above the limit,
+connections with the largest product of bytes and age reject messages with a retryable error. A
+message larger than a flow-control window first waits until its whole length is reserved. A share of
+the limit is exempt from reservations, so small requests are always received.
 
 Runs on: gateway loop; `TrackedArray` is freed by any thread.
 """
@@ -44,20 +44,20 @@ class Holder(Protocol):
     """A connection that holds received bytes."""
 
     def held(self, now_ns: int) -> float:
-        """Return the releasable memory in bytes times nanoseconds."""
+        """Return the sum of bytes times age in ns that `shed` can free."""
 
     def shed(self) -> bool:
-        """Reject one call's messages and free their memory; return whether there were any."""
+        """Free the messages of one call by rejecting them; return whether any were freed."""
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """Reject partial messages without progress for `stall_ns`."""
+        """Reject partial messages `stall_ns` behind the minimum rate."""
 
 
 class Reservation(Protocol):
     """A message that waits for reserved memory."""
 
     def on_reserved(self) -> None:
-        """The memory is reserved."""
+        """Continue: the memory is reserved."""
 
 
 class TrackedArray(np.ndarray):
@@ -67,13 +67,13 @@ class TrackedArray(np.ndarray):
     charged_bytes = 0
 
     def __del__(self) -> None:
-        """Record the free; the budget processes it on the loop."""
+        """Record the release; the loop applies it."""
         if self.freed is not None:
             self.freed.append(self.charged_bytes)
 
 
 class ReceiveBudget:
-    """The receive budget of one process; `holders` can free memory."""
+    """The receive budget of one process; `refused` counts calls of `shed`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -90,7 +90,7 @@ class ReceiveBudget:
     @property
     def used_bytes(self) -> int:
         """Bytes charged."""
-        self._read_freed()
+        self._apply_freed()
         return self._used
 
     def charge(self, size: int) -> None:
@@ -98,13 +98,13 @@ class ReceiveBudget:
         self._used += size
         self._recent_peak = max(self._recent_peak, self._used)
         if self._used > self.limit_bytes:
-            self._evict()
+            self._free_excess()
 
     def release(self, size: int) -> None:
         """Release charged bytes."""
         self._used -= size
         if self._waiting:
-            self._grant()
+            self._reserve_waiting()
 
     def take(self, size: int) -> bool:
         """Charge bytes if that stays within the limit; return whether it did."""
@@ -118,11 +118,11 @@ class ReceiveBudget:
         self.release(size)
 
     def reserve(self, holder: object, message: Reservation, size: int) -> bool:
-        """Charge the rest of a large message in advance; return whether that is done.
+        """Reserve the rest of a large message; return whether it was possible at once.
 
-        Otherwise `message.on_reserved` is called later.
+        If not, `message.on_reserved` is called later.
         """
-        if not self._waiting and self._fits(holder, size):
+        if not self._waiting and self._can_reserve(holder, size):
             self._reserve(holder, size)
             return True
         self._waiting[message] = (holder, size)
@@ -130,7 +130,7 @@ class ReceiveBudget:
         return False
 
     def end_reservation(self, holder: object, message: Reservation, size: int) -> None:
-        """End the reservation of `size` bytes of a complete or abandoned message.
+        """End the reservation of `size` bytes for a complete or abandoned message.
 
         Received bytes stay charged; the caller releases the rest.
         """
@@ -140,7 +140,7 @@ class ReceiveBudget:
             self._reserved[holder] = left
         else:
             self._reserved.pop(holder, None)
-        self._grant()
+        self._reserve_waiting()
 
     def array(self, size: int) -> TrackedArray:
         """Allocate a message buffer that releases its `charged_bytes` when freed.
@@ -165,7 +165,7 @@ class ReceiveBudget:
         self.release(excess)
 
     def has_excess(self) -> bool:
-        """Return whether the last peak is `EXCESS_BYTES` below earlier ones; start a new period."""
+        """Return whether the peak since the last call is `EXCESS_BYTES` below earlier ones."""
         self._peak = max(self._peak, self._recent_peak)
         has_excess = self._peak - self._recent_peak >= EXCESS_BYTES
         if has_excess:
@@ -173,7 +173,7 @@ class ReceiveBudget:
         self._recent_peak = self.used_bytes
         return has_excess
 
-    def _fits(self, holder: object, size: int) -> bool:
+    def _can_reserve(self, holder: object, size: int) -> bool:
         reserved = self._reserved.get(holder, 0)
         if reserved and reserved + size > self.limit_bytes // HOLDER_SHARE:
             return False
@@ -183,21 +183,21 @@ class ReceiveBudget:
         self._reserved[holder] = self._reserved.get(holder, 0) + size
         self.charge(size)
 
-    def _grant(self) -> None:
-        """Reserve for waiting messages, holder with least reserved bytes first."""
+    def _reserve_waiting(self) -> None:
+        """Reserve for waiting messages, least reserved bytes of a holder first."""
         while self._waiting:
             reserved = self._reserved
             message = min(self._waiting, key=lambda each: reserved.get(self._waiting[each][0], 0))
             holder, size = self._waiting[message]
-            if not self._fits(holder, size):
+            if not self._can_reserve(holder, size):
                 return
             del self._waiting[message]
             self._reserve(holder, size)
             message.on_reserved()
 
-    def _evict(self) -> None:
-        """Make holders free memory down to the low-water mark."""
-        self._read_freed()
+    def _free_excess(self) -> None:
+        """Above the limit, free memory to the low-water mark."""
+        self._apply_freed()
         now = now_ns()
         if self._used <= self.limit_bytes or now < self._evict_again_ns:
             return
@@ -206,7 +206,7 @@ class ReceiveBudget:
         for holder in holders:
             while self._used > target and holder.shed():
                 self.refused += 1
-                self._read_freed()
+                self._apply_freed()
             if self._used <= target:
                 return
         self._evict_again_ns = now + EVICT_RETRY_NS
@@ -215,12 +215,12 @@ class ReceiveBudget:
         """While messages wait: reserve freed memory and evict stalled messages."""
         self._timer = None
         now = now_ns()
-        self._read_freed()
+        self._apply_freed()
         if now >= self._evict_stalled_ns:
             self._evict_stalled_ns = now + NS_PER_S
             for holder in list(self.holders):
                 holder.evict_stalled(now, STALL_NS_UNDER_PRESSURE)
-        self._grant()
+        self._reserve_waiting()
         if self._waiting:
             self._start_timer()
 
@@ -228,14 +228,14 @@ class ReceiveBudget:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
-    def _read_freed(self) -> None:
+    def _apply_freed(self) -> None:
         freed = self._freed
         for _ in range(len(freed)):
             self._used -= freed.popleft()
 
 
 def progress_ns(last_ns: int, now_ns: int, count: int) -> int:
-    """Return the time, at most now, when a message at the minimum rate has `count` more bytes."""
+    """Advance `last_ns` by the time of `count` bytes at the minimum rate, to now at most."""
     return min(now_ns, last_ns + count * (NS_PER_S // MESSAGE_RATE_MIN))
 
 

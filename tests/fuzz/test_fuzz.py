@@ -17,7 +17,6 @@ SECONDS = 30
 SEED = 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", engine.names())
 def test_inputs_and_mutations_are_judged_alike(name: str) -> None:
     target = engine.load(name)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,8 @@ import pytest
 from onnx import TensorProto
 from support import models
 from support.processes import BIN, running
+
+import iskander
 
 ROOT = models.ROOT
 
@@ -108,6 +111,16 @@ def test_models_of_a_running_server(tmp_path: Path) -> None:
         assert psutil.Process(gateway.pid).name() == "isk-gateway"
         assert names == {"isk-worker-0"}
     assert text.splitlines()[1].split() == ["ids", "1", "ready", "x", "int64", "y", "int64"]
+
+
+@pytest.mark.parametrize("command", ["iskander", "iskander-gateway", "iskander-worker"])
+def test_the_version_names_the_kind_of_build(command: str) -> None:
+    arena = find_spec("iskander.memory.arena")
+    assert arena is not None and arena.origin is not None
+    build = "interpreted" if arena.origin.endswith(".py") else "compiled"
+    assert run(BIN / command, "--version").startswith(
+        f"{command} {iskander.__version__} ({build}, CPython 3."
+    )
 
 
 def test_quickstart_works_and_leaves_nothing() -> None:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # What each package may import of the others, from the bottom to the top: a package imports only
 # packages that the table lists before it.
 LAYERS = {
+    "build_info": "",
     "errors": "",
     "clock": "",
     "decoders": "",
@@ -28,7 +29,7 @@ LAYERS = {
     "measurement": "errors clock decoders",
     "transport": "errors clock config memory control file_watcher auth",
     "scheduling": "errors clock contract config arrow memory control auth measurement",
-    "supervision": ("errors clock contract config memory control measurement transport scheduling"),
+    "supervision": "errors clock contract config memory control measurement transport scheduling",
     "repository": (
         "errors clock decoders contract config control measurement scheduling supervision"
     ),
@@ -37,18 +38,19 @@ LAYERS = {
         "measurement transport scheduling repository"
     ),
     "telemetry": (
-        "errors clock config memory measurement transport scheduling supervision repository"
+        "build_info errors clock config memory measurement transport scheduling supervision "
+        "repository"
     ),
     "gateway": (
-        "errors clock config memory control auth measurement transport scheduling supervision "
-        "repository protocols telemetry"
+        "build_info errors clock config memory control auth measurement transport scheduling "
+        "supervision repository protocols telemetry"
     ),
-    "embed": "errors config measurement scheduling gateway",
+    "embed": "errors config measurement scheduling protocols gateway",
     "client": "errors memory control",
-    "iskander_worker": "errors clock decoders varint contract memory control",
+    "iskander_worker": "build_info errors clock decoders varint contract memory control",
     "cli": (
-        "errors contract config arrow memory control auth transport scheduling supervision "
-        "repository protocols gateway client iskander_worker"
+        "build_info errors contract config arrow memory control auth transport scheduling "
+        "supervision repository protocols gateway client iskander_worker"
     ),
 }
 # Imports against the table that exist for type checkers only.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from iskander import __version__, clock
+from iskander.build_info import describe
 from iskander.control import attach
 from iskander.control.messages import PROTOCOL_VERSION, Hello, Welcome
 from iskander.errors import NotReady, ProtocolError, SegmentError
@@ -67,7 +68,7 @@ def main() -> None:
         metavar="SECONDS",
         help="timeout for the first gateway; 0 for none (default: 30)",
     )
-    parser.add_argument("--version", action="version", version=f"iskander-worker {__version__}")
+    parser.add_argument("--version", action="version", version=describe("iskander-worker"))
     arguments = parser.parse_args()
     if arguments.cores is not None:
         set_library_environment()

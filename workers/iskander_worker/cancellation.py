@@ -17,7 +17,7 @@ from iskander_worker.backends import Run
 
 _ID_BYTES: Final = 8
 EARLY_MAX: Final = 16
-"""Batches that were cancelled before their run; a worker has two in flight at most."""
+"""Ids that arrived outside their run; a worker has at most two batches in flight."""
 
 
 class RunCanceller:
@@ -29,14 +29,14 @@ class RunCanceller:
         self._batch_id = 0
         self._run = Run()
         self._is_aborted = False
-        self._early: deque[int] = deque(maxlen=EARLY_MAX)
-        threading.Thread(target=self._read, name="isk-abort", daemon=True).start()
+        self._early_ids: deque[int] = deque(maxlen=EARLY_MAX)
+        threading.Thread(target=self._read_ids, name="isk-abort", daemon=True).start()
 
     def begin(self, batch_id: int) -> Run:
-        """Mark the start of a run."""
+        """Mark the start of a run; abort it if its id arrived earlier."""
         with self._lock:
             self._batch_id = batch_id
-            if batch_id in self._early:
+            if batch_id in self._early_ids:
                 self._abort()
             return self._run
 
@@ -49,14 +49,14 @@ class RunCanceller:
                 self._run = Run()
             return was_aborted
 
-    def _read(self) -> None:
+    def _read_ids(self) -> None:
         while raw := os.read(self._fd, _ID_BYTES):
             batch_id = int.from_bytes(raw, "little")
             with self._lock:
                 if batch_id == self._batch_id:
                     self._abort()
                 else:
-                    self._early.append(batch_id)
+                    self._early_ids.append(batch_id)
         os.close(self._fd)
 
     def _abort(self) -> None:

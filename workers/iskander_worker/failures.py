@@ -1,4 +1,4 @@
-"""Conversion of any exception during a load to a named error.
+"""Conversion of model load exceptions to an `IskanderError`.
 
 A model's files pass through libraries that can raise anything, including a `BaseException`. Only
 an assertion of this program ends the worker.
@@ -22,10 +22,10 @@ _OWN_PACKAGES = tuple(Path(file).resolve().parent for file in (__file__, iskande
 
 
 def load_error(error: BaseException) -> BaseException:
-    """The error to report for a load.
+    """Return the error to report.
 
-    Named errors and this program's assertions pass through. The traceback of any other goes to the
-    log, its text into a ManifestError.
+    An `IskanderError` or an assertion of this program is returned unchanged. Any other becomes a
+    ManifestError with its text; its traceback goes to stderr.
     """
     if isinstance(error, IskanderError) or _is_own_assertion(error):
         return error

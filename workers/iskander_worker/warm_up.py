@@ -1,6 +1,6 @@
-"""Warm-up: runs the first batches of a model, generated or recorded with their results.
+"""Warm-up: runs a model's first batches, generated or recorded with their results.
 
-Batches are bodies as in an arena, so the same code runs as for requests.
+Batches have the layout of an arena, so the code for requests runs them.
 
 Runs on: worker main, and the process of a sandboxed load.
 
@@ -34,28 +34,28 @@ ROWS = 128
 SAMPLE_BYTES_MAX = 1 << 28
 SAMPLE_ROWS_MAX = 1 << 20
 _BFLOAT16_SHIFT = 16
-_UNREADABLE = (
+_READ_ERRORS = (
     OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, MemoryError,
 )  # fmt: skip
-_MEMORY = re.compile("bad_alloc|allocate memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile("bad_alloc|allocate memory", re.IGNORECASE)
 
 
 def warm(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
     """Run the recorded sample, or a generated batch of one row and a larger one.
 
-    A model may reject generated values (an index beyond its table, a word without a vocabulary
-    entry), so only the failure of a recorded sample is a `ManifestError`.
+    A generated batch may fail, as its values may be invalid (an index beyond a table). A failed
+    sample, or too little memory, is a `ManifestError`.
     """
     contract = session.contract
     if plan.samples:
-        _replay(session, folder, plan, contract.rows_fixed or rows_max)
+        _run_sample(session, folder, plan, contract.rows_fixed or rows_max)
         return
     sizes = {1, min(rows_max, ROWS)} if contract.rows_fixed is None else {contract.rows_fixed}
     for rows in sorted(sizes):
         try:
             compute(session, rows, generate_inputs(contract.inputs, rows, plan))
         except (ContractError, ExecutionFailed) as error:
-            if _MEMORY.search(error.message):
+            if _OUT_OF_MEMORY.search(error.message):
                 raise ManifestError(
                     f"not enough memory for a warm-up batch of {rows} rows: {error.message}"
                 ) from None
@@ -71,7 +71,7 @@ def compute(session: Session, rows: int, arrays: Mapping[str, np.ndarray]) -> np
 
 
 def sample_results(session: Session, rows_max: int) -> list[bytes]:
-    """Results of random inputs, to compare two sessions of a model; empty for failed batches."""
+    """Return the result body of each random batch, to compare two sessions; empty if it fails."""
     fixed = session.contract.rows_fixed
     # From 1: an integer division by zero ends the process.
     plan = WarmUp(values="random", low=1, high=2)
@@ -88,7 +88,7 @@ def sample_results(session: Session, rows_max: int) -> list[bytes]:
 def generate_inputs(
     specs: tuple[TensorSpec, ...], rows: int, plan: WarmUp
 ) -> dict[str, np.ndarray]:
-    """Generate the inputs of a batch."""
+    """Generate the inputs of a batch; each string is `1`."""
     random = np.random.default_rng(plan.seed)
     arrays = {}
     for spec in specs:
@@ -103,7 +103,7 @@ def generate_inputs(
             array = random.integers(int(plan.low), int(plan.high), shape, np.int64, endpoint=True)
         else:
             array = random.uniform(plan.low, plan.high, shape)
-        arrays[spec.tensor] = _as_stored(spec, array)
+        arrays[spec.tensor] = _to_element_type(spec, array)
     return arrays
 
 
@@ -135,7 +135,7 @@ def to_body(
 
 
 def from_body(specs: tuple[TensorSpec, ...], rows: int, body: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of a body by name; strings as objects of `bytes`, bfloat16 as float32."""
+    """Return the arrays of a body by name; strings as `bytes`, bfloat16 as float32."""
     offsets, _ = body_layout(specs, rows)
     ranges, _ = string_ranges(specs, rows, string_lengths(specs, rows, body.data, offsets), offsets)
     arrays = read_body(specs, rows, offsets, ranges, body, bytes)
@@ -145,10 +145,10 @@ def from_body(specs: tuple[TensorSpec, ...], rows: int, body: np.ndarray) -> dic
     return arrays
 
 
-def _replay(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
+def _run_sample(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None:
     contract = session.contract
     samples = read_arrays(folder, plan.samples)
-    rows = _rows_of(samples, plan.samples)
+    rows = _row_count(samples, plan.samples)
     inputs = {spec.tensor: _input(spec, samples, rows, plan.samples) for spec in contract.inputs}
     fixed = contract.rows_fixed
     if fixed is not None and rows % fixed:
@@ -177,7 +177,7 @@ def _replay(session: Session, folder: Path, plan: WarmUp, rows_max: int) -> None
 def _require_close(
     name: str, first: int, found: np.ndarray, expected: np.ndarray, plan: WarmUp
 ) -> None:
-    """Reject results that differ from the recorded ones, with the first difference."""
+    """Compare results with the recorded ones; the error names the first difference."""
     if found.shape != expected.shape:
         raise ManifestError(
             f"output `{name}` of the sample has rows of shape {list(found.shape[1:])}, expected "
@@ -202,7 +202,7 @@ def _require_close(
 
 
 def read_arrays(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """The arrays of an `.npz` file beside a model by name, or a `ManifestError`."""
+    """Return the arrays of an `.npz` file in a model's folder, by name."""
     path = path_inside(folder, name)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -211,11 +211,11 @@ def read_arrays(folder: Path, name: str) -> dict[str, np.ndarray]:
             raise ManifestError(f"`{name}` unpacks to {total} bytes, limit {SAMPLE_BYTES_MAX}")
         with np.load(path, allow_pickle=False) as archive:
             return {key: archive[key] for key in archive.files}
-    except _UNREADABLE as error:
+    except _READ_ERRORS as error:
         raise ManifestError(f"`{name}` is no `.npz` file of plain arrays: {error}") from None
 
 
-def _rows_of(samples: Mapping[str, np.ndarray], name: str) -> int:
+def _row_count(samples: Mapping[str, np.ndarray], name: str) -> int:
     lengths = {array.shape[0] if array.ndim else 0 for array in samples.values()}
     if len(lengths) != 1 or not 0 < (rows := lengths.pop()) <= SAMPLE_ROWS_MAX:
         raise ManifestError(
@@ -240,7 +240,7 @@ def _input(spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name:
             f"`{name}`: `{spec.tensor}` has dtype {array.dtype}, expected {spec.type.dtype_name}"
         )
     if not spec.is_string:
-        return _as_stored(spec, array.reshape(shape))
+        return _to_element_type(spec, array.reshape(shape))
     try:
         texts = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
     except UnicodeDecodeError:
@@ -248,8 +248,8 @@ def _input(spec: TensorSpec, samples: Mapping[str, np.ndarray], rows: int, name:
     return texts.astype(np.object_)
 
 
-def _as_stored(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
-    """Numbers in the memory layout of a tensor's elements."""
+def _to_element_type(spec: TensorSpec, array: np.ndarray) -> np.ndarray:
+    """Convert to the element type of a tensor; clip integers."""
     if _is_bfloat16(spec):
         bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
         return (bits >> _BFLOAT16_SHIFT).astype(np.uint16)

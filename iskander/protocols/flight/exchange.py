@@ -1,9 +1,8 @@
 """One DoExchange stream: batches in, results out, in order.
 
-A batch needs no task of its own. The connection calls `_read` for each received message, lane and
+Most batches need no task. The connection calls `_read` for each received message, lane and
 dispatcher call `deliver` or `fail`, and `_write` sends the next results while the client accepts
-them. A bounded window of batches is in flight. Nothing is read while it is full, so a slow reader
-blocks only itself.
+them. Nothing is read while the window is full, so a slow client blocks only itself.
 
 Runs on: gateway loop. Source: Arrow Flight RPC protocol.
 """
@@ -43,7 +42,7 @@ OPEN_S: Final = 30.0
 
 
 class StreamTarget:
-    """Lane of one stream, resolved again when the served models change."""
+    """Lane of one stream; looked up again when the served models change."""
 
     __slots__ = ("_descriptor", "_find", "_key", "_models", "_revision", "lane")
 
@@ -61,7 +60,7 @@ class StreamTarget:
         return self._revision == self._models.revision
 
     def resolve(self, descriptor: bytes | None) -> None:
-        """Find the lane of a stream without a schema; its first descriptor counts."""
+        """Find the lane of the first descriptor, before the schema arrives."""
         if self._descriptor is None:
             self._descriptor = descriptor
         if self._descriptor is not None and not self.is_current:
@@ -71,7 +70,8 @@ class StreamTarget:
     def switch(self) -> None:
         """Switch to the descriptor's current lane if its contract is the same.
 
-        Raises the error if it is not, unless the old lane is still served.
+        Raises:
+            IskanderError: It differs or no lane is found, and the old lane is not served.
         """
         lane, descriptor = self.lane, self._descriptor
         assert lane is not None and descriptor is not None
@@ -95,7 +95,7 @@ class StreamTarget:
 class PendingBatch(Request):
     """A batch of a stream, from admission until its response is written.
 
-    `held_bytes` bounds its private memory: the expanded body, and the results.
+    `held_bytes` is an upper bound of its private memory: body and results.
     """
 
     __slots__ = ("error", "held_bytes", "parsed", "response")
@@ -133,7 +133,7 @@ class RejectedBatch:
 
 
 class Exchange:
-    """One DoExchange stream; `find` resolves a descriptor's bytes and a route key to a lane."""
+    """One DoExchange stream; `find` maps a descriptor and a route key to a lane."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Exchange:
         self._window: deque[PendingBatch | SplitBatch | RejectedBatch] = deque()
         self._window_bytes = self._dictionary_bytes = 0
         self._admission: asyncio.Task[None] | None = None
-        self._assemblies: set[asyncio.Task[None]] = set()
+        self._preparations: set[asyncio.Task[None]] = set()
         self._is_reading = self._is_write_due = False
         self._is_ended = False
         self._end_error: Exception | None = None
@@ -167,8 +167,8 @@ class Exchange:
         self._finished: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
-        """Serve the stream to its end; raises the error that ended it, after earlier results."""
-        opening = self._loop.call_later(OPEN_S, self._require_open)
+        """Serve the stream to its end; raise its error after the earlier results."""
+        opening = self._loop.call_later(OPEN_S, self._on_open_timeout)
         self._call.on_input, self._call.on_writable = self._read, self._write
         try:
             self._read()
@@ -186,8 +186,8 @@ class Exchange:
             self._is_ended = True
             if self._admission is not None:
                 self._admission.cancel()
-            for assembly in self._assemblies:
-                assembly.cancel()
+            for preparation in self._preparations:
+                preparation.cancel()
             for pending in self._window:
                 self._withdraw(pending)
             self._window.clear()
@@ -212,8 +212,8 @@ class Exchange:
         self, pending: PendingBatch | SplitBatch, results: Callable[[], bytes | memoryview]
     ) -> None:
         task = self._loop.create_task(self._prepare_on_thread(pending, results))
-        self._assemblies.add(task)
-        task.add_done_callback(self._assemblies.discard)
+        self._preparations.add(task)
+        task.add_done_callback(self._preparations.discard)
 
     async def _prepare_on_thread(
         self, pending: PendingBatch | SplitBatch, results: Callable[[], bytes | memoryview]
@@ -266,7 +266,7 @@ class Exchange:
             self._is_reading = False
 
     def _open(self, data: FlightData) -> None:
-        """Process a message up to the schema: select lane, plan and codec."""
+        """Select the lane by descriptor, then plan and codec by schema."""
         self.target.resolve(None if data.descriptor is None else bytes(data.descriptor))
         lane = self.target.lane
         if lane is None:
@@ -282,29 +282,29 @@ class Exchange:
             self._codec = StreamCodec(plan, self._limits)
         self._call.send(schema_frame(plan.response_header))
 
-    def _require_open(self) -> None:
+    def _on_open_timeout(self) -> None:
         if self._codec is None:
             self._end(MalformedInput(f"no schema received within {OPEN_S:g} s"))
 
     def _read_batch(self, raw: Message) -> None:
-        """Read and admit one batch; with in-band errors, a rejection replaces its result."""
+        """Read and admit one batch, in a task if it is slow or must wait."""
         assert self._codec is not None
         try:
             if not self._codec.is_quick(raw):
-                self._admission = self._loop.create_task(self._read_later(raw))
+                self._admission = self._loop.create_task(self._read_and_admit(raw))
                 return
             parsed = self._codec.read(raw, is_on_loop=True)
             if parsed is None:
-                self._charge_dictionaries()
+                self._update_dictionary_charge()
             pending = self._admit(parsed, len(raw))
             if pending is not None:
-                self._admission = self._loop.create_task(self._read_later(raw, pending))
+                self._admission = self._loop.create_task(self._read_and_admit(raw, pending))
         except LongMessage:
-            self._admission = self._loop.create_task(self._read_later(raw))
+            self._admission = self._loop.create_task(self._read_and_admit(raw))
         except IskanderError as error:
             self._reject(error)
 
-    def _charge_dictionaries(self) -> None:
+    def _update_dictionary_charge(self) -> None:
         assert self._codec is not None
         size = self._codec.dictionary_bytes
         if size > self._dictionary_bytes:
@@ -313,7 +313,7 @@ class Exchange:
             self._call.release_memory(self._dictionary_bytes - size)
         self._dictionary_bytes = size
 
-    async def _read_later(
+    async def _read_and_admit(
         self, raw: Message, pending: PendingBatch | SplitBatch | None = None
     ) -> None:
         """Read a batch on a thread if it is not read yet, and wait for its input lease."""
@@ -325,7 +325,7 @@ class Exchange:
                 self._call.charge_memory(required)
                 work_bytes = required
                 parsed = await asyncio.to_thread(self._codec.read, raw)
-                self._charge_dictionaries()
+                self._update_dictionary_charge()
                 pending = self._admit(parsed, len(raw))
             if isinstance(pending, SplitBatch):
                 await self._admit_portions(pending)
@@ -346,7 +346,7 @@ class Exchange:
     def _admit(
         self, parsed: ParsedBatch | None, raw_bytes: int
     ) -> PendingBatch | SplitBatch | None:
-        """Admit a batch without waiting; returns the batch if it must wait."""
+        """Admit a batch, or return it if it must wait; None stands for a dictionary."""
         if parsed is None:
             return None
         assert self._codec is not None and self.target.lane is not None
@@ -391,7 +391,7 @@ class Exchange:
             raise
 
     def _on_split_end(self, split: SplitBatch) -> None:
-        """Build the response once all portions have results; on a failure, withdraw them."""
+        """Build the response from all results, or withdraw the portions of a failed batch."""
         assert self._codec is not None
         if split.error is None:
             is_large = split.results_bytes > WHOLE_BYTES
@@ -416,7 +416,7 @@ class Exchange:
         self._window_bytes += pending.held_bytes
 
     def _reject(self, error: IskanderError) -> None:
-        """Put an error in the window in place of its batch, or end the stream."""
+        """Put an in-band error in the window in place of its batch, or end the stream."""
         detach(error)
         if self._terms.is_in_band:
             self._window.append(RejectedBatch(error))
@@ -425,13 +425,13 @@ class Exchange:
             self._end(error)
 
     def _write_soon(self) -> None:
-        """Write after this event loop iteration, when workers have their next batches."""
+        """Schedule a write; the next batches are sent to workers first."""
         if not self._is_write_due:
             self._is_write_due = True
             self._loop.call_soon(self._write)
 
     def _write(self) -> None:
-        """Send available results in order, until the client blocks."""
+        """Send available results until the client blocks; resume reading."""
         # Step 10
         self._is_write_due = False
         if self._finished.done():
@@ -450,14 +450,14 @@ class Exchange:
                 elif self._terms.is_in_band:
                     frames = self._codec.error_frames(pending.error)
                 else:
-                    return self._finish(pending.error)
+                    return self._finish_run(pending.error)
                 for parts in frames:
                     call.send(*parts)
         except Exception:
             log.exception("stream: write failed")
-            return self._finish(IskanderError("the server failed to write the stream"))
+            return self._finish_run(IskanderError("the server failed to write the stream"))
         if self._is_ended and not window and not call.is_blocked:
-            self._finish(self._end_error)
+            self._finish_run(self._end_error)
         elif call.has_input:
             self._read()
         return None
@@ -468,7 +468,7 @@ class Exchange:
         self._end_error = None if error is None else detach(error)
         self._write_soon()
 
-    def _finish(self, error: Exception | None) -> None:
+    def _finish_run(self, error: Exception | None) -> None:
         if not self._finished.done():
             self._end_error = error
             self._finished.set_result(None)

@@ -166,9 +166,7 @@ class Plan:
 def require_header(header: bytes | memoryview) -> None:
     """Raise LimitExceeded if a header is too long for any batch within the limits."""
     if len(header) > HEADER_BYTES_MAX:
-        raise LimitExceeded(
-            f"the message header has {len(header)} bytes, limit {HEADER_BYTES_MAX}"
-        )
+        raise LimitExceeded(f"the message header has {len(header)} bytes, limit {HEADER_BYTES_MAX}")
 
 
 def require_limit(name: str, count: int, limit: int) -> None:

@@ -1,7 +1,7 @@
 """Inferential messages: parse observations into tensors, and encode replies.
 
 A message is an empty part, a protobuf envelope, and a payload with the concatenated tensor data.
-Tensors are slices of the received payload; the contract determines their types and shapes.
+Tensors are slices of the received payload, not copies.
 
 Pure. Source: the protocol of the package `inferential` 1.4; scripts/protos/inferential_wire.proto.
 """
@@ -20,8 +20,8 @@ from iskander.protocols.tensors import Tensor, result_tensors
 
 ENVELOPE_BYTES_MAX = 65_536
 UNKNOWN_MAX = 16
-"""Tensors beyond the model's inputs; up to here an error names them."""
-_DATATYPES = {
+"""Excess tensors that are parsed, so that an error names them."""
+_TYPE_NAMES = {
     wire.FLOAT16: "FP16",
     wire.FLOAT32: "FP32",
     wire.FLOAT64: "FP64",
@@ -31,7 +31,7 @@ _DATATYPES = {
     wire.INT64: "INT64",
     wire.BOOL: "BOOL",
 }
-_DTYPES = {name: number for number, name in _DATATYPES.items()}
+_TYPE_NUMBERS = {name: number for number, name in _TYPE_NAMES.items()}
 
 Part = bytes | memoryview
 
@@ -47,7 +47,7 @@ class InputTensors(NamedTuple):
     """Tensors of an observation, with a row axis.
 
     Attributes:
-        is_single: They were sent without that axis; the results are returned without it.
+        is_single: They were sent without that axis, and their results have none.
     """
 
     tensors: list[Tensor]
@@ -59,7 +59,7 @@ class ReplyAddress(NamedTuple):
 
     Attributes:
         client: Client id as sent.
-        model: Model id as sent; the client matches a reply to its call by it.
+        model: Model id as sent; clients match replies by it.
         response: Unique name of the reply.
     """
 
@@ -69,7 +69,7 @@ class ReplyAddress(NamedTuple):
 
 
 def read_observation(parts: Sequence[Part]) -> Observation:
-    """Parse the envelope of a message; a missing payload is empty.
+    """Parse the envelope of a message; the payload may be missing.
 
     Raises:
         MalformedInput: The message is not an observation, or has no client or model id.
@@ -90,9 +90,9 @@ def read_observation(parts: Sequence[Part]) -> Observation:
 
 
 def read_tensors(contract: Contract, observation: Observation) -> InputTensors:
-    """Return the tensors under the names of the contract's inputs, each with a row axis.
+    """Return the tensors, named after the contract's inputs, each with a row axis.
 
-    A tensor has the name of the input or its column. A tensor with the shape of a row is one row.
+    A tensor is sent under the name of the input or column. Without a row axis it is one row.
 
     Raises:
         ContractError: Too many tensors, or an unknown type.
@@ -100,23 +100,23 @@ def read_tensors(contract: Contract, observation: Observation) -> InputTensors:
         Unsupported: A tensor is an encoded picture, or the protocol has no type for a result.
     """
     for result in contract.outputs:
-        _dtype(result)
+        _type_number(result)
     sent = observation.envelope.tensors
     if len(sent) > len(contract.inputs) + UNKNOWN_MAX:
         raise ContractError(f"the model has {len(contract.inputs)} inputs, got {len(sent)} tensors")
-    names = {spec.column: spec for spec in contract.inputs}
-    names |= {spec.tensor: spec for spec in contract.inputs}
+    specs = {spec.column: spec for spec in contract.inputs}
+    specs |= {spec.tensor: spec for spec in contract.inputs}
     tensors = []
     is_single = True
     for tensor in sent:
-        spec = names.get(tensor.key)
+        spec = specs.get(tensor.key)
         shape = tuple(tensor.shape)
         if spec is not None and len(shape) == len(spec.shape):
             shape = (1, *shape)
         else:
             is_single = False
         name = tensor.key if spec is None else spec.tensor
-        tensors.append(Tensor(name, _datatype(tensor), shape, _data(tensor, observation.payload)))
+        tensors.append(Tensor(name, _type_name(tensor), shape, _slice(tensor, observation.payload)))
     return InputTensors(tensors, is_single)
 
 
@@ -130,19 +130,19 @@ def render_results(
     latency_ms: float,
     wall_ns: int,
 ) -> list[bytes | memoryview]:
-    """Encode a reply with results under the names of their columns.
+    """Encode a reply with results, named after their columns.
 
     Raises:
         Unsupported: The protocol has no type for a result.
     """
-    envelope = _envelope(address, wall_ns)
+    envelope = _reply_envelope(address, wall_ns)
     envelope.inference_latency_ms = latency_ms
     parts: list[bytes | memoryview] = [b"", b""]
     offset = 0
     for spec, tensor in zip(contract.outputs, result_tensors(contract, rows, body), strict=True):
         envelope.tensors.add(
             key=spec.column,
-            dtype=_dtype(spec),
+            dtype=_type_number(spec),
             shape=tensor.shape[1:] if is_single else tensor.shape,
             byte_offset=offset,
             byte_length=len(tensor.data),
@@ -159,7 +159,7 @@ def render_error(
     address: ReplyAddress, error: IskanderError, wall_ns: int
 ) -> list[bytes | memoryview]:
     """Encode a reply with the error in its metadata."""
-    envelope = _envelope(address, wall_ns)
+    envelope = _reply_envelope(address, wall_ns)
     fields = error.to_wire()
     envelope.metadata["error"] = fields.pop("message")
     for key, value in fields.items():
@@ -168,7 +168,7 @@ def render_error(
     return [b"", envelope.SerializeToString(), b""]
 
 
-def _envelope(address: ReplyAddress, wall_ns: int) -> Any:  # noqa: ANN401
+def _reply_envelope(address: ReplyAddress, wall_ns: int) -> Any:  # noqa: ANN401
     return wire.ModelResponse(
         client=wire.Client(id=address.client),
         response_id=address.response,
@@ -177,28 +177,28 @@ def _envelope(address: ReplyAddress, wall_ns: int) -> Any:  # noqa: ANN401
     )
 
 
-def _datatype(tensor: Any) -> str:  # noqa: ANN401
-    datatype = _DATATYPES.get(tensor.dtype)
-    if datatype is None:
+def _type_name(tensor: Any) -> str:  # noqa: ANN401
+    name = _TYPE_NAMES.get(tensor.dtype)
+    if name is None:
         raise ContractError(
             f"tensor `{tensor.key[:100]}` has the unknown dtype {tensor.dtype}; supported: "
-            f"{', '.join(f'{number} ({name})' for number, name in _DATATYPES.items())}"
+            f"{', '.join(f'{number} ({name})' for number, name in _TYPE_NAMES.items())}"
         )
     if tensor.encoding not in (wire.ENCODING_UNSPECIFIED, wire.RAW):
         raise Unsupported(
             f"tensor `{tensor.key[:100]}` has the encoding {tensor.encoding}; supported: RAW"
         )
-    return datatype
+    return name
 
 
-def _dtype(spec: TensorSpec) -> int:
-    datatype = spec.type.dtype.oip
-    if datatype not in _DTYPES:
-        raise Unsupported(f"result `{spec.column}` is {datatype}; Inferential has no such type")
-    return _DTYPES[datatype]
+def _type_number(spec: TensorSpec) -> int:
+    name = spec.type.dtype.oip
+    if name not in _TYPE_NUMBERS:
+        raise Unsupported(f"result `{spec.column}` is {name}; Inferential has no such type")
+    return _TYPE_NUMBERS[name]
 
 
-def _data(tensor: Any, payload: memoryview) -> memoryview:  # noqa: ANN401
+def _slice(tensor: Any, payload: memoryview) -> memoryview:  # noqa: ANN401
     end = tensor.byte_offset + tensor.byte_length
     if end > len(payload):
         raise MalformedInput(

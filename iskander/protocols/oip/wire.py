@@ -34,29 +34,29 @@ _INFER_RESPONSE: Final = b"\x12"
 _KEY_BYTES_MAX: Final = 5
 _KEY_MIN: Final = 1 << 3
 _KEY_MAX: Final = (1 << 32) - 1
-_BROKEN: Final = "the message is not a ModelInferRequest"
+_MALFORMED: Final = "the message is not a ModelInferRequest"
 
 HEAD_BYTES_MAX: Final = 1 << 20
-"""Of a request, without its id and the contents of its tensors."""
-_FIELDS_EACH: Final = 4
-"""Inputs, outputs, parameters and raw contents: `limits.columns` of each."""
-_FIELDS_ONCE: Final = 16
-_INPUT_FIELDS: Final = 4
-"""Fields within inputs for each field of a request; counted for typed contents only."""
+"""Limit of `Scanned.head`."""
+_REPEATED_FIELDS: Final = 4
+"""Inputs, outputs, parameters, raw contents: `limits.columns` of each."""
+_SINGLE_FIELDS: Final = 16
+_INPUT_FIELDS_FACTOR: Final = 4
+"""Limit of fields within inputs per field of a request; only for typed contents."""
 
 _Cut: TypeAlias = tuple[int, int, bytes]
 """Begin and end of a removed range, and its replacement."""
 
 
 class Scanned:
-    """A request without its id and contents, which are separate.
+    """A request, split into id, tensor contents and the rest.
 
     Args:
         head: The rest; a valid ModelInferRequest.
         id: In UTF-8.
-        raw: The tensors' bytes, in the order of the inputs; empty if the contents are typed.
-        typed: The typed contents by input index, each an InferTensorContents; empty if there are
-            raw contents: typed ones then remain in `head`.
+        raw: Raw contents in the order of the inputs; empty if the contents are typed.
+        typed: Typed contents by input index, each an InferTensorContents. If there are raw
+            contents too, it is empty and `head` keeps the typed ones.
     """
 
     __slots__ = ("head", "id", "raw", "typed")
@@ -71,10 +71,10 @@ class Scanned:
 
 
 def scan(message: Message, limits: LimitsConfig) -> Scanned:
-    """Scan a ModelInferRequest without a copy of its tensors."""
+    """Split a ModelInferRequest without a copy of its tensors."""
     view = memoryview(message)
     position, end = 0, len(view)
-    left = fields_max = _FIELDS_EACH * limits.columns + _FIELDS_ONCE
+    left = fields_max = _REPEATED_FIELDS * limits.columns + _SINGLE_FIELDS
     inputs: list[tuple[int, int, int]] = []
     cuts: list[_Cut] = []
     raw: list[memoryview] = []
@@ -97,10 +97,10 @@ def scan(message: Message, limits: LimitsConfig) -> Scanned:
                 request_id.decode()
                 cuts.append((start, position, b""))
         if not raw:
-            typed = _cut_contents(view, inputs, _INPUT_FIELDS * fields_max, cuts)
+            typed = _cut_contents(view, inputs, _INPUT_FIELDS_FACTOR * fields_max, cuts)
     except (IndexError, UnicodeDecodeError):
-        raise MalformedInput(_BROKEN) from None
-    return Scanned(_without(message, cuts), request_id, raw, typed)
+        raise MalformedInput(_MALFORMED) from None
+    return Scanned(_apply_cuts(message, cuts), request_id, raw, typed)
 
 
 def read_field(message: Message, position: int, end: int) -> tuple[int, int, int]:
@@ -108,11 +108,11 @@ def read_field(message: Message, position: int, end: int) -> tuple[int, int, int
 
     Raises:
         MalformedInput: The field exceeds the message's end, or has an invalid key or wire type.
-        IndexError: The same.
+        IndexError: A varint is incomplete or too long.
     """
     key, begin = read_varint(message, position)
     if begin - position > _KEY_BYTES_MAX or not _KEY_MIN <= key <= _KEY_MAX:
-        raise MalformedInput(_BROKEN)
+        raise MalformedInput(_MALFORMED)
     kind = key & 7
     if kind == LEN:
         length, begin = read_varint(message, begin)
@@ -122,18 +122,18 @@ def read_field(message: Message, position: int, end: int) -> tuple[int, int, int
     elif kind in FIXED_BYTES:
         position = begin + FIXED_BYTES[kind]
     else:
-        raise MalformedInput(_BROKEN)
+        raise MalformedInput(_MALFORMED)
     if position > end:
-        raise MalformedInput(_BROKEN)
+        raise MalformedInput(_MALFORMED)
     return key, begin, position
 
 
 def _cut_contents(
     view: memoryview, inputs: list[tuple[int, int, int]], fields_max: int, cuts: list[_Cut]
 ) -> dict[int, memoryview]:
-    """Return the typed contents by input index, and add them to the cuts.
+    """Return the typed contents by input index, and add their cuts in order.
 
-    `inputs` has for each the start of the field, the start of the value, and the end.
+    Each of `inputs` is the start of the field, the start of the value, and the end.
     """
     typed: dict[int, memoryview] = {}
     left = fields_max
@@ -158,8 +158,8 @@ def _cut_contents(
     return typed
 
 
-def _without(message: Message, cuts: list[_Cut]) -> bytes:
-    """Return the request without the cuts."""
+def _apply_cuts(message: Message, cuts: list[_Cut]) -> bytes:
+    """Return the request with all cuts applied."""
     size = len(message)
     for begin, end, replacement in cuts:
         size += len(replacement) - (end - begin)
@@ -186,7 +186,7 @@ def with_id(head: bytes, request_id: bytes) -> bytes:
 
 
 def raw_head(length: int) -> bytes:
-    """Return the prefix of each tensor's bytes; these fields follow the head of a response."""
+    """Return key and length of a raw output field; these fields follow the head."""
     return _RAW_OUTPUT + encode_varint(length)
 
 

@@ -26,7 +26,7 @@ _UNSAFE: Final = re.compile(rb"[^\x20-\x24\x26-\x7e]")
 def block(fields: Iterable[tuple[str, str | bytes]]) -> bytes:
     """Encode a header block."""
     return b"".join(
-        b"\0" + _string(name.encode()) + _string(_value(name, value)) for name, value in fields
+        b"\0" + _literal(name.encode()) + _literal(_encode(name, value)) for name, value in fields
     )
 
 
@@ -34,18 +34,18 @@ def trailers(status: Status, message: str, metadata: Sequence[tuple[str, str | b
     """Encode the trailers of a call."""
     fields: list[tuple[str, str | bytes]] = [("grpc-status", str(int(status)))]
     if message:
-        percent = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], message.encode())
-        fields.append(("grpc-message", percent.decode()))
+        escaped = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], message.encode())
+        fields.append(("grpc-message", escaped.decode()))
     return block([*fields, *metadata])
 
 
-def _value(name: str, value: str | bytes) -> bytes:
+def _encode(name: str, value: str | bytes) -> bytes:
     raw = value if isinstance(value, bytes) else value.encode()
     return base64.b64encode(raw).rstrip(b"=") if name.endswith("-bin") else raw
 
 
-def _string(raw: bytes) -> bytes:
-    """Encode a string literal without Huffman coding: 7-bit prefix length, then the bytes."""
+def _literal(raw: bytes) -> bytes:
+    """Encode a string without Huffman coding: length with a 7-bit prefix, then bytes."""
     length = len(raw)
     if length < 0x7F:
         return bytes((length,)) + raw
@@ -66,6 +66,6 @@ NOT_GRPC: Final[bytes] = block([(":status", "415"), ("content-type", "text/plain
 """Response headers for a request that is not gRPC."""
 OK: Final[bytes] = trailers(Status.OK, "", ())
 TABLE_BYTES_DEFAULT: Final = 4096
-"""Size of the client's dynamic table for response blocks."""
+"""Initial size of the client's dynamic table."""
 NO_TABLE: Final = b"\x20"
 """Dynamic table size update to 0 bytes, at the start of a block."""

@@ -1,8 +1,8 @@
 """Backend `torch`: programs of `torch.export`, and TorchScript.
 
 Tensors of a batch are views of shared memory (`torch.from_numpy`). A program of `torch.export`
-declares its tensors; for TorchScript the manifest does. Neither may unpickle anything while it is
-loaded, unless the configuration trusts it.
+declares its tensors; for TorchScript the manifest does. Loading must not unpickle a class,
+unless the configuration trusts the model.
 
 Runs on: worker main, of a model with workers of its own.
 
@@ -58,42 +58,42 @@ class TorchModel:
     """A loaded program."""
 
     def __init__(self, spec: ModelSpec, manifest: Manifest, threads: int) -> None:
-        part = manifest.torch
+        section = manifest.torch
         folder = Path(spec.path).parent
         self.threads = threads
-        self._device = _device(spec.execution_providers)
+        self._device = _select_device(spec.execution_providers)
         self.providers = (f"PyTorch {torch.__version__} on {self._device}",)
-        path = path_inside(folder, part.file)
-        self._outputs = list(part.outputs) or list(_results(manifest))
+        path = path_inside(folder, section.file)
+        self._outputs = list(section.outputs) or _output_names(manifest)
         try:
-            with _no_pickle(is_trusted=spec.trust_pickle):
-                self._call, self._names, self.graph = self._read(path, manifest)
+            with _reject_pickle(is_trusted=spec.trust_pickle):
+                self._call, self._arguments, self.graph = self._load(path, manifest)
         except ManifestError:
             raise
         except Exception as error:
-            raise ManifestError(f"`{part.file}` cannot be loaded: {error_text(error)}") from None
-        if part.weights:
-            self._load_weights(path_inside(folder, part.weights))
+            raise ManifestError(f"`{section.file}` cannot be loaded: {error_text(error)}") from None
+        if section.weights:
+            self._load_weights(path_inside(folder, section.weights))
         self._bfloat16 = {each.name for each in self.graph.inputs if each.element == BFLOAT16}
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
         """Compute one batch, or raise `ExecutionFailed`."""
         try:
             with torch.inference_mode():
-                results = self._call(*(self._tensor(name, arrays[name]) for name in self._names))
-                named = self._named(results)
-                return {name: _array(named[name]) for name in outputs}
+                results = self._call(*(self._input(name, arrays[name]) for name in self._arguments))
+                named = self._by_name(results)
+                return {name: _to_numpy(named[name]) for name in outputs}
         except ExecutionFailed:
             raise
         except Exception as error:
-            raise ExecutionFailed(_text(error)) from None
+            raise ExecutionFailed(_without_traceback(error)) from None
 
     def close(self) -> None:
         """Release the program."""
         del self._call, self._module
 
-    def _read(self, path: Path, manifest: Manifest) -> tuple[Callable[..., Any], list[str], Graph]:
-        """The function to call, the names of its arguments, and the graph."""
+    def _load(self, path: Path, manifest: Manifest) -> tuple[Callable[..., Any], list[str], Graph]:
+        """Return the function to call, its argument names, and the graph."""
         if path.suffix == ".pt2":
             program = torch.export.load(path)
             self._module: Any = program.module().to(self._device)
@@ -114,7 +114,7 @@ class TorchModel:
     def _load_weights(self, path: Path) -> None:
         stored, _ = inspect_safetensors(path)
         weights = {
-            name: _torch(array, is_bfloat16=stored[name].dtype == "BF16")
+            name: _to_torch(array, is_bfloat16=stored[name].dtype == "BF16")
             for name, array in load_safetensors(path).items()
         }
         try:
@@ -123,11 +123,11 @@ class TorchModel:
             text = " ".join(str(error).split())[:500]
             raise ManifestError(f"`{path.name}` lacks weights of the program: {text}") from None
 
-    def _tensor(self, name: str, array: np.ndarray) -> torch.Tensor:
-        return _torch(array, is_bfloat16=name in self._bfloat16).to(self._device)
+    def _input(self, name: str, array: np.ndarray) -> torch.Tensor:
+        return _to_torch(array, is_bfloat16=name in self._bfloat16).to(self._device)
 
-    def _named(self, results: Any) -> Mapping[str, torch.Tensor]:  # noqa: ANN401
-        """The results by name: the program's names, or those of the manifest in their order."""
+    def _by_name(self, results: Any) -> Mapping[str, torch.Tensor]:  # noqa: ANN401
+        """Return results by the program's names, or assign the manifest's in order."""
         if not isinstance(results, Mapping):
             several = results if isinstance(results, tuple | list) else (results,)
             if len(several) != len(self._outputs):
@@ -144,7 +144,7 @@ class TorchModel:
 
 
 def _graph_of(program: torch.export.ExportedProgram, outputs: Sequence[str]) -> Graph:
-    """The tensors of a program, from the values that it was traced with."""
+    """Return the tensors of a program, from its traced values."""
     signature = program.graph_signature
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     nodes = signature.user_outputs
@@ -156,14 +156,14 @@ def _graph_of(program: torch.export.ExportedProgram, outputs: Sequence[str]) -> 
             "all of them, in order, in [torch] outputs"
         )
     return Graph(
-        tuple(_declared(str(name), values.get(str(name))) for name in signature.user_inputs),
+        tuple(_tensor_of(str(name), values.get(str(name))) for name in signature.user_inputs),
         tuple(
-            _declared(name, values.get(str(node))) for name, node in zip(names, nodes, strict=True)
+            _tensor_of(name, values.get(str(node))) for name, node in zip(names, nodes, strict=True)
         ),
     )
 
 
-def _declared(name: str, value: Any) -> GraphTensor:  # noqa: ANN401
+def _tensor_of(name: str, value: Any) -> GraphTensor:  # noqa: ANN401
     if not isinstance(value, torch.Tensor) or value.dtype not in ELEMENTS:
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise ManifestError(f"`{name}` of the program is a {kind}, which no column can hold")
@@ -171,18 +171,17 @@ def _declared(name: str, value: Any) -> GraphTensor:  # noqa: ANN401
     return GraphTensor(name, ELEMENTS[value.dtype], tuple(sizes))
 
 
-def _results(manifest: Manifest) -> dict[str, None]:
-    declared = dict.fromkeys(manifest.graph.outputs)
+def _output_names(manifest: Manifest) -> list[str]:
     used = [source.tensor for entry in manifest.outputs for source in entry.sources]
-    return declared or dict.fromkeys(used)
+    return list(manifest.graph.outputs or dict.fromkeys(used))
 
 
-def _torch(array: np.ndarray, *, is_bfloat16: bool) -> torch.Tensor:
+def _to_torch(array: np.ndarray, *, is_bfloat16: bool) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.contiguous().view(torch.uint16)
@@ -190,14 +189,14 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _text(error: Exception) -> str:
-    """The text of an error; TorchScript writes it after a traceback of its own."""
+def _without_traceback(error: Exception) -> str:
+    """Return the error text, without the traceback that TorchScript writes before it."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     is_traced = lines and "TorchScript interpreter" in lines[0]
     return error_text(RuntimeError(lines[-1])) if is_traced else error_text(error)
 
 
-def _device(providers: tuple[str, ...]) -> str:
+def _select_device(providers: tuple[str, ...]) -> str:
     if providers[0] == "cpu":
         return "cpu"
     if providers[0] != "cuda" or not torch.cuda.is_available():
@@ -206,8 +205,8 @@ def _device(providers: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def _no_pickle(*, is_trusted: bool) -> Iterator[None]:
-    """Reject any lookup of a class by the unpickler, by an audit hook, which cannot be evaded."""
+def _reject_pickle(*, is_trusted: bool) -> Iterator[None]:
+    """Unless trusted, reject class lookups of pickles; the audit hook cannot be evaded."""
     _guard["is_on"] = not is_trusted
     try:
         yield

@@ -6,8 +6,8 @@ aligned offset at the end of the file, and the model is updated.
 
 Runs on: the process of a sandboxed load.
 
-Source: onnx.proto, and what ONNX Runtime 1.31 writes as the `prepacked_N` entries of a tensor's
-external data: `KERNEL|OFFSET;LENGTH;HASH`, with more of the latter where a kernel has several.
+Source: onnx.proto, and the `prepacked_N` entries that ONNX Runtime 1.31 writes to a tensor's
+external data: `KERNEL|OFFSET;LENGTH;HASH`, with one `|OFFSET;LENGTH;HASH` for each blob.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from iskander.varint import encode_varint
 from iskander_worker.loading.onnx_external import read_entry, read_field
 
 ALIGNMENT = 64
-_PATH = (7, 5, 13)
+_ENTRY_PATH = (7, 5, 13)
 """Fields from a model to an external data entry: graph, initialiser, external data."""
 _BLOB = re.compile(r"(\d+);(\d+);(\d+)")
 _KEY_FIELD, _VALUE_FIELD = b"\x0a", b"\x12"
 
 
 def align_weights(model: Path, weights: Path) -> None:
-    """Align every prepacked weight of a saved model to 64 bytes."""
+    """Align the prepacked weights of a saved model to 64 bytes."""
     if not weights.exists():
         return  # All tensors are small enough to be stored in the model file.
     raw = memoryview(model.read_bytes())
     with weights.open("r+b") as stream:
-        aligned = _message(raw, 0, len(raw), _PATH, stream)
+        aligned = _align(raw, 0, len(raw), _ENTRY_PATH, stream)
     model.write_bytes(aligned)
 
 
-def _message(raw: memoryview, at: int, stop: int, path: tuple[int, ...], stream: BinaryIO) -> bytes:
-    """A message with the entries at a field path replaced."""
+def _align(raw: memoryview, at: int, stop: int, path: tuple[int, ...], stream: BinaryIO) -> bytes:
+    """Return a message with aligned entries at a field path."""
     parts: list[bytes | memoryview] = []
     while at < stop:
         start = at
@@ -47,14 +47,14 @@ def _message(raw: memoryview, at: int, stop: int, path: tuple[int, ...], stream:
             parts.append(raw[start:at])
             continue
         if len(path) > 1:
-            inner = _message(raw, begin, at, path[1:], stream)
+            inner = _align(raw, begin, at, path[1:], stream)
         else:
-            inner = _entry(raw, begin, at, stream)
+            inner = _align_entry(raw, begin, at, stream)
         parts += [encode_varint(number << 3 | 2), encode_varint(len(inner)), inner]
     return b"".join(parts)
 
 
-def _entry(raw: memoryview, begin: int, end: int, stream: BinaryIO) -> bytes:
+def _align_entry(raw: memoryview, begin: int, end: int, stream: BinaryIO) -> bytes:
     key, value = read_entry(raw, begin, end, "the saved model")
     if not key.startswith("prepacked"):
         return bytes(raw[begin:end])
@@ -62,7 +62,7 @@ def _entry(raw: memoryview, begin: int, end: int, stream: BinaryIO) -> bytes:
     found = [_BLOB.fullmatch(blob) for blob in blobs]
     if not blobs or not all(found):
         raise ManifestError(f"prepacked weights have an unknown format: `{value[:100]}`")
-    text = "|".join([kernel, *(_aligned(match, stream) for match in found if match is not None)])
+    text = "|".join([kernel, *(_align_blob(match, stream) for match in found if match is not None)])
     return b"".join(
         part
         for tag, body in ((_KEY_FIELD, key.encode()), (_VALUE_FIELD, text.encode()))
@@ -70,7 +70,7 @@ def _entry(raw: memoryview, begin: int, end: int, stream: BinaryIO) -> bytes:
     )
 
 
-def _aligned(match: re.Match[str], stream: BinaryIO) -> str:
+def _align_blob(match: re.Match[str], stream: BinaryIO) -> str:
     offset, length = int(match[1]), int(match[2])
     if offset % ALIGNMENT:
         stream.seek(offset)

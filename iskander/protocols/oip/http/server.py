@@ -7,42 +7,31 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from iskander.auth.grants import Authenticator
 from iskander.config.schema import HttpConfig
 from iskander.errors import ConfigError
+from iskander.protocols.extension import Services
 from iskander.protocols.oip.http.app import OipHttp
 from iskander.protocols.oip.http.body import BodyQuota
 from iskander.protocols.oip.http.infer import HttpInference
 from iskander.protocols.oip.service import OipService
-from iskander.protocols.submit import RequestSubmitter
-from iskander.repository.models import Models
-from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.http1.listener import Http1Listener
 from iskander.transport.sockets import bind, with_port
-from iskander.transport.tls import HTTP1, Tls
+from iskander.transport.tls import HTTP1
 
 
 class OipHttpServer:
-    """The listener and its application; `limits` are those of all listeners' connections."""
+    """The listener and its application."""
 
-    def __init__(
-        self,
-        models: Models,
-        service: OipService,
-        submitter: RequestSubmitter,
-        authenticator: Authenticator,
-        tls: Tls,
-        config: HttpConfig,
-        *,
-        limits: ConnectionLimits,
-    ) -> None:
+    def __init__(self, services: Services, service: OipService, config: HttpConfig) -> None:
         self._address = config.address
+        limits, models = services.connection_limits, services.models
         quota = BodyQuota(
             config.bodies_bytes, limits.budget, limits.timeouts.message_s, limits.count_ended
         )
-        infer = HttpInference(models, submitter, config, quota)
-        app = OipHttp(models, service, infer, authenticator, quota).app()
-        self._listener = Http1Listener(app, config.connections, limits, tls.context(HTTP1))
+        infer = HttpInference(models, services.submitter, config, quota)
+        app = OipHttp(models, service, infer, services.authenticator, quota).app()
+        context = services.tls.context(HTTP1)
+        self._listener = Http1Listener(app, config.connections, limits, context)
 
     @property
     def unsent(self) -> int:

@@ -1,0 +1,86 @@
+"""Protocols that another distribution or an embedding program adds.
+
+A protocol is a factory: `factory(services, settings)` returns a `ProtocolServer`. Its settings are
+the table `[extensions.protocols.NAME]`, which the factory decodes. `iskander.embed.register_protocol`
+or an entry point of the group `iskander.protocols` registers it.
+
+Runs on: gateway loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from iskander.auth.grants import Authenticator
+from iskander.config.schema import Config
+from iskander.errors import ConfigError
+from iskander.protocols.submit import RequestSubmitter
+from iskander.repository.models import Models
+from iskander.transport.connection_limits import ConnectionLimits
+from iskander.transport.tls import Tls
+
+ENTRY_POINTS = "iskander.protocols"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """Components of the gateway that a protocol uses.
+
+    Attributes:
+        models: Finds the lane of a model version.
+        submitter: Admits a request, and calls back with its results.
+        authenticator: Grants of tokens.
+        tls: Certificates of the TCP listeners.
+        connection_limits: Memory, iterations and timeouts that all connections share.
+    """
+
+    models: Models
+    submitter: RequestSubmitter
+    authenticator: Authenticator
+    tls: Tls
+    connection_limits: ConnectionLimits
+
+
+class ProtocolServer(Protocol):
+    """A listener with its connections."""
+
+    @property
+    def unsent(self) -> int:
+        """Number of connections with responses that the client has not read."""
+
+    async def start(self, *, is_shared: bool) -> str:
+        """Listen, also beside other gateway processes if `is_shared`; return the address."""
+
+    def stop_accepting(self) -> None:
+        """Accept no more connections; open ones continue."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop listening, and close open connections after `grace_s`."""
+
+
+Factory = Callable[[Services, dict[str, Any]], ProtocolServer]
+REGISTERED: dict[str, Factory] = {}
+
+
+def create_protocols(config: Config, services: Services) -> dict[str, ProtocolServer]:
+    """Create the servers of all configured protocols.
+
+    Raises:
+        ConfigError: No protocol of that name is registered or installed.
+    """
+    settings = config.extensions.protocols
+    return {name: _factory(name)(services, table) for name, table in settings.items()}
+
+
+def _factory(name: str) -> Factory:
+    if name in REGISTERED:
+        return REGISTERED[name]
+    installed = entry_points(group=ENTRY_POINTS)
+    if name not in installed.names:
+        known = ", ".join(sorted({*REGISTERED, *installed.names})) or "none"
+        raise ConfigError(f"unknown protocol: extensions.protocols.{name}; available: {known}")
+    factory: Factory = installed[name].load()
+    return factory
