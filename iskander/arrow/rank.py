@@ -19,15 +19,10 @@ def can_group(arrow: pa.DataType) -> bool:
 
 
 def ranks(values: np.ndarray, groups: pa.Array | None, order: str) -> np.ndarray:
-    """Rank rows within their group, from 1; ties in row order, NaN last.
+    """The int32 rank of each row in its group, from 1; ties in row order, NaN last.
 
-    Args:
-        values: One number per row.
-        groups: One group key per row, null being a key too; None for a single group.
-        order: `descending` or `ascending`.
-
-    Returns:
-        One int32 per row.
+    `groups` has a key per row, null being a key too; None for a single group. `order` is
+    `descending` or `ascending`.
     """
     rows = len(values)
     _, keys = np.unique(values, return_inverse=True)

@@ -15,11 +15,9 @@ from iskander.errors import ContractError, LimitExceeded, MalformedInput
 def require_string_bytes(count: int, limits: LimitsConfig) -> None:
     """Raise LimitExceeded if a batch, with passed-through columns, has too many string bytes."""
     if count > limits.string_bytes:
-        raise LimitExceeded(
-            f"the batch has {count} string bytes, limit {limits.string_bytes} "
-            "(`limits.string_bytes`)",
-            wanted=limits.string_bytes,
-        )
+        limit = f"limit {limits.string_bytes} (`limits.string_bytes`)"
+        problem = f"the batch has {count} string bytes, {limit}"
+        raise LimitExceeded(problem, wanted=limits.string_bytes)
 
 
 def require_strings(

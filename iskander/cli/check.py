@@ -36,13 +36,7 @@ from iskander.transport.addresses import admin_address, require_addresses
 
 
 class CheckedModel(NamedTuple):
-    """A version of a model.
-
-    Attributes:
-        title: Its name, and its version if known.
-        loaded: The message of a worker; None if the model does not load.
-        error: The load error.
-    """
+    """A version of a model: its name, with its version if known, and its message or load error."""
 
     name: str
     title: str
@@ -112,11 +106,7 @@ def _repository_models(placed: PlacementPlan, config: Config) -> Iterator[Checke
 
 
 def _versions(
-    name: str,
-    listed: Mapping[str, str],
-    reader: ModelReader,
-    placed: PlacementPlan,
-    config: Config,
+    name: str, listed: Mapping[str, str], reader: ModelReader, placed: PlacementPlan, config: Config
 ) -> Iterator[CheckedModel]:
     try:
         own, routing = reader.settings(name)
@@ -164,9 +154,8 @@ def _rows(model: CheckedModel) -> Iterator[tuple[str, str, str, str]]:
         yield model.title, "-", "-", f"cannot be loaded: {model.error}"
         return
     contract = loaded.contract
-    columns = ", ".join(
-        f"{' + '.join(columns_of(entry))} {entry.type}" for entry in entries_of(contract)
-    )
+    entries = entries_of(contract)
+    columns = ", ".join(f"{' + '.join(columns_of(entry))} {entry.type}" for entry in entries)
     outputs = contract.columns or contract.outputs
     results = ", ".join(f"{column.column} {column.type}" for column in outputs)
     yield model.title, loaded.providers[0], str(loaded.threads), columns
@@ -198,10 +187,8 @@ def _memory(arena: ArenaConfig, workers: int, processes: int) -> list[str]:
     lines = [f"shared memory {total}, allocated at startup"]
     if arena.huge_pages:
         pages, free = sum(map(backing.huge_pages_needed, sizes)), backing.huge_pages_free()
-        lines.append(
-            f"huge pages: {pages} needed, {free} reserved and free now; transparent ones for "
-            f"shared memory: {backing.transparent_rule()}"
-        )
+        rule = f"transparent ones for shared memory: {backing.transparent_rule()}"
+        lines.append(f"huge pages: {pages} needed, {free} reserved and free now; {rule}")
     limit = backing.lock_limit_bytes()
     if arena.lock and limit is not None:
         allowed = f"{limit / backing.MIB:g} MiB allowed without CAP_IPC_LOCK"

@@ -63,15 +63,12 @@ def _parser() -> Parser:
 def _add_model_commands(commands: Commands) -> None:
     """Commands for files."""
     sentence = "check whether a configuration starts, and show its models and their placement"
-    check = _command(commands, "check", _check, sentence)
-    _add_file(check)
-    _add_set(check)
+    check = _command(commands, "check", _check, sentence, _add_file, _add_set)
     _add_sample(check, "show for each column whether a model accepts this data")
     check.add_argument("--model", metavar="NAME", help="model for the sample, if there are several")
 
-    manifest = _command(
-        commands, "manifest", _manifest, "print the manifest of a model, or derive one"
-    )
+    sentence = "print the manifest of a model, or derive one"
+    manifest = _command(commands, "manifest", _manifest, sentence)
     source = manifest.add_mutually_exclusive_group(required=True)
     sentence = "ONNX file or folder; or MLflow's `MLmodel`, as YAML or JSON"
     source.add_argument("model", type=Path, nargs="?", metavar="MODEL", help=sentence)
@@ -81,25 +78,21 @@ def _add_model_commands(commands: Commands) -> None:
 
 def _add_server_commands(commands: Commands) -> None:
     """Commands for a running server."""
-    models = _command(commands, "models", _models, "list the models of a server, and load errors")
-    _add_address(models)
+    sentence = "list the models of a server, and load errors"
+    _command(commands, "models", _models, sentence, _add_address)
 
     sentence = "load a model of the repository, or its changed files"
-    load = _command(commands, "load", _load_model, sentence)
-    load.add_argument("model", metavar="NAME", help="model name")
-    _add_address(load)
+    load = _command(commands, "load", _load_model, sentence, _add_name, _add_address)
     load.add_argument(
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s"
     )
 
     sentence = "unload a model of the repository (control: explicit)"
-    unload = _command(commands, "unload", _unload_model, sentence)
-    unload.add_argument("model", metavar="NAME", help="model name")
+    unload = _command(commands, "unload", _unload_model, sentence, _add_name)
     unload.add_argument("--version", metavar="VERSION", help="only this version (default: all)")
     _add_address(unload)
 
-    stats = _command(commands, "stats", _stats, "show the statistics of a server")
-    _add_address(stats)
+    stats = _command(commands, "stats", _stats, "show the statistics of a server", _add_address)
     stats.add_argument("--json", action="store_true", help="all statistics, as one JSON object")
 
     sentence = "create a token, print it once, and add its hash to the file of `access.tokens`"
@@ -115,20 +108,28 @@ def _add_config_commands(commands: Commands) -> None:
     """Commands for configurations."""
     config = commands.add_parser("config", help="show a configuration, or every setting")
     kinds = config.add_subparsers(required=True, metavar="KIND")
-    show = _command(kinds, "show", _config_show, "every value of a file, and its origin")
-    _add_file(show)
-    _add_set(show)
+    sentence = "every value of a file, and its origin"
+    _command(kinds, "show", _config_show, sentence, _add_file, _add_set)
     _command(kinds, "reference", _config_reference, "every setting at its default, commented")
     sentence = "convert a configuration of Inferential's server"
     imported = _command(kinds, "import-inferential", _config_import, sentence)
     _add_file(imported, "YAML, or JSON")
 
 
-def _command(commands: Commands, name: str, run: Command, sentence: str) -> Parser:
+def _command(
+    commands: Commands, name: str, run: Command, sentence: str, *added: Callable[[Parser], None]
+) -> Parser:
+    """Add a command, with the arguments that the functions `added` add."""
     description = f"{sentence[0].upper()}{sentence[1:]}."
     parser = commands.add_parser(name, help=sentence, description=description)
     parser.set_defaults(run=run)
+    for add in added:
+        add(parser)
     return parser
+
+
+def _add_name(parser: Parser) -> None:
+    parser.add_argument("model", metavar="NAME", help="model name")
 
 
 def _add_address(parser: Parser) -> None:
@@ -185,10 +186,8 @@ def _check_sample(arguments: argparse.Namespace, name: str, contracts: dict[str,
     sample = read_sample(arguments.sample)
     lines = explain(sample, contracts[name])
     _print(f"\n{sample.name}, {sample.batch.num_rows} rows, for `{name}`")
-    _print_table(
-        ("column", "expected", "found", "verdict"),
-        [(line.column, line.expected, line.found, line.problem or "fits") for line in lines],
-    )
+    rows = [(line.column, line.expected, line.found, line.problem or "fits") for line in lines]
+    _print_table(("column", "expected", "found", "verdict"), rows)
     return EXIT_ERROR if any(line.problem for line in lines) else 0
 
 

@@ -42,11 +42,7 @@ class Line(NamedTuple):
 
 
 def read_sample(file: Path) -> Sample:
-    """Read the first rows of a Parquet file, or of an Arrow file or stream.
-
-    Raises:
-        ManifestError: The file cannot be read, or has another format.
-    """
+    """Read the first rows of a Parquet file, or of an Arrow file or stream."""
     try:
         if file.suffix == ".parquet":
             source = pq.ParquetFile(file)
@@ -132,10 +128,9 @@ def manifest_for(sample: Sample, graph: Graph) -> Manifest:
         values = tensor.shape[1] if len(tensor.shape) == 2 else 0
         if others or values != len(numbers):
             missing = sorted(names - set(schema.names))
-            raise ManifestError(
-                f"`{sample.name}` has no column for the inputs {', '.join(missing)}, and its "
-                f"{len(numbers)} numeric columns do not match the values of one tensor"
-            )
+            problem = f"`{sample.name}` has no column for the inputs {', '.join(missing)}, and its"
+            rest = f"{len(numbers)} numeric columns do not match the values of one tensor"
+            raise ManifestError(f"{problem} {rest}")
         element = _element(tensor)
         is_same = {element_name(schema.field(name).type) for name in numbers} == {element}
         entries = [

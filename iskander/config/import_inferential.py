@@ -87,13 +87,7 @@ TABLES = {path.rpartition(".")[0] for path in (*SAME, *DROPPED)} - {""} | {"mode
 
 
 class Imported(NamedTuple):
-    """A converted configuration.
-
-    Attributes:
-        sections: Settings by section.
-        models: Names of its models.
-        dropped: Settings without an equivalent, and the reason.
-    """
+    """A converted configuration; `dropped` has the settings without an equivalent, and why."""
 
     sections: dict[str, dict[str, Any]]
     models: list[str]
@@ -174,9 +168,8 @@ def _yaml(text: str, name: str) -> Any:  # noqa: ANN401
     try:
         import yaml
     except ImportError:
-        raise ConfigError(
-            f"{name}: reading YAML needs PyYAML: `pip install 'iskander[inferential]'`"
-        ) from None
+        problem = "reading YAML needs PyYAML: `pip install 'iskander[inferential]'`"
+        raise ConfigError(f"{name}: {problem}") from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Adds the position of a value that PyYAML cannot convert, such as 2020-99-99."""
@@ -194,8 +187,8 @@ def _yaml(text: str, name: str) -> Any:  # noqa: ANN401
         node = loader.get_single_node()
         if node is None:
             return None
-        problem = f"{name} has more than {NODES_MAX} values with expanded aliases"
-        require(_is_bounded(node), problem)
+        counted = f"more than {NODES_MAX} values with expanded aliases"
+        require(_is_bounded(node), f"{name} has {counted}")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not YAML: {_line(' '.join(str(error).split()))}") from None

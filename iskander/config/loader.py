@@ -89,38 +89,26 @@ def _require_relations(config: Config) -> None:
     limits, arena, http, access = config.limits, config.arena, config.http, config.access
     complaint = versions_error(config.repository.versions)
     require(not complaint, f"repository.{complaint}")
-    batch_bytes = limits.bytes + HEADER_BYTES_MAX
-    message_bytes = f"limits.message_bytes = {limits.message_bytes}"
-    require(
-        batch_bytes <= limits.message_bytes,
-        f"{message_bytes} is less than limits.bytes + 1 MiB: the largest batch and its header do "
-        "not fit in a message",
-    )
-    require(
-        not limits.receive_bytes
-        or 2 * limits.message_bytes * config.server.processes <= limits.receive_bytes,
-        f"limits.receive_bytes = {limits.receive_bytes} is less than two messages of "
-        f"{message_bytes} for each of server.processes",
-    )
-    require(
-        batch_bytes <= arena.input_bytes,
-        f"arena.input_bytes = {arena.input_bytes} is less than limits.bytes + 1 MiB: the largest "
-        "batch does not fit in the arena",
-    )
-    require(
-        limits.bytes <= limits.window_bytes,
-        f"limits.window_bytes = {limits.window_bytes} is less than limits.bytes: the largest batch "
-        "would never be read",
-    )
-    require(
-        limits.string_bytes <= limits.bytes,
-        f"limits.string_bytes = {limits.string_bytes} is more than limits.bytes",
-    )
-    require(
-        not http.address or limits.message_bytes <= http.bodies_bytes,
-        f"http.bodies_bytes = {http.bodies_bytes} is less than limits.message_bytes: the largest "
-        "request does not fit in the buffer",
-    )
+    batch_bytes, batch = limits.bytes + HEADER_BYTES_MAX, "limits.bytes + 1 MiB: the largest batch"
+
+    def at_least(path: str, value: int, least: int, rule: str) -> None:
+        require(least <= value, f"{path} = {value} is less than {rule}")
+
+    message_bytes, rule = limits.message_bytes, f"{batch} and its header do not fit in a message"
+    at_least("limits.message_bytes", message_bytes, batch_bytes, rule)
+    if limits.receive_bytes:
+        needed, each = 2 * message_bytes * config.server.processes, "each of server.processes"
+        rule = f"two messages of limits.message_bytes = {message_bytes} for {each}"
+        at_least("limits.receive_bytes", limits.receive_bytes, needed, rule)
+    rule = f"{batch} does not fit in the arena"
+    at_least("arena.input_bytes", arena.input_bytes, batch_bytes, rule)
+    rule = "limits.bytes: the largest batch would never be read"
+    at_least("limits.window_bytes", limits.window_bytes, limits.bytes, rule)
+    rule = f"limits.string_bytes = {limits.string_bytes} is more than limits.bytes"
+    require(limits.string_bytes <= limits.bytes, rule)
+    if http.address:
+        rule = "limits.message_bytes: the largest request does not fit in the buffer"
+        at_least("http.bodies_bytes", http.bodies_bytes, message_bytes, rule)
     has_models = bool(config.models or config.repository.path)
     require(has_models, "there is nothing to serve: no [[models]], and no repository.path")
     require(
@@ -153,16 +141,13 @@ def require_model(model: ModelConfig, where: str, config: Config) -> None:
     other = ", ".join(sorted(set(model.provider_options) - set(providers)))
     problem = f"provider_options has `{other}`, which is not in execution_providers"
     require(not other, f"{where}.{problem}")
-    require(
-        config.workers.thread_pool != "worker" or not (model.intra_threads or model.inter_threads),
-        f"{where}: intra_threads and inter_threads have no effect with "
-        'workers.thread_pool = "worker"',
-    )
-    require(
-        model.inter_threads <= 1 or model.parallel_execution,
-        f"{where}.inter_threads = {model.inter_threads} has no effect without "
-        "parallel_execution = true",
-    )
+    is_used = config.workers.thread_pool != "worker"
+    is_used = is_used or not (model.intra_threads or model.inter_threads)
+    problem = 'intra_threads and inter_threads have no effect with workers.thread_pool = "worker"'
+    require(is_used, f"{where}: {problem}")
+    is_used = model.inter_threads <= 1 or model.parallel_execution
+    problem = f"inter_threads = {model.inter_threads} has no effect without"
+    require(is_used, f"{where}.{problem} parallel_execution = true")
     rows = max(model.lane.pad_to, default=0)
     limit = f"max_batch_rows = {rows_max}"
     require(rows <= rows_max, f"{where}.lane.pad_to = {rows} is more than {limit}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import msgspec
 
 from iskander.config.models import ModelConfig
 from iskander.config.repository import ModelFile
 from iskander.config.schema import Config
-from iskander.contract.manifest_schema import attribute_texts, type_text
+from iskander.contract.manifest_schema import keys_of
 
 
 class Setting(NamedTuple):
@@ -37,18 +37,12 @@ def model_file_settings() -> Iterator[Setting]:
 def _settings_of(
     kind: type[msgspec.Struct], prefix: str = "", but: tuple[str, ...] = ()
 ) -> Iterator[Setting]:
-    hints, sentences = get_type_hints(kind, include_extras=True), attribute_texts(kind)
-    for field in msgspec.structs.fields(kind):
+    for key, field in zip(keys_of(kind), msgspec.structs.fields(kind), strict=True):
         if field.name in but:
             continue
         default = None if field.default is msgspec.NODEFAULT else field.default
         is_table = isinstance(default, msgspec.Struct) or field.default_factory is dict
-        yield Setting(
-            f"{prefix}{field.name}",
-            type_text(hints[field.name]),
-            {} if is_table else default,
-            sentences.get(field.name, ""),
-        )
+        yield Setting(f"{prefix}{key.name}", key.type, {} if is_table else default, key.sentence)
 
 
 def render_value(value: Any) -> str:  # noqa: ANN401

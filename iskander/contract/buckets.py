@@ -16,11 +16,7 @@ from iskander.contract.validation import require
 
 
 def require_one_set(entries: tuple[InputColumn, ...]) -> None:
-    """Reject inputs with different buckets: all lists of a row are in the same bucket.
-
-    Raises:
-        ManifestError: Names two inputs that differ.
-    """
+    """Reject inputs with different buckets: all lists of a row are in the same bucket."""
     bucketed = [entry for entry in entries if entry.buckets]
     for entry in bucketed[1:]:
         is_same, first = entry.buckets == bucketed[0].buckets, bucketed[0].tensor
@@ -38,17 +34,11 @@ def variants(contract: Contract) -> tuple[Contract, ...]:
     buckets = buckets_of(contract)
     if not buckets:
         return (contract,)
-    padded = bucketed_tensors(contract)
-    return tuple(
-        msgspec.structs.replace(
-            contract,
-            inputs=tuple(
-                _of_length(spec, length) if spec.tensor in padded else spec
-                for spec in contract.inputs
-            ),
-        )
-        for length in buckets
-    )
+    padded, found = bucketed_tensors(contract), []
+    for length in buckets:
+        specs = (_of_length(s, length) if s.tensor in padded else s for s in contract.inputs)
+        found.append(msgspec.structs.replace(contract, inputs=tuple(specs)))
+    return tuple(found)
 
 
 def bucketed_tensors(contract: Contract) -> set[str]:

@@ -93,11 +93,7 @@ class ColumnType(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def parse_sent_type(text: str) -> SentType:
-    """Parse the type of a sent column.
-
-    Raises:
-        ManifestError: The spelling is unknown, or the type is not supported.
-    """
+    """Parse the type of a sent column."""
     inner, is_ragged = text.strip(), False
     if match := _LIST.fullmatch(inner):
         inner, is_ragged = match[1].strip(), True
@@ -115,11 +111,7 @@ def parse_sent_type(text: str) -> SentType:
 
 
 def parse_column_type(text: str) -> ColumnType:
-    """Parse a column type: `float32`, `fixed_size_list<float32>[64]`, ...
-
-    Raises:
-        ManifestError: The spelling is unknown, or the type is not supported.
-    """
+    """Parse a column type: `float32`, `fixed_size_list<float32>[64]`, ..."""
     sizes: list[int] = []
     inner, is_tensor = text.strip(), False
     if match := re.fullmatch(r"fixed_shape_tensor<\s*(\w+)\s*>\s*\[([^\[\]]*)\]", inner):

@@ -9,14 +9,17 @@ import msgspec
 
 from iskander.contract.buckets import require_one_set
 from iskander.contract.column_types import RANK_MAX, ColumnType, parse_column_type, parse_sent_type
-from iskander.contract.graph import Dimension, Graph, GraphTensor, row_shape, supported_dtype
-from iskander.contract.inputs import compile_input, is_tensor_as_sent, tensors_of
+from iskander.contract.graph import Graph, GraphTensor, named_tensor, row_shape, supported_dtype
+from iskander.contract.inputs import InputCompiler, is_tensor_as_sent, tensors_of
 from iskander.contract.labels import Labels
 from iskander.contract.manifest import InputColumn, Manifest, Passthrough
 from iskander.contract.outputs import ColumnOrder, OutputColumn
 from iskander.contract.postprocess import PostProcessing, compile_outputs, is_plain
 from iskander.contract.tensors import STRING_BYTES, Contract, TensorSpec
-from iskander.contract.validation import quoted, require, require_distinct, shape_text
+from iskander.contract.validation import quoted, require, require_distinct, required, shape_text
+
+BatchAxis = tuple[int | None, set[str]]
+"""The fixed number of rows, if any, and the symbols of the batch axis."""
 
 
 def derive_manifest(graph: Graph) -> Manifest:
@@ -28,14 +31,32 @@ def derive_manifest(graph: Graph) -> Manifest:
     return Manifest(
         format=1,
         inputs=tuple(
-            InputColumn(column=tensor.name, type=_derived_type(tensor, "input"), tensor=tensor.name)
-            for tensor in graph.inputs
+            InputColumn(tensor=each.name, column=each.name, type=_derived_type(each, "input"))
+            for each in graph.inputs
         ),
         outputs=tuple(
-            OutputColumn(tensor.name, _derived_type(tensor, "output"), tensor.name)
-            for tensor in graph.outputs
+            OutputColumn(each.name, _derived_type(each, "output"), each.name)
+            for each in graph.outputs
         ),
     )
+
+
+def declared_graph(manifest: Manifest) -> Graph:
+    """The graph of a model whose files declare no tensors, from `[graph]`.
+
+    A tensor without an entry has the type of its column.
+
+    Raises:
+        ManifestError: A type is unknown, or a tensor with post-processing has no entry.
+    """
+    inputs = {entry.tensor: entry.type for entry in manifest.inputs} | manifest.graph.inputs
+    outputs = {entry.tensor: entry.type for entry in manifest.outputs if is_plain(entry)}
+    outputs |= manifest.graph.outputs
+    used = {source.tensor for entry in manifest.outputs for source in entry.sources}
+    missing = quoted(sorted(used - set(outputs)))
+    problem = f"the type of the tensors {missing} is not known: declare it in [graph] outputs"
+    require(used <= set(outputs), problem)
+    return Graph(_declared_tensors(inputs), _declared_tensors(outputs))
 
 
 def compile_contract(
@@ -48,9 +69,6 @@ def compile_contract(
 
     The manifest names every input of the graph. It may omit outputs; these are not computed.
     `string_bytes` is the maximum of one string in a result.
-
-    Raises:
-        ManifestError: Names the tensor, the expected value and the actual one.
     """
     manifest = manifest or derive_manifest(graph)
     require(bool(graph.inputs), "the graph has no inputs; a batch needs at least one")
@@ -66,7 +84,7 @@ def compile_contract(
     unnamed = [name for name in graph_inputs if name not in fed]
     require(not unnamed, f"the graph's inputs {quoted(unnamed)} are not in the manifest")
 
-    rows_fixed, symbols = _batch_axis(graph.inputs)
+    rows_fixed, _ = axis = _batch_axis(graph.inputs)
     inputs, sources = _compile_inputs(manifest, graph_inputs)
     for output in manifest.outputs:
         tensor = graph_outputs.get(output.tensor)
@@ -75,8 +93,7 @@ def compile_contract(
             _compile_spec(output.column, output.type, output.tensor, graph_outputs, "output")
     compiled = compile_outputs(manifest.outputs, graph, labels or {}, string_bytes)
     outputs = tuple(
-        _output(finish, compiled.is_plain, graph_outputs, rows_fixed, symbols)
-        for finish in compiled.finishes
+        _output(finish, compiled.is_plain, graph_outputs, axis) for finish in compiled.finishes
     )
     has_strings = any(spec.is_string for spec in (*inputs, *outputs))
     for spec in outputs:
@@ -88,16 +105,17 @@ def compile_contract(
     return Contract(inputs, outputs, passthrough, rows_fixed, compiled.columns, order, sources)
 
 
+def _declared_tensors(types: dict[str, str]) -> tuple[GraphTensor, ...]:
+    columns = [(name, parse_column_type(text)) for name, text in types.items()]
+    return tuple(GraphTensor(n, kind.dtype.onnx, ("rows", *kind.shape)) for n, kind in columns)
+
+
 def _output(
-    finish: PostProcessing,
-    is_plain: bool,
-    graph_outputs: dict[str, GraphTensor],
-    rows_fixed: int | None,
-    symbols: set[Dimension],
+    finish: PostProcessing, is_plain: bool, tensors: dict[str, GraphTensor], axis: BatchAxis
 ) -> TensorSpec:
     """The spec of a result, with `is_bound` set from the graph's shape."""
-    spec, name = finish.spec, finish.source.tensor
-    leading, *trailing = graph_outputs[name].shape or (None,)
+    spec, name, (rows_fixed, symbols) = finish.spec, finish.source.tensor, axis
+    leading, *trailing = tensors[name].shape or (None,)
     fits = not isinstance(leading, int) or leading == rows_fixed
     counts = f"always has {leading} rows and the inputs have {rows_fixed or 'any number'}"
     require(fits, f"output `{name}` {counts}: its rows cannot be assigned to requests")
@@ -136,7 +154,7 @@ def _compile_inputs(
             sent = str(parse_sent_type(entry.type))
             specs.append(_compile_spec(entry.column, sent, entry.tensor, tensors, "input"))
             continue
-        built = compile_input(entry, tensors)
+        built = InputCompiler(entry, tensors).compile()
         specs += built.specs
         if built.source is not None:
             sources.append(built.source)
@@ -145,8 +163,7 @@ def _compile_inputs(
     return tuple(specs), tuple(sources)
 
 
-def _batch_axis(tensors: tuple[GraphTensor, ...]) -> tuple[int | None, set[Dimension]]:
-    """The fixed number of rows, if any, and the symbols of the batch axis."""
+def _batch_axis(tensors: tuple[GraphTensor, ...]) -> BatchAxis:
     for tensor in tensors:
         problem = "is a scalar; its first axis must be the rows of a batch"
         require(len(tensor.shape) > 0, f"input `{tensor.name}` {problem}")
@@ -160,19 +177,15 @@ def _batch_axis(tensors: tuple[GraphTensor, ...]) -> tuple[int | None, set[Dimen
 def _compile_spec(
     column: str, type_text: str, name: str, tensors: dict[str, GraphTensor], side: str
 ) -> TensorSpec:
-    tensor = tensors.get(name)
-    known = quoted(tensors)
-    require(tensor is not None, f"{side} tensor `{name}` is not in the graph, which has {known}")
-    assert tensor is not None
+    tensor = named_tensor(tensors, name, side)
     column_type, where = parse_column_type(type_text), f"{side} `{name}`"
     supported_dtype(tensor, where)
     is_same = column_type.dtype.onnx == tensor.element
     problem = f"is a {tensor.element} in the graph and `{type_text}` in the manifest"
     require(is_same, f"{where} {problem}")
-    shape = row_shape(column_type.shape, tensor.shape[1:])
-    in_graph = f"has the shape {shape_text(tensor.shape)} in the graph"
-    require(shape is not None, f"{where} {in_graph} and `{type_text}` in the manifest")
-    assert shape is not None
+    problem = f"{where} has the shape {shape_text(tensor.shape)} in the graph"
+    problem += f" and `{type_text}` in the manifest"
+    shape = required(row_shape(column_type.shape, tensor.shape[1:]), problem)
     return TensorSpec(column, name, column_type, shape)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from iskander.contract.dtypes import BY_ONNX, Dtype
-from iskander.contract.validation import require
+from iskander.contract.validation import quoted, require, required
 
 Dimension = int | str | None
 
@@ -30,16 +30,16 @@ class Graph(msgspec.Struct, frozen=True, array_like=True):
     outputs: tuple[GraphTensor, ...]
 
 
-def supported_dtype(tensor: GraphTensor, where: str) -> Dtype:
-    """The element type of a tensor whose first axis is the rows.
+def named_tensor(tensors: dict[str, GraphTensor], name: str, side: str) -> GraphTensor:
+    """The graph's tensor of a name, on the side `input` or `output`."""
+    problem = f"{side} tensor `{name}` is not in the graph, which has {quoted(tensors)}"
+    return required(tensors.get(name), problem)
 
-    Raises:
-        ManifestError: The element type is not supported, or the tensor is a scalar.
-    """
-    dtype = BY_ONNX.get(tensor.element)
+
+def supported_dtype(tensor: GraphTensor, where: str) -> Dtype:
+    """The element type of a tensor, checked, whose first axis is the rows."""
     supported = f"which is not supported; supported are {', '.join(BY_ONNX)}"
-    require(dtype is not None, f"{where} is a {tensor.element}, {supported}")
-    assert dtype is not None
+    dtype = required(BY_ONNX.get(tensor.element), f"{where} is a {tensor.element}, {supported}")
     require(len(tensor.shape) > 0, f"{where} is a scalar and has no axis for rows")
     return dtype
 

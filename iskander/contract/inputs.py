@@ -24,10 +24,10 @@ from iskander.contract.column_types import (
     parse_sent_type,
 )
 from iskander.contract.dtypes import BY_ARROW, BY_ONNX, Dtype
-from iskander.contract.graph import GraphTensor, row_shape, supported_dtype
+from iskander.contract.graph import GraphTensor, named_tensor, row_shape, supported_dtype
 from iskander.contract.manifest import InputColumn, Value
 from iskander.contract.tensors import Contract, TensorSpec
-from iskander.contract.validation import quoted, require, require_distinct, shape_text
+from iskander.contract.validation import require, require_distinct, required, shape_text
 
 FLOATS = ("float16", "float32", "float64", "bfloat16")
 INDEXES = ("int32", "int64")
@@ -37,11 +37,9 @@ _FILE = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
 
 
 class BuiltInput(NamedTuple):
-    """A compiled entry.
+    """The specs of an entry's tensor, mask and lengths, and the entry with its defaults.
 
-    Attributes:
-        specs: Of its tensor, then of mask and lengths.
-        source: The entry with its defaults; None if the column is the tensor without conversion.
+    `source` is None if the column is the tensor without conversion.
     """
 
     specs: list[TensorSpec]
@@ -77,28 +75,15 @@ def entry_keys(entry: InputColumn) -> dict[str, Any]:
 
 
 def is_tensor_as_sent(entry: InputColumn) -> bool:
-    """Whether an entry only assigns a column of the tensor's own type to a tensor.
-
-    Raises:
-        ManifestError: Its type is unknown.
-    """
+    """Whether an entry only assigns a column of the tensor's own type to a tensor."""
     if entry.column is None or not entry.type or entry_keys(entry).keys() - PLAIN_KEYS:
         return False
     sent = parse_sent_type(entry.type)
     return not sent.is_ragged and sent.element in BY_ARROW
 
 
-def compile_input(entry: InputColumn, tensors: dict[str, GraphTensor]) -> BuiltInput:
-    """Compile an entry for the graph.
-
-    Raises:
-        ManifestError: It contradicts itself or the graph; names the input and the key.
-    """
-    return _InputCompiler(entry, tensors).compile()
-
-
-class _InputCompiler:
-    """Compiles one entry."""
+class InputCompiler:
+    """Compiles one entry for the inputs of a graph."""
 
     def __init__(self, entry: InputColumn, tensors: dict[str, GraphTensor]) -> None:
         self.entry = entry
@@ -110,6 +95,7 @@ class _InputCompiler:
         self.sent = parse_sent_type(entry.type) if entry.type else self._derived()
 
     def compile(self) -> BuiltInput:
+        """Check the entry, and convert it to specs."""
         entry, sent = self.entry, self.sent
         is_one = (entry.column is not None) != bool(entry.columns)
         self._require(is_one, "needs either `column` or `columns`")
@@ -119,12 +105,12 @@ class _InputCompiler:
         self._require_vocabulary()
         nulls = self._nulls()
         length = self._max_length()
-        shape = self._shape(length)
+        inner = (length, *sent.shape) if length else sent.shape
+        inner = (len(entry.columns),) if entry.columns else inner
+        shape = self._shape(inner)
         stored = "utf8" if self.has_vocabulary else self.dtype.arrow
         if sent.is_text and not self.has_vocabulary:
             stored = sent.element
-        inner = (length, *sent.shape) if length else sent.shape
-        inner = (len(entry.columns),) if entry.columns else inner
         column = entry.tensor if entry.column is None else entry.column
         is_tensor = sent.is_tensor and not length
         specs = [TensorSpec(column, entry.tensor, ColumnType(stored, inner, is_tensor), shape)]
@@ -256,20 +242,15 @@ class _InputCompiler:
         self._require(fixed in (None, length), f"{limit}, {in_graph}")
         return length or 0
 
-    def _shape(self, length: int) -> tuple[int, ...]:
+    def _shape(self, declared: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one row in the arena, checked against the graph."""
-        entry, sent = self.entry, self.sent
+        entry = self.entry
         has_axis = not entry.one_hot or bool(self.trailing)
         self._require(has_axis, "is one-hot and has no axis for the entries")
         axes = self.trailing[:-1] if entry.one_hot else self.trailing
-        declared = (length, *sent.shape) if length else sent.shape
-        declared = (len(entry.columns),) if entry.columns else declared
-        shape = row_shape(declared, axes)
-        got = f"{len(entry.columns)} columns" if entry.columns else f"`{sent}`"
-        in_graph = f"has the shape {shape_text(self.tensor.shape)} in the graph"
-        self._require(shape is not None, f"{in_graph} and is sent as {got}")
-        assert shape is not None
-        return shape
+        got = f"{len(entry.columns)} columns" if entry.columns else f"`{self.sent}`"
+        in_graph = f"{self.where} has the shape {shape_text(self.tensor.shape)} in the graph"
+        return required(row_shape(declared, axes), f"{in_graph} and is sent as {got}")
 
     def _beside(self, name: str, key: str, inner: tuple[int, ...]) -> TensorSpec:
         """The spec of a mask, with the shape of the tensor, or of lengths, one value a row."""
@@ -280,10 +261,8 @@ class _InputCompiler:
         is_kind = dtype.arrow in kinds and dtype.arrow != "bfloat16"
         has = f"has the {key} `{name}`"
         self._require(is_kind, f"{has}, which is a {tensor.element} in the graph")
-        shape = row_shape(inner, tensor.shape[1:])
-        expected = f"(rows, *{list(inner)})"
-        self._require(shape is not None, f"{has}, whose axes in the graph are not {expected}")
-        assert shape is not None
+        problem = f"{self.where} {has}, whose axes in the graph are not (rows, *{list(inner)})"
+        shape = required(row_shape(inner, tensor.shape[1:]), problem)
         return TensorSpec(name, name, ColumnType(dtype.arrow, inner), shape)
 
     def _require_value(self, key: str, value: Value | None, stored: str) -> None:
@@ -304,10 +283,7 @@ class _InputCompiler:
         self._require(fits, f"has the {key} {value!r}, which is not a {stored}")
 
     def _graph_tensor(self, name: str) -> tuple[GraphTensor, Dtype]:
-        tensor = self.tensors.get(name)
-        known = quoted(self.tensors)
-        require(tensor is not None, f"input tensor `{name}` is not in the graph, which has {known}")
-        assert tensor is not None
+        tensor = named_tensor(self.tensors, name, "input")
         beside = "" if name == self.entry.tensor else f": the tensor `{name}`"
         return tensor, supported_dtype(tensor, f"{self.where}{beside}")
 

@@ -73,8 +73,7 @@ class InputColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     truncate: Literal["head", "tail", "refuse"] | None = None
     lengths: str = ""
     buckets: Annotated[
-        tuple[Annotated[int, Meta(ge=1, le=LENGTH_MAX)], ...],
-        Meta(max_length=BUCKETS_MAX),
+        tuple[Annotated[int, Meta(ge=1, le=LENGTH_MAX)], ...], Meta(max_length=BUCKETS_MAX)
     ] = ()
     vocabulary: str = ""
     one_hot: bool = False

@@ -49,7 +49,7 @@ def manifest_schema() -> dict[str, Any]:
 
 def keys_of(table: type[msgspec.Struct]) -> Iterator[Key]:
     """Every key of a table, in declaration order."""
-    hints, sentences = get_type_hints(table, include_extras=True), attribute_texts(table)
+    hints, sentences = get_type_hints(table, include_extras=True), _attribute_texts(table)
     for field in msgspec.structs.fields(table):
         default: str | None = None
         if not field.required:
@@ -57,17 +57,17 @@ def keys_of(table: type[msgspec.Struct]) -> Iterator[Key]:
             is_table = isinstance(value, msgspec.Struct) or value is None
             default = "" if is_table else msgspec.json.encode(value).decode()
         sentence = sentences.get(field.encode_name) or sentences.get(field.name, "")
-        yield Key(field.encode_name, type_text(hints[field.name]), default, sentence)
+        yield Key(field.encode_name, _type_text(hints[field.name]), default, sentence)
 
 
-def attribute_texts(kind: type) -> dict[str, str]:
+def _attribute_texts(kind: type) -> dict[str, str]:
     """The `Attributes:` of a class docstring, each as one line."""
     _, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
 
 
-def type_text(hint: Any) -> str:  # noqa: ANN401
+def _type_text(hint: Any) -> str:  # noqa: ANN401
     """A declared type in words, from its JSON schema."""
     schema = msgspec.json.schema(get_args(hint)[0] if hasattr(hint, "__metadata__") else hint)
     return _words(schema, schema.get("$defs", {}))

@@ -37,11 +37,8 @@ def path_inside(folder: Path, name: str, *, is_folder_allowed: bool = False) -> 
         require(real != home, f"`{shown}` is the model's own folder, and has to be below it")
         return path
     require(stat.S_ISREG(status.st_mode), f"`{shown}` beside the model is not a file")
-    require(
-        status.st_nlink <= 1,
-        f"`{shown}` has {status.st_nlink} names (hard links), so it may belong to another user; "
-        "copy it into the model's folder",
-    )
+    problem = f"{status.st_nlink} names (hard links), so it may belong to another user"
+    require(status.st_nlink <= 1, f"`{shown}` has {problem}; copy it into the model's folder")
     return path
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from iskander.contract.backend_manifest import PipelineStep
-from iskander.contract.graph import Dimension, Graph, GraphTensor
+from iskander.contract.graph import Graph, GraphTensor
 from iskander.contract.validation import require
 from iskander.errors import ManifestError
 
@@ -63,10 +63,8 @@ def _pipeline_names(
     """Map tensor names of a step to pipeline names; by default the same."""
     names = {tensor.name: tensor.name for tensor in tensors}
     for unknown in sorted(set(renamed) - set(names)):
-        raise ManifestError(
-            f"step `{step.name}`: its model has no `{unknown}` among its {side}, which are "
-            f"{', '.join(names)}"
-        )
+        problem = f"has no `{unknown}` among its {side}, which are {', '.join(names)}"
+        raise ManifestError(f"step `{step.name}`: its model {problem}")
     names |= renamed
     is_distinct = len(set(names.values())) == len(names)
     require(is_distinct, f"step `{step.name}`: two of its {side} have one name")
@@ -75,15 +73,12 @@ def _pipeline_names(
 
 def _require_type(step: PipelineStep, name: str, known: GraphTensor, needed: GraphTensor) -> None:
     pairs = zip(known.shape[1:], needed.shape[1:], strict=False)
+    fixed = (pair for pair in pairs if all(isinstance(size, int) for size in pair))
     is_same = known.element == needed.element and len(known.shape) == len(needed.shape)
-    fits = is_same and not any(_sizes_differ(one, other) for one, other in pairs)
+    fits = is_same and all(one == other for one, other in fixed)
     got = f"{known.element} {list(known.shape)}"
     expected = f"`{name}` as {needed.element} {list(needed.shape)}"
     require(fits, f"step `{step.name}` takes {expected}, and it is {got}")
-
-
-def _sizes_differ(one: Dimension, other: Dimension) -> bool:
-    return isinstance(one, int) and isinstance(other, int) and one != other
 
 
 def _rename(tensors: dict[str, GraphTensor]) -> tuple[GraphTensor, ...]:

@@ -8,15 +8,14 @@ Pure. A step that does not fit its tensor is an error at load time, before the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from iskander.contract import steps
 from iskander.contract.column_types import ColumnType, parse_column_type
-from iskander.contract.dtypes import BY_ARROW
-from iskander.contract.graph import Graph, GraphTensor
+from iskander.contract.graph import Graph, GraphTensor, named_tensor
+from iskander.contract.labels import Labels
 from iskander.contract.outputs import OutputColumn, Source
 from iskander.contract.result_types import (
     Leaf,
@@ -64,12 +63,9 @@ class PostProcessing(NamedTuple):
 
 
 class CompiledOutputs(NamedTuple):
-    """All results of a model.
+    """All results of a model, by tensor and by column as in `Contract.columns`.
 
-    Attributes:
-        finishes: One for each result tensor, in order.
-        columns: As `Contract.columns`.
-        is_plain: No result has post-processing, so the runtime can write all of them.
+    `is_plain`: no result has post-processing, so the runtime can write all of them.
     """
 
     finishes: tuple[PostProcessing, ...]
@@ -78,16 +74,9 @@ class CompiledOutputs(NamedTuple):
 
 
 def compile_outputs(
-    entries: tuple[OutputColumn, ...],
-    graph: Graph,
-    labels: Mapping[str, tuple[str, ...]],
-    string_bytes: int,
+    entries: tuple[OutputColumn, ...], graph: Graph, labels: Labels, string_bytes: int
 ) -> CompiledOutputs:
-    """Compile the outputs of a manifest for a graph, whose strings have up to `string_bytes` bytes.
-
-    Raises:
-        ManifestError: Names the column, the expected value and the actual one.
-    """
+    """Compile the outputs of a manifest for a graph with strings of up to `string_bytes`."""
     compiler = _OutputCompiler(graph, labels, string_bytes)
     for entry in entries:
         compiler.add(entry)
@@ -98,7 +87,7 @@ def compile_outputs(
     problem = f"two results would be the tensor {quoted(twice)}; rename one of the columns"
     require(not twice, problem)
     columns = [
-        column if entry.rank is None else _ranked(entry, column, columns, finishes)
+        column if entry.rank is None else compiler.ranked(entry, column)
         for entry, column in zip(entries, columns, strict=True)
     ]
     sources = [finish.source.tensor for finish in finishes]
@@ -116,9 +105,7 @@ def is_plain(entry: OutputColumn) -> bool:
 class _OutputCompiler:
     """Compiles output columns one by one into `finishes` and `columns`."""
 
-    def __init__(
-        self, graph: Graph, labels: Mapping[str, tuple[str, ...]], string_bytes: int
-    ) -> None:
+    def __init__(self, graph: Graph, labels: Labels, string_bytes: int) -> None:
         self.tensors = {tensor.name: tensor for tensor in graph.outputs}
         self.labels = labels
         self.string_bytes = string_bytes
@@ -146,10 +133,7 @@ class _OutputCompiler:
         self, entry: OutputColumn, column: str, kind: ResultType | ColumnType
     ) -> list[PostProcessing]:
         """The tensors of one column."""
-        if isinstance(kind, ColumnType):
-            leaves = [Leaf((), kind.dtype_name, kind.shape)]
-        else:
-            leaves = leaves_of(kind)
+        leaves = leaves_of(kind)
         is_top = bool(entry.tensor) and any(steps.is_top_k(step) for step in entry.post)
         paths = [".".join(leaf.path) for leaf in leaves]
         of_type = f"and `{entry.type}` has {quoted(paths)}"
@@ -170,9 +154,8 @@ class _OutputCompiler:
             is_own = is_own and source.tensor not in self.used
             name = ".".join((entry.column, *leaf.path))
             finish = self._tensor(where, source, leaf, path if is_top else "")
-            spec = msgspec.structs.replace(
-                finish.spec, column=name, tensor=source.tensor if is_own else name
-            )
+            tensor = source.tensor if is_own else name
+            spec = msgspec.structs.replace(finish.spec, column=name, tensor=tensor)
             if isinstance(kind, ColumnType) and kind.is_tensor:
                 spec = msgspec.structs.replace(spec, type=kind)
             results.append(finish._replace(spec=spec))
@@ -186,10 +169,7 @@ class _OutputCompiler:
 
     def _tensor(self, where: str, source: Source, leaf: Leaf, part: str) -> PostProcessing:
         """One result tensor, without its name."""
-        graph_tensor = self.tensors.get(source.tensor)
-        problem = f"is not in the graph, which has {quoted(self.tensors)}"
-        require(graph_tensor is not None, f"output tensor `{source.tensor}` {problem}")
-        assert graph_tensor is not None
+        graph_tensor = named_tensor(self.tensors, source.tensor, "output")
         raw = output = steps.source_tensor(where, source, graph_tensor, leaf.sizes)
         axes = 2 if source.is_ragged else 1
         sizes = leaf.sizes
@@ -215,15 +195,26 @@ class _OutputCompiler:
         require(is_same, f"{where} is {got}, and its type is {leaf.dtype_name}")
         shape = _shape(where, output.shape[1:], sizes)
         longest = max(len(line.encode()) for line in lines) if lines else self.string_bytes
-        spec = TensorSpec(
-            "",
-            "",
-            ColumnType(leaf.dtype_name, shape if leaf.sizes else ()),
-            shape,
-            is_bound=False,
-            string_bytes=0 if BY_ARROW[leaf.dtype_name].arrow_bits else max(longest, 1),
-        )
+        column_type = ColumnType(leaf.dtype_name, shape if leaf.sizes else ())
+        string_bytes = 0 if column_type.dtype.arrow_bits else max(longest, 1)
+        spec = TensorSpec("", "", column_type, shape, is_bound=False, string_bytes=string_bytes)
         return PostProcessing(source, raw, not steps.is_sequence(graph_tensor), part, lines, spec)
+
+    def ranked(self, entry: OutputColumn, column: ResultColumn) -> ResultColumn:
+        """The column of a rank, with the output that it ranks by."""
+        rank, where = entry.rank, f"output column `{entry.column}`"
+        assert rank is not None
+        got = f"its type is `{column.type}`"
+        require(column.type == "int32", f"{where}: a rank is an int32, and {got}")
+        outputs = next((each.outputs for each in self.columns if each.column == rank.of), ())
+        specs = [self.finishes[index].spec for index in outputs]
+        problem = "has to be an output column with one number a row"
+        is_one = len(specs) == 1 and specs[0].elements == 1
+        is_number = is_one and specs[0].type.dtype_name in steps.NUMBERS
+        require(is_number, f"{where} ranks by `{rank.of}`, which {problem}")
+        within = f" within {rank.within}" if rank.within else ""
+        description = f"rank of {rank.of}{within}, {rank.order}"
+        return ResultColumn(column.column, column.type, outputs, description, rank)
 
 
 def _require_even(column: str, kind: ResultType, shapes: list[tuple[int, ...]], depth: int) -> None:
@@ -270,27 +261,6 @@ def _shape(where: str, computed: steps.Sizes, sizes: steps.Sizes) -> tuple[int, 
     problem = f"rows of the shape {shape_text(computed)}, and its type has {shape_text(sizes)}"
     require(fits, f"{where} has {problem}")
     return tuple(shape)
-
-
-def _ranked(
-    entry: OutputColumn,
-    column: ResultColumn,
-    columns: list[ResultColumn],
-    finishes: list[PostProcessing],
-) -> ResultColumn:
-    """The column of a rank, with the output that it ranks by."""
-    rank, where = entry.rank, f"output column `{entry.column}`"
-    assert rank is not None
-    require(column.type == "int32", f"{where}: a rank is an int32, and its type is `{column.type}`")
-    outputs = next((each.outputs for each in columns if each.column == rank.of), ())
-    specs = [finishes[index].spec for index in outputs]
-    require(
-        len(specs) == 1 and specs[0].elements == 1 and specs[0].type.dtype_name in steps.NUMBERS,
-        f"{where} ranks by `{rank.of}`, which has to be an output column with one number a row",
-    )
-    within = f" within {rank.within}" if rank.within else ""
-    description = f"rank of {rank.of}{within}, {rank.order}"
-    return ResultColumn(column.column, column.type, outputs, description, rank)
 
 
 def _describe(source: Source) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from iskander.contract.column_types import RANK_MAX, parse_column_type
+from iskander.contract.column_types import RANK_MAX, ColumnType, parse_column_type
 from iskander.contract.validation import require
 from iskander.errors import ManifestError
 
@@ -73,11 +73,7 @@ class Leaf(NamedTuple):
 
 
 def parse_result_type(text: str) -> ResultType | None:
-    """Parse a type with a list or a struct; None if one tensor is the whole column.
-
-    Raises:
-        ManifestError: The spelling is unknown, or the type is not supported.
-    """
+    """Parse a type with a list or a struct; None if one tensor is the whole column."""
     if not re.search(r"(?<!\w)(?:list|struct)\s*<", text):
         return None
     kind, end = _parse(text, 0, 0)
@@ -86,7 +82,7 @@ def parse_result_type(text: str) -> ResultType | None:
     return kind
 
 
-def leaves_of(kind: ResultType) -> list[Leaf]:
+def leaves_of(kind: ResultType | ColumnType) -> list[Leaf]:
     """Every tensor of a column of this type, in field order."""
     if isinstance(kind, ListOf):
         return [leaf._replace(sizes=(kind.size, *leaf.sizes)) for leaf in leaves_of(kind.item)]
@@ -96,7 +92,7 @@ def leaves_of(kind: ResultType) -> list[Leaf]:
             for name, field in kind.fields
             for leaf in leaves_of(field)
         ]
-    return [Leaf((), kind.dtype_name, ())]
+    return [Leaf((), kind.dtype_name, () if isinstance(kind, Value) else kind.shape)]
 
 
 def _parse(text: str, at: int, depth: int) -> tuple[ResultType, int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from iskander.contract.dtypes import BY_ONNX
 from iskander.contract.graph import GraphTensor
 from iskander.contract.outputs import Post, Source, Step
-from iskander.contract.validation import require, require_distinct, shape_text
+from iskander.contract.validation import require, require_distinct, required, shape_text
 
 Sizes = tuple[int | None, ...]
 """A shape with unknown sizes."""
@@ -42,9 +42,6 @@ def source_tensor(where: str, source: Source, tensor: GraphTensor, sizes: Sizes)
     """Element type and shape of a graph's output, with a sequence stacked to one tensor.
 
     `where` is the column or field in error texts, `sizes` the shape of the column's type.
-
-    Raises:
-        ManifestError: The keys for maps and sequences do not fit the tensor.
     """
     form, kind = _SEQUENCE.fullmatch(tensor.element), f"`{tensor.name}` is a {tensor.element}"
     has_tensor_keys = bool(source.sequence) or source.shape is not None
@@ -72,22 +69,15 @@ def source_tensor(where: str, source: Source, tensor: GraphTensor, sizes: Sizes)
             row = (None, *source.shape)
         shape = (None, *row)
         require(not source.keys, f"{where}: keys are for maps, and {kind}")
-    dtype = BY_ONNX.get(element)
     supported = f"{', '.join(BY_ONNX)}, and sequences of them or of maps to them"
-    require(
-        dtype is not None, f"{where}: {kind}, which is not supported; supported are {supported}"
-    )
-    assert dtype is not None
-    return StepOutput(dtype.arrow, shape)
+    problem = f"{where}: {kind}, which is not supported; supported are {supported}"
+    return StepOutput(required(BY_ONNX.get(element), problem).arrow, shape)
 
 
 def apply_step(where: str, step: Post, output: StepOutput, axes: int = 1) -> StepOutput:
     """Element type and shape after one more step.
 
     No step may change the first `axes`: rows, and lists of variable length.
-
-    Raises:
-        ManifestError: The step needs another element type or shape.
     """
     dtype_name, shape, is_top = output
     require(not is_top, f"{where}: top_k has to be the last step, and `{step}` comes after it")
@@ -122,14 +112,11 @@ def apply_step(where: str, step: Post, output: StepOutput, axes: int = 1) -> Ste
         result = StepOutput("int8", shape)
     else:
         target = step.cast or ""
-        is_narrowing = (is_float and target not in FLOATS) or (
-            target == "bool" and dtype_name != "bool"
-        )
+        is_kept = target in FLOATS if is_float else is_number or dtype_name == "bool"
+        is_kept = is_kept and (target != "bool" or dtype_name == "bool")
         need(target in NUMBERS or target == "bool", f"one of {', '.join(NUMBERS)}")
-        need(
-            (is_number or dtype_name == "bool") and not is_narrowing,
-            "numbers of that kind; quantize converts floats to integers, and threshold to booleans",
-        )
+        others = "quantize converts floats to integers, and threshold to booleans"
+        need(is_kept, f"numbers of that kind; {others}")
         result = StepOutput(target, shape)
     return result
 

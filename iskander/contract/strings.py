@@ -69,9 +69,8 @@ def strings_to_body(strings: Sequence[bytes | memoryview]) -> bytes:
     """
     offsets = list(accumulate(map(len, strings), initial=0))
     if offsets[-1] > COLUMN_BYTES_MAX:
-        raise LimitExceeded(
-            f"the strings of a tensor have {offsets[-1]} bytes, limit {COLUMN_BYTES_MAX}"
-        )
+        problem = f"the strings of a tensor have {offsets[-1]} bytes, limit {COLUMN_BYTES_MAX}"
+        raise LimitExceeded(problem)
     return b"".join((struct.pack(f"<{len(offsets)}i", *offsets), *strings))
 
 

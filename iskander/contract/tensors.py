@@ -130,11 +130,7 @@ def body_layout(specs: tuple[TensorSpec, ...], rows: int) -> tuple[list[int], in
 
 
 def require_output_space(contract: Contract, rows_max: int, output_bytes: int) -> None:
-    """Reject a model whose largest batch produces more results than a worker's arena holds.
-
-    Raises:
-        ManifestError: Names the settings to change.
-    """
+    """Reject a model whose largest batch produces more results than a worker's arena holds."""
     rows = contract.rows_fixed or rows_max
     _, needed = body_layout(contract.outputs, rows)
     has_strings = any(spec.is_string for spec in contract.outputs)

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TypeVar
 
 from iskander.errors import ManifestError
+
+Found = TypeVar("Found")
 
 
 def require(is_met: bool, message: str) -> None:
     """Raise a `ManifestError` unless a condition is met."""
     if not is_met:
         raise ManifestError(message)
+
+
+def required(value: Found | None, message: str) -> Found:
+    """The value; raise a `ManifestError` if it is None."""
+    if value is None:
+        raise ManifestError(message)
+    return value
 
 
 def require_distinct(kind: str, names: Iterable[str], where: str) -> None:

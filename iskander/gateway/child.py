@@ -10,15 +10,14 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import Config
 from iskander.gateway.child_settings import SETTINGS_FILE, write_settings
+from iskander.supervision.worker import Child, start_process
 
-BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.1, 10.0
 STEADY_NS = 10 * NS_PER_S
 """Uptime that resets the count of failures."""
 NOTICE_BYTES_MAX = 4096
@@ -32,14 +31,13 @@ class ChildProcess:
     Attributes:
         is_ready: Whether the child listens and is not stopping.
         failures: Unexpected exits in a row.
-        timer: Of the next start.
         has_notified: Whether the current child has sent a notification.
         notified_ns: Time of its start or last notification.
     """
 
     def __init__(self, index: int, folder: Path, config: Config) -> None:
         self.index = index
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: Child | None = None
         self.config = config
         self.is_ready = self.has_ready_models = self.has_notified = False
         self.admin_address = ""
@@ -78,20 +76,9 @@ class ChildProcess:
             "WATCHDOG_USEC": str(WATCHDOG_USEC),
         }
         environment.pop("WATCHDOG_PID", None)
-        # A new session: Ctrl-C reaches only the parent, which drains all processes.
-        self.child = subprocess.Popen(
-            [*command, "--config", str(settings), "--process", str(self.index)],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            return os.pidfd_open(self.child.pid)
-        except OSError:
-            self.child.kill()
-            self.child.wait()
-            self.child = None
-            raise
+        arguments = ["--config", str(settings), "--process", str(self.index)]
+        self.child, pidfd = start_process([*command, *arguments], environment)
+        return pidfd
 
     def _listen(self) -> socket.socket:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,10 +98,6 @@ class ChildProcess:
         was_steady = now_ns() - self._started_ns > STEADY_NS
         self.failures = 0 if self._is_stop_requested else 1 if was_steady else self.failures + 1
         return code, self._is_stop_requested
-
-    def backoff_s(self) -> float:
-        """Return the delay of the next restart."""
-        return min(BACKOFF_FIRST_S * 2.0 ** min(max(self.failures - 1, 0), 16), BACKOFF_MOST_S)
 
     def read_notices(self) -> None:
         """Process the child's pending notifications."""

@@ -29,11 +29,12 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import Config
 from iskander.control.runtime_directory import ATTACH_SOCKET, RuntimeDirectory, process_directory
 from iskander.errors import IskanderError
-from iskander.gateway.child import BACKOFF_MOST_S, ChildProcess
+from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed
 from iskander.gateway.secrets import require_secrets
 from iskander.gateway.systemd import notify, notify_reloading
 from iskander.repository.load_intents import LoadIntents
+from iskander.supervision.lifecycle import BACKOFF_MAX_S, backoff_s
 from iskander.transport.addresses import admin_address, require_addresses
 from iskander.transport.sockets import ReservedPorts
 
@@ -170,9 +171,9 @@ class Parent:
     async def _start_admin(self) -> None:
         if address := admin_address(self._config.admin):
             from iskander.telemetry.admin import AdminServer
-            from iskander.telemetry.aggregate import AggregatedPages
+            from iskander.telemetry.aggregate import render
 
-            self._admin = AdminServer(address, AggregatedPages(self))
+            self._admin = AdminServer(address, self.reasons, partial(render, self.processes))
             await self._admin.start()
 
     def _start(self, process: ChildProcess) -> None:
@@ -185,7 +186,7 @@ class Parent:
             pidfd = process.start(self._command, self._child_settings())
         except OSError as error:
             log.error("process %d cannot be started: %s", process.index, error.strerror)
-            process.timer = self._loop.call_later(BACKOFF_MOST_S, self._start, process)
+            process.timer = self._loop.call_later(BACKOFF_MAX_S, self._start, process)
         else:
             self._loop.add_reader(pidfd, self._on_end, process, pidfd)
 
@@ -207,7 +208,7 @@ class Parent:
             # A failure during the startup is final; the process has logged the reason.
             self._startup_code = code if code > 0 else 1
         else:
-            delay_s = process.backoff_s()
+            delay_s = backoff_s(process.failures)
             log.error("process %d ended with %d; restart in %g s", process.index, code, delay_s)
             process.timer = self._loop.call_later(delay_s, self._start, process)
 

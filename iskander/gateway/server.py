@@ -20,7 +20,7 @@ from iskander.control.runtime_directory import Member, RuntimeDirectory
 from iskander.gateway.systemd import notify, notify_changes
 from iskander.measurement.recent_values import RecentValues
 from iskander.memory.backing import BackingOptions, log_backing
-from iskander.protocols.extension import ProtocolServer, Services, create_protocols
+from iskander.protocols.extension import Services, create_protocols
 from iskander.protocols.flight.regions import RegionServer
 from iskander.protocols.flight.service import FlightService
 from iskander.protocols.grpc_server import GrpcServer
@@ -144,24 +144,18 @@ class Server:
             recent=self._recent,
             connection_limits=self._connection_limits,
         )
-        self._protocols = self._create_protocols()
-
-    def _create_protocols(self) -> dict[str, ProtocolServer]:
-        """Create the servers that are not part of every gateway."""
-        config = self._config
         services = Services(
-            models=self._models,
+            models=models,
             submitter=self._submitter,
             authenticator=self._access,
             tls=self._tls,
             connection_limits=self._connection_limits,
         )
-        protocols = create_protocols(config, services)
+        self._protocols = create_protocols(config, services)
         if config.http.address:
             from iskander.protocols.oip.http.server import OipHttpServer
 
-            protocols[HTTP] = OipHttpServer(services, self._oip, config.http)
-        return protocols
+            self._protocols[HTTP] = OipHttpServer(services, self._oip, config.http)
 
     async def start(self) -> None:
         """Listen, start the workers, and wait until every model is ready.
@@ -174,7 +168,8 @@ class Server:
             from iskander.telemetry.admin import AdminServer  # The import costs 0.1 s.
             from iskander.telemetry.metrics import Collector
 
-            self._admin = AdminServer(address, Collector(self._sources), self._connection_limits)
+            render, limits = Collector(self._sources).render, self._connection_limits
+            self._admin = AdminServer(address, self._models.reasons, render, limits)
             self._admin_address = await self._admin.start()
         self._access.start()
         self._tls.start()
@@ -217,7 +212,7 @@ class Server:
         self._health.stop()
         self._peers.close()
         self._repository.close()
-        self._supervisor.settle()
+        self._supervisor.recycling.close()
         lame_duck_s = self._config.server.lame_duck_s
         if self._is_started and lame_duck_s:
             log.info("not ready; requests are accepted for another %g s", lame_duck_s)
@@ -227,9 +222,8 @@ class Server:
             self._inferential.stop_accepting()
             for protocol in self._protocols.values():
                 protocol.stop_accepting()
-        self._flight.drain()
-        self._submitter.drain()
-        self._inferential.drain()
+        for service in (self._flight, self._submitter, self._inferential):
+            service.drain()
         log.info("draining %s", self._work())
         drain_s = self._config.server.drain_s
         if not await self._wait_while(self._has_work, drain_s):
@@ -300,9 +294,8 @@ class Server:
     async def _listen(self) -> None:
         is_shared = bool(self._member.siblings)
         config = self._config
-        self.addresses = await self._grpc.start(
-            config.server, config.addresses, is_shared=is_shared
-        )
+        start = self._grpc.start
+        self.addresses = await start(config.server, config.addresses, is_shared=is_shared)
         await self._inferential.start()
         self._regions.start()
         for name, protocol in self._protocols.items():
@@ -352,10 +345,8 @@ class Server:
     async def _release(self) -> None:
         if self._admin is not None:
             await self._admin.stop()
-        self._lag.stop()
-        self._connection_limits.stop()
-        self._access.stop()
-        self._tls.stop()
+        for part in (self._lag, self._connection_limits, self._access, self._tls):
+            part.stop()
         self._dispatcher.alarm.clear()
         self._input_arena.close()
         self._runtime.release()

@@ -108,10 +108,8 @@ class RecentValues:
     async def answer(self, body: bytes) -> dict[str, Summary]:
         """Answer the action `metrics`: a summary of each requested measure.
 
-        A full ring costs 0.15 to 0.25 ms, so the loop runs other callbacks between two.
-
-        Raises:
-            MalformedInput: The body is not a query.
+        A full ring costs 0.15 to 0.25 ms, so the loop runs other callbacks between two. Raises
+        MalformedInput if the body is not a query.
         """
         try:
             query = msgspec.json.decode(body, type=ValuesQuery) if body else ValuesQuery()

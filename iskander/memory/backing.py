@@ -2,9 +2,8 @@
 
 A missing huge page, lock or node never prevents a start: it costs speed and is reported.
 
-Runs on: gateway, which makes all segments.
-
-Source: Documentation/admin-guide/mm/hugetlbpage.rst and transhuge.rst, mlock(2), proc(5), numa(7).
+Runs on: gateway, which makes all segments. Source: Documentation/admin-guide/mm/hugetlbpage.rst and
+transhuge.rst, mlock(2), proc(5), numa(7).
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class Backing(NamedTuple):
     """Actual backing.
 
     Attributes:
-        length_bytes: Length of the segment.
-        huge_bytes: Bytes in huge pages.
         is_locked: The segment is never swapped out.
         node: Preferred NUMA node; None without a policy.
         complaints: Requested properties that the segment does not have, and why.

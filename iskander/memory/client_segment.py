@@ -30,11 +30,7 @@ _PUNCH_HOLE: Final = 0x02 | 0x01
 class ClientSegment:
     """A memfd whose pages are freed with the last reference to it or to a range of it.
 
-    Attributes:
-        fd: Descriptor for the client; the segment owns it.
-
-    Raises:
-        SegmentError: The system has not that much memory.
+    It owns `fd`, the client's descriptor; raises `SegmentError` if the system lacks the memory.
     """
 
     def __init__(self, label: str, length_bytes: int) -> None:

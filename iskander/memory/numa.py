@@ -3,10 +3,9 @@
 Preferred, not bound: with a binding, a full node would end the process, while memory of another
 node is only slower. A failure is returned as text for the operator.
 
-Runs on: gateway and worker.
-
-Source: set_mempolicy(2), mbind(2), Documentation/admin-guide/mm/numa_memory_policy.rst; the numbers
-from syscall_64.tbl and asm-generic/unistd.h of the Linux kernel.
+Runs on: gateway and worker. Source: set_mempolicy(2), mbind(2),
+Documentation/admin-guide/mm/numa_memory_policy.rst; the numbers from syscall_64.tbl and
+asm-generic/unistd.h of the Linux kernel.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def system_call(number: int, *arguments: object) -> int:
 def prefer_node(node: int, call: Call = system_call) -> str:
     """Prefer a node for the memory of this thread and of threads that it starts.
 
-    Returns:
-        Why the call failed; empty on success.
+    Returns why the call failed; empty on success.
     """
     mask, bits = _mask(node)
     return _set_policy("set_mempolicy", _SET_MEMPOLICY, call, node, (_MPOL_PREFERRED, mask, bits))
@@ -44,8 +42,7 @@ def prefer_node(node: int, call: Call = system_call) -> str:
 def prefer_node_for(address: int, length_bytes: int, node: int, call: Call = system_call) -> str:
     """Prefer a node for the pages of a mapping; if shared, also for other processes.
 
-    Returns:
-        Why the call failed; empty on success.
+    Returns why the call failed; empty on success.
     """
     mask, bits = _mask(node)
     arguments = (ctypes.c_void_p(address), ctypes.c_ulong(length_bytes), _MPOL_PREFERRED, mask)

@@ -11,10 +11,8 @@ also sealed against future writes: the creator's mapping stays writable and no p
 another. The creator's lock and node policy belong to the memory, so a receiver requests none.
 
 Runs on: gateway (creates), workers and clients that share memory (attach). Only this module and
-`client_segment` import mmap.
-
-Source: memfd_create(2), fcntl(2) file sealing, madvise(2), mlock(2), shmem_enabled in
-Documentation/admin-guide/mm/transhuge.rst.
+`client_segment` import mmap. Source: memfd_create(2), fcntl(2) file sealing, madvise(2), mlock(2),
+shmem_enabled in Documentation/admin-guide/mm/transhuge.rst.
 """
 
 from __future__ import annotations
@@ -86,10 +84,8 @@ class Segment:
         """Create and seal a segment with the requested backing as far as available.
 
         The label appears in `/proc/PID/fd` and cannot be opened. The length is rounded up to whole
-        pages. With `is_read_only`, no other process can map it writable.
-
-        Raises:
-            SegmentError: The system has not that much memory.
+        pages. With `is_read_only`, no other process can map it writable. Raises `SegmentError` if
+        the system lacks the memory.
         """
         length_bytes = _whole(length_bytes, HUGE_PAGE_BYTES if options.is_huge else mmap.PAGESIZE)
         failure = segment = None
@@ -155,9 +151,8 @@ class Segment:
     def attach(cls, fd: int, length_bytes: int, *, is_writable: bool) -> Segment:
         """Map a received segment, which then owns the descriptor, and populate its page tables.
 
-        Raises:
-            SegmentError: It is shorter than declared, or unsealed: the sender could truncate the
-                memory under a reader.
+        Raises `SegmentError` if it is shorter than declared, or unsealed: the sender could truncate
+        the memory under a reader.
         """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

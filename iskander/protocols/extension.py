@@ -1,8 +1,8 @@
 """Protocols that another distribution or an embedding program adds.
 
 A protocol is a factory: `factory(services, settings)` returns a `ProtocolServer`. Its settings are
-the table `[extensions.protocols.NAME]`, which the factory decodes. `iskander.embed.register_protocol`
-or an entry point of the group `iskander.protocols` registers it.
+the table `[extensions.protocols.NAME]`, which the factory decodes. It is registered by
+`iskander.embed.register_protocol` or an entry point of the group `iskander.protocols`.
 
 Runs on: gateway loop.
 """
@@ -27,21 +27,13 @@ ENTRY_POINTS = "iskander.protocols"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Services:
-    """Components of the gateway that a protocol uses.
+    """Components of the gateway that a protocol uses."""
 
-    Attributes:
-        models: Finds the lane of a model version.
-        submitter: Admits a request, and calls back with its results.
-        authenticator: Grants of tokens.
-        tls: Certificates of the TCP listeners.
-        connection_limits: Memory, iterations and timeouts that all connections share.
-    """
-
-    models: Models
-    submitter: RequestSubmitter
-    authenticator: Authenticator
-    tls: Tls
-    connection_limits: ConnectionLimits
+    models: Models  # Finds the lane of a model version.
+    submitter: RequestSubmitter  # Admits a request, and calls back with its results.
+    authenticator: Authenticator  # Grants of tokens.
+    tls: Tls  # Certificates of the TCP listeners.
+    connection_limits: ConnectionLimits  # Memory, iterations and timeouts of all connections.
 
 
 class ProtocolServer(Protocol):
@@ -66,11 +58,7 @@ REGISTERED: dict[str, Factory] = {}
 
 
 def create_protocols(config: Config, services: Services) -> dict[str, ProtocolServer]:
-    """Create the servers of all configured protocols.
-
-    Raises:
-        ConfigError: No protocol of that name is registered or installed.
-    """
+    """Create the servers of all configured protocols; raises ConfigError for an unknown name."""
     settings = config.extensions.protocols
     return {name: _factory(name)(services, table) for name, table in settings.items()}
 

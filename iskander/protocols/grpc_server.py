@@ -97,14 +97,16 @@ class GrpcServer:
         self._paths: list[BoundPath] = []
         self._access = access
         self._flight_methods = _flight(flight_service)
-        reflection_methods = _reflection(ReflectionService(limits.streams))
-        self._reflection_paths = frozenset(reflection_methods)
-        self._methods = {
-            **self._flight_methods,
-            **_health(health_service),
-            **_oip(oip_service),
-            **reflection_methods,
+        check, watch = _unary(health_service.check), _with_request(health_service.watch)
+        health_methods = _by_path(health.SERVICE, {"Check": check, "Watch": watch})
+        reflect = ReflectionService(limits.streams).info
+        reflection_methods: dict[str, Serve] = {
+            f"/{name}/ServerReflectionInfo": partial(reflect, module=module)
+            for name, module in reflection.SERVICES.items()
         }
+        self._reflection_paths = frozenset(reflection_methods)
+        self._methods = self._flight_methods | _oip(oip_service)
+        self._methods |= health_methods | reflection_methods
         self._inline_methods = {MODEL_INFER: oip_service.infer_at_once}
         self._listener = Listener(
             self._serve,
@@ -125,11 +127,7 @@ class GrpcServer:
     async def start(
         self, config: ServerConfig, addresses: tuple[str, ...], *, is_shared: bool = False
     ) -> list[str]:
-        """Listen; return the addresses with the allocated ports.
-
-        Raises:
-            ConfigError: An address is in use or invalid.
-        """
+        """Listen; return the addresses with the allocated ports, or raise `ConfigError`."""
         bound = []
         for address in addresses:
             path = unix_path(address)
@@ -140,9 +138,8 @@ class GrpcServer:
                     self._paths.append(BoundPath(path, config))
                     sockets = [self._paths[-1].socket]
             except OSError as error:
-                raise ConfigError(
-                    f"server.address {address}: cannot listen there: {error.strerror}"
-                ) from None
+                message = f"server.address {address}: cannot listen there: {error.strerror}"
+                raise ConfigError(message) from None
             for listening in sockets:
                 await self._listener.listen(listening)
             bound.append(address if path is not None else with_port(address, sockets[0]))
@@ -217,7 +214,7 @@ def _message_bytes(batch_bytes: int, path: str) -> int:
 
 
 def _flight(service: FlightService) -> dict[str, Serve]:
-    methods = {
+    methods: dict[str, Serve] = {
         "Handshake": service.handshake,
         "ListFlights": _with_request(service.list_flights),
         "GetFlightInfo": _unary(service.get_flight_info),
@@ -229,26 +226,18 @@ def _flight(service: FlightService) -> dict[str, Serve]:
         "DoAction": _with_request(service.do_action),
         "ListActions": _with_request(service.list_actions),
     }
-    return {f"/{flight.SERVICE}/{name}": serve for name, serve in methods.items()}
-
-
-def _health(service: HealthService) -> dict[str, Serve]:
-    methods = {"Check": _unary(service.check), "Watch": _with_request(service.watch)}
-    return {f"/{health.SERVICE}/{name}": serve for name, serve in methods.items()}
+    return _by_path(flight.SERVICE, methods)
 
 
 def _oip(service: OipService) -> dict[str, Serve]:
     methods: dict[str, Serve] = {name: _unary(answer) for name, answer in service.unary().items()}
     methods["ModelInfer"] = _with_message(service.infer)
     methods["ModelStreamInfer"] = service.stream_infer
-    return {f"/{oip_service.SERVICE}/{name}": serve for name, serve in methods.items()}
+    return _by_path(oip_service.SERVICE, methods)
 
 
-def _reflection(service: ReflectionService) -> dict[str, Serve]:
-    return {
-        f"/{name}/ServerReflectionInfo": partial(service.info, module=module)
-        for name, module in reflection.SERVICES.items()
-    }
+def _by_path(service: str, methods: dict[str, Serve]) -> dict[str, Serve]:
+    return {f"/{service}/{name}": serve for name, serve in methods.items()}
 
 
 def _with_message(handler: Callable[[Message, Call], Awaitable[Any]]) -> Serve:

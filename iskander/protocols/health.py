@@ -45,12 +45,7 @@ class HealthService:
         self.publish()
 
     async def check(self, raw: bytes, grant: Grant) -> bytes:
-        """Return the current status.
-
-        Raises:
-            ModelNotFound: The service is unknown.
-            Unauthenticated, PermissionDenied: The caller has no access to the model.
-        """
+        """Return the current status; raises ModelNotFound, Unauthenticated or PermissionDenied."""
         name = _service_name(raw, grant)
         status = self._status(name)
         if status == _Status.SERVICE_UNKNOWN:
@@ -60,13 +55,10 @@ class HealthService:
     async def watch(self, raw: bytes, call: Call) -> None:
         """Send the current status and each change."""
         name, last = _service_name(raw, call.grant), None
-        limit = self._watchers_max
-        if call.grant.is_anonymous:
-            limit //= ANONYMOUS_SHARE
+        limit = self._watchers_max // (ANONYMOUS_SHARE if call.grant.is_anonymous else 1)
         if self._watchers >= limit:
-            raise Overloaded(
-                f"too many watch streams: {self._watchers} open, limit {limit} (`limits.streams`)"
-            )
+            count = f"{self._watchers} open, limit {limit} (`limits.streams`)"
+            raise Overloaded(f"too many watch streams: {count}")
         self._watchers += 1
         try:
             while True:
@@ -84,21 +76,17 @@ class HealthService:
 
     def _status(self, name: str) -> _Status:
         try:
-            is_serving = self._is_ready(name)
+            is_serving = self._is_ready(name) and not self._is_stopped
         except ModelNotFound:
             return _Status.SERVICE_UNKNOWN
-        is_serving = is_serving and not self._is_stopped
         return _Status.SERVING if is_serving else _Status.NOT_SERVING
 
     def _is_ready(self, name: str) -> bool:
         if not name:
             return self._models.is_ready
         model, _, version = name.partition("/")
-        lanes = [
-            lane
-            for lane in self._models
-            if lane.model.name == model and version in ("", lane.model.version)
-        ]
+        lanes = [lane for lane in self._models if lane.model.name == model]
+        lanes = [lane for lane in lanes if version in ("", lane.model.version)]
         try:
             lanes = lanes or [self._models.find(model, version or None)]
         except NotReady:

@@ -28,19 +28,10 @@ _numbers = itertools.count(1)
 
 
 class StreamTerms:
-    """Terms of one stream.
+    """Terms of one stream; raises MalformedInput if an `iskander-` header is invalid.
 
     The tenant of the source prefixes client names, so that no caller can use a name of another
     token.
-
-    Attributes:
-        is_in_band: The error of a batch replaces its result.
-        region: Name of the client's shared-memory region; empty for none.
-        deadline_ns: Deadline of the call.
-        route_key: Key that selects the call's version among version shares.
-
-    Raises:
-        MalformedInput: An `iskander-` header is invalid.
     """
 
     def __init__(
@@ -49,24 +40,20 @@ class StreamTerms:
         deadline_ns: int | None,
         source: Source = UNKNOWN_SOURCE,
     ) -> None:
-        self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns
+        self.deadline_ns = NEVER_NS if deadline_ns is None else deadline_ns  # Of the call.
         self._source = source
         self._header_terms = terms = _header_terms(headers)
         self._cache: dict[bytes, Terms] | None = None
-        self.is_in_band, self.region = terms.errors == "in-band", terms.region
+        self.is_in_band = terms.errors == "in-band"  # The error of a batch replaces its result.
+        self.region = terms.region  # Name of the shared-memory region; empty for none.
         self._client = self._qualified(terms.client or f"stream {next(_numbers)}")
+        # Selects the call's version among version shares.
         self.route_key = terms.route_key or terms.client or self._client
-        if terms is NO_HEADER_TERMS:
-            self._default = Terms(self._client, source=source)
-        else:
-            self._default = self._merge(terms)
+        is_default = terms is NO_HEADER_TERMS
+        self._default = Terms(self._client, source=source) if is_default else self._merge(terms)
 
     def of(self, app_metadata: bytes) -> Terms:
-        """Return the terms of a batch.
-
-        Raises:
-            MalformedInput: The metadata contains invalid terms.
-        """
+        """Return the terms of a batch; raises MalformedInput if they are invalid."""
         if KEY not in app_metadata:
             return self._default
         if self._cache is None:

@@ -51,19 +51,14 @@ class OpenCall:
 
 
 class RequestSubmitter:
-    """Admits requests and returns results, for all protocols without streams of batches.
-
-    Attributes:
-        is_draining: New requests are rejected.
-        calls: Open calls and their drain callbacks.
-    """
+    """Admits requests and returns results, for all protocols without streams of batches."""
 
     def __init__(self, intake: InputArena, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
         self._intake = intake
         self._dispatcher = dispatcher
         self.limits = limits
-        self.is_draining = False
-        self.calls: dict[OpenCall, Callable[[], None]] = {}
+        self.is_draining = False  # New requests are rejected.
+        self.calls: dict[OpenCall, Callable[[], None]] = {}  # With their drain callbacks.
         # Requests waiting for arena space; bounded by the open calls, each with its own limit.
         self._entering: dict[Request, asyncio.Task[None]] = {}
 
@@ -76,9 +71,7 @@ class RequestSubmitter:
     def held(self, drain: Callable[[], None] = lambda: None, caller: object = None) -> OpenCall:
         """Open a call; `drain` is called when the server stops, `caller` identifies the client.
 
-        Raises:
-            Draining: The server is stopping.
-            Overloaded: The caller, or the server, is at its limit of open calls.
+        Raises `Draining`, or `Overloaded` at the limit of the caller or of the server.
         """
         self.require_open()
         limit = self.limits.streams
@@ -89,27 +82,21 @@ class RequestSubmitter:
             and len(self.calls) >= limit - share
             and sum(each.caller == caller for each in self.calls) >= share
         ):
-            raise Overloaded(
-                "too many open requests of this caller on a nearly full server: "
-                f"limit {share} of {limit} (`limits.streams`)",
-                retry_after_ms=1000,
-            )
+            message = "too many open requests of this caller on a nearly full server: "
+            message += f"limit {share} of {limit} (`limits.streams`)"
+            raise Overloaded(message, retry_after_ms=1000)
         return OpenCall(self.calls, drain, caller)
 
     def require_open(self) -> None:
         """Check, before a request's body is read, that a call can be opened.
 
-        Raises:
-            Draining: The server is stopping.
-            Overloaded: The server is at its limit of open calls.
+        Raises `Draining`, or `Overloaded` at the server's limit of open calls.
         """
         self._require_running()
         count, limit = len(self.calls), self.limits.streams
         if count >= limit:
-            raise Overloaded(
-                f"too many open requests: {count}, limit {limit} (`limits.streams`)",
-                retry_after_ms=1000,
-            )
+            message = f"too many open requests: {count}, limit {limit} (`limits.streams`)"
+            raise Overloaded(message, retry_after_ms=1000)
 
     async def ask(
         self,
@@ -121,10 +108,7 @@ class RequestSubmitter:
     ) -> bytes | memoryview:
         """Submit a request and return its results, in the layout of the contract's outputs.
 
-        Cancelling the task withdraws the request.
-
-        Raises:
-            IskanderError: The request failed.
+        Cancelling the task withdraws the request. Raises `IskanderError` if it fails.
         """
         if not offered.rows:
             self._require_running()
@@ -153,8 +137,7 @@ class RequestSubmitter:
     ) -> Request:
         """Submit a request; `caller` receives the results or the error.
 
-        Raises:
-            IskanderError: The request is rejected, without a call of `caller`.
+        A rejection raises `IskanderError`, without a call of `caller`.
         """
         self._require_running()
         request = Request(
@@ -170,9 +153,8 @@ class RequestSubmitter:
         if self._intake.admit(request):
             self._dispatcher.submit(request)
         else:
-            self._entering[request] = entering = asyncio.get_running_loop().create_task(
-                self._enter(request)
-            )
+            entering = asyncio.get_running_loop().create_task(self._enter(request))
+            self._entering[request] = entering
             # Not in the task: a task that is cancelled before its first step runs no code.
             entering.add_done_callback(lambda _: self._entering.pop(request))
         return request
@@ -204,9 +186,8 @@ class _Caller:
     """Wakes the task that waits for one request."""
 
     def __init__(self) -> None:
-        self.results: asyncio.Future[bytes | memoryview] = (
-            asyncio.get_running_loop().create_future()
-        )
+        loop = asyncio.get_running_loop()
+        self.results: asyncio.Future[bytes | memoryview] = loop.create_future()
 
     def deliver(self, _: Request, results: bytes | memoryview) -> None:
         if not self.results.done():

@@ -32,18 +32,12 @@ NAME_MAX: Final = 100
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """One tensor as it is on the wire.
-
-    Attributes:
-        datatype: Datatype name of the Open Inference Protocol.
-        shape: Shape with the rows as the first axis.
-        data: The elements, as single bytes.
-    """
+    """One tensor as it is on the wire."""
 
     name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: memoryview
+    datatype: str  # Of the Open Inference Protocol.
+    shape: tuple[int, ...]  # The first axis is the rows.
+    data: memoryview  # The elements, as single bytes.
 
 
 class RequestTensors:
@@ -142,11 +136,9 @@ def read_inputs(contract: Contract, tensors: list[Tensor], limits: LimitsConfig)
             continue
         length = rows * spec.elements * max(bits // 8, 1)
         if len(tensor.data) != length:
-            raise MalformedInput(
-                f"input `{spec.tensor}` of shape {list(tensor.shape)} has {length} bytes as "
-                f"{tensor.datatype}, got {len(tensor.data)}",
-                tensor=spec.tensor,
-            )
+            wanted = f"of shape {list(tensor.shape)} has {length} bytes as {tensor.datatype}"
+            message = f"input `{spec.tensor}` {wanted}, got {len(tensor.data)}"
+            raise MalformedInput(message, tensor=spec.tensor)
         if bits == 1:
             values = np.frombuffer(tensor.data, np.bool_)
             buffers.append(np.packbits(values, bitorder="little").data)
@@ -162,10 +154,8 @@ def result_ranges(contract: Contract, rows: int) -> list[tuple[int, int]] | None
     if any(spec.type.dtype.arrow_bits <= 1 for spec in contract.outputs):
         return None
     offsets = body_layout(contract.outputs, rows)[0]
-    return [
-        (offset, offset + spec.buffer_bytes(rows))
-        for spec, offset in zip(contract.outputs, offsets, strict=True)
-    ]
+    pairs = zip(contract.outputs, offsets, strict=True)
+    return [(offset, offset + spec.buffer_bytes(rows)) for spec, offset in pairs]
 
 
 def result_tensors(contract: Contract, rows: int, body: bytes | memoryview) -> list[Tensor]:
@@ -205,11 +195,9 @@ def _offsets(spec: TensorSpec, tensor: Tensor) -> memoryview:
     offsets = data[: (count + 1) * OFFSET_BYTES]
     joined = data[len(offsets) :]
     if int.from_bytes(offsets[count * OFFSET_BYTES :], "little") != len(joined):
-        raise MalformedInput(
-            f"input `{spec.tensor}`: the data are not the {count} strings of shape "
-            f"{list(tensor.shape)}",
-            tensor=spec.tensor,
-        )
+        wanted = f"the {count} strings of shape {list(tensor.shape)}"
+        message = f"input `{spec.tensor}`: the data are not {wanted}"
+        raise MalformedInput(message, tensor=spec.tensor)
     require_strings(f"input `{spec.tensor}`", count, offsets, joined)
     return offsets
 
@@ -229,23 +217,18 @@ def _require_limits(rows: int, tensors: list[Tensor], limits: LimitsConfig) -> N
     if rows < 0:
         raise MalformedInput(f"the first axis of a tensor is its rows, got {rows}")
     if rows > limits.rows:
-        raise LimitExceeded(
-            f"too many rows: {rows}, limit {limits.rows} (`limits.rows`)", wanted=limits.rows
-        )
+        message = f"too many rows: {rows}, limit {limits.rows} (`limits.rows`)"
+        raise LimitExceeded(message, wanted=limits.rows)
     total = sum(len(tensor.data) for tensor in tensors)
     if total > limits.bytes:
-        raise LimitExceeded(
-            f"batch too large: {total} bytes, limit {limits.bytes} (`limits.bytes`)"
-        )
+        limit = f"limit {limits.bytes} (`limits.bytes`)"
+        raise LimitExceeded(f"batch too large: {total} bytes, {limit}")
 
 
 def _type_error(spec: TensorSpec, tensor: Tensor, rows: int) -> ContractError:
-    expected = ["rows" if rows < 0 else rows, *spec.shape]
-    return ContractError(
-        f"input `{spec.tensor}`: wanted {spec.type.dtype.oip} {_listed(expected)}, got "
-        f"{tensor.datatype[:20]} {_listed(list(tensor.shape))}",
-        tensor=spec.tensor,
-    )
+    wanted = f"{spec.type.dtype.oip} {_listed(['rows' if rows < 0 else rows, *spec.shape])}"
+    got = f"{tensor.datatype[:20]} {_listed(list(tensor.shape))}"
+    return ContractError(f"input `{spec.tensor}`: wanted {wanted}, got {got}", tensor=spec.tensor)
 
 
 def _listed(shape: list[int | str] | list[int]) -> str:

@@ -87,11 +87,7 @@ _MSGPACK = (
 
 
 def read_headers(headers: Iterable[tuple[str, Any]]) -> HeaderTerms:
-    """Parse the `iskander-` headers of a call.
-
-    Raises:
-        MalformedInput: A header is unknown or its value is invalid.
-    """
+    """Parse the `iskander-` headers of a call; raises MalformedInput for an invalid one."""
     fields = {
         name.removeprefix(HEADER_PREFIX).replace("-", "_"): value
         for name, value in headers
@@ -111,8 +107,7 @@ def read_headers(headers: Iterable[tuple[str, Any]]) -> HeaderTerms:
 def read_metadata(app_metadata: bytes) -> ClientTerms | None:
     """Parse the terms of a batch; None if the metadata is neither JSON nor msgpack with our key.
 
-    Raises:
-        MalformedInput: The value of the key is invalid.
+    Raises MalformedInput if the value of the key is invalid.
     """
     read_envelope, read_terms = _JSON if app_metadata.lstrip()[:1] == b"{" else _MSGPACK
     try:

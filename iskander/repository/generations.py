@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.models import LaneConfig
+from iskander.config.schema import Config
 from iskander.control.messages import ModelSpec
 from iskander.errors import IskanderError, LimitExceeded, ManifestError, ModelMoved, NotReady
 from iskander.measurement.recent_values import RecentValues
@@ -55,33 +57,24 @@ class Generation:
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
+@dataclass(eq=False, repr=False)
 class Generations:
     """All generations of the gateway; initially those of the configured models.
 
-    Args:
-        load_s: Timeout of a load, without its time in the queue.
-        drain_s: Timeout of the queue of a replaced generation.
-        refuse_queued: Rejects the queued requests of a lane.
+    `reject_queued` rejects the queued requests of a lane.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        loading: ModelLoader,
-        reject_queued: Callable[[Lane, IskanderError], None],
-        *,
-        load_s: float,
-        drain_s: float,
-        recent: RecentValues,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._models = models
-        self._loading = loading
-        self._refuse_queued = reject_queued
-        self._load_ns, self._drain_ns = int(load_s * NS_PER_S), int(drain_s * NS_PER_S)
-        self._recent = recent
-        self._on_change = on_change
-        self._all = {key: Generation(lane, Stage.SERVING) for key, lane in models.by_key.items()}
+    config: Config
+    models: Models
+    loading: ModelLoader
+    reject_queued: Callable[[Lane, IskanderError], None]
+    recent: RecentValues
+    on_change: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._load_ns = int(self.config.workers.start_s * NS_PER_S)
+        lanes = self.models.by_key.items()
+        self._all = {key: Generation(lane, Stage.SERVING) for key, lane in lanes}
         self._next_key = len(self._all)
         self._timer: asyncio.TimerHandle | None = None
         self._is_updating = False
@@ -100,16 +93,16 @@ class Generations:
         if len(self._all) >= GENERATIONS_MAX:
             raise LimitExceeded(f"{len(self._all)} model versions exist, limit {GENERATIONS_MAX}")
         key, self._next_key = self._next_key, self._next_key + 1
-        lane = Lane(msgspec.structs.replace(spec, key=key), config, quorum, self._recent)
+        lane = Lane(msgspec.structs.replace(spec, key=key), config, quorum, self.recent)
         lane.is_served, lane.is_required = False, is_required
         for other in list(self._all.values()):
             if other.stage is Stage.LOADING and other.which == (spec.name, spec.version):
                 other.error = ModelMoved(f"model `{lane.title}` changed again during its load")
                 self._apply(other, Event.RETIRED)
-        self._models.by_key[key] = lane
+        self.models.by_key[key] = lane
         self._all[key] = generation = Generation(lane, Stage.LOADING)
         log.info("generation %d of %s is loading", key, lane.title)
-        self._loading.load_missing()
+        self.loading.load_missing()
         self.update()
         return generation
 
@@ -128,7 +121,7 @@ class Generations:
             return
         self._is_updating = True
         try:
-            self._loading.replace_overdue(self._load_ns)
+            self.loading.replace_overdue(self._load_ns)
             for generation in list(self._all.values()):
                 if event := self._event(generation):
                     self._apply(generation, event)
@@ -153,10 +146,10 @@ class Generations:
         if generation.stage is Stage.LOADING:
             return self._event_of_load(generation, age_ns)
         if generation.stage is Stage.DRAINING:
-            in_flight = (each for w in self._models.workers for each in w.in_flight.values())
+            in_flight = (each for w in self.models.workers for each in w.in_flight.values())
             if lane.is_empty and not any(each.lane is lane for each in in_flight):
                 return Event.EMPTY
-            if age_ns > self._drain_ns and lane.queue.requests:
+            if age_ns > self.config.server.drain_s * NS_PER_S and lane.queue.requests:
                 return Event.OVERDUE
         return None
 
@@ -165,7 +158,7 @@ class Generations:
         if lane.refusal is not None:
             generation.error = lane.refusal
             return Event.REFUSED
-        pool = lane.pool_workers(self._models.workers)
+        pool = lane.pool_workers(self.models.workers)
         serving = [w for w in pool if w.state is State.READY]
         holders = [w for w in serving if lane.model.key in w.models]
         self._measure_load(generation, pool)
@@ -192,7 +185,7 @@ class Generations:
                     if not is_current:
                         generation.lane.refusal = ManifestError(FILES_CHANGED)
 
-            self._models.freshness.ask(generation.lane, on_known)
+            self.models.freshness.ask(generation.lane, on_known)
         return Event.ACCEPTED if generation.is_current else None
 
     def _measure_load(self, generation: Generation, pool: list[Worker]) -> None:
@@ -213,12 +206,12 @@ class Generations:
         for action in actions:
             self._actions[action](generation)
         if actions:
-            self._on_change()
+            self.on_change()
 
     def _put_in_place(self, generation: Generation) -> None:
-        older = self._models.serve(generation.lane)
-        self._models.failures.pop(generation.which, None)
-        self._models.counts["loaded"] += 1
+        older = self.models.serve(generation.lane)
+        self.models.failures.pop(generation.which, None)
+        self.models.counts["loaded"] += 1
         if not generation.outcome.done():
             generation.outcome.set_result(None)
         if older is not None:
@@ -226,7 +219,7 @@ class Generations:
 
     def _report_failure(self, generation: Generation) -> None:
         assert generation.error is not None
-        error, models = generation.error, self._models
+        error, models = generation.error, self.models
         if not isinstance(error, ModelMoved):
             models.counts["failed"] += 1
             models.failures[generation.which] = Failure(error.message, generation.lane.is_required)
@@ -237,16 +230,16 @@ class Generations:
 
     def _withdraw(self, generation: Generation) -> None:
         generation.lane.is_over = True
-        self._models.withdraw(generation.lane)
-        self._models.counts["unloaded"] += 1
+        self.models.withdraw(generation.lane)
+        self.models.counts["unloaded"] += 1
 
     def _refuse_rest(self, generation: Generation) -> None:
-        lane, drain_s = generation.lane, self._drain_ns / NS_PER_S
+        lane, drain_s = generation.lane, self.config.server.drain_s
         late = f"its queue did not drain in {drain_s:g} s (`server.drain_s`)"
-        self._refuse_queued(lane, ModelMoved(f"model `{lane.title}` was replaced; {late}"))
+        self.reject_queued(lane, ModelMoved(f"model `{lane.title}` was replaced; {late}"))
 
     def _unload(self, generation: Generation) -> None:
         lane = generation.lane
         lane.is_over = True
-        self._loading.unload(lane)
-        del self._models.by_key[lane.model.key], self._all[lane.model.key]
+        self.loading.unload(lane)
+        del self.models.by_key[lane.model.key], self._all[lane.model.key]

@@ -35,6 +35,10 @@ class FoundModel(NamedTuple):
     spec: ModelSpec
 
 
+Found = dict[str, FoundModel | IskanderError]
+"""By version: what can be loaded, or why it cannot be read."""
+
+
 class ModelReader:
     """Reads models of the configuration and of the repository folder."""
 
@@ -62,16 +66,14 @@ class ModelReader:
             raise ConfigError(f"{SETTINGS}: {complaint}")
         return settings, routing
 
-    def of_folder(
-        self, name: str, settings: ModelFile, stamps: Mapping[str, str]
-    ) -> dict[str, FoundModel | IskanderError]:
+    def of_folder(self, name: str, settings: ModelFile, stamps: Mapping[str, str]) -> Found:
         """Read versions of the folder with these stamps, each or its error."""
         return {
             version: _found(settings, partial(self._spec, (name, version), settings, stamp))
             for version, stamp in stamps.items()
         }
 
-    def of_configuration(self, name: str) -> dict[str, FoundModel | IskanderError]:
+    def of_configuration(self, name: str) -> Found:
         """Read versions of the configuration, each or its error."""
         return {
             version: _found(model, partial(model_spec, 0, model, self._loading))

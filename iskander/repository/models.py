@@ -40,7 +40,6 @@ class Models:
     Attributes:
         by_key: Every lane by its number in control messages; a number is never reused.
         revision: Incremented when the result of `find` may change.
-        counts: Loads, failures and unloads.
         workers: One for each slot of the placement plan; set by the supervisor.
         is_stopping: The server shuts down, so nothing is ready.
         hides_models: Errors do not list the models.
@@ -135,11 +134,8 @@ class Models:
     def find(self, name: str, version: str | None, key: str = "") -> Lane:
         """Return the lane for a call by version, alias, default, split, or highest version.
 
-        Equal keys get the same version of a split.
-
-        Raises:
-            ModelNotFound: Lists the available models or versions.
-            NotReady: It is loading, or its load failed.
+        Equal keys get the same version of a split. Raises ModelNotFound, which lists the available
+        models or versions, or NotReady if it is loading or its load failed.
         """
         served = self._served.get(name)
         if served is None:

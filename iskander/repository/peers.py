@@ -123,8 +123,7 @@ class Peers:
             return contextlib.nullcontext()
         if change.action == "load":
             return self._intents.recording(LoadIntent(change.model))
-        intent = self._intents.get(change.model)
-        return self._intents.recording(intent.without(change.version))
+        return self._intents.recording(self._intents.get(change.model).without(change.version))
 
     async def _here(self, change: Change) -> list[str]:
         if change.action == "load":
@@ -163,8 +162,7 @@ class Peers:
             change = msgspec.json.decode(line, type=Change)
             async with asyncio.timeout(self._load_s):
                 await self._repository.startup.wait_for(change.model)
-            outcome = await self._outcome_of(change)
-            writer.write(msgspec.json.encode(outcome) + b"\n")
+            writer.write(msgspec.json.encode(await self._outcome_of(change)) + b"\n")
         except (OSError, TimeoutError, ValueError) as error:
             log.warning("the request of a peer process failed: %r", error)
         finally:

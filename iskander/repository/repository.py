@@ -1,8 +1,7 @@
 """Reconciles served models with the repository folder: loads, reloads and retires versions.
 
 Also reloads models of the configuration after a change of their files. `wanted_versions` decides
-which versions to serve, `generations` replaces them. Each gateway process does this by itself;
-processes that watch the same folder reach the same state independently.
+which versions to serve, `generations` replaces them. Each gateway process does this independently.
 
 Runs on: gateway loop; folders are read on threads.
 """
@@ -11,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,12 +23,11 @@ from iskander.measurement.recent_values import RecentValues
 from iskander.repository.changes import follow
 from iskander.repository.generations import Generation, Generations
 from iskander.repository.load_intents import LoadIntent
-from iskander.repository.model_reader import FoundModel, ModelReader, Which
+from iskander.repository.model_reader import Found, ModelReader, Which
 from iskander.repository.models import NAME_LETTERS_MAX, Failure, Models
 from iskander.repository.routing import Routing
 from iskander.repository.scan import ABSENT, SETTINGS, ScannedModel, list_models
 from iskander.repository.specs import quorum_of
-from iskander.repository.startup_barrier import StartupBarrier
 from iskander.repository.version_policy import (
     move,
     names_at_start,
@@ -47,34 +46,25 @@ UNKNOWN = "?"
 """Version key of a failure that concerns a whole model."""
 
 
+@dataclass(eq=False, repr=False)
 class Repository:
     """The models to serve; parameters as `Generations`."""
 
-    def __init__(
-        self,
-        config: Config,
-        models: Models,
-        loading: ModelLoader,
-        reject_queued: Callable[[Lane, IskanderError], None],
-        *,
-        recent: RecentValues,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._config = config
+    config: Config
+    models: Models
+    loading: ModelLoader
+    reject_queued: Callable[[Lane, IskanderError], None]
+    recent: RecentValues
+    on_change: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        config, models, on_change = self.config, self.models, self.on_change
         self._settings = config.repository
+        self._is_explicit = config.repository.control == "explicit"
         self._reader = ModelReader(config)
-        self._models = models
-        self._loading = loading
         self._generations = Generations(
-            models,
-            loading,
-            reject_queued,
-            load_s=config.workers.start_s,
-            drain_s=config.server.drain_s,
-            recent=recent,
-            on_change=on_change,
+            config, models, self.loading, self.reject_queued, self.recent, on_change
         )
-        self._on_change = on_change
         self.startup = StartupBarrier()
         self._tried: dict[str, dict[str, str]] = {}
         self._model_files: dict[str, ModelFile] = {}
@@ -86,14 +76,9 @@ class Repository:
         models.freshness.fingerprint_of = self._fingerprint_of
         models.freshness.on_known = on_change
 
-    @property
-    def is_explicit(self) -> bool:
-        """Whether calls load and unload models."""
-        return self._settings.control == "explicit"
-
     def is_for_calls(self, name: str) -> bool:
         """Whether calls load and unload this model."""
-        return self.is_explicit and not self._reader.is_configured(name)
+        return self._is_explicit and not self._reader.is_configured(name)
 
     async def start(self, intents: Iterable[LoadIntent] = ()) -> None:
         """Start the initial loads, as changed by the intents of earlier calls; watch the folder."""
@@ -101,7 +86,7 @@ class Repository:
             return self.startup.all_expected()
         settings = self._settings
         listed = await asyncio.to_thread(list_models, Path(settings.path), settings.marker)
-        excluded = {intent.model: intent.but for intent in intents if self.is_explicit}
+        excluded = {intent.model: intent.but for intent in intents if self._is_explicit}
         for name in sorted(names_at_start(settings, listed, intents)):
             scanned = listed.get(name, ABSENT)
             if name in excluded:
@@ -109,14 +94,15 @@ class Repository:
                 if not scanned.versions:
                     continue  # Calls have unloaded all its versions.
             self.startup.expect(name)
-            self._models.pending += 1
+            self.models.pending += 1
             # An unreadable folder may not be a model, unless the configuration names it.
-            is_required = not scanned.error or (self.is_explicit and name in settings.load)
+            is_required = not scanned.error or (self._is_explicit and name in settings.load)
             self._spawn(self._start(name, scanned, is_required=is_required))
-        self._models.is_scanning = False
+        self.models.is_scanning = False
         self.startup.all_expected()
-        if not self.is_explicit:
-            self._spawn(follow(self._settings, listed, self._on_model))
+        if not self._is_explicit:
+            spawn, change = self._spawn, self._change
+            spawn(follow(settings, listed, lambda name, now: spawn(change(name, now))))
 
     def close(self) -> None:
         """Cancel changes and stop watching."""
@@ -125,27 +111,25 @@ class Repository:
         for task in list(self._tasks):
             task.cancel()
         self._generations.close()
-        self._models.freshness.close()
+        self.models.freshness.close()
 
     def update(self) -> None:
         """Update the generations, reload stale models, and schedule retries of failed loads."""
         self._generations.update()
-        for lane in self._models:
+        for lane in self.models:
             if lane.is_stale:
                 lane.is_stale = False
                 name = lane.model.name
                 if name not in self._reloading:
                     self._reloading.add(name)
                     self._spawn(self._reload_stale(name))
-        is_refused = any(worker.refused for worker in self._models.workers)
-        if is_refused and self._retry_timer is None:
+        if any(worker.refused for worker in self.models.workers) and self._retry_timer is None:
             self._retry_timer = asyncio.get_running_loop().call_later(RETRY_S, self._retry)
 
     async def load(self, name: str) -> list[str]:
         """Load a model's current files if they differ from those served; return its versions.
 
-        Raises:
-            IskanderError: There is no such model, or a load failed; served versions are unaffected.
+        Raises IskanderError for an unknown model or a failed load; served versions are unaffected.
         """
         if self._reader.is_configured(name):
             await self._reload(name, retries_failed=True)
@@ -154,23 +138,21 @@ class Repository:
             if self._settings.path:
                 scanned = await asyncio.to_thread(self._reader.listed, name)
             if not scanned.versions and not scanned.error:
-                self._models.find(name, None)  # Raises an error that lists the models.
+                self.models.find(name, None)  # Raises an error that lists the models.
                 raise ModelNotFound(f"model `{name}` is no longer in the folder", model=name)
             await self._change(name, scanned, retries_failed=True)
-        return list(self._models.versions_of(name))
+        return list(self.models.versions_of(name))
 
     def unload(self, name: str, version: str | None = None) -> list[str]:
         """Stop serving a model or one version; return the versions. Accepted requests complete.
 
-        Raises:
-            ModelNotFound: It is not served.
-            Unsupported: Calls do not control this model.
+        Raises ModelNotFound if it is not served, Unsupported if calls do not control it.
         """
         short = name[:NAME_LETTERS_MAX]
         if not self._settings.path or self._reader.is_configured(name):
-            self._models.find(name, version)
+            self.models.find(name, version)
             raise Unsupported(f"model `{short}` cannot be unloaded: it is in the configuration")
-        if not self.is_explicit:
+        if not self._is_explicit:
             raise Unsupported(
                 f"model `{short}` cannot be unloaded by a call: `repository.control` is "
                 "`watched`; remove its folder"
@@ -179,13 +161,13 @@ class Repository:
         def matches(which: Which) -> bool:
             return which[0] == name and version in (None, which[1])
 
-        lanes = [lane.model for lane in (*self._models, *self._models.coming)]
+        lanes = [lane.model for lane in (*self.models, *self.models.coming)]
         unloaded = list(dict.fromkeys(m.version for m in lanes if matches((m.name, m.version))))
-        failed = [which for which in self._models.failures if matches(which)]
+        failed = [which for which in self.models.failures if matches(which)]
         if not unloaded and not failed:
             raise ModelNotFound(f"model `{short}` is not loaded", model=short)
         for which in failed:
-            del self._models.failures[which]
+            del self.models.failures[which]
         self._retire(name, unloaded)
         return unloaded
 
@@ -196,7 +178,7 @@ class Repository:
 
     def _retry(self) -> None:
         self._retry_timer = None
-        self._loading.retry_failed()
+        self.loading.retry_failed()
         self.update()
 
     def _fingerprint_of(self, lane: Lane) -> str:
@@ -204,16 +186,13 @@ class Repository:
         which = lane.model.name, lane.model.version
         return self._reader.fingerprint_of(which, lane.model.key, self._model_files.get(which[0]))
 
-    def _on_model(self, name: str, scanned: ScannedModel) -> None:
-        self._spawn(self._change(name, scanned))
-
     async def _start(self, name: str, scanned: ScannedModel, *, is_required: bool) -> None:
         try:
             await self._change(name, scanned, is_required=is_required)
         finally:
             self.startup.release(name)
-            self._models.pending -= 1
-            self._on_change()
+            self.models.pending -= 1
+            self.on_change()
 
     async def _reload_stale(self, name: str) -> None:
         try:
@@ -258,9 +237,9 @@ class Repository:
             self._model_files[name] = settings
             policy = policy_of(self._settings, settings)
             versions = wanted_versions(scanned.versions, policy, routing)
-            for which in [which for which in self._models.failures if which[0] == name]:
+            for which in [which for which in self.models.failures if which[0] == name]:
                 if which[1] not in versions:
-                    del self._models.failures[which]
+                    del self.models.failures[which]
             stamps = {version: scanned.versions[version] for version in versions}
             found = await asyncio.to_thread(self._reader.of_folder, name, settings, stamps)
             begun, last_error = self._begin_all(
@@ -278,12 +257,7 @@ class Repository:
                 raise last_error
 
     def _begin_all(
-        self,
-        name: str,
-        found: Mapping[str, FoundModel | IskanderError],
-        *,
-        retries_failed: bool,
-        is_required: bool = False,
+        self, name: str, found: Found, *, retries_failed: bool, is_required: bool = False
     ) -> tuple[list[Generation], IskanderError | None]:
         """Start loads; return them, and the last error of those that did not start."""
         begun: list[Generation] = []
@@ -295,7 +269,7 @@ class Repository:
                     raise each
                 spec, settings = each.spec, each.settings
                 if self._needs_load(which, spec.fingerprint, retries_failed=retries_failed):
-                    quorum, begin = quorum_of(self._config, settings), self._generations.begin
+                    quorum, begin = quorum_of(self.config, settings), self._generations.begin
                     begun.append(begin(spec, settings.lane, quorum, is_required=is_required))
             except IskanderError as error:
                 last_error = self._fail(which, error, is_required=is_required)
@@ -305,11 +279,11 @@ class Repository:
         """Whether these files are not served and, unless retried, have not failed."""
         name, version = which
         tried = self._tried.setdefault(name, {})
-        lane = self._models.versions_of(name).get(version)
+        lane = self.models.versions_of(name).get(version)
         was_tried = tried.get(version) == fingerprint
         tried[version] = fingerprint
         if lane is not None and lane.model.fingerprint == fingerprint:
-            self._models.failures.pop(which, None)
+            self.models.failures.pop(which, None)
             return False
         if was_tried and not retries_failed:
             return False
@@ -318,21 +292,21 @@ class Repository:
         return True
 
     def _move(self, name: str, versions: list[str], routing: Routing) -> None:
-        planned = move(self._models.versions_of(name), versions, routing)
-        if planned.is_routed:
-            self._models.route(name, routing if versions and routing != Routing() else None)
+        retired, is_routed = move(self.models.versions_of(name), versions, routing)
+        if is_routed:
+            self.models.route(name, routing if versions and routing != Routing() else None)
         elif complaint := targets_error(routing, versions):
             error = ConfigError(f"{complaint}; the previous routing stays in effect")
             self._fail((name, SETTINGS), error, is_required=False)
-        self._retire(name, planned.retire)
+        self._retire(name, retired)
         if not versions:
             self._tried.pop(name, None)
             self._model_files.pop(name, None)
 
     def _fail(self, which: Which, error: IskanderError, *, is_required: bool) -> IskanderError:
         log.error("%s is not served: %s", "/".join(which), error.message)
-        self._models.counts["failed"] += 1
-        self._models.failures[which] = Failure(error.message, is_required)
+        self.models.counts["failed"] += 1
+        self.models.failures[which] = Failure(error.message, is_required)
         return error
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -345,6 +319,36 @@ class Repository:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, IskanderError):  # Others are in `failures`.
             log.error("a change of the repository failed", exc_info=error)
+
+
+class StartupBarrier:
+    """Holds back changes of models that the startup has not reached, which it would overwrite.
+
+    A process loads the recorded models at startup, and receives changes from its peers at once.
+    """
+
+    def __init__(self) -> None:
+        self._is_listed = asyncio.Event()
+        self._expected: dict[str, asyncio.Event] = {}
+
+    def expect(self, name: str) -> None:
+        """Register a model that the startup will load."""
+        self._expected[name] = asyncio.Event()
+
+    def all_expected(self) -> None:
+        """Declare the registration complete."""
+        self._is_listed.set()
+
+    def release(self, name: str) -> None:
+        """Let changes of a model proceed: the startup has chosen its versions."""
+        if name in self._expected:
+            self._expected.pop(name).set()
+
+    async def wait_for(self, name: str) -> None:
+        """Wait until changes of a model may proceed."""
+        await self._is_listed.wait()
+        if name in self._expected:
+            await self._expected[name].wait()
 
 
 async def _outcomes(begun: Iterable[Generation]) -> None:

@@ -82,14 +82,13 @@ def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) ->
     home = environment.get("HOME")
     cache_home = environment.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
     own = environment.get("CACHE_DIRECTORY", "").partition(":")[0]
-    default = own or (f"{cache_home}/iskander" if cache_home else "")
     return LoadingSpec(
         is_tried=settings.trial,
         trial_s=min(settings.trial_s, SANDBOX_SHARE * config.workers.start_s),
         trial_bytes=settings.trial_bytes,
         model_bytes=settings.model_bytes,
         is_shared=settings.share_weights,
-        cache=settings.cache or default,
+        cache=settings.cache or own or (f"{cache_home}/iskander" if cache_home else ""),
         cache_bytes=settings.cache_bytes,
         custom_ops=settings.custom_ops,
         public_key=settings.public_key,

@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from iskander.config.repository import ModelFile, RepositoryConfig, Versions
 from iskander.repository.load_intents import LoadIntent
@@ -73,15 +73,10 @@ def targets_error(routing: Routing, versions: Collection[str]) -> str:
     return missing and f"the routing refers to missing versions: {missing}"
 
 
-class Move(NamedTuple):
-    """Versions to retire after the loads of a model, and whether its new routing takes effect."""
-
-    retire: list[str]
-    is_routed: bool
-
-
-def move(served: Collection[str], wanted_now: Collection[str], routing: Routing) -> Move:
-    """Decide which versions to retire, and whether the new routing takes effect.
+def move(
+    served: Collection[str], wanted_now: Collection[str], routing: Routing
+) -> tuple[list[str], bool]:
+    """Return the versions to retire after loads, and whether the new routing takes effect.
 
     Nothing retires while a wanted version or a routing target is not served, and the routing takes
     effect only if all its targets are served. Neither holds for a model without wanted versions.
@@ -89,7 +84,7 @@ def move(served: Collection[str], wanted_now: Collection[str], routing: Routing)
     targets = routing.targets() if wanted_now else set()
     is_complete = all(version in served for version in targets.union(wanted_now))
     retire = [version for version in served if version not in wanted_now] if is_complete else []
-    return Move(retire, all(target in served for target in targets))
+    return retire, all(target in served for target in targets)
 
 
 def settled(

@@ -41,7 +41,7 @@ class CostModel:
         self.row_ns = self.base_ns = 0.0
         self.samples = 0
         self.slowest = 1.0
-        self._w = self._r = self._rr = self._t = self._rt = 0.0  # Sums: weight, row, row², ns, row·ns
+        self._w = self._r = self._rr = self._t = self._rt = 0.0  # Sums: weight, row, row², t, row·t
 
     def __repr__(self) -> str:
         return f"<CostModel {self.row_ns:.0f} ns x rows + {self.base_ns:.0f} ns>"

@@ -19,9 +19,7 @@ from iskander.supervision.worker import worker_command
 def check_model(spec: ModelSpec, python: str, cores: int, wait_s: float) -> Loaded:
     """Load a model in the interpreter `python` (empty: this one) on `cores` physical cores.
 
-    Raises:
-        ManifestError: The model cannot be loaded.
-        NotReady: The load timed out.
+    Raises ManifestError if the model cannot be loaded, NotReady after `wait_s`.
     """
     code, raw = _run([*worker_command(python), "--try", str(cores)], encode(spec), wait_s)
     if code or not raw:

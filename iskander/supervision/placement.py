@@ -42,9 +42,8 @@ class PlacementPlan(NamedTuple):
 def plan(config: Config, topology: Topology) -> PlacementPlan:
     """Reserve the gateway's cores and divide the core groups among the workers.
 
-    Raises:
-        ConfigError: A cpu list is invalid or overlaps another one, or cpus, workers or compute
-            threads exceed a limit.
+    Raises ConfigError if a cpu list is invalid or overlaps another one, or if cpus, workers or
+    compute threads exceed a limit.
     """
     listed = _listed_groups(config, topology)
     gateway, note = _gateway_cpus(config, topology, listed)
@@ -130,8 +129,7 @@ def _own_slots(
 ) -> tuple[list[SlotPlan], list[Cpus], list[str]]:
     """Place workers of a single model: one core for each thread, from the ends of groups in turn.
 
-    Returns:
-        The slots, without their final indexes; the rest of each group; and notes on shared cores.
+    Returns the slots without final indexes, the rest of each group, and notes on shared cores.
     """
     left, slots, notes = list(groups), [], []
     shared = config.has_shared_models
@@ -147,16 +145,15 @@ def _own_slots(
         cpus = tuple(sorted(chain.from_iterable(cores[-threads:])))
         if is_alone:
             left[group] = tuple(cpu for cpu in left[group] if cpu not in cpus)
-        node = _preferred_node(topology.only(cpus), topology)
-        slot = _slot(0, group, node, topology.only(cpus))
+        part = topology.only(cpus)
+        slot = _slot(0, group, _preferred_node(part, topology), part)
         slots.append(msgspec.structs.replace(slot, pool=model.pool, python=model.python))
     return slots, left, notes
 
 
 def _slot(index: int, group: int, node: int | None, part: Topology) -> SlotPlan:
     domains = tuple(part.domains) if part.has_l3 else ()
-    cpus = tuple(sorted(part.numbers))
-    return SlotPlan(index, group, cpus, node, len(part.cores), domains)
+    return SlotPlan(index, group, tuple(sorted(part.numbers)), node, len(part.cores), domains)
 
 
 def _preferred_node(part: Topology, topology: Topology) -> int | None:

@@ -42,18 +42,21 @@ TICK_S: Final = 1.0
 
 
 class DeathRate:
-    """Worker deaths of one model in a sliding window, and its consecutive quarantines."""
+    """Worker deaths of one model in a sliding window, and its consecutive quarantines.
+
+    The owner sets `released_ns` at the end of a quarantine.
+    """
 
     def __init__(self, limit: int, window_ns: int) -> None:
         self._limit = limit
         self._window_ns = window_ns
         self._deaths: deque[int] = deque(maxlen=limit)
-        self._released_ns = 0
+        self.released_ns = 0
         self.quarantines = 0
 
     def note(self, at_ns: int) -> bool:
         """Count a death; return whether the limit is reached. After a quarantine it is 1."""
-        if self.quarantines and at_ns - self._released_ns > self._window_ns:
+        if self.quarantines and at_ns - self.released_ns > self._window_ns:
             self.quarantines = 0
         self._deaths.append(at_ns)
         while at_ns - self._deaths[0] > self._window_ns:
@@ -67,10 +70,6 @@ class DeathRate:
         """Count a quarantine; return its duration in seconds."""
         self.quarantines += 1
         return min(first_s * 2.0 ** min(self.quarantines - 1, 16), QUARANTINE_MAX_S)
-
-    def release(self, at_ns: int) -> None:
-        """Note the end of a quarantine."""
-        self._released_ns = at_ns
 
 
 @dataclass(eq=False, repr=False)
@@ -118,8 +117,7 @@ class Quarantines:
             return
         lane, was_hung = self._suspects.pop(worker.index)
         kills, self._oom_kills = self._oom_kills, oom_kills()
-        was_out_of_memory = self._oom_kills > kills
-        if end.is_model_fault(was_hung=was_hung, was_out_of_memory=was_out_of_memory):
+        if end.is_model_fault(was_hung=was_hung, was_out_of_memory=self._oom_kills > kills):
             self._on_death(lane, worker)
 
     def follow(self, hello: Hello) -> None:
@@ -209,7 +207,7 @@ class Quarantines:
         log.warning("requests for model %s are accepted again", lane.title)
         self._timers.pop(lane.model.key, None)
         lane.quarantine = None
-        rate.release(now_ns())
+        rate.released_ns = now_ns()
         self.on_change()
 
     def _tick(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import WorkersConfig
@@ -26,16 +27,16 @@ SERVICE_MIN_NS = 10 * NS_PER_S
 """Service time of a worker before its memory is checked."""
 
 
+@dataclass(eq=False, repr=False)
 class Recycling:
     """Selects workers to recycle and calls `on_due` with each; a limit of 0 is disabled."""
 
-    def __init__(
-        self, workers: Sequence[Worker], config: WorkersConfig, on_due: Callable[[Worker], None]
-    ) -> None:
-        self._workers = workers
-        self._batches = config.recycle_batches
-        self._rss_bytes = config.recycle_rss_bytes
-        self._on_due = on_due
+    workers: Sequence[Worker]
+    config: WorkersConfig
+    on_due: Callable[[Worker], None]
+
+    def __post_init__(self) -> None:
+        self._batches, self._rss_bytes = self.config.recycle_batches, self.config.recycle_rss_bytes
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -60,7 +61,7 @@ class Recycling:
         """Recycle a worker above a limit, unless another one is being recycled."""
         if self._is_closed or worker.state is not State.READY or worker.asked is not None:
             return
-        if any(other.is_recycling for other in self._workers):
+        if any(other.is_recycling for other in self.workers):
             return
         if worker.batches >= worker.recycle_at:
             count = worker.batches + self._batches - worker.recycle_at
@@ -74,10 +75,10 @@ class Recycling:
             return
         worker.is_recycling = True
         log.info("worker %d is recycled: %s", worker.index, reason)
-        self._on_due(worker)
+        self.on_due(worker)
 
     def _tick(self) -> None:
         # Oldest process first, so that each is recycled in turn.
-        for worker in sorted(self._workers, key=lambda worker: worker.opened_ns):
+        for worker in sorted(self.workers, key=lambda worker: worker.opened_ns):
             self.check(worker)
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -90,16 +91,13 @@ def slot_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
 async def create_memory(worker: Worker, incarnation: int, pid: int, arena: ArenaConfig) -> None:
     """Create a worker's segments, the output arena on a thread, and reserve the slot meanwhile.
 
-    Raises:
-        SegmentError: The system refused the memory.
-        ProtocolError: The slot was stopped meanwhile.
+    Raises SegmentError if the system refused the memory, ProtocolError if the slot was stopped.
     """
     index = worker.index
     options = BackingOptions(worker.place.node, arena.huge_pages, arena.lock)
     worker.is_registering = True
-    creation = asyncio.get_running_loop().run_in_executor(
-        None, Segment.create, f"iskander-output-{index}", arena.output_bytes, options
-    )
+    create = partial(Segment.create, f"iskander-output-{index}", arena.output_bytes, options)
+    creation = asyncio.get_running_loop().run_in_executor(None, create)
     try:
         output = await asyncio.shield(creation)
     except asyncio.CancelledError:

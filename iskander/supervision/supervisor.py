@@ -13,6 +13,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -63,42 +64,34 @@ class ServedModels(Protocol):
         """Describe each model that is not ready."""
 
 
+@dataclass(eq=False, repr=False)
 class Supervisor:
     """Owner of every worker slot and its process.
 
-    Args:
-        config: Validated settings.
-        places: Placement of the worker slots.
+    Attributes:
         folder: The runtime directory; the caller holds its lock.
         member: This gateway process; the first one starts and ends the workers.
         models: The lanes; receives the worker slots.
-        intake: Owner of the input arena.
-        dispatcher: Sends batches to open workers.
         on_change: Called when readiness may have changed.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        places: list[SlotPlan],
-        *,
-        folder: Path,
-        member: Member,
-        models: ServedModels,
-        intake: InputArena,
-        dispatcher: Dispatcher,
-        on_change: Callable[[], None],
-    ) -> None:
+    config: Config
+    places: list[SlotPlan]
+    _: KW_ONLY
+    folder: Path
+    member: Member
+    models: ServedModels
+    intake: InputArena
+    dispatcher: Dispatcher
+    on_change: Callable[[], None]
+
+    def __post_init__(self) -> None:
         validate()
-        self._config = config
+        config, folder, member, models = self.config, self.folder, self.member, self.models
         self._settings = settings = config.workers
-        self._member = member
-        self._models = models
-        self._intake = intake
-        self._dispatcher = dispatcher
+        dispatcher = self.dispatcher
         dispatcher.end_worker = self._on_unresponsive
-        self._on_change = on_change
-        workers = [Worker(place, is_ours=member.is_first) for place in places]
+        workers = [Worker(place, is_ours=member.is_first) for place in self.places]
         self.workers = models.workers = workers
         self._message_reader = WorkerMessageReader(dispatcher, self)
         self._incarnation = 0
@@ -120,7 +113,7 @@ class Supervisor:
             factor=settings.hang_factor,
             is_shared=bool(member.siblings) and is_first,
         )
-        self._recycling = Recycling(
+        self.recycling = Recycling(
             workers, settings, lambda worker: on_event(worker, Event.RECYCLE_DUE)
         )
         self._no_worker_timeout = NoWorkerTimeout(lanes, workers, settings.start_s, refuse)
@@ -129,27 +122,41 @@ class Supervisor:
         )
         on_exit = self._quarantines.on_exit
         self._spawner = Spawner(settings, folder, is_first, timers, on_event, on_exit)
-        self._actions = self._action_table()
+        self._actions: dict[Action, Callable[[Worker], None]] = {
+            Action.SPAWN: self._spawner.spawn,
+            Action.SPAWN_LATER: self._spawner.spawn_later,
+            Action.SPAWN_NEXT: self._spawner.spawn_next,
+            Action.LOAD: self._load,
+            Action.OPEN: self._open,
+            Action.KEEP_OPEN: self._keep_open,
+            Action.CLOSE: dispatcher.close,
+            Action.DRAIN: self._drain,
+            Action.DETACH: self._detach,
+            Action.COUNT_BOOT: self._spawner.count_boot,
+            Action.COUNT_CRASH: self._spawner.count_crash,
+            Action.RESET_FAILURES: self._spawner.reset_failures,
+            Action.ABORT: self._abort,
+            Action.KILL: self._kill,
+        }
 
     def start(self) -> None:
         """Listen for workers, and start those that no earlier gateway left running."""
         self._listener.open()
         self._watchdog.start()
-        if self._member.is_first:
-            self._recycling.start()
+        if self.member.is_first:
+            self.recycling.start()
             if self._settings.spawn:
                 self._spawner.fill(self.workers)
 
     async def until_ready(self) -> None:
         """Wait until every model has its quorum of workers or has failed to load.
 
-        Raises:
-            ManifestError: A model cannot be loaded.
-            NotReady: A worker does not start, or `workers.start_s` has passed.
+        Raises ManifestError if a model cannot be loaded; NotReady if a worker does not start, or
+        after `workers.start_s`.
         """
         try:
             async with asyncio.timeout(self._settings.start_s):
-                while not self._models.is_settled:
+                while not self.models.is_settled:
                     if self._spawner.boot_error is not None:
                         raise self._spawner.boot_error
                     self._changed.clear()
@@ -157,21 +164,17 @@ class Supervisor:
         except TimeoutError:
             raise NotReady(
                 f"the workers were not ready after {self._settings.start_s:g} s "
-                f"(`workers.start_s`): {'; '.join(self._models.reasons())}"
+                f"(`workers.start_s`): {'; '.join(self.models.reasons())}"
             ) from None
-
-    def settle(self) -> None:
-        """Stop recycling before the gateway stops."""
-        self._recycling.close()
 
     async def stop(self) -> None:
         """Drain every worker and wait until all have exited; kill those that exceed the limit."""
         self._is_stopping = True
         self._listener.close()
-        self._recycling.close()
+        self.recycling.close()
         for worker in self.workers:
             self._on_event(worker, Event.STOP)
-        limit_s = STOP_S + (self._config.server.drain_s if self._member.siblings else 0)
+        limit_s = STOP_S + (self.config.server.drain_s if self.member.siblings else 0)
         deadline_ns = now_ns() + int(limit_s * NS_PER_S)
         while any(w.state is not State.STOPPED or w.child is not None for w in self.workers):
             if now_ns() > deadline_ns:
@@ -187,10 +190,9 @@ class Supervisor:
 
     def release_workers(self) -> None:
         """Release everything, and leave the workers to the siblings and the next gateway."""
-        for part in (self._timers, self._watchdog, self._recycling, self._no_worker_timeout):
+        timers = (self._timers, self._watchdog, self.recycling, self._no_worker_timeout)
+        for part in (*timers, self._quarantines, self._listener):
             part.close()
-        self._quarantines.close()
-        self._listener.close()
         for worker in self.workers:
             if worker.channel is not None:
                 self._loop.remove_reader(worker.channel)
@@ -200,7 +202,7 @@ class Supervisor:
 
     async def abandon(self) -> None:
         """Undo a failed start; workers that siblings use stay."""
-        if not self._member.siblings:
+        if not self.member.siblings:
             return await self.stop()
         for worker in self.workers:
             if worker.child is not None:
@@ -211,25 +213,6 @@ class Supervisor:
         """Kill every worker, for an immediate exit."""
         for worker in self.workers:
             worker.kill()
-
-    def _action_table(self) -> dict[Action, Callable[[Worker], None]]:
-        spawner = self._spawner
-        return {
-            Action.SPAWN: spawner.spawn,
-            Action.SPAWN_LATER: spawner.spawn_later,
-            Action.SPAWN_NEXT: spawner.spawn_next,
-            Action.LOAD: self._load,
-            Action.OPEN: self._open,
-            Action.KEEP_OPEN: self._keep_open,
-            Action.CLOSE: self._dispatcher.close,
-            Action.DRAIN: self._drain,
-            Action.DETACH: self._detach,
-            Action.COUNT_BOOT: spawner.count_boot,
-            Action.COUNT_CRASH: spawner.count_crash,
-            Action.RESET_FAILURES: spawner.reset_failures,
-            Action.ABORT: self._abort,
-            Action.KILL: self._kill,
-        }
 
     def _on_event(self, worker: Worker, event: Event) -> None:
         before = worker.state
@@ -245,12 +228,12 @@ class Supervisor:
     def notify_change(self) -> None:
         """Signal that readiness may have changed."""
         self._changed.set()
-        self._on_change()
+        self.on_change()
 
     def on_message(self, worker: Worker, message: messages.ToGateway) -> None:
         """Handle a message other than a batch result."""
         if isinstance(message, messages.Stepped):
-            self._models.by_key[message.model].measures.on_stepped(message.steps)
+            self.models.by_key[message.model].measures.on_stepped(message.steps)
         elif isinstance(message, messages.Leaving):
             self._on_event(worker, Event.LEFT)
         elif isinstance(message, messages.Notice):
@@ -270,10 +253,6 @@ class Supervisor:
         """Handle the end of a worker's channel."""
         self._loop.remove_reader(channel)
         self._on_event(worker, Event.LOST)
-
-    def on_batch_limit(self, worker: Worker) -> None:
-        """Recycle a worker after its limit of batches."""
-        self._recycling.check(worker)
 
     def _on_unresponsive(self, slot: WorkerSlot) -> None:
         """End a worker that does not read its channel, after the current callback."""
@@ -295,9 +274,9 @@ class Supervisor:
         worker = slot_for(self.workers, pid, hello)
         self._incarnation += 1
         try:
-            await create_memory(worker, self._incarnation, pid, self._config.arena)
+            await create_memory(worker, self._incarnation, pid, self.config.arena)
             prefix = self._zmq_paths.prefix(worker.incarnation) if self._zmq_paths else ""
-            welcome(worker, connection, self._intake.segment, self._settings, self._member, prefix)
+            welcome(worker, connection, self.intake.segment, self._settings, self.member, prefix)
             worker.channel = channel = open_channel(connection, prefix, is_gateway=True)
         except (IskanderError, OSError):
             worker.detach()
@@ -326,11 +305,11 @@ class Supervisor:
         self._timers.clear(worker)
         worker.has_been_ready = True
         worker.is_replacement_pending = False
-        if self._member.is_first:
-            self._recycling.on_open(worker)
+        if self.member.is_first:
+            self.recycling.on_open(worker)
         if worker.failures:
             self._later(worker, STEADY_S, Event.STEADY)
-        self._dispatcher.open(worker)
+        self.dispatcher.open(worker)
         self.loading.load_next(worker)
 
     def _keep_open(self, worker: Worker) -> None:
@@ -340,7 +319,7 @@ class Supervisor:
 
     def _drain(self, worker: Worker) -> None:
         assert worker.channel is not None
-        self._later(worker, self._config.server.drain_s, Event.TIMED_OUT)
+        self._later(worker, self.config.server.drain_s, Event.TIMED_OUT)
         worker.channel.send(messages.encode([messages.Drain(self._is_stopping)]))
         self.loading.on_leaving(worker, is_stopping=self._is_stopping)
 
@@ -349,7 +328,7 @@ class Supervisor:
             log.error("worker %d has ended, %s", worker.index, _running_batch(worker))
         # Before the heartbeat is unmapped, which identifies the running batch.
         self._quarantines.suspect(worker)
-        self._dispatcher.on_lost(worker)
+        self.dispatcher.on_lost(worker)
         self.loading.on_lost(worker)
         worker.detach()
 
@@ -359,8 +338,8 @@ class Supervisor:
 
     def _kill(self, worker: Worker) -> None:
         """Kill the process, or release one that siblings use and that failed only here."""
-        is_theirs = bool(self._member.siblings) and (
-            not self._member.is_first or (worker.state is State.LOADING and worker.child is None)
+        is_theirs = bool(self.member.siblings) and (
+            not self.member.is_first or (worker.state is State.LOADING and worker.child is None)
         )
         if not is_theirs:
             worker.kill()

@@ -110,12 +110,24 @@ def worker_command(python: str) -> list[str]:
     return [python, "-P", str(script), folders, "iskander_worker.__main__"]
 
 
+def start_process(command: list[str], environment: dict[str, str]) -> tuple[Child, int]:
+    """Start a process; return it, and a pidfd that the caller owns. May raise OSError."""
+    # A session of its own: Ctrl-C in a terminal reaches only the first process, which drains.
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+    )
+    try:
+        return child, os.pidfd_open(child.pid)
+    except OSError:
+        child.kill()
+        child.wait()
+        raise
+
+
 class Worker(WorkerSlot):
     """A worker slot and its current process.
 
-    Args:
-        place: Placement of the slot.
-        is_ours: False if another gateway process owns the process; this one sends no signals.
+    `is_ours` is False if another gateway process owns the process; this one sends no signals.
 
     Attributes:
         child: The process, if this gateway started it and has not reaped it.
@@ -134,7 +146,7 @@ class Worker(WorkerSlot):
         has_been_ready: The slot was ready at least once, the last time since `opened_ns`.
         was_loaded: The previous process had loaded its models.
         notices: Degradations of the process, such as refused memory locks.
-        story: Last events, for the operator.
+        history: Last events, for the operator.
     """
 
     def __init__(self, place: SlotPlan, *, is_ours: bool = True) -> None:
@@ -174,20 +186,11 @@ class Worker(WorkerSlot):
             command += ["--pool", self.place.pool]
         environment = dict(os.environ, PYTHONFAULTHANDLER="1")
         environment.pop("NOTIFY_SOCKET", None)
-        # A session of its own: Ctrl-C in a terminal reaches only the gateway, which drains.
-        self.child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
-        )
+        self.child, pidfd = start_process(command, environment)
         # Keeps the start off the gateway's cores; the worker pins itself later.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(self.child.pid, self.place.cpus)
-        try:
-            return self.child, os.pidfd_open(self.child.pid)
-        except OSError:
-            self.child.kill()
-            self.child.wait()
-            self.child = None
-            raise
+        return self.child, pidfd
 
     def reap(self, child: Child) -> bool:
         """Record the exit of a child; return False if the slot already has another process."""

@@ -8,7 +8,7 @@ Runs on: gateway loop.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from iskander.control.channel import Channel
 from iskander.control.messages import Done, Failed, ToGateway, decode_to_gateway
@@ -16,27 +16,14 @@ from iskander.errors import ProtocolError
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.supervision.worker import Worker
 
-
-class WorkerMessageHandler(Protocol):
-    """Handler of messages other than batch results."""
-
-    def on_message(self, worker: Worker, message: ToGateway) -> None:
-        """Handle a message."""
-
-    def on_malformed(self, worker: Worker, error: Exception) -> None:
-        """Handle a frame that cannot be decoded, which may have been a batch result."""
-
-    def on_end(self, worker: Worker, channel: Channel) -> None:
-        """Handle the end of the channel."""
-
-    def on_batch_limit(self, worker: Worker) -> None:
-        """Handle a worker that has computed `recycle_at` batches."""
+if TYPE_CHECKING:
+    from iskander.supervision.supervisor import Supervisor
 
 
 class WorkerMessageReader:
     """Reads the channels of all workers."""
 
-    def __init__(self, dispatcher: Dispatcher, handler: WorkerMessageHandler) -> None:
+    def __init__(self, dispatcher: Dispatcher, handler: Supervisor) -> None:
         self._dispatcher = dispatcher
         self._handler = handler
 
@@ -54,7 +41,7 @@ class WorkerMessageReader:
         if channel.has_ended:
             handler.on_end(worker, channel)
         elif worker.batches >= worker.recycle_at:
-            handler.on_batch_limit(worker)
+            handler.recycling.check(worker)
         dispatcher.pump()
 
     def _messages(self, worker: Worker, channel: Channel) -> Iterator[list[ToGateway]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -35,41 +35,37 @@ REUSE_NS = 100 * NS_PER_MS
 """Cache lifetime of a page, which limits rendering to ten pages a second."""
 
 
-class PageSource(Protocol):
-    """Content of the pages."""
-
-    def reasons(self) -> list[str]:
-        """Return the reasons for not being ready; empty if ready."""
-
-    async def render(self, *, is_openmetrics: bool) -> bytes:
-        """Render the page for Prometheus."""
-
-
 class AdminServer:
-    """The HTTP server; without `limits` it has connection limits of its own."""
+    """The HTTP server; without `limits` it has connection limits of its own.
+
+    `reasons` returns why the gateway is not ready; `render` the page for Prometheus, given whether
+    it is OpenMetrics.
+    """
 
     def __init__(
-        self, address: str, source: PageSource, limits: ConnectionLimits | None = None
+        self,
+        address: str,
+        reasons: Callable[[], list[str]],
+        render: Callable[[bool], Awaitable[bytes]],
+        limits: ConnectionLimits | None = None,
     ) -> None:
-        self._address = address
-        self._source = source
-        self._limits = limits
+        self._address, self._limits = address, limits
+        self._reasons, self._render = reasons, render
         self._own_limits: ConnectionLimits | None = None
         self._listener: Http1Listener | None = None
+        self._lock = asyncio.Lock()
+        self._cache: dict[str, tuple[int, bytes]] = {}
 
     async def start(self) -> str:
-        """Listen; return the address with the allocated port.
-
-        Raises:
-            ConfigError: The address is invalid or in use.
-        """
+        """Listen; return the address with its port. Raises ConfigError if invalid or in use."""
         bound = _bind(self._address)
-        if self._limits is None:
-            self._limits = self._own_limits = ConnectionLimits(Config())
-        app = _Pages(self._source).app()
-        self._listener = Http1Listener(
-            app, CONNECTIONS_MAX, self._limits, slack=0, life_s=CONNECTION_S
-        )
+        limits = self._limits
+        if limits is None:
+            limits = self._own_limits = ConnectionLimits(Config())
+        pages = {"/livez": self._livez, "/readyz": self._readyz, "/metrics": self._metrics}
+        app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
+        app.router.redirect_slashes = False
+        self._listener = Http1Listener(app, CONNECTIONS_MAX, limits, slack=0, life_s=CONNECTION_S)
         host, port = bound.getsockname()[:2]
         await self._listener.listen(bound)
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -81,31 +77,11 @@ class AdminServer:
         if self._own_limits is not None:
             self._own_limits.stop()
 
-
-class _Pages:
-    """Routes and cached pages."""
-
-    def __init__(self, source: PageSource) -> None:
-        self._source = source
-        self._lock = asyncio.Lock()
-        self._cache: dict[str, tuple[int, bytes]] = {}
-
-    def app(self) -> Starlette:
-        app = Starlette(
-            routes=[
-                Route("/livez", self._livez),
-                Route("/readyz", self._readyz),
-                Route("/metrics", self._metrics),
-            ]
-        )
-        app.router.redirect_slashes = False
-        return app
-
     async def _livez(self, _: Request) -> Response:
         return PlainTextResponse("ok\n")
 
     async def _readyz(self, request: Request) -> Response:
-        reasons = self._source.reasons()
+        reasons = self._reasons()
         status = 503 if reasons else 200
         if "application/json" in request.headers.get("accept", ""):
             return JSONResponse({"ready": not reasons, "reasons": reasons}, status)
@@ -117,7 +93,7 @@ class _Pages:
         async with self._lock:
             at_ns, page = self._cache.get(kind, (0, b""))
             if not page or now_ns() - at_ns > REUSE_NS:
-                page = await self._source.render(is_openmetrics=is_openmetrics)
+                page = await self._render(is_openmetrics)
                 self._cache[kind] = now_ns(), page
         return Response(page, headers={"content-type": kind})
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Sequence
 from http.client import HTTPException
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from prometheus_client import exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -23,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 if TYPE_CHECKING:
-    from iskander.gateway.parent import Parent
+    from iskander.gateway.child import ChildProcess
 
 ANSWER_S = 2.0
 PAGE_BYTES_MAX = 64 << 20
@@ -35,55 +36,32 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Ignores the proxies of the environment, which cannot reach ports of this machine."""
 
 
-class AggregatedPages:
-    """Merged readiness and metrics of all processes."""
-
-    def __init__(self, parent: Parent) -> None:
-        self._parent = parent
-
-    def reasons(self) -> list[str]:
-        """Return the reasons for not being ready; empty if ready."""
-        return self._parent.reasons()
-
-    async def render(self, *, is_openmetrics: bool) -> bytes:
-        """Render the page for Prometheus."""
-        texts = await asyncio.gather(
-            *(asyncio.to_thread(_fetch, each.admin_address) for each in self._parent.processes)
-        )
-        merged = _Merged()
-        up = GaugeMetricFamily("iskander_process_up", UP, labels=["process"])
-        starts = CounterMetricFamily("iskander_process_starts", STARTS, labels=["process"])
-        for process, text in zip(self._parent.processes, texts, strict=True):
-            index = str(process.index)
-            up.add_metric([index], float(bool(text)))
-            starts.add_metric([index], float(process.starts))
-            if text:
-                merged.add(text, index)
-        merged.families |= {up.name: up, starts.name: starts}
-        generate = openmetrics.generate_latest if is_openmetrics else exposition.generate_latest
-        return await asyncio.to_thread(generate, merged)
+async def render(processes: Sequence[ChildProcess], is_openmetrics: bool) -> bytes:
+    """Render the merged page for Prometheus."""
+    fetches = (asyncio.to_thread(_fetch, each.admin_address) for each in processes)
+    texts = await asyncio.gather(*fetches)
+    families: dict[str, Metric] = {}
+    up = GaugeMetricFamily("iskander_process_up", UP, labels=["process"])
+    starts = CounterMetricFamily("iskander_process_starts", STARTS, labels=["process"])
+    for process, text in zip(processes, texts, strict=True):
+        index = str(process.index)
+        up.add_metric([index], float(bool(text)))
+        starts.add_metric([index], float(process.starts))
+        _add(families, text, index)
+    families |= {up.name: up, starts.name: starts}
+    generate = openmetrics.generate_latest if is_openmetrics else exposition.generate_latest
+    registry = cast(Any, SimpleNamespace(collect=families.values))
+    return await asyncio.to_thread(generate, registry)
 
 
-class _Merged:
-    """Families of several pages by name; a registry for the exposition functions."""
-
-    def __init__(self) -> None:
-        self.families: dict[str, Metric] = {}
-
-    def add(self, text: str, process: str) -> None:
-        """Add the samples of a page."""
-        for family in text_string_to_metric_families(text):
-            merged = self.families.setdefault(
-                family.name, Metric(family.name, family.documentation, family.type, family.unit)
-            )
-            merged.samples += [
-                Sample(name, {**labels, "process": process}, value, timestamp, exemplar)
-                for name, labels, value, timestamp, exemplar, *_ in family.samples
-            ]
-
-    def collect(self) -> Iterator[Metric]:
-        """Return all families."""
-        yield from self.families.values()
+def _add(families: dict[str, Metric], text: str, process: str) -> None:
+    """Add the samples of a page to the families by name."""
+    for family in text_string_to_metric_families(text):
+        empty = Metric(family.name, family.documentation, family.type, family.unit)
+        families.setdefault(family.name, empty).samples += [
+            Sample(name, {**labels, "process": process}, value, timestamp, exemplar)
+            for name, labels, value, timestamp, exemplar, *_ in family.samples
+        ]
 
 
 def _fetch(address: str) -> str:

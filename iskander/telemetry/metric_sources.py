@@ -8,31 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.measurement.histogram import Histogram
 from iskander.memory.arena import Arena
 from iskander.memory.backing import NO_MEMORY, Backing
+from iskander.repository.models import Models
 from iskander.transport.receive_budget import ReceiveBudget
-
-if TYPE_CHECKING:
-    from iskander.repository.models import Models
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricSources:
-    """Metric sources of one gateway.
+    """Metric sources of one gateway; the help texts in `metrics` describe the values.
 
-    Attributes:
-        streams: Open Flight streams.
-        calls: Open calls of the other protocols.
-        regions: Bytes of each shared-memory region of a client.
-        counts: Counters of the dispatcher.
-        clients: Connected Inferential clients.
-        outcomes: Inferential observations by outcome.
-        connections_ended: Connections and messages ended by the server, by reason.
-        refused: Calls without a sufficient token, by error code.
+    `counts` are those of the dispatcher, `regions` the bytes of each shared-memory region.
     """
 
     started_ns: int

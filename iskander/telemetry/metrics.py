@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from prometheus_client import exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -29,12 +29,10 @@ from iskander.errors import PermissionDenied, Unauthenticated
 from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import cpu_s, resident_bytes
 from iskander.scheduling.batcher import Reason
+from iskander.scheduling.lane import Lane
 from iskander.supervision.lifecycle import State
+from iskander.supervision.worker import Worker
 from iskander.telemetry.metric_sources import MetricSources
-
-if TYPE_CHECKING:
-    from iskander.scheduling.lane import Lane
-    from iskander.supervision.worker import Worker
 
 SOURCES_PER_STEP = {"counter": 16, "gauge": 16, "histogram": 2}
 """Sources of a metric in one step of a scrape: up to 72 samples of 8 us."""
@@ -63,7 +61,6 @@ class Metric(Generic[Source]):
         name: Prometheus name; a histogram of seconds is recorded in nanoseconds.
         unit: Unit of the values; empty for booleans and plain numbers.
         labels: Labels beside those of the scope.
-        sentence: Help text.
         read: Returns the current values with their labels.
     """
 
@@ -189,9 +186,8 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
            lambda worker: worker.backing.locked_bytes),
     _gauge("iskander_worker_notices", "", "Resources that the system refused: planned cores, "
            "memory of its node, huge pages, a lock.", lambda worker: len(worker.notices)),
-    _counter("iskander_worker_cpu_seconds_total", "seconds", "CPU time of the process in the "
-             "slot; restarts at 0 with the next.",
-             lambda worker: cpu_s(worker.pid) if worker.pid else 0),
+    _counter("iskander_worker_cpu_seconds_total", "seconds", "CPU time of the process in the slot; "
+             "restarts at 0 with the next.", lambda worker: cpu_s(worker.pid) if worker.pid else 0),
     _gauge("iskander_worker_resident_bytes", "bytes", "Resident memory of the process, with the "
            "arena pages that it has touched.",
            lambda worker: resident_bytes(worker.pid) if worker.pid else 0),
@@ -274,21 +270,12 @@ SCOPES: tuple[tuple[str, tuple[str, ...], tuple[Metric[Any], ...]], ...] = (
 
 
 class Collector:
-    """Reads every metric; a collector of `prometheus_client`."""
+    """Reads every metric."""
 
     def __init__(self, sources: MetricSources) -> None:
         self._sources = sources
 
-    def collect(self) -> Iterator[Family]:
-        """Return each metric with its current values."""
-        for metric, labels, sources in self._metrics():
-            yield _family(metric, labels, sources)
-
-    def reasons(self) -> list[str]:
-        """Return the reasons for not being ready; empty if ready."""
-        return self._sources.models.reasons()
-
-    async def render(self, *, is_openmetrics: bool) -> bytes:
+    async def render(self, is_openmetrics: bool) -> bytes:
         """Render the page for Prometheus in small steps."""
         pages = []
         for metric, labels, sources in self._metrics():
@@ -323,8 +310,7 @@ def _family(metric: Metric[Any], scope_labels: tuple[str, ...], sources: Sources
         for more, value in metric.read(source):
             if isinstance(value, Histogram):
                 bounds = [repr(bound / divisor) for bound in value.bounds]
-                counts = accumulate(value.counts)
-                buckets = list(zip((*bounds, "+Inf"), counts, strict=True))
+                buckets = list(zip((*bounds, "+Inf"), accumulate(value.counts), strict=True))
                 builder.add_metric((*names, *more), buckets, value.sum / divisor)
             else:
                 builder.add_metric((*names, *more), float(value))

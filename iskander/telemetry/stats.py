@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from heapq import nlargest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from iskander import __version__
 from iskander.build_info import BUILD
 from iskander.clock import NS_PER_MS, NS_PER_US, now_ns
 from iskander.measurement.histogram import Histogram
 from iskander.measurement.process_usage import resident_bytes
+from iskander.scheduling.lane import Lane
+from iskander.supervision.worker import Worker
 from iskander.telemetry.metric_sources import MetricSources
-
-if TYPE_CHECKING:
-    from iskander.scheduling.lane import Lane
-    from iskander.supervision.worker import Worker
 
 CADENCES_MAX = 20
 """Limit of listed clients of a lane; the clients with the most samples."""
@@ -141,24 +139,16 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
 
 def _latency(histogram: Histogram) -> dict[str, float]:
     """Summarize a histogram in milliseconds."""
-
-    def ms(value_ns: float) -> float:
-        return round(value_ns / NS_PER_MS, 3)
-
-    percentiles = {f"p{percent}": ms(histogram.percentile(percent)) for percent in (50, 95, 99)}
-    return {
-        "count": len(histogram),
-        "mean": ms(histogram.mean),
-        **percentiles,
-        "max": ms(histogram.max),
-    }
+    percentiles = {f"p{percent}": histogram.percentile(percent) for percent in (50, 95, 99)}
+    values_ns = {"mean": histogram.mean, **percentiles, "max": histogram.max}
+    values_ms = {name: round(value_ns / NS_PER_MS, 3) for name, value_ns in values_ns.items()}
+    return {"count": len(histogram), **values_ms}
 
 
 def _ranges(histogram: Histogram) -> dict[str, int]:
     """Return the nonzero counts by upper bound."""
-    bounds = (*map(str, histogram.bounds), "more")
-    counts = histogram.counts
-    return {bound: count for bound, count in zip(bounds, counts, strict=True) if count}
+    counts = zip((*map(str, histogram.bounds), "more"), histogram.counts, strict=True)
+    return {bound: count for bound, count in counts if count}
 
 
 def _counts(counts: Mapping[str, int], prefix: str) -> dict[str, int]:

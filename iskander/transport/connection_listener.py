@@ -249,9 +249,8 @@ class ConnectionListener(Generic[Connection]):
             if connection in self.connections:
                 connection.enforce_timeouts(now)
                 self.charge_unsent(connection)
-        self._check_timer = self.loop.call_later(
-            CHECK_INTERVAL_S / CHECK_STEPS, self._check_connections
-        )
+        step_s = CHECK_INTERVAL_S / CHECK_STEPS
+        self._check_timer = self.loop.call_later(step_s, self._check_connections)
 
     def charge_unsent(self, connection: Connection) -> None:
         """Charge the unsent bytes in the transport of a connection."""

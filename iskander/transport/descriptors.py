@@ -81,13 +81,9 @@ class Descriptors:
         self._unlogged += 1
         if self._logged_ns and now - self._logged_ns < LOG_INTERVAL_NS:
             return
-        log.error(
-            "accept failed: %s (%d times since the last such line); limit %d file descriptors "
-            "(RLIMIT_NOFILE)",
-            error.strerror,
-            self._unlogged,
-            self._limit,
-        )
+        count = f"{self._unlogged} times since the last such line"
+        limit = f"limit {self._limit} file descriptors (RLIMIT_NOFILE)"
+        log.error("accept failed: %s (%s); %s", error.strerror, count, limit)
         self._logged_ns, self._unlogged = now, 0
 
 

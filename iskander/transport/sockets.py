@@ -39,11 +39,9 @@ class ReservedPorts:
 
     def with_reserved_ports(self, config: Config) -> Config:
         """Return the settings with the bound ports."""
-        return replace(
-            config,
-            server=replace(config.server, address=tuple(self.addresses)),
-            http=replace(config.http, address=self._http_address),
-        )
+        server = replace(config.server, address=tuple(self.addresses))
+        http = replace(config.http, address=self._http_address)
+        return replace(config, server=server, http=http)
 
     def close(self) -> None:
         """Release the ports."""
@@ -105,9 +103,8 @@ def with_port(address: str, bound: socket.socket) -> str:
 class BoundPath:
     """A bound unix socket with its path and lock file; replaces the socket of an ended process.
 
-    Raises:
-        ConfigError: Another process listens on the path, it is not a socket, or the owner or mode
-            cannot be set.
+    Raises ConfigError if another process listens on the path, it is not a socket, or the owner or
+    mode cannot be set.
     """
 
     def __init__(

@@ -51,9 +51,6 @@ class TurnScheduler:
         self._iteration = 0
         self._is_counting = False
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def wait(self, connection: TurnTaker) -> None:
         """Queue a connection that is not queued, until it has no input left."""
         self._waiting.append(connection)

@@ -40,10 +40,9 @@ from iskander.transport import cpu_allowance
 from iskander.transport import turn_scheduler as turns
 from iskander.transport.turn_scheduler import QUANTUM_NS
 from iskander.transport.zmtp import connection as zmtp
-from iskander.transport.zmtp.backlog import BACKLOG_BYTES, BACKLOG_MESSAGES
 from iskander.transport.zmtp.connection import Connection
-from iskander.transport.zmtp.context import Part
-from iskander.transport.zmtp.frames import ProtocolViolation, command, read_properties
+from iskander.transport.zmtp.frames import Part, ProtocolViolation, command, read_properties
+from iskander.transport.zmtp.received import BACKLOG_BYTES, BACKLOG_MESSAGES
 
 VECTORS = {
     name: bytes.fromhex(raw)

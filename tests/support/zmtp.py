@@ -9,7 +9,7 @@ from iskander.config.schema import TimeoutsConfig
 from iskander.transport.receive_budget import ReceiveBudget
 from iskander.transport.turn_scheduler import TurnScheduler
 from iskander.transport.zmtp.connection import Connection
-from iskander.transport.zmtp.context import Part
+from iskander.transport.zmtp.frames import Part
 
 
 class Transport:

@@ -453,10 +453,7 @@ def test_workers_started_by_hand(tmp_path: Path) -> None:
         third = None
         try:
             gateway.wait_ready()
-            eventually(
-                lambda: len(set(gateway.worker_pids())) == 2 and 0 not in gateway.worker_pids(),
-                what="both workers",
-            )
+            gateway.wait_full()
             stats = gateway.stats()["workers"]
             assert [w["pid"] for w in stats] == [by_hand[1].pid, by_hand[0].pid]
             assert psutil.Process(by_hand[0].pid).cpu_affinity() == [1]

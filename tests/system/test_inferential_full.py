@@ -36,7 +36,7 @@ def gateway(
     with running(
         folder,
         models,
-        workers={"count": 1, "hang_s": 60},
+        workers={"count": 1, "hang_s": 60, "hang_factor": 0},
         limits={"message_bytes": MESSAGE_BYTES},
         inferential={"address": "tcp://127.0.0.1:0", "errors": request.param},
     ) as gateway:
@@ -120,7 +120,7 @@ def test_one_that_is_due_soon_makes_room_before_one_that_is_due_late(tmp_path: P
         running(
             tmp_path,
             models,
-            workers={"count": 1, "hang_s": 60},
+            workers={"count": 1, "hang_s": 60, "hang_factor": 0},
             limits={"window_batches": 2},
             inferential={"address": "tcp://127.0.0.1:0"},
         ) as gateway,
@@ -147,7 +147,7 @@ def test_failures_that_nobody_was_told_of_make_room_when_what_they_wait_for_is_l
         running(
             tmp_path,
             models,
-            workers={"count": 1, "hang_s": 60},
+            workers={"count": 1, "hang_s": 60, "hang_factor": 0},
             inferential={"address": "tcp://127.0.0.1:0", "errors": "metadata"},
         ) as gateway,
         connected(address_of(gateway), "robot") as robot,

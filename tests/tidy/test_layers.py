@@ -117,7 +117,6 @@ DOORS = {
         (
             "iskander/supervision/worker.py",
             "iskander/supervision/model_check.py",
-            "iskander/gateway/child.py",
             "workers/iskander_worker/sandbox/client.py",
         ),
         "the supervisor, or iskander_worker.sandbox.client",
@@ -131,7 +130,6 @@ PURE = (
     "iskander/contract/compile.py",
     "iskander/contract/steps.py",
     "iskander/contract/postprocess.py",
-    "iskander/contract/declared_graph.py",
     "iskander/contract/graph.py",
     "iskander/contract/backend_manifest.py",
     "iskander/contract/pipelines.py",

@@ -1,8 +1,7 @@
 """Cores and NUMA memory policy of this process, and thread limits of its libraries.
 
-Runs on: worker main, before any import that starts threads or touches much memory.
-
-Source: sched_setaffinity(2).
+Runs on: worker main, before any import that starts threads or touches much memory. Source:
+sched_setaffinity(2).
 """
 
 from __future__ import annotations

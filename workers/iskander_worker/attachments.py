@@ -51,10 +51,8 @@ class Attachment:
         try:
             for length in lengths:
                 # All but the first are writable; that is the input arena.
-                segment = Segment.attach(
-                    segment_fds.pop(0), length, is_writable=bool(self._segments)
-                )
-                self._segments.append(segment)
+                fd, is_writable = segment_fds.pop(0), bool(self._segments)
+                self._segments.append(Segment.attach(fd, length, is_writable=is_writable))
             # A single channel blocks in its read; several are polled first.
             wait_s = None if welcome.siblings else BEAT_INTERVAL_S
             self.channel = open_channel(

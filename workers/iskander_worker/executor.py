@@ -104,9 +104,8 @@ class Executor:
             assert 0 <= each.output_offset <= len(self._output) - output_bytes, "beyond the arena"
             assert 0 <= each.first <= each.request_rows - each.rows, "beyond the request"
             if session.inputs.has_strings:
-                session.inputs.string_ranges(
-                    self._input.view[each.input_offset :], each.request_rows
-                )
+                body = self._input.view[each.input_offset :]
+                session.inputs.string_ranges(body, each.request_rows)
 
 
 class _Stage:

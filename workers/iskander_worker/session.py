@@ -64,8 +64,7 @@ class Session:
         self.threads, self.providers = model.threads, model.providers
         self.inputs = RowCopier(self.contract.inputs)
         self.outputs = RowCopier(self.contract.outputs)
-        has_strings = self.inputs.has_strings or self.outputs.has_strings
-        can_bind = is_plain and not has_strings
+        can_bind = is_plain and not (self.inputs.has_strings or self.outputs.has_strings)
         self._binding = model if isinstance(model, BindingModel) and can_bind else None
         self.is_binding_reusable = self._binding is not None and self._binding.is_binding_reusable
         self._buckets = tuple(map(self._variant, variants(self.contract)[:-1]))
@@ -81,12 +80,7 @@ class Session:
         return session
 
     def bind(self, rows: int, input_address: int, output_address: int) -> Bound:
-        """Bind a batch to the addresses of its bodies, or raise `ExecutionFailed`.
-
-        Layout:
-            `body_layout` from the two addresses; every tensor is `(rows, *spec.shape)`. The caller
-            keeps the mappings alive.
-        """
+        """Bind a batch to the addresses of its bodies, as `BindingModel.bind` does."""
         if self._binding is not None:
             return self._binding.bind(self.contract, rows, input_address, output_address)
         return ArrayBatch(

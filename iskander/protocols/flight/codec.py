@@ -55,20 +55,16 @@ ASSEMBLED_ROWS: Final = 4096
 class ParsedBatch(msgspec.Struct, frozen=True):
     """A checked batch.
 
-    Attributes:
-        tensors: Start and end in `body` of each input, then of the bytes of each string input.
-        response: The plain response; with string results, its passed-through columns only.
-        passthrough: The passed-through columns, if the response is not plain.
-        portions: The inputs, if built from columns.
+    `tensors` has start and end in `body` of each input, then of the bytes of each string input.
     """
 
     rows: int
     body: memoryview | SegmentRange
     tensors: list[tuple[int, int]]
-    response: ResponseLayout | PassthroughColumn | None
-    passthrough: list[pa.Array]
+    response: ResponseLayout | PassthroughColumn | None  # With string results, only the latter.
+    passthrough: list[pa.Array]  # If the response is not plain.
     app_metadata: bytes
-    portions: tuple[BatchPortion, ...] = ()
+    portions: tuple[BatchPortion, ...] = ()  # The inputs, if built from columns.
 
     def without_inputs(self) -> ParsedBatch:
         """A copy without inputs, so that a pending response holds no client memory."""
@@ -178,9 +174,8 @@ class StreamCodec:
             return ParsedBatch(cached.rows, body, cached.tensors, cached.response, [], app_metadata)
         message = ipc.read_message(raw)
         if not 0 <= message.body_bytes <= len(body):
-            raise MalformedInput(
-                f"the header declares a body of {message.body_bytes} bytes, got {len(body)}"
-            )
+            declared = f"the header declares a body of {message.body_bytes} bytes"
+            raise MalformedInput(f"{declared}, got {len(body)}")
         if message.kind == ipc.DICTIONARY_BATCH:
             require_limit("bytes", len(body), self._limits.bytes)
             if is_on_loop:
@@ -207,9 +202,8 @@ class StreamCodec:
         if is_cacheable and len(raw) <= CACHED_HEADER_BYTES_MAX:
             if len(self.plan.header_cache) >= CACHED_HEADERS_MAX:
                 self.plan.header_cache.clear()
-            self.plan.header_cache[raw] = CachedHeader(
-                parsed.rows, len(body), parsed.tensors, parsed.response
-            )
+            checked = CachedHeader(parsed.rows, len(body), parsed.tensors, parsed.response)
+            self.plan.header_cache[raw] = checked
         return parsed
 
     def _require_short(self, batch: ipc.Batch, body: memoryview | SegmentRange) -> None:
@@ -254,25 +248,22 @@ class StreamCodec:
     ) -> ParsedBatch:
         plan, rows, nodes, buffers = self.plan, batch.rows, batch.nodes, batch.buffers
         if len(nodes) != 2 * plan.nodes_count or len(buffers) != 2 * plan.buffers_count:
-            raise MalformedInput(
-                f"the record batch has {len(nodes) // 2} arrays in {len(buffers) // 2} buffers; "
-                f"its schema requires {plan.nodes_count} in {plan.buffers_count}"
-            )
+            got = f"{len(nodes) // 2} arrays in {len(buffers) // 2} buffers"
+            required = f"its schema requires {plan.nodes_count} in {plan.buffers_count}"
+            raise MalformedInput(f"the record batch has {got}; {required}")
         tensors = []
         for column in plan.inputs:
             _require_lengths(column, rows, nodes)
             for index in range(column.first_node, column.first_node + len(column.levels)):
                 if nodes[2 * index + 1]:
-                    raise ContractError(
-                        f"column `{column.name}` has {nodes[2 * index + 1]} nulls; the model input "
-                        "does not accept nulls",
-                        column=column.name,
-                    )
+                    text = f"column `{column.name}` has {nodes[2 * index + 1]} nulls; "
+                    text += "the model input does not accept nulls"
+                    raise ContractError(text, column=column.name)
             assert column.spec is not None
             # No strings may come without offsets.
-            required = column.spec.buffer_bytes(rows) if rows else 0
-            start, _ = _buffer(column, column.values_buffer, required, buffers, len(body))
-            tensors.append((start, start + required))
+            length = column.spec.buffer_bytes(rows) if rows else 0
+            start, _ = _buffer(column, column.values_buffer, length, buffers, len(body))
+            tensors.append((start, start + length))
         if plan.has_string_inputs:
             texts = [column for column in plan.inputs if not column.bits]
             tensors += [_strings_range(column, rows, buffers, _readable(body)) for column in texts]
@@ -291,9 +282,8 @@ class StreamCodec:
 def _require_disjoint(total: int, length: int) -> None:
     """Reject buffers that share bytes: a small body could describe a large batch."""
     if total > length:
-        raise MalformedInput(
-            f"the batch's buffers overlap: {total} bytes in a body of {length} bytes"
-        )
+        sizes = f"{total} bytes in a body of {length} bytes"
+        raise MalformedInput(f"the batch's buffers overlap: {sizes}")
 
 
 def _require_lengths(column: Column, rows: int, nodes: tuple[int, ...]) -> None:
@@ -301,11 +291,8 @@ def _require_lengths(column: Column, rows: int, nodes: tuple[int, ...]) -> None:
     for index, level in enumerate(column.levels, column.first_node):
         length, null_count = nodes[2 * index], nodes[2 * index + 1]
         if length != rows * level or not 0 <= null_count <= length:
-            raise MalformedInput(
-                f"column `{column.name}` has {length} values with {null_count} nulls; {rows} rows "
-                f"make {rows * level}",
-                column=column.name,
-            )
+            got = f"has {length} values with {null_count} nulls; {rows} rows make {rows * level}"
+            raise MalformedInput(f"column `{column.name}` {got}", column=column.name)
 
 
 def _buffer(
@@ -314,11 +301,9 @@ def _buffer(
     """Start and length of a buffer; checks that it has the required bytes and is in the body."""
     start, length = buffers[2 * index], buffers[2 * index + 1]
     if start < 0 or length < required or start + length > body_bytes:
-        raise MalformedInput(
-            f"column `{column.name}`: a buffer has {length} bytes at {start}, requires {required}; "
-            f"the body has {body_bytes}",
-            column=column.name,
-        )
+        text = f"column `{column.name}`: a buffer has {length} bytes at {start}, "
+        text += f"requires {required}; the body has {body_bytes}"
+        raise MalformedInput(text, column=column.name)
     return start, length
 
 
@@ -360,9 +345,8 @@ def _forwarded_ranges(
             array = pa.Array.from_buffers(leaf_of(column.type), count, buffers, null_count)
             array.validate(full=True)
         except pa.ArrowInvalid as error:
-            raise MalformedInput(
-                f"column `{column.name}`: {ipc.error_text(error)}", column=column.name
-            ) from None
+            text = f"column `{column.name}`: {ipc.error_text(error)}"
+            raise MalformedInput(text, column=column.name) from None
     return ranges
 
 
@@ -429,9 +413,8 @@ def _response_layout(
     assert plan.template is not None
     nodes, buffers = plan.order.numbers(passthrough.nodes + nodes, shifted + buffers)
     header = bytes(plan.template.render(rows, nodes, buffers, end))
-    return ResponseLayout(
-        header, data_head(header, b"", end), results_bytes, passthrough.ranges, end
-    )
+    head = data_head(header, b"", end)
+    return ResponseLayout(header, head, results_bytes, passthrough.ranges, end)
 
 
 def _private(body: memoryview | SegmentRange) -> memoryview:

@@ -114,18 +114,13 @@ class Converter:
         else:
             numbers = bucket_numbers(built, plan.buckets)
             used = [(int(n), np.flatnonzero(numbers == n)) for n in np.unique(numbers)]
-            sizes = (
-                spec.buffer_bytes(len(places))
-                for number, places in used
-                for spec in plan.variants[number].inputs
-            )
-            require_limit("bytes", sum(sizes), self._limits.bytes)
-            portions = [
-                BatchPortion(
-                    len(at), assemble(contract, built, at, plan.buckets[number]), at, number
-                )
-                for number, at in used
-            ]
+            inputs = ((at, spec) for number, at in used for spec in plan.variants[number].inputs)
+            size = sum(spec.buffer_bytes(len(at)) for at, spec in inputs)
+            require_limit("bytes", size, self._limits.bytes)
+            portions = []
+            for number, at in used:
+                tensors = assemble(contract, built, at, plan.buckets[number])
+                portions.append(BatchPortion(len(at), tensors, at, number))
         self._require_texts(portions)
         return tuple(portions)
 

@@ -79,9 +79,8 @@ class BatchReader:
         self._limits = limits
         self._count = sum(_count(field.type) for field in schema)
         self._top = [i for i, field in enumerate(schema) if pa.types.is_dictionary(field.type)]
-        self._has_nested = any(
-            _count(field.type) and not pa.types.is_dictionary(field.type) for field in schema
-        )
+        others = [field.type for i, field in enumerate(schema) if i not in self._top]
+        self._has_nested = any(map(_count, others))
         self._parts: dict[int, list[_Part]] = {}
         self._total = 0
         self._pending: list[memoryview] = []
@@ -95,9 +94,7 @@ class BatchReader:
     @property
     def next_bytes(self) -> int:
         """Bytes of dictionaries that the next batch decodes or validates."""
-        if self._reader is None or self._has_nested:
-            return self._total
-        return self._pending_bytes
+        return self._total if self._reader is None or self._has_nested else self._pending_bytes
 
     def add_dictionary(
         self, dictionary: int, header: bytes, body: memoryview, expanded: int, *, is_delta: bool
@@ -112,10 +109,9 @@ class BatchReader:
         size = len(header) + len(body) + expanded
         total = self._total + size
         if total > self._limits.bytes or len(earlier) >= PARTS_MAX:
-            raise LimitExceeded(
-                f"the stream's dictionaries have {total} bytes, limit {self._limits.bytes} "
-                f"(`limits.bytes`); this one has {len(earlier) + 1} parts, limit {PARTS_MAX}"
-            )
+            sizes = f"{total} bytes, limit {self._limits.bytes} (`limits.bytes`)"
+            parts = f"{len(earlier) + 1} parts, limit {PARTS_MAX}"
+            raise LimitExceeded(f"the stream's dictionaries have {sizes}; this one has {parts}")
         message = [memoryview(ipc.encapsulate(header)), body]
         self._parts[dictionary] = [*earlier, _Part(message, size, expanded)]
         self._total = total
@@ -131,13 +127,11 @@ class BatchReader:
     def read(self, header: bytes, body: memoryview) -> tuple[pa.RecordBatch, pa.RecordBatch]:
         """Read a batch; also returns it with dictionaries of types that support `take`.
 
-        Raises:
-            ArrowException, OSError, StopIteration: The batch is invalid.
+        An invalid batch raises `ArrowException`, `OSError` or `StopIteration`.
         """
         batch = self._next([memoryview(ipc.encapsulate(header)), body])
         batch.validate()
-        plain = list(batch.columns)
-        is_plain = True
+        plain, is_plain = list(batch.columns), True
         for index, column in enumerate(batch.columns):
             if index not in self._top:
                 column.validate(full=True)
@@ -159,17 +153,15 @@ class BatchReader:
         if validated is None or address_key(validated.dictionary) != address_key(dictionary):
             validated = self._validated[index] = _Validated(dictionary)
         # Validates the indices against the dictionary's length, without its values.
-        pa.DictionaryArray.from_arrays(
-            column.indices, pa.nulls(len(dictionary)), safe=False
-        ).validate(full=True)
+        nulls = pa.nulls(len(dictionary))
+        pa.DictionaryArray.from_arrays(column.indices, nulls, safe=False).validate(full=True)
         return validated
 
     def _decode(self) -> None:
         """Decode and validate the pending dictionaries, by reading a batch without rows."""
         try:
-            empty = pa.RecordBatch.from_arrays(
-                [pa.nulls(0, field.type) for field in self._schema], schema=self._schema
-            )
+            columns = [pa.nulls(0, field.type) for field in self._schema]
+            empty = pa.RecordBatch.from_arrays(columns, schema=self._schema)
             batch = self._next([memoryview(empty.serialize()).cast("B")])
             for index in self._top:
                 self._validate(index, batch.column(index))

@@ -83,16 +83,14 @@ class InputBuilder:
 
     def mask(self, valid: np.ndarray | None, shape: tuple[int, ...]) -> dict[str, Buffers]:
         """The entry's mask tensor, if declared."""
-        name = self.entry.mask
-        if not name:
+        if not (name := self.entry.mask):
             return {}
         whole = np.ones(shape, np.bool_) if valid is None else valid
         return {name: _buffer(whole, self._specs[name])}
 
     def lengths(self, lengths: np.ndarray) -> dict[str, Buffers]:
         """The entry's tensor of list lengths, if declared."""
-        name = self.entry.lengths
-        if not name:
+        if not (name := self.entry.lengths):
             return {}
         spec, location = self._specs[name], ValueLocation(self.names[0])
         return {name: _buffer(casts.cast(Values(lengths), spec.type.dtype_name, location), spec)}
@@ -135,8 +133,7 @@ class InputBuilder:
             return self._decimals(array, dtype_name, location)
         assert family in TEMPORAL
         assert unit is not None
-        source = UNIT_NS[arrays.time_unit(arrays.leaf(array).array.type)]
-        target = UNIT_NS[unit]
+        source, target = UNIT_NS[arrays.time_unit(arrays.leaf(array).array.type)], UNIT_NS[unit]
         multiply, divide = max(source // target, 1), max(target // source, 1)
         values = arrays.elements(array)
         data = casts.rescale(values, multiply, divide, dtype_name, location)
@@ -145,9 +142,8 @@ class InputBuilder:
     def _decimals(self, array: pa.Array, dtype_name: str, location: ValueLocation) -> Values:
         array, shape, valid = arrays.leaf(array)
         unscaled, scale = arrays.decimals(array)
-        is_number = self.entry.conversion == "number"
         multiply, divide = 1, 1
-        if is_number:
+        if is_number := self.entry.conversion == "number":
             multiply, divide = 10 ** max(-scale, 0), 10 ** max(scale, 0)
         if unscaled is not None and max(multiply, divide) < 1 << 63:
             values = Values(unscaled.reshape(shape), valid)
@@ -156,11 +152,9 @@ class InputBuilder:
             floats = array.cast(pa.float64()).to_numpy(zero_copy_only=False)
             data = casts.cast(Values(floats.reshape(shape), valid), dtype_name, location)
         else:
-            raise ContractError(
-                f"column `{location.column}` has a value of over 64 bits; {dtype_name} cannot "
-                "represent it",
-                column=location.column,
-            )
+            text = f"column `{location.column}` has a value of over 64 bits; "
+            text += f"{dtype_name} cannot represent it"
+            raise ContractError(text, column=location.column)
         return Values(data, valid, dtype_name == BFLOAT16)
 
 
@@ -180,10 +174,7 @@ class _Numbers(BuiltTensor):
 
     def __init__(self, builder: InputBuilder, columns: list[pa.Array]) -> None:
         self._builder = builder
-        parts = [
-            builder.elements(array, ValueLocation(name))
-            for name, array in zip(builder.names, columns, strict=True)
-        ]
+        parts = list(map(builder.elements, columns, map(ValueLocation, builder.names)))
         self._data, self._valid = parts[0]
         if builder.entry.columns:
             self._data = np.stack([data for data, _ in parts], axis=1)
@@ -205,10 +196,7 @@ class _Text(BuiltTensor):
 
     def __init__(self, builder: InputBuilder, columns: list[pa.Array]) -> None:
         self._builder = builder
-        parts = [
-            builder.text(array, ValueLocation(name))
-            for name, array in zip(builder.names, columns, strict=True)
-        ]
+        parts = list(map(builder.text, columns, map(ValueLocation, builder.names)))
         self._array, self._valid = parts[0]
         self._size = len(self._array) // len(columns[0]) if len(columns[0]) else 1
         if len(parts) > 1:
@@ -241,12 +229,9 @@ class _Ragged(BuiltTensor):
         too_long = found.lengths > limit
         if entry.truncate == "refuse" and too_long.any():
             row = int(np.flatnonzero(too_long)[0])
-            raise ContractError(
-                f"column `{name}`: row {row} has {found.lengths[row]} elements, limit {limit} "
-                f"(`max_length` in the manifest; {int(np.count_nonzero(too_long))} of {len(array)} "
-                "rows)",
-                column=name,
-            )
+            got = f"column `{name}`: row {row} has {found.lengths[row]} elements, limit {limit}"
+            share = f"{int(np.count_nonzero(too_long))} of {len(array)} rows"
+            raise ContractError(f"{got} (`max_length` in the manifest; {share})", column=name)
         self.lengths = np.minimum(found.lengths, limit)
         self.has_buckets = bool(entry.buckets)
         self._elements, self._starts = found.elements, found.starts

@@ -113,18 +113,16 @@ class Plan:
         self.schema_message = ipc.encapsulate(header)
         _require_limits(self.schema, limits)
         self.buckets, self.variants = buckets_of(contract), variants(contract)
-        self.builders = [
-            InputBuilder(entry, contract, self.schema) for entry in entries_of(contract)
-        ]
+        entries = entries_of(contract)
+        self.builders = [InputBuilder(entry, contract, self.schema) for entry in entries]
         used = _match(self.schema, contract, self.builders)
         self.passthrough = _passthrough_fields(self.schema, contract, used)
         self.group_columns = _group_columns(self.schema, contract)
         # Not plain: an assembled result (list, struct, rank), or a passed-through column that its
         # header does not fully describe. Then all passed-through columns are kept as arrays.
         self.is_assembled = any(column.is_assembled for column in contract.columns)
-        self.is_response_plain = not self.is_assembled and all(
-            types.extent(field.type) for field in self.passthrough
-        )
+        is_described = all(types.extent(field.type) for field in self.passthrough)
+        self.is_response_plain = is_described and not self.is_assembled
         # A plain batch of a converted stream has the passed-through columns only; the inputs are
         # built beside it.
         self.is_converted = (
@@ -143,9 +141,8 @@ class Plan:
         forwarded = self.passthrough if self.is_response_plain else []
         self.forwarded = [columns[field.name] for field in forwarded]
         self.nodes_count = sum(len(column.levels) for column in columns.values())
-        self.buffers_count = sum(
-            len(column.levels) + (1 if column.bits else 2) for column in columns.values()
-        )
+        sizes = (len(column.levels) + (1 if column.bits else 2) for column in columns.values())
+        self.buffers_count = sum(sizes)
         fields = [*self.passthrough, *types.output_schema(contract)]
         self.order = Order(fields, len(self.passthrough), contract.column_order)
         self.response_schema = pa.schema(self.order.of(fields))
@@ -172,9 +169,8 @@ def require_header(header: bytes | memoryview) -> None:
 def require_limit(name: str, count: int, limit: int) -> None:
     """Raise LimitExceeded if a batch exceeds the setting `limits.{name}`."""
     if not 0 <= count <= limit:
-        raise LimitExceeded(
-            f"the batch has {count} {name}, limit {limit} (`limits.{name}`)", wanted=limit
-        )
+        text = f"the batch has {count} {name}, limit {limit} (`limits.{name}`)"
+        raise LimitExceeded(text, wanted=limit)
 
 
 def _read_schema(header: bytes) -> pa.Schema:
@@ -197,15 +193,12 @@ def _require_limits(schema: pa.Schema, limits: LimitsConfig) -> None:
     require_limit("columns", len(schema), limits.columns)
     for field in schema:
         if types.depth(field.type) > limits.nesting:
-            raise LimitExceeded(
-                f"column `{field.name}` has more than {limits.nesting} levels of nesting "
-                "(`limits.nesting`)",
-                column=field.name,
-            )
+            limit = f"{limits.nesting} levels of nesting (`limits.nesting`)"
+            text = f"column `{field.name}` has more than {limit}"
+            raise LimitExceeded(text, column=field.name)
         if types.has_negative_size(field.type):
-            raise MalformedInput(
-                f"column `{field.name}` has lists of a negative size", column=field.name
-            )
+            text = f"column `{field.name}` has lists of a negative size"
+            raise MalformedInput(text, column=field.name)
 
 
 def _match(schema: pa.Schema, contract: Contract, builders: list[InputBuilder]) -> set[str]:
@@ -233,10 +226,9 @@ def _group_columns(schema: pa.Schema, contract: Contract) -> list[pa.Field]:
         if index < 0:
             problems.append(f"column `{name}` is missing: rows are ranked within it")
         elif not can_group(schema.field(index).type):
-            problems.append(
-                f"column `{name}`: rows are ranked within it, and {schema.field(index).type} "
-                "cannot be a group key"
-            )
+            kind = schema.field(index).type
+            use = f"rows are ranked within it, and {kind} cannot be a group key"
+            problems.append(f"column `{name}`: {use}")
     _raise_all(problems)
     return [schema.field(name) for name in names]
 

@@ -66,15 +66,13 @@ class RegionServer:
         try:
             self._bound = BoundPath(self._path, self._server, socket.SOCK_SEQPACKET)
         except OSError as error:
-            raise ConfigError(
-                f"shared_memory.path {self._config.path}: cannot listen: {error.strerror}"
-            ) from None
+            where = f"shared_memory.path {self._config.path}"
+            raise ConfigError(f"{where}: cannot listen: {error.strerror}") from None
         listener = self._bound.socket
         listener.setblocking(False)
         listener.listen(BACKLOG)
-        self._listener = LocalListener(
-            listener, shared_regions.FRAME_BYTES_MAX, self._allocate, self._reject
-        )
+        frame_bytes = shared_regions.FRAME_BYTES_MAX
+        self._listener = LocalListener(listener, frame_bytes, self._allocate, self._reject)
         self._listener.open()
 
     def close(self) -> None:
@@ -107,19 +105,15 @@ class RegionServer:
         if length_bytes < 1:
             raise MalformedInput(f"wanted a number of bytes, got {length_bytes}")
         if length_bytes > config.region_bytes:
-            raise LimitExceeded(
-                f"requested a region of {length_bytes} bytes, limit {config.region_bytes} bytes "
-                "(`shared_memory.region_bytes`)",
-                wanted=config.region_bytes,
-            )
+            limit = f"limit {config.region_bytes} bytes (`shared_memory.region_bytes`)"
+            text = f"requested a region of {length_bytes} bytes, {limit}"
+            raise LimitExceeded(text, wanted=config.region_bytes)
         total = sum(self.lent.values())
         if len(self.lent) >= config.regions or total + length_bytes > config.total_bytes:
-            raise Overloaded(
-                f"{len(self.lent)} regions with {total} bytes are allocated, limit "
-                f"{config.regions} with {config.total_bytes} bytes (`shared_memory.regions`, "
-                "`shared_memory.total_bytes`)",
-                retry_after_ms=RETRY_MS,
-            )
+            settings = "(`shared_memory.regions`, `shared_memory.total_bytes`)"
+            limit = f"limit {config.regions} with {config.total_bytes} bytes {settings}"
+            text = f"{len(self.lent)} regions with {total} bytes are allocated, {limit}"
+            raise Overloaded(text, retry_after_ms=RETRY_MS)
         segment = ClientSegment("iskander-region", length_bytes)
         name = secrets.token_hex(NAME_BYTES)
         send_region(connection, RegionGrant(name, length_bytes), segment.fd)

@@ -21,10 +21,7 @@ from iskander.contract.tensors import Contract, body_layout
 
 
 def result_columns(
-    contract: Contract,
-    rows: int,
-    results: bytes | memoryview,
-    groups: Mapping[str, pa.Array],
+    contract: Contract, rows: int, results: bytes | memoryview, groups: Mapping[str, pa.Array]
 ) -> list[pa.Array]:
     """All result columns, in the contract's order.
 

@@ -115,11 +115,9 @@ class FlightService:
         if self.is_draining:
             raise Draining("the server is stopping", retry_after_ms=0)
         if len(self.exchanges) >= self.limits.streams:
-            raise Overloaded(
-                f"{len(self.exchanges)} streams are open, limit {self.limits.streams} "
-                "(`limits.streams`)",
-                retry_after_ms=1000,
-            )
+            limit = f"limit {self.limits.streams} (`limits.streams`)"
+            text = f"{len(self.exchanges)} streams are open, {limit}"
+            raise Overloaded(text, retry_after_ms=1000)
         exchange = Exchange(
             call,
             intake=self._intake,
@@ -138,8 +136,7 @@ class FlightService:
 
     async def handshake(self, call: Call) -> None:
         """Complete a handshake: a token sent as a password is returned as a bearer header."""
-        raw = await _first(call)
-        request = _parse(flight_pb2.HandshakeRequest, raw)
+        request = _parse(flight_pb2.HandshakeRequest, await _first(call))
         response = flight_pb2.HandshakeResponse(protocol_version=request.protocol_version)
         await call.write(response.SerializeToString())
         tokens = [bearer_token(str(value)) for name, value in call.metadata if name == HEADER]
@@ -149,12 +146,11 @@ class FlightService:
         """List the loaded model versions that the caller may use."""
         for lane in self.models:
             if lane.contract is not None and call.grant.may_call(lane.model.name):
-                await call.write(_info(lane).SerializeToString())
+                await call.write(_info(lane))
 
     async def get_flight_info(self, raw: bytes, grant: Grant) -> bytes:
         """Return a model's result schema, and its contract as JSON in `app_metadata`."""
-        info: bytes = _info(self._loaded(raw, grant)).SerializeToString()
-        return info
+        return _info(self._loaded(raw, grant))
 
     async def get_schema(self, raw: bytes, grant: Grant) -> bytes:
         """Return a model's result schema, without passed-through columns."""
@@ -188,14 +184,10 @@ class FlightService:
         raise Unsupported("PollFlightInfo is not supported; use GetFlightInfo")
 
     def _find(self, grant: Grant, raw: bytes, key: str) -> Lane:
-        name, version = _model_of(raw)
-        grant.require_model(name)
-        return self.models.find(name, version, key)
+        return self.models.find(*_permitted_model(grant, raw), key)
 
     def _loaded(self, raw: bytes, grant: Grant) -> Lane:
-        name, version = _model_of(raw)
-        grant.require_model(name)
-        return self.models.find_loaded(name, version)
+        return self.models.find_loaded(*_permitted_model(grant, raw))
 
     async def _act(self, name: str, body: bytes, grant: Grant) -> list[Any]:
         """Results of an action: IPC messages, or objects to encode as JSON."""
@@ -261,11 +253,13 @@ def _parse(kind: type[Message], raw: bytes) -> Any:  # noqa: ANN401
         raise MalformedInput(f"the message is not a {kind.__name__}") from None
 
 
-def _model_of(raw: bytes) -> tuple[str, str | None]:
+def _permitted_model(grant: Grant, raw: bytes) -> tuple[str, str | None]:
+    """Model and version of a descriptor; the grant must permit the model."""
     descriptor = _parse(flight_pb2.FlightDescriptor, raw)
     path = list(descriptor.path)
     if descriptor.type != flight_pb2.FlightDescriptor.PATH or len(path) not in (1, 2):
         raise MalformedInput("wanted a path descriptor: [model] or [model, version]")
+    grant.require_model(path[0])
     return path[0], path[1] if len(path) == 2 else None
 
 
@@ -275,13 +269,13 @@ def _result_schema(lane: Lane) -> bytes:
     return schema
 
 
-def _info(lane: Lane) -> Any:  # noqa: ANN401
-    return flight_pb2.FlightInfo(
+def _info(lane: Lane) -> bytes:
+    kind, path = flight_pb2.FlightDescriptor, [lane.model.name, lane.model.version]
+    info: bytes = flight_pb2.FlightInfo(
         schema=_result_schema(lane),
-        flight_descriptor=flight_pb2.FlightDescriptor(
-            type=flight_pb2.FlightDescriptor.PATH, path=[lane.model.name, lane.model.version]
-        ),
+        flight_descriptor=kind(type=kind.PATH, path=path),
         total_records=-1,
         total_bytes=-1,
         app_metadata=msgspec.json.encode(describe(lane)),
-    )
+    ).SerializeToString()
+    return info

@@ -56,13 +56,10 @@ class SharedCodec(StreamCodec):
             return super().read(raw, is_on_loop=is_on_loop)
         region, (start, length) = self._region(), location.body
         if start < 0 or length < 0 or start + length > len(region):
-            raise MalformedInput(
-                f"the batch's body has {length} bytes at {start} of a region of {len(region)} bytes"
-            )
-        body = SegmentRange(region, start, start + length)
-        return self.decode(
-            memoryview(location.header), body, location.app_metadata, is_on_loop=is_on_loop
-        )
+            place = f"{length} bytes at {start} of a region of {len(region)} bytes"
+            raise MalformedInput(f"the batch's body has {place}")
+        header, body = memoryview(location.header), SegmentRange(region, start, start + length)
+        return self.decode(header, body, location.app_metadata, is_on_loop=is_on_loop)
 
     def _locate(self, raw: bytes | memoryview) -> BodyLocation | None:
         """The body location in a message; None for a message with a body."""
@@ -76,8 +73,6 @@ def _body_location(raw: bytes | memoryview) -> BodyLocation | None:
     if data.header or not data.app_metadata:
         return None
     if len(data.app_metadata) > 2 * HEADER_BYTES_MAX:
-        raise LimitExceeded(
-            f"the batch's body location has {len(data.app_metadata)} bytes, limit "
-            f"{2 * HEADER_BYTES_MAX}"
-        )
+        size = f"{len(data.app_metadata)} bytes, limit {2 * HEADER_BYTES_MAX}"
+        raise LimitExceeded(f"the batch's body location has {size}")
     return read_body_location(data.app_metadata)

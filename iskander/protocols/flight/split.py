@@ -102,7 +102,8 @@ def merge_results(
 ) -> memoryview:
     """Merge the results of portions in row order; `places` are the rows of each portion."""
     specs, rows = contract.outputs, sum(map(len, places))
-    offsets, texts = body_layout(specs, rows)[0], []
+    offsets = body_layout(specs, rows)[0]
+    texts: list[memoryview] = []
     layouts = [body_layout(specs, len(each))[0] for each in places]
     order = np.argsort(np.concatenate(places))
     columns: list[np.ndarray] = []
@@ -112,8 +113,7 @@ def merge_results(
             for each, body, layout in zip(places, bodies, layouts, strict=True)
         ]
         if spec.is_string:
-            which = sum(other.is_string for other in specs[:index])
-            whole = _texts(contract, which, found, places, bodies, layouts)
+            whole = _texts(contract, len(texts), found, places, bodies, layouts)
             at = order[:, None] * spec.elements + np.arange(spec.elements)
             ends, joined = text_buffers(whole.take(pa.array(at.reshape(-1))))
             columns.append(np.frombuffer(ends, np.uint8))

@@ -30,18 +30,15 @@ _EXPIRED = frozenset(kind.code for kind in (DeadlineExceeded, DeadlineUnreachabl
 class InferentialMetrics:
     """Counts outcomes and records points.
 
-    Attributes:
-        outcomes: Observations by outcome: `answered`, `late` (deadline passed), `unsent` (client
-            disconnected), or the code of the error.
-        broken: Connections closed because of a protocol violation.
-        last_error: Message of the last failed observation; empty for none.
+    Outcomes are `answered`, `late` (deadline passed), `unsent` (client disconnected), and the codes
+    of errors.
     """
 
     def __init__(self, recent: RecentValues) -> None:
         self._recent = recent
         self.outcomes: Counter[str] = Counter()
-        self.broken = 0
-        self.last_error = ""
+        self.broken = 0  # Connections closed because of a protocol violation.
+        self.last_error = ""  # Of the last failed observation or connection; empty for none.
 
     def received(self, labels: Labels, stamp_ns: int, payload_bytes: int) -> None:
         """Record an observation; `stamp_ns` is its wall-clock time, 0 if unknown."""

@@ -25,14 +25,7 @@ from iskander.transport.zmtp.listener import Listener
 
 
 class InferentialService:
-    """The Inferential server.
-
-    Attributes:
-        sessions: Sessions by client name.
-        is_silent: Failed observations get no reply.
-        is_draining: New observations are rejected.
-        address: Listening address with the allocated port; empty if the protocol is off.
-    """
+    """The Inferential server."""
 
     def __init__(
         self,
@@ -53,10 +46,10 @@ class InferentialService:
         self.dispatcher = dispatcher
         self.grant = grant
         self.journal = InferentialMetrics(recent)
-        self.sessions: dict[str, Session] = {}
-        self.is_silent = self.config.errors == "silent"
-        self.is_draining = False
-        self.address = ""
+        self.sessions: dict[str, Session] = {}  # By client name.
+        self.is_silent = self.config.errors == "silent"  # Failed observations get no reply.
+        self.is_draining = False  # New observations are rejected.
+        self.address = ""  # With the allocated port; empty if the protocol is off.
         self._server = config.server
         self._path: BoundPath | None = None
         self._response_prefix = os.urandom(8).hex()
@@ -75,11 +68,7 @@ class InferentialService:
         return any(session.has_work for session in self.sessions.values())
 
     async def start(self) -> None:
-        """Listen, if an address is configured.
-
-        Raises:
-            ConfigError: The address is in use or invalid.
-        """
+        """Listen, if an address is configured; raises ConfigError if it is in use or invalid."""
         if not self.config.address:
             return
         target = zmq_address(self.config.address)
@@ -93,9 +82,8 @@ class InferentialService:
                 sockets = await bind(target, is_shared=self._server.processes > 1)
                 self.address = f"tcp://{with_port(target, sockets[0])}"
         except OSError as error:
-            raise ConfigError(
-                f"inferential.address {self.config.address}: cannot listen there: {error.strerror}"
-            ) from None
+            where = f"inferential.address {self.config.address}"
+            raise ConfigError(f"{where}: cannot listen there: {error.strerror}") from None
         for listening in sockets:
             await self._listener.listen(listening)
 

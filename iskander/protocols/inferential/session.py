@@ -49,13 +49,7 @@ RETRY_MS: Final = 1000
 
 
 class _Pending(Request):
-    """An observation from admission until its reply is written.
-
-    Attributes:
-        body: Body of the results; None until they arrive.
-        error: Error of the observation, if it failed.
-        memory_bytes: Bound of its private memory: tensors and results.
-    """
+    """An observation from admission until its reply is written."""
 
     __slots__ = ("address", "body", "error", "is_single", "memory_bytes")
 
@@ -81,8 +75,9 @@ class _Pending(Request):
         )
         self.address = address
         self.is_single = is_single
-        self.body: bytes | memoryview | None = None
+        self.body: bytes | memoryview | None = None  # Of the results, once they arrive.
         self.error: IskanderError | None = None
+        # Bound of its private memory: tensors and results.
         self.memory_bytes = self.layout.input_bytes + self.layout.output_bytes
 
 
@@ -99,11 +94,7 @@ class _Rejected:
 
 
 class Session:
-    """One client; `identity` is its socket's identity, empty for none.
-
-    Attributes:
-        unread_bytes: Unsent results; they are charged to the receive budget.
-    """
+    """One client; `identity` is its socket's identity, empty for none."""
 
     def __init__(
         self, service: InferentialService, connection: Connection, identity: bytes
@@ -113,7 +104,7 @@ class Session:
         self._limits = service.limits
         self._replies: dict[str, deque[_Pending | _Rejected]] = {}
         self._window = self._window_bytes = self._failed = 0
-        self.unread_bytes = 0
+        self.unread_bytes = 0  # Unsent results; they are charged to the receive budget.
         self._admission: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_ns = NEVER_NS
@@ -279,8 +270,7 @@ class Session:
         self._replies.setdefault(pending.address.model, deque()).append(pending)
         self._window += 1
         self._window_bytes += pending.memory_bytes
-        if self.is_full:
-            self._arm_expiry()
+        self._arm_expiry()
 
     def _leave_window(self, pending: _Pending) -> None:
         self._window -= 1
@@ -310,11 +300,12 @@ class Session:
 
     def _count_failed(self) -> None:
         self._failed += 1
-        if self.is_full:
-            self._arm_expiry()
+        self._arm_expiry()
 
     def _arm_expiry(self) -> None:
-        """Withdraw running observations at their deadline, which makes space in a full window."""
+        """In a full window, withdraw running observations at their deadline to make space."""
+        if not self.is_full:
+            return
         first_ns = min((each.deadline_ns for each in self._unanswered()), default=NEVER_NS)
         if first_ns < self._expiry_ns:
             if self._expiry is not None:
@@ -331,8 +322,7 @@ class Session:
             pending.lane.count_missed(pending)
             self._service.journal.late(self.labels)
             self._drop(pending)
-        if self.is_full:
-            self._arm_expiry()
+        self._arm_expiry()
         self._write_soon()
 
     def _unanswered(self) -> Iterator[_Pending]:
@@ -370,10 +360,10 @@ class Session:
     def _reply(self, pending: _Pending | _Rejected) -> None:
         """Send one reply; none after its deadline, since the client would match the next call."""
         journal = self._service.journal
-        error, now = pending.error, now_ns()
+        error = pending.error
         if error is not None:
             journal.refused(self.labels, pending.address.model, error)
-        if now > pending.deadline_ns:
+        if now_ns() > pending.deadline_ns:
             if error is None:
                 journal.late(self.labels)
             return

@@ -22,17 +22,11 @@ from iskander.scheduling.request import PRIORITY_MAX, Terms
 
 @thread_safe
 class InferentialTerms(msgspec.Struct, frozen=True):
-    """Terms in the metadata of an observation.
+    """Terms in the metadata of an observation."""
 
-    Attributes:
-        deadline_ms: Milliseconds from its arrival to its deadline.
-        ttl_ms: Maximum milliseconds in the queue.
-        newest_wins: A newer observation of this client replaces it while it is queued.
-    """
-
-    deadline_ms: Milliseconds | None = None
-    ttl_ms: Milliseconds | None = None
-    newest_wins: bool | None = None
+    deadline_ms: Milliseconds | None = None  # From its arrival to its deadline.
+    ttl_ms: Milliseconds | None = None  # Maximum time in the queue.
+    newest_wins: bool | None = None  # A newer observation of the client replaces a queued one.
 
 
 NO_TERMS = InferentialTerms()
@@ -47,7 +41,7 @@ def read_terms(
     wall_ns: int,
     source: Source = UNKNOWN_SOURCE,
 ) -> Terms:
-    """Return the terms of an observation.
+    """Return the terms of an observation; raises MalformedInput for an invalid one in its metadata.
 
     Args:
         envelope: An `Observation`; its priority and urgency are clamped to the valid range.
@@ -55,9 +49,6 @@ def read_terms(
         newest_wins: Default for metadata without that key.
         wall_ns: Current wall-clock time.
         source: Source of the request.
-
-    Raises:
-        MalformedInput: A term in the metadata is invalid.
     """
     terms = _read_metadata(envelope.metadata)
     urgency, stamp_ns = envelope.urgency, envelope.timestamp_ns
@@ -85,6 +76,5 @@ def _read_metadata(metadata: Mapping[str, str]) -> InferentialTerms:
     except msgspec.ValidationError as error:
         name = str(error).rpartition("$.")[2].rstrip("`")
         kind = "true or false" if name == "newest_wins" else f"milliseconds from 0 to {DAY_MS}"
-        raise MalformedInput(
-            f"the observation's metadata: `{name}` is {fields.get(name, '')[:100]!r}, wanted {kind}"
-        ) from None
+        got = f"`{name}` is {fields.get(name, '')[:100]!r}, wanted {kind}"
+        raise MalformedInput(f"the observation's metadata: {got}") from None

@@ -53,8 +53,7 @@ _Key: TypeAlias = tuple[int, int, tuple[str, ...], bool]
 class CachedRequest:
     """A request without its tensors' bytes; most requests of a client are otherwise identical.
 
-    Attributes:
-        match: How the tensors of the last such request matched the inputs; None if unknown.
+    `match` says how the tensors of the last such request matched the inputs; None if unknown.
     """
 
     __slots__ = ("match", "parsed")
@@ -105,11 +104,9 @@ class Inference:
                 tensors = await asyncio.to_thread(_tensors, parsed, scanned, contract, limits)
             else:
                 tensors, charged_bytes = self.tensors(resolved, scanned, call)
+            merged, lane = terms.merged(parsed.terms), resolved.lane
             results = await self._submitter.ask(
-                resolved.lane,
-                tensors,
-                terms=terms.merged(parsed.terms),
-                call_deadline_ns=terms.deadline_ns,
+                lane, tensors, terms=merged, call_deadline_ns=terms.deadline_ns
             )
         finally:
             if charged_bytes:
@@ -121,13 +118,18 @@ class Inference:
         cached = self._parse(scanned.head)
         parsed = cached.parsed
         grant.require_model(parsed.model)
-        lane = self._models.find_loaded(
-            parsed.model, parsed.version, terms.route_key_of(parsed.terms)
-        )
+        route_key = terms.route_key_of(parsed.terms)
+        lane = self._models.find_loaded(parsed.model, parsed.version, route_key)
         contract = lane.contract
         assert contract is not None
         if parsed.outputs:
-            _require_outputs(contract, parsed.outputs)
+            known = [spec.tensor for spec in contract.outputs]
+            for name in parsed.outputs:
+                if name not in known:
+                    raise ContractError(
+                        f"`{name[:NAME_MAX]}` is not an output of the model; it has "
+                        f"{', '.join(known)}"
+                    )
         return ResolvedRequest(cached, lane, contract, scanned.id)
 
     def tensors(
@@ -135,8 +137,7 @@ class Inference:
     ) -> tuple[RequestTensors, int]:
         """Read a request's tensors on the event loop, and charge the call for copies.
 
-        Returns:
-            The tensors, and the charged bytes, which the caller gives back.
+        Returns the tensors and the charged bytes, which the caller gives back.
         """
         cached, contract, raw = resolved.cached, resolved.contract, scanned.raw
         match = cached.match
@@ -226,12 +227,3 @@ def _tensors(
 ) -> RequestTensors:
     """Match a request's tensors to the contract; on any thread."""
     return read_inputs(contract, tensors_of(parsed, scanned, contract, limits), limits)
-
-
-def _require_outputs(contract: Contract, names: tuple[str, ...]) -> None:
-    known = [spec.tensor for spec in contract.outputs]
-    for name in names:
-        if name not in known:
-            raise ContractError(
-                f"`{name[:NAME_MAX]}` is not an output of the model; it has {', '.join(known)}"
-            )

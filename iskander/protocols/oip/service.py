@@ -51,10 +51,8 @@ class OipService:
             "RepositoryIndex": self._repository_index,
             "SystemSharedMemoryStatus": lambda *_: oip_pb2.SystemSharedMemoryStatusResponse(),
             "CudaSharedMemoryStatus": lambda *_: oip_pb2.CudaSharedMemoryStatusResponse(),
-            "SystemSharedMemoryUnregister": _unregister(
-                oip_pb2.SystemSharedMemoryUnregisterResponse
-            ),
-            "CudaSharedMemoryUnregister": _unregister(oip_pb2.CudaSharedMemoryUnregisterResponse),
+            "SystemSharedMemoryUnregister": _unregister("System"),
+            "CudaSharedMemoryUnregister": _unregister("Cuda"),
             "SystemSharedMemoryRegister": _unsupported("the server does not read shared memory"),
             "CudaSharedMemoryRegister": _unsupported("the server does not read GPU memory"),
             "TraceSetting": _unsupported("the server does not write traces"),
@@ -186,8 +184,9 @@ def _coded(name: str, answer: Change) -> Callable[[bytes, Grant], Awaitable[byte
     return serve
 
 
-def _unregister(kind: Callable[[], Any]) -> Answer:
+def _unregister(memory: str) -> Answer:
     """Accept the unregistration of all regions, the first call of many tools; there are none."""
+    kind = getattr(oip_pb2, f"{memory}SharedMemoryUnregisterResponse")
 
     def answer(request: Any, _: Grant) -> Any:  # noqa: ANN401
         if request.name:

@@ -41,8 +41,7 @@ class InferStream:
         self._moved = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._last_error: IskanderError = Draining(
-            "the server is stopping; send further requests to another server",
-            retry_after_ms=0,
+            "the server is stopping; send further requests to another server", retry_after_ms=0
         )
 
     async def run(self) -> None:

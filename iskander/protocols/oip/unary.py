@@ -75,12 +75,9 @@ class UnaryInfer:
             return True
         call.receive()  # From here on only the request refers to the message.
         call.on_closed = self._on_gone
+        merged, lane = terms.merged(parsed.terms), resolved.lane
         request = self._submitter.begin(
-            resolved.lane,
-            tensors,
-            self,
-            terms=terms.merged(parsed.terms),
-            call_deadline_ns=terms.deadline_ns,
+            lane, tensors, self, terms=merged, call_deadline_ns=terms.deadline_ns
         )
         if call.on_closed is not None:  # Not rejected meanwhile.
             self._request = request

@@ -47,14 +47,8 @@ EVICT_BYTES_MIN: Final = 4096
 
 log = logging.getLogger("iskander.http")
 
-_MALFORMED: Final = msgspec.json.encode(
-    {
-        "error": "malformed HTTP/1.1 request",
-        "code": MalformedInput.code,
-        "fault": MalformedInput.fault,
-        "retryable": MalformedInput.retryable,
-    }
-)
+_FIELDS: Final = {name: getattr(MalformedInput, name) for name in ("code", "fault", "retryable")}
+_MALFORMED: Final = msgspec.json.encode({"error": "malformed HTTP/1.1 request", **_FIELDS})
 
 
 class _Flow(FlowControl):

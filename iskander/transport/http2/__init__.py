@@ -1,8 +1,7 @@
 """gRPC server transport over HTTP/2, on the gateway's event loop.
 
-    listener             listening sockets, connections, keepalive, shutdown
+    listener             listening sockets, and the resources that connections share
     connection           connection preface, frame dispatch, time quanta, timeouts
-    context              resources shared by the connections of one server
     streams              stream states, DATA and HEADERS frames, call creation
     call                 one gRPC call: responses, deadline, status
     call_receiver        request messages of a call: assembly, memory, flow-control window

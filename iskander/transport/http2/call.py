@@ -33,14 +33,7 @@ __all__ = ["Call", "Message"]
 
 
 class Call(CallReceiver):
-    """One call of one connection.
-
-    Attributes:
-        deadline_ns: On the monotonic clock; None without one.
-        on_gone: Called when the call is closed; for handlers without a `task`.
-        on_room: Called when all sent messages have left; for handlers that do not `write`.
-        handler_bytes: Memory charged by `charge_memory`, released at the end of the call.
-    """
+    """One call of one connection."""
 
     __slots__ = (
         "_has_sent_headers", "_is_part_sent", "_outbox", "_outbox_bytes", "_sent_ns", "_timer",
@@ -53,14 +46,17 @@ class Call(CallReceiver):
         self.metadata: Metadata = head.metadata
         self.grant: Grant = FULL_GRANT
         self.send_window = streams.output.call_window
+        # Called when the call is closed; for handlers without a `task`.
         self.on_closed: Callable[[], None] | None = None
+        # Called when all sent messages have left; for handlers that do not `write`.
         self.on_writable: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._outbox: deque[memoryview] | None = None
-        self._outbox_bytes = self.handler_bytes = self._sent_ns = 0
+        self._outbox_bytes = self._sent_ns = 0
+        self.handler_bytes = 0  # Charged by `charge_memory`, released at the end of the call.
         self._has_sent_headers = self._is_part_sent = False
         self._timer: asyncio.TimerHandle | None = None
-        self.deadline_ns: int | None = None
+        self.deadline_ns: int | None = None  # On the monotonic clock.
         if head.timeout_ns is not None:
             self.deadline_ns = now_ns() + head.timeout_ns
             self._timer = self._loop.call_later(head.timeout_ns / NS_PER_S, self._expire)
@@ -146,9 +142,8 @@ class Call(CallReceiver):
         output, length = self._output, 0
         for part in parts:
             length += len(part)
-        if self.is_over or self._has_sent_headers or not self.has_all_input:
-            return False
-        if not output.can_answer(self, length):
+        is_early = self.is_over or self._has_sent_headers or not self.has_all_input
+        if is_early or not output.can_answer(self, length):
             return False
         output.answer(self, length, parts)
         self.close()

@@ -42,15 +42,7 @@ Message: TypeAlias = bytes | memoryview
 
 
 class CallReceiver:
-    """The receiving half of one call.
-
-    Attributes:
-        on_input: Called when input arrives; for handlers that do not `read`.
-        has_all_input: The client has ended its half of the stream.
-        is_over: The status is sent, or the connection is lost.
-        empty_messages: Received messages of 0 bytes that are not charged yet.
-        began_ns: Start of the partial message.
-    """
+    """The receiving half of one call."""
 
     __slots__ = (
         "_array", "_content_left", "_decompression", "_encoding", "_filled", "_is_charged",
@@ -66,9 +58,11 @@ class CallReceiver:
         self._loop = streams.host.loop
         self.stream_id = stream_id
         self.path = head.path
-        self.has_all_input = self.is_over = False
+        self.has_all_input = False  # The client has ended its half of the stream.
+        self.is_over = False  # The status is sent, or the connection is lost.
+        # Called when input arrives; for handlers that do not `read`.
         self.on_input: Callable[[], None] | None = None
-        self.began_ns = streams.now_ns
+        self.began_ns = streams.now_ns  # Start of the partial message.
         self._encoding = head.encoding
         self._content_left = head.content_bytes
         self._message_bytes_max = streams.host.message_bytes(head.path)
@@ -76,7 +70,8 @@ class CallReceiver:
         self._prefix = b""
         self._partial: memoryview | None = None
         self._array: TrackedArray | None = None
-        self.empty_messages = self._queued_bytes = self._reserved_bytes = 0
+        self.empty_messages = 0  # Received messages of 0 bytes that are not charged yet.
+        self._queued_bytes = self._reserved_bytes = 0
         self._received = self._filled = self._progress_ns = 0
         self._is_charged = self._is_compressed = self._is_discarding = False
         self._is_reserved = self._is_waiting = False

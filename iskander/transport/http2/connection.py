@@ -9,19 +9,21 @@ Runs on: gateway loop. Source: RFC 9113.
 from __future__ import annotations
 
 import asyncio
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.transport.http2 import frames
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.call_receiver import WINDOW_BYTES
-from iskander.transport.http2.context import Host
 from iskander.transport.http2.frame_sender import FrameSender
 from iskander.transport.http2.frames import ConnectionBroken, ErrorCode, StreamError
 from iskander.transport.http2.rate_limit import RateLimiter
 from iskander.transport.http2.request_headers import HEADER_LIST_BYTES_MAX
 from iskander.transport.http2.streams import Streams
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
+
+if TYPE_CHECKING:
+    from iskander.transport.http2.listener import Listener
 
 FRAME_BYTES_MAX: Final = 1 << 20
 """Limit on a DATA frame; a larger message consists of several."""
@@ -52,7 +54,7 @@ _NOT_HTTP2: Final = (
 class Connection(asyncio.BufferedProtocol):
     """The server's end of a connection."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Listener) -> None:
         self.host = host
         self.output: FrameSender
         self.streams: Streams
@@ -355,9 +357,8 @@ class Connection(asyncio.BufferedProtocol):
     def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
         self._require_no_stream(stream_id)
         if len(payload) != 8:
-            raise ConnectionBroken(
-                ErrorCode.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes, not 8"
-            )
+            message = f"PING of {len(payload)} bytes, not 8"
+            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, message)
         self.streams.charge_reply(1.0)
         if not flags & frames.ACK:
             self.output.emit(frames.frame(frames.PING, frames.ACK, 0, bytes(payload)))
@@ -380,9 +381,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _require_no_stream(self, stream_id: int) -> None:
         if stream_id:
-            raise ConnectionBroken(
-                ErrorCode.PROTOCOL_ERROR, f"connection frame on stream {stream_id}"
-            )
+            message = f"connection frame on stream {stream_id}"
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, message)
 
     def _fail(self, error: ConnectionBroken) -> None:
         self.host.count_ended(error.reason)

@@ -95,12 +95,8 @@ class Decompressor:
         """
         try:
             view, at = target.data, 0
-            for piece in self._pieces:
-                view[at : at + len(piece)] = piece
-                at += len(piece)
-            self._pieces.clear()
-            while not self._inflater.eof:
-                piece = self._step(PIECE_BYTES)
+            while self._pieces or not self._inflater.eof:
+                piece = self._pieces.pop(0) if self._pieces else self._step(PIECE_BYTES)
                 view[at : at + len(piece)] = piece
                 at += len(piece)
             return view[:at]

@@ -48,18 +48,13 @@ _pack_trailers: Final = struct.Struct(f"!{_START_BYTES}sI{len(headers.OK)}s").pa
 
 
 class FrameSender:
-    """The sending half of a connection.
-
-    Attributes:
-        call_window: Initial send window of a call.
-        frame_bytes: Largest frame that the client accepts.
-        is_closed: Everything sent from now on is discarded.
-    """
+    """The sending half of a connection; once it `is_closed`, it discards what is sent."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._window = self.call_window = frames.WINDOW_DEFAULT
-        self.frame_bytes = frames.FRAME_BYTES_DEFAULT
+        self._window = frames.WINDOW_DEFAULT
+        self.call_window = frames.WINDOW_DEFAULT  # Initial send window of a call.
+        self.frame_bytes = frames.FRAME_BYTES_DEFAULT  # Largest that the client accepts.
         self._table_bytes = headers.TABLE_BYTES_DEFAULT
         self._table_update = b""
         self._blocked: dict[Call, None] = {}
@@ -107,9 +102,8 @@ class FrameSender:
         """Send a response of one message with its status; requires capacity."""
         stream_id, size = call.stream_id, frames.PREFIX_BYTES + length
         high, low = size >> 16, size & 0xFFFF
-        start = _pack_headers(
-            _RESPONSE_START, stream_id, headers.RESPONSE, high, low, stream_id, length
-        )
+        head = headers.RESPONSE
+        start = _pack_headers(_RESPONSE_START, stream_id, head, high, low, stream_id, length)
         self._send(call, size, [start, *parts, _pack_trailers(_OK_START, stream_id, headers.OK)])
 
     def _send(self, call: Call, size: int, raw: list[Message]) -> None:

@@ -57,11 +57,7 @@ class Fields:
 
 
 class HeaderBlockReader:
-    """Assembles and decodes the header blocks of one connection.
-
-    Attributes:
-        is_open: A block is incomplete; only a CONTINUATION frame may follow.
-    """
+    """Assembles and decodes the header blocks of one connection."""
 
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
@@ -70,7 +66,7 @@ class HeaderBlockReader:
         self._more = bytearray()
         self._stream_id = 0
         self._is_last = False
-        self.is_open = False
+        self.is_open = False  # A block is incomplete; only a CONTINUATION frame may follow.
 
     def begin(self, stream_id: int, flags: int, payload: memoryview) -> None:
         """Start a block with the payload of a HEADERS frame."""

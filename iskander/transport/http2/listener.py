@@ -19,7 +19,15 @@ log = logging.getLogger("iskander.http2")
 
 
 class Listener(ConnectionListener[Connection]):
-    """Listening sockets of a gRPC server; implements `Host`, which describes the arguments."""
+    """Listening sockets of a gRPC server; the resources that its connections share.
+
+    Args:
+        serve: Handles a call in a task; returns or raises `RpcError`.
+        at_once: Handles a call without a task; returns False if it needs one.
+        message_bytes: Largest request message, by the call's path.
+        calls_max: Open calls of one connection.
+        named: Converts a transport error to the error format of the call's path.
+    """
 
     def __init__(
         self,

@@ -26,13 +26,9 @@ BINARY_PARTS_MAX: Final = 128
 
 _TIMEOUT: Final = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
 _UNIT_NS: Final = {
-    "H": 3600 * NS_PER_S,
-    "M": 60 * NS_PER_S,
-    "S": NS_PER_S,
-    "m": 1000 * NS_PER_US,
-    "u": NS_PER_US,
-    "n": 1,
-}
+    "H": 3600 * NS_PER_S, "M": 60 * NS_PER_S, "S": NS_PER_S,
+    "m": 1000 * NS_PER_US, "u": NS_PER_US, "n": 1,
+}  # fmt: skip
 _LENGTH_DIGITS_MAX: Final = 18
 _IS_GRPC: Final = re.compile(r"application/grpc(?:\Z|[+;])").match
 _BASE64: Final = re.compile(r"([A-Za-z0-9+/]*+)(={0,2})\Z")
@@ -66,10 +62,8 @@ class RequestHeaders:
 def read_request(fields: Sequence[tuple[str, str]]) -> RequestHeaders:
     """Validate and read the header fields of a request; sizes are checked before values.
 
-    Raises:
-        StreamError: Malformed HTTP request.
-        NotGrpc: Not a gRPC call.
-        RpcError: Headers too large, or a malformed header.
+    Raises `StreamError` for malformed HTTP, `NotGrpc` for another request, `RpcError` for headers
+    that are too large or malformed.
     """
     _require_limits(fields)
     pseudo = check_fields(fields)
@@ -130,9 +124,8 @@ def check_fields(fields: Sequence[tuple[str, str]]) -> dict[str, str]:
             if not _IS_NAME(name):
                 raise StreamError(ErrorCode.PROTOCOL_ERROR, "invalid header name")
             if name in _CONNECTION_SPECIFIC or (name == "te" and value != "trailers"):
-                raise StreamError(
-                    ErrorCode.PROTOCOL_ERROR, f"header `{name}` not allowed in HTTP/2"
-                )
+                message = f"header `{name}` not allowed in HTTP/2"
+                raise StreamError(ErrorCode.PROTOCOL_ERROR, message)
         if _IS_BROKEN_VALUE(value):
             raise StreamError(ErrorCode.PROTOCOL_ERROR, f"invalid value of header `{name[:40]}`")
     return pseudo

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from iskander.auth.source import Source
 from iskander.clock import NS_PER_US, now_ns
 from iskander.transport.http2 import frames
 from iskander.transport.http2 import response_headers as headers
 from iskander.transport.http2.call import Call
-from iskander.transport.http2.context import Host
 from iskander.transport.http2.frame_sender import FrameSender
 from iskander.transport.http2.frames import ConnectionBroken, ErrorCode, StreamError
 from iskander.transport.http2.header_block_reader import Fields, HeaderBlockReader
 from iskander.transport.http2.rate_limit import RateLimiter
 from iskander.transport.http2.request_headers import NotGrpc, RequestHeaders, check_fields
 from iskander.transport.http2.status import RpcError, Status
+
+if TYPE_CHECKING:
+    from iskander.transport.http2.listener import Listener
 
 FREE_BLOCK_BYTES: Final = 2048
 """Decoding cost of a header block that is free, and the cost that counts as one frame."""
@@ -41,17 +43,10 @@ _connection_numbers = itertools.count(1)
 
 
 class Streams:
-    """The streams of one connection.
-
-    Attributes:
-        opened: Calls that are not served yet.
-        tasks_started: Tasks started for calls in this turn.
-        messages_received: Received messages of more than 0 bytes.
-        is_interrupted: The turn ended with unprocessed input.
-    """
+    """The streams of one connection."""
 
     def __init__(
-        self, host: Host, output: FrameSender, limiter: RateLimiter, on_idle: Callable[[], None]
+        self, host: Listener, output: FrameSender, limiter: RateLimiter, on_idle: Callable[[], None]
     ) -> None:
         self.host = host
         self.output = output
@@ -60,11 +55,13 @@ class Streams:
         self._tenant = ""
         self._source = Source(connection=self._connection_number)
         self.calls: dict[int, Call] = {}
-        self.opened: list[Call] = []
-        self.tasks_started = self.last_id = self.now_ns = 0
-        self.messages_received = self._counted_messages = self._granted_messages = 0
+        self.opened: list[Call] = []  # Not served yet.
+        self.tasks_started = 0  # For calls in this turn.
+        self.messages_received = 0  # Of more than 0 bytes.
+        self.last_id = self.now_ns = self._counted_messages = self._granted_messages = 0
         self._received = self._fed_bytes = 0
-        self.is_interrupted = self.is_rejecting = False
+        self.is_interrupted = False  # The turn ended with unprocessed input.
+        self.is_rejecting = False
         self._limiter = limiter
         self._on_idle = on_idle
         self.block_reader = HeaderBlockReader()
@@ -210,9 +207,8 @@ class Streams:
             return
         except NotGrpc as not_grpc:
             self._limiter.charge(self.now_ns)
-            call = self.calls[stream_id] = Call(
-                self, stream_id, RequestHeaders("", None, "", (), -1)
-            )
+            empty = RequestHeaders("", None, "", (), -1)
+            call = self.calls[stream_id] = Call(self, stream_id, empty)
             call.has_all_input = is_last
             call.reject_http(self.host.named(fields.path, not_grpc))
             return
@@ -312,7 +308,7 @@ class Streams:
             self.host.loop.call_soon(self.close)
 
 
-async def _run(host: Host, call: Call) -> None:
+async def _run(host: Listener, call: Call) -> None:
     try:
         await host.serve(call)
     except RpcError as error:

@@ -7,24 +7,23 @@ when the backlog is full, the socket is not read.
 A read is processed for a quantum of time; input that is left waits in the turn scheduler. Received
 bytes are charged to the receive budget until the session takes them, large frames until freed.
 
-Runs on: gateway loop. Source: RFC 37/ZMTP 3.1.
+Runs on: gateway loop. Source: RFC 37/ZMTP 3.1; poll(2).
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
 from iskander.transport.cpu_allowance import CpuAllowance
 from iskander.transport.receive_budget import MESSAGE_RATE_MIN, progress_ns
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 from iskander.transport.zmtp import frames
-from iskander.transport.zmtp.backlog import Backlog
-from iskander.transport.zmtp.context import Part, Session, is_hung_up
-from iskander.transport.zmtp.frames import ProtocolViolation
-from iskander.transport.zmtp.partial_frame import PartialFrame
+from iskander.transport.zmtp.frames import Part, ProtocolViolation
+from iskander.transport.zmtp.received import Backlog, PartialFrame
 
 if TYPE_CHECKING:
     from iskander.transport.zmtp.listener import Listener
@@ -42,6 +41,32 @@ CLOCK_FRAMES: Final = 16
 MESSAGE_CPU_NS: Final = 500 * NS_PER_US
 BYTE_CPU_NS: Final = 2
 """Processor time granted per message and per byte."""
+
+
+class Session(Protocol):
+    """Consumer of a peer's messages."""
+
+    unread_bytes: int  # Charged responses, queued behind unread ones.
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it accepts no messages; it calls `Connection.resume` when it does again."""
+
+    def take(self, parts: list[Part], arrived_ns: int) -> None:
+        """Process a message; `arrived_ns` is its monotonic arrival time."""
+
+    def refuse(self, parts: list[Part]) -> None:
+        """Reject a message for lack of memory."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a message is unanswered or a response unsent."""
+
+    def on_writable(self) -> None:
+        """The socket is writable again."""
+
+    def on_lost(self) -> None:
+        """The connection is closed."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -145,7 +170,7 @@ class Connection(asyncio.BufferedProtocol):
             self._fail("peer used too much processor time without sending messages", "cpu_time")
         return not self._is_closed
 
-    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+    def send(self, parts: Sequence[Part]) -> None:
         """Send a message; buffered while the socket is not writable."""
         if self._is_closed:
             return
@@ -183,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
             elif silent_s > timeouts.idle_s and self._can_ping and not self.is_blocked:
                 self._pinged_ns = now
                 self._transport.write(frames.command(frames.PING, b"\0\0"))
-        elif is_hung_up(self._transport):
+        elif _is_hung_up(self._transport):
             self.abort()
 
     @property
@@ -419,3 +444,10 @@ class Connection(asyncio.BufferedProtocol):
         self._host.count_ended(reason)
         self.abort()
         self._drop_input()
+
+
+def _is_hung_up(transport: asyncio.Transport) -> bool:
+    """Return whether the peer of a paused socket has disconnected."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))

@@ -14,7 +14,7 @@ Layout:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 MORE: Final = 1
 LONG: Final = 2
@@ -34,6 +34,8 @@ _NULL: Final = b"NULL".ljust(20, b"\0")
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _NULL + bytes(32)
 """Of this server: version 3.1, no security."""
 
+Part: TypeAlias = bytes | memoryview
+
 
 class ProtocolViolation(Exception):
     """Invalid or oversized input of a peer; the connection ends."""
@@ -47,7 +49,7 @@ class Head(NamedTuple):
     end: int
 
 
-def check_greeting(raw: bytes | memoryview) -> bool:
+def check_greeting(raw: Part) -> bool:
     """Check a partial or complete greeting; return whether it is of 3.1, which has PING."""
     if raw[:1] not in (b"", b"\xff") or (len(raw) >= SIGNATURE_BYTES and not raw[9] & 1):
         raise ProtocolViolation("not a ZMTP greeting")
@@ -81,10 +83,10 @@ def head(length: int, flags: int) -> bytes:
     return bytes((flags | LONG,)) + length.to_bytes(8, "big")
 
 
-def message(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+def message(parts: Sequence[Part]) -> list[Part]:
     """Encode a message: each part preceded by its header."""
     last = len(parts) - 1
-    pieces: list[bytes | memoryview] = []
+    pieces: list[Part] = []
     for index, part in enumerate(parts):
         pieces += (head(len(part), MORE if index < last else 0), part)
     return pieces
@@ -105,7 +107,7 @@ def ready(**properties: bytes) -> bytes:
     return command(READY, data)
 
 
-def read_command(body: bytes | memoryview) -> tuple[bytes, bytes]:
+def read_command(body: Part) -> tuple[bytes, bytes]:
     """Decode a command to its name and data."""
     end = 1 + body[0] if body else 0
     if not 1 < end <= len(body):

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from iskander.transport.connection_limits import ConnectionLimits
 from iskander.transport.connection_listener import ConnectionListener
-from iskander.transport.zmtp.connection import Connection
-from iskander.transport.zmtp.context import Session
+from iskander.transport.zmtp.connection import Connection, Session
 
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -58,7 +57,5 @@ class Listener(ConnectionListener[Connection]):
     def on_rejected(self) -> None:
         """Count and report a peer rejected at the limit."""
         super().on_rejected()
-        self.on_broken(
-            f"connection rejected: limit of {self._connections_max} peers reached "
-            "(`inferential.connections`)"
-        )
+        limit = f"limit of {self._connections_max} peers reached (`inferential.connections`)"
+        self.on_broken(f"connection rejected: {limit}")

@@ -204,7 +204,7 @@ async def served(pieces: list[bytes], *, is_patient: bool = False) -> Outcome:
     peer.connection.enforce_timeouts(peer.connection._read_ns + (3600 << 30))
     recorder.calls.clear()
     await grpc_messages.close(peer)
-    assert not peer.connection.output._blocked and not len(peer.host.turns)
+    assert not peer.connection.output._blocked and not peer.host.turns._waiting
     return outcome
 
 

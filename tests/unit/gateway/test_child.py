@@ -15,7 +15,7 @@ from iskander.clock import NS_PER_S
 from iskander.config.models import ModelConfig
 from iskander.config.schema import Config, LimitsConfig, ServerConfig
 from iskander.errors import ConfigError
-from iskander.gateway.child import BACKOFF_MOST_S, ChildProcess
+from iskander.gateway.child import ChildProcess
 from iskander.gateway.child_settings import fixed, read_settings, write_settings
 
 CONFIG = Config(
@@ -36,13 +36,6 @@ def say(process: ChildProcess, folder: Path, text: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.sendto(text.encode(), str(folder / "notify"))
     process.read_notices()
-
-
-@pytest.mark.parametrize("failures", [0, 1, 2, 3, 10, 1025, 10**9])
-def test_however_often_it_failed_it_is_started_again(process: ChildProcess, failures: int) -> None:
-    process.failures = failures
-    assert 0.1 <= process.backoff_s() <= BACKOFF_MOST_S
-    assert (process.backoff_s() == BACKOFF_MOST_S) == (failures > 7)
 
 
 def test_one_that_serves_is_silent_since_it_was_heard_last(

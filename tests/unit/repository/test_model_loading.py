@@ -17,7 +17,7 @@ from support.repositories import Folder, scaled
 from iskander.clock import NS_PER_S
 from iskander.config.models import LaneConfig, ModelConfig
 from iskander.config.repository import RepositoryConfig
-from iskander.config.schema import Config
+from iskander.config.schema import Config, ServerConfig, WorkersConfig
 from iskander.control.messages import Unload
 from iskander.errors import IskanderError, ManifestError, NotReady
 from iskander.measurement.recent_values import RecentValues
@@ -53,13 +53,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def generations_of(fleet: Fleet) -> Generations:
     return Generations(
+        Config(workers=WorkersConfig(start_s=LOAD_S), server=ServerConfig(drain_s=1.0)),
         fleet.models,
         fleet.loading,
         lambda lane, error: None,
-        load_s=LOAD_S,
-        drain_s=1.0,
-        recent=RecentValues(),
-        on_change=lambda: None,
+        RecentValues(),
+        lambda: None,
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from support.intake import in_loop, turns
 
-from iskander.repository.startup_barrier import StartupBarrier
+from iskander.repository.repository import StartupBarrier
 
 
 @in_loop

@@ -30,10 +30,10 @@ def test_after_a_quarantine_one_death_is_enough_until_a_window_was_free_of_them(
     rate = DeathRate(3, WINDOW_NS)
     assert [rate.note(at_ns) for at_ns in (0, 1, 2)] == [False, False, True]
     rate.begin_quarantine(60.0)
-    rate.release(200)
+    rate.released_ns = 200
     assert rate.note(250)
     rate.begin_quarantine(60.0)
-    rate.release(300)
+    rate.released_ns = 300
     assert not rate.note(300 + WINDOW_NS + 1)
 
 

@@ -30,11 +30,15 @@ class Answer(NamedTuple):
     body: str
 
 
+def admin_of(address: str, observed: MetricSources) -> AdminServer:
+    return AdminServer(address, observed.models.reasons, Collector(observed).render)
+
+
 def serve(observed: MetricSources, talk: Callable[[str], Awaitable[Any]]) -> Any:
     """Start a port, talk to it, stop it; nothing may hang."""
 
     async def run() -> Any:
-        server = AdminServer("127.0.0.1:0", Collector(observed))
+        server = admin_of("127.0.0.1:0", observed)
         address = await server.start()
         try:
             return await talk(address)
@@ -266,7 +270,7 @@ def test_signals_stay_with_the_gateway() -> None:
 
 def test_a_stopped_port_is_free_and_holds_no_connection() -> None:
     async def run() -> bytes:
-        server = AdminServer("127.0.0.1:0", Collector(observe([])))
+        server = admin_of("127.0.0.1:0", observe([]))
         address = await server.start()
         reader, writer = await connect(address)
         await server.stop()
@@ -274,7 +278,7 @@ def test_a_stopped_port_is_free_and_holds_no_connection() -> None:
         writer.close()
         with pytest.raises(ConnectionRefusedError):
             await connect(address)
-        again = AdminServer(address, Collector(observe([])))
+        again = admin_of(address, observe([]))
         assert await again.start() == address
         await again.stop()
         return left
@@ -283,14 +287,14 @@ def test_a_stopped_port_is_free_and_holds_no_connection() -> None:
 
 
 def test_stopping_what_was_not_started_is_nothing() -> None:
-    asyncio.run(AdminServer("127.0.0.1:0", Collector(observe([]))).stop())
+    asyncio.run(admin_of("127.0.0.1:0", observe([])).stop())
 
 
 def test_a_port_in_use_is_the_operators_mistake() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"admin\.address {address}: Address already in use"):
-            asyncio.run(AdminServer(address, Collector(observe([]))).start())
+            asyncio.run(admin_of(address, observe([])).start())
 
 
 @pytest.mark.parametrize(
@@ -306,12 +310,12 @@ def test_a_port_in_use_is_the_operators_mistake() -> None:
 )
 def test_an_address_that_nobody_can_have_is_refused_by_name(address: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        asyncio.run(AdminServer(address, Collector(observe([]))).start())
+        asyncio.run(admin_of(address, observe([])).start())
 
 
 def test_an_ipv6_address_is_written_so_that_it_can_be_used() -> None:
     async def run() -> str:
-        server = AdminServer("[::1]:0", Collector(observe([])))
+        server = admin_of("[::1]:0", observe([]))
         address = await server.start()
         await server.stop()
         return address

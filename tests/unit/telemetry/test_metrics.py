@@ -29,7 +29,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def page(observed: MetricSources, *, is_openmetrics: bool = False) -> str:
-    return asyncio.run(Collector(observed).render(is_openmetrics=is_openmetrics)).decode()
+    return asyncio.run(Collector(observed).render(is_openmetrics)).decode()
 
 
 def scrape(observed: MetricSources, *, is_openmetrics: bool = False) -> Samples:
@@ -287,7 +287,7 @@ def test_others_have_their_turn_while_a_page_is_made() -> None:
 
     async def count_turns() -> int:
         turns = 0
-        task = asyncio.create_task(Collector(observed).render(is_openmetrics=False))
+        task = asyncio.create_task(Collector(observed).render(False))
         while not task.done():
             await asyncio.sleep(0)
             turns += 1

@@ -38,7 +38,7 @@ def answer_of(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
     def fail(spec: Any, cores: int) -> None:
         raise error
 
-    monkeypatch.setattr(loading, "_loaded", fail)
+    monkeypatch.setattr(loading, "Session", fail)
     loads = loading.LoadQueue(1)
     attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
     loads.ask(attachment, model_spec(Path("/m"), key=7))
@@ -86,7 +86,7 @@ def test_an_assertion_of_this_programs_own_ends_it(monkeypatch: pytest.MonkeyPat
     def fail(spec: Any, cores: int) -> None:
         loading._Load.answer(SimpleNamespace(error=None, session=None))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loading, "_loaded", fail)
+    monkeypatch.setattr(loading, "Session", fail)
     loads.ask(attachment, model_spec(Path("/m")))
     with pytest.raises(AssertionError):
         eventually(loads.take, what="its end")

@@ -81,15 +81,9 @@ class Model(Protocol):
     threads: int
 
     def compute(self, arrays: Arrays, outputs: Sequence[str], run: Run) -> Arrays:
-        """Compute one batch.
+        """Compute the named outputs of one batch, or raise `ExecutionFailed` with a caller's text.
 
-        Args:
-            arrays: Every input; read-only views, valid during the call.
-            outputs: Names of the outputs to return.
-            run: The current run.
-
-        Raises:
-            ExecutionFailed: The model failed; the text is for the caller.
+        `arrays` has every input: read-only views, valid during the call.
         """
 
     def close(self) -> None:
@@ -105,8 +99,8 @@ class BindingModel(Model, Protocol):
     def bind(self, contract: Contract, rows: int, input_address: int, output_address: int) -> Bound:
         """Bind the contract's tensors to a batch's bodies, or raise `ExecutionFailed`.
 
-        Layout:
-            `body_layout` from the two addresses; the caller keeps the mappings alive.
+        Layout: `body_layout` from the two addresses, every tensor `(rows, *spec.shape)`. The caller
+        keeps the mappings alive.
         """
 
 

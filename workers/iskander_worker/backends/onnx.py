@@ -1,8 +1,7 @@
 """Backend `onnx`: an ONNX Runtime session, its execution provider and threads.
 
-Runs on: worker main; `read_graph` also in the operator's tool.
-
-Source: ONNX Runtime 1.31 Python API (`SessionOptions`).
+Runs on: worker main; `read_graph` also in the operator's tool. Source: ONNX Runtime 1.31 Python API
+(`SessionOptions`).
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ class OnnxModel:
         if spec.is_parallel:
             options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
         # Spinning threads use whole cores between batches: 86 % of one at 50 batches a second.
-        entries = {
-            "session.intra_op.allow_spinning": "0",
-            "session.inter_op.allow_spinning": "0",
-        }
+        entries = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
         file = source.optimised or model_file(Path(spec.path))
         if source.optimised is not None:
             options.graph_optimization_level = OPTIMIZATION_LEVELS["disable"]
@@ -85,13 +81,17 @@ class OnnxModel:
         for key, value in entries.items():
             options.add_session_config_entry(key, value)
         for library in source.libraries:
-            _register(options, library)
+            try:
+                options.register_custom_ops_library(library)
+            except Exception as error:
+                raise ManifestError(
+                    f"operator library `{Path(library).name}` cannot be loaded: {error_text(error)}"
+                ) from None
         self._session = _open(file, options, spec.execution_providers, spec.provider_options)
         self.providers = tuple(self._session.get_providers())
         self.graph = _graph_of(self._session)
-        self._bfloat16 = {
-            tensor.name for tensor in self.graph.inputs if tensor.element == "tensor(bfloat16)"
-        }
+        inputs = self.graph.inputs
+        self._bfloat16 = {each.name for each in inputs if each.element == "tensor(bfloat16)"}
         # A binding on an accelerator copies its inputs at its creation, so it is used once.
         self.is_binding_reusable = self.providers[0] == PROVIDERS["cpu"]
 
@@ -130,15 +130,6 @@ def read_graph(path: Path) -> Graph:
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return _graph_of(_open(model_file(path), options, ("cpu",)))
-
-
-def _register(options: ort.SessionOptions, library: str) -> None:
-    try:
-        options.register_custom_ops_library(library)
-    except Exception as error:
-        raise ManifestError(
-            f"operator library `{Path(library).name}` cannot be loaded: {error_text(error)}"
-        ) from None
 
 
 @cache

@@ -1,8 +1,6 @@
 """I/O binding of tensors to a batch's buffers.
 
-Runs on: worker main.
-
-Source: ONNX Runtime 1.31 Python API (`IOBinding`, `RunOptions`).
+Runs on: worker main. Source: ONNX Runtime 1.31 Python API (`IOBinding`, `RunOptions`).
 """
 
 from __future__ import annotations

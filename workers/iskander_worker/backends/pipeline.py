@@ -50,9 +50,8 @@ class Pipeline:
         """Compute a batch step by step, and store the times; an abort raises `Cancelled`."""
         tensors = dict(arrays)
         times: list[tuple[str, int]] = []
-        for model, joint, needed in zip(
-            self._models, self._joints, _needed(self._joints, outputs), strict=True
-        ):
+        needs = _needed(self._joints, outputs)
+        for model, joint, needed in zip(self._models, self._joints, needs, strict=True):
             if run.is_aborted:
                 raise Cancelled("batch cancelled: its callers are gone")
             begun_ns = now_ns()

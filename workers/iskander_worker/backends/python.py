@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from iskander.contract.backend_manifest import PythonSection
-from iskander.contract.declared_graph import declared_graph
+from iskander.contract.compile import declared_graph
 from iskander.contract.paths import path_inside
 from iskander.control.messages import ModelSpec
 from iskander.errors import Cancelled, ExecutionFailed, IskanderError, ManifestError

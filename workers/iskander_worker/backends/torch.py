@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from iskander.contract.declared_graph import declared_graph
+from iskander.contract.compile import declared_graph
 from iskander.contract.graph import Dimension, Graph, GraphTensor
 from iskander.contract.manifest import Manifest
 from iskander.contract.paths import path_inside

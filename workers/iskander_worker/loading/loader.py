@@ -119,14 +119,10 @@ class _Load:
     def _run(self) -> None:
         try:
             if self.session is None:
-                self.session = _loaded(self.spec, self._cores)
+                session = Session(self.spec, self._cores)
+                session.warm_up(self.spec.rows_max)
+                self.session = session
         except BaseException as error:
             self.error = load_error(error)
         finally:
             os.eventfd_write(self._wake_fd, 1)
-
-
-def _loaded(spec: ModelSpec, cores: int) -> Session:
-    session = Session(spec, cores)
-    session.warm_up(spec.rows_max)
-    return session

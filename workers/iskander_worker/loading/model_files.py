@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import os
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -163,7 +162,7 @@ def _digest(path: Path) -> str:
 
 def _size_of(path: Path) -> int:
     try:
-        status = os.stat(path)
+        status = path.stat()
     except FileNotFoundError:
         raise ManifestError(f"model file `{path.name}` not found at the configured path") from None
     except OSError as error:

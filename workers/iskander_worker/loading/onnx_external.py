@@ -5,9 +5,8 @@ ambiguous encodings are rejected.
 
     stack frame of an open message:  kind, next offset, end, external data entries
 
-Runs on: worker main, the process of a sandboxed load, and the operator's tool.
-
-Source: onnx.proto (ModelProto, GraphProto, TensorProto.external_data), protobuf wire format.
+Runs on: worker main, the process of a sandboxed load, and the operator's tool. Source: onnx.proto
+(ModelProto, GraphProto, TensorProto.external_data), protobuf wire format.
 """
 
 from __future__ import annotations

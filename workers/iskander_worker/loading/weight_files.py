@@ -1,8 +1,7 @@
 """Weights in safetensors files, which contain no code.
 
-Runs on: worker main.
-
-Source: the safetensors format (header length, JSON header, one block of data).
+Runs on: worker main. Source: the safetensors format (header length, JSON header, one block of
+data).
 """
 
 from __future__ import annotations

@@ -197,10 +197,8 @@ def load_in_sandbox(
 
 def available_bytes() -> int:
     """Free memory of the system and of this process's control group, whichever is less."""
-    found = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     try:
         group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
         folder = Path("/sys/fs/cgroup") / group.lstrip("/")

@@ -4,10 +4,9 @@ A line on standard input is a `JobRequest`, a line on standard output its `Answe
 no model itself; it imports the libraries for its forks. It exits with its parent, and a fork exits
 with the server.
 
-Runs on: a process of its own, and its forks. It has one thread, so that it may fork.
-
-Source: setrlimit(2), where RLIMIT_DATA counts private writable memory and no mapped weights, and a
-write beyond RLIMIT_FSIZE fails where its signal is ignored; prctl(2), PR_SET_PDEATHSIG.
+Runs on: a process of its own, and its forks. It has one thread, so that it may fork. Source:
+setrlimit(2), where RLIMIT_DATA counts private writable memory and no mapped weights, and a write
+beyond RLIMIT_FSIZE fails where its signal is ignored; prctl(2), PR_SET_PDEATHSIG.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -63,22 +64,15 @@ class _Load(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
+@dataclass(slots=True)
 class OipHttp:
     """The application; `service` answers all calls but inference, `infer` inference."""
 
-    def __init__(
-        self,
-        models: Models,
-        service: OipService,
-        infer: ASGIApp,
-        authenticator: Authenticator,
-        quota: BodyQuota,
-    ) -> None:
-        self._authenticator = authenticator
-        self._quota = quota
-        self._models = models
-        self._service = service
-        self._infer = infer
+    models: Models
+    service: OipService
+    infer: ASGIApp
+    authenticator: Authenticator
+    quota: BodyQuota
 
     def app(self) -> ASGIApp:
         """Return the application with authentication; it adds `grant` to each `scope`."""
@@ -92,7 +86,7 @@ class OipHttp:
                 ]
                 try:
                     is_probe = scope["path"] in _PROBES
-                    scope["grant"] = self._authenticator.grant(headers, is_probe=is_probe)
+                    scope["grant"] = self.authenticator.grant(headers, is_probe=is_probe)
                 except Unauthenticated as error:
                     return await error_response(error)(scope, receive, send)
             return await routed(scope, receive, send)
@@ -117,7 +111,7 @@ class OipHttp:
                 Route(f"{path}/ready", self._model_ready),
                 Route(f"{path}/config", self._call("ModelConfig", lambda m: plain(m.config))),
                 Route(f"{path}/stats", self._call("ModelStatistics", plain)),
-                Route(f"{path}/infer", self._infer, methods=["POST"]),
+                Route(f"{path}/infer", self.infer, methods=["POST"]),
             ]
         for path, name in (
             ("/v2/trace/setting", "TraceSetting"),
@@ -130,11 +124,8 @@ class OipHttp:
             region = f"{path}/region/{{name}}"
             status = self._call(f"{name}Status", lambda m: list(plain(m)["regions"].values()))
             routes += [Route(f"{prefix}/status", status) for prefix in (path, region)]
-            for prefix, method in (
-                (path, "Unregister"),
-                (region, "Unregister"),
-                (region, "Register"),
-            ):
+            calls = (path, "Unregister"), (region, "Unregister"), (region, "Register")
+            for prefix, method in calls:
                 answer = self._call(f"{name}{method}")
                 routes.append(Route(f"{prefix}/{method.lower()}", answer, methods=["POST"]))
         app = Starlette(
@@ -154,7 +145,7 @@ class OipHttp:
 
         async def answer(request: Request) -> Response:
             message = kind(**request.path_params)
-            response = self._service.answer(name, message, request.scope["grant"])
+            response = self.service.answer(name, message, request.scope["grant"])
             return Response() if pick is None else _json(pick(response))
 
         return answer
@@ -163,7 +154,7 @@ class OipHttp:
         return _json({"live": True})
 
     async def _ready(self, request: Request) -> Response:
-        reasons = self._models.reasons()
+        reasons = self.models.reasons()
         if reasons:
             is_anonymous = request.scope["grant"].is_anonymous
             why = "the server is not ready" if is_anonymous else "; ".join(reasons)
@@ -172,14 +163,14 @@ class OipHttp:
 
     async def _model_ready(self, request: Request) -> Response:
         message = oip_pb2.ModelReadyRequest(**request.path_params)
-        if not self._service.answer("ModelReady", message, request.scope["grant"]).ready:
+        if not self.service.answer("ModelReady", message, request.scope["grant"]).ready:
             raise NotReady(f"model `{message.name}` is not ready", retry_after_ms=RETRY_MS)
         return _json({"name": message.name, "ready": True})
 
     async def _index(self, request: Request) -> Response:
         body = await self._read(request, _Index)
         message = oip_pb2.RepositoryIndexRequest(ready=bool(body.ready))
-        response = self._service.answer("RepositoryIndex", message, request.scope["grant"])
+        response = self.service.answer("RepositoryIndex", message, request.scope["grant"])
         return _json(plain(response)["models"])
 
     async def _load(self, request: Request) -> Response:
@@ -187,17 +178,17 @@ class OipHttp:
         message = oip_pb2.RepositoryModelLoadRequest(**request.path_params)
         for name in body.parameters or ():
             message.parameters.get_or_create(name)
-        await self._service.load(message, request.scope["grant"])
+        await self.service.load(message, request.scope["grant"])
         return Response()
 
     async def _unload(self, request: Request) -> Response:
         message = oip_pb2.RepositoryModelUnloadRequest(**request.path_params)
-        await self._service.unload(message, request.scope["grant"])
+        await self.service.unload(message, request.scope["grant"])
         return Response()
 
     async def _read(self, request: Request, kind: type[_Struct]) -> _Struct:
         """Read a small JSON body; an empty one is `{}`."""
-        with ReceivedBody(self._quota) as received:
+        with ReceivedBody(self.quota) as received:
             raw = await read_body(request.receive, request.headers, CALL_BYTES_MAX, received)
             try:
                 return msgspec.json.decode(raw or b"{}", type=kind)

@@ -86,9 +86,8 @@ class HttpInference:
         with ReceivedBody(self._quota) as received:
             try:
                 parsed = await self._read(request, lane, received)
-                with self._submitter.held(
-                    caller=grant.name or (request.client and request.client.host)
-                ):
+                caller = grant.name or (request.client and request.client.host)
+                with self._submitter.held(caller=caller):
                     parts, json_bytes = await self._infer(request, lane, parsed)
                     received.add(sum(map(len, parts)))
                     await _write(request, send, parts, json_bytes)
@@ -99,11 +98,8 @@ class HttpInference:
                 lane.entering -= 1
 
     async def _read(self, request: Request, lane: Lane, received: ReceivedBody) -> ParsedRequest:
-        json_bytes, limits, contract = (
-            _json_bytes(request.headers),
-            self._submitter.limits,
-            lane.contract,
-        )
+        json_bytes = _json_bytes(request.headers)
+        limits, contract = self._submitter.limits, lane.contract
         assert contract is not None
         body_max = self._json_max if json_bytes is None else limits.message_bytes
         raw = await read_body(request.receive, request.headers, body_max, received)
@@ -163,9 +159,8 @@ def _terms(request: Request, parsed: ParsedRequest) -> Terms:
     """Return the terms in parameters and headers; parameters take precedence."""
     headers, client = request.headers, request.client
     named = {name: value for name, value in headers.items() if name.startswith(HEADER_PREFIX)}
-    terms = merge_terms(
-        parse_terms(parsed.parameters), parse_terms(named, f"`{HEADER_PREFIX}` headers")
-    )
+    in_headers = parse_terms(named, f"`{HEADER_PREFIX}` headers")
+    terms = merge_terms(parse_terms(parsed.parameters), in_headers)
     grant: Grant = request.scope["grant"]
     source = Source(grant.name, f"{client.host}:{client.port}" if client else "http")
     return StreamTerms((), None, source).merged(terms)

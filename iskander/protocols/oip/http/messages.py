@@ -176,9 +176,7 @@ def select_outputs(
 ) -> list[RequestedOutput]:
     """Choose and check the outputs to answer, in the requested order, before the model runs."""
     specs = {spec.tensor: spec for spec in contract.outputs}
-    chosen = parsed.outputs
-    if chosen is None:
-        chosen = [RequestedOutput(name, parsed.is_binary) for name in specs]
+    chosen = parsed.outputs or [RequestedOutput(name, parsed.is_binary) for name in specs]
     seen: set[str] = set()
     json_bytes = 0
     for name, is_binary in chosen:
@@ -215,9 +213,8 @@ def write_answer(
         LimitExceeded: Strings, whose length is known only now, are too long for JSON.
     """
     by_name = {tensor.name: tensor for tensor in results}
-    _require_json_bytes(
-        sum(len(by_name[name].data) for name, is_binary in chosen if not is_binary), json_bytes_max
-    )
+    json_bytes = sum(len(by_name[name].data) for name, is_binary in chosen if not is_binary)
+    _require_json_bytes(json_bytes, json_bytes_max)
     outputs, parts = [], []
     for name, is_binary in chosen:
         tensor = by_name[name]

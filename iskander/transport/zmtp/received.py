@@ -1,22 +1,29 @@
-"""Partially received frame: its buffer, charged as bytes arrive or reserved in advance.
+"""Received input of a ZMTP connection: its partial frame, and its backlog of messages.
 
 Runs on: gateway loop.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from iskander.transport.receive_budget import ReceiveBudget, TrackedArray
-from iskander.transport.zmtp.frames import Head
+from iskander.transport.zmtp.frames import Head, Part
 
 RESERVED_BYTES_MIN: Final = 4 << 20
 """Larger frames reserve their memory in advance."""
+BACKLOG_MESSAGES: Final = 256
+BACKLOG_BYTES: Final = 1 << 20
+"""The first limit reached applies; a large message may exceed it once."""
 
 
 class PartialFrame:
-    """The frame in progress, if any; `filled` bytes of `body` are received."""
+    """The frame in progress, if any; `filled` bytes of `body` are received.
+
+    Its buffer is charged as bytes arrive, or reserved in advance.
+    """
 
     def __init__(
         self, holder: object, budget: ReceiveBudget, on_reserved: Callable[[], None]
@@ -66,3 +73,42 @@ class PartialFrame:
             self._budget.end_reservation(self._holder, self, reserved)
         self._array = self.body = None
         self.filled = 0
+
+
+class Backlog:
+    """Bounded queue of messages while the session is full, with arrival times.
+
+    `small_bytes` counts the parts that are not charged as they arrive.
+    """
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[list[Part], int, int, int]] = deque()
+        self.total_bytes = self.small_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether to stop reading."""
+        return self.total_bytes >= BACKLOG_BYTES or len(self._messages) >= BACKLOG_MESSAGES
+
+    def append(self, parts: list[Part], size: int, small: int, arrived_ns: int) -> None:
+        """Queue a message of `size` bytes."""
+        self._messages.append((parts, size, small, arrived_ns))
+        self.total_bytes += size
+        self.small_bytes += small
+
+    def pop(self) -> tuple[list[Part], int]:
+        """Remove the oldest message; return its parts and arrival time."""
+        parts, size, small, arrived_ns = self._messages.popleft()
+        self.total_bytes -= size
+        self.small_bytes -= small
+        return parts, arrived_ns
+
+    def take_all(self) -> list[list[Part]]:
+        """Remove and return all messages."""
+        messages = [message[0] for message in self._messages]
+        self._messages.clear()
+        self.total_bytes = self.small_bytes = 0
+        return messages
