@@ -279,7 +279,7 @@ def test_big_endian_streams_are_refused_by_name(client: raw.RawClient) -> None:
     schema = pa.schema([("x", pa.int64())])
     header = bytearray(raw.split(schema.serialize().to_pybytes())[0])
     message = ipc.read_message(header)
-    at = ipc._field(header, message.table, 0)
+    at = ipc._field_at(header, message.table, 0)
     if not at:
         # pyarrow leaves out the default; a table with another field in its place says the same.
         vtable = message.table - int.from_bytes(header[message.table : message.table + 4], "little")
