@@ -16,7 +16,7 @@ import socket
 import struct
 from pathlib import Path
 
-from iskander.control.channel import FRAME_BYTES_MAX
+from iskander.control.channel import FRAME_BYTES_MAX, Channel, SeqpacketChannel
 from iskander.control.messages import Hello, Refused, Welcome, decode_hello, decode_welcome, encode
 from iskander.errors import ProtocolError
 
@@ -104,6 +104,24 @@ def receive_answer(connection: socket.socket) -> tuple[Welcome | Refused, list[i
         reason = str(error) if frame else "the connection was closed"
         raise ProtocolError(f"the gateway's answer is invalid: {reason}") from None
     return answer, descriptors
+
+
+def open_channel(
+    connection: socket.socket, prefix: str, *, is_gateway: bool, wait_s: float | None = None
+) -> Channel:
+    """Open the channel that the Welcome message names.
+
+    Args:
+        connection: Unix socket of the handshake.
+        prefix: Path of the ipc sockets of a ZeroMQ channel; empty for a seqpacket channel.
+        is_gateway: Whether this is the gateway's end.
+        wait_s: Time that `receive` waits for a first frame; None: it does not block.
+    """
+    if not prefix:
+        return SeqpacketChannel(connection, wait_s)
+    from iskander.control.zmq_channel import ZmqChannel
+
+    return ZmqChannel(connection, prefix, is_gateway, wait_s)
 
 
 class LockFile:

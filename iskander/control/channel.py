@@ -157,21 +157,3 @@ def too_long(length: int) -> ProtocolError:
 
 def _limit(length: int) -> str:
     return f"frame has {length} bytes, limit {FRAME_BYTES_MAX}"
-
-
-def open_channel(
-    connection: socket.socket, prefix: str, *, is_gateway: bool, wait_s: float | None = None
-) -> Channel:
-    """Open the channel that the Welcome message names.
-
-    Args:
-        connection: Unix socket of the handshake.
-        prefix: Path of the ipc sockets of a ZeroMQ channel; empty for a seqpacket channel.
-        is_gateway: Whether this is the gateway's end.
-        wait_s: Time that `receive` waits for a first frame; None: it does not block.
-    """
-    if not prefix:
-        return SeqpacketChannel(connection, wait_s)
-    from iskander.control.zmq_channel import ZmqChannel
-
-    return ZmqChannel(connection, prefix, is_gateway, wait_s)

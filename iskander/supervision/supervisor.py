@@ -20,7 +20,8 @@ from typing import Protocol
 from iskander.clock import NS_PER_MS, NS_PER_S, now_ns
 from iskander.config.schema import Config
 from iskander.control import messages
-from iskander.control.channel import Channel, open_channel
+from iskander.control.attach import open_channel
+from iskander.control.channel import Channel
 from iskander.control.runtime_directory import ATTACH_SOCKET, Member, ZmqPaths
 from iskander.errors import IskanderError, NotReady
 from iskander.memory.arena import usable_bytes

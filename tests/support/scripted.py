@@ -10,7 +10,8 @@ from typing import Any
 
 from iskander import __version__
 from iskander.control import attach
-from iskander.control.channel import Channel, open_channel
+from iskander.control.attach import open_channel
+from iskander.control.channel import Channel
 from iskander.control.messages import (
     PROTOCOL_VERSION,
     Hello,

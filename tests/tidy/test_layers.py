@@ -233,6 +233,33 @@ def test_layers_have_an_order() -> None:
         above.add(package)
 
 
+def test_no_circle_of_modules_at_run_time() -> None:
+    """Late imports count; imports for type checkers do not."""
+    modules = {_module(name): name for name in SOURCES}
+    graph = {module: _runtime_imports(name, set(modules)) for module, name in modules.items()}
+    while leaves := {module for module, targets in graph.items() if not targets & graph.keys()}:
+        graph = {module: targets for module, targets in graph.items() if module not in leaves}
+    assert not graph
+
+
+def _module(name: str) -> str:
+    dotted = name.removesuffix(".py").removeprefix("workers/").replace("/", ".")
+    return dotted.removesuffix(".__init__")
+
+
+def _runtime_imports(name: str, modules: set[str]) -> set[str]:
+    tree = ast.parse((ROOT / name).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & modules) or ({node.module} & modules)
+    return found - {_module(name)}
+
+
 @pytest.mark.parametrize("package", [each for each in LAYERS if each != "_generated"])
 def test_every_package_is_in_the_architecture(package: str) -> None:
     """The page on the architecture lists each package with its subject."""

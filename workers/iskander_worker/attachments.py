@@ -18,7 +18,7 @@ from typing import Final
 
 from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US, now_ns
 from iskander.control import attach
-from iskander.control.channel import open_channel
+from iskander.control.attach import open_channel
 from iskander.control.messages import Leaving, Notice, Welcome, encode
 from iskander.errors import IskanderError, ProtocolError
 from iskander.memory.heartbeat import write_heartbeat

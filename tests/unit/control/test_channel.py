@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from iskander.control.channel import FRAME_BYTES_MAX, Channel, SeqpacketChannel, open_channel
+from iskander.control.attach import open_channel
+from iskander.control.channel import FRAME_BYTES_MAX, Channel, SeqpacketChannel
 from iskander.control.zmq_channel import QUEUED_FRAMES_MAX
 from iskander.errors import ProtocolError
 
