@@ -86,7 +86,7 @@ def render(result: CheckResult, config: Config) -> Iterator[str]:
     yield from _render_plan(result.placed)
     others = [config.inferential.address, config.http.address, admin_address(config.admin)]
     yield f"\nlistens on {', '.join([*config.addresses, *filter(None, others)])}"
-    yield from _memory(config.arena, len(result.placed.places), config.server.processes)
+    yield from _memory(config.arena, len(result.placed.slots), config.server.processes)
 
 
 def _repository_models(placed: PlacementPlan, config: Config) -> Iterator[CheckedModel]:
@@ -137,7 +137,7 @@ def _load(spec: ModelSpec, python: str, placed: PlacementPlan, config: Config) -
     Raises:
         IskanderError: It does not load, or its results do not fit in the output arena.
     """
-    cores = min(slot.cores for slot in placed.places if slot.pool == spec.pool)
+    cores = min(slot.cores for slot in placed.slots if slot.pool == spec.pool)
     if spec.pool:
         loaded = check_model(spec, python, cores, config.workers.start_s)
     else:
@@ -174,7 +174,7 @@ def _render_plan(placed: PlacementPlan) -> list[str]:
             "-" if slot.node is None else str(slot.node),
             render_cpu_list(slot.domains) or "-",
         )
-        for slot in placed.places
+        for slot in placed.slots
     ]
     table = render_table(("process", "group", "cpus", "cores", "node", "L3"), rows)
     return [*table, *(f"note: {note}" for note in placed.notes)]

@@ -73,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 sys.exit(runner.run(_supervise(config, arguments)))
             keep_large_blocks()
             _pin(placed)
-            runner.run(_serve(config, placed.places, arguments.process))
+            runner.run(_serve(config, placed.slots, arguments.process))
     except (ConfigError, ManifestError) as error:
         _end(error, EXIT_CONFIG)
     except SegmentError as error:

@@ -140,7 +140,7 @@ class ModelLoader:
         """Return whether a worker may load a model now."""
         if key in worker.models or key in worker.refused or lane.is_over or lane.refusal:
             return False
-        if lane.model.pool != worker.place.pool:
+        if lane.model.pool != worker.plan.pool:
             return False
         if lane.is_pending and not lane.is_required and lane.contract is None:
             # A new model may end its process: one worker tries first.

@@ -33,8 +33,8 @@ class NoWorkerTimeout:
 
     def update(self) -> None:
         """Update each lane's timer and `is_awaiting_worker` from worker states."""
-        replacing = {w.place.pool for w in self.workers if w.is_replacement_pending}
-        leaving = {w.place.pool for w in self.workers if w.state is State.LEAVING}
+        replacing = {w.plan.pool for w in self.workers if w.is_replacement_pending}
+        leaving = {w.plan.pool for w in self.workers if w.state is State.LEAVING}
         for key in self._timers.keys() - self.lanes.keys():
             self._timers.pop(key).cancel()
         for key, lane in self.lanes.items():

@@ -30,12 +30,12 @@ class PlacementPlan(NamedTuple):
 
     Attributes:
         gateway: Cpus of the gateway; empty if it is not pinned.
-        places: Placement of the worker slots, by index.
+        slots: Placement of the worker slots, by index.
         notes: Settings that could not be applied, with the reason, and avoidable core sharing.
     """
 
     gateway: Cpus
-    places: list[SlotPlan]
+    slots: list[SlotPlan]
     notes: tuple[str, ...]
 
 

@@ -124,7 +124,7 @@ class Quarantines:
         """Isolate a model for which the first gateway process has started a worker."""
         if self.is_first or not hello.pool or hello.index is None:
             return
-        if any(worker.place.pool == hello.pool for worker in self.workers):
+        if any(worker.plan.pool == hello.pool for worker in self.workers):
             return
         for lane in self.lanes.values():
             if lane.is_served and lane.title == hello.pool and not lane.model.pool:
@@ -164,7 +164,7 @@ class Quarantines:
             self._quarantine(lane, rate)
         elif self.is_first:
             index = max(self._planned, *(each.index + 1 for each in self.workers))
-            self._isolate(lane, index, worker.place.cpus)
+            self._isolate(lane, index, worker.plan.cpus)
 
     def _isolate(self, lane: Lane, index: int, cpus: tuple[int, ...]) -> None:
         """Move a model from the shared workers to one of its own."""
@@ -175,7 +175,7 @@ class Quarantines:
         lane.is_isolated = True
         lane.quorum = 1
         self.loader.unload(lane)
-        shared = next(each.place for each in self.workers if not each.place.pool)
+        shared = next(each.plan for each in self.workers if not each.plan.pool)
         cpus = cpus or shared.cpus
         plan = msgspec.structs.replace(shared, index=index, cpus=cpus, pool=lane.title)
         worker = Worker(plan, is_ours=self.is_first)

@@ -27,7 +27,7 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
     facts = [f"{ready} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
     facts += [_failure_of(worker) for worker in failing]
     refusing = [w for w in missing if lane.model.key in w.refused]
-    facts += [f"worker {w.place.index}: {w.refused[lane.model.key]}" for w in refusing]
+    facts += [f"worker {w.plan.index}: {w.refused[lane.model.key]}" for w in refusing]
     if not failing and not refusing:
         facts.append(_absence_of(missing))
     return "; ".join(fact for fact in facts if fact)

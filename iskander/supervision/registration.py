@@ -76,11 +76,11 @@ class RegistrationListener:
 def slot_for(workers: Iterable[Worker], pid: int, hello: Hello) -> Worker:
     """Return the slot for a process: its spawn slot, its previous one, or any in its group."""
     free = [each for each in workers if each.state in FREE_STATES and not each.is_registering]
-    free = [each for each in free if each.place.pool == hello.pool]
+    free = [each for each in free if each.plan.pool == hello.pool]
     own = [each for each in free if each.child is not None and each.child.pid == pid]
     unclaimed = [each for each in free if each.child is None]
     previous = [each for each in unclaimed if each.index == hello.index]
-    any_in_group = [each for each in unclaimed if hello.group in (None, each.place.group)]
+    any_in_group = [each for each in unclaimed if hello.group in (None, each.plan.group)]
     for worker in own + previous + any_in_group:
         return worker
     model = f" of model `{hello.pool}`" if hello.pool else ""
@@ -94,7 +94,7 @@ async def create_memory(worker: Worker, incarnation: int, pid: int, arena: Arena
     Raises SegmentError if the system refused the memory, ProtocolError if the slot was stopped.
     """
     index = worker.index
-    options = BackingOptions(worker.place.node, arena.huge_pages, arena.lock)
+    options = BackingOptions(worker.plan.node, arena.huge_pages, arena.lock)
     worker.is_registering = True
     create = partial(Segment.create, f"iskander-output-{index}", arena.output_bytes, options)
     creation = asyncio.get_running_loop().run_in_executor(None, create)
@@ -130,10 +130,10 @@ def welcome(
     answer = Welcome(
         incarnation=worker.incarnation,
         index=worker.index,
-        group=worker.place.group,
-        cpus=worker.place.cpus,
-        cores=worker.place.cores,
-        node=worker.place.node,
+        group=worker.plan.group,
+        cpus=worker.plan.cpus,
+        cores=worker.plan.cores,
+        node=worker.plan.node,
         input_bytes=len(inputs),
         output_bytes=len(worker.output),
         beat_bytes=HEARTBEAT_BYTES,

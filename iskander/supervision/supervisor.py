@@ -77,7 +77,7 @@ class Supervisor:
     """
 
     config: Config
-    places: list[SlotPlan]
+    slots: list[SlotPlan]
     _: KW_ONLY
     folder: Path
     member: Member
@@ -92,7 +92,7 @@ class Supervisor:
         self._settings = settings = config.workers
         dispatcher = self.dispatcher
         dispatcher.end_worker = self._on_unresponsive
-        workers = [Worker(place, is_ours=member.is_first) for place in self.places]
+        workers = [Worker(slot, is_ours=member.is_first) for slot in self.slots]
         self.workers = models.workers = workers
         self._message_reader = WorkerMessageReader(dispatcher, self)
         self._incarnation = 0

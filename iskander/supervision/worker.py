@@ -149,9 +149,9 @@ class Worker(WorkerSlot):
         history: Last events, for the operator.
     """
 
-    def __init__(self, place: SlotPlan, *, is_ours: bool = True) -> None:
-        super().__init__(place.index, place.pool)
-        self.place = place
+    def __init__(self, plan: SlotPlan, *, is_ours: bool = True) -> None:
+        super().__init__(plan.index, plan.pool)
+        self.plan = plan
         self._is_ours = is_ours
         self.state = State.ABSENT
         self.pid = self.load_started_ns = self.opened_ns = 0
@@ -180,22 +180,22 @@ class Worker(WorkerSlot):
         """Start a process for this slot; the caller owns the pidfd."""
         self.starts += 1
         self._was_killed = False
-        command = worker_command(self.place.python)
-        command += ["--attach", str(attach_socket), "--group", str(self.place.group)]
-        if self.place.pool:
-            command += ["--pool", self.place.pool]
+        command = worker_command(self.plan.python)
+        command += ["--attach", str(attach_socket), "--group", str(self.plan.group)]
+        if self.plan.pool:
+            command += ["--pool", self.plan.pool]
         environment = dict(os.environ, PYTHONFAULTHANDLER="1")
         environment.pop("NOTIFY_SOCKET", None)
         self.child, pidfd = start_process(command, environment)
         # Keeps the start off the gateway's cores; the worker pins itself later.
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(self.child.pid, self.place.cpus)
+            os.sched_setaffinity(self.child.pid, self.plan.cpus)
         return self.child, pidfd
 
     def reap(self, child: Child) -> bool:
         """Record the exit of a child; return False if the slot already has another process."""
         # Ends what the model's code forked. Until the child is waited for, its pid is not reused.
-        if self.place.pool:
+        if self.plan.pool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
         self.last_exit = ProcessExit(child.wait(), self._was_killed and child is self.child)

@@ -108,12 +108,12 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
 def _worker(worker: Worker, now: int) -> dict[str, Any]:
     return {
         "index": worker.index,
-        "group": worker.place.group,
-        "pool": worker.place.pool,
-        "cpus": worker.place.cpus,
-        "cores": worker.place.cores,
-        "domains": worker.place.domains,
-        "node": worker.place.node,
+        "group": worker.plan.group,
+        "pool": worker.plan.pool,
+        "cpus": worker.plan.cpus,
+        "cores": worker.plan.cores,
+        "domains": worker.plan.domains,
+        "node": worker.plan.node,
         "state": worker.state.value,
         "incarnation": worker.incarnation,
         "pid": worker.pid,

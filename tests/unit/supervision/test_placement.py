@@ -32,13 +32,13 @@ def config(
     )
 
 
-def rows(places: list[SlotPlan]) -> list[tuple[int, str, int, int | None]]:
+def rows(slots: list[SlotPlan]) -> list[tuple[int, str, int, int | None]]:
     """Group, cpus, physical cores and node of each."""
-    return [(each.group, render_cpu_list(each.cpus), each.cores, each.node) for each in places]
+    return [(each.group, render_cpu_list(each.cpus), each.cores, each.node) for each in slots]
 
 
 @pytest.mark.parametrize(
-    ("name", "places"),
+    ("name", "slots"),
     [
         ("1 node", [(0, "0-1", 2, None)]),
         ("1 node, SMT", [(0, "0-3", 2, None)]),
@@ -58,18 +58,18 @@ def rows(places: list[SlotPlan]) -> list[tuple[int, str, int, int | None]]:
     ],
 )  # fmt: skip
 def test_auto_is_a_worker_for_each_node(
-    name: str, places: list[tuple[int, str, int, int | None]]
+    name: str, slots: list[tuple[int, str, int, int | None]]
 ) -> None:
     planned = plan(config(), recorded_topology(name))
 
-    assert rows(planned.places) == places
-    assert [place.index for place in planned.places] == list(range(len(places)))
+    assert rows(planned.slots) == slots
+    assert [slot.index for slot in planned.slots] == list(range(len(slots)))
     assert planned.gateway == ()
     assert planned.notes == ()
 
 
 @pytest.mark.parametrize(
-    ("name", "places"),
+    ("name", "slots"),
     [
         ("1 node", [(0, "0-1", 2, None)]),
         ("2 nodes, SMT", [(0, "0-7,16-23", 8, 0), (1, "8-15,24-31", 8, 1)]),
@@ -85,26 +85,26 @@ def test_auto_is_a_worker_for_each_node(
     ],
 )  # fmt: skip
 def test_l3_is_a_worker_for_each_domain(
-    name: str, places: list[tuple[int, str, int, int | None]]
+    name: str, slots: list[tuple[int, str, int, int | None]]
 ) -> None:
     planned = plan(config("l3"), recorded_topology(name))
 
-    assert rows(planned.places) == places
-    assert [place.domains for place in planned.places] == [(each,) for each in range(len(places))]
+    assert rows(planned.slots) == slots
+    assert [slot.domains for slot in planned.slots] == [(each,) for each in range(len(slots))]
     assert planned.notes == ()
 
 
 def test_l3_goes_by_node_where_no_cache_is_told_of_and_says_so() -> None:
     planned = plan(config("l3"), recorded_topology("8 nodes, in a cpuset"))
 
-    assert [place.node for place in planned.places] == [0, 1, 2, 3, 6, 7]
-    assert [place.domains for place in planned.places] == [()] * 6
+    assert [slot.node for slot in planned.slots] == [0, 1, 2, 3, 6, 7]
+    assert [slot.domains for slot in planned.slots] == [()] * 6
     assert [note for note in planned.notes if "no L3 cache" in note] == list(planned.notes)
     assert planned.notes
 
 
 @pytest.mark.parametrize(
-    ("groups", "topology", "places"),
+    ("groups", "topology", "slots"),
     [
         (("0-1", "2-3"), make_topology(1, 4), [("0-1", None), ("2-3", None)]),
         (("2-3", "0"), make_topology(2, 2), [("2-3", 1), ("0", 0)]),
@@ -114,12 +114,12 @@ def test_l3_goes_by_node_where_no_cache_is_told_of_and_says_so() -> None:
     ids=["halves", "in the order given", "over two nodes", "sorted"],
 )
 def test_groups_can_be_named(
-    groups: tuple[str, ...], topology: Topology, places: list[tuple[str, int | None]]
+    groups: tuple[str, ...], topology: Topology, slots: list[tuple[str, int | None]]
 ) -> None:
-    planned = plan(config(groups), topology).places
+    planned = plan(config(groups), topology).slots
 
-    assert [(render_cpu_list(place.cpus), place.node) for place in planned] == places
-    assert [place.group for place in planned] == list(range(len(groups)))
+    assert [(render_cpu_list(slot.cpus), slot.node) for slot in planned] == slots
+    assert [slot.group for slot in planned] == list(range(len(groups)))
 
 
 def test_a_group_over_two_nodes_is_told_of() -> None:
@@ -148,10 +148,10 @@ def test_a_group_over_two_nodes_is_told_of() -> None:
 def test_workers_of_one_group_share_its_cores(
     topology: Topology, count: int, shares: list[str]
 ) -> None:
-    planned = plan(config(count=count), topology).places
+    planned = plan(config(count=count), topology).slots
 
-    assert [place.group for place in planned] == [0] * count
-    assert [render_cpu_list(place.cpus) for place in planned] == shares
+    assert [slot.group for slot in planned] == [0] * count
+    assert [render_cpu_list(slot.cpus) for slot in planned] == shares
 
 
 def test_siblings_that_were_parted_are_told_of() -> None:
@@ -165,11 +165,11 @@ def test_siblings_that_were_parted_are_told_of() -> None:
 
 
 def test_an_odd_worker_goes_to_the_first_groups() -> None:
-    planned = plan(config(count=5), make_topology(3, 4)).places
+    planned = plan(config(count=5), make_topology(3, 4)).slots
 
-    assert [place.group for place in planned] == [0, 0, 1, 1, 2]
-    assert [place.index for place in planned] == [0, 1, 2, 3, 4]
-    assert [place.node for place in planned] == [0, 0, 1, 1, 2]
+    assert [slot.group for slot in planned] == [0, 0, 1, 1, 2]
+    assert [slot.index for slot in planned] == [0, 1, 2, 3, 4]
+    assert [slot.node for slot in planned] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_auto_keeps_one_core_for_the_gateway(name: str, gateway: str, first: str
     planned = plan(config(cores="auto"), recorded_topology(name))
 
     assert render_cpu_list(planned.gateway) == gateway
-    assert render_cpu_list(planned.places[0].cpus) == first
+    assert render_cpu_list(planned.slots[0].cpus) == first
     assert planned.notes == ()
 
 
@@ -196,7 +196,7 @@ def test_auto_takes_the_core_of_a_node_that_can_spare_it() -> None:
     planned = plan(config(cores="auto"), topology)
 
     assert planned.gateway == (4,)
-    assert [place.cpus for place in planned.places] == [(0, 1), (5, 6)]
+    assert [slot.cpus for slot in planned.slots] == [(0, 1), (5, 6)]
 
 
 def test_auto_keeps_a_whole_core_for_each_gateway_process() -> None:
@@ -206,7 +206,7 @@ def test_auto_keeps_a_whole_core_for_each_gateway_process() -> None:
 
     assert len(planned.gateway) == 6
     assert len(topology.only(planned.gateway).cores) == 3
-    assert not set(planned.gateway) & {cpu for place in planned.places for cpu in place.cpus}
+    assert not set(planned.gateway) & {cpu for slot in planned.slots for cpu in slot.cpus}
     assert plan(config(cores="auto", processes=5), topology).gateway == ()
 
 
@@ -234,7 +234,7 @@ def test_cores_of_the_gateway_can_be_named() -> None:
     planned = plan(config(cores="4,0"), make_topology(1, 4, threads=2))
 
     assert planned.gateway == (0, 4)
-    assert [place.cpus for place in planned.places] == [(1, 2, 3, 5, 6, 7)]
+    assert [slot.cpus for slot in planned.slots] == [(1, 2, 3, 5, 6, 7)]
     assert planned.notes == ()
 
 
@@ -245,9 +245,9 @@ def test_a_core_shared_with_the_gateway_is_told_of() -> None:
 
 
 def test_a_worker_prefers_its_node_where_the_gateway_has_the_other() -> None:
-    (place,) = plan(config(cores="0-1"), make_topology(2, 2)).places
+    (slot,) = plan(config(cores="0-1"), make_topology(2, 2)).slots
 
-    assert (place.cpus, place.node) == ((2, 3), 1)
+    assert (slot.cpus, slot.node) == ((2, 3), 1)
 
 
 @settings(deadline=None)
@@ -280,23 +280,23 @@ def test_every_cpu_is_in_one_place(  # noqa: PLR0917
 
     planned = plan(config(groups, count, gateway), topology)
 
-    held = [planned.gateway, *(place.cpus for place in planned.places)]
+    held = [planned.gateway, *(slot.cpus for slot in planned.slots)]
     assert sorted(cpu for cpus in held for cpu in cpus) == sorted(allowed)
-    assert len(planned.places) == count
-    assert all(place.cpus for place in planned.places)
-    assert all(len(topology.only(place.cpus).nodes) == 1 for place in planned.places)
+    assert len(planned.slots) == count
+    assert all(slot.cpus for slot in planned.slots)
+    assert all(len(topology.only(slot.cpus).nodes) == 1 for slot in planned.slots)
     for group, cpus in enumerate(parts):
-        mine = [place for place in planned.places if place.group == group]
-        assert {cpu for place in mine for cpu in place.cpus} == set(cpus)
+        mine = [slot for slot in planned.slots if slot.group == group]
+        assert {cpu for slot in mine for cpu in slot.cpus} == set(cpus)
         physical = topology.only(cpus).cores
         if len(mine) <= len(physical):
-            assert all(any(set(core) <= set(place.cpus) for place in mine) for core in physical), (
+            assert all(any(set(core) <= set(slot.cpus) for slot in mine) for core in physical), (
                 "siblings apart"
             )
-            assert sum(place.cores for place in mine) == len(physical)
+            assert sum(slot.cores for slot in mine) == len(physical)
             assert max(p.cores for p in mine) - min(p.cores for p in mine) <= 1
         else:
-            assert all(place.cores == 1 for place in mine), "parts of two cores"
+            assert all(slot.cores == 1 for slot in mine), "parts of two cores"
     assert set(planned.gateway) in [set(), *map(set, topology.cores)]
 
 
@@ -375,8 +375,8 @@ def test_siblings_are_no_threads_unless_they_are_asked_for() -> None:
     """Two cores of two: two compute threads by themselves, with room for two more."""
     topology = make_topology(1, 2, threads=2)
 
-    (place,) = plan(config(inter_threads=3, parallel_execution=True), topology).places
-    assert (place.cores, len(place.cpus)) == (2, 4)
+    (slot,) = plan(config(inter_threads=3, parallel_execution=True), topology).slots
+    assert (slot.cores, len(slot.cpus)) == (2, 4)
     plan(config(intra_threads=4), topology)
     with pytest.raises(ConfigError, match="5 compute threads, and worker 0 has 4 cpus"):
         plan(config(inter_threads=4, parallel_execution=True), topology)
@@ -398,13 +398,13 @@ def with_own(*own: dict[str, Any], count: int = 0, has_shared: bool = True) -> C
     return Config(workers=WorkersConfig(count=count), models=(*shared, *others))
 
 
-def pools(places: list[SlotPlan]) -> list[tuple[int, str, str]]:
-    return [(each.index, each.pool, render_cpu_list(each.cpus)) for each in places]
+def pools(slots: list[SlotPlan]) -> list[tuple[int, str, str]]:
+    return [(each.index, each.pool, render_cpu_list(each.cpus)) for each in slots]
 
 
 def test_workers_of_a_model_take_cores_from_the_end_and_the_others_share_the_rest() -> None:
     planned = plan(with_own({"workers": 2}, {"intra_threads": 2}), make_topology(1, 8))
-    assert pools(planned.places) == [
+    assert pools(planned.slots) == [
         (0, "", "0-3"),
         (1, "own0/1", "7"),
         (2, "own0/1", "6"),
@@ -415,19 +415,19 @@ def test_workers_of_a_model_take_cores_from_the_end_and_the_others_share_the_res
 
 def test_workers_of_models_go_to_the_groups_in_turn() -> None:
     planned = plan(with_own({"workers": 3}), make_topology(2, 4))
-    assert pools(planned.places) == [
+    assert pools(planned.slots) == [
         (0, "", "0-1"),
         (1, "", "4-6"),
         (2, "own0/1", "3"),
         (3, "own0/1", "7"),
         (4, "own0/1", "2"),
     ]
-    assert [each.node for each in planned.places] == [0, 1, 0, 1, 0]
+    assert [each.node for each in planned.slots] == [0, 1, 0, 1, 0]
 
 
 def test_too_few_cores_are_shared_and_said() -> None:
     planned = plan(with_own({"workers": 2}), make_topology(1, 2))
-    assert pools(planned.places) == [(0, "", "0"), (1, "own0/1", "1"), (2, "own0/1", "1")]
+    assert pools(planned.slots) == [(0, "", "0"), (1, "own0/1", "1"), (2, "own0/1", "1")]
     assert planned.notes == (
         "a worker of model `own0` shares cores with others: group 0 has too few for all",
     )
@@ -435,7 +435,7 @@ def test_too_few_cores_are_shared_and_said() -> None:
 
 def test_without_models_for_all_there_are_no_workers_of_all() -> None:
     planned = plan(with_own({}, has_shared=False), make_topology(1, 2))
-    assert pools(planned.places) == [(0, "own0/1", "1")]
+    assert pools(planned.slots) == [(0, "own0/1", "1")]
 
 
 def test_threads_beyond_the_cores_of_a_model_s_own_workers_are_refused() -> None:

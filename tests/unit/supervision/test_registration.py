@@ -37,7 +37,7 @@ def hello(*, group: int | None = None, index: int | None = None, pool: str = "")
 
 
 def place_of(workers: list[Worker], said: Hello, pid: int = 7) -> int:
-    return slot_for(workers, pid, said).place.index
+    return slot_for(workers, pid, said).index
 
 
 def test_a_child_gets_the_place_that_it_was_started_for() -> None:
