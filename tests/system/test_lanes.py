@@ -191,12 +191,15 @@ def test_a_deadline_that_passes_in_the_queue_is_told_then(gateway: Gateway) -> N
 
 
 def test_the_earliest_deadline_runs_first(gateway: Gateway) -> None:
-    """Of requests that each make a batch of their own; later ones came first."""
+    """Of requests that each make a batch of their own; later ones came first.
+
+    Each runs for long enough that the clients receive the results in the order of the runs.
+    """
     order: list[int] = []
 
     def score(deadline_ms: int) -> None:
         with gateway.client() as client:
-            list(client.stream("slow", [(batch_of(30), {"deadline_ms": deadline_ms})]))
+            list(client.stream("slow", [(batch_of(200), {"deadline_ms": deadline_ms})]))
             order.append(deadline_ms)
 
     with Busy(gateway):
