@@ -66,12 +66,18 @@ class ZmqPaths:
 
     Args:
         folder: Runtime directory; sockets of an earlier gateway are removed.
+
+    Raises:
+        ConfigError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / ZMQ_FOLDER
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700)
+        try:
+            self._folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"server.runtime_directory {folder}: {error.strerror}") from None
         # Unique: a worker of an earlier gateway may still remove its sockets.
         self._token = secrets.token_hex(4)
 

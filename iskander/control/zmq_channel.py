@@ -31,6 +31,9 @@ from iskander.control.channel import FRAME_BYTES_MAX, Channel, require_length, t
 
 QUEUED_FRAMES_MAX: Final = 256
 """High-water mark of each socket; credits keep far fewer frames in transit."""
+RECEIVED_BYTES_MAX: Final = 4 * FRAME_BYTES_MAX
+"""Longest frame that ZeroMQ receives; a longer one costs its sender the connection. From
+`FRAME_BYTES_MAX` up to here, `receive` raises the error."""
 DISCONNECT_NS: Final = 200 * NS_PER_MS
 """Longest wait for the disconnection after the end of file. A forked child of a worker keeps the
 connection open."""
@@ -74,6 +77,7 @@ class ZmqChannel(Channel):
         self._monitor.linger = self._pull.linger = self._push.linger = 0
         self._pull.rcvhwm = self._push.sndhwm = QUEUED_FRAMES_MAX
         self._push.reconnect_ivl = RECONNECT_MS
+        self._pull.maxmsgsize = RECEIVED_BYTES_MAX
         try:
             self._pull.bind(f"ipc://{own_path}")
             self._push.connect(f"ipc://{peer_path}")

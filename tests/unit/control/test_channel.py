@@ -14,7 +14,7 @@ import pytest
 
 from iskander.control.attach import open_channel
 from iskander.control.channel import FRAME_BYTES_MAX, Channel, SeqpacketChannel
-from iskander.control.zmq_channel import QUEUED_FRAMES_MAX
+from iskander.control.zmq_channel import QUEUED_FRAMES_MAX, RECEIVED_BYTES_MAX, ZmqChannel
 from iskander.errors import ProtocolError
 
 Pair = tuple[Channel, Channel]
@@ -257,3 +257,32 @@ def test_a_received_frame_that_is_too_long_is_named() -> None:
     assert [len(frame) for frame in frames(channel, 1)] == [FRAME_BYTES_MAX // 2]
     for each in (channel, other):
         each.close()
+
+
+def test_a_received_zmq_frame_that_is_too_long_is_named_or_never_allocated(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    gateway = open_channel(ours, f"{tmp_path}/a", is_gateway=True)
+    worker = ZmqChannel(theirs, f"{tmp_path}/a", is_gateway=False)
+    worker._push.send(bytes(FRAME_BYTES_MAX + 1))
+    with pytest.raises(ProtocolError, match=f"{FRAME_BYTES_MAX + 1} bytes"):
+        frames(gateway)
+    worker._push.send(bytes(RECEIVED_BYTES_MAX + 1))
+    worker.close()
+    assert frames(gateway) == []
+    gateway.close()
+
+
+def test_a_zmq_frame_that_arrives_after_the_end_of_file_is_received(tmp_path: Path) -> None:
+    """ZeroMQ's thread may deliver the last frames later than the kernel closes the unix socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    gateway = ZmqChannel(ours, f"{tmp_path}/a", is_gateway=True)
+    worker = ZmqChannel(theirs, f"{tmp_path}/a", is_gateway=False)
+    worker.send(b"one")
+    assert frames(gateway, 1) == [b"one"]
+    theirs.shutdown(socket.SHUT_RDWR)
+    assert frames(gateway, 0) == [] and not gateway.has_ended
+    gateway._ends_ns += 60 * 10**9  # On a slow machine too.
+    worker.send(b"late")
+    worker.close()
+    assert frames(gateway) == [b"late"]
+    gateway.close()
