@@ -69,7 +69,7 @@ def _record(records: Iterable[dict[str, Any]], effort: Effort, out: Path) -> Non
         pass
     found = results.read([out])
     parts = [render_case(found, case) for case in found.cases]
-    verdicts = results.judge(found, GOALS)
+    verdicts = results.check_goals(found, GOALS)
     parts += [render_verdicts(verdicts)] if verdicts else []
     parts += [
         each for each in (probes.render(found), ramp.render(found), reload.render(found)) if each

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import plots, probes, ramp, reload
 from benchmarks.cases import GOALS
-from benchmarks.results import Results, judge
+from benchmarks.results import Results, check_goals
 from benchmarks.tables import render_case, render_processes, render_table, render_verdicts
 from benchmarks.workloads import FOLDER
 
@@ -73,7 +73,7 @@ METHOD = """## Method
 def write_page(results: Results, path: Path, *, images: Path | None) -> None:
     """Write the page, and a plot for each case."""
     parts = [OPENING]
-    verdicts = judge(results, GOALS)
+    verdicts = check_goals(results, GOALS)
     if verdicts:
         parts.append(f"## Goals\n\n{render_verdicts(verdicts)}\n")
     probe_table = probes.render(results)

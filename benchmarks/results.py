@@ -96,7 +96,7 @@ class Verdict:
         return "met" if is_met else "missed"
 
 
-def judge(results: Results, goals: Iterable[Goal]) -> list[Verdict]:
+def check_goals(results: Results, goals: Iterable[Goal]) -> list[Verdict]:
     """Judge every goal whose case is in the results."""
     verdicts = []
     for goal in goals:

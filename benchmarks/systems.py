@@ -153,7 +153,7 @@ def start(name: str, workload: Workload) -> Iterator[Running]:
 def child_processes(front: psutil.Process) -> tuple[psutil.Process, ...]:
     """The child processes of a system, without the sandbox server, which exits when idle."""
     children = front.children(recursive=True)
-    return tuple(each for each in children if each.name() != "isk-trials")
+    return tuple(each for each in children if each.name() != "isk-sandbox")
 
 
 def listen(path: Path) -> socket.socket:

@@ -150,7 +150,7 @@ def _footprint() -> dict[str, list[str]]:
     children = _named(ours - {os.getpid()})
     return {
         # A worker's sandbox server exits when it is idle.
-        "children": [each for each in children if not each.endswith(" isk-trials")],
+        "children": [each for each in children if not each.endswith(" isk-sandbox")],
         "orphans": _named(orphans),
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("iskander")),
         "mappings": shared_mappings(),

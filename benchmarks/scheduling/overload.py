@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "loads": [
             {"load": load, "rounds": [each["loads"][load] for each in rounds]} for load in LOADS
         ],
-        "verdicts": judge(rounds),
+        "verdicts": check_goals(rounds),
     }
 
 
@@ -181,7 +181,7 @@ def measure_round(measure: Callable[..., Figures], number: int) -> dict[str, Any
     }
 
 
-def judge(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_goals(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Judge the goals over the valid rounds."""
     valid = [each for each in rounds if each["is_valid"]]
     slower = [each["loads"][MOST]["p99_ms"] / each["loads"][LEAST]["p99_ms"] for each in valid]

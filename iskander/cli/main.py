@@ -18,6 +18,7 @@ from iskander.build_info import describe
 from iskander.cli.tables import Row, render_stats, render_table
 from iskander.config.loader import Loaded, load_config
 from iskander.config.reference import render_reference, render_value, settings
+from iskander.config.renamed import fix_file
 from iskander.errors import ConfigError, IskanderError
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def _add_model_commands(commands: Commands) -> None:
     """Commands for files."""
     sentence = "check whether a configuration starts, and show its models and their placement"
     check = _command(commands, "check", _check, sentence, _add_file, _add_set)
+    sentence = "first rewrite settings with deprecated names in the file"
+    check.add_argument("--fix", action="store_true", help=sentence)
     _add_sample(check, "show for each column whether a model accepts this data")
     check.add_argument("--model", metavar="NAME", help="model for the sample, if there are several")
 
@@ -159,12 +162,18 @@ def _add_set(parser: Parser) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> Loaded:
-    return load_config(arguments.file, overrides=tuple(arguments.set))
+    loaded = load_config(arguments.file, overrides=tuple(arguments.set))
+    for warning in loaded.warnings:
+        sys.stderr.write(f"iskander: {warning}\n")
+    return loaded
 
 
 def _check(arguments: argparse.Namespace) -> int:
     from iskander.cli import check as checking
 
+    if arguments.fix:
+        for renamed in fix_file(arguments.file):
+            _print(f"rewritten: {renamed}")
     config = _load(arguments).config
     result = checking.check(config)
     _print(*checking.render(result, config))
@@ -294,7 +303,7 @@ def _token(arguments: argparse.Namespace) -> int:
 
 
 def _config_show(arguments: argparse.Namespace) -> int:
-    config, origins = _load(arguments)
+    config, origins, _ = _load(arguments)
     rows = []
     for section, key in (setting.path.split(".") for setting in settings()):
         if section != "models":

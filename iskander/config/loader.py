@@ -16,6 +16,7 @@ import msgspec
 
 from iskander.config.models import ModelConfig
 from iskander.config.reference import render_value, settings
+from iskander.config.renamed import new_name, rename_keys
 from iskander.config.repository import versions_error
 from iskander.config.schema import HEADER_BYTES_MAX, Config
 from iskander.config.section import Section, require
@@ -30,10 +31,12 @@ class Loaded(NamedTuple):
     Attributes:
         config: The values.
         origins: `file`, `environment` or `--set` for each `section.key` that is not a default.
+        warnings: One line for each setting with a deprecated name.
     """
 
     config: Config
     origins: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 def load_config(
@@ -52,15 +55,18 @@ def load_config(
         raise ConfigError(f"{file.name} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file.name} is not TOML: {error}") from None
+    warnings: list[str] = []
+    rename_keys(raw, warnings)
     origins = {path: "file" for path, _ in _leaves(raw)}
     for name, text in sorted((os.environ if environment is None else environment).items()):
         if name.startswith("ISKANDER_") and "__" in name:
             section, key = name.removeprefix("ISKANDER_").lower().split("__", 1)
-            _override(raw, origins, f"{section}.{key}", text, "environment")
+            path = new_name(f"{section}.{key}", warnings)
+            _override(raw, origins, path, text, "environment")
     for override in overrides:
         path, separator, text = override.partition("=")
         require(bool(separator), f"--set {override}: expected section.key=value")
-        _override(raw, origins, path.strip(), text.strip(), "--set")
+        _override(raw, origins, new_name(path.strip(), warnings), text.strip(), "--set")
     _inherit_lanes(raw)
     try:
         config = msgspec.convert(raw, Config)
@@ -75,7 +81,7 @@ def load_config(
         tls=_absolute(config.tls, folder, "certificate", "key", "client_ca"),
     )
     _require_relations(config)
-    return Loaded(config, origins)
+    return Loaded(config, origins, tuple(warnings))
 
 
 def _absolute(section: SectionT, folder: Path, *keys: str) -> SectionT:

@@ -23,10 +23,10 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
     """Model loading: sandboxed load, weight cache, operator libraries, signatures.
 
     Attributes:
-        trial: Load and warm a new model in a sandboxed process first, so that a crash, a hang or
+        sandbox: Load and warm a new model in a sandboxed process first, so that a crash, a hang or
             excessive memory use affects no worker. CPU models only.
-        trial_s: Timeout of the sandboxed load in seconds; at most 0.8 of workers.start_s.
-        trial_bytes: Private bytes of the sandboxed load; 0: the free memory of the system.
+        sandbox_s: Timeout of the sandboxed load in seconds; at most 0.8 of workers.start_s.
+        sandbox_bytes: Private bytes of the sandboxed load; 0: the free memory of the system.
         model_bytes: Bytes of a model's files, and of all its weights.
         share_weights: Optimize each model once and map its prepacked weights into every worker, if
             the sandboxed load computed the same results with them.
@@ -39,9 +39,9 @@ class LoadingConfig(Section, frozen=True, kw_only=True):
             `manifest.toml.sig` and a hash of each of its files in the manifest.
     """
 
-    trial: bool = True
-    trial_s: Seconds = 60.0
-    trial_bytes: NotNegative = 0
+    sandbox: bool = True
+    sandbox_s: Seconds = 60.0
+    sandbox_bytes: NotNegative = 0
     model_bytes: Positive = 65_536 * MIB
     share_weights: bool = True
     cache: str = ""

@@ -30,15 +30,15 @@ class Rows:
 
     Args:
         body: The whole body; writable for a target of copies.
-        laid_out: Number of rows in the body's layout.
+        layout_rows: Number of rows in the body's layout.
         first: Index of the first row.
     """
 
-    __slots__ = ("body", "first", "laid_out")
+    __slots__ = ("body", "first", "layout_rows")
 
-    def __init__(self, body: memoryview, laid_out: int, first: int) -> None:
+    def __init__(self, body: memoryview, layout_rows: int, first: int) -> None:
         self.body = body
-        self.laid_out = laid_out
+        self.layout_rows = layout_rows
         self.first = first
 
 
@@ -67,8 +67,8 @@ class RowCopier:
     def copy(self, rows: int, source: Rows, target: Rows) -> None:
         """Copy rows of every column except strings, whose `_bits` are 0."""
         source_body, first, target_body, at = source.body, source.first, target.body, target.first
-        from_offsets = self.layout(source.laid_out)[0]
-        to_offsets = self.layout(target.laid_out)[0]
+        from_offsets = self.layout(source.layout_rows)[0]
+        to_offsets = self.layout(target.layout_rows)[0]
         for index, bits in enumerate(self._bits):
             from_offset, to_offset = from_offsets[index], to_offsets[index]
             if bits % 8:
@@ -134,9 +134,9 @@ class RowCopier:
     def _texts(self, rows: int, source: Rows) -> list[tuple[np.ndarray, memoryview]]:
         """Offsets and bytes of these rows, for each column of strings."""
         body = source.body
-        ranges = self.string_ranges(body, source.laid_out)[0]
+        ranges = self.string_ranges(body, source.layout_rows)[0]
         found: list[tuple[np.ndarray, memoryview]] = []
-        for spec, offset in zip(self.specs, self.layout(source.laid_out)[0], strict=True):
+        for spec, offset in zip(self.specs, self.layout(source.layout_rows)[0], strict=True):
             if spec.is_string:
                 begin, end = ranges[len(found)]
                 start = offset + source.first * spec.elements * OFFSET_BYTES

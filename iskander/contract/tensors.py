@@ -66,14 +66,14 @@ class ResultColumn(msgspec.Struct, frozen=True, array_like=True):
         type: As spelled in a manifest.
         outputs: Indices of the contract's outputs in the column, in the order of its type; for a
             rank, the output to rank by.
-        made: Description of the source, for people.
+        source: Description of the source, for people.
         rank: Set for a rank, which the gateway computes.
     """
 
     column: str
     type: str
     outputs: tuple[int, ...]
-    made: str
+    source: str
     rank: Rank | None = None
 
     @property

@@ -131,7 +131,7 @@ class LockFile:
         self._path = path
         self._fd: int | None = None
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Acquire the lock unless already held; return False if another process holds it."""
         if self._fd is not None:
             return True

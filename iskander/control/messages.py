@@ -28,9 +28,9 @@ class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
     """Trust in model files, and limits of a load.
 
     Attributes:
-        is_tried: A new model is loaded in a sandboxed process first.
-        trial_s: Timeout of the sandboxed load.
-        trial_bytes: Limit of its private memory; 0 for the free memory of the system.
+        is_sandboxed: A new model is loaded in a sandboxed process first.
+        sandbox_s: Timeout of the sandboxed load.
+        sandbox_bytes: Limit of its private memory; 0 for the free memory of the system.
         model_bytes: Limit of a model's files, and of all its weights.
         is_shared: Weights are mapped from `cache`, a folder; empty for none.
         cache_bytes: Limit of the folder.
@@ -38,9 +38,9 @@ class LoadingSpec(msgspec.Struct, frozen=True, array_like=True):
         public_key: Ed25519, base64; models without its signature are rejected. Empty for none.
     """
 
-    is_tried: bool = False
-    trial_s: float = 60.0
-    trial_bytes: int = 0
+    is_sandboxed: bool = False
+    sandbox_s: float = 60.0
+    sandbox_bytes: int = 0
     model_bytes: int = 1 << 36
     is_shared: bool = False
     cache: str = ""

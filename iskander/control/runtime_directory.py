@@ -52,7 +52,7 @@ class RuntimeDirectory:
     def __init__(self, config: Config) -> None:
         self.path = _create_and_check(config)
         self._lock = LockFile(self.path / "gateway.lock")
-        if not self._lock.take():
+        if not self._lock.acquire():
             text = "another gateway runs there; set another one"
             raise ConfigError(f"server.runtime_directory {self.path}: {text}")
 

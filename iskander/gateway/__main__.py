@@ -14,13 +14,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from iskander.build_info import describe
-from iskander.config.loader import load_config
+from iskander.config.loader import Loaded, load_config
 from iskander.config.schema import Config
 from iskander.errors import ConfigError, IskanderError, ManifestError, SegmentError
 from iskander.gateway.child_settings import read_settings
@@ -62,8 +61,11 @@ def main(words: Sequence[str] | None = None) -> None:
     if arguments.process is not None:
         _end_with_parent()
     try:
-        config = _read(arguments)
+        loaded = _read(arguments)
+        config = loaded.config
         set_up_logs(config.admin, arguments.process)
+        for warning in loaded.warnings:
+            log.warning("%s", warning)
         placed = plan(config, read_topology(os.sched_getaffinity(0)))
         # Before the loop's handlers exist, SIGINT ends the process; asyncio's own handler would
         # cancel the startup half way.
@@ -82,11 +84,11 @@ def main(words: Sequence[str] | None = None) -> None:
         _end(error, EXIT_NOT_READY)
 
 
-def _read(arguments: argparse.Namespace) -> Config:
+def _read(arguments: argparse.Namespace) -> Loaded:
     """Load the configuration file, or in a child process the settings from the parent."""
     if arguments.process is not None:
-        return read_settings(arguments.config)
-    return load_config(arguments.config, overrides=tuple(arguments.set)).config
+        return Loaded(read_settings(arguments.config), {})
+    return load_config(arguments.config, overrides=tuple(arguments.set))
 
 
 def _pin(placed: PlacementPlan) -> None:
@@ -110,7 +112,7 @@ async def _supervise(config: Config, arguments: argparse.Namespace) -> int:
 
     command = [sys.executable, "-P", "-m", "iskander.gateway"]
     Path("/proc/self/comm").write_text("isk-gateway")
-    parent = Parent(config, command, partial(_read, arguments))
+    parent = Parent(config, command, lambda: _read(arguments).config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, parent.stop)

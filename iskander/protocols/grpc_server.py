@@ -107,14 +107,14 @@ class GrpcServer:
         self._reflection_paths = frozenset(reflection_methods)
         self._methods = self._flight_methods | _oip(oip_service)
         self._methods |= health_methods | reflection_methods
-        self._inline_methods = {MODEL_INFER: oip_service.infer_at_once}
+        self._inline_methods = {MODEL_INFER: oip_service.infer_inline}
         self._listener = Listener(
             self._serve,
-            at_once=self._serve_inline,
+            serve_inline=self._serve_inline,
             message_bytes=partial(_message_bytes, limits.message_bytes + MESSAGE_SLACK_BYTES),
             calls_max=limits.streams + CALLS_SLACK,
             connections_max=limits.connections,
-            named=self._rpc_error,
+            add_details=self._rpc_error,
             limits=connection_limits,
             tls=tls.context(HTTP2),
         )

@@ -53,8 +53,10 @@ class OpenCall:
 class RequestSubmitter:
     """Admits requests and returns results, for all protocols without streams of batches."""
 
-    def __init__(self, intake: InputArena, dispatcher: Dispatcher, limits: LimitsConfig) -> None:
-        self._intake = intake
+    def __init__(
+        self, input_arena: InputArena, dispatcher: Dispatcher, limits: LimitsConfig
+    ) -> None:
+        self._input_arena = input_arena
         self._dispatcher = dispatcher
         self.limits = limits
         self.is_draining = False  # New requests are rejected.
@@ -68,7 +70,9 @@ class RequestSubmitter:
         for drain in list(self.calls.values()):
             drain()
 
-    def held(self, drain: Callable[[], None] = lambda: None, caller: object = None) -> OpenCall:
+    def open_call(
+        self, drain: Callable[[], None] = lambda: None, caller: object = None
+    ) -> OpenCall:
         """Open a call; `drain` is called when the server stops, `caller` identifies the client.
 
         Raises `Draining`, or `Overloaded` at the limit of the caller or of the server.
@@ -98,7 +102,7 @@ class RequestSubmitter:
             message = f"too many open requests: {count}, limit {limit} (`limits.streams`)"
             raise Overloaded(message, retry_after_ms=1000)
 
-    async def ask(
+    async def infer(
         self,
         lane: Lane,
         offered: RequestTensors,
@@ -115,7 +119,7 @@ class RequestSubmitter:
             return b""
         caller = _Caller()
         try:
-            request = self.begin(
+            request = self.submit(
                 lane, offered, caller, terms=terms, call_deadline_ns=call_deadline_ns
             )
             try:
@@ -126,7 +130,7 @@ class RequestSubmitter:
             detach(error)
             raise
 
-    def begin(
+    def submit(
         self,
         lane: Lane,
         offered: RequestTensors,
@@ -150,7 +154,7 @@ class RequestSubmitter:
             call_deadline_ns=call_deadline_ns,
             bucket=offered.bucket,
         )
-        if self._intake.admit(request):
+        if self._input_arena.admit(request):
             self._dispatcher.submit(request)
         else:
             entering = asyncio.get_running_loop().create_task(self._enter(request))
@@ -169,7 +173,7 @@ class RequestSubmitter:
     async def _enter(self, request: Request) -> None:
         """Queue a request when the arena has space for it."""
         try:
-            await self._intake.admit_later(request)
+            await self._input_arena.admit_later(request)
             self._dispatcher.submit(request)
         except IskanderError as error:
             request.caller.fail(request, error)

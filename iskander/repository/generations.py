@@ -185,14 +185,14 @@ class Generations:
                     if not is_current:
                         generation.lane.refusal = ManifestError(FILES_CHANGED)
 
-            self.models.freshness.ask(generation.lane, on_known)
+            self.models.freshness.check(generation.lane, on_known)
         return Event.ACCEPTED if generation.is_current else None
 
     def _measure_load(self, generation: Generation, pool: list[Worker]) -> None:
         """Count load time, unless all workers that lack the model are loading other models."""
         key, now = generation.lane.model.key, now_ns()
         lacking = [w for w in pool if w.state in ACTIVE_STATES and key not in w.models]
-        if not lacking or any(w.asked in (None, key) for w in lacking):
+        if not lacking or any(w.loading_key in (None, key) for w in lacking):
             generation.loading_ns += now - generation.updated_ns
         generation.updated_ns = now
 
@@ -229,7 +229,7 @@ class Generations:
             generation.outcome.exception()  # Marks it as retrieved: there may be no waiter.
 
     def _withdraw(self, generation: Generation) -> None:
-        generation.lane.is_over = True
+        generation.lane.is_retired = True
         self.models.withdraw(generation.lane)
         self.models.counts["unloaded"] += 1
 
@@ -240,6 +240,6 @@ class Generations:
 
     def _unload(self, generation: Generation) -> None:
         lane = generation.lane
-        lane.is_over = True
+        lane.is_retired = True
         self.loading.unload(lane)
         del self.models.by_key[lane.model.key], self._all[lane.model.key]

@@ -91,7 +91,7 @@ class LoadIntents:
         except OSError as error:
             raise _not_recorded(error) from None
         deadline_ns = now_ns() + int(wait_s * NS_PER_S)
-        while not lock.take():
+        while not lock.acquire():
             if now_ns() > deadline_ns:
                 text = f"lock timeout: another call has been changing models for {wait_s:g} s"
                 raise Overloaded(text, retry_after_ms=RETRY_MS)

@@ -75,7 +75,7 @@ class Models:
         older = versions.get(version)
         if older is not None:
             older.is_served = False
-            lane.follow(older)
+            lane.inherit(older)
         lane.is_served = True
         versions[version] = lane
         self._on_version_change(name)
@@ -204,7 +204,7 @@ class Models:
         lanes = self.by_key.values()
         yield ("loading",), sum(lane.is_pending for lane in lanes)
         yield ("serving",), sum(lane.is_served for lane in lanes)
-        yield ("draining",), sum(lane.is_over for lane in lanes)
+        yield ("draining",), sum(lane.is_retired for lane in lanes)
 
     def describe_all(self) -> list[dict[str, Any]]:
         """Return the entries of `index`, with the contracts of served models."""
@@ -310,7 +310,7 @@ def _outputs(contract: Contract) -> list[dict[str, Any]]:
     for each in contract.columns:
         tensors = [outputs[index].tensor for index in each.outputs]
         source = {"tensors": tensors} if each.is_assembled else {"tensor": tensors[0]}
-        described.append({"column": each.column, "type": each.type, **source, "made": each.made})
+        described.append({"column": each.column, "type": each.type, **source, "made": each.source})
     return described
 
 

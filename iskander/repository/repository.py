@@ -123,7 +123,7 @@ class Repository:
                 if name not in self._reloading:
                     self._reloading.add(name)
                     self._spawn(self._reload_stale(name))
-        if any(worker.refused for worker in self.models.workers) and self._retry_timer is None:
+        if any(worker.load_errors for worker in self.models.workers) and self._retry_timer is None:
             self._retry_timer = asyncio.get_running_loop().call_later(RETRY_S, self._retry)
 
     async def load(self, name: str) -> list[str]:

@@ -83,9 +83,9 @@ def loading_spec(config: Config, environment: Mapping[str, str] = os.environ) ->
     cache_home = environment.get("XDG_CACHE_HOME") or (f"{home}/.cache" if home else "")
     own = environment.get("CACHE_DIRECTORY", "").partition(":")[0]
     return LoadingSpec(
-        is_tried=settings.trial,
-        trial_s=min(settings.trial_s, SANDBOX_SHARE * config.workers.start_s),
-        trial_bytes=settings.trial_bytes,
+        is_sandboxed=settings.sandbox,
+        sandbox_s=min(settings.sandbox_s, SANDBOX_SHARE * config.workers.start_s),
+        sandbox_bytes=settings.sandbox_bytes,
         model_bytes=settings.model_bytes,
         is_shared=settings.share_weights,
         cache=settings.cache or own or (f"{cache_home}/iskander" if cache_home else ""),

@@ -39,7 +39,7 @@ class RequestCompletion:
             _fail(request, IskanderError("internal error: delivering the results failed"))
         self.finish(request)
 
-    def settle(self, request: Request, error: IskanderError | None) -> None:
+    def fail_or_retry(self, request: Request, error: IskanderError | None) -> None:
         """Fail a request whose rows came back without results; without an error, retry it."""
         if request.is_over:
             self.release(request)

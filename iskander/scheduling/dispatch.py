@@ -41,8 +41,10 @@ class Dispatcher:
         end_worker: Ends a worker after a failed send; `on_lost` follows.
     """
 
-    def __init__(self, intake: InputArena, lanes: dict[int, Lane], polling: BusyPolling) -> None:
-        self._completion = RequestCompletion(intake)
+    def __init__(
+        self, input_arena: InputArena, lanes: dict[int, Lane], polling: BusyPolling
+    ) -> None:
+        self._completion = RequestCompletion(input_arena)
         self._polling = polling
         self._lanes = lanes
         self._workers: dict[int, WorkerSlot] = {}
@@ -166,7 +168,9 @@ class Dispatcher:
         error = IskanderError.from_wire({"code": failed.code, "message": failed.message})
         is_shared = len({part.request for part in batch.parts}) > 1
         for request in undo_parts(batch.parts):
-            self._completion.settle(request, after_failure(request, error, is_shared=is_shared))
+            self._completion.fail_or_retry(
+                request, after_failure(request, error, is_shared=is_shared)
+            )
 
     def on_lost(self, worker: WorkerSlot) -> None:
         """Retry or reject an ended worker's requests."""
@@ -182,7 +186,7 @@ class Dispatcher:
                 error = after_loss(request, was_running=batch_id == running_id)
                 if error is not None and not request.is_over:
                     log.error("%r of client `%s`: %s", request, request.terms.client, error)
-                self._completion.settle(request, error)
+                self._completion.fail_or_retry(request, error)
         self.pump()
 
     def reject_queued(self, lane: Lane, error: IskanderError) -> None:
@@ -300,7 +304,7 @@ class Dispatcher:
                 if request.is_over:
                     self._completion.release(request)
                 elif failure is not None:
-                    self._completion.settle(request, failure)
+                    self._completion.fail_or_retry(request, failure)
                 elif results is not None:
                     self._completion.complete(request, results, run_ns)
         finally:

@@ -107,19 +107,19 @@ class Lane:
         self.is_awaiting_worker = False
         self.ttl_ns = int(config.ttl_ms * NS_PER_MS) or NEVER_NS
         self.has_limits = bool(config.deadline_ms or config.staleness_ms)
-        self.cadence = ArrivalPredictor()
+        self.arrivals = ArrivalPredictor()
         self.costs: dict[int, CostModel] = {}
         self.virtual_ns = 0.0
         self.outstanding: dict[str, int] = {}
         self.counts = Counters()
-        self.measures = LaneMetrics(model, recent or RecentValues())
+        self.metrics = LaneMetrics(model, recent or RecentValues())
         self.rules = Rules(model.rows_max)
         self._policy = make_policy(config)
         self.queue = WaitingQueue(is_fair=getattr(self._policy, "is_fair", False))
         self.layouts_by_bucket: tuple[LayoutCache, ...] = ()
         self.ran_ns = -PROBE_NS
         self.is_served = self.is_required = True
-        self.is_over = self.is_stale = self.is_isolated = False
+        self.is_retired = self.is_stale = self.is_isolated = False
         self.refusal: IskanderError | None = None
         self.quarantine: Quarantine | None = None
         self.entering = 0
@@ -145,16 +145,16 @@ class Lane:
     @property
     def is_pending(self) -> bool:
         """Whether the model is being loaded and not served yet."""
-        return not self.is_served and not self.is_over
+        return not self.is_served and not self.is_retired
 
     @property
     def is_empty(self) -> bool:
         """Whether no request is outstanding or about to be queued."""
         return not self.entering and not self.outstanding
 
-    def follow(self, older: Lane) -> None:
+    def inherit(self, older: Lane) -> None:
         """Continue the counters and predictions of an older lane of the same model version."""
-        self.counts, self.measures, self.cadence = older.counts, older.measures, older.cadence
+        self.counts, self.metrics, self.arrivals = older.counts, older.metrics, older.arrivals
 
     @property
     def ready(self) -> KeysView[int]:
@@ -199,7 +199,7 @@ class Lane:
 
     def layout(self, rows: int) -> Layout:
         """Arena layout of a number of rows."""
-        return self.layouts.of(rows)
+        return self.layouts.for_rows(rows)
 
     def cost_of(self, worker: WorkerSlot) -> CostModel:
         """Cost model of a worker; until its first run, that of another worker."""
@@ -222,7 +222,7 @@ class Lane:
         if request.terms.is_named and not request.is_part:
             budget_ns = max(request.deadline_ns - request.arrived_ns, 0)
             budget_ns = budget_ns if request.deadline_ns < NEVER_NS else 0
-            self.cadence.observe(request.terms.client, request.arrived_ns, budget_ns)
+            self.arrivals.observe(request.terms.client, request.arrived_ns, budget_ns)
 
     def require_worker(self) -> None:
         """Raise `ModelQuarantined` or `NotReady` if no worker would run a request."""
@@ -300,7 +300,7 @@ class Lane:
         self.counts["requests"] += 1
         self.counts["rows"] += request.rows
         self.outstanding[terms.client] = self.outstanding.get(terms.client, 0) + 1
-        period_ns = self.cadence.period_ns(terms.client) if terms.is_named else 0
+        period_ns = self.arrivals.period_ns(terms.client) if terms.is_named else 0
         request.rank = self._policy.rank(request, period_ns)
         older = self._older(request)
         way: list[Request] | QueueFull = []
@@ -332,7 +332,7 @@ class Lane:
         """Queue a request again whose rows came back from a worker; `todo` is set."""
         self._number += 1
         request.number = self._number
-        self.measures.on_put_back(request, now_ns)
+        self.metrics.on_put_back(request, now_ns)
         request.restart_wait(now_ns)
         self.queue.put(request)
 
@@ -353,7 +353,7 @@ class Lane:
             self.cost_of(worker),
             now_ns=now_ns,
             free_ns=worker.busy_until_ns if worker.in_flight else 0,
-            expected=self.cadence.expected(now_ns) if len(self.cadence) else (),
+            expected=self.arrivals.expected(now_ns) if len(self.arrivals) else (),
             brief=brief,
         )
 
@@ -365,12 +365,12 @@ class Lane:
     def on_sent(self, rows: int, waits_ns: list[int], now_ns: int) -> None:
         """Record a batch that goes to a worker, and the wait of each of its requests."""
         self.counts["batches"] += 1
-        self.measures.on_sent(rows, waits_ns, self.queue.requests, now_ns)
+        self.metrics.on_sent(rows, waits_ns, self.queue.requests, now_ns)
 
     def on_ran(self, worker: WorkerSlot, rows: int, run_ns: int, now_ns: int) -> None:
         """Record a run and learn its cost."""
         self.ran_ns = now_ns
-        self.measures.run_ns.record(run_ns)
+        self.metrics.run_ns.record(run_ns)
         cost = self.costs[worker.index]
         cost.observe(rows, run_ns)
         self.queue.shares.quantum_rows = slice_rows(cost) or QUANTUM_ROWS
@@ -381,7 +381,7 @@ class Lane:
         counts["completed"] += 1
         if request.deadline_ns < NEVER_NS:
             counts["deadline.hit" if now_ns <= request.deadline_ns else "deadline.missed"] += 1
-        self.measures.on_completed(request, run_ns, now_ns)
+        self.metrics.on_completed(request, run_ns, now_ns)
 
     def catch_up(self) -> None:
         """Raise the virtual time of an empty lane, so that it saves up no idle time."""

@@ -63,7 +63,7 @@ class LayoutCache:
         self._template = ipc.BatchTemplate(input_schema(contract))
         self._cache: dict[int, Layout] = {}
 
-    def of(self, rows: int) -> Layout:
+    def for_rows(self, rows: int) -> Layout:
         """Layout of a number of rows, with empty strings."""
         layout = self._cache.get(rows)
         if layout is None:
@@ -79,7 +79,7 @@ class LayoutCache:
     def around(self, rows: int, buffers: Sequence[Sized]) -> Layout:
         """Layout of a request with string inputs."""
         lengths = [len(strings) for strings in buffers[len(self._contract.inputs) :]]
-        output_bytes = self.of(rows).output_bytes
+        output_bytes = self.for_rows(rows).output_bytes
         return Layout(self._contract, self._template, rows, lengths, output_bytes)
 
 

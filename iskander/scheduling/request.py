@@ -118,8 +118,8 @@ class Request:
         self.rows = rows
         self.tensors = tensors
         self.terms = terms
-        layouts = lane.layouts_by_bucket[bucket]
-        self.layout = layouts.around(rows, tensors) if layouts.has_strings else layouts.of(rows)
+        cache = lane.layouts_by_bucket[bucket]
+        self.layout = cache.around(rows, tensors) if cache.has_strings else cache.for_rows(rows)
         self.shape = bucket
         self.arrived_ns = arrived_ns
         self.deadline_ns = call_deadline_ns

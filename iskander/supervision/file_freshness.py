@@ -38,12 +38,12 @@ class FileFreshness:
         self._checks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
-    def ask(self, lane: Lane, then: Callable[[bool], None]) -> None:
+    def check(self, lane: Lane, then: Callable[[bool], None]) -> None:
         """Check once and call `then(is_current)`; no call after `close`."""
         if self.fingerprint_of is None:
             then(True)
         elif not self._is_closed:
-            work = self._check(self.fingerprint_of, lane, then)
+            work = self._run_check(self.fingerprint_of, lane, then)
             check = asyncio.get_running_loop().create_task(work)
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
@@ -54,7 +54,7 @@ class FileFreshness:
         for check in self._checks:
             check.cancel()
 
-    async def _check(
+    async def _run_check(
         self, fingerprint_of: Callable[[Lane], str], lane: Lane, then: Callable[[bool], None]
     ) -> None:
         fingerprint = ""
@@ -87,7 +87,7 @@ class FileFreshness:
                 loop.call_soon_threadsafe(on_end, fingerprint)
 
         try:
-            threading.Thread(target=check, name="isk-look", daemon=True).start()
+            threading.Thread(target=check, name="isk-freshness", daemon=True).start()
         except RuntimeError as error:
             log.error("file check of %s failed: %s", lane.title, error)
             on_end("")

@@ -52,17 +52,17 @@ class ModelLoader:
     def retry_failed(self) -> None:
         """Retry failed loads whose model files match the served ones again."""
         for worker in self.workers:
-            for key in list(worker.refused):
+            for key in list(worker.load_errors):
                 lane = self.lanes.get(key)
                 if lane is None:
-                    del worker.refused[key]
+                    del worker.load_errors[key]
                 else:
                     retry = partial(self._retry_if_current, worker, worker.incarnation, lane)
-                    self.freshness.ask(lane, retry)
+                    self.freshness.check(lane, retry)
 
     def load_next(self, worker: Worker) -> None:
         """Start the first load that is due, or report LOADED if none is."""
-        if worker.asked is not None:
+        if worker.loading_key is not None:
             return
         for key, lane in self.lanes.items():
             if self._is_due(worker, key, lane):
@@ -80,9 +80,9 @@ class ModelLoader:
             log.info("worker %d unloaded generation %d", worker.index, answer.model)
             return
         lane = self.lanes.get(answer.model)
-        is_current_load = worker.asked == answer.model
-        worker.asked, worker.loading_title = None, ""
-        if lane is None or lane.is_over:
+        is_current_load = worker.loading_key == answer.model
+        worker.loading_key, worker.loading_title = None, ""
+        if lane is None or lane.is_retired:
             if isinstance(answer, Loaded):
                 self._unload(worker, answer.model)
         else:
@@ -104,7 +104,7 @@ class ModelLoader:
 
     def on_leaving(self, worker: Worker, *, is_stopping: bool) -> None:
         """Forget the load of a draining worker; unless all are stopping, others load it."""
-        worker.asked, worker.loading_title = None, ""
+        worker.loading_key, worker.loading_title = None, ""
         if not is_stopping:
             self.load_missing()
 
@@ -117,7 +117,7 @@ class ModelLoader:
     def replace_overdue(self, limit_ns: int) -> None:
         """Recycle ready workers whose load exceeds the limit."""
         for worker in self.workers:
-            is_loading = worker.state is State.READY and worker.asked is not None
+            is_loading = worker.state is State.READY and worker.loading_key is not None
             if is_loading and now_ns() - worker.load_started_ns > limit_ns:
                 limit_s = limit_ns // NS_PER_S
                 log.error("worker %d has not finished a load within %d s", worker.index, limit_s)
@@ -133,24 +133,24 @@ class ModelLoader:
         for worker in self.workers:
             if lane.model.key in worker.models:
                 self._unload(worker, lane.model.key)
-            worker.refused.pop(lane.model.key, None)
+            worker.load_errors.pop(lane.model.key, None)
             lane.workers.pop(worker.incarnation, None)
 
     def _is_due(self, worker: Worker, key: int, lane: Lane) -> bool:
         """Return whether a worker may load a model now."""
-        if key in worker.models or key in worker.refused or lane.is_over or lane.refusal:
+        if key in worker.models or key in worker.load_errors or lane.is_retired or lane.refusal:
             return False
         if lane.model.pool != worker.plan.pool:
             return False
         if lane.is_pending and not lane.is_required and lane.contract is None:
             # A new model may end its process: one worker tries first.
-            return worker.state is State.READY and all(w.asked != key for w in self.workers)
+            return worker.state is State.READY and all(w.loading_key != key for w in self.workers)
         return True
 
     def _load(self, worker: Worker, lane: Lane) -> None:
         assert worker.channel is not None
         worker.loading_title = lane.title
-        worker.asked, worker.load_started_ns = lane.model.key, now_ns()
+        worker.loading_key, worker.load_started_ns = lane.model.key, now_ns()
         worker.channel.send(encode([Load(lane.model)]))
 
     def _start_next_loads(self, worker: Worker) -> None:
@@ -164,22 +164,22 @@ class ModelLoader:
     ) -> None:
         """Block the worker's loads, check files, and call `then` unless the worker left."""
         incarnation = worker.incarnation
-        worker.asked, worker.load_started_ns = lane.model.key, now_ns()
+        worker.loading_key, worker.load_started_ns = lane.model.key, now_ns()
 
         def on_known(is_current: bool) -> None:
             is_here = worker.incarnation == incarnation and worker.state in ACTIVE_STATES
-            if is_here and worker.asked == lane.model.key:
-                worker.asked = None
+            if is_here and worker.loading_key == lane.model.key:
+                worker.loading_key = None
                 then(worker, lane, is_current)
 
-        self.freshness.ask(lane, on_known)
+        self.freshness.check(lane, on_known)
 
     def _load_if_current(self, worker: Worker, lane: Lane, is_current: bool) -> None:
-        if not lane.is_over and is_current:
+        if not lane.is_retired and is_current:
             self._load(worker, lane)
             return
-        if not lane.is_over:
-            worker.refused[lane.model.key] = CHANGED
+        if not lane.is_retired:
+            worker.load_errors[lane.model.key] = CHANGED
             lane.is_stale = True
         self._start_next_loads(worker)
 
@@ -188,7 +188,7 @@ class ModelLoader:
     ) -> None:
         """Accept a load, unless other workers may have loaded different files."""
         key = lane.model.key
-        if lane.is_over:
+        if lane.is_retired:
             self._unload(worker, key)
         else:
             lane.is_stale = lane.is_stale or not is_current
@@ -202,16 +202,16 @@ class ModelLoader:
     def _retry_if_current(
         self, worker: Worker, incarnation: int, lane: Lane, is_current: bool
     ) -> None:
-        if worker.incarnation == incarnation and lane.model.key in worker.refused:
+        if worker.incarnation == incarnation and lane.model.key in worker.load_errors:
             if is_current:
-                del worker.refused[lane.model.key]
+                del worker.load_errors[lane.model.key]
                 self.load_missing()
             else:
                 lane.is_stale = lane.is_served
 
     def _pending_lane_of(self, worker: Worker) -> Lane | None:
         """Return the lane that a worker loads, if it is pending."""
-        lane = self.lanes.get(worker.asked) if worker.asked is not None else None
+        lane = self.lanes.get(worker.loading_key) if worker.loading_key is not None else None
         return lane if lane is not None and lane.is_pending else None
 
     def _unload(self, worker: Worker, key: int) -> None:
@@ -237,7 +237,7 @@ class ModelLoader:
             self.on_load_error(worker, ManifestError(worker.load_error))
             self.on_event(worker, Event.LOAD_FAILED)
             return True
-        worker.refused[lane.model.key] = error.message
+        worker.load_errors[lane.model.key] = error.message
         return False
 
     def _set_or_match_contract(self, lane: Lane, contract: Contract) -> None:

@@ -157,7 +157,7 @@ class Quarantines:
             del self._rates[key]
         new = DeathRate(settings.model_deaths, int(settings.model_deaths_s * NS_PER_S))
         rate = self._rates.setdefault(lane.model.key, new)
-        if lane.quarantine is not None or lane.is_over or not rate.note(now_ns()):
+        if lane.quarantine is not None or lane.is_retired or not rate.note(now_ns()):
             return
         can_isolate = settings.spawn and len(self._isolated) < ISOLATED_MAX
         if lane.model.pool or not can_isolate:
@@ -217,7 +217,7 @@ class Quarantines:
             if key not in self.lanes and worker.state is not State.STOPPED and self.is_first:
                 self.on_event(worker, Event.STOP)
             is_gone = worker.state is State.STOPPED and worker.child is None
-            has_left = worker.state is State.ABSENT and worker.ends["replaced"] > 0
+            has_left = worker.state is State.ABSENT and worker.exit_counts["replaced"] > 0
             if is_gone or (has_left and not self.is_first):
                 del self._isolated[key]
                 self.workers.remove(worker)

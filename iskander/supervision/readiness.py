@@ -26,8 +26,8 @@ def reason_of(lane: Lane, workers: Sequence[Worker]) -> str:
     failing = [w for w in workers if w.is_looping or (w in missing and w.failures)]
     facts = [f"{ready} of {lane.quorum} workers are ready"] if lane.quorum > 1 else []
     facts += [_failure_of(worker) for worker in failing]
-    refusing = [w for w in missing if lane.model.key in w.refused]
-    facts += [f"worker {w.plan.index}: {w.refused[lane.model.key]}" for w in refusing]
+    refusing = [w for w in missing if lane.model.key in w.load_errors]
+    facts += [f"worker {w.plan.index}: {w.load_errors[lane.model.key]}" for w in refusing]
     if not failing and not refusing:
         facts.append(_absence_of(missing))
     return "; ".join(fact for fact in facts if fact)

@@ -59,7 +59,7 @@ class Recycling:
 
     def check(self, worker: Worker) -> None:
         """Recycle a worker above a limit, unless another one is being recycled."""
-        if self._is_closed or worker.state is not State.READY or worker.asked is not None:
+        if self._is_closed or worker.state is not State.READY or worker.loading_key is not None:
             return
         if any(other.is_recycling for other in self.workers):
             return

@@ -110,14 +110,14 @@ class Spawner:
 
     def spawn_next(self, worker: Worker) -> None:
         """Start a process at once after an orderly exit."""
-        worker.ends["replaced"] += 1
+        worker.exit_counts["replaced"] += 1
         self._spawn_in(worker, 0)
 
     def count_boot(self, worker: Worker) -> None:
         """Count an exit before the models were loaded."""
         worker.was_loaded = False
         worker.failures += 1
-        worker.ends["boot_failure"] += 1
+        worker.exit_counts["boot_failure"] += 1
         if worker.loading_title:
             title = worker.loading_title
             worker.load_error = f"model `{title}`: its process ended while it loaded it"
@@ -130,7 +130,7 @@ class Spawner:
         worker.was_loaded = True
         worker.load_error = ""
         worker.failures += 1
-        worker.ends["hang" if worker.is_hung else "crash"] += 1
+        worker.exit_counts["hang" if worker.is_hung else "crash"] += 1
 
     def reset_failures(self, worker: Worker) -> None:
         """End the series of failures after steady service."""
@@ -148,7 +148,7 @@ class Spawner:
         if worker.state is not State.ABSENT:
             return
         lock = LockFile(self.folder / f"worker-{worker.index}.lock")
-        if not lock.take() and now_ns() < deadline_ns:
+        if not lock.acquire() and now_ns() < deadline_ns:
             self.timers.set(worker, ADOPTION_POLL_S, self._adopt_or_spawn, worker, deadline_ns)
             return
         lock.release()

@@ -82,7 +82,7 @@ class Supervisor:
     folder: Path
     member: Member
     models: ServedModels
-    intake: InputArena
+    input_arena: InputArena
     dispatcher: Dispatcher
     on_change: Callable[[], None]
 
@@ -234,7 +234,7 @@ class Supervisor:
     def on_message(self, worker: Worker, message: messages.ToGateway) -> None:
         """Handle a message other than a batch result."""
         if isinstance(message, messages.Stepped):
-            self.models.by_key[message.model].measures.on_stepped(message.steps)
+            self.models.by_key[message.model].metrics.on_stepped(message.steps)
         elif isinstance(message, messages.Leaving):
             self._on_event(worker, Event.LEFT)
         elif isinstance(message, messages.Notice):
@@ -277,7 +277,9 @@ class Supervisor:
         try:
             await create_memory(worker, self._incarnation, pid, self.config.arena)
             prefix = self._zmq_paths.prefix(worker.incarnation) if self._zmq_paths else ""
-            welcome(worker, connection, self.intake.segment, self._settings, self.member, prefix)
+            welcome(
+                worker, connection, self.input_arena.segment, self._settings, self.member, prefix
+            )
             worker.channel = channel = open_channel(connection, prefix, is_gateway=True)
         except (IskanderError, OSError):
             worker.detach()

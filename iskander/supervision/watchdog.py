@@ -81,7 +81,7 @@ class Watchdog:
 
     def _limit_ns(self, worker: Worker, running_id: int) -> int:
         """Return a worker's limit, by the batch that it runs or is to run next."""
-        if not self.factor or not worker.in_flight or worker.asked is not None:
+        if not self.factor or not worker.in_flight or worker.loading_key is not None:
             return self.hang_ns
         batch = worker.in_flight.get(running_id) or next(iter(worker.in_flight.values()))
         slowest_ns = batch.lane.cost_of(worker).slowest_ns(batch.run_rows)

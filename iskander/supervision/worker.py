@@ -156,12 +156,12 @@ class Worker(WorkerSlot):
         self.state = State.ABSENT
         self.pid = self.load_started_ns = self.opened_ns = 0
         self.child: Child | None = None
-        self.asked: int | None = None
+        self.loading_key: int | None = None
         self.loading_title = self.load_error = ""
-        self.refused: dict[int, str] = {}
+        self.load_errors: dict[int, str] = {}
         self.recycle_at = NEVER
         self.starts = self.failures = 0
-        self.ends: Counter[str] = Counter()
+        self.exit_counts: Counter[str] = Counter()
         self.last_exit: ProcessExit | None = None
         self.is_recycling = self.is_replacement_pending = self.is_registering = False
         self.is_hung = self.was_stopped = self.was_loaded = self.has_been_ready = False
@@ -241,7 +241,7 @@ class Worker(WorkerSlot):
         if self.pid and not self._is_child:
             self.last_exit = ProcessExit(None, self._was_killed)
         self.incarnation = self.pid = self.credits = 0
-        self.models, self.refused, self.asked = set(), {}, None
+        self.models, self.load_errors, self.loading_key = set(), {}, None
         self.output_arena = Arena(0)
         self.backing = NO_MEMORY
         self.notices.clear()

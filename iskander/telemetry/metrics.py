@@ -134,16 +134,16 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            "request could not wait longer), shape (the next request has another shape) or alone "
            "(the request runs in a batch of its own).", _counts("closed.", Reason)),
     _histogram("iskander_batch_rows", "rows", "Rows of the batches sent to workers.",
-               lambda lane: lane.measures.batch_rows),
+               lambda lane: lane.metrics.batch_rows),
     _histogram("iskander_wait_seconds", "seconds", "Time from the arrival of a request to its "
-               "worker, for each batch with rows of it.", lambda lane: lane.measures.wait_ns),
+               "worker, for each batch with rows of it.", lambda lane: lane.metrics.wait_ns),
     _histogram("iskander_run_seconds", "seconds", "Run time of a batch in the worker.",
-               lambda lane: lane.measures.run_ns),
+               lambda lane: lane.metrics.run_ns),
     Metric("iskander_step_seconds", "histogram", "seconds", ("step",), "Run time of each pipeline "
            "step of a batch.",
-           lambda lane: [((name,), step_ns) for name, step_ns in lane.measures.steps_ns.items()]),
+           lambda lane: [((name,), step_ns) for name, step_ns in lane.metrics.steps_ns.items()]),
     _histogram("iskander_request_seconds", "seconds", "Time from the arrival of a request to its "
-               "results.", lambda lane: lane.measures.total_ns),
+               "results.", lambda lane: lane.metrics.total_ns),
     Metric("iskander_cost_row_seconds", "gauge", "seconds", ("worker",), "Learned cost of one more "
            "row on a worker.",
            lambda lane: [((str(i),), c.row_ns / NS_PER_S) for i, c in lane.costs.items()]),
@@ -151,7 +151,7 @@ LANE_METRICS: tuple[Metric[Lane], ...] = (
            "batch on a worker.",
            lambda lane: [((str(i),), c.base_ns / NS_PER_S) for i, c in lane.costs.items()]),
     _gauge("iskander_cadence_clients", "clients", "Clients with a known request period.",
-           lambda lane: len(lane.cadence)),
+           lambda lane: len(lane.arrivals)),
 )  # fmt: skip
 
 WORKER_LABELS = ("worker",)
@@ -165,7 +165,8 @@ WORKER_METRICS: tuple[Metric[Worker], ...] = (
              "the slot.", lambda worker: worker.starts),
     Metric("iskander_worker_ends_total", "counter", "ends", ("how",), "Exits of its processes: "
            "crash, hang, boot_failure (before its models were loaded) or replaced (recycled).",
-           lambda worker: [((how,), worker.ends[how]) for how in sorted(ENDS.union(worker.ends))]),
+           lambda worker: [((how,), worker.exit_counts[how])
+                           for how in sorted(ENDS.union(worker.exit_counts))]),
     _gauge("iskander_worker_failures", "ends", "Consecutive unexpected exits without steady "
            "service between them.", lambda worker: worker.failures),
     _gauge("iskander_worker_looping", "", "Whether it is in a crash loop; it then does not count "

@@ -60,7 +60,7 @@ def collect(sources: MetricSources) -> dict[str, Any]:
 
 
 def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
-    counts, queue, rows = lane.counts, lane.queue, lane.measures.batch_rows
+    counts, queue, rows = lane.counts, lane.queue, lane.metrics.batch_rows
     return {
         "ready": is_ready,
         "workers": len(lane.ready),
@@ -68,13 +68,13 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
         "quarantine": lane.quarantine.reason if lane.quarantine is not None else "",
         "queued": queue.requests,
         "queue": {"requests": queue.requests, "rows": queue.rows, "bytes": queue.bytes},
-        "run_ms": round(lane.measures.run_ns.sum / NS_PER_MS, 3),
+        "run_ms": round(lane.metrics.run_ns.sum / NS_PER_MS, 3),
         "latency_ms": {
-            "wait": _latency(lane.measures.wait_ns),
-            "run": _latency(lane.measures.run_ns),
-            "total": _latency(lane.measures.total_ns),
+            "wait": _latency(lane.metrics.wait_ns),
+            "run": _latency(lane.metrics.run_ns),
+            "total": _latency(lane.metrics.total_ns),
         },
-        "steps_ms": {name: _latency(ns) for name, ns in lane.measures.steps_ns.items()},
+        "steps_ms": {name: _latency(ns) for name, ns in lane.metrics.steps_ns.items()},
         "batch_rows": {
             "count": len(rows),
             "mean": round(rows.mean, 1),
@@ -94,11 +94,11 @@ def _lane(lane: Lane, is_ready: bool) -> dict[str, Any]:
             }
             for index, cost in lane.costs.items()
         },
-        "cadence_clients": len(lane.cadence),
+        "cadence_clients": len(lane.arrivals),
         "cadence": [
             {"client": client, "period_ms": round(period_ns / NS_PER_MS, 3), "samples": samples}
             for client, period_ns, samples in nlargest(
-                CADENCES_MAX, lane.cadence.clients(), key=lambda client: client[2]
+                CADENCES_MAX, lane.arrivals.clients(), key=lambda client: client[2]
             )
         ],
         **counts,
@@ -122,7 +122,7 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "credits": worker.credits,
         "starts": worker.starts,
         "failures": worker.failures,
-        "ends": dict(worker.ends),
+        "ends": dict(worker.exit_counts),
         "looping": worker.is_looping,
         "output_leased_bytes": worker.output_arena.leased_bytes,
         "output_huge_bytes": worker.backing.huge_bytes,

@@ -48,7 +48,7 @@ class Peer(Protocol):
     def enforce_timeouts(self, now: int) -> None:
         """Close the connection after a timeout."""
 
-    def leave(self) -> None:
+    def close_gracefully(self) -> None:
         """Close gracefully; may be called repeatedly."""
 
     def close_idle(self) -> None:
@@ -116,7 +116,7 @@ class ConnectionListener(Generic[Connection]):
         deadline_ns = now_ns() + int(grace_s * NS_PER_S)
         while self.connections and now_ns() < deadline_ns:
             for connection in list(self.connections):
-                connection.leave()
+                connection.close_gracefully()
             await asyncio.sleep(POLL_S)
         if self.connections:
             self.on_aborted(len(self.connections))
@@ -265,14 +265,14 @@ class ConnectionListener(Generic[Connection]):
         accepted.unsent_bytes = size
         self.budget.charge(size)
 
-    def held(self, now_ns: int) -> float:
+    def evictable(self, now_ns: int) -> float:
         """Return the unsent bytes times the nanoseconds since their detection."""
         return sum(
             self._accepted[connection].unsent_bytes * float(now_ns - since_ns)
             for connection, since_ns in self._unread.items()
         )
 
-    def shed(self) -> bool:
+    def evict(self) -> bool:
         """Abort the connection with most unsent bytes; return whether there is one."""
         if not self._unread:
             return False

@@ -43,10 +43,10 @@ TRACKED_BYTES_MIN: Final = 65_536
 class Holder(Protocol):
     """A connection that holds received bytes."""
 
-    def held(self, now_ns: int) -> float:
-        """Return the sum of bytes times age in ns that `shed` can free."""
+    def evictable(self, now_ns: int) -> float:
+        """Return the sum of bytes times age in ns that `evict` can free."""
 
-    def shed(self) -> bool:
+    def evict(self) -> bool:
         """Free the messages of one call by rejecting them; return whether any were freed."""
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
@@ -73,7 +73,7 @@ class TrackedArray(np.ndarray):
 
 
 class ReceiveBudget:
-    """The receive budget of one process; `refused` counts calls of `shed`."""
+    """The receive budget of one process; `refused` counts calls of `evict`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -106,7 +106,7 @@ class ReceiveBudget:
         if self._waiting:
             self._reserve_waiting()
 
-    def take(self, size: int) -> bool:
+    def try_charge(self, size: int) -> bool:
         """Charge bytes if that stays within the limit; return whether it did."""
         if self.used_bytes + size > self.limit_bytes:
             return False
@@ -153,7 +153,7 @@ class ReceiveBudget:
 
     def charged_array(self, size: int) -> TrackedArray | None:
         """Allocate and charge a buffer; None above the limit."""
-        if not self.take(size):
+        if not self.try_charge(size):
             return None
         array = self.array(size)
         array.charged_bytes = size
@@ -202,9 +202,9 @@ class ReceiveBudget:
         if self._used <= self.limit_bytes or now < self._evict_again_ns:
             return
         target = self.limit_bytes - self.limit_bytes // LOW_WATER_SHARE
-        holders = sorted(self.holders, key=lambda holder: holder.held(now), reverse=True)
+        holders = sorted(self.holders, key=lambda holder: holder.evictable(now), reverse=True)
         for holder in holders:
-            while self._used > target and holder.shed():
+            while self._used > target and holder.evict():
                 self.refused += 1
                 self._apply_freed()
             if self._used <= target:

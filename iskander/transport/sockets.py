@@ -114,7 +114,7 @@ class BoundPath:
             raise ConfigError(f"{path}: path exists and is not a socket")
         # A bind after unlink succeeds even while another process listens.
         self._lock = LockFile(path.with_name(path.name + ".lock"))
-        if not self._lock.take():
+        if not self._lock.acquire():
             raise ConfigError(f"{path}: another process listens on this path")
         self._path = path
         path.unlink(missing_ok=True)

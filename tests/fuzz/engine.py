@@ -4,7 +4,7 @@ A target is a module in `targets/` with
 
     seeds() -> list[bytes]                    inputs to begin with, beside those in `corpus/NAME/`
     mutate(raw, other, random) -> bytes       a change that keeps most of the input's structure
-    run(raw) -> None                          AssertionError: the parser and its judge disagree
+    run(raw) -> None                          AssertionError: the parser and its reference disagree
     ITERATIONS                                mutations in the short run of the test suite
 
 Any exception that leaves `run` is a finding.
@@ -50,7 +50,7 @@ class Hang(BaseException):
 
 
 class Target(NamedTuple):
-    """A parser and its judge."""
+    """A parser and its reference."""
 
     name: str
     run: Callable[[bytes], None]

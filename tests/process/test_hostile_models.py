@@ -25,8 +25,8 @@ from iskander.control.messages import Done, Execute, Load, Loaded, LoadFailed, L
 
 SCRIPT = models.ROOT / "scripts" / "make_hostile_models.py"
 MIB = 1 << 20
-TRIAL_S = 4.0
-ENDS = {"overflowing_division": TRIAL_S, "endless_loop": 1.0}
+SANDBOX_S = 4.0
+ENDS = {"overflowing_division": SANDBOX_S, "endless_loop": 1.0}
 """What ends or hangs its trial, and how long that may take; for ever needs no more than a while."""
 
 
@@ -81,10 +81,10 @@ def test_no_model_of_a_hostile_folder_harms_a_worker(
     """Each is refused by name, in its time; the worker is the same process, with its own memory."""
     expected = json.loads((hostile / "expected.json").read_text())
     loading = LoadingSpec(
-        is_tried=True,
+        is_sandboxed=True,
         is_shared=True,
-        trial_s=TRIAL_S,
-        trial_bytes=1024 * MIB,
+        sandbox_s=SANDBOX_S,
+        sandbox_bytes=1024 * MIB,
         model_bytes=512 * MIB,
         cache=str(gateway.folder / "cache"),
         cache_bytes=64 * MIB,
@@ -94,7 +94,7 @@ def test_no_model_of_a_hostile_folder_harms_a_worker(
     before = psutil.Process(worker.pid).memory_info().rss
 
     for number, (name, words) in enumerate(expected.items(), start=1):
-        given = msgspec.structs.replace(loading, trial_s=ENDS.get(name, TRIAL_S))
+        given = msgspec.structs.replace(loading, sandbox_s=ENDS.get(name, SANDBOX_S))
         answer = ask(gateway, hostile / name, number, given)
         if words is None:
             assert isinstance(answer, Loaded), (name, answer)
@@ -113,11 +113,13 @@ def test_what_ended_or_hung_its_trial_is_not_tried_again_at_once(
     gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
     """The next one that asks is told so; a changed file is another model."""
-    loading = LoadingSpec(is_tried=True, trial_s=TRIAL_S, cache=str(gateway.folder / "cache"))
-    for number, (name, trial_s) in enumerate(ENDS.items()):
+    loading = LoadingSpec(
+        is_sandboxed=True, sandbox_s=SANDBOX_S, cache=str(gateway.folder / "cache")
+    )
+    for number, (name, sandbox_s) in enumerate(ENDS.items()):
         bad = gateway.folder / name
         shutil.copytree(hostile / name, bad)
-        given = msgspec.structs.replace(loading, trial_s=trial_s)
+        given = msgspec.structs.replace(loading, sandbox_s=sandbox_s)
         first = ask(gateway, bad, 10 + number, given)
         second = ask(gateway, bad, 20 + number, given)
 
@@ -132,7 +134,7 @@ def test_a_trial_ends_with_the_worker_that_waits_for_it(
     gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
     """A worker that is killed meanwhile leaves no process that goes on looping."""
-    loading = LoadingSpec(is_tried=True, trial_s=600.0, cache=str(gateway.folder / "cache"))
+    loading = LoadingSpec(is_sandboxed=True, sandbox_s=600.0, cache=str(gateway.folder / "cache"))
     gateway.send(Load(model_spec(hostile / "endless_loop", loading=loading)))
 
     def started() -> list[psutil.Process]:

@@ -57,7 +57,7 @@ def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Pa
     eventually(lambda: len(timers()) == 1, what="one timer that is to end it")
 
     late = load_in_sandbox(model_spec(hostile / "endless_loop"), 1, (), seconds=1.0)
-    assert late.is_late and "1 s (loading.trial_s)" in late.refusal
+    assert late.is_late and "1 s (loading.sandbox_s)" in late.refusal
     ended = load_in_sandbox(model_spec(hostile / "overflowing_division"), 1, (), seconds=60.0)
     assert "by SIGFPE" in ended.refusal and not ended.is_late
     assert load_in_sandbox(good, 1, (), seconds=60.0) == Verdict()
@@ -69,9 +69,9 @@ def test_models_are_tried_out_by_forks_of_one_server(tmp_path: Path, hostile: Pa
 PLAYED = """
 import ctypes, os, signal, time
 from iskander_worker.sandbox import server as trial_server
-def judge(job):
+def reference(job):
     {}
-trial_server._judge = judge
+trial_server._load = reference
 trial_server.main()
 """
 ENDS = {

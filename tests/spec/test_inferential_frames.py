@@ -238,7 +238,7 @@ def test_a_session_that_is_full_is_given_no_more() -> None:
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
     large = b"\1\0\2" + (100_000).to_bytes(8, "big") + bytes(100_000)
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop(), room=2)
         await peer.feed(hello + VECTORS["observation"] * 2, 1 << 20)
         await peer.feed((VECTORS["observation"] + large) * 3, 1 << 20)
@@ -251,7 +251,7 @@ def test_a_session_that_is_full_is_given_no_more() -> None:
         assert [len(parts) for parts in peer.messages[2:]] == [3, 2] * 3
         assert peer.arrivals == sorted(peer.arrivals) and peer.arrivals[-1] <= came_ns
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 @pytest.mark.parametrize("size", [1, 300_000])
@@ -261,7 +261,7 @@ def test_what_is_kept_for_a_session_that_is_full_is_bounded(size: int) -> None:
     raw = b"\2" + size.to_bytes(8, "big") + bytes(size)
     kept = min(BACKLOG_MESSAGES, -(-BACKLOG_BYTES // size))
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop(), room=0)
         await peer.feed(hello + raw * kept, 1 << 20)
         for _ in range(kept):
@@ -273,19 +273,19 @@ def test_what_is_kept_for_a_session_that_is_full_is_bounded(size: int) -> None:
             await asyncio.sleep(0)
         assert peer.transport.reading and len(peer.messages) == kept
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_a_peer_whose_messages_wait_is_answered_when_it_asks() -> None:
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
     ping = command(b"PING", b"\0\0abc")
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop(), room=0)
         await peer.feed(hello + VECTORS["observation"] + ping, 1 << 20)
         assert peer.transport.written.endswith(command(b"PONG", b"abc"))
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_a_ping_before_ready_ends_the_connection() -> None:
@@ -298,7 +298,7 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:
     """And one that has said all it wanted to may be silent."""
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
 
-    async def judge(more: bytes, reasons: list[str]) -> None:
+    async def reference(more: bytes, reasons: list[str]) -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(hello + VECTORS["observation"] + more, 1 << 20)
         later = now_ns() + int(TimeoutsConfig().message_s * NS_PER_S)
@@ -309,9 +309,9 @@ def test_a_peer_that_stops_in_the_midst_of_a_message_goes() -> None:
         assert peer.ended == ["message_timeout"] * len(reasons)
 
     stopped = ["message slower than 500 bytes/s"]
-    asyncio.run(judge(b"", []))
+    asyncio.run(reference(b"", []))
     for more in (b"\2\0", b"\2" + (1 << 19).to_bytes(8, "big"), b"\1\0"):
-        asyncio.run(judge(more, stopped))
+        asyncio.run(reference(more, stopped))
 
 
 def test_a_message_that_trickles_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_a_message_that_trickles_ends_the_connection(monkeypatch: pytest.MonkeyP
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
     begun = b"\2" + (1 << 19).to_bytes(8, "big")
 
-    async def judge(begun: bytes, piece: bytes) -> list[str]:
+    async def reference(begun: bytes, piece: bytes) -> list[str]:
         nonlocal clock
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(hello + begun, 1 << 20)
@@ -332,9 +332,9 @@ def test_a_message_that_trickles_ends_the_connection(monkeypatch: pytest.MonkeyP
         return peer.ended
 
     whole = VECTORS["observation"]
-    assert asyncio.run(judge(begun, b"a")) == ["message_timeout"]
-    assert asyncio.run(judge(begun, bytes(10_000))) == []
-    assert asyncio.run(judge(whole[:10], whole[10:] + whole[:10])) == []
+    assert asyncio.run(reference(begun, b"a")) == ["message_timeout"]
+    assert asyncio.run(reference(begun, bytes(10_000))) == []
+    assert asyncio.run(reference(whole[:10], whole[10:] + whole[:10])) == []
 
 
 def test_a_greeting_that_comes_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_small_frames_leave_others_their_turn(raw: bytes, monkeypatch: pytest.Mo
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
     Clock(monkeypatch)
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop())
         peer.scratch = memoryview(bytearray(1 << 16))
 
@@ -378,21 +378,21 @@ def test_small_frames_leave_others_their_turn(raw: bytes, monkeypatch: pytest.Mo
         assert counts[-1] == 1000
         assert max(after - before for before, after in pairwise(counts)) <= 40
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_frames_that_bring_no_message_end_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_allowance, "BURST_NS", 60_000_000)
     hello = VECTORS["greeting of libzmq 4.3"] + VECTORS["READY of robot-7"]
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(hello + VECTORS["observation"] * 1000, 1 << 20)
         assert not peer.ended
         await peer.feed(command(b"PING", b"\0\0abc") * 300_000, 1 << 20)
         assert peer.ended == ["cpu_time"] and peer.transport.is_aborted
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 # Memory.
@@ -410,7 +410,7 @@ def used(peer: Peer) -> int:
 
 
 def test_what_has_come_of_a_message_is_charged_until_it_is_taken() -> None:
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(HELLO, 1 << 20)
         for part, more in ((frame_of(1000, is_last=False), 1000), (frame_of(100_000)[:-1], 99_999)):
@@ -425,11 +425,11 @@ def test_what_has_come_of_a_message_is_charged_until_it_is_taken() -> None:
         peer.connection.connection_lost(None)
         assert used(peer) == 0
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_messages_that_wait_are_charged_and_refused_where_memory_is_out() -> None:
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop(), room=0, receive_bytes=250_000)
         await peer.feed(HELLO + frame_of(1000) * 200, 1 << 20)
         assert used(peer) == 200_000
@@ -442,11 +442,11 @@ def test_messages_that_wait_are_charged_and_refused_where_memory_is_out() -> Non
         peer.refused.clear()
         assert used(peer) == 0
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_the_message_that_took_most_for_longest_ends_where_memory_is_out() -> None:
-    async def judge() -> None:
+    async def reference() -> None:
         first = Peer(asyncio.get_running_loop(), receive_bytes=1_000_000)
         second = Peer(asyncio.get_running_loop())
         second.budget = first.budget
@@ -460,13 +460,13 @@ def test_the_message_that_took_most_for_longest_ends_where_memory_is_out() -> No
         await second.feed(b"\0", 1)
         assert len(second.messages) == 1
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_a_large_frame_has_its_memory_before_it_comes() -> None:
     size = 10 * MIB
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop(), receive_bytes=16 * MIB, message_bytes=size)
         other = Peer(asyncio.get_running_loop(), message_bytes=size)
         other.budget = peer.budget
@@ -486,14 +486,14 @@ def test_a_large_frame_has_its_memory_before_it_comes() -> None:
         other.messages.clear()
         assert used(peer) == 0 and not peer.budget._reserved and not peer.budget._waiting
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
 def test_a_peer_that_goes_within_a_large_frame_holds_nothing(is_waiting: bool) -> None:
     size = 10 * MIB
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop(), receive_bytes=16 * MIB, message_bytes=size)
         if is_waiting:
             peer.budget.charge(8 * MIB)
@@ -504,14 +504,14 @@ def test_a_peer_that_goes_within_a_large_frame_holds_nothing(is_waiting: bool) -
             peer.budget.release(8 * MIB)
         assert used(peer) == 0 and not peer.budget._reserved and not peer.budget._waiting
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 # Timeouts.
 
 
 def test_a_peer_that_reads_nothing_goes() -> None:
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(HELLO, 1 << 20)
         peer.connection.pause_writing()
@@ -521,7 +521,7 @@ def test_a_peer_that_reads_nothing_goes() -> None:
         peer.connection.enforce_timeouts(later + NS_PER_S)
         assert peer.transport.is_aborted and peer.ended == ["response_timeout"]
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -530,7 +530,7 @@ def test_a_silent_peer_is_asked_whether_it_is_there(is_new: bool) -> None:
     hello = bytearray(HELLO)
     hello[11] = int(is_new)
 
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop())
         await peer.feed(bytes(hello), 1 << 20)
         idle = int(TimeoutsConfig().idle_s * NS_PER_S)
@@ -543,11 +543,11 @@ def test_a_silent_peer_is_asked_whether_it_is_there(is_new: bool) -> None:
         peer.connection.enforce_timeouts(now + idle + keepalive + 3 * NS_PER_S)
         assert peer.ended == ["keepalive_timeout"] * is_new
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_a_silent_peer_that_answers_stays() -> None:
-    async def judge() -> None:
+    async def reference() -> None:
         hello = bytearray(HELLO)
         hello[11] = 1
         peer = Peer(asyncio.get_running_loop())
@@ -560,11 +560,11 @@ def test_a_silent_peer_that_answers_stays() -> None:
         )
         assert not peer.ended
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 def test_a_peer_that_does_not_say_who_it_is_goes() -> None:
-    async def judge() -> None:
+    async def reference() -> None:
         peer = Peer(asyncio.get_running_loop())
         peer.connection.enforce_timeouts(0)
         assert not peer.transport.is_aborted
@@ -573,7 +573,7 @@ def test_a_peer_that_does_not_say_who_it_is_goes() -> None:
         assert peer.reasons == ["no READY within `timeouts.preface_s`"]
         assert peer.ended == ["preface_timeout"]
 
-    asyncio.run(judge())
+    asyncio.run(reference())
 
 
 @pytest.mark.parametrize("name", sorted(VECTORS))

@@ -33,11 +33,11 @@ def listening(serve: Callable[[Call], Awaitable[None]]) -> Iterator[int]:
         limits = ConnectionLimits(Config())
         listener = Listener(
             serve,
-            at_once=lambda call: False,
+            serve_inline=lambda call: False,
             message_bytes=lambda path: MESSAGE_BYTES,
             calls_max=CALLS_MAX,
             connections_max=CONNECTIONS_MAX,
-            named=lambda path, error: error,
+            add_details=lambda path, error: error,
             limits=limits,
         )
         await listener.listen(bound)

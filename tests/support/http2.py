@@ -259,7 +259,7 @@ class FakeHost:
     ) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.message_bytes = lambda _: message_bytes
-        self.at_once = lambda call: False
+        self.serve_inline = lambda call: False
         self.calls_max = calls_max
         self.scratch = memoryview(bytearray(SCRATCH_BYTES))
         self.connections: set[Connection] = set()
@@ -268,7 +268,9 @@ class FakeHost:
         self.timeouts = TimeoutsConfig()
         self.ended: list[str] = []
         self.count_ended = self.ended.append
-        self.named = lambda path, error: RpcError(error.status, error.message, (("why", path),))
+        self.add_details = lambda path, error: RpcError(
+            error.status, error.message, (("why", path),)
+        )
         self.served: list[Call] = []
         self.forget = self.connections.discard
         self.unsent: list[int] = []

@@ -204,11 +204,11 @@ async def main() -> None:
     limits = ConnectionLimits(Config())
     listener = Listener(
         TestService().serve,
-        at_once=lambda call: False,
+        serve_inline=lambda call: False,
         message_bytes=lambda path: MESSAGE_BYTES,
         calls_max=1000,
         connections_max=1000,
-        named=lambda path, error: error,
+        add_details=lambda path, error: error,
         limits=limits,
     )
     (listening,) = await bind("127.0.0.1:0", is_shared=False)

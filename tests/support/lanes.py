@@ -20,7 +20,7 @@ CONTRACT = Contract(
 )
 
 
-class Asker:
+class RecordingCaller:
     """A caller that records its responses."""
 
     def __init__(self) -> None:
@@ -74,14 +74,16 @@ def request_of(
     lane: Lane,
     rows: int = 1,
     *,
-    caller: Asker | None = None,
+    caller: RecordingCaller | None = None,
     arrived_ns: int = 0,
     is_part: bool = False,
     **terms: Any,
 ) -> Request:
     """A request without a lease; `terms` are those of `Terms`."""
     said = Terms(**terms) if terms else NO_TERMS
-    request = Request(lane, caller or Asker(), rows, [], terms=said, arrived_ns=arrived_ns)
+    request = Request(
+        lane, caller or RecordingCaller(), rows, [], terms=said, arrived_ns=arrived_ns
+    )
     request.is_part = is_part
     request.input_bytes = 8 * rows
     return request

@@ -72,12 +72,12 @@ class Fleet:
         answer = LoadFailed(self.told(index)[-1], "manifest", "it is no model")
         self.loading.on_answer(self.workers[index], answer)
 
-    def comes_anew(self, index: int) -> None:
+    def restarts(self, index: int) -> None:
         """Replace a worker's process; the new one has no models."""
         worker = self.workers[index]
         for lane in self.models.by_key.values():
             lane.workers.pop(worker.incarnation, None)
-        worker.models, worker.refused, worker.asked = set(), {}, None
+        worker.models, worker.load_errors, worker.loading_key = set(), {}, None
         worker.incarnation += 100
         worker.state = State.LOADING
         self.loading.load_next(worker)

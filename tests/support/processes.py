@@ -91,7 +91,7 @@ class Gateway:
         sections.setdefault("workers", {}).setdefault("reattach_s", 5.0)
         sections["workers"].setdefault("channel", CHANNEL)
         # Sandboxed loads only where tests need them: every test generates new models.
-        sections.setdefault("loading", {"trial": False})
+        sections.setdefault("loading", {"sandbox": False})
         self.config = folder / "iskander.toml"
         self.config.write_text(render_config(models=models, **sections))
         self.log = folder / "gateway.log"

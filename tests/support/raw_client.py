@@ -27,7 +27,7 @@ def main() -> None:
     for line in sys.stdin:
         sys.stdout.write(json.dumps(call(channel, json.loads(line))) + "\n")
         sys.stdout.flush()
-    os._exit(0)  # As in `judging.serve`.
+    os._exit(0)  # As in `reference_client.serve`.
 
 
 def call(channel: grpc.Channel, wanted: dict[str, Any]) -> dict[str, Any]:

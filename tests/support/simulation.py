@@ -24,15 +24,14 @@ from iskander.control.messages import Done, Execute, Failed, decode_to_worker
 from iskander.memory.heartbeat import write_heartbeat
 from iskander.memory.segment import Segment
 from iskander.scheduling import completion as ending
-from iskander.scheduling import dispatch
-from iskander.scheduling import input_arena as intake
+from iskander.scheduling import dispatch, input_arena
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NO_TERMS, Request, Terms
 from iskander.scheduling.wakeup import BusyPolling
 from iskander.supervision.worker import SlotPlan, Worker
-from support.lanes import CONTRACT, Asker, lane_of
+from support.lanes import CONTRACT, RecordingCaller, lane_of
 
 MIB = 1 << 20
 NS_PER_S = 1_000_000_000
@@ -111,13 +110,13 @@ class Wire:
         """There is no socket."""
 
 
-class PlayedWorker(Worker):
+class SimulatedWorker(Worker):
     """A worker with a simulated process; idle until `play` or `run` is called.
 
     Attributes:
         aborted: Cancelled batches.
         cost: Nanoseconds of a batch of a model.
-        judge: Outcome of a batch with these values: None, an error's code, or `die`.
+        reference: Outcome of a batch with these values: None, an error's code, or `die`.
     """
 
     def __init__(self, simulation: Simulation, index: int) -> None:
@@ -128,7 +127,7 @@ class PlayedWorker(Worker):
         self.wire = Wire()
         self.is_playing = False
         self.cost: Callable[[Execute], int] = lambda execute: ROW_NS * execute.rows + BASE_NS
-        self.judge: Callable[[np.ndarray[Any, Any]], str | None] = lambda values: None
+        self.reference: Callable[[np.ndarray[Any, Any]], str | None] = lambda values: None
         self._running: Execute | None = None
 
     @property
@@ -169,9 +168,9 @@ class PlayedWorker(Worker):
         write_heartbeat(self.beat.view, self.simulation.loop.now_ns, execute.batch_id)
 
     def run(self, execute: Execute, run_ns: int | None = None) -> None:
-        """Compute a batch and respond, or act on the judge's verdict."""
+        """Compute a batch and respond, or act on the reference's verdict."""
         values = compute(self.simulation, self, execute)
-        verdict = self.judge(values)
+        verdict = self.reference(values)
         if verdict == "die":
             self.begin(execute)
             self.simulation.lose(self)
@@ -189,7 +188,7 @@ def compute(simulation: Simulation, worker: Worker, execute: Execute) -> np.ndar
     assert contract is not None and worker.output is not None
     inputs, outputs = RowCopier(contract.inputs), RowCopier(contract.outputs)
     stage = memoryview(bytearray(inputs.layout(execute.rows)[1]))
-    source, at = simulation.intake.segment.view, 0
+    source, at = simulation.input_arena.segment.view, 0
     for each in execute.slices:
         body = source[each.input_offset :]
         inputs.copy(
@@ -211,15 +210,15 @@ class Simulation:
     def __init__(self, *lanes: Lane, input_bytes: int = 16 * MIB) -> None:
         self.loop = Loop()
         self.lanes = {lane.model.key: lane for lane in lanes or (lane_of(0), lane_of(1))}
-        self.workers: list[PlayedWorker] = []
+        self.workers: list[SimulatedWorker] = []
         self._incarnation = 0
         self._patches = ExitStack()
-        self.intake = InputArena(input_bytes, LimitsConfig(arena_wait_ms=0))
+        self.input_arena = InputArena(input_bytes, LimitsConfig(arena_wait_ms=0))
         with mock.patch.object(asyncio, "get_running_loop", lambda: self.loop):
-            self.dispatcher = Dispatcher(self.intake, self.lanes, BusyPolling(0))
+            self.dispatcher = Dispatcher(self.input_arena, self.lanes, BusyPolling(0))
 
     def __enter__(self) -> Simulation:
-        for module in (dispatch, ending, intake):
+        for module in (dispatch, ending, input_arena):
             patch = mock.patch.object(module, "now_ns", lambda: self.loop.now_ns)
             self._patches.enter_context(patch)
         return self
@@ -228,19 +227,19 @@ class Simulation:
         self._patches.close()
         for worker in self.workers:
             worker.detach()
-        self.intake.close()
+        self.input_arena.close()
 
     def dispatcher_lane(self, key: int) -> Lane:
         return self.lanes[key]
 
-    def start(self, *models: int, output_bytes: int = 4 * MIB) -> PlayedWorker:
+    def start(self, *models: int, output_bytes: int = 4 * MIB) -> SimulatedWorker:
         """A ready worker with these models, or all."""
-        worker = PlayedWorker(self, len(self.workers))
+        worker = SimulatedWorker(self, len(self.workers))
         self.workers.append(worker)
         self.revive(worker, *models, output_bytes=output_bytes)
         return worker
 
-    def revive(self, worker: PlayedWorker, *models: int, output_bytes: int = 4 * MIB) -> None:
+    def revive(self, worker: SimulatedWorker, *models: int, output_bytes: int = 4 * MIB) -> None:
         """Start another process in a worker's slot."""
         self._incarnation += 1
         output = Segment.create("iskander-output", output_bytes)
@@ -253,7 +252,7 @@ class Simulation:
             worker.play()
         self.dispatcher.open(worker)
 
-    def lose(self, worker: PlayedWorker) -> None:
+    def lose(self, worker: SimulatedWorker) -> None:
         """Handle a process's death, as the supervisor does."""
         self.dispatcher.close(worker)
         self.dispatcher.on_lost(worker)
@@ -261,35 +260,35 @@ class Simulation:
 
     def ask(
         self, lane: int = 0, rows: int = 1, *, first: int = 0, **terms: Any
-    ) -> tuple[Request, Asker]:
+    ) -> tuple[Request, RecordingCaller]:
         """Submit a request of ascending rows from `first`; it is sent after this iteration."""
-        asker = Asker()
+        caller = RecordingCaller()
         values = np.arange(first, first + rows, dtype=np.int64)
         tensors = [memoryview(values).cast("B")]
         request = Request(
             self.lanes[lane],
-            asker,
+            caller,
             rows,
             tensors,
             terms=Terms(**terms) if terms else NO_TERMS,
             arrived_ns=self.loop.now_ns,
         )
         self.submit(request)
-        return request, asker
+        return request, caller
 
     def submit(self, request: Request) -> None:
         """Submit a request, as a stream does."""
-        assert self.intake.admit(request), "the arena is large enough"
+        assert self.input_arena.admit(request), "the arena is large enough"
         self.dispatcher.submit(request)
 
-    def done(self, worker: PlayedWorker, execute: Execute) -> None:
+    def done(self, worker: SimulatedWorker, execute: Execute) -> None:
         """Complete a batch, and send the next ones."""
         worker.run(execute)
         self.dispatcher.pump()
 
     def is_clean(self) -> bool:
         """Whether nothing is queued, running or leased."""
-        arenas = [self.intake.arena, *(worker.output_arena for worker in self.workers)]
+        arenas = [self.input_arena.arena, *(worker.output_arena for worker in self.workers)]
         return (
             not any(len(lane.queue) or lane.outstanding for lane in self.lanes.values())
             and not self.dispatcher.in_flight

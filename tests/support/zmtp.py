@@ -95,7 +95,7 @@ class Peer:
     def is_full(self) -> bool:
         return len(self.messages) >= self.room
 
-    def take(self, parts: list[Part], arrived_ns: int) -> None:
+    def on_message(self, parts: list[Part], arrived_ns: int) -> None:
         self.messages.append(parts)
         self.arrivals.append(arrived_ns)
 

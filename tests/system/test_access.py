@@ -18,9 +18,9 @@ import tritonclient.http as triton_http
 from pyarrow import flight
 from support import http2
 from support.dealt import by_process, client_of
-from support.judging import Judge
 from support.models import row_ids
 from support.processes import BIN, Gateway, eventually, running
+from support.reference_client import ReferenceClient
 from support.robots import address_of, ask, connected, joints, policy
 from tritonclient.utils import InferenceServerException
 
@@ -37,7 +37,7 @@ from iskander.errors import (
 SERVING = "0801"
 """A HealthCheckResponse."""
 REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-JUDGE = str(Path(__file__).parent.parent / "support" / "access_judge.py")
+JUDGE = str(Path(__file__).parent.parent / "support" / "access_client.py")
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 
 
@@ -86,11 +86,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
+def reference() -> Iterator[ReferenceClient]:
     """Clients with grpcio, which cannot be where pyarrow.flight is."""
-    judge = Judge(JUDGE)
-    yield judge
-    judge.close()
+    reference = ReferenceClient(JUDGE)
+    yield reference
+    reference.close()
 
 
 def test_a_flight_client_with_a_token_is_served(served: Served) -> None:
@@ -148,11 +148,11 @@ def test_to_unload_takes_a_token_for_that(
         client.unload("ids")
 
 
-def test_triton_clients_over_grpc(served: Served, judge: Judge) -> None:
+def test_triton_clients_over_grpc(served: Served, reference: ReferenceClient) -> None:
     def call(name: str, whose: str | None, **arguments: Any) -> Any:
         headers = served.header(whose)
         address = served.gateway.address
-        return judge.ask("call", address=address, name=name, headers=headers, **arguments)
+        return reference.run("call", address=address, name=name, headers=headers, **arguments)
 
     for probe in ("is_server_live", "is_server_ready"):
         assert call(probe, None) is True
@@ -168,31 +168,35 @@ def test_triton_clients_over_grpc(served: Served, judge: Judge) -> None:
     assert call("unload_model", "operator", model_name="ids") == "UNIMPLEMENTED"
 
 
-def test_a_stream_of_requests_is_for_those_who_may(served: Served, judge: Judge) -> None:
+def test_a_stream_of_requests_is_for_those_who_may(
+    served: Served, reference: ReferenceClient
+) -> None:
     address = served.gateway.address
-    (error,) = judge.ask("stream", address=address, headers=served.header("stranger"))
+    (error,) = reference.run("stream", address=address, headers=served.header("stranger"))
     assert "is not for model `ids`" in error
-    assert judge.ask("stream", address=address, headers=served.header("scorer")) == [""]
+    assert reference.run("stream", address=address, headers=served.header("scorer")) == [""]
 
 
-def test_health_checks_show_nothing(served: Served, judge: Judge) -> None:
-    found = judge.ask(
+def test_health_checks_show_nothing(served: Served, reference: ReferenceClient) -> None:
+    found = reference.run(
         "health", address=served.gateway.address, services=["", "policy", "ids", "no-such-model"]
     )
     assert found == [SERVING, SERVING, "UNAUTHENTICATED", "UNAUTHENTICATED"]
 
 
-def test_probes_are_small_and_few(served: Served, judge: Judge) -> None:
+def test_probes_are_small_and_few(served: Served, reference: ReferenceClient) -> None:
     """Who shows nothing keeps nothing of the server, and no place from those who show something."""
     address = served.gateway.address
     for padding, found in ((500, [SERVING]), (65_000, ["INVALID_ARGUMENT"])):
-        assert judge.ask("health", address=address, services=[""], padding=padding) == found
+        assert reference.run("health", address=address, services=[""], padding=padding) == found
     shown = [served.header(whose) for whose in (None, None, None, "stranger")]
-    found = judge.ask("watch", address=address, headers=shown)
+    found = reference.run("watch", address=address, headers=shown)
     assert found == [SERVING, SERVING, "RESOURCE_EXHAUSTED", SERVING]
 
 
-def test_who_may_not_ask_a_model_is_not_told_of_it(served: Served, judge: Judge) -> None:
+def test_who_may_not_ask_a_model_is_not_told_of_it(
+    served: Served, reference: ReferenceClient
+) -> None:
     address = served.gateway.address
     for whose, names in ((None, {"policy"}), ("scorer", {"ids"}), ("operator", {"ids", "policy"})):
         with served.client(whose) as client:
@@ -205,7 +209,7 @@ def test_who_may_not_ask_a_model_is_not_told_of_it(served: Served, judge: Judge)
             listed = {info.descriptor.path[0].decode() for info in plain.list_flights(b"", options)}
         assert listed == names
         for name in ("get_model_repository_index", "get_inference_statistics"):
-            told = judge.ask("call", address=address, name=name, headers=headers)
+            told = reference.run("call", address=address, name=name, headers=headers)
             assert set(told) == names
     with served.client(None) as client, pytest.raises(Unauthenticated):
         client.stats()
@@ -323,7 +327,9 @@ def test_the_operators_tool_makes_tokens(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_streams_that_say_nothing_end_with_their_token(served: Served, judge: Judge) -> None:
+def test_streams_that_say_nothing_end_with_their_token(
+    served: Served, reference: ReferenceClient
+) -> None:
     before = served.file.read_text()
     token = served.tokens["leaver"] = add_token(served.file, "leaver", ("*",))
     header = [(b"authorization", f"Bearer {token}".encode())]
@@ -344,12 +350,12 @@ def test_streams_that_say_nothing_end_with_their_token(served: Served, judge: Ju
             writer.begin(ROWS.schema)
             writer.write_batch(ROWS)
             assert reader.read_chunk().data.num_rows == 3
-            judge.begin("stay", address=served.gateway.address, headers=served.header("leaver"))
-            assert judge.facts() is True  # It was answered.
+            reference.begin("stay", address=served.gateway.address, headers=served.header("leaver"))
+            assert reference.facts() is True  # It was answered.
             served.file.write_text(before)
             with pytest.raises(flight.FlightUnauthenticatedError, match="expired or was revoked"):
                 reader.read_chunk()
-            assert judge.facts() == "UNAUTHENTICATED"
+            assert reference.facts() == "UNAUTHENTICATED"
             with pytest.raises(flight.FlightUnauthenticatedError):
                 writer.close()
     finally:

@@ -13,16 +13,16 @@ import onnx
 import pyarrow as pa
 import pytest
 from support import examples, models
-from support.judging import Judge
+from support.reference_client import ReferenceClient
 
-SCRIPT = str(Path(models.__file__).with_name("outputs_judge.py"))
+SCRIPT = str(Path(models.__file__).with_name("outputs_client.py"))
 
 
 @pytest.fixture
-def judge() -> Iterator[Judge]:
-    judge = Judge(SCRIPT)
-    yield judge
-    judge.close()
+def reference() -> Iterator[ReferenceClient]:
+    reference = ReferenceClient(SCRIPT)
+    yield reference
+    reference.close()
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in examples.EXAMPLES.iterdir()))
@@ -36,7 +36,7 @@ def test_an_example_is_whole(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tabular_gives_scikit_learns_figures(tmp_path: Path, judge: Judge) -> None:
+def test_tabular_gives_scikit_learns_figures(tmp_path: Path, reference: ReferenceClient) -> None:
     """The whole table, by both protocols."""
     pytest.importorskip("skl2onnx")
     datasets = pytest.importorskip("sklearn.datasets")
@@ -53,7 +53,7 @@ def test_tabular_gives_scikit_learns_figures(tmp_path: Path, judge: Judge) -> No
             name: ["float32", rows[:9, index, None].tolist()]
             for index, name in enumerate(made.FEATURES)
         }
-        found = judge.ask("infer", address=gateway.address, model="tabular", inputs=inputs)
+        found = reference.run("infer", address=gateway.address, model="tabular", inputs=inputs)
     assert answer.schema.names == ["entity_id", "score", "label"]
     assert answer["entity_id"].to_pylist() == ids.to_pylist()
     np.testing.assert_allclose(answer["score"].to_numpy(), wanted, atol=1e-4)
@@ -90,7 +90,9 @@ def test_image_gives_the_runtimes_figures(tmp_path: Path) -> None:
     assert len({got[0]["score"] for got in found}) == 3
 
 
-def test_recommendation_ranks_items_for_each_user(tmp_path: Path, judge: Judge) -> None:
+def test_recommendation_ranks_items_for_each_user(
+    tmp_path: Path, reference: ReferenceClient
+) -> None:
     """Scores by the formula that the model was written from, and places among each user's rows."""
     made = examples.module("recommendation")
     random = np.random.default_rng(1)
@@ -109,7 +111,9 @@ def test_recommendation_ranks_items_for_each_user(tmp_path: Path, judge: Judge) 
             "item": ["int64", items[:5].tolist()],
             "features": ["float32", features[:5].tolist()],
         }
-        found = judge.ask("infer", address=gateway.address, model="recommendation", inputs=inputs)
+        found = reference.run(
+            "infer", address=gateway.address, model="recommendation", inputs=inputs
+        )
     assert answer.schema.names == ["user_id", "item_id", "relevance_score", "rank"]
     assert answer["user_id"].to_pylist() == users.tolist()
     assert answer["item_id"].to_pylist() == items.tolist()
@@ -121,7 +125,9 @@ def test_recommendation_ranks_items_for_each_user(tmp_path: Path, judge: Judge) 
     np.testing.assert_allclose(found["relevance"][1], wanted[:5], rtol=1e-4, atol=1e-5)
 
 
-def test_text_embedding_gives_the_tokenizers_figures(tmp_path: Path, judge: Judge) -> None:
+def test_text_embedding_gives_the_tokenizers_figures(
+    tmp_path: Path, reference: ReferenceClient
+) -> None:
     """The tokens are those of the `tokenizers` package, whatever else is in the batch."""
     tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("onnxruntime_extensions")
@@ -132,7 +138,9 @@ def test_text_embedding_gives_the_tokenizers_figures(tmp_path: Path, judge: Judg
         with gateway.client() as client:
             answer = client.score("text-embedding", batch)
         inputs = {"text": ["str", texts]}
-        found = judge.ask("infer", address=gateway.address, model="text-embedding", inputs=inputs)
+        found = reference.run(
+            "infer", address=gateway.address, model="text-embedding", inputs=inputs
+        )
     assert answer.schema.names == ["id", "embedding"]
     assert answer["id"].to_pylist() == [3, 1, 4, 1]
     attributes = model.graph.node[0].attribute

@@ -1,6 +1,6 @@
 """What unmodified gRPC clients get from the port: grpcio's two, and Arrow's in C++.
 
-grpcio's run in a process of their own, `support/grpc_judge.py`; pyarrow.flight's runs here.
+grpcio's run in a process of their own, `support/grpc_client.py`; pyarrow.flight's runs here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from h2.settings import SettingCodes
 from onnx import TensorProto
 from pyarrow import flight
 from support import models, raw
-from support.grpc_judge import CHECK, WIDTH, Judge, opening, wide_batch
+from support.grpc_client import CHECK, WIDTH, ReferenceClient, opening, wide_batch
 from support.processes import MIB, Gateway, eventually, running, suspended
 
 from iskander.transport.http2.status import Status
@@ -83,10 +83,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 @pytest.fixture(scope="module")
-def judge(gateway: Gateway) -> Iterator[Judge]:
-    judge = Judge()
-    yield judge
-    judge.close()
+def reference(gateway: Gateway) -> Iterator[ReferenceClient]:
+    reference = ReferenceClient()
+    yield reference
+    reference.close()
 
 
 def addresses_of(gateway: Gateway) -> dict[str, str]:
@@ -102,28 +102,28 @@ def descriptors_of(gateway: Gateway) -> int:
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "ipv6"])
 def test_both_clients_check_over_every_kind_of_address(
-    gateway: Gateway, judge: Judge, kind: str
+    gateway: Gateway, reference: ReferenceClient, kind: str
 ) -> None:
     addresses = addresses_of(gateway)
     if kind not in addresses:
         pytest.skip("this machine has no IPv6")
     wanted = [SERVING, "OK"]
-    assert judge.ask("unary", address=addresses[kind]) == {"sync": wanted, "aio": wanted}
+    assert reference.run("unary", address=addresses[kind]) == {"sync": wanted, "aio": wanted}
 
 
 def test_fifty_watchers_of_one_connection_hear_and_leave_again(
-    gateway: Gateway, judge: Judge
+    gateway: Gateway, reference: ReferenceClient
 ) -> None:
     """More in all than may watch at once: those that were cancelled have left."""
     rounds = STREAMS // 50 + 1
-    found = judge.ask("watchers", address=gateway.address, count=50, rounds=rounds)
+    found = reference.run("watchers", address=gateway.address, count=50, rounds=rounds)
     assert found == {"heard": {SERVING: 50 * rounds}, "codes": {"CANCELLED": 50 * rounds}}
 
 
 def test_twenty_streams_of_one_grpcio_connection_each_get_their_own(
-    gateway: Gateway, judge: Judge
+    gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = judge.ask("interleaved", address=gateway.address, streams=20, batches=15)
+    found = reference.run("interleaved", address=gateway.address, streams=20, batches=15)
     assert found == [[15, "OK"]] * 20
 
 
@@ -167,14 +167,14 @@ def test_twenty_streams_of_one_arrow_connection_each_get_their_own(gateway: Gate
 )
 def test_messages_far_larger_than_a_grpcio_clients_windows(
     gateway: Gateway,
-    judge: Judge,
+    reference: ReferenceClient,
     options: list[list[Any]],
     rows: int,
     count: int,
     is_awaiting_worker: bool,
 ) -> None:
     """Ended input, too: the last result waits for its windows and the status waits for it."""
-    found = judge.ask(
+    found = reference.run(
         "large",
         address=gateway.address,
         rows=rows,
@@ -249,14 +249,20 @@ def test_messages_of_tens_of_megabytes_by_the_arrow_client(
 
 
 @pytest.mark.parametrize("kind", ["gzip", "deflate"])
-def test_compressed_messages_are_understood(gateway: Gateway, judge: Judge, kind: str) -> None:
-    found = judge.ask("compressed", address=gateway.address, kind=kind)
+def test_compressed_messages_are_understood(
+    gateway: Gateway, reference: ReferenceClient, kind: str
+) -> None:
+    found = reference.run("compressed", address=gateway.address, kind=kind)
     # The unary call asks for a name that is none.
     assert found == {"unary": "NOT_FOUND", "is_right": True}
 
 
-def test_a_deadline_is_kept_and_frees_the_stream(gateway: Gateway, judge: Judge) -> None:
-    found = judge.ask("deadline", address=gateway.address, model="slow", units=1000, timeout_s=0.2)
+def test_a_deadline_is_kept_and_frees_the_stream(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    found = reference.run(
+        "deadline", address=gateway.address, model="slow", units=1000, timeout_s=0.2
+    )
     assert found["code"] == "DEADLINE_EXCEEDED"
     gateway.wait_idle()
 
@@ -272,27 +278,31 @@ def test_the_server_keeps_a_deadline_that_its_client_does_not(gateway: Gateway) 
         return any(worker["in_flight"] for worker in gateway.stats()["workers"])
 
     before = withdrawn()
-    judge = Judge()
+    reference = ReferenceClient()
     try:
-        judge.begin("deadline", address=gateway.address, model="slow", units=4000, timeout_s=1.0)
+        reference.begin(
+            "deadline", address=gateway.address, model="slow", units=4000, timeout_s=1.0
+        )
         eventually(is_computing, what="a batch")
-        with suspended(judge.pid):
+        with suspended(reference.pid):
             eventually(lambda: gateway.stats()["streams"] == 0, what="the end of the stream")
             # It was not the batch that ended.
             assert withdrawn() == before + 1
-        assert judge.facts()["code"] == "DEADLINE_EXCEEDED"
+        assert reference.facts()["code"] == "DEADLINE_EXCEEDED"
     finally:
-        judge.close()
+        reference.close()
     gateway.wait_idle()
 
 
-def test_cancelled_streams_leave_their_connection_as_it_was(gateway: Gateway, judge: Judge) -> None:
-    found = judge.ask("cancelled", address=gateway.address, count=50)
+def test_cancelled_streams_leave_their_connection_as_it_was(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    found = reference.run("cancelled", address=gateway.address, count=50)
     assert found == {"codes": {"CANCELLED": 50}, "after": "OK"}
     gateway.wait_idle()
 
 
-def test_metadata_in_letters_and_in_bytes(gateway: Gateway, judge: Judge) -> None:
+def test_metadata_in_letters_and_in_bytes(gateway: Gateway, reference: ReferenceClient) -> None:
     batch = pa.record_batch({"x": [1, 2]})
     frames = [
         raw.descriptor("ids").hex(),
@@ -314,7 +324,7 @@ def test_metadata_in_letters_and_in_bytes(gateway: Gateway, judge: Judge) -> Non
     ]
 
     def exchange(metadata: list[tuple[str, str]]) -> dict[str, Any]:
-        answer: dict[str, Any] = judge.ask(
+        answer: dict[str, Any] = reference.run(
             "outcome",
             address=gateway.address,
             method=raw.EXCHANGE,
@@ -331,8 +341,10 @@ def test_metadata_in_letters_and_in_bytes(gateway: Gateway, judge: Judge) -> Non
     assert refused["next"] == "OK"
 
 
-def test_metadata_beyond_the_limit_ends_its_call_only(gateway: Gateway, judge: Judge) -> None:
-    found = judge.ask(
+def test_metadata_beyond_the_limit_ends_its_call_only(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    found = reference.run(
         "outcome",
         address=gateway.address,
         method=CHECK,
@@ -345,25 +357,27 @@ def test_metadata_beyond_the_limit_ends_its_call_only(gateway: Gateway, judge: J
 
 @pytest.mark.slow
 def test_an_idle_client_that_pings_every_second_is_not_sent_away(gateway: Gateway) -> None:
-    judge = Judge()
+    reference = ReferenceClient()
     try:
-        found = judge.ask("keepalive", address=gateway.address, quiet_s=5.0)
+        found = reference.run("keepalive", address=gateway.address, quiet_s=5.0)
         assert found == {"meanwhile": [], "code": "OK"}
         # That it did ping: it finds out that nobody answers.
         with suspended(gateway.pid):
-            assert judge.facts()["then"] != "READY"
+            assert reference.facts()["then"] != "READY"
     finally:
-        judge.close()
+        reference.close()
 
 
 @pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Guess", "/no.such.Service/Call"])
 def test_unknown_methods_and_services_are_unimplemented(
-    gateway: Gateway, judge: Judge, method: str
+    gateway: Gateway, reference: ReferenceClient, method: str
 ) -> None:
-    found = judge.ask("outcome", address=gateway.address, method=method, frames=[""])
+    found = reference.run("outcome", address=gateway.address, method=method, frames=[""])
     assert (found["code"], found["next"]) == ("UNIMPLEMENTED", "OK")
     assert method in found["details"]
-    assert judge.ask("unknown_by_aio", address=gateway.address, method=method) == "UNIMPLEMENTED"
+    assert (
+        reference.run("unknown_by_aio", address=gateway.address, method=method) == "UNIMPLEMENTED"
+    )
 
 
 @pytest.mark.parametrize(
@@ -380,10 +394,15 @@ def test_unknown_methods_and_services_are_unimplemented(
     ],
 )
 def test_an_error_has_its_name_and_its_detail_beside_its_status(
-    gateway: Gateway, judge: Judge, method: str, frames: list[bytes], code: str, name: str
+    gateway: Gateway,
+    reference: ReferenceClient,
+    method: str,
+    frames: list[bytes],
+    code: str,
+    name: str,
 ) -> None:
     hexed = [frame.hex() for frame in frames]
-    found = judge.ask("outcome", address=gateway.address, method=method, frames=hexed)
+    found = reference.run("outcome", address=gateway.address, method=method, frames=hexed)
     trailers = found["trailers"]
     assert (found["code"], trailers["iskander-code"], found["next"]) == (code, name, "OK")
     detail = base64.b64decode(trailers["grpc-status-details-bin"])
@@ -396,19 +415,21 @@ def test_an_error_has_its_name_and_its_detail_beside_its_status(
         assert raw.field(1, b"code") + raw.field(2, name.encode()) in detail
 
 
-def test_short_connections_leave_no_descriptor(gateway: Gateway, judge: Judge) -> None:
-    judge.ask("unary", address=gateway.address)
+def test_short_connections_leave_no_descriptor(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    reference.run("unary", address=gateway.address)
     eventually(lambda: gateway.stats()["streams"] == 0, what="no stream")
     before = descriptors_of(gateway)
-    found = judge.ask("short_connections", address=gateway.address, count=300)
+    found = reference.run("short_connections", address=gateway.address, count=300)
     assert found == {"OK": 300}
     eventually(lambda: descriptors_of(gateway) <= before, what="descriptors closed")
 
 
 def test_idle_streams_of_many_connections_do_not_stand_in_the_way(
-    gateway: Gateway, judge: Judge
+    gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = judge.ask("idle_streams", address=gateway.address, count=200, batches=50)
+    found = reference.run("idle_streams", address=gateway.address, count=200, batches=50)
     assert found == {"worked": 50, "codes": {"OK": 200}}
     gateway.wait_idle()
 
@@ -418,18 +439,18 @@ def test_a_stop_is_told_by_name_or_as_unavailable_and_never_as_cancelled(
     tmp_path: Path, rows: int
 ) -> None:
     """Clients go on opening calls on connections that they have, until nobody answers."""
-    judge = Judge()
+    reference = ReferenceClient()
     try:
         with running(tmp_path, served(tmp_path), **ROOM) as gateway:
-            under_way = judge.ask(
+            under_way = reference.run(
                 "hammer", address=gateway.address, connections=3, streams=3, rows=rows
             )
             assert under_way == "under way"
             gateway.signal(signal.SIGTERM)
-            found = judge.facts()
+            found = reference.facts()
             gateway.wait()
     finally:
-        judge.close()
+        reference.close()
     assert found["wrong"] == []
     assert set(found["outcomes"]) <= {"OK", "UNAVAILABLE draining", "UNAVAILABLE"}
 
@@ -438,12 +459,12 @@ def test_a_call_that_waits_for_a_server_is_answered_by_the_next(tmp_path: Path) 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    judge = Judge()
+    reference = ReferenceClient()
     try:
-        found = judge.ask("wait_for_ready", address=address)
+        found = reference.run("wait_for_ready", address=address)
         assert found == {"impatient": "UNAVAILABLE"}
         with running(tmp_path, served(tmp_path), server={"address": address}, **ROOM):
-            found = judge.facts()
+            found = reference.facts()
     finally:
-        judge.close()
+        reference.close()
     assert (found["code"], found["frames"]) == ("OK", 1)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 MIB = 1 << 20
 SCRIPT = models.ROOT / "scripts" / "make_hostile_models.py"
 LOADING = {
-    "trial_s": 3.0,
-    "trial_bytes": 512 * MIB,
+    "sandbox_s": 3.0,
+    "sandbox_bytes": 512 * MIB,
     "model_bytes": 512 * MIB,
     "cache_bytes": 64 * MIB,
 }

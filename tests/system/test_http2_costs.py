@@ -32,7 +32,7 @@ from support.http2 import (
     until,
     window_update,
 )
-from support.intake import in_loop, turns
+from support.input_arena import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig

@@ -74,7 +74,7 @@ def test_a_model_that_ends_processes_is_refused_while_the_good_one_serves(tmp_pa
         {"name": "good", "path": str(models.row_ids(tmp_path / "good")), "intra_threads": 1},
         {"name": "bad", "path": str(halved(tmp_path / "bad")), "intra_threads": 1},
     ]
-    with running(tmp_path, served, workers=dict(TWO), loading={"trial_s": 5.0}) as gateway:
+    with running(tmp_path, served, workers=dict(TWO), loading={"sandbox_s": 5.0}) as gateway:
         (hostile / "overflowing_division" / "model.onnx").replace(tmp_path / "bad" / "model.onnx")
         (tmp_path / "bad" / "manifest.toml").unlink()
         gateway.kill_worker(0)
@@ -192,7 +192,7 @@ def test_without_a_trial_the_model_that_ends_workers_is_named(tmp_path: Path) ->
         {"name": "good", "path": str(models.row_ids(tmp_path / "good"))},
         {"name": "bad", "path": str(hostile / "overflowing_division")},
     ]
-    loading = {"trial": False, "share_weights": False}
+    loading = {"sandbox": False, "share_weights": False}
     gateway = Gateway(tmp_path, served, workers={"groups": ["0"]}, loading=loading)
     try:
         gateway.start(is_ready=False)

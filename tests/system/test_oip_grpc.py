@@ -1,6 +1,6 @@
 """The Open Inference Protocol over gRPC, by unmodified clients: results, terms, errors, streams.
 
-The clients run in a process of their own, `support/oip_judge.py`; Flight's results, which theirs
+The clients run in a process of their own, `support/oip_client.py`; Flight's results, which theirs
 are held against, are asked for here.
 """
 
@@ -16,13 +16,13 @@ import pyarrow as pa
 import pytest
 from onnx import TensorProto
 from support import models
-from support.judging import Judge
 from support.processes import MIB, Gateway, eventually, running, suspended
+from support.reference_client import ReferenceClient
 
 from iskander import __version__
 from iskander._generated import oip_pb2
 
-SCRIPT = str(Path(models.__file__).with_name("oip_judge.py"))
+SCRIPT = str(Path(models.__file__).with_name("oip_client.py"))
 ROOM: dict[str, Any] = {
     "workers": {"groups": ["0"], "reattach_s": 5.0},
     "limits": {"rows": 4 * MIB},
@@ -74,18 +74,18 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    judge = Judge(SCRIPT)
-    yield judge
-    judge.close()
+def reference() -> Iterator[ReferenceClient]:
+    reference = ReferenceClient(SCRIPT)
+    yield reference
+    reference.close()
 
 
 @pytest.fixture
-def filler() -> Iterator[Judge]:
+def filler() -> Iterator[ReferenceClient]:
     """Another process of clients, to be under way beside the first."""
-    judge = Judge(SCRIPT)
-    yield judge
-    judge.close()
+    reference = ReferenceClient(SCRIPT)
+    yield reference
+    reference.close()
 
 
 def tensor(datatype: str, array: np.ndarray[Any, Any]) -> list[Any]:
@@ -104,9 +104,11 @@ def values_of(datatype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
 
 
-def test_the_server_and_its_models_describe_themselves(gateway: Gateway, judge: Judge) -> None:
+def test_the_server_and_its_models_describe_themselves(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
     """Metadata have the axis of the rows and the configuration has not, as perf_analyzer wants."""
-    found = judge.ask("described", address=gateway.address)
+    found = reference.run("described", address=gateway.address)
 
     assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
     assert (found["server"]["name"], found["server"]["version"]) == ("iskander", __version__)
@@ -134,8 +136,10 @@ def test_the_server_and_its_models_describe_themselves(gateway: Gateway, judge: 
     assert found["memory"] == [{}, {}]
 
 
-def test_what_is_managed_elsewhere_is_refused_by_name(gateway: Gateway, judge: Judge) -> None:
-    found = judge.ask("managed", address=gateway.address)
+def test_what_is_managed_elsewhere_is_refused_by_name(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    found = reference.run("managed", address=gateway.address)
     assert {name: status for name, (status, _) in found.items()} == {
         "load unknown": "NOT_FOUND",
         "load with a config": "UNIMPLEMENTED",
@@ -156,8 +160,10 @@ def test_what_is_managed_elsewhere_is_refused_by_name(gateway: Gateway, judge: J
     assert "available: " in found["load unknown"][1]
 
 
-def test_a_repositorys_calls_take_both_layouts_in_use(gateway: Gateway, judge: Judge) -> None:
-    loaded, unknown, unloaded = judge.ask("other_layout", address=gateway.address)
+def test_a_repositorys_calls_take_both_layouts_in_use(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    loaded, unknown, unloaded = reference.run("other_layout", address=gateway.address)
     answer = oip_pb2.RepositoryModelLoadResponse.FromString(bytes.fromhex(loaded))
     assert (answer.model_name, answer.is_loaded) == ("ids", True)
     assert unknown[0] == "NOT_FOUND" and unknown[2]["iskander-code"] == "model_not_found"
@@ -165,9 +171,9 @@ def test_a_repositorys_calls_take_both_layouts_in_use(gateway: Gateway, judge: J
 
 
 def test_reflection_tells_every_service_and_messages_as_clients_have_them(
-    gateway: Gateway, judge: Judge
+    gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = judge.ask("reflected", address=gateway.address)
+    found = reference.run("reflected", address=gateway.address)
     services = {
         "arrow.flight.protocol.FlightService",
         "grpc.health.v1.Health",
@@ -183,22 +189,24 @@ def test_reflection_tells_every_service_and_messages_as_clients_have_them(
 
 @pytest.mark.parametrize("datatype", DATATYPES)
 def test_every_datatype_comes_back_as_it_went(
-    gateway: Gateway, judge: Judge, datatype: str
+    gateway: Gateway, reference: ReferenceClient, datatype: str
 ) -> None:
     """Raw, of two ranks; and as typed contents where the datatype has any."""
     for model, shape in ((f"same-{datatype}", (9,)), (f"cube-{datatype}", (5, 2, 3))):
         sent = {"x": tensor(datatype, values_of(datatype, shape))}
         wanted = {"y": sent["x"]}
-        found = judge.ask("infer", address=gateway.address, model=model, tensors=sent)
+        found = reference.run("infer", address=gateway.address, model=model, tensors=sent)
         assert found["outputs"] == wanted
         if datatype != "FP16":
-            found = judge.ask("typed", address=gateway.address, model=model, tensors=sent)
+            found = reference.run("typed", address=gateway.address, model=model, tensors=sent)
             assert found["outputs"] == wanted and found["id"] == "typed"
 
 
-def test_strings_and_bfloat16_come_back_as_they_went(gateway: Gateway, judge: Judge) -> None:
+def test_strings_and_bfloat16_come_back_as_they_went(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
     strings = ["", "naïve", "a" * 200, "\0"]
-    found = judge.ask("texts", address=gateway.address, strings=strings)
+    found = reference.run("texts", address=gateway.address, strings=strings)
     assert found["raw"] == found["typed"] == strings
     assert found["halves"] == [0.5, -2.0, 1.0]
     assert found["metadata"] == [{"name": "x", "datatype": "BYTES", "shape": ["-1"]}]
@@ -206,7 +214,9 @@ def test_strings_and_bfloat16_come_back_as_they_went(gateway: Gateway, judge: Ju
 
 
 @pytest.mark.parametrize("rows", [1, 128, 4096])
-def test_results_equal_flights_bit_for_bit(gateway: Gateway, judge: Judge, rows: int) -> None:
+def test_results_equal_flights_bit_for_bit(
+    gateway: Gateway, reference: ReferenceClient, rows: int
+) -> None:
     random = np.random.default_rng(rows)
     users, items = random.integers(0, 1000, rows), random.integers(0, 200_000, rows)
     features = random.normal(size=(rows, 64)).astype(np.float32)
@@ -216,36 +226,38 @@ def test_results_equal_flights_bit_for_bit(gateway: Gateway, judge: Judge, rows:
         wide = client.score("wide", pa.record_batch({"features": column}))
 
     asked = {"user_id": tensor("INT64", users), "item_id": tensor("INT64", items)}
-    found = judge.ask("infer", address=gateway.address, model="two-tower", tensors=asked)
+    found = reference.run("infer", address=gateway.address, model="two-tower", tensors=asked)
     assert found["outputs"] == {"score": tensor("FP32", scored["score"].to_numpy())}
     asked = {"features": tensor("FP32", features)}
-    found = judge.ask("infer", address=gateway.address, model="wide", tensors=asked)
+    found = reference.run("infer", address=gateway.address, model="wide", tensors=asked)
     assert found["outputs"] == {"score": tensor("FP32", wide["score"].to_numpy())}
 
 
-def test_no_rows_give_no_rows(gateway: Gateway, judge: Judge) -> None:
+def test_no_rows_give_no_rows(gateway: Gateway, reference: ReferenceClient) -> None:
     asked = {"x": tensor("INT64", np.zeros(0, np.int64))}
-    found = judge.ask("infer", address=gateway.address, model="ids", tensors=asked)
+    found = reference.run("infer", address=gateway.address, model="ids", tensors=asked)
     assert found["outputs"] == {"y": ["INT64", [0], ""]}
 
 
 @pytest.mark.parametrize("way", ["infer", "typed"])
 @pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL"])
 def test_a_tensor_of_megabytes_comes_back_as_it_went(
-    gateway: Gateway, judge: Judge, datatype: str, way: str
+    gateway: Gateway, reference: ReferenceClient, datatype: str, way: str
 ) -> None:
     """Typed whole numbers so many that a thread reads them, too."""
     dtype = {"FP32": np.float32, "INT64": np.int64, "BOOL": np.bool_}[datatype]
     values = np.random.default_rng(1).integers(0, 1 << 30, MIB) % 1009
     sent = {"x": tensor(datatype, values.astype(dtype))}
-    found = judge.ask(way, address=gateway.address, model=f"same-{datatype}", tensors=sent)
+    found = reference.run(way, address=gateway.address, model=f"same-{datatype}", tensors=sent)
     assert found["outputs"] == {"y": sent["x"]}
 
 
-def test_ids_versions_and_wanted_outputs(gateway: Gateway, judge: Judge) -> None:
+def test_ids_versions_and_wanted_outputs(gateway: Gateway, reference: ReferenceClient) -> None:
     def ask(**options: Any) -> Any:
         asked = {"x": tensor("INT64", np.arange(3))}
-        return judge.ask("infer", address=gateway.address, model="ids", tensors=asked, **options)
+        return reference.run(
+            "infer", address=gateway.address, model="ids", tensors=asked, **options
+        )
 
     assert ask(request_id="naïve")["id"] == "naïve"
     assert ask()["model"] == "ids/10"
@@ -256,24 +268,26 @@ def test_ids_versions_and_wanted_outputs(gateway: Gateway, judge: Judge) -> None
     assert status == "INVALID_ARGUMENT" and "`z` is not an output" in text
 
 
-def test_compressed_messages_are_understood(gateway: Gateway, judge: Judge) -> None:
-    assert judge.ask("compressed", address=gateway.address) == [True, True]
+def test_compressed_messages_are_understood(gateway: Gateway, reference: ReferenceClient) -> None:
+    assert reference.run("compressed", address=gateway.address) == [True, True]
 
 
-def test_callbacks_each_get_their_own(gateway: Gateway, judge: Judge) -> None:
-    assert judge.ask("callbacks", address=gateway.address, requests=200) == []
+def test_callbacks_each_get_their_own(gateway: Gateway, reference: ReferenceClient) -> None:
+    assert reference.run("callbacks", address=gateway.address, requests=200) == []
 
 
-def test_asyncio_clients_requests_and_streams(gateway: Gateway, judge: Judge) -> None:
-    found = judge.ask("by_asyncio", address=gateway.address, requests=20)
+def test_asyncio_clients_requests_and_streams(gateway: Gateway, reference: ReferenceClient) -> None:
+    found = reference.run("by_asyncio", address=gateway.address, requests=20)
     assert found["unary"] == [[3 * number + 1, 22] for number in range(20)]
     told = found["streamed"].pop(3)
     assert "there is no model `nope`" in told
     assert found["streamed"] == [[3 * number + 1] for number in range(20) if number != 3]
 
 
-def test_a_stream_keeps_its_order_and_goes_on_after_errors(gateway: Gateway, judge: Judge) -> None:
-    found = judge.ask("streamed", address=gateway.address, requests=50, wants_final=True)
+def test_a_stream_keeps_its_order_and_goes_on_after_errors(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    found = reference.run("streamed", address=gateway.address, requests=50, wants_final=True)
     assert len(found) == 50
     for number, told in enumerate(found):
         if number % 5 == 3:
@@ -281,11 +295,13 @@ def test_a_stream_keeps_its_order_and_goes_on_after_errors(gateway: Gateway, jud
         else:
             values = range(number, number + number % 4) if number % 4 else [number]
             assert told == [str(number), [3 * value + 1 for value in values], True]
-    assert not any(told[2] for told in judge.ask("streamed", address=gateway.address, requests=3))
+    assert not any(
+        told[2] for told in reference.run("streamed", address=gateway.address, requests=3)
+    )
 
 
-def test_a_streams_errors_say_whose_they_are(gateway: Gateway, judge: Judge) -> None:
-    first, second, third = judge.ask("stream_errors", address=gateway.address)
+def test_a_streams_errors_say_whose_they_are(gateway: Gateway, reference: ReferenceClient) -> None:
+    first, second, third = reference.run("stream_errors", address=gateway.address)
     assert "`nope`" in first["errorMessage"]
     answer = first["inferResponse"]
     assert answer["id"] == "first"
@@ -295,19 +311,21 @@ def test_a_streams_errors_say_whose_they_are(gateway: Gateway, judge: Judge) -> 
     assert "id" not in third["inferResponse"]
 
 
-def test_a_stream_may_ask_for_a_status(gateway: Gateway, judge: Judge) -> None:
-    values, (status, text) = judge.ask("stream_status", address=gateway.address)
+def test_a_stream_may_ask_for_a_status(gateway: Gateway, reference: ReferenceClient) -> None:
+    values, (status, text) = reference.run("stream_status", address=gateway.address)
     assert values == [4] and status == "NOT_FOUND" and "`nope`" in text
 
 
-def test_a_message_that_is_none_does_not_end_a_stream(gateway: Gateway, judge: Judge) -> None:
-    first, second = judge.ask("stream_broken", address=gateway.address)
+def test_a_message_that_is_none_does_not_end_a_stream(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    first, second = reference.run("stream_broken", address=gateway.address)
     assert first == ["the message is not a ModelInferRequest", ""]
     assert second == ["", "next"]
 
 
 def test_a_client_that_does_not_read_is_held_back_and_nobody_else(
-    gateway: Gateway, judge: Judge, filler: Judge
+    gateway: Gateway, reference: ReferenceClient, filler: ReferenceClient
 ) -> None:
     """No more is taken than the window and what the client's transport has read; then all of it."""
     before = lane(gateway, "broad/1")["requests"]
@@ -316,11 +334,11 @@ def test_a_client_that_does_not_read_is_held_back_and_nobody_else(
         count: int = lane(gateway, "broad/1")["requests"] - before
         return count
 
-    assert filler.ask("stream_unread", address=gateway.address, **UNREAD) == "under way"
+    assert filler.run("stream_unread", address=gateway.address, **UNREAD) == "under way"
     eventually(lambda: taken() >= WINDOW_LEAST, what="a full window")
     for _ in range(20):
         asked = {"x": tensor("INT64", np.arange(3))}
-        found = judge.ask("infer", address=gateway.address, model="ids", tensors=asked)
+        found = reference.run("infer", address=gateway.address, model="ids", tensors=asked)
         assert found["outputs"] == {"y": tensor("INT64", 3 * np.arange(3) + 1)}
     assert taken() <= 2 * WINDOW_MOST
     filler.tell("read")
@@ -329,15 +347,15 @@ def test_a_client_that_does_not_read_is_held_back_and_nobody_else(
     assert found["end"][0] == "OK" and taken() == UNREAD["requests"]
 
 
-def test_the_servers_messages_and_its_clients_share_a_process(judge: Judge) -> None:
-    assert judge.ask("side_by_side") == [True, True]
+def test_the_servers_messages_and_its_clients_share_a_process(reference: ReferenceClient) -> None:
+    assert reference.run("side_by_side") == [True, True]
 
 
-def test_statistics_count_what_was_done(gateway: Gateway, judge: Judge) -> None:
+def test_statistics_count_what_was_done(gateway: Gateway, reference: ReferenceClient) -> None:
     """Those of one version; of all where no model is named."""
 
     def version_1() -> dict[str, Any]:
-        found = judge.ask("statistics", address=gateway.address, model="ids", version="1")
+        found = reference.run("statistics", address=gateway.address, model="ids", version="1")
         (only,) = found
         return only
 
@@ -350,7 +368,7 @@ def test_statistics_count_what_was_done(gateway: Gateway, judge: Judge) -> None:
     before = version_1()
     asked = {"x": tensor("INT64", np.arange(5))}
     ids = {"address": gateway.address, "model": "ids", "tensors": asked, "model_version": "1"}
-    judge.ask("infer", **ids)
+    reference.run("infer", **ids)
     after = version_1()
 
     for path, more in {
@@ -364,30 +382,34 @@ def test_statistics_count_what_was_done(gateway: Gateway, judge: Judge) -> None:
         assert count(after, *path) - count(before, *path) == more, path
     assert count(after, "inference_stats", "compute_infer", "ns") > 0
     assert count(after, "last_inference") > 1_500_000_000_000
-    listed = judge.ask("statistics", address=gateway.address, model="")
+    listed = reference.run("statistics", address=gateway.address, model="")
     assert len(listed) == 8 + 2 * len(DATATYPES)
 
 
-def test_a_client_that_leaves_gives_its_request_up(gateway: Gateway, judge: Judge) -> None:
-    assert judge.ask("cancelled", address=gateway.address) == "under way"
+def test_a_client_that_leaves_gives_its_request_up(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    assert reference.run("cancelled", address=gateway.address) == "under way"
     eventually(lambda: lane(gateway, "slow/1")["requests"], what="a request of the slow model")
-    judge.tell("give up")
-    assert judge.facts()[0] == "CANCELLED"
+    reference.tell("give up")
+    assert reference.facts()[0] == "CANCELLED"
     gateway.wait_idle()
     assert lane(gateway, "slow/1")["withdrawn"] == 1
 
 
-def test_a_stream_that_is_given_up_leaves_nothing_behind(gateway: Gateway, judge: Judge) -> None:
+def test_a_stream_that_is_given_up_leaves_nothing_behind(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
     before = lane(gateway, "ids/10")
     with suspended(gateway.worker_pids()[0]):
         ask = {"address": gateway.address, "requests": 5}
-        assert judge.ask("stream_cancelled", **ask) == "under way"
+        assert reference.run("stream_cancelled", **ask) == "under way"
         eventually(
             lambda: lane(gateway, "ids/10")["requests"] == before["requests"] + 5,
             what="five requests",
         )
-        judge.tell("give up")
-        assert judge.facts() == "CANCELLED"
+        reference.tell("give up")
+        assert reference.facts() == "CANCELLED"
         eventually(
             lambda: lane(gateway, "ids/10")["withdrawn"] == before["withdrawn"] + 5,
             what="five requests given up",
@@ -413,31 +435,31 @@ def lane(gateway: Gateway, title: str) -> Any:
     ],
 )
 def test_of_several_deadlines_the_soonest_counts(
-    gateway: Gateway, judge: Judge, options: dict[str, Any]
+    gateway: Gateway, reference: ReferenceClient, options: dict[str, Any]
 ) -> None:
     """No worker runs meanwhile: the deadline passes where the request waits."""
     asked = {"x": tensor("INT64", np.arange(3))}
     fill = {"address": gateway.address, "model": "ids", "tensors": asked}
     with suspended(gateway.worker_pids()[0]):
         for _ in range(2):  # What a worker has is not given up for a deadline of the request.
-            judge.ask("infer", **fill, client_timeout=0.1)
-        found = judge.ask("infer", **fill, **options)
+            reference.run("infer", **fill, client_timeout=0.1)
+        found = reference.run("infer", **fill, **options)
     assert found["refused"][0] in ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
     gateway.wait_idle()
 
 
-def send_one_by_one(gateway: Gateway, judge: Judge, priorities: list[int]) -> None:
+def send_one_by_one(gateway: Gateway, reference: ReferenceClient, priorities: list[int]) -> None:
     """Begin requests of `ids`, each when the one before it is in the lane."""
-    judge.begin("in_what_order", address=gateway.address, priorities=priorities)
+    reference.begin("in_what_order", address=gateway.address, priorities=priorities)
     for count in range(1, len(priorities) + 1):
-        assert judge.facts() == "sent"
+        assert reference.facts() == "sent"
         eventually(
             lambda count=count: lane(gateway, "ids/1")["requests"] == count, what="a request"
         )
-        judge.tell("next")
+        reference.tell("next")
 
 
-def test_urgent_requests_go_first(tmp_path: Path, judge: Judge) -> None:
+def test_urgent_requests_go_first(tmp_path: Path, reference: ReferenceClient) -> None:
     """The first two a worker has; all others wait.
 
     Each takes milliseconds: answers that reach the client together come to its callbacks as they
@@ -450,8 +472,8 @@ def test_urgent_requests_go_first(tmp_path: Path, judge: Judge) -> None:
         tmp_path, [model | {"lane": {"policy": "priority_tiered"}}], workers=ROOM["workers"]
     ) as gateway:
         with suspended(gateway.worker_pids()[0]):
-            send_one_by_one(gateway, judge, priorities)
-        order = judge.facts()
+            send_one_by_one(gateway, reference, priorities)
+        order = reference.facts()
     assert [error for _, error in order if error] == []
     assert [priorities[number] for number, _ in order[2:]] == [1, 1, 2, 0, 9, 10, 255]
 
@@ -466,16 +488,18 @@ def test_urgent_requests_go_first(tmp_path: Path, judge: Judge) -> None:
     ],
 )
 def test_terms_that_are_none_are_refused(
-    gateway: Gateway, judge: Judge, options: dict[str, Any], says: str
+    gateway: Gateway, reference: ReferenceClient, options: dict[str, Any], says: str
 ) -> None:
     asked = {"x": tensor("INT64", np.arange(3))}
-    found = judge.ask("infer", address=gateway.address, model="ids", tensors=asked, **options)
+    found = reference.run("infer", address=gateway.address, model="ids", tensors=asked, **options)
     assert found["refused"][0] == "INVALID_ARGUMENT" and says in found["refused"][1]
 
 
-def test_a_sequence_is_refused_by_name(gateway: Gateway, judge: Judge) -> None:
+def test_a_sequence_is_refused_by_name(gateway: Gateway, reference: ReferenceClient) -> None:
     asked = {"x": tensor("INT64", np.arange(3))}
-    found = judge.ask("infer", address=gateway.address, model="ids", tensors=asked, sequence_id=4)
+    found = reference.run(
+        "infer", address=gateway.address, model="ids", tensors=asked, sequence_id=4
+    )
     assert found["refused"][0] == "UNIMPLEMENTED" and "sequence_id" in found["refused"][1]
 
 
@@ -598,22 +622,28 @@ STATUSES = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_requests_are_refused_by_name_and_the_next_is_served(
-    gateway: Gateway, judge: Judge, name: str
+    gateway: Gateway, reference: ReferenceClient, name: str
 ) -> None:
     message, code = BAD[name]
-    bad, good = judge.ask("raw_call", address=gateway.address, messages=[message.hex(), GOOD.hex()])
+    bad, good = reference.run(
+        "raw_call", address=gateway.address, messages=[message.hex(), GOOD.hex()]
+    )
     assert (bad[0], bad[2]["iskander-code"]) == (STATUSES[code], code), bad
     assert bad[2]["iskander-fault"] == "client" and bad[2]["iskander-retryable"] == "false"
     assert good == ["OK"]
 
 
 @pytest.mark.parametrize("method", ["ModelReady", "ModelConfig", "RepositoryIndex", "ServerLive"])
-def test_bad_questions_are_refused_by_name(gateway: Gateway, judge: Judge, method: str) -> None:
-    (bad,) = judge.ask("raw_call", address=gateway.address, messages=["0aff"], method=method)
+def test_bad_questions_are_refused_by_name(
+    gateway: Gateway, reference: ReferenceClient, method: str
+) -> None:
+    (bad,) = reference.run("raw_call", address=gateway.address, messages=["0aff"], method=method)
     assert (bad[0], bad[2]["iskander-code"]) == ("INVALID_ARGUMENT", "malformed")
 
 
-def test_a_full_queue_is_resource_exhausted(tmp_path: Path, judge: Judge, filler: Judge) -> None:
+def test_a_full_queue_is_resource_exhausted(
+    tmp_path: Path, reference: ReferenceClient, filler: ReferenceClient
+) -> None:
     """Here the protocol has words that Flight's clients misread; and what to do is in trailers."""
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1, "max_batch_rows": 1}
@@ -623,7 +653,7 @@ def test_a_full_queue_is_resource_exhausted(tmp_path: Path, judge: Judge, filler
         with suspended(gateway.worker_pids()[0]):
             send_one_by_one(gateway, filler, [0, 0, 0])
             one = request_of(x={"shape": [1]}, raw=[bytes(8)]).SerializeToString()
-            (refused,) = judge.ask("raw_call", address=gateway.address, messages=[one.hex()])
+            (refused,) = reference.run("raw_call", address=gateway.address, messages=[one.hex()])
         assert (refused[0], refused[2]["iskander-code"]) == ("RESOURCE_EXHAUSTED", "queue_full")
         assert refused[2]["iskander-retryable"] == "true"
         assert int(refused[2]["iskander-retry-after-ms"]) > 0
@@ -632,7 +662,7 @@ def test_a_full_queue_is_resource_exhausted(tmp_path: Path, judge: Judge, filler
 
 
 def test_a_deadline_that_passes_here_is_deadline_exceeded(
-    tmp_path: Path, judge: Judge, filler: Judge
+    tmp_path: Path, reference: ReferenceClient, filler: ReferenceClient
 ) -> None:
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1, "max_batch_rows": 1}
@@ -642,54 +672,60 @@ def test_a_deadline_that_passes_here_is_deadline_exceeded(
             soon = {"timeout": oip_pb2.InferParameter(int64_param=300_000)}
             one = request_of(x={"shape": [1]}, raw=[bytes(8)], parameters=soon)
             messages = [one.SerializeToString().hex()]
-            (late,) = judge.ask("raw_call", address=gateway.address, messages=messages)
+            (late,) = reference.run("raw_call", address=gateway.address, messages=messages)
         assert (late[0], late[2]["iskander-code"]) == ("DEADLINE_EXCEEDED", "deadline_exceeded")
         assert late[2]["iskander-retryable"] == "false"
         assert len(filler.facts()) == 2
         gateway.wait_idle()
 
 
-def test_a_model_without_a_worker_is_unavailable(tmp_path: Path, judge: Judge) -> None:
+def test_a_model_without_a_worker_is_unavailable(
+    tmp_path: Path, reference: ReferenceClient
+) -> None:
     path = models.row_ids(tmp_path / "ids")
     workers = ROOM["workers"] | {"spawn": False}
     with running(tmp_path, [{"name": "ids", "path": str(path)}], workers=workers) as gateway:
         asked = {"address": gateway.address, "messages": [GOOD.hex()]}
-        (refused,) = judge.ask("raw_call", **asked)
-        told = judge.ask("readiness", address=gateway.address, model="ids")
+        (refused,) = reference.run("raw_call", **asked)
+        told = reference.run("readiness", address=gateway.address, model="ids")
         assert told == [True, False, False, "UNAVAILABLE"]
     assert (refused[0], refused[2]["iskander-code"]) == ("UNAVAILABLE", "not_ready")
     assert (refused[2]["iskander-fault"], refused[2]["iskander-retryable"]) == ("operator", "true")
 
 
-def test_a_server_that_stops_answers_what_it_has_taken(tmp_path: Path, judge: Judge) -> None:
+def test_a_server_that_stops_answers_what_it_has_taken(
+    tmp_path: Path, reference: ReferenceClient
+) -> None:
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1}
     with running(tmp_path, [model], workers=ROOM["workers"]) as gateway:
         with suspended(gateway.worker_pids()[0]):
-            assert judge.ask("draining", address=gateway.address) == "under way"
+            assert reference.run("draining", address=gateway.address) == "under way"
             eventually(lambda: lane(gateway, "ids/1")["requests"] == 2, what="both requests")
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining 0 streams, 2 calls" in gateway.text(), what="the drain")
-        found = judge.facts()
+        found = reference.facts()
         gateway.wait()
     assert found["unary"] == "alone" and found["streamed"] == ["in stream"]
     status, _, trailers = found["end"]
     assert (status, trailers["iskander-code"]) == ("UNAVAILABLE", "draining")
 
 
-def test_a_server_that_stops_waits_until_its_answers_are_read(tmp_path: Path, judge: Judge) -> None:
+def test_a_server_that_stops_waits_until_its_answers_are_read(
+    tmp_path: Path, reference: ReferenceClient
+) -> None:
     """Also those that were computed long ago."""
     path = models.identity(tmp_path / "broad", TensorProto.FLOAT, ["rows", 64])
     model = {"name": "broad", "path": str(path), "intra_threads": 1}
     room = {"arena": ROOM["arena"], "workers": ROOM["workers"]}
     with running(tmp_path, [model], **room) as gateway:
-        assert judge.ask("stream_unread", address=gateway.address, **UNREAD) == "under way"
+        assert reference.run("stream_unread", address=gateway.address, **UNREAD) == "under way"
         eventually(lambda: lane(gateway, "broad/1")["requests"] >= WINDOW_LEAST, what="requests")
         gateway.signal(signal.SIGTERM)
         waiting = "draining: 0 streams, 1 calls, 0 requests in queues, 0 batches in flight"
         eventually(lambda: waiting in gateway.text(), what="a drain that waits for its client")
-        judge.tell("read")
-        found = judge.facts()
+        reference.tell("read")
+        found = reference.facts()
         gateway.wait()
     told = found["told"]
     assert WINDOW_LEAST <= len(told) <= 2 * WINDOW_MOST

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pytest
 from onnx import TensorProto, helper
 from support import models
-from support.judging import Judge
 from support.processes import BIN, Gateway, running
+from support.reference_client import ReferenceClient
 
 from iskander.client import Client
 from iskander.errors import ContractError, ExecutionFailed
 
-SCRIPT = str(Path(models.__file__).with_name("outputs_judge.py"))
+SCRIPT = str(Path(models.__file__).with_name("outputs_client.py"))
 FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 
 BEGIN = """
@@ -253,10 +253,10 @@ def client(gateway: Gateway) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    judge = Judge(SCRIPT)
-    yield judge
-    judge.close()
+def reference() -> Iterator[ReferenceClient]:
+    reference = ReferenceClient(SCRIPT)
+    yield reference
+    reference.close()
 
 
 def rows_of(count: int, first: int = 0) -> np.ndarray:
@@ -312,13 +312,13 @@ def test_steps_by_flight(client: Client, rows: int) -> None:
     require_steps(answer, asked)
 
 
-def test_steps_by_the_open_inference_protocol(gateway: Gateway, judge: Judge) -> None:
+def test_steps_by_the_open_inference_protocol(gateway: Gateway, reference: ReferenceClient) -> None:
     """Lists and structs are the tensors that they are made of, by their names."""
     rows = rows_of(5)
     address = gateway.address
     asked = {"x": ["float32", rows.tolist()]}
-    found = judge.ask("infer", address=address, model="steps", inputs=asked)
-    assert judge.ask("outputs", address=address, model="steps") == [
+    found = reference.run("infer", address=address, model="steps", inputs=asked)
+    assert reference.run("outputs", address=address, model="steps") == [
         ["top.label", "BYTES", [-1, 2]],
         ["top.score", "FP32", [-1, 2]],
         ["label", "BYTES", [-1]],
@@ -382,7 +382,7 @@ def ranked(scores: list[float], queries: list[Any], **more: Any) -> pa.RecordBat
     return pa.record_batch(columns | more)
 
 
-def test_ranks_within_a_group(gateway: Gateway, client: Client, judge: Judge) -> None:
+def test_ranks_within_a_group(gateway: Gateway, client: Client, reference: ReferenceClient) -> None:
     """Over the rows of a whole request; a tensor protocol has only the scores."""
     scores = [0.5, 0.25, 0.5, 0.75, float("nan"), 0.5, 1.0, 0.0, 0.125]
     queries = ["a", "b", "a", "a", "a", None, "b", None, "c"]
@@ -393,7 +393,7 @@ def test_ranks_within_a_group(gateway: Gateway, client: Client, judge: Judge) ->
     assert answer["query"].to_pylist() == queries
     assert answer["score"].to_pylist()[:3] == scores[:3]
     wanted = [["y", "FP32", [-1]]]
-    assert judge.ask("outputs", address=gateway.address, model="ranked") == wanted
+    assert reference.run("outputs", address=gateway.address, model="ranked") == wanted
 
 
 def test_each_request_is_ranked_by_itself(client: Client) -> None:
@@ -426,7 +426,7 @@ def test_a_group_that_is_not_there_is_the_callers_mistake(client: Client) -> Non
     assert client.score("ranked", ranked([], pa.array([], pa.utf8()))).num_rows == 0
 
 
-def test_maps_and_sequences(gateway: Gateway, client: Client, judge: Judge) -> None:
+def test_maps_and_sequences(gateway: Gateway, client: Client, reference: ReferenceClient) -> None:
     rows = rows_of(6)
     answer = client.score("maps", batch_of(rows).select(["x"])).to_pydict()
     assert answer["chosen"] == rows[:, [2, 0]].tolist()
@@ -434,13 +434,15 @@ def test_maps_and_sequences(gateway: Gateway, client: Client, judge: Judge) -> N
     best = [LABELS[row[[1, 0, 2]].argmax()] for row in rows]
     assert [each["best"] for each in answer["result"]] == best
     asked = {"x": ["float32", rows.tolist()]}
-    found = judge.ask("infer", address=gateway.address, model="maps", inputs=asked)
+    found = reference.run("infer", address=gateway.address, model="maps", inputs=asked)
     assert found["result.best"] == ["BYTES", best]
     assert found["result.all"] == ["FP32", rows.tolist()]
     assert found["chosen"] == ["FP32", rows[:, [2, 0]].tolist()]
 
 
-def test_lists_of_lengths_of_their_own(gateway: Gateway, client: Client, judge: Judge) -> None:
+def test_lists_of_lengths_of_their_own(
+    gateway: Gateway, client: Client, reference: ReferenceClient
+) -> None:
     """Also where a request runs in pieces; a tensor protocol has all entries, and the lengths."""
     rows, lengths = rows_of(11), [index % 4 for index in range(11)]
     batch = batch_of(rows).append_column("n", pa.array(lengths, pa.int64()))
@@ -449,19 +451,19 @@ def test_lists_of_lengths_of_their_own(gateway: Gateway, client: Client, judge: 
     wanted = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
     assert answer["first"].to_pylist() == wanted
     asked = {"x": ["float32", rows.tolist()], "n": ["int64", lengths]}
-    found = judge.ask("infer", address=gateway.address, model="lists", inputs=asked)
+    found = reference.run("infer", address=gateway.address, model="lists", inputs=asked)
     assert found == {"first": ["FP32", rows.tolist()], "first.length": ["INT32", lengths]}
 
 
 def test_a_struct_of_tensors_as_the_graph_makes_them(
-    gateway: Gateway, client: Client, judge: Judge
+    gateway: Gateway, client: Client, reference: ReferenceClient
 ) -> None:
     rows, counts = rows_of(4), [3, 1, 4, 1]
     batch = batch_of(rows).append_column("n", pa.array(counts, pa.int64())).drop_columns(["id"])
     wanted = [{"row": r.tolist(), "count": n} for r, n in zip(rows, counts, strict=True)]
     assert client.score("struct", batch)["both"].to_pylist() == wanted
     asked = {"x": ["float32", rows.tolist()], "n": ["int64", counts]}
-    found = judge.ask("infer", address=gateway.address, model="struct", inputs=asked)
+    found = reference.run("infer", address=gateway.address, model="struct", inputs=asked)
     assert found == {"both.row": ["FP32", rows.tolist()], "both.count": ["INT64", counts]}
 
 

@@ -1,6 +1,6 @@
-"""One gateway and every protocol at once: each answer is its asker's own, in a drain as before it.
+"""One gateway and every protocol at once: each answer is its caller's own, in a drain as before it.
 
-The clients of each way to ask run in a process of their own, `support/together_judge.py`.
+The clients of each way to ask run in a process of their own, `support/together_client.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from onnx import TensorProto
 from support import models
-from support.judging import Facts, Judge
 from support.processes import MIB, Gateway, eventually, running, suspended
-from support.together_judge import CLIENTS, WAYS, rows_of
+from support.reference_client import Facts, ReferenceClient
+from support.together_client import CLIENTS, WAYS, rows_of
 
 SUPPORT = Path(models.__file__).parent
 REQUESTS = 100
@@ -59,31 +59,31 @@ def ids(gateway: Gateway) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def judges() -> Iterator[dict[str, Judge]]:
+def references() -> Iterator[dict[str, ReferenceClient]]:
     with contextlib.ExitStack() as stack:
-        judges = {}
+        references = {}
         for way in WAYS:
-            judges[way] = Judge(str(SUPPORT / "together_judge.py"))
-            stack.callback(judges[way].close)
-        yield judges
+            references[way] = ReferenceClient(str(SUPPORT / "together_client.py"))
+            stack.callback(references[way].close)
+        yield references
 
 
 @pytest.fixture
-def holder() -> Iterator[Judge]:
+def holder() -> Iterator[ReferenceClient]:
     """A client that does not read, for whom a drain waits as long as the test looks at it."""
-    judge = Judge(str(SUPPORT / "oip_judge.py"))
-    yield judge
-    judge.close()
+    reference = ReferenceClient(str(SUPPORT / "oip_client.py"))
+    yield reference
+    reference.close()
 
 
-def begin_load(judges: dict[str, Judge], gateway: Gateway, requests: int) -> None:
+def begin_load(references: dict[str, ReferenceClient], gateway: Gateway, requests: int) -> None:
     """Let all clients send; none stops before all the others have had their answers."""
     for way, address in addresses(gateway).items():
-        judges[way].begin("load", way=way, address=address, requests=requests)
-    assert [judge.facts() for judge in judges.values()] == ["enough"] * len(WAYS)
+        references[way].begin("load", way=way, address=address, requests=requests)
+    assert [reference.facts() for reference in references.values()] == ["enough"] * len(WAYS)
 
 
-def hold(holder: Judge, gateway: Gateway) -> None:
+def hold(holder: ReferenceClient, gateway: Gateway) -> None:
     """Have the server wait for the holder to read, once it is told to stop."""
     assert holder.ask("stream_unread", address=gateway.address, **UNREAD) == "under way"
 
@@ -94,9 +94,9 @@ def hold(holder: Judge, gateway: Gateway) -> None:
     eventually(is_held, what="answers that nobody reads")
 
 
-def met(judges: dict[str, Judge]) -> dict[str, list[Facts]]:
+def met(references: dict[str, ReferenceClient]) -> dict[str, list[Facts]]:
     """What the clients of each way met; every answer was right, and the same over all protocols."""
-    found = {way: judge.facts() for way, judge in judges.items()}
+    found = {way: reference.facts() for way, reference in references.items()}
     clients = [client for each in found.values() for client in each]
     assert [client["wrong"] for client in clients] == [[]] * len(WAYS) * CLIENTS
     assert len({client.get("same") for client in clients}) == 1, clients
@@ -109,13 +109,15 @@ def answered(found: dict[str, list[Facts]], way: str = "") -> int:
     return sum(client["answered"] for each in ways for client in found[each])
 
 
-def test_every_answer_is_its_askers_own(tmp_path: Path, judges: dict[str, Judge]) -> None:
+def test_every_answer_is_its_askers_own(
+    tmp_path: Path, references: dict[str, ReferenceClient]
+) -> None:
     """Clients of all ways at once, with rows that all send and rows that nobody else sends."""
     with start(tmp_path) as gateway:
-        begin_load(judges, gateway, REQUESTS)
-        for judge in judges.values():
-            judge.tell("stop")
-        found = met(judges)
+        begin_load(references, gateway, REQUESTS)
+        for reference in references.values():
+            reference.tell("stop")
+        found = met(references)
 
         assert {client["end"] for each in found.values() for client in each} == {"told"}
         lane = ids(gateway)
@@ -128,18 +130,18 @@ def test_every_answer_is_its_askers_own(tmp_path: Path, judges: dict[str, Judge]
 
 
 def test_requests_of_different_protocols_run_in_one_batch(
-    tmp_path: Path, judges: dict[str, Judge]
+    tmp_path: Path, references: dict[str, ReferenceClient]
 ) -> None:
     """One of each way comes while the worker is stopped; those that waited have one batch."""
     with start(tmp_path) as gateway:
         (worker,) = gateway.worker_pids()
         with suspended(worker):
             for number, (way, address) in enumerate(addresses(gateway).items(), 1):
-                judges[way].begin("one", way=way, address=address, number=number)
+                references[way].begin("one", way=way, address=address, number=number)
                 eventually(lambda wanted=number: ids(gateway)["requests"] == wanted, what=way)
         for number, way in enumerate(WAYS, 1):
             wanted = 3 * rows_of(way, 0, 2 * number) + 1
-            assert judges[way].facts() == wanted.tolist(), way
+            assert references[way].facts() == wanted.tolist(), way
         lane = ids(gateway)
         assert lane["completed"] == len(WAYS)
         assert lane["batches"] <= BATCHES_UNDER_WAY + 1
@@ -149,7 +151,7 @@ def test_requests_of_different_protocols_run_in_one_batch(
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", ["metadata", "silent"])
 def test_a_drain_under_load_answers_all_that_was_accepted(
-    tmp_path: Path, judges: dict[str, Judge], holder: Judge, errors: str
+    tmp_path: Path, references: dict[str, ReferenceClient], holder: ReferenceClient, errors: str
 ) -> None:
     """Every client has a request in the server when the drain begins, and is refused the next.
 
@@ -159,7 +161,7 @@ def test_a_drain_under_load_answers_all_that_was_accepted(
     """
     told = {"silent": "unanswered"}.get(errors, "draining")
     with start(tmp_path, errors=errors) as gateway:
-        begin_load(judges, gateway, REQUESTS_BEFORE_DRAIN)
+        begin_load(references, gateway, REQUESTS_BEFORE_DRAIN)
         hold(holder, gateway)
         (worker,) = gateway.worker_pids()
         with suspended(worker):
@@ -167,22 +169,22 @@ def test_a_drain_under_load_answers_all_that_was_accepted(
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining" in gateway.text(), what="the drain")
             accepted = ids(gateway)["requests"]
-        finish_load(judges, gateway, is_silent=errors == "silent")
-        require_none_lost(gateway, met(judges), told, accepted)
+        finish_load(references, gateway, is_silent=errors == "silent")
+        require_none_lost(gateway, met(references), told, accepted)
         end(holder, gateway)
 
 
 @pytest.mark.slow
 def test_a_drain_at_any_moment_answers_all_that_was_accepted(
-    tmp_path: Path, judges: dict[str, Judge], holder: Judge
+    tmp_path: Path, references: dict[str, ReferenceClient], holder: ReferenceClient
 ) -> None:
     """As it comes: requests are being read, queued, run and written when the drain begins."""
     with start(tmp_path, errors="metadata") as gateway:
-        begin_load(judges, gateway, REQUESTS_BEFORE_DRAIN)
+        begin_load(references, gateway, REQUESTS_BEFORE_DRAIN)
         hold(holder, gateway)
         gateway.signal(signal.SIGTERM)
-        finish_load(judges, gateway)
-        require_none_lost(gateway, met(judges), "draining")
+        finish_load(references, gateway)
+        require_none_lost(gateway, met(references), "draining")
         end(holder, gateway)
 
 
@@ -192,17 +194,19 @@ def waiting(gateway: Gateway) -> int:
     return requests
 
 
-def finish_load(judges: dict[str, Judge], gateway: Gateway, *, is_silent: bool = False) -> None:
+def finish_load(
+    references: dict[str, ReferenceClient], gateway: Gateway, *, is_silent: bool = False
+) -> None:
     """Let all clients go on until they are refused; whom nobody tells, until it has happened."""
-    for way, judge in judges.items():
+    for way, reference in references.items():
         if way == "inferential" and is_silent:
             eventually(
                 lambda: gateway.stats()["inferential"]["observations"].get("draining") == CLIENTS,
                 what="silent refusals",
             )
-            judge.tell("stop")
+            reference.tell("stop")
         else:
-            judge.tell("until refused")
+            reference.tell("until refused")
 
 
 def require_none_lost(
@@ -224,7 +228,7 @@ def require_none_lost(
     eventually(lambda: only_holder in gateway.text(), what="a drain that waits for one client")
 
 
-def end(holder: Judge, gateway: Gateway) -> None:
+def end(holder: ReferenceClient, gateway: Gateway) -> None:
     """Let the server go, which was all that its drain waited for."""
     holder.tell("read")
     holder.facts()

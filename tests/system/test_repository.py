@@ -16,15 +16,15 @@ import tritonclient.http as triton_http
 from onnx import TensorProto
 from support import models
 from support.dealt import client_of
-from support.judging import Judge
 from support.processes import BIN, Gateway, eventually, running, suspended
+from support.reference_client import ReferenceClient
 from support.repositories import Folder, scaled
 
 from iskander._generated import oip_pb2
 from iskander.client import Client
 from iskander.errors import IskanderError, ModelMoved, ModelNotFound, NotReady, Unsupported
 
-JUDGE = str(Path(models.__file__).with_name("repository_judge.py"))
+JUDGE = str(Path(models.__file__).with_name("repository_client.py"))
 
 X = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 
@@ -44,10 +44,10 @@ def serving(
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    judge = Judge(JUDGE)
-    yield judge
-    judge.close()
+def reference() -> Iterator[ReferenceClient]:
+    reference = ReferenceClient(JUDGE)
+    yield reference
+    reference.close()
 
 
 def factor(client: Client, name: str = "m", version: str | None = None) -> int:
@@ -160,16 +160,16 @@ def test_what_waits_when_its_model_is_replaced_is_answered_by_it(tmp_path: Path)
                 batch = pa.record_batch({"x": pa.array([first], pa.int64())})
                 answers[first] = own.score("m", batch)["y"].to_pylist()
 
-        askers = [threading.Thread(target=ask, args=(900 + n,), daemon=True) for n in range(16)]
-        for asker in askers:
-            asker.start()
+        callers = [threading.Thread(target=ask, args=(900 + n,), daemon=True) for n in range(16)]
+        for caller in callers:
+            caller.start()
         queued = lambda: client.stats()["lanes"]["m/1"]["queued"]  # noqa: E731
         eventually(lambda: queued() >= 4, what="a queue")
         folder.put("m", 1, 5)
         eventually(lambda: "is draining" in gateway.text(), what="the change")
-        assert len(answers) < len(askers), "nothing waited when it was replaced"
+        assert len(answers) < len(callers), "nothing waited when it was replaced"
         assert factor(client) == 5
-        eventually(lambda: len(answers) == len(askers), within_s=60, what="every answer")
+        eventually(lambda: len(answers) == len(callers), within_s=60, what="every answer")
         eventually(lambda: "unloaded generation" in gateway.text(), what="its worker without it")
     assert answers == {900 + n: [900 + n] for n in range(16)}
 
@@ -223,7 +223,9 @@ def test_a_half_written_folder_is_not_loaded(tmp_path: Path) -> None:
         assert "generation" in gateway.text() and "cannot serve" not in gateway.text()
 
 
-def test_versions_have_names_shares_and_a_default(tmp_path: Path, judge: Judge) -> None:
+def test_versions_have_names_shares_and_a_default(
+    tmp_path: Path, reference: ReferenceClient
+) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
     folder.put("m", 2, 5)
@@ -235,8 +237,8 @@ def test_versions_have_names_shares_and_a_default(tmp_path: Path, judge: Judge) 
         assert factor(client, version="3") == 7  # The policy's own.
         with pytest.raises(ModelNotFound, match="aliases: stable, canary"):
             factor(client, version="none")
-        assert judge.ask("factors", address=gateway.address) == [3]
-        assert judge.ask("factors", address=gateway.address, version="canary") == [5]
+        assert reference.run("factors", address=gateway.address) == [3]
+        assert reference.run("factors", address=gateway.address, version="canary") == [5]
 
         folder.say("m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 1, canary = 1}")
         keys = [f"user-{number}" for number in range(40)]
@@ -247,7 +249,7 @@ def test_versions_have_names_shares_and_a_default(tmp_path: Path, judge: Judge) 
         eventually(lambda: set(drawn()) == {3, 5}, what="the split")
         chosen = drawn()
         assert drawn() == chosen
-        assert judge.ask("factors", address=gateway.address, keys=keys) == chosen
+        assert reference.run("factors", address=gateway.address, keys=keys) == chosen
         assert "1 of 2" in next(m for m in client.models() if m["version"] == "2")["routes"]
 
         folder.say("m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 0, canary = 1}")
@@ -288,7 +290,9 @@ def test_streams_move_with_an_equal_contract_and_end_with_another(tmp_path: Path
         assert client.score("m", floats)["y"][0].as_py() == 7
 
 
-def test_models_come_and_go_by_calls_of_all_kinds(tmp_path: Path, judge: Judge) -> None:
+def test_models_come_and_go_by_calls_of_all_kinds(
+    tmp_path: Path, reference: ReferenceClient
+) -> None:
     folder = Folder(tmp_path / "models")
     for name, made in (("m", 3), ("n", 5), ("o", 7)):
         folder.put(name, 1, made)
@@ -318,18 +322,18 @@ def test_models_come_and_go_by_calls_of_all_kinds(tmp_path: Path, judge: Judge) 
         with pytest.raises(ModelNotFound):
             factor(client)
 
-        assert judge.ask("control", address=address, call="load", name="m") is None
-        assert judge.ask("index", address=address)["m/2"] == ["READY", ""]
-        assert judge.ask("factors", address=address) == [13]
-        assert judge.ask("control", address=address, call="unload", name="m") is None
-        assert "m" not in {title[0] for title in judge.ask("index", address=address)}
-        assert judge.ask("control", address=address, call="load", name="m") is None
-        answer = judge.ask("unload_by_first_field", address=address, name="m")
+        assert reference.run("control", address=address, call="load", name="m") is None
+        assert reference.run("index", address=address)["m/2"] == ["READY", ""]
+        assert reference.run("factors", address=address) == [13]
+        assert reference.run("control", address=address, call="unload", name="m") is None
+        assert "m" not in {title[0] for title in reference.run("index", address=address)}
+        assert reference.run("control", address=address, call="load", name="m") is None
+        answer = reference.run("unload_by_first_field", address=address, name="m")
         assert oip_pb2.RepositoryModelUnloadResponse.FromString(bytes.fromhex(answer)) == (
             oip_pb2.RepositoryModelUnloadResponse(model_name="m", is_unloaded=True)
         )
-        assert "m" not in {title[0] for title in judge.ask("index", address=address)}
-        assert "there is no model `x`" in judge.ask(
+        assert "m" not in {title[0] for title in reference.run("index", address=address)}
+        assert "there is no model `x`" in reference.run(
             "control", address=address, call="load", name="x"
         )
 

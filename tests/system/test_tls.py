@@ -21,9 +21,9 @@ import tritonclient.http as triton_http
 import trustme
 from cryptography.hazmat.primitives import serialization
 from pyarrow import flight
-from support.judging import Judge
 from support.models import ROOT, identity, row_ids
 from support.processes import BIN, MIB, Gateway, eventually, running
+from support.reference_client import ReferenceClient
 
 from iskander.client import Client, Tls
 from iskander.errors import NotReady
@@ -31,7 +31,7 @@ from iskander.transport.acceptor import HANDSHAKES_MAX
 
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 FLOAT, ELEMENTS = 1, 1024
-JUDGE = str(ROOT / "tests" / "support" / "access_judge.py")
+JUDGE = str(ROOT / "tests" / "support" / "access_client.py")
 FILES = {"certificate": "chain.pem", "key": "key.pem"}
 
 
@@ -113,13 +113,13 @@ def test_pyarrow_believes_who_signed(gateway: Gateway, roots: Path, folder: Path
 
 
 def test_tritons_clients(gateway: Gateway, roots: Path) -> None:
-    judge = Judge(JUDGE)
+    reference = ReferenceClient(JUDGE)
     over_grpc = {"address": gateway.address, "name": "infer", "model_name": "ids"}
     try:
-        assert judge.ask("call", **over_grpc, roots=str(roots)) == "ids"
-        assert judge.ask("call", **over_grpc) == "UNAVAILABLE"
+        assert reference.run("call", **over_grpc, roots=str(roots)) == "ids"
+        assert reference.run("call", **over_grpc) == "UNAVAILABLE"
     finally:
-        judge.close()
+        reference.close()
     context = ssl.create_default_context(cafile=str(roots))
     over_http = triton_http.InferenceServerClient(
         gateway.stats()["http_address"], ssl=True, ssl_context_factory=lambda: context

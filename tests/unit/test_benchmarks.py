@@ -13,7 +13,7 @@ from benchmarks import compare, page, probes, ramp
 from benchmarks.arrivals import NS_PER_S, Pattern, arrivals_ns
 from benchmarks.cases import GOALS, SUITES, Goal, with_processes
 from benchmarks.load import Load, Span, Tally, merge
-from benchmarks.results import Results, judge, read, write
+from benchmarks.results import Results, check_goals, read, write
 from benchmarks.runner import QUANTILES, _sum_up
 from benchmarks.sessions import require_outputs
 from benchmarks.systems import SYSTEMS
@@ -79,14 +79,14 @@ def test_ratios_are_taken_within_a_round_and_their_median_is_judged() -> None:
         *(measurement("mosec", n, requests_per_s=value) for n, value in enumerate((10, 20, 30))),
     )
     goal = Goal(case=CASE, metric="requests_per_s", baseline="mosec", bound=2.0)
-    (verdict,) = judge(found, [goal])
+    (verdict,) = check_goals(found, [goal])
     assert verdict.rounds == [1.0, 2.0, 3.0]
     assert (verdict.value, verdict.word) == (2.0, "met")
-    (missed,) = judge(
+    (missed,) = check_goals(
         found, [Goal(case=CASE, metric="requests_per_s", baseline="mosec", bound=2.01)]
     )
     assert missed.word == "missed"
-    (most,) = judge(
+    (most,) = check_goals(
         found,
         [Goal(case=CASE, metric="requests_per_s", baseline="mosec", sense="most", bound=1.9)],
     )
@@ -100,7 +100,7 @@ def test_what_was_not_measured_is_said_so_and_never_met() -> None:
         Goal(case=CASE, metric="requests_per_s", baseline="triton", bound=0.0),
         Goal(case="another", metric="requests_per_s", baseline="echo", bound=0.0),
     ]
-    assert [verdict.word for verdict in judge(found, goals)] == ["not measured", "not measured"]
+    assert [verdict.word for verdict in check_goals(found, goals)] == ["not measured", "not measured"]
 
 
 def test_goals_name_cases_systems_and_figures_that_are_measured() -> None:
@@ -176,7 +176,7 @@ def test_what_two_files_measured_are_rounds_of_one(tmp_path: Path) -> None:
         ]
         list(write(path, [RUN, *rounds]))
     goal = Goal(case=CASE, metric="requests_per_s", baseline="triton", sense="least", bound=2.5)
-    (verdict,) = judge(read(paths), [goal])
+    (verdict,) = check_goals(read(paths), [goal])
     assert (verdict.rounds, verdict.value) == ([2, 2, 3, 3], 2.5)
 
 

@@ -139,7 +139,7 @@ def _work(arguments: argparse.Namespace) -> int:
         )
         # The replaced worker may still hold the lock: retried in each event loop iteration.
         first = Attachment(path, connection, answer, descriptors)
-        if loop.serve(Attachments(first, greet, notices), on_iteration=lock.take):
+        if loop.serve(Attachments(first, greet, notices), on_iteration=lock.acquire):
             if not loop.finish():
                 os._exit(EXIT_DRAINED)
             return EXIT_DRAINED

@@ -126,7 +126,7 @@ class ArrayStage:
             for each in slices
         ]
         count, end = parts[-1]
-        last = Rows(end.body, end.laid_out, end.first + count - 1)
+        last = Rows(end.body, end.layout_rows, end.first + count - 1)
         missing = rows - sum(each.rows for each in slices)
         self._input = np.asarray(_result(self._inputs.join(parts + missing * [(1, last)])))
         self._output = np.zeros(self._outputs.layout(rows)[1], np.uint8)

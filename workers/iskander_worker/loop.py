@@ -103,7 +103,7 @@ class WorkerLoop:
                     if self._loads.is_busy:
                         self._answer_load(attachments)
                 elif isinstance(message, Load):
-                    self._loads.ask(attachment, message.model)
+                    self._loads.put(attachment, message.model)
                 elif isinstance(message, Unload):
                     attachment.executor.drop(message.model)
                     self._close_unused(attachments)
@@ -159,7 +159,7 @@ class WorkerLoop:
 
     def _answer_load(self, attachments: Attachments) -> None:
         """Send the answers of a finished load, if its gateway process is still attached."""
-        done = self._loads.take()
+        done = self._loads.get()
         if done is None or done[0] not in attachments.attached:
             return
         attachment, answers = done

@@ -139,7 +139,7 @@ class Exchange:
         self,
         call: Call,
         *,
-        intake: InputArena,
+        input_arena: InputArena,
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         find: Callable[[bytes, str], Lane],
@@ -148,7 +148,7 @@ class Exchange:
         models: Models,
     ) -> None:
         self._call = call
-        self._intake = intake
+        self._input_arena = input_arena
         self._dispatcher = dispatcher
         self._limits = limits
         self._plan = plan
@@ -330,7 +330,7 @@ class Exchange:
             if isinstance(pending, SplitBatch):
                 await self._admit_portions(pending)
             elif pending is not None:
-                await self._intake.admit_later(pending)
+                await self._input_arena.admit_later(pending)
                 self._append(pending)
                 self._dispatcher.submit(pending)
         except IskanderError as error:
@@ -363,7 +363,7 @@ class Exchange:
             pending.response = self._codec.prepare(parsed, b"")
             self._append(pending)
             self._write_soon()
-        elif self._intake.admit(pending):
+        elif self._input_arena.admit(pending):
             self._append(pending)
             self._dispatcher.submit(pending)
         else:
@@ -375,11 +375,11 @@ class Exchange:
         self._append(split)
         try:
             for request in split.requests:
-                if split.error is None and not self._intake.admit(request):
-                    await self._intake.admit_later(request)
+                if split.error is None and not self._input_arena.admit(request):
+                    await self._input_arena.admit_later(request)
                 if split.error is not None:
                     if request.lease is not None:  # The batch failed during the wait.
-                        self._intake.give_back(request)
+                        self._input_arena.give_back(request)
                     return
                 self._dispatcher.submit(request)
         except IskanderError as error:

@@ -57,7 +57,7 @@ class RegionServer:
         self._bound: BoundPath | None = None
         self._listener: LocalListener | None = None
         self._regions: dict[str, _Region] = {}
-        self.lent: dict[str, int] = {}
+        self.allocated: dict[str, int] = {}
 
     def start(self) -> None:
         """Listen, if `shared_memory.path` is set; raises ConfigError if that fails."""
@@ -108,17 +108,17 @@ class RegionServer:
             limit = f"limit {config.region_bytes} bytes (`shared_memory.region_bytes`)"
             text = f"requested a region of {length_bytes} bytes, {limit}"
             raise LimitExceeded(text, wanted=config.region_bytes)
-        total = sum(self.lent.values())
-        if len(self.lent) >= config.regions or total + length_bytes > config.total_bytes:
+        total = sum(self.allocated.values())
+        if len(self.allocated) >= config.regions or total + length_bytes > config.total_bytes:
             settings = "(`shared_memory.regions`, `shared_memory.total_bytes`)"
             limit = f"limit {config.regions} with {config.total_bytes} bytes {settings}"
-            text = f"{len(self.lent)} regions with {total} bytes are allocated, {limit}"
+            text = f"{len(self.allocated)} regions with {total} bytes are allocated, {limit}"
             raise Overloaded(text, retry_after_ms=RETRY_MS)
         segment = ClientSegment("iskander-region", length_bytes)
         name = secrets.token_hex(NAME_BYTES)
         send_region(connection, RegionGrant(name, length_bytes), segment.fd)
         self._regions[name] = _Region(segment, connection)
-        self.lent[name] = length_bytes
+        self.allocated[name] = length_bytes
         self._loop.add_reader(connection, self._release, name)
 
     def _reject(self, connection: socket.socket, error: Exception) -> None:
@@ -130,6 +130,6 @@ class RegionServer:
         region = self._regions.pop(name)
         self._loop.remove_reader(region.connection)
         region.connection.close()
-        del self.lent[name]
+        del self.allocated[name]
         # On a thread: the last reference frees the pages.
         self._loop.run_in_executor(None, [region.segment].clear)

@@ -60,7 +60,7 @@ class FlightService:
         models: Models,
         peers: Peers,
         *,
-        intake: InputArena,
+        input_arena: InputArena,
         dispatcher: Dispatcher,
         limits: LimitsConfig,
         stats: Callable[[], dict[str, Any]],
@@ -69,7 +69,7 @@ class FlightService:
     ) -> None:
         self.models = models
         self._peers = peers
-        self._intake = intake
+        self._input_arena = input_arena
         self._dispatcher = dispatcher
         self.limits = limits
         self._stats = stats
@@ -120,7 +120,7 @@ class FlightService:
             raise Overloaded(text, retry_after_ms=1000)
         exchange = Exchange(
             call,
-            intake=self._intake,
+            input_arena=self._input_arena,
             dispatcher=self._dispatcher,
             limits=self.limits,
             find=partial(self._find, call.grant),

@@ -40,19 +40,19 @@ class InferentialMetrics:
         self.broken = 0  # Connections closed because of a protocol violation.
         self.last_error = ""  # Of the last failed observation or connection; empty for none.
 
-    def received(self, labels: Labels, stamp_ns: int, payload_bytes: int) -> None:
+    def on_received(self, labels: Labels, stamp_ns: int, payload_bytes: int) -> None:
         """Record an observation; `stamp_ns` is its wall-clock time, 0 if unknown."""
         if stamp_ns:
             staleness_ms = (wall_ns() - stamp_ns) / NS_PER_MS
             self._recent.record("observation_staleness_ms", staleness_ms, labels)
         self._recent.record("payload_size_bytes", payload_bytes, labels)
 
-    def malformed(self, error: IskanderError) -> None:
+    def on_malformed(self, error: IskanderError) -> None:
         """Count a message without the address of a reply."""
         self._count(error)
         self._recent.record("observation_errors", 1, {})
 
-    def refused(self, labels: Labels, model: str, error: IskanderError) -> None:
+    def on_rejected(self, labels: Labels, model: str, error: IskanderError) -> None:
         """Count a rejected or failed observation."""
         self._count(error)
         if error.code in _FULL:
@@ -63,29 +63,29 @@ class InferentialMetrics:
             labels = {**labels, "model": model[:100], "error": error.code}
             self._recent.record("dispatch_errors", 1, labels)
 
-    def answered(self) -> None:
+    def on_answered(self) -> None:
         """Count results that were sent."""
         self.outcomes["answered"] += 1
 
-    def late(self, labels: Labels) -> None:
+    def on_late(self, labels: Labels) -> None:
         """Count results that missed their deadline."""
         self.outcomes["late"] += 1
         self._recent.record("send_errors", 1, labels)
 
-    def unsent(self, labels: Labels) -> None:
+    def on_unsent(self, labels: Labels) -> None:
         """Count an observation whose client disconnected."""
         self.outcomes["unsent"] += 1
         self._recent.record("send_errors", 1, labels)
 
-    def clients(self, count: int) -> None:
+    def set_clients(self, count: int) -> None:
         """Record the number of connected clients."""
         self._recent.record("active_clients", count, {})
 
-    def left(self, labels: Labels) -> None:
+    def on_client_left(self, labels: Labels) -> None:
         """Record a disconnect."""
         self._recent.record("client_disconnected", 1, labels)
 
-    def cut(self, reason: str) -> None:
+    def on_connection_broken(self, reason: str) -> None:
         """Count a connection closed because of a protocol violation."""
         self.broken += 1
         self.last_error = reason

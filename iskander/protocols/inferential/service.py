@@ -32,7 +32,7 @@ class InferentialService:
         config: Config,
         models: Models,
         *,
-        intake: InputArena,
+        input_arena: InputArena,
         dispatcher: Dispatcher,
         grant: Grant,
         recent: RecentValues,
@@ -42,10 +42,10 @@ class InferentialService:
         self.limits = config.limits
         self.budget = connection_limits.budget
         self.models = models
-        self.intake = intake
+        self.input_arena = input_arena
         self.dispatcher = dispatcher
         self.grant = grant
-        self.journal = InferentialMetrics(recent)
+        self.metrics = InferentialMetrics(recent)
         self.sessions: dict[str, Session] = {}  # By client name.
         self.is_silent = self.config.errors == "silent"  # Failed observations get no reply.
         self.is_draining = False  # New observations are rejected.
@@ -56,7 +56,7 @@ class InferentialService:
         self._responses = self._renamed = 0
         self._listener = Listener(
             lambda connection, identity: Session(self, connection, identity),
-            self.journal.cut,
+            self.metrics.on_connection_broken,
             message_bytes=config.limits.message_bytes,
             connections_max=self.config.connections,
             limits=connection_limits,
@@ -108,9 +108,9 @@ class InferentialService:
         return {
             "address": self.address,
             "clients": len(self.sessions),
-            "connections_broken": self.journal.broken,
-            "observations": dict(self.journal.outcomes),
-            "last_error": self.journal.last_error,
+            "connections_broken": self.metrics.broken,
+            "observations": dict(self.metrics.outcomes),
+            "last_error": self.metrics.last_error,
         }
 
     def next_response(self) -> str:
@@ -127,12 +127,12 @@ class InferentialService:
             self._renamed += 1
             unique = f"{name} ({self._renamed})"
         self.sessions[unique] = session
-        self.journal.clients(len(self.sessions))
+        self.metrics.set_clients(len(self.sessions))
         return unique
 
     def unregister(self, session: Session) -> None:
         """Remove a client that disconnected."""
         if session.name:
             del self.sessions[session.name]
-            self.journal.left(session.labels)
-            self.journal.clients(len(self.sessions))
+            self.metrics.on_client_left(session.labels)
+            self.metrics.set_clients(len(self.sessions))

@@ -129,14 +129,14 @@ class Session:
         """Whether an accepted observation has no reply, or a reply is unsent."""
         return bool(self._replies or self._admission) or self._connection.has_unsent
 
-    def take(self, parts: list[Part], arrived_ns: int) -> None:
+    def on_message(self, parts: list[Part], arrived_ns: int) -> None:
         """Process a message."""
         received = self._read(parts)
         if received is None:
             return
         observation, address = received
         stamp_ns, length = observation.envelope.timestamp_ns, len(observation.payload)
-        self._service.journal.received(self.labels, stamp_ns, length)
+        self._service.metrics.on_received(self.labels, stamp_ns, length)
         try:
             self._submit(observation, address, arrived_ns)
         except IskanderError as error:
@@ -167,7 +167,7 @@ class Session:
             for pending in replies:
                 if isinstance(pending, _Pending):
                     self._service.dispatcher.withdraw(pending)
-                self._service.journal.unsent(self.labels)
+                self._service.metrics.on_unsent(self.labels)
         self._replies.clear()
         self._service.budget.release(self.unread_bytes)
         self._window = self._window_bytes = self._failed = self.unread_bytes = 0
@@ -186,7 +186,7 @@ class Session:
         assert isinstance(request, _Pending)
         if self._service.is_silent:
             self._drop(request)
-            self._service.journal.refused(self.labels, request.address.model, error)
+            self._service.metrics.on_rejected(self.labels, request.address.model, error)
         else:
             self._leave_window(request)
             request.error = error
@@ -198,7 +198,7 @@ class Session:
         try:
             observation = read_observation(parts)
         except IskanderError as error:
-            self._service.journal.malformed(error)
+            self._service.metrics.on_malformed(error)
             return None
         client, model = observation.envelope.client.id, observation.envelope.model_id
         if not self.name:
@@ -244,7 +244,7 @@ class Session:
 
     def _admit(self, pending: _Pending) -> None:
         try:
-            is_admitted = self._service.intake.admit(pending)
+            is_admitted = self._service.input_arena.admit(pending)
         except IskanderError as error:
             return self._reject(pending.address, error, pending.deadline_ns)
         if is_admitted:
@@ -255,7 +255,7 @@ class Session:
 
     async def _admit_later(self, pending: _Pending) -> None:
         try:
-            await self._service.intake.admit_later(pending)
+            await self._service.input_arena.admit_later(pending)
             self._enter_window(pending)
             self._service.dispatcher.submit(pending)
         except IskanderError as error:
@@ -291,7 +291,7 @@ class Session:
         self, address: ReplyAddress, error: IskanderError, deadline_ns: int = NEVER_NS
     ) -> None:
         if self._service.is_silent:
-            self._service.journal.refused(self.labels, address.model, error)
+            self._service.metrics.on_rejected(self.labels, address.model, error)
         else:
             rejected = _Rejected(address, error, deadline_ns)
             self._replies.setdefault(address.model, deque()).append(rejected)
@@ -320,7 +320,7 @@ class Session:
         for pending in [each for each in self._unanswered() if each.deadline_ns <= now]:
             self._service.dispatcher.withdraw(pending)
             pending.lane.count_missed(pending)
-            self._service.journal.late(self.labels)
+            self._service.metrics.on_late(self.labels)
             self._drop(pending)
         self._arm_expiry()
         self._write_soon()
@@ -359,13 +359,13 @@ class Session:
 
     def _reply(self, pending: _Pending | _Rejected) -> None:
         """Send one reply; none after its deadline, since the client would match the next call."""
-        journal = self._service.journal
+        metrics = self._service.metrics
         error = pending.error
         if error is not None:
-            journal.refused(self.labels, pending.address.model, error)
+            metrics.on_rejected(self.labels, pending.address.model, error)
         if now_ns() > pending.deadline_ns:
             if error is None:
-                journal.late(self.labels)
+                metrics.on_late(self.labels)
             return
         try:
             if error is None:
@@ -383,10 +383,10 @@ class Session:
             else:
                 reply = render_error(pending.address, error, wall_ns())
         except IskanderError as failed:
-            journal.refused(self.labels, pending.address.model, failed)
+            metrics.on_rejected(self.labels, pending.address.model, failed)
             if self._service.is_silent:
                 return
             reply = render_error(pending.address, failed, wall_ns())
         self._connection.send(reply)
         if error is None:
-            journal.answered()
+            metrics.on_answered()

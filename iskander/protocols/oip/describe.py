@@ -101,7 +101,7 @@ def statistics(lane: Lane) -> Any:  # noqa: ANN401
     Units: nanoseconds. Queue and run times are measured for each batch, so their counts are of
     batches; failed and rejected requests have no time.
     """
-    counts, measures = lane.counts, lane.measures
+    counts, measures = lane.counts, lane.metrics
     failed = sum(n for name, n in counts.items() if name.startswith(("failed.", "refused.")))
     ran_ms = (wall_ns() - (now_ns() - lane.ran_ns)) // NS_PER_MS
     duration = oip_pb2.StatisticDuration

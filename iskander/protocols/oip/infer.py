@@ -105,7 +105,7 @@ class Inference:
             else:
                 tensors, charged_bytes = self.tensors(resolved, scanned, call)
             merged, lane = terms.merged(parsed.terms), resolved.lane
-            results = await self._submitter.ask(
+            results = await self._submitter.infer(
                 lane, tensors, terms=merged, call_deadline_ns=terms.deadline_ns
             )
         finally:

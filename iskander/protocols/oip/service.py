@@ -74,13 +74,13 @@ class OipService:
         for stream in list(self._streams):
             stream.check_grant()
 
-    def infer_at_once(self, message: Message, call: Call, reject: Reject) -> bool:
+    def infer_inline(self, message: Message, call: Call, reject: Reject) -> bool:
         """Answer a complete call without a task; return False if it needs `infer`."""
         return UnaryInfer(self._inference, self._submitter, call, reject).begin(message)
 
     async def infer(self, raw: Message, call: Call) -> None:
         """Answer one request in a task."""
-        with self._submitter.held(caller=call.caller):
+        with self._submitter.open_call(caller=call.caller):
             terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
             scanned = scan(raw, self._submitter.limits)
             await call.answer(*await self._inference.answer(scanned, terms, call))
@@ -88,7 +88,7 @@ class OipService:
     async def stream_infer(self, call: Call) -> None:
         """Serve a stream of requests; see `InferStream`."""
         stream = InferStream(call, self._inference, self._submitter.limits)
-        with self._submitter.held(stream.drain, call.caller):
+        with self._submitter.open_call(stream.drain, call.caller):
             self._streams.add(stream)
             try:
                 await stream.run()

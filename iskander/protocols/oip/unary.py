@@ -37,7 +37,7 @@ class UnaryInfer:
         self._submitter = submitter
         self._call = call
         self._reject = reject
-        self._open = submitter.held(caller=call.caller)
+        self._open = submitter.open_call(caller=call.caller)
         self._request: Request | None = None
         self._resolved: ResolvedRequest | None = None
 
@@ -76,7 +76,7 @@ class UnaryInfer:
         call.receive()  # From here on only the request refers to the message.
         call.on_closed = self._on_gone
         merged, lane = terms.merged(parsed.terms), resolved.lane
-        request = self._submitter.begin(
+        request = self._submitter.submit(
             lane, tensors, self, terms=merged, call_deadline_ns=terms.deadline_ns
         )
         if call.on_closed is not None:  # Not rejected meanwhile.

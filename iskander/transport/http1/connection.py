@@ -270,11 +270,11 @@ class Connection(H11Protocol):
         scope["is_surplus"] = self._host.is_surplus(self)
         await self._app(scope, receive_and_release, send)
 
-    def held(self, now_ns: int) -> float:
+    def evictable(self, now_ns: int) -> float:
         """Return the charged memory in bytes times nanoseconds."""
         return self._charged_bytes * float(now_ns - self._charged_ns)
 
-    def shed(self) -> bool:
+    def evict(self) -> bool:
         """End the connection if it holds enough; the application rejects bodies itself."""
         if self._charged_bytes < EVICT_BYTES_MIN or self.transport.is_closing():
             return False
@@ -347,7 +347,7 @@ class Connection(H11Protocol):
         if self._half_closed is not None and self.cycle.response_complete:
             self.transport.close()
 
-    def leave(self) -> None:
+    def close_gracefully(self) -> None:
         """Close after the current response."""
         if not self.transport.is_closing():
             self.shutdown()

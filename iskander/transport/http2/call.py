@@ -120,7 +120,7 @@ class Call(CallReceiver):
     def charge_memory(self, size: int) -> None:
         """Charge memory that the handler needs to process a message; may raise `Overloaded`."""
         budget = self._streams.budget
-        if not budget.take(size):
+        if not budget.try_charge(size):
             limit = f"limit {budget.limit_bytes:,} for all (`limits.receive_bytes`)"
             message = f"receive memory exhausted: {size:,} bytes needed to read a message, {limit}"
             raise Overloaded(message, retry_after_ms=RETRY_MS)
@@ -130,7 +130,7 @@ class Call(CallReceiver):
         """Release memory of `charge_memory`; the end of the call releases the rest."""
         if not self.is_over:
             self.handler_bytes -= size
-            self._streams.budget.give_back(size)
+            self._streams.budget.release(size)
 
     async def answer(self, *parts: Message) -> None:
         """Write the only response message, and the status with it if both can be sent now."""
@@ -242,7 +242,7 @@ class Call(CallReceiver):
 
     def _expire(self) -> None:
         error = RpcError(Status.DEADLINE_EXCEEDED, "call deadline exceeded")
-        error = self._streams.host.named(self.path, error)
+        error = self._streams.host.add_details(self.path, error)
         self.end(error.status, error.message, error.trailers)
 
 

@@ -208,7 +208,7 @@ class CallReceiver:
                 limit = f"limit {stall_ns / NS_PER_S:g} s (at most `timeouts.message_s`)"
                 self._reject(RpcError(Status.UNAVAILABLE, f"message too slow: {lag}, {limit}"))
 
-    def shed(self) -> None:
+    def evict(self) -> None:
         """Reject the unread messages and the partial one."""
         self._messages.clear()
         self._reject(self._memory_error())

@@ -162,7 +162,7 @@ class Connection(asyncio.BufferedProtocol):
         self.output.emit(frames.goaway(self.streams.last_id, ErrorCode.NO_ERROR, "idle"))
         self._close()
 
-    def leave(self) -> None:
+    def close_gracefully(self) -> None:
         """Start a graceful shutdown: calls are accepted until the client replies to a PING."""
         if not self._has_preface:
             self._close()

@@ -68,14 +68,14 @@ class HeaderBlockReader:
         self._is_last = False
         self.is_open = False  # A block is incomplete; only a CONTINUATION frame may follow.
 
-    def begin(self, stream_id: int, flags: int, payload: memoryview) -> None:
+    def on_headers(self, stream_id: int, flags: int, payload: memoryview) -> None:
         """Start a block with the payload of a HEADERS frame."""
         self._block = frames.unpadded(payload, flags).tobytes()
         self._stream_id = stream_id
         self._is_last = bool(flags & frames.END_STREAM)
         self.is_open = True
 
-    def go_on(self, stream_id: int, payload: memoryview) -> None:
+    def on_continuation(self, stream_id: int, payload: memoryview) -> None:
         """Append the payload of a CONTINUATION frame."""
         if not self.is_open or stream_id != self._stream_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")

@@ -23,30 +23,30 @@ class Listener(ConnectionListener[Connection]):
 
     Args:
         serve: Handles a call in a task; returns or raises `RpcError`.
-        at_once: Handles a call without a task; returns False if it needs one.
+        serve_inline: Handles a call without a task; returns False if it needs one.
         message_bytes: Largest request message, by the call's path.
         calls_max: Open calls of one connection.
-        named: Converts a transport error to the error format of the call's path.
+        add_details: Converts a transport error to the error format of the call's path.
     """
 
     def __init__(
         self,
         serve: Callable[[Call], Awaitable[None]],
         *,
-        at_once: Callable[[Call], bool],
+        serve_inline: Callable[[Call], bool],
         message_bytes: Callable[[str], int],
         calls_max: int,
         connections_max: int,
-        named: Callable[[str, RpcError], RpcError],
+        add_details: Callable[[str, RpcError], RpcError],
         limits: ConnectionLimits,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(connections_max, limits, tls)
         self.serve = serve
-        self.at_once = at_once
+        self.serve_inline = serve_inline
         self.message_bytes = message_bytes
         self.calls_max = calls_max
-        self.named = named
+        self.add_details = add_details
 
     @property
     def unsent(self) -> int:

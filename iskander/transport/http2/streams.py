@@ -164,13 +164,13 @@ class Streams:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"HEADERS on even stream {stream_id}")
         if flags & frames.HAS_PRIORITY and frames.dependency(payload, flags) == stream_id:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
-        self.block_reader.begin(stream_id, flags, payload)
+        self.block_reader.on_headers(stream_id, flags, payload)
         if flags & frames.END_HEADERS:
             self._end_block()
 
     def on_continuation(self, flags: int, stream_id: int, payload: memoryview) -> None:
         """Process a CONTINUATION frame."""
-        self.block_reader.go_on(stream_id, payload)
+        self.block_reader.on_continuation(stream_id, payload)
         if flags & frames.END_HEADERS:
             self._end_block()
         else:
@@ -210,11 +210,11 @@ class Streams:
             empty = RequestHeaders("", None, "", (), -1)
             call = self.calls[stream_id] = Call(self, stream_id, empty)
             call.has_all_input = is_last
-            call.reject_http(self.host.named(fields.path, not_grpc))
+            call.reject_http(self.host.add_details(fields.path, not_grpc))
             return
         except RpcError as rejection:
             self._limiter.charge(self.now_ns)
-            end = self.host.named(fields.path, rejection)
+            end = self.host.add_details(fields.path, rejection)
             trailers = headers.trailers(end.status, end.message, end.trailers)
             self.output.emit_block(stream_id, frames.END_STREAM, headers.RESPONSE + trailers)
             if not is_last:
@@ -260,7 +260,7 @@ class Streams:
         """Start to serve the opened calls with the input received so far."""
         opened, self.opened = self.opened, []
         for call in opened:
-            if not (call.is_over or self.host.at_once(call)):
+            if not (call.is_over or self.host.serve_inline(call)):
                 self.tasks_started += 1
                 call.task = self.host.loop.create_task(_run(self.host, call))
             call.charge_unread()
@@ -281,17 +281,17 @@ class Streams:
         for call in list(self.calls.values()):
             call.check_timeouts(now)
 
-    def held(self, now_ns: int) -> float:
+    def evictable(self, now_ns: int) -> float:
         """Releasable bytes, times the nanoseconds since their message began."""
         calls = self.calls.values()
         return float(sum(call.unread_bytes * (now_ns - call.began_ns) for call in calls))
 
-    def shed(self) -> bool:
+    def evict(self) -> bool:
         """Reject the input of the call with the most unread bytes; return whether there is one."""
         largest = max(self.calls.values(), key=lambda call: call.unread_bytes, default=None)
         if largest is None or not largest.unread_bytes:
             return False
-        largest.shed()
+        largest.evict()
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:

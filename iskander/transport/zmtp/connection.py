@@ -52,7 +52,7 @@ class Session(Protocol):
     def is_full(self) -> bool:
         """Whether it accepts no messages; it calls `Connection.resume` when it does again."""
 
-    def take(self, parts: list[Part], arrived_ns: int) -> None:
+    def on_message(self, parts: list[Part], arrived_ns: int) -> None:
         """Process a message; `arrived_ns` is its monotonic arrival time."""
 
     def refuse(self, parts: list[Part]) -> None:
@@ -226,9 +226,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def close_idle(self) -> None:
         """Close to free capacity for another connection."""
-        self.leave()
+        self.close_gracefully()
 
-    def leave(self) -> None:
+    def close_gracefully(self) -> None:
         """Close after the write buffer is sent."""
         self._is_closed = True
         self._transport.close()
@@ -238,12 +238,12 @@ class Connection(asyncio.BufferedProtocol):
         self._is_closed = True
         self._transport.abort()
 
-    def held(self, now_ns: int) -> float:
+    def evictable(self, now_ns: int) -> float:
         """Return the releasable bytes times the nanoseconds since the start of their message."""
         unread = self._unread_bytes * float(now_ns - self._blocked_ns)
         return unread + self._received_bytes * float(now_ns - self._message_ns)
 
-    def shed(self) -> bool:
+    def evict(self) -> bool:
         """Reject the backlog, or end a connection with unread or partial messages."""
         session, received, unread = self._session, self._received_bytes, self._unread_bytes
         if self._is_closed or not received + unread:
@@ -363,7 +363,7 @@ class Connection(asyncio.BufferedProtocol):
         backlog, session = self._backlog, self._session
         while session is not None and backlog and not (self._is_closed or session.is_full):
             parts, arrived_ns = backlog.pop()
-            session.take(parts, arrived_ns)
+            session.on_message(parts, arrived_ns)
             if backlog and now_ns() >= until_ns:
                 self._is_behind = True
                 return
@@ -427,7 +427,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._backlog or session.is_full:
             self._backlog.append(parts, size, small, self._read_ns)
         else:
-            session.take(parts, self._read_ns)
+            session.on_message(parts, self._read_ns)
 
     def _on_command(self, name: bytes, data: bytes) -> None:
         if name == frames.READY and self._session is None:

@@ -164,7 +164,7 @@ def run(raw: bytes) -> None:
         plan = Plan(schema[0], contract, LIMITS)
     except IskanderError as error:
         if isinstance(error, MalformedInput):
-            judged = judge(schema, [])
+            judged = reference(schema, [])
             assert judged.error or is_stricter(error), f"pyarrow reads the schema\n{error}"
         return
     codec = StreamCodec(plan, LIMITS)
@@ -182,14 +182,14 @@ def run(raw: bytes) -> None:
         except LimitExceeded:
             return
         except IskanderError as error:
-            judged = judge(schema, rest[: number + 1])
+            judged = reference(schema, rest[: number + 1])
             assert judged.error or is_stricter(error), f"pyarrow reads it\n{error}"
             break
         if one is not None:
             arrived.append(one)
             answers += answer(codec, one)
     else:
-        judged = judge(schema, used(rest))
+        judged = reference(schema, used(rest))
         is_unverified = any(
             word in judged.error for word in (*UNVERIFIED, UNALIGNED, CLAIMED)
         ) or any(len(cut(*each)) < len(each[1]) for each in rest)
@@ -200,7 +200,7 @@ def run(raw: bytes) -> None:
         check_inputs(plan, one, batch)
 
 
-def judge(schema: tuple[bytes, bytes], messages: list[tuple[bytes, bytes]]) -> Judged:
+def reference(schema: tuple[bytes, bytes], messages: list[tuple[bytes, bytes]]) -> Judged:
     """Read a stream as a whole."""
     pieces = [ipc.encapsulate(schema[0])]
     pieces += [ipc.encapsulate(header, cut(header, body)) for header, body in messages]
@@ -335,7 +335,7 @@ def split(raw: bytes) -> list[tuple[bytes, bytes]]:
         middle = begin + int.from_bytes(raw[at : at + 2])
         end = middle + int.from_bytes(raw[at + 2 : at + 6])
         header = raw[begin:middle]
-        # Padded here, since pyarrow's framing would pad it for the judge alone.
+        # Padded here, since pyarrow's framing would pad it for the reference alone.
         messages.append((header + bytes(-(len(header) + 8) % ALIGNMENT), raw[middle:end]))
         at = end
     return messages

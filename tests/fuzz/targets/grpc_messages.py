@@ -1,6 +1,6 @@
 """gRPC messages in DATA frames: framing and compression, on a connection without a socket.
 
-Layout of an input: the call's encoding (1 byte), then the bytes of its stream. The judge takes
+Layout of an input: the call's encoding (1 byte), then the bytes of its stream. The reference takes
 messages apart by their prefixes and expands them by `gzip` and `zlib`. The stream is cut into DATA
 frames and reads at random places, and the outcome must not depend on them.
 """
@@ -93,7 +93,7 @@ async def served(
     """What a handler reads, and the status that it ends with."""
     recorder = Recorder()
     peer = Peer(message_bytes=MESSAGE_BYTES_MAX)
-    peer.host.at_once = recorder.serve
+    peer.host.serve_inline = recorder.serve
     extra = [("grpc-encoding", encoding)] if encoding else []
     places = sorted(random.randint(0, len(stream)) for _ in range(cuts))
     pieces = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 connection: `h11` by itself as the judge, and the same stream cut at other places.
+"""An HTTP/1.1 connection: `h11` by itself as the reference, and the same stream cut at other places.
 
 An input is what a client sends. The requests that an application gets are those that `h11` reads
 of it at once; where `h11` refuses something, the client is answered with 400 or let go.
@@ -79,7 +79,7 @@ def run(raw: bytes) -> None:
     ways = [[raw], cut]
     if len(raw) < 400:
         ways.append([bytes((byte,)) for byte in raw])
-    wanted, is_broken = judge(raw)
+    wanted, is_broken = reference(raw)
     for pieces in ways:
         got, written = LOOP.run_until_complete(served(pieces))
         assert got == wanted, f"other requests\n{got} where h11 has {wanted}"
@@ -87,7 +87,7 @@ def run(raw: bytes) -> None:
             assert written.startswith(b"HTTP/1.1 400") or not written
 
 
-def judge(raw: bytes) -> tuple[list[Request], bool]:
+def reference(raw: bytes) -> tuple[list[Request], bool]:
     """The requests of a stream that is read at once, and whether something in it is refused."""
     connection = h11.Connection(h11.SERVER, HEAD_BYTES_MAX)
     connection.receive_data(raw)

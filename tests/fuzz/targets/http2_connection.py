@@ -1,7 +1,7 @@
-"""A whole HTTP/2 connection: `h2` as the judge, and the same stream cut at other places.
+"""A whole HTTP/2 connection: `h2` as the reference, and the same stream cut at other places.
 
 An input is what a client sends. It is fed to `h2` frame by frame, and to the gateway's connection
-three times: frame by frame, cut at random places, and byte by byte. The judge has no answers of
+three times: frame by frame, cut at random places, and byte by byte. The reference has no answers of
 the server's to follow, so it says which requests and DATA come; how the server may end a call or
 the connection before is written in `ENDS`.
 """
@@ -192,7 +192,7 @@ async def served(pieces: list[bytes], *, is_patient: bool = False) -> Outcome:
     """Feed a connection; everything is freed at its end."""
     recorder = Recorder(is_patient=is_patient)
     peer = Peer(message_bytes=MESSAGE_BYTES_MAX, calls_max=CALLS_MAX, greets=False)
-    peer.host.at_once = recorder.serve
+    peer.host.serve_inline = recorder.serve
     for piece in pieces:
         if piece:
             peer.say(piece)
@@ -314,7 +314,7 @@ class Judged(NamedTuple):
     frames: int
 
 
-def judge(pieces: list[bytes]) -> Judged:
+def reference(pieces: list[bytes]) -> Judged:
     config = h2.config.H2Configuration(
         client_side=False,
         header_encoding=None,
@@ -383,7 +383,7 @@ def take_event(event: Any, judged: Judged) -> None:
 
 
 def check_against_judge(pieces: list[bytes], whole: Outcome) -> None:
-    judged = judge(pieces)
+    judged = reference(pieces)
     reset = reset_by(b"".join(pieces))
     if judged.refused:
         assert is_refused(whole) or judged.refused.startswith(LENIENT), judged.refused
@@ -445,7 +445,7 @@ def check_call(
         assert judged.refused or len(messages) <= len(wanted)
         return
     if whole.resets.get(stream_id) == client.PROTOCOL_ERROR:
-        return  # `content-length` or trailers are wrong, which the judge does not look at.
+        return  # `content-length` or trailers are wrong, which the reference does not look at.
     assert messages == wanted, f"{len(messages)} messages where {len(wanted)} are"
     if stream_id in judged.ended:
         assert whole.statuses.get(stream_id) == status

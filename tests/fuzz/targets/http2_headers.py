@@ -82,10 +82,10 @@ def mutate(raw: bytes, other: bytes, random: Random) -> bytes:
 
 
 def run(raw: bytes) -> None:
-    ours, judge = HeaderBlockReader(), hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
+    ours, reference = HeaderBlockReader(), hpack.Decoder(max_header_list_size=EXPANDED_BYTES_MAX)
     random = Random(zlib.crc32(raw))
     for block in split(raw):
-        wanted, why = decoded(judge, block)
+        wanted, why = decoded(reference, block)
         try:
             fields = read_in_pieces(ours, block, random)
         except ConnectionBroken as error:
@@ -102,15 +102,17 @@ def read_in_pieces(blocks: HeaderBlockReader, block: bytes, random: Random) -> A
     """Give a block as HEADERS and CONTINUATION."""
     cuts = sorted(random.randint(0, len(block)) for _ in range(random.choice((0, 0, 1, 3))))
     pieces = [block[a:b] for a, b in zip([0, *cuts], [*cuts, len(block)], strict=True)]
-    blocks.begin(1, 0, memoryview(pieces[0]))
+    blocks.on_headers(1, 0, memoryview(pieces[0]))
     for piece in pieces[1:]:
-        blocks.go_on(1, memoryview(piece))
+        blocks.on_continuation(1, memoryview(piece))
     return blocks.end()[2]
 
 
-def decoded(judge: hpack.Decoder, block: bytes) -> tuple[list[tuple[bytes, bytes]] | None, str]:
+def decoded(reference: hpack.Decoder, block: bytes) -> tuple[list[tuple[bytes, bytes]] | None, str]:
     try:
-        return [(bytes(name), bytes(value)) for name, value in judge.decode(block, raw=True)], ""
+        return [
+            (bytes(name), bytes(value)) for name, value in reference.decode(block, raw=True)
+        ], ""
     except hpack.HPACKError as error:
         return None, str(error)
 

@@ -86,7 +86,7 @@ async def played(steps: list[bytes]) -> None:
     peer = Peer(message_bytes=4 * LIMIT_BYTES, receive_bytes=LIMIT_BYTES)
     budget = peer.host.budget
     calls: dict[int, Call] = {}
-    peer.host.at_once = lambda call: calls.update({call.stream_id: call}) is None
+    peer.host.serve_inline = lambda call: calls.update({call.stream_id: call}) is None
     senders: dict[int, Sender] = {}
     taken, last_id = 0, -1
     for what, number, amount in steps:
@@ -99,15 +99,15 @@ async def played(steps: list[bytes]) -> None:
             senders[number] = Sender(last_id)
             peer.open(last_id)
         elif what % 9 == OTHERS:
-            budget.give_back(taken)
+            budget.release(taken)
             taken = min(4096 * amount, LIMIT_BYTES // 2)
-            taken = taken if budget.take(taken) else 0
+            taken = taken if budget.try_charge(taken) else 0
         elif what % 9 == WAIT:
             wait(peer, amount)
         elif sender is not None:
             step(peer, sender, calls.get(sender.stream_id), what % 9, amount)
         assert 0 <= budget.used_bytes <= LIMIT_BYTES + SLACK_BYTES, budget.used_bytes
-    budget.give_back(taken)
+    budget.release(taken)
     for call in calls.values():
         call.on_input = None
     calls.clear()

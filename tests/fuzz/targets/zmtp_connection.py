@@ -1,4 +1,4 @@
-"""A ZMTP connection: libzmq's own ROUTER as the judge, and the same stream cut at other places.
+"""A ZMTP connection: libzmq's own ROUTER as the reference, and the same stream cut at other places.
 
 An input is what a peer sends. libzmq reads it from a socket of the loopback; what it delivers has
 to be delivered here, unless the peer went over a limit. It is waited for as many messages as were
@@ -162,7 +162,7 @@ def make_room(peer: Peer) -> None:
         peer.connection.resume()
 
 
-class Judge:
+class ReferenceClient:
     """A ROUTER socket of libzmq."""
 
     def __init__(self) -> None:
@@ -246,4 +246,4 @@ def command_body(random: Random) -> bytes:
     return bytes((len(name),)) + name + data
 
 
-JUDGE = Judge()
+JUDGE = ReferenceClient()

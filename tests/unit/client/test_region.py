@@ -154,7 +154,7 @@ def test_a_batch_is_read_where_it_was_put(tmp_path: Path) -> None:
     with lending(tmp_path) as (regions, path, ask):
         region = Region(path, 512 * KIB, TIMEOUT_S)
         region.begin(batch_of(1).schema)
-        assert ask(lambda: dict(regions.lent)) == {region.name: 512 * KIB}
+        assert ask(lambda: dict(regions.allocated)) == {region.name: 512 * KIB}
         assert len(region.name) == 32
         loan = ask(lambda: regions.find(region.name))
         assert isinstance(loan, ClientSegment)
@@ -170,7 +170,7 @@ def test_a_batch_is_read_where_it_was_put(tmp_path: Path) -> None:
         assert part is not None
         assert read_at(loan, part).equals(sent[0].slice(100, 5000))
         region.close()
-        until(lambda: not regions.lent)
+        until(lambda: not regions.allocated)
 
 
 def test_what_is_small_or_too_large_is_sent_otherwise(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_region_ends_with_its_connection(tmp_path: Path) -> None:
         assert region.is_attached
         kept = ask(lambda: SegmentRange(regions.find(region.name), 0, 10))
         region.close()
-        until(lambda: not regions.lent)
+        until(lambda: not regions.allocated)
         with pytest.raises(RegionNotFound, match="ends with the connection"):
             ask(lambda: regions.find(region.name))
         assert isinstance(kept, SegmentRange)
@@ -258,7 +258,7 @@ def test_bounds(tmp_path: Path) -> None:
             Region(path, 4 * KIB, TIMEOUT_S)
         assert caught.value.retry_after_ms
         second.close()
-        until(lambda: len(regions.lent) == 1)
+        until(lambda: len(regions.allocated) == 1)
         Region(path, 4 * KIB, TIMEOUT_S).close()
         first.close()
 
@@ -283,14 +283,14 @@ def test_nonsense_is_told_so_and_holds_nobody_up(tmp_path: Path, frame: bytes) -
             silent.settimeout(TIMEOUT_S)
             silent.recv(4096)  # It is let go after a second.
         region.close()
-        until(lambda: not regions.lent)
+        until(lambda: not regions.allocated)
 
 
 def test_who_talks_on_loses_its_region(tmp_path: Path) -> None:
     with lending(tmp_path) as (regions, path, _ask):
         connection, _, fd = request_region(path, 4 * KIB, TIMEOUT_S)
         connection.sendall(encode(RegionRequest(4 * KIB)))
-        until(lambda: not regions.lent)
+        until(lambda: not regions.allocated)
         os.close(fd)
         connection.close()
 

@@ -253,7 +253,7 @@ def test_a_part_that_gets_room_when_its_batch_has_failed_gives_it_back() -> None
 
     dispatcher = SimpleNamespace(submit=lambda request: done.append(("submitted", request)))
     stream: Any = SimpleNamespace(
-        _intake=Room(), _dispatcher=dispatcher, _append=lambda pending: None
+        _input_arena=Room(), _dispatcher=dispatcher, _append=lambda pending: None
     )
     asyncio.run(Exchange._admit_portions(stream, divided))
 

@@ -186,7 +186,7 @@ def test_top_k_is_labels_and_scores() -> None:
     ]
     (column,) = contract.columns
     assert (column.outputs, column.is_assembled) == ((0, 1), True)
-    assert column.made == "logits, top_k 2, labels labels.txt"
+    assert column.source == "logits, top_k 2, labels labels.txt"
 
 
 def test_a_struct_of_several_tensors() -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.intake import Nobody, admit, in_loop
+from support.input_arena import NullCaller, admit, in_loop
 from support.lanes import lane_of
 
 from iskander.arrow.types import input_schema
@@ -107,7 +107,7 @@ async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
     )
     lane = lane_of(contract=contract)
     lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
-    intake = InputArena(1 << 16, LimitsConfig(arena_wait_ms=0))
+    input_arena = InputArena(1 << 16, LimitsConfig(arena_wait_ms=0))
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(["", "q", "é", "r", "s", "tt"]), 2)
     batch = pa.record_batch(
         [pa.array(["one", "", "🦎"]), pa.array([1, 2, 3]), pairs], schema=input_schema(contract)
@@ -115,17 +115,17 @@ async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
     (_, a, a_bytes), (_, n), (_, _, b, b_bytes) = (column.buffers() for column in batch.columns)
     lengths = ((a, 16), (n, 24), (b, 28), (a_bytes, 7), (b_bytes, 8))
     tensors = [memoryview(buffer).cast("B")[:length] for buffer, length in lengths]
-    request = Request(lane, Nobody(), 3, tensors, arrived_ns=now_ns())
+    request = Request(lane, NullCaller(), 3, tensors, arrived_ns=now_ns())
 
-    await admit(intake, request)
+    await admit(input_arena, request)
 
     assert request.lease is not None
     lease = request.lease
     assert lease.length_bytes >= request.input_bytes == len(request.layout.header) + 5 * 64
-    raw = intake.segment.view[lease.offset : lease.offset + request.input_bytes]
+    raw = input_arena.segment.view[lease.offset : lease.offset + request.input_bytes]
     assert pa.ipc.read_record_batch(pa.py_buffer(raw), batch.schema).equals(batch)
     raw.release()
-    intake.close()
+    input_arena.close()
 
 
 def test_rows_whose_results_no_offsets_could_say() -> None:
@@ -134,9 +134,9 @@ def test_rows_whose_results_no_offsets_could_say() -> None:
     inputs = (TensorSpec("x", "x", ColumnType("int8"), ()),)
     layouts = LayoutCache(Contract(inputs, (spec,)))
 
-    assert layouts.of(1023).output_bytes == 8192 + (1023 << 21)
+    assert layouts.for_rows(1023).output_bytes == 8192 + (1023 << 21)
     with pytest.raises(LimitExceeded, match="1024 rows may make 2048 strings of 1048576 bytes"):
-        layouts.of(1024)
+        layouts.for_rows(1024)
 
 
 def test_every_part_is_a_step_of_its_own() -> None:

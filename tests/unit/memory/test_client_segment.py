@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.lanes import MS, Asker, lane_of
-from support.simulation import PlayedWorker, Simulation
+from support.lanes import MS, RecordingCaller, lane_of
+from support.simulation import SimulatedWorker, Simulation
 
 from iskander.control.channel import FRAME_BYTES_MAX
 from iskander.control.messages import Execute, encode
@@ -84,14 +84,14 @@ def test_idle_time_is_not_saved_up() -> None:
     assert models.count(0) == pytest.approx(models.count(1), rel=0.1)
 
 
-def told_within(gateway: Simulation, asker: Asker, limit_ns: int) -> bool:
+def told_within(gateway: Simulation, caller: RecordingCaller, limit_ns: int) -> bool:
     until_ns = gateway.loop.now_ns + limit_ns
-    while not asker.told and gateway.loop.step(until_ns):
+    while not caller.told and gateway.loop.step(until_ns):
         pass
-    return bool(asker.results)
+    return bool(caller.results)
 
 
-def learned(gateway: Simulation, *keys: int) -> PlayedWorker:
+def learned(gateway: Simulation, *keys: int) -> SimulatedWorker:
     """A worker, and lanes that know what their batches cost on it: 2 ms, and little for a row."""
     worker = gateway.start()
     worker.cost = lambda execute: 2 * MS + 10_000 * execute.rows
@@ -110,9 +110,9 @@ def test_one_request_is_not_kept_for_ever_behind_full_batches(terms: dict[str, f
         learned(gateway, 0, 1)
         fill(gateway, 0, until=2000)
         gateway.loop.run(MS)
-        _, asker = gateway.ask(1, 1, **terms)
+        _, caller = gateway.ask(1, 1, **terms)
 
-        assert told_within(gateway, asker, 20 * MS)
+        assert told_within(gateway, caller, 20 * MS)
         assert len(gateway.lanes[0].queue) > 1000
 
 
@@ -122,9 +122,9 @@ def test_full_batches_take_turns_with_full_batches(policy: str) -> None:
         learned(gateway, 0, 1)
         fill(gateway, 0, until=2000)
         gateway.loop.run(MS)
-        _, asker = gateway.ask(1, 8)
+        _, caller = gateway.ask(1, 8)
 
-        assert told_within(gateway, asker, 20 * MS)
+        assert told_within(gateway, caller, 20 * MS)
 
 
 def test_a_lane_pays_nothing_for_what_others_do_on_other_workers() -> None:
@@ -136,9 +136,9 @@ def test_a_lane_pays_nothing_for_what_others_do_on_other_workers() -> None:
         fill(gateway, 0, until=200)
         fill(gateway, 1, until=2000)
         gateway.loop.run(20 * MS)
-        _, asker = gateway.ask(2, 8)
+        _, caller = gateway.ask(2, 8)
 
-        assert told_within(gateway, asker, 10 * MS)
+        assert told_within(gateway, caller, 10 * MS)
 
 
 def test_a_slow_first_run_does_not_refuse_everything_for_ever() -> None:
@@ -153,12 +153,12 @@ def test_a_slow_first_run_does_not_refuse_everything_for_ever() -> None:
         served = 0
         for _ in range(2000):
             try:
-                _, asker = gateway.ask(0, 1, budget_ms=20.0)
+                _, caller = gateway.ask(0, 1, budget_ms=20.0)
             except DeadlineUnreachable:
                 continue
             finally:
                 gateway.loop.run(10 * MS)
-            served += bool(asker.results)
+            served += bool(caller.results)
 
     assert served > 1000
 
@@ -183,7 +183,7 @@ def test_a_lane_that_lingers_serves_requests_that_are_due_sooner() -> None:
             asked.append(gateway.ask(0, 1, budget_ms=5.0)[1])
             gateway.loop.run(20 * MS)
 
-        assert [asker.codes for asker in asked] == [[]] * 50
+        assert [caller.codes for caller in asked] == [[]] * 50
 
 
 def test_a_batch_that_lingers_goes_when_its_time_is_over() -> None:
@@ -224,10 +224,10 @@ def test_one_slow_run_refuses_few(before: int) -> None:
         for turn in range(before + 3000):
             worker.cost = lambda execute, is_slow=turn == before: (500 if is_slow else 10) * MS
             try:
-                _, asker = gateway.ask(0, 1, budget_ms=12.0)
+                _, caller = gateway.ask(0, 1, budget_ms=12.0)
             except DeadlineUnreachable:
-                asker = None
+                caller = None
             gateway.loop.run(20 * MS)
-            served += bool(asker and asker.results)
+            served += bool(caller and caller.results)
 
     assert served > 0.9 * (before + 3000)

@@ -1,4 +1,4 @@
-"""The desk: each request answered once, given up when its task is, refused by name, drained."""
+"""The submitter: each request answered once, given up when its task is, refused by name, drained."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import weakref
 
 import numpy as np
 import pytest
-from support.intake import in_loop, turns
-from support.office import LIMITS, office
+from support.input_arena import in_loop, turns
+from support.submitter import LIMITS, office
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
@@ -26,8 +26,8 @@ async def test_the_answer_is_what_the_worker_wrote() -> None:
     async with office() as made:
         asked = made.ask()
         await turns()
-        (request,) = made.dispatcher.asked
-        body = bytes(made.intake.segment.view[request.body_offset :][:32])
+        (request,) = made.dispatcher.submitted
+        body = bytes(made.input_arena.segment.view[request.body_offset :][:32])
         assert np.frombuffer(body, np.int64).tolist() == [0, 1, 2, 3]
 
         made.dispatcher.answer(request, b"results")
@@ -42,7 +42,7 @@ async def test_terms_and_the_calls_deadline_go_with_the_request() -> None:
         deadline_ns = now_ns() + 1_000_000_000
         asked = made.ask(terms=terms, call_deadline_ns=deadline_ns)
         await turns()
-        (request,) = made.dispatcher.asked
+        (request,) = made.dispatcher.submitted
         assert request.terms is terms and request.deadline_ns == deadline_ns
         made.dispatcher.answer(request, b"")
         await asked
@@ -52,7 +52,7 @@ async def test_terms_and_the_calls_deadline_go_with_the_request() -> None:
 async def test_no_rows_are_answered_at_once() -> None:
     async with office() as made:
         assert await made.ask(0) == b""
-        assert not made.dispatcher.asked
+        assert not made.dispatcher.submitted
 
 
 @in_loop
@@ -60,7 +60,7 @@ async def test_a_failure_is_raised_where_the_results_are_waited_for() -> None:
     async with office() as made:
         asked = made.ask()
         await turns()
-        (request,) = made.dispatcher.asked
+        (request,) = made.dispatcher.submitted
         request.caller.fail(request, ExecutionFailed("no"))
         with pytest.raises(ExecutionFailed):
             await asked
@@ -74,7 +74,7 @@ async def test_a_task_that_is_cancelled_gives_its_request_up() -> None:
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        (request,) = made.dispatcher.asked
+        (request,) = made.dispatcher.submitted
         assert made.dispatcher.withdrawn == [request]
         # What comes too late meets nobody.
         request.caller.deliver(request, memoryview(b"late"))
@@ -87,10 +87,10 @@ async def test_where_the_arena_is_full_a_request_waits_for_room() -> None:
         rows = (3 * GRAIN_BYTES - 1024) // 9 // 64 * 64
         first, second = made.ask(rows), made.ask(rows)
         await turns()
-        assert len(made.dispatcher.asked) == 1
-        made.dispatcher.answer(made.dispatcher.asked[0], b"first")
+        assert len(made.dispatcher.submitted) == 1
+        made.dispatcher.answer(made.dispatcher.submitted[0], b"first")
         await turns()
-        made.dispatcher.answer(made.dispatcher.asked[1], b"second")
+        made.dispatcher.answer(made.dispatcher.submitted[1], b"second")
         assert [await first, await second] == [b"first", b"second"]
 
 
@@ -115,7 +115,7 @@ async def test_a_refused_request_keeps_its_tensors_no_longer() -> None:
             held = weakref.ref(ids)
             wanted = RequestTensors(4, [memoryview(ids).cast("B"), memoryview(b"\x00")])
             with contextlib.suppress(DeadlineExceeded):
-                await made.desk.ask(made.lane, wanted, call_deadline_ns=1)
+                await made.submitter.infer(made.lane, wanted, call_deadline_ns=1)
             del ids, wanted
             assert held() is None
     finally:
@@ -126,13 +126,13 @@ async def test_a_refused_request_keeps_its_tensors_no_longer() -> None:
 async def test_what_one_call_asks_keeps_no_other_call_out() -> None:
     """A stream has a window of its own, and is one of the calls that may be open."""
     async with office() as made:
-        with made.desk.held():
+        with made.submitter.open_call():
             asked = [made.ask() for _ in range(LIMITS.streams + 1)]
             await turns()
-            with made.desk.held():
+            with made.submitter.open_call():
                 asked.append(made.ask())
                 await turns()
-            for request in made.dispatcher.asked:
+            for request in made.dispatcher.submitted:
                 made.dispatcher.answer(request, b"")
             assert [await each for each in asked] == [b""] * (LIMITS.streams + 2)
 
@@ -140,28 +140,28 @@ async def test_what_one_call_asks_keeps_no_other_call_out() -> None:
 @in_loop
 async def test_more_calls_than_may_be_open_are_refused() -> None:
     async with office() as made:
-        with made.desk.held(), made.desk.held():
-            with pytest.raises(Overloaded), made.desk.held():
+        with made.submitter.open_call(), made.submitter.open_call():
+            with pytest.raises(Overloaded), made.submitter.open_call():
                 raise AssertionError("a third call is held")
-            assert len(made.desk.calls) == 2
-        with made.desk.held():
-            assert len(made.desk.calls) == 1
+            assert len(made.submitter.calls) == 2
+        with made.submitter.open_call():
+            assert len(made.submitter.calls) == 1
 
 
 @in_loop
 async def test_a_drain_answers_what_was_accepted_and_takes_no_more() -> None:
     async with office() as made:
         told: list[str] = []
-        with made.desk.held(lambda: told.append("drain")):
+        with made.submitter.open_call(lambda: told.append("drain")):
             asked = made.ask()
             await turns()
-            made.desk.drain()
+            made.submitter.drain()
             assert told == ["drain"]
             with pytest.raises(Draining):
                 await made.ask()
-            with pytest.raises(Draining), made.desk.held():
+            with pytest.raises(Draining), made.submitter.open_call():
                 raise AssertionError("a call is held")
-            made.dispatcher.answer(made.dispatcher.asked[0], b"results")
+            made.dispatcher.answer(made.dispatcher.submitted[0], b"results")
             assert await asked == b"results"
 
 
@@ -170,18 +170,18 @@ async def test_one_caller_leaves_places_for_others() -> None:
     """Of 32, four are for callers that hold less than four."""
     limits = LimitsConfig(streams=32)
     async with office() as made:
-        desk = RequestSubmitter(made.intake, made.dispatcher, limits)
+        submitter = RequestSubmitter(made.input_arena, made.dispatcher, limits)
         with contextlib.ExitStack() as stack:
             for _ in range(28):
-                stack.enter_context(desk.held(caller="greedy"))
+                stack.enter_context(submitter.open_call(caller="greedy"))
             with pytest.raises(Overloaded, match=r"open requests of this caller .* limit 4 of 32"):
-                stack.enter_context(desk.held(caller="greedy"))
+                stack.enter_context(submitter.open_call(caller="greedy"))
             for other in ("a", "b", "a"):
-                stack.enter_context(desk.held(caller=other))
-            stack.enter_context(desk.held())
+                stack.enter_context(submitter.open_call(caller=other))
+            stack.enter_context(submitter.open_call())
             with pytest.raises(Overloaded, match="too many open requests: 32, limit 32"):
-                stack.enter_context(desk.held(caller="c"))
+                stack.enter_context(submitter.open_call(caller="c"))
         for _ in range(3):
-            with desk.held(caller="greedy"):
-                assert len(desk.calls) == 1
-        assert not desk.calls
+            with submitter.open_call(caller="greedy"):
+                assert len(submitter.calls) == 1
+        assert not submitter.calls

@@ -78,7 +78,7 @@ def n_of(rows: int) -> Tensor:
 
 
 def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None:
-    """In the contract's order, whatever its own; `read_inputs` judges one of other lengths."""
+    """In the contract's order, whatever its own; `read_inputs` references one of other lengths."""
     first = read_inputs(PLAIN, [n_of(4), x_of(4)], LIMITS)
     fit = match_inputs(PLAIN, [first.tensors[1], first.tensors[0]], first)
     assert fit is not None and fit.contract is PLAIN

@@ -202,7 +202,7 @@ class Files(FileFreshness):
         super().__init__()
         self.looks: list[tuple[Lane, Callable[[bool], None]]] = []
 
-    def ask(self, lane: Lane, then: Callable[[bool], None]) -> None:
+    def check(self, lane: Lane, then: Callable[[bool], None]) -> None:
         self.looks.append((lane, then))
 
     def answer(self, is_current: bool) -> None:
@@ -271,9 +271,9 @@ def test_a_worker_that_comes_later_is_asked_when_the_files_are_known_to_be_the_s
 
     async def scenario() -> None:
         fleet, files, generations = watched(2)
-        fleet.comes_anew(1)
+        fleet.restarts(1)
         worker = fleet.workers[1]
-        assert fleet.told(1) == [0] and worker.asked == 0
+        assert fleet.told(1) == [0] and worker.loading_key == 0
         files.answer(True)
         assert fleet.told(1) == [0, 0]
         fleet.has_loaded(1)
@@ -288,10 +288,10 @@ def test_a_worker_that_comes_later_is_asked_when_the_files_are_known_to_be_the_s
 def test_a_worker_that_comes_after_a_change_goes_on_without_the_model() -> None:
     async def scenario() -> None:
         fleet, files, generations = watched(2)
-        fleet.comes_anew(1)
+        fleet.restarts(1)
         files.answer(False)
         assert fleet.told(1) == [0], "only its first process was asked"
-        assert fleet.workers[1].refused == {0: CHANGED}
+        assert fleet.workers[1].load_errors == {0: CHANGED}
         assert fleet.models.by_key[0].is_stale
         assert fleet.happened == [(1, Event.LOADED)]
         generations.close()
@@ -304,12 +304,12 @@ def test_what_a_worker_loaded_of_changed_files_is_not_taken_for_the_same() -> No
 
     async def scenario() -> None:
         fleet, files, generations = watched(2)
-        fleet.comes_anew(1)
+        fleet.restarts(1)
         files.answer(True)
         fleet.has_loaded(1)
         files.answer(False)
         worker = fleet.workers[1]
-        assert worker.models == set() and worker.refused == {0: CHANGED}
+        assert worker.models == set() and worker.load_errors == {0: CHANGED}
         assert fleet.told(1, Unload) == [0]
         assert fleet.models.by_key[0].is_stale
         generations.close()
@@ -323,15 +323,15 @@ def test_a_worker_is_asked_again_where_the_files_are_what_is_served_again() -> N
     async def scenario() -> None:
         fleet, files, generations = watched(2)
         worker, lane = fleet.workers[1], fleet.models.by_key[0]
-        fleet.comes_anew(1)
+        fleet.restarts(1)
         files.answer(False)
         worker.state, lane.is_stale = State.READY, False
         fleet.loading.retry_failed()
         files.answer(False)
-        assert lane.is_stale and worker.refused
+        assert lane.is_stale and worker.load_errors
         fleet.loading.retry_failed()
         files.answer(True)
-        assert worker.refused == {} and worker.asked == 0
+        assert worker.load_errors == {} and worker.loading_key == 0
         files.answer(True)
         assert fleet.told(1) == [0, 0]
         generations.close()
@@ -344,8 +344,8 @@ def test_what_is_known_too_late_is_for_nobody() -> None:
 
     async def scenario() -> None:
         fleet, files, generations = watched(2)
-        fleet.comes_anew(1)
-        fleet.comes_anew(1)
+        fleet.restarts(1)
+        fleet.restarts(1)
         files.answer(True)
         assert fleet.told(1) == [0]
         files.answer(True)
@@ -375,12 +375,12 @@ def test_looks_do_not_hold_the_loop_up_and_have_an_end(monkeypatch: pytest.Monke
         for key in range(3):
             spec = msgspec.structs.replace(model_of(key), fingerprint="as it was")
             lane = Lane(spec, LaneConfig())
-            freshness.ask(lane, lambda is_current, key=key: found.update({key: is_current}))
+            freshness.check(lane, lambda is_current, key=key: found.update({key: is_current}))
         assert found == {}
         await until(lambda: len(found) == 3)
         assert found == {0: False, 1: True, 2: False}
         hangs.set()
-        await until(lambda: not any(each.name == "isk-look" for each in threading.enumerate()))
+        await until(lambda: not any(each.name == "isk-freshness" for each in threading.enumerate()))
         freshness.close()
 
     run(scenario)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from support.intake import in_loop, turns
+from support.input_arena import in_loop, turns
 
 from iskander.repository.repository import StartupBarrier
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from support.lanes import CONTRACT, MS, Asker, lane_of
-from support.simulation import PlayedWorker, Simulation
+from support.lanes import CONTRACT, MS, RecordingCaller, lane_of
+from support.simulation import SimulatedWorker, Simulation
 
 from iskander.contract.column_types import ColumnType
 from iskander.contract.rows import RowCopier
@@ -49,14 +49,14 @@ class Asked:
     """A request with what is true of it."""
 
     def __init__(self, gateway: Simulation, lane: int, values: Any, terms: Terms) -> None:
-        self.asker = Asker()
+        self.caller = RecordingCaller()
         self.values = values
         self.flags = values % 3 == 0
         self.is_withdrawn = False
         flags = np.packbits(self.flags, bitorder="little")
         self.request = Request(
             gateway.lanes[lane],
-            self.asker,
+            self.caller,
             len(values),
             [memoryview(values).cast("B"), memoryview(flags.tobytes())],
             terms=terms,
@@ -65,14 +65,14 @@ class Asked:
 
     def check(self) -> None:
         """Answered once, and rightly; one whose caller left may not be answered."""
-        asker, is_bad = self.asker, {REFUSED, DEADLY} & set(self.values.tolist())
-        assert asker.told <= 1 and (asker.told or self.is_withdrawn), self.request
+        caller, is_bad = self.caller, {REFUSED, DEADLY} & set(self.values.tolist())
+        assert caller.told <= 1 and (caller.told or self.is_withdrawn), self.request
         assert self.request.is_over and not self.request.running
         assert self.request.lease is None
-        assert set(asker.codes) <= NAMED, asker.errors
-        if "execution_failed" in asker.codes or "poisoned" in asker.codes:
+        assert set(caller.codes) <= NAMED, caller.errors
+        if "execution_failed" in caller.codes or "poisoned" in caller.codes:
             assert is_bad, "one caller's bad rows cost another its answer"
-        for result in asker.results:
+        for result in caller.results:
             assert not is_bad
             rows = len(self.values)
             offsets, _ = RowCopier(FLAGGED.outputs).layout(rows)
@@ -82,7 +82,7 @@ class Asked:
             assert np.array_equal(got.astype(bool), self.flags)
 
 
-def judge(values: Any) -> str | None:
+def reference(values: Any) -> str | None:
     if DEADLY in values:
         return "die"
     return "execution_failed" if REFUSED in values else None
@@ -134,8 +134,8 @@ class Traffic:
             self.gateway.loop.run(10 * MS)
             self.revive()
 
-    def equip(self, worker: PlayedWorker) -> None:
-        worker.judge = judge
+    def equip(self, worker: SimulatedWorker) -> None:
+        worker.reference = reference
         worker.cost = lambda execute: 20_000 + 500 * execute.rows
         worker.play()
 
@@ -160,7 +160,7 @@ class Traffic:
             self.gateway.submit(asked.request)
         except IskanderError as error:
             assert error.code in AT_THE_DOOR, error
-            assert asked.request.lease is None and not asked.asker.told
+            assert asked.request.lease is None and not asked.caller.told
             return
         self.asked.append(asked)
 
@@ -200,8 +200,8 @@ def test_every_request_is_answered_once_with_its_own_rows_or_a_named_error(seed:
 
         for asked in traffic.asked:
             asked.check()
-        answered = sum(len(asked.asker.results) for asked in traffic.asked)
+        answered = sum(len(asked.caller.results) for asked in traffic.asked)
         assert answered > REQUESTS / 4, "too little was served for the example to say anything"
         assert gateway.is_clean()
         assert all(worker.credits for worker in gateway.workers)
-        gateway.intake.arena.validate()
+        gateway.input_arena.arena.validate()

@@ -33,8 +33,8 @@ def behind(count: int, *, after_ns: int = -1, priority: int = 1) -> list[Request
     return [waiting(due_ns=due_ns, priority=priority) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("others", "is_given_up"), [(1, False), (2, True), (9, True)])
-def test_one_is_given_up_where_more_would_be_late_after_it(others: int, is_given_up: bool) -> None:
+@pytest.mark.parametrize(("others", "is_cancelled"), [(1, False), (2, True), (9, True)])
+def test_one_is_given_up_where_more_would_be_late_after_it(others: int, is_cancelled: bool) -> None:
     """Both sides: nobody for one other."""
     first, rest = urgent(), behind(others)
 
@@ -43,32 +43,32 @@ def test_one_is_given_up_where_more_would_be_late_after_it(others: int, is_given
     batch = formed(queue, cost=COST)
 
     assert (batch.reason, batch.hold_ns, rows_of(batch)) == (Reason.DEADLINE, 0, [1])
-    assert batch.doomed == [first] * is_given_up
+    assert batch.doomed == [first] * is_cancelled
     # Without it, all of the others go together.
     queue.remove(first)
     assert rows_of(formed(queue, cost=COST)) == [1] * others
 
 
-@pytest.mark.parametrize(("after_ns", "is_given_up"), [(0, False), (-1, True)])
+@pytest.mark.parametrize(("after_ns", "is_cancelled"), [(0, False), (-1, True)])
 def test_nobody_is_given_up_where_the_others_are_in_time_in_the_next_batch(
-    after_ns: int, is_given_up: bool
+    after_ns: int, is_cancelled: bool
 ) -> None:
     """Both sides, by a nanosecond."""
     first = urgent()
 
     batch = formed(queue_of(first, *behind(5, after_ns=after_ns)), cost=COST)
 
-    assert batch.doomed == [first] * is_given_up
+    assert batch.doomed == [first] * is_cancelled
 
 
 @pytest.mark.parametrize("priority", [0, 1, PRIORITY_MAX - 1])
-@pytest.mark.parametrize(("others", "is_given_up"), [(8, False), (9, True)])
-def test_a_higher_priority_counts_for_eight(priority: int, others: int, is_given_up: bool) -> None:
+@pytest.mark.parametrize(("others", "is_cancelled"), [(8, False), (9, True)])
+def test_a_higher_priority_counts_for_eight(priority: int, others: int, is_cancelled: bool) -> None:
     """Both sides."""
-    assert (others > PRIORITY_WORTH) is is_given_up
+    assert (others > PRIORITY_WORTH) is is_cancelled
     first, rest = urgent(priority), behind(others, priority=priority + 1)
 
-    assert formed(queue_of(first, *rest), cost=COST).doomed == [first] * is_given_up
+    assert formed(queue_of(first, *rest), cost=COST).doomed == [first] * is_cancelled
 
 
 def test_one_of_a_lower_priority_is_given_up_for_one_other() -> None:
@@ -127,8 +127,8 @@ def test_nobody_is_given_up_while_the_worker_is_busy() -> None:
         assert len(formed(anew, cost=COST, free_ns=free_ns, now_ns=now_ns).doomed) == doomed
 
 
-@pytest.mark.parametrize(("too_many", "is_given_up"), [(0, True), (1, False)])
-def test_only_so_many_are_looked_at(too_many: int, is_given_up: bool) -> None:
+@pytest.mark.parametrize(("too_many", "is_cancelled"), [(0, True), (1, False)])
+def test_only_so_many_are_looked_at(too_many: int, is_cancelled: bool) -> None:
     """Both sides: the second of those whom it would be given up for is seen, or it is not."""
     first = urgent()
     last = [waiting(due_ns=NOW + span_ns(1, COST) + run_ns(4) - 1) for _ in range(2)]
@@ -136,29 +136,29 @@ def test_only_so_many_are_looked_at(too_many: int, is_given_up: bool) -> None:
 
     batch = formed(queue_of(first, *many, *last), cost=COST, rows_max=4)
 
-    assert (batch.reason, batch.doomed) == (Reason.DEADLINE, [first] * is_given_up)
+    assert (batch.reason, batch.doomed) == (Reason.DEADLINE, [first] * is_cancelled)
 
 
-@pytest.mark.parametrize(("early_ns", "is_given_up"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("early_ns", "is_cancelled"), [(0, False), (1, True)])
 def test_the_next_batch_has_no_more_rows_than_one_may_have(
-    early_ns: int, is_given_up: bool
+    early_ns: int, is_cancelled: bool
 ) -> None:
     """Eight wait behind, and four of them run then; both sides."""
     first, due_ns = urgent(), NOW + span_ns(1, COST) + run_ns(4) - early_ns
 
     queue = queue_of(first, *(waiting(due_ns=due_ns) for _ in range(8)))
 
-    assert formed(queue, cost=COST, rows_max=4).doomed == [first] * is_given_up
+    assert formed(queue, cost=COST, rows_max=4).doomed == [first] * is_cancelled
 
 
-@pytest.mark.parametrize(("rows_max", "is_given_up"), [(8, False), (9, True)])
-def test_one_is_given_up_for_those_only_who_find_a_place(rows_max: int, is_given_up: bool) -> None:
+@pytest.mark.parametrize(("rows_max", "is_cancelled"), [(8, False), (9, True)])
+def test_one_is_given_up_for_those_only_who_find_a_place(rows_max: int, is_cancelled: bool) -> None:
     """It is worth eight of the twelve, who are all late behind it; both sides."""
     first, due_ns = urgent(0), NOW + span_ns(1, COST) + run_ns(rows_max) - 1
 
     queue = queue_of(first, *(waiting(due_ns=due_ns) for _ in range(12)))
 
-    assert formed(queue, cost=COST, rows_max=rows_max).doomed == [first] * is_given_up
+    assert formed(queue, cost=COST, rows_max=rows_max).doomed == [first] * is_cancelled
 
 
 def measure(ordered: list[Request], count: int, rows_max: int) -> int:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.lanes import MS, Asker, lane_of
-from support.simulation import PlayedWorker, Simulation
+from support.lanes import MS, RecordingCaller, lane_of
+from support.simulation import SimulatedWorker, Simulation
 
 from iskander.control.messages import Done, Execute, Failed, Slice
 from iskander.errors import NotReady
@@ -29,27 +29,27 @@ def gateway() -> Iterator[Simulation]:
 
 
 @pytest.fixture
-def worker(gateway: Simulation) -> PlayedWorker:
+def worker(gateway: Simulation) -> SimulatedWorker:
     return gateway.start()
 
 
-def ask(gateway: Simulation, *rows: int, lane: int = 0) -> list[tuple[Request, Asker]]:
+def ask(gateway: Simulation, *rows: int, lane: int = 0) -> list[tuple[Request, RecordingCaller]]:
     """Requests that come in one turn of the loop; what can be sent has been when this returns."""
     asked = [gateway.ask(lane, each, first=100 * index) for index, each in enumerate(rows)]
     gateway.loop.turn()
     return asked
 
 
-def values_of(asker: Asker) -> list[int]:
-    (result,) = asker.results
+def values_of(caller: RecordingCaller) -> list[int]:
+    (result,) = caller.results
     return np.frombuffer(result, np.int64).tolist()
 
 
-def is_right(asked: tuple[Request, Asker], first: int) -> bool:
+def is_right(asked: tuple[Request, RecordingCaller], first: int) -> bool:
     """It has exactly the rows that it asked with."""
-    request, asker = asked
+    request, caller = asked
     wanted = list(range(first, first + request.rows))
-    return not asker.errors and values_of(asker)[: request.rows] == wanted
+    return not caller.errors and values_of(caller)[: request.rows] == wanted
 
 
 def rows_of(execute: Execute) -> list[int]:
@@ -57,7 +57,7 @@ def rows_of(execute: Execute) -> list[int]:
 
 
 def test_a_request_goes_to_a_worker_as_it_lies_in_the_arenas(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     ((request, _),) = ask(gateway, 5, lane=1)
 
@@ -69,7 +69,7 @@ def test_a_request_goes_to_a_worker_as_it_lies_in_the_arenas(
 
 
 def test_what_comes_in_one_turn_goes_in_one_batch_and_one_frame(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     """Nothing goes out before the turn is over; and three batches' rows go as two, in order."""
     asked = [gateway.ask(0, rows, first=100 * index) for index, rows in enumerate((3, 4, 1, 6))]
@@ -86,7 +86,7 @@ def test_what_comes_in_one_turn_goes_in_one_batch_and_one_frame(
 
 
 def test_a_request_larger_than_a_batch_is_answered_whole(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     """Its pieces come back in another order, beside rows of others."""
     large, small = ask(gateway, 20, 3)
@@ -109,17 +109,17 @@ def test_a_batch_is_filled_up_to_what_the_model_is_run_with() -> None:
 
         assert (worker.sent[0].rows, rows_of(worker.sent[0])) == (16, [2, 3])
         assert is_right(asked[0], 0) and is_right(asked[1], 100)
-        assert gateway.lanes[0].measures.batch_rows.sum == 5
+        assert gateway.lanes[0].metrics.batch_rows.sum == 5
 
 
 def test_results_are_delivered_and_everything_is_given_back(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    ((request, asker),) = ask(gateway, 4)
+    ((request, caller),) = ask(gateway, 4)
 
     gateway.done(worker, worker.sent[0])
 
-    assert values_of(asker)[:4] == [0, 1, 2, 3]
+    assert values_of(caller)[:4] == [0, 1, 2, 3]
     assert (request.lease, request.is_over, request.running) == (None, True, 0)
     assert (worker.credits, worker.in_flight, worker.batches) == (CREDITS, {}, 1)
     assert gateway.lanes[0].counts["completed"] == 1
@@ -128,22 +128,22 @@ def test_results_are_delivered_and_everything_is_given_back(
 
 @pytest.mark.parametrize("code", ["contract", "limit", "internal", "cancelled"])
 def test_a_failure_is_told_by_its_code_and_everything_is_given_back(
-    gateway: Simulation, worker: PlayedWorker, code: str
+    gateway: Simulation, worker: SimulatedWorker, code: str
 ) -> None:
-    ((_, asker),) = ask(gateway, 2)
+    ((_, caller),) = ask(gateway, 2)
     gateway.dispatcher.on_failed(worker, Failed(worker.sent[0].batch_id, code, "no"))
 
-    assert asker.codes == [code]
+    assert caller.codes == [code]
     assert gateway.lanes[0].counts[f"failed.{code}"] == 1
     assert worker.credits == CREDITS and gateway.is_clean()
 
 
 @pytest.mark.parametrize("code", ["execution_failed", "contract", "limit"])
 def test_what_failed_together_is_tried_again_alone_and_only_the_guilty_is_told(
-    gateway: Simulation, worker: PlayedWorker, code: str
+    gateway: Simulation, worker: SimulatedWorker, code: str
 ) -> None:
     """The third of four has a value that the model, or a vocabulary before it, refuses."""
-    worker.judge = lambda values: code if 200 in values else None
+    worker.reference = lambda values: code if 200 in values else None
     worker.play()
     asked = ask(gateway, 2, 2, 2, 2)
     gateway.loop.run(100 * MS)
@@ -155,20 +155,20 @@ def test_what_failed_together_is_tried_again_alone_and_only_the_guilty_is_told(
 
 
 def test_of_a_split_request_that_fails_every_piece_is_forgotten(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     """One piece is done, one fails, and the third is still to be sent."""
-    ((request, asker),) = ask(gateway, 24)
+    ((request, caller),) = ask(gateway, 24)
     gateway.dispatcher.on_failed(worker, Failed(worker.sent[0].batch_id, "execution_failed", "no"))
-    assert asker.codes == ["execution_failed"]
+    assert caller.codes == ["execution_failed"]
     assert request.lease is not None, "a worker still reads it"
 
     gateway.done(worker, worker.sent[1])
 
-    assert len(worker.sent) == 2 and asker.told == 1 and gateway.is_clean()
+    assert len(worker.sent) == 2 and caller.told == 1 and gateway.is_clean()
 
 
-def test_credits_bound_what_is_sent(gateway: Simulation, worker: PlayedWorker) -> None:
+def test_credits_bound_what_is_sent(gateway: Simulation, worker: SimulatedWorker) -> None:
     """One more goes out for each one that comes back, and no more."""
     asked = ask(gateway, *[8] * (CREDITS + 3))
     assert len(worker.sent) == gateway.dispatcher.in_flight == CREDITS
@@ -259,23 +259,23 @@ def test_a_late_message_is_counted_and_dropped(gateway: Simulation, kind: str) -
             gateway.dispatcher.on_failed(first, Failed(batch_id, "contract", "no"))
 
     assert gateway.dispatcher.counts["late_messages"] == 3
-    assert [asker.told for _, asker in asked] == [0, 0]
+    assert [caller.told for _, caller in asked] == [0, 0]
     assert first.credits == second.credits == CREDITS - 1
 
 
 def test_an_answer_that_comes_twice_is_late_the_second_time(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    ((_, asker),) = ask(gateway, 1)
+    ((_, caller),) = ask(gateway, 1)
     for _ in range(2):
         gateway.done(worker, worker.sent[0])
 
-    assert asker.told == 1 and worker.credits == CREDITS
+    assert caller.told == 1 and worker.credits == CREDITS
     assert gateway.dispatcher.counts["late_messages"] == 1
 
 
 def test_a_caller_that_cannot_take_its_results_costs_nobody_else_anything(
-    gateway: Simulation, worker: PlayedWorker, monkeypatch: pytest.MonkeyPatch
+    gateway: Simulation, worker: SimulatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[object] = []
     # A kept traceback would hold a view of the arena.
@@ -294,7 +294,7 @@ def test_a_caller_that_cannot_take_its_results_costs_nobody_else_anything(
 
 
 def test_what_has_expired_is_refused_and_never_sent(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     """While it waits for a credit, at the moment that its client named; the others go on."""
     ask(gateway, 8, 8)
@@ -307,11 +307,11 @@ def test_what_has_expired_is_refused_and_never_sent(
     assert (timely.codes, late.codes) == ([], ["deadline_exceeded"])
     assert gateway.lanes[0].counts["refused.deadline_exceeded"] == 1
     gateway.done(worker, worker.sent[0])
-    assert rows_of(worker.sent[-1]) == [1] and len(gateway.intake.arena) == 2
+    assert rows_of(worker.sent[-1]) == [1] and len(gateway.input_arena.arena) == 2
 
 
 def test_what_cannot_be_in_time_any_more_is_refused_when_its_turn_comes(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     """It was admitted while nothing was known of the model's cost: 10 ms."""
     worker.cost = lambda execute: 10 * MS
@@ -321,11 +321,11 @@ def test_what_cannot_be_in_time_any_more_is_refused_when_its_turn_comes(
     gateway.done(worker, worker.sent[0])
 
     assert doomed.codes == ["deadline_unreachable"]
-    assert len(worker.sent) == 2 and len(gateway.intake.arena) == 1
+    assert len(worker.sent) == 2 and len(gateway.input_arena.arena) == 1
 
 
 def test_what_nobody_will_come_back_to_is_refused(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     """Only of the lane that was named; both have requests that wait."""
     ask(gateway, *[8] * CREDITS)
@@ -336,10 +336,12 @@ def test_what_nobody_will_come_back_to_is_refused(
 
     assert (refused.codes, kept.codes) == (["not_ready"], [])
     assert refused.errors[0].retry_after_ms is not None
-    assert len(gateway.lanes[1].queue) == 1 and len(gateway.intake.arena) == CREDITS + 1
+    assert len(gateway.lanes[1].queue) == 1 and len(gateway.input_arena.arena) == CREDITS + 1
 
 
-def test_a_client_that_is_answered_may_ask_again(gateway: Simulation, worker: PlayedWorker) -> None:
+def test_a_client_that_is_answered_may_ask_again(
+    gateway: Simulation, worker: SimulatedWorker
+) -> None:
     """What is outstanding of a client falls with every kind of end."""
     asked = [gateway.ask(0, 8, client="a")[0] for _ in range(4)]
     gateway.loop.turn()

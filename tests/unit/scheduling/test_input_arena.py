@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.intake import (
+from support.input_arena import (
     CONTRACT,
     FOR_EVER,
     GRAINS,
     QUEUE_REQUESTS,
-    Nobody,
+    NullCaller,
     admit,
     in_loop,
     open_lane,
@@ -40,15 +40,17 @@ def lane() -> Lane:
 
 
 @pytest.fixture
-def intake() -> Iterator[InputArena]:
+def input_arena() -> Iterator[InputArena]:
     """An arena of a few grains, whose waiters wait for ever."""
-    intake = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
-    yield intake
-    intake.close()
+    input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+    yield input_arena
+    input_arena.close()
 
 
 @in_loop
-async def test_a_request_is_written_as_an_arrow_message(intake: InputArena, lane: Lane) -> None:
+async def test_a_request_is_written_as_an_arrow_message(
+    input_arena: InputArena, lane: Lane
+) -> None:
     """Given two columns, what lies in the arena is read by pyarrow as the batch that they are."""
     batch = pa.record_batch(
         [pa.array([3, 1, 2], pa.int64()), pa.array([True, False, True])],
@@ -56,15 +58,15 @@ async def test_a_request_is_written_as_an_arrow_message(intake: InputArena, lane
     )
     values = [memoryview(column.buffers()[1]).cast("B") for column in batch.columns]
     tensors = [values[0][:24], values[1][:1]]
-    request = Request(lane, Nobody(), 3, tensors, arrived_ns=now_ns())
+    request = Request(lane, NullCaller(), 3, tensors, arrived_ns=now_ns())
 
-    await admit(intake, request)
+    await admit(input_arena, request)
 
     assert request.lease is not None and request.tensors == []
     lease = request.lease
-    raw = intake.segment.view[lease.offset : lease.offset + lease.length_bytes]
+    raw = input_arena.segment.view[lease.offset : lease.offset + lease.length_bytes]
     assert pa.ipc.read_record_batch(pa.py_buffer(raw), batch.schema).equals(batch)
-    assert (intake.segment.address + request.body_offset) % ALIGNMENT == 0
+    assert (input_arena.segment.address + request.body_offset) % ALIGNMENT == 0
     assert request.body_offset - lease.offset == len(lane.layout(3).header)
     assert list(lane.queue) == [request]
     assert (lane.counts["requests"], lane.counts["rows"]) == (1, 3)
@@ -73,29 +75,29 @@ async def test_a_request_is_written_as_an_arrow_message(intake: InputArena, lane
 
 @in_loop
 async def test_a_lane_without_workers_is_refused_before_anything_is_leased(
-    intake: InputArena, lane: Lane
+    input_arena: InputArena, lane: Lane
 ) -> None:
     lane.workers.clear()
 
     with pytest.raises(NotReady, match="`m0/1` has no ready worker") as caught:
-        await admit(intake, request_of(lane))
+        await admit(input_arena, request_of(lane))
 
     assert caught.value.retry_after_ms
-    assert (intake.arena.leased_bytes, len(lane.queue)) == (0, 0)
+    assert (input_arena.arena.leased_bytes, len(lane.queue)) == (0, 0)
 
 
 @in_loop
 async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> None:
     """Both sides of the limit."""
-    intake = InputArena((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
+    input_arena = InputArena((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
     for _ in range(QUEUE_REQUESTS):
-        await admit(intake, request_of(lane))
+        await admit(input_arena, request_of(lane))
 
     with pytest.raises(QueueFull, match=f"{QUEUE_REQUESTS} requests queued"):
-        await admit(intake, request_of(lane))
+        await admit(input_arena, request_of(lane))
 
-    assert len(intake.arena) == len(lane.queue) == QUEUE_REQUESTS
-    intake.close()
+    assert len(input_arena.arena) == len(lane.queue) == QUEUE_REQUESTS
+    input_arena.close()
 
 
 @in_loop
@@ -104,58 +106,58 @@ async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lan
     request = request_of(lane)
     most = request.layout.output_bytes
     for result_bytes in (most - 1, most):
-        intake = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
+        input_arena = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
         if result_bytes < most:
             says = rf"{request.rows} rows make {most} .* {result_bytes} \(`limits.result_bytes`\)"
             with pytest.raises(LimitExceeded, match=says) as caught:
-                intake.admit(request)
-            assert not caught.value.retryable and intake.arena.leased_bytes == 0
+                input_arena.admit(request)
+            assert not caught.value.retryable and input_arena.arena.leased_bytes == 0
         else:
-            assert intake.admit(request)
-        intake.close()
+            assert input_arena.admit(request)
+        input_arena.close()
 
 
 @in_loop
 async def test_what_is_admitted_and_what_is_refused_is_heard_once(
-    intake: InputArena, lane: Lane
+    input_arena: InputArena, lane: Lane
 ) -> None:
     """A client's rhythm is known by when its requests came, whatever came of them."""
     terms = Terms(client="robot", is_named=True)
-    intervals = [samples for _, _, samples in lane.cadence.clients()]
+    intervals = [samples for _, _, samples in lane.arrivals.clients()]
     for is_open in (True, False, True, False, False):
         workers = dict(lane.workers)
         if not is_open:
             lane.workers.clear()
         with contextlib.nullcontext() if is_open else pytest.raises(NotReady):
-            await admit(intake, request_of(lane, terms=terms))
+            await admit(input_arena, request_of(lane, terms=terms))
         lane.workers.update(workers)
-        intervals += [samples for _, _, samples in lane.cadence.clients()]
+        intervals += [samples for _, _, samples in lane.arrivals.clients()]
 
     assert intervals == [0, 1, 2, 3, 4]
 
 
 @in_loop
-async def test_a_lease_is_given_back_once(intake: InputArena, lane: Lane) -> None:
+async def test_a_lease_is_given_back_once(input_arena: InputArena, lane: Lane) -> None:
     request = request_of(lane)
-    await admit(intake, request)
+    await admit(input_arena, request)
 
-    intake.give_back(request)
+    input_arena.give_back(request)
 
     assert request.lease is None
-    assert intake.arena.leased_bytes == 0
+    assert input_arena.arena.leased_bytes == 0
     with pytest.raises(AssertionError):
-        intake.give_back(request)
+        input_arena.give_back(request)
 
 
 @in_loop
-async def test_a_write_that_fails_gives_its_lease_back(intake: InputArena, lane: Lane) -> None:
+async def test_a_write_that_fails_gives_its_lease_back(input_arena: InputArena, lane: Lane) -> None:
     request = request_of(lane)
     request.tensors.pop()
 
     with pytest.raises(AssertionError):
-        await admit(intake, request)
+        await admit(input_arena, request)
 
-    assert (intake.arena.leased_bytes, len(lane.queue)) == (0, 0)
+    assert (input_arena.arena.leased_bytes, len(lane.queue)) == (0, 0)
 
 
 STEPS = st.lists(
@@ -175,30 +177,30 @@ def test_no_order_of_events_loses_room(steps: list[tuple[str, int]]) -> None:
 
 async def _play(steps: list[tuple[str, int]]) -> None:
     lane = open_lane()
-    intake = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+    input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     asked: list[tuple[Request, asyncio.Task[None]]] = []
     try:
         for step, number in steps:
             if step == "ask":
                 request = request_of(lane, number)
-                asked.append((request, asyncio.create_task(admit(intake, request))))
+                asked.append((request, asyncio.create_task(admit(input_arena, request))))
             elif step == "turn":
                 await turns()
             else:
-                _cancel_or_give_back(intake, asked, step, number)
-            intake.arena.validate()
+                _cancel_or_give_back(input_arena, asked, step, number)
+            input_arena.arena.validate()
         while any(not task.done() for _, task in asked) or _holders(asked):
             for request in _holders(asked):
-                intake.give_back(request)
+                input_arena.give_back(request)
             await turns()
         assert all(task.cancelled() or task.exception() is None for _, task in asked)
-        intake.arena.validate()
-        assert intake.arena.leased_bytes == 0
+        input_arena.arena.validate()
+        assert input_arena.arena.leased_bytes == 0
     finally:
         for _, task in asked:
             task.cancel()
         await turns()
-        intake.close()
+        input_arena.close()
 
 
 def _holders(asked: list[tuple[Request, asyncio.Task[None]]]) -> list[Request]:
@@ -206,10 +208,10 @@ def _holders(asked: list[tuple[Request, asyncio.Task[None]]]) -> list[Request]:
 
 
 def _cancel_or_give_back(
-    intake: InputArena, asked: list[tuple[Request, asyncio.Task[None]]], step: str, number: int
+    input_arena: InputArena, asked: list[tuple[Request, asyncio.Task[None]]], step: str, number: int
 ) -> None:
     waiting, holding = [task for _, task in asked if not task.done()], _holders(asked)
     if step == "cancel" and waiting:
         waiting[number % len(waiting)].cancel()
     elif step == "give back" and holding:
-        intake.give_back(holding[number % len(holding)])
+        input_arena.give_back(holding[number % len(holding)])

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-from support.intake import (
+from support.input_arena import (
     FOR_EVER,
     GRAINS,
     QUEUE_REQUESTS,
@@ -35,38 +35,38 @@ def lane() -> Lane:
 
 
 @pytest.fixture
-def intake() -> Iterator[InputArena]:
+def input_arena() -> Iterator[InputArena]:
     """An arena of a few grains, whose waiters wait for ever."""
-    intake = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
-    yield intake
-    intake.close()
+    input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
+    yield input_arena
+    input_arena.close()
 
 
 class Room:
     """A full arena, and requests that wait for it in the order in which they came."""
 
-    def __init__(self, intake: InputArena, lane: Lane) -> None:
-        self.intake, self.lane = intake, lane
+    def __init__(self, input_arena: InputArena, lane: Lane) -> None:
+        self.input_arena, self.lane = input_arena, lane
         self.holders: list[Request] = []
         self.order: list[Request] = []
 
     async def fill(self, *grains: int) -> None:
         for each in grains:
             self.holders.append(request_of(self.lane, each))
-            await admit(self.intake, self.holders[-1])
+            await admit(self.input_arena, self.holders[-1])
         for request in list(self.lane.queue):
             self.lane.queue.remove(request)
 
     async def ask(self, grains: int) -> tuple[Request, asyncio.Task[None]]:
         request = request_of(self.lane, grains)
-        task = asyncio.create_task(admit(self.intake, request))
+        task = asyncio.create_task(admit(self.input_arena, request))
         await turn()
         return request, task
 
 
 @pytest.fixture
-def room(intake: InputArena, lane: Lane) -> Room:
-    return Room(intake, lane)
+def room(input_arena: InputArena, lane: Lane) -> Room:
+    return Room(input_arena, lane)
 
 
 @in_loop
@@ -78,7 +78,7 @@ async def test_a_full_arena_lets_wait_in_order(room: Room) -> None:
     assert not any(task.done() for _, task in waiting)
 
     for holder in room.holders[:3]:
-        room.intake.give_back(holder)
+        room.input_arena.give_back(holder)
     await turns()
 
     assert all(task.done() for _, task in waiting)
@@ -90,7 +90,7 @@ async def test_one_that_comes_back_lets_one_in(room: Room) -> None:
     await room.fill(1, 1, 1, 1)
     (_, first), (_, second) = await room.ask(1), await room.ask(1)
 
-    room.intake.give_back(room.holders[2])
+    room.input_arena.give_back(room.holders[2])
     await turns()
 
     assert first.done() and not second.done()
@@ -106,7 +106,7 @@ async def test_a_small_one_does_not_overtake_a_large_one(room: Room) -> None:
     await turns()
     assert not small_task.done()
 
-    room.intake.give_back(room.holders[0])
+    room.input_arena.give_back(room.holders[0])
     await turns()
 
     assert list(room.lane.queue) == [large, small]
@@ -118,14 +118,14 @@ async def test_a_newcomer_does_not_overtake_who_waits(room: Room) -> None:
     await room.fill(2, 2)
     first, first_task = await room.ask(4)
 
-    room.intake.give_back(room.holders[0])
+    room.input_arena.give_back(room.holders[0])
     newcomer, newcomer_task = await room.ask(2)
     assert not first_task.done() and not newcomer_task.done()
-    room.intake.give_back(room.holders[1])
+    room.input_arena.give_back(room.holders[1])
     await turns()
 
     assert list(room.lane.queue) == [first]
-    room.intake.give_back(first)
+    room.input_arena.give_back(first)
     await turns()
     assert list(room.lane.queue) == [first, newcomer]
 
@@ -133,20 +133,20 @@ async def test_a_newcomer_does_not_overtake_who_waits(room: Room) -> None:
 @pytest.mark.parametrize("wait_ms", [0, 1])
 @in_loop
 async def test_who_waits_too_long_is_refused_and_may_come_again(lane: Lane, wait_ms: int) -> None:
-    intake = InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=wait_ms))
+    input_arena = InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=wait_ms))
     holder, late = request_of(lane), request_of(lane)
-    await admit(intake, holder)
+    await admit(input_arena, holder)
 
     with pytest.raises(ArenaFull, match=f"full for {wait_ms} ms") as caught:
-        await admit(intake, late)
+        await admit(input_arena, late)
 
     assert caught.value.retry_after_ms
     assert lane.counts["refused.arena_full"] == 1
     assert late.lease is None and list(lane.queue) == [holder]
-    intake.give_back(holder)
-    await admit(intake, late)
+    input_arena.give_back(holder)
+    await admit(input_arena, late)
     assert late.lease is not None
-    intake.close()
+    input_arena.close()
 
 
 @pytest.mark.parametrize("terms", [Terms(budget_ms=1.0), Terms(ttl_ms=1.0)])
@@ -159,11 +159,11 @@ async def test_nobody_waits_for_room_past_the_moment_when_it_expires(
     late = request_of(room.lane, 1, terms)
 
     with pytest.raises(DeadlineExceeded):
-        await admit(room.intake, late)
+        await admit(room.input_arena, late)
 
     assert late.lease is None and room.lane.counts["refused.deadline_exceeded"] == 1
-    room.intake.give_back(room.holders[0])
-    assert room.intake.arena.leased_bytes == 0
+    room.input_arena.give_back(room.holders[0])
+    assert room.input_arena.arena.leased_bytes == 0
 
 
 @pytest.mark.parametrize("change", ["workers", "queue"])
@@ -177,12 +177,12 @@ async def test_who_waited_is_asked_again_whether_it_may_join(room: Room, change:
     else:
         for _ in range(QUEUE_REQUESTS):
             submit(request_of(room.lane))
-    room.intake.give_back(room.holders[0])
+    room.input_arena.give_back(room.holders[0])
     await turns()
 
     kind = NotReady if change == "workers" else QueueFull
     assert isinstance(refused.exception(), kind) and isinstance(following.exception(), kind)
-    assert room.intake.arena.leased_bytes == 0
+    assert room.input_arena.arena.leased_bytes == 0
 
 
 @in_loop
@@ -209,11 +209,11 @@ async def test_who_is_cancelled_leaves_nothing_behind(room: Room) -> None:
     assert all(line[index][1].cancelled() for index in (0, 2, 4))
 
     for holder in room.holders:
-        room.intake.give_back(holder)
+        room.input_arena.give_back(holder)
     await turns()
 
     assert list(room.lane.queue) == [line[1][0], line[3][0]]
-    assert len(room.intake.arena) == 2
+    assert len(room.input_arena.arena) == 2
 
 
 @in_loop
@@ -222,13 +222,13 @@ async def test_granted_and_then_cancelled_in_one_turn(room: Room) -> None:
     await room.fill(4)
     (cancelled, task), (following, _) = await room.ask(4), await room.ask(1)
 
-    room.intake.give_back(room.holders[0])
+    room.input_arena.give_back(room.holders[0])
     task.cancel()
     await turns()
 
     assert task.cancelled() and cancelled.lease is None
     assert list(room.lane.queue) == [following]
-    assert room.intake.arena.leased_bytes == GRAIN_BYTES
+    assert room.input_arena.arena.leased_bytes == GRAIN_BYTES
 
 
 @in_loop
@@ -238,12 +238,12 @@ async def test_cancelled_and_then_granted_in_one_turn(room: Room) -> None:
     (cancelled, task), (following, _) = await room.ask(4), await room.ask(1)
 
     task.cancel()
-    room.intake.give_back(room.holders[0])
+    room.input_arena.give_back(room.holders[0])
     await turns()
 
     assert task.cancelled() and cancelled.lease is None
     assert list(room.lane.queue) == [following]
-    assert room.intake.arena.leased_bytes == GRAIN_BYTES
+    assert room.input_arena.arena.leased_bytes == GRAIN_BYTES
 
 
 @pytest.mark.parametrize("turns_between", [0, 1, 2])
@@ -253,10 +253,10 @@ async def test_granted_and_too_late_in_one_turn(lane: Lane, turns_between: int) 
     room = Room(InputArena(GRAIN_BYTES, LimitsConfig(arena_wait_ms=0)), lane)
     await room.fill(1)
     request = request_of(lane)
-    task = asyncio.create_task(admit(room.intake, request))
+    task = asyncio.create_task(admit(room.input_arena, request))
     loop = asyncio.get_running_loop()
 
-    make_room = functools.partial(room.intake.give_back, room.holders[0])
+    make_room = functools.partial(room.input_arena.give_back, room.holders[0])
     for _ in range(turns_between):
         make_room = functools.partial(loop.call_soon, make_room)
     loop.call_soon(make_room)
@@ -265,16 +265,16 @@ async def test_granted_and_too_late_in_one_turn(lane: Lane, turns_between: int) 
 
     assert outcome is None or isinstance(outcome, ArenaFull)
     assert (request.lease is not None) == (outcome is None)
-    assert len(room.intake.arena) == (outcome is None)
-    room.intake.close()
+    assert len(room.input_arena.arena) == (outcome is None)
+    room.input_arena.close()
 
 
 @in_loop
 async def test_what_can_never_fit_is_refused_at_once(room: Room) -> None:
     with pytest.raises(SegmentError, match="can never fit"):
-        await admit(room.intake, request_of(room.lane, GRAINS + 1))
+        await admit(room.input_arena, request_of(room.lane, GRAINS + 1))
 
-    assert room.intake.arena.leased_bytes == 0
+    assert room.input_arena.arena.leased_bytes == 0
 
 
 @in_loop
@@ -284,7 +284,7 @@ async def test_what_can_never_fit_is_refused_at_once_also_behind_others(room: Ro
     (first, _), (never, task) = await room.ask(1), await room.ask(GRAINS + 1)
     following, _ = await room.ask(1)
 
-    room.intake.give_back(room.holders[0])
+    room.input_arena.give_back(room.holders[0])
     await turns()
 
     assert isinstance(task.exception() if task.done() else None, SegmentError)
@@ -301,13 +301,13 @@ class LargeRoom:
 
     def __init__(self) -> None:
         self.lane = open_lane()
-        self.intake = InputArena(self.GRAINS * GRAIN_BYTES, FOR_EVER)
+        self.input_arena = InputArena(self.GRAINS * GRAIN_BYTES, FOR_EVER)
         self.held: list[Request] = []
 
     async def admit(self, source: Source, grains: int = 1) -> asyncio.Task[None]:
         """Ask for room; what is admitted leaves the queue, and keeps its lease."""
         request = request_of(self.lane, grains, terms=Terms(source=source))
-        task = asyncio.create_task(admit(self.intake, request))
+        task = asyncio.create_task(admit(self.input_arena, request))
         await turns()
         if task.done() and task.exception() is None:
             self.lane.queue.remove(request)
@@ -328,7 +328,7 @@ async def test_one_source_does_not_fill_the_arena_for_others() -> None:
     for task in tasks:
         task.cancel()
     await turns()
-    room.intake.close()
+    room.input_arena.close()
 
 
 @in_loop
@@ -348,7 +348,7 @@ async def test_sources_that_wait_are_let_in_in_turn() -> None:
     late = await room.admit(OTHER, 8)
 
     for request in room.held[:2]:
-        room.intake.give_back(request)
+        room.input_arena.give_back(request)
         await turns()
 
     assert late.done()
@@ -356,5 +356,5 @@ async def test_sources_that_wait_are_let_in_in_turn() -> None:
     for task in waiting:
         task.cancel()
     await turns()
-    assert not room.intake._waiting
-    room.intake.close()
+    assert not room.input_arena._waiting
+    room.input_arena.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.lanes import CONTRACT, MS, Asker, cost_of, lane_of, put, request_of
+from support.lanes import CONTRACT, MS, RecordingCaller, cost_of, lane_of, put, request_of
 
 from iskander.config.models import LaneConfig
 from iskander.contract.tensors import Contract
@@ -250,7 +250,7 @@ def test_the_parts_of_a_batch_take_nobody_s_place_and_are_its_own() -> None:
 
 def test_the_parts_of_a_batch_do_not_give_way_to_each_other() -> None:
     """To the second one another does; for the third there is no place."""
-    lane, caller = open_lane(overflow="drop_oldest", queue_requests=2), Asker()
+    lane, caller = open_lane(overflow="drop_oldest", queue_requests=2), RecordingCaller()
     first, *parts = (request_of(lane, caller=caller, is_part=bool(index)) for index in range(3))
     lane.put(first, NOW)
     other = put(lane, now_ns=NOW)
@@ -266,7 +266,7 @@ def test_a_batch_in_parts_is_let_in_as_one_and_has_one_beat() -> None:
     first, _ = come(lane, client="a", is_named=True)
     part = come_as_part(lane, client="a", is_named=True)
     heard: Any = []
-    lane.cadence.observe = lambda *said: heard.append(said)  # type: ignore[method-assign]
+    lane.arrivals.observe = lambda *said: heard.append(said)  # type: ignore[method-assign]
     for request in (first, part):
         lane.observe_arrival(request)
 
@@ -433,16 +433,16 @@ def test_clients_with_names_have_rhythms_and_those_with_deadlines_are_expected(
     for is_named in (True, False):
         expected_ns = hear(lane, f"c{is_named}", is_named=is_named, budget_ms=budget_ms)
 
-    assert lane.cadence.clients() == [("cTrue", 20 * MS, 9)]
+    assert lane.arrivals.clients() == [("cTrue", 20 * MS, 9)]
     expected = [] if budget_ms is None else [(expected_ns, expected_ns + 4 * MS)]
-    assert list(lane.cadence.expected(expected_ns - MS)) == expected
+    assert list(lane.arrivals.expected(expected_ns - MS)) == expected
 
 
 def test_the_deadline_of_the_lane_is_one_that_is_expected_too() -> None:
     lane = open_lane(deadline_ms=6.0)
     expected_ns = hear(lane)
 
-    assert list(lane.cadence.expected(expected_ns)) == [(expected_ns, expected_ns + 6 * MS)]
+    assert list(lane.arrivals.expected(expected_ns)) == [(expected_ns, expected_ns + 6 * MS)]
 
 
 @pytest.mark.parametrize(("budget_ms", "is_held"), [(2.5, True), (4.0, False)])
@@ -479,8 +479,8 @@ def test_a_client_whose_requests_are_refused_has_a_rhythm() -> None:
         with pytest.raises(IskanderError):
             lane.require_open(request, arrived_ns)
 
-    assert lane.cadence.clients() == [("robot", 20 * MS, 9)]
-    assert len(list(lane.cadence.expected(NOW + 199 * MS))) == 1
+    assert lane.arrivals.clients() == [("robot", 20 * MS, 9)]
+    assert len(list(lane.arrivals.expected(NOW + 199 * MS))) == 1
 
 
 def test_the_rhythm_of_a_client_is_part_of_its_rank() -> None:
@@ -494,7 +494,7 @@ def test_the_rhythm_of_a_client_is_part_of_its_rank() -> None:
     ]
 
     assert ranks[0] < ranks[1]
-    assert lane.cadence.clients() == [("robot", 20 * MS, 9)]
+    assert lane.arrivals.clients() == [("robot", 20 * MS, 9)]
 
 
 def test_a_lane_is_ready_with_its_quorum_and_open_with_any() -> None:

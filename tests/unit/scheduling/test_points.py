@@ -73,10 +73,10 @@ def test_a_request_that_runs_in_pieces_is_one_request(
 ) -> None:
     worker = gateway.start()
     worker.play()
-    _, asker = gateway.ask(rows=30, client="robot", is_named=True)
+    _, caller = gateway.ask(rows=30, client="robot", is_named=True)
     gateway.loop.run(100 * MS)
 
-    assert len(asker.results) == 1 and recent.query("batch_size").count == 4
+    assert len(caller.results) == 1 and recent.query("batch_size").count == 4
     assert counts(recent) == counts(recent, client="robot") == [1, 1, 1]
 
 
@@ -84,12 +84,12 @@ def test_what_has_no_results_leaves_no_points_of_them(
     gateway: Simulation, recent: RecentValues
 ) -> None:
     worker = gateway.start()
-    worker.judge = lambda values: "execution_failed"
+    worker.reference = lambda values: "execution_failed"
     worker.play()
-    _, asker = gateway.ask(client="robot", is_named=True)
+    _, caller = gateway.ask(client="robot", is_named=True)
     gateway.loop.run(100 * MS)
 
-    assert asker.told == 1 and not asker.results
+    assert caller.told == 1 and not caller.results
     assert counts(recent) == [0, 0, 0]
     assert recent.query("dispatch_retries").count == 0
 
@@ -97,7 +97,7 @@ def test_what_has_no_results_leaves_no_points_of_them(
 def test_every_retry_is_a_point_of_whose_it_is(gateway: Simulation, recent: RecentValues) -> None:
     """A batch that the model refuses runs again caller by caller; one whose worker dies too."""
     worker = gateway.start()
-    worker.judge = lambda values: "execution_failed" if len(values) > 1 else None
+    worker.reference = lambda values: "execution_failed" if len(values) > 1 else None
     gateway.ask(client="robot", is_named=True)
     gateway.ask()
     gateway.loop.turn()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.intake import CONTRACT, GRAINS, admit, in_loop, open_lane, request_of, turn
-from support.lanes import Asker, lane_of
+from support.input_arena import CONTRACT, GRAINS, admit, in_loop, open_lane, request_of, turn
+from support.lanes import RecordingCaller, lane_of
 from support.lanes import request_of as lane_request_of
-from support.simulation import PlayedWorker, Simulation
+from support.simulation import SimulatedWorker, Simulation
 
 from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
@@ -38,11 +38,11 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def intake(monkeypatch: pytest.MonkeyPatch) -> Iterator[InputArena]:
+def input_arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[InputArena]:
     monkeypatch.setattr(intake_module, "WHOLE_BYTES", 4 * PIECE)
-    intake = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig())
-    yield intake
-    intake.close()
+    input_arena = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig())
+    yield input_arena
+    input_arena.close()
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def gateway() -> Iterator[Simulation]:
 
 
 @pytest.fixture
-def worker(gateway: Simulation) -> PlayedWorker:
+def worker(gateway: Simulation) -> SimulatedWorker:
     return gateway.start()
 
 
-def values_of(asker: Asker) -> list[int]:
-    (result,) = asker.results
+def values_of(caller: RecordingCaller) -> list[int]:
+    (result,) = caller.results
     return np.frombuffer(result, np.int64).tolist()
 
 
@@ -74,7 +74,7 @@ def test_a_copy_is_whole_and_pauses_after_each_piece(length: int) -> None:
 
 @in_loop
 async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
-    intake: InputArena,
+    input_arena: InputArena,
 ) -> None:
     request = request_of(open_lane(), 2)
     request.tensors = [
@@ -82,8 +82,8 @@ async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
     ]
     wanted, turns = [bytes(tensor) for tensor in request.tensors], 0
 
-    assert not intake.admit(request)
-    task = asyncio.create_task(intake.admit_later(request))
+    assert not input_arena.admit(request)
+    task = asyncio.create_task(input_arena.admit_later(request))
     while not task.done():
         await turn()
         turns += 1
@@ -91,37 +91,37 @@ async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
     assert turns > 10
     for each, offset in zip(wanted, request.layout.offsets, strict=True):
         start = request.body_offset + offset
-        assert intake.segment.view[start : start + len(each)] == each
-    intake.give_back(request)
-    assert intake.arena.leased_bytes == 0
+        assert input_arena.segment.view[start : start + len(each)] == each
+    input_arena.give_back(request)
+    assert input_arena.arena.leased_bytes == 0
 
 
 @in_loop
 async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behind(
-    intake: InputArena,
+    input_arena: InputArena,
 ) -> None:
     request = request_of(open_lane(), 2)
-    assert not intake.admit(request)
-    task = asyncio.create_task(intake.admit_later(request))
+    assert not input_arena.admit(request)
+    task = asyncio.create_task(input_arena.admit_later(request))
     for _ in range(4):
         await turn()
-    assert intake.arena.leased_bytes
+    assert input_arena.arena.leased_bytes
 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    assert (request.lease, intake.arena.leased_bytes) == (None, 0)
+    assert (request.lease, input_arena.arena.leased_bytes) == (None, 0)
 
 
 @in_loop
-async def test_who_finds_the_queue_full_after_the_copy_is_refused(intake: InputArena) -> None:
+async def test_who_finds_the_queue_full_after_the_copy_is_refused(input_arena: InputArena) -> None:
     """Both found a place before their copies; the first to be copied has it."""
     lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=1)
     lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
     requests = [request_of(lane), request_of(lane)]
 
-    first, second = (asyncio.create_task(admit(intake, request)) for request in requests)
+    first, second = (asyncio.create_task(admit(input_arena, request)) for request in requests)
     await asyncio.wait([first, second])
 
     assert first.exception() is None
@@ -129,12 +129,12 @@ async def test_who_finds_the_queue_full_after_the_copy_is_refused(intake: InputA
     assert isinstance(error, QueueFull)
     error.__traceback__ = None  # It knows the arena, which is to be closed.
     assert len(lane.queue) == 1 and requests[1].lease is None
-    intake.give_back(requests[0])
-    assert intake.arena.leased_bytes == 0
+    input_arena.give_back(requests[0])
+    assert input_arena.arena.leased_bytes == 0
 
 
 def test_large_results_are_taken_in_pieces_and_small_ones_overtake_them(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     large, small = gateway.ask(0, 60, first=0), gateway.ask(0, 5, first=100)
     gateway.loop.turn()
@@ -152,17 +152,17 @@ def test_large_results_are_taken_in_pieces_and_small_ones_overtake_them(
 
 
 def test_a_request_in_several_batches_is_put_together_in_pieces(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    request, asker = gateway.ask(0, 200, first=0)
+    request, caller = gateway.ask(0, 200, first=0)
     gateway.loop.turn()
-    while not asker.told:
+    while not caller.told:
         for execute in list(worker.sent):
             if execute.batch_id in worker.in_flight:
                 gateway.done(worker, execute)
         gateway.loop.turn()
 
-    assert values_of(asker)[:200] == list(range(200))
+    assert values_of(caller)[:200] == list(range(200))
     assert request.is_over and gateway.is_clean()
 
 
@@ -186,25 +186,25 @@ def resident_bytes() -> int:
 
 
 def test_results_that_were_being_taken_are_delivered_when_their_worker_is_lost(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
     """They were computed, and their arena goes with the worker."""
-    request, asker = gateway.ask(0, 60, first=0)
+    request, caller = gateway.ask(0, 60, first=0)
     gateway.loop.turn()
     gateway.done(worker, worker.sent[0])
-    assert not asker.told
+    assert not caller.told
 
     gateway.dispatcher.on_lost(worker)
 
-    assert values_of(asker)[:60] == list(range(60)) and request.losses == 0
+    assert values_of(caller)[:60] == list(range(60)) and request.losses == 0
     gateway.loop.turn()
     assert not gateway.dispatcher.in_flight
 
 
 def test_a_caller_that_goes_while_its_results_are_taken_is_told_nothing(
-    gateway: Simulation, worker: PlayedWorker
+    gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    request, asker = gateway.ask(0, 60, first=0)
+    request, caller = gateway.ask(0, 60, first=0)
     gateway.loop.turn()
     gateway.done(worker, worker.sent[0])
 
@@ -212,4 +212,4 @@ def test_a_caller_that_goes_while_its_results_are_taken_is_told_nothing(
     for _ in range(20):
         gateway.loop.turn()
 
-    assert not asker.told and gateway.is_clean()
+    assert not caller.told and gateway.is_clean()

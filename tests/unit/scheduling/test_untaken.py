@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.lanes import lane_of
-from support.simulation import PlayedWorker, Simulation
+from support.simulation import SimulatedWorker, Simulation
 
 from iskander.errors import ExecutionFailed, IskanderError
 from iskander.memory import chunked_copy as pieces
@@ -23,7 +23,7 @@ def gateway() -> Iterator[Simulation]:
 
 
 @pytest.fixture
-def worker(gateway: Simulation) -> PlayedWorker:
+def worker(gateway: Simulation) -> SimulatedWorker:
     return gateway.start()
 
 
@@ -57,7 +57,7 @@ ERRORS = [
 @pytest.mark.parametrize(("error", "code"), ERRORS)
 def test_one_request_of_a_batch_is_told_and_the_others_get_their_results(
     gateway: Simulation,
-    worker: PlayedWorker,
+    worker: SimulatedWorker,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     code: str,
@@ -69,26 +69,26 @@ def test_one_request_of_a_batch_is_told_and_the_others_get_their_results(
 
     gateway.done(worker, worker.sent[0])
 
-    assert [asker.codes for _, asker in asked] == [[], [code], []]
-    assert [len(asker.results) for _, asker in asked] == [1, 0, 1]
+    assert [caller.codes for _, caller in asked] == [[], [code], []]
+    assert [len(caller.results) for _, caller in asked] == [1, 0, 1]
     assert gateway.lanes[0].counts[f"failed.{code}"] == 1
     assert worker.credits == CREDITS and gateway.is_clean()
 
 
 def test_parts_of_a_request_that_come_after_it_was_told_change_nothing(
-    gateway: Simulation, worker: PlayedWorker, monkeypatch: pytest.MonkeyPatch
+    gateway: Simulation, worker: SimulatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untakeable = Untakeable(monkeypatch, ExecutionFailed("no"))
-    request, asker = gateway.ask(0, 24)
+    request, caller = gateway.ask(0, 24)
     untakeable.requests.add(request)
     gateway.loop.turn()
 
     gateway.done(worker, worker.sent[0])
-    assert asker.codes == ["execution_failed"] and request.lease is not None
+    assert caller.codes == ["execution_failed"] and request.lease is not None
     for execute in worker.sent[1:]:
         gateway.done(worker, execute)
 
-    assert asker.told == 1 and gateway.is_clean()
+    assert caller.told == 1 and gateway.is_clean()
 
 
 def test_large_results_behind_them_are_still_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_large_results_behind_them_are_still_taken(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_taken(
-    gateway: Simulation, worker: PlayedWorker, monkeypatch: pytest.MonkeyPatch
+    gateway: Simulation, worker: SimulatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(part: BatchPart, arena: memoryview) -> results.Copying:
         yield
@@ -146,7 +146,7 @@ def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_take
 
 def test_a_caller_that_fails_at_its_own_error_keeps_nobody_else_from_theirs(
     gateway: Simulation,
-    worker: PlayedWorker,
+    worker: SimulatedWorker,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -184,7 +184,7 @@ def test_the_limit_of_a_silence_follows_the_cost(
     )
     watch._since_ns = 0
     running_a(Priced(runs), worker)
-    worker.asked = 7 if is_loading else None
+    worker.loading_key = 7 if is_loading else None
     slack_ns = limit_ns // 50  # What was learned is right to within a few thousandths.
     watch.check(limit_ns - slack_ns)
     assert hung == []
@@ -275,10 +275,10 @@ def test_nobody_is_replaced_in_the_midst_of_a_load() -> None:
     """What is loaded would be given up with the process."""
     made = workers(1)
     recycled = Recycled(made, recycle_batches=10)
-    made[0].batches, made[0].asked = 10, 7
+    made[0].batches, made[0].loading_key = 10, 7
     recycled.recycling.check(made[0])
     assert recycled.due == []
-    made[0].asked = None
+    made[0].loading_key = None
     recycled.recycling.check(made[0])
     assert recycled.due == [0]
 

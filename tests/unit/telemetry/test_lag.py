@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from support.intake import in_loop
+from support.input_arena import in_loop
 
 from iskander.clock import NS_PER_MS
 from iskander.telemetry.loop_lag import TICK_S, LoopLag

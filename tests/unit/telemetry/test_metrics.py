@@ -70,7 +70,7 @@ def test_no_metric_is_declared_twice() -> None:
 def test_every_metric_is_on_the_page_with_the_labels_that_it_declares(is_openmetrics: bool) -> None:
     lane = make_lane(refused__queue_full=1, failed__poisoned=1)
     lane.costs[0] = CostModel()
-    lane.measures.on_stepped((("embed", 1000),))
+    lane.metrics.on_stepped((("embed", 1000),))
 
     found: dict[str, set[str]] = {}
     for name, labels in scrape(observe([lane]), is_openmetrics=is_openmetrics):
@@ -137,7 +137,7 @@ def test_reading_counts_leaves_no_trace_in_them() -> None:
 def test_a_histogram_is_in_seconds_and_counts_up_to_each_bound() -> None:
     lane = make_lane()
     for value_ns in (50_000, 60_000, 2_000_000, 20_000_000_000):
-        lane.measures.wait_ns.record(value_ns)
+        lane.metrics.wait_ns.record(value_ns)
 
     samples = scrape(observe([lane]))
 
@@ -153,7 +153,7 @@ def test_a_histogram_is_in_seconds_and_counts_up_to_each_bound() -> None:
 
 def test_the_rows_of_batches_are_rows() -> None:
     lane = make_lane()
-    lane.measures.batch_rows.record(128)
+    lane.metrics.batch_rows.record(128)
 
     samples = scrape(observe([lane]))
 
@@ -188,7 +188,7 @@ def test_what_a_worker_has_and_did() -> None:
     worker.output_arena.lease(4096)
     worker.batches = 9
     worker.credits = 1
-    worker.ends["hang"] = 3
+    worker.exit_counts["hang"] = 3
 
     samples = scrape(observe([], [worker]))
 
@@ -307,9 +307,9 @@ def test_a_label_may_hold_what_a_model_may_be_called() -> None:
 
 def test_steps_of_a_model_are_told_apart_and_bounded() -> None:
     lane = make_lane()
-    lane.measures.on_stepped((("embed", 1000), ("rank", 2000)))
-    lane.measures.on_stepped((("embed", 3000),))
-    lane.measures.on_stepped(tuple((f"s{at}", 1) for at in range(100)))
-    assert lane.measures.steps_ns["embed"].sum == 4000
-    assert len(lane.measures.steps_ns["rank"]) == 1
-    assert len(lane.measures.steps_ns) == STEPS_MAX
+    lane.metrics.on_stepped((("embed", 1000), ("rank", 2000)))
+    lane.metrics.on_stepped((("embed", 3000),))
+    lane.metrics.on_stepped(tuple((f"s{at}", 1) for at in range(100)))
+    assert lane.metrics.steps_ns["embed"].sum == 4000
+    assert len(lane.metrics.steps_ns["rank"]) == 1
+    assert len(lane.metrics.steps_ns) == STEPS_MAX

@@ -112,8 +112,8 @@ def test_counts_of_a_lane_are_there_flat_and_grouped() -> None:
 def test_latencies_are_in_milliseconds() -> None:
     lane = make_lane()
     for value in range(1, 101):
-        lane.measures.wait_ns.record(value * NS_PER_MS)
-        lane.measures.run_ns.record(5 * NS_PER_MS)
+        lane.metrics.wait_ns.record(value * NS_PER_MS)
+        lane.metrics.run_ns.record(5 * NS_PER_MS)
 
     found = lane_of(lane)
 
@@ -129,7 +129,7 @@ def test_latencies_are_in_milliseconds() -> None:
 def test_batch_sizes_by_what_they_come_up_to() -> None:
     lane = make_lane()
     for rows in (1, 100, 128, 129, 1 << 21):
-        lane.measures.batch_rows.record(rows)
+        lane.metrics.batch_rows.record(rows)
 
     rows = lane_of(lane)["batch_rows"]
 
@@ -156,7 +156,7 @@ def test_only_the_clients_known_best_are_listed() -> None:
     lane = make_lane()
     for index in range(50):
         for turn in range(SAMPLES_LEAST + 1 + index):
-            lane.cadence.observe(f"client-{index}", turn * 20 * NS_PER_MS, 0)
+            lane.arrivals.observe(f"client-{index}", turn * 20 * NS_PER_MS, 0)
 
     found = lane_of(lane)
 
@@ -167,7 +167,7 @@ def test_only_the_clients_known_best_are_listed() -> None:
 
 def test_a_worker_and_its_story() -> None:
     worker = make_worker(1, State.LOOPING)
-    worker.ends["crash"] = 5
+    worker.exit_counts["crash"] = 5
     worker.batches = 12
 
     (answer,) = collect(observe([], [worker]))["workers"]
@@ -192,9 +192,9 @@ def busy_lane(name: str) -> Lane:
         deadline__missed=99_999_999,
         closed__full=1_234_567_890,
     )
-    for histogram in (lane.measures.wait_ns, lane.measures.run_ns, lane.measures.total_ns):
+    for histogram in (lane.metrics.wait_ns, lane.metrics.run_ns, lane.metrics.total_ns):
         histogram.record(86_400_000 * NS_PER_MS)
-    lane.measures.batch_rows.record(1 << 20)
+    lane.metrics.batch_rows.record(1 << 20)
     lane.costs[0] = cost = CostModel()
     cost.observe(1 << 20, 86_400_000 * NS_PER_MS)
     return lane

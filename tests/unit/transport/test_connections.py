@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
     def enforce_timeouts(self, now: int) -> None:
         self.looks += 1
 
-    def leave(self) -> None:
+    def close_gracefully(self) -> None:
         self.transport.close()
 
     def close_idle(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.intake import in_loop
+from support.input_arena import in_loop
 
 from iskander.clock import NS_PER_US
 from iskander.transport import turn_scheduler as turns

@@ -41,8 +41,8 @@ def answer_of(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
     monkeypatch.setattr(loading, "Session", fail)
     loads = loading.LoadQueue(1)
     attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
-    loads.ask(attachment, model_spec(Path("/m"), key=7))
-    done = eventually(loads.take, what="its end")
+    loads.put(attachment, model_spec(Path("/m"), key=7))
+    done = eventually(loads.get, what="its end")
     assert not loads.is_busy
     ((answer),) = done[1]
     return answer
@@ -87,9 +87,9 @@ def test_an_assertion_of_this_programs_own_ends_it(monkeypatch: pytest.MonkeyPat
         loading._Load.answer(SimpleNamespace(error=None, session=None))  # type: ignore[arg-type]
 
     monkeypatch.setattr(loading, "Session", fail)
-    loads.ask(attachment, model_spec(Path("/m")))
+    loads.put(attachment, model_spec(Path("/m")))
     with pytest.raises(AssertionError):
-        eventually(loads.take, what="its end")
+        eventually(loads.get, what="its end")
 
 
 @pytest.mark.parametrize("damage", ["deflate", "header"])

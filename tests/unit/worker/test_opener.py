@@ -237,7 +237,7 @@ def test_what_was_found_of_other_files_is_not_kept(
 ) -> None:
     """A file is exchanged after it was hashed: the next load tries the new one out by itself."""
     folder = row_ids(tmp_path / "m")
-    spec = model_spec(folder, loading=LoadingSpec(is_tried=True, cache=str(tmp_path / "cache")))
+    spec = model_spec(folder, loading=LoadingSpec(is_sandboxed=True, cache=str(tmp_path / "cache")))
     happens, tried, closed = [when], [], []
 
     def exchange(now: str) -> None:
@@ -269,7 +269,7 @@ def test_a_trial_has_what_is_left_of_the_time_and_is_not_blamed_for_it(
     """The clock says that others had the entry for nearly all of it."""
     spec = model_spec(
         row_ids(tmp_path / "m"),
-        loading=LoadingSpec(is_tried=True, trial_s=60.0, cache=str(tmp_path / "cache")),
+        loading=LoadingSpec(is_sandboxed=True, sandbox_s=60.0, cache=str(tmp_path / "cache")),
     )
     given: list[float] = []
     late = Verdict(refusal="it was late", is_late=True)

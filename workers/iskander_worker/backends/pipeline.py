@@ -85,7 +85,7 @@ def _load_step(step: PipelineStep, spec: ModelSpec, cores: int) -> Model:
                 f"a model of the backend `{step.backend}` is a folder with its own manifest.toml"
             )
         # A step alone has no contract, so it cannot be loaded in a sandbox.
-        loading = msgspec.structs.replace(spec.loading, is_tried=False, is_shared=False)
+        loading = msgspec.structs.replace(spec.loading, is_sandboxed=False, is_shared=False)
         file = str(model_file(path, step.backend))
         own = msgspec.structs.replace(spec, backend=step.backend, path=file, loading=loading)
         return load_model(own, cores)

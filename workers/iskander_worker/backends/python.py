@@ -48,7 +48,7 @@ class Context:
         self._run = Run()
 
     @property
-    def is_given_up(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether the running batch was cancelled; for a class to poll in a long computation."""
         return self._run.is_aborted
 

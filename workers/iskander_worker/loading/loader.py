@@ -38,12 +38,12 @@ class LoadQueue:
         self.is_busy = False
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def ask(self, attachment: Attachment, spec: ModelSpec) -> None:
+    def put(self, attachment: Attachment, spec: ModelSpec) -> None:
         """Queue the load and warm-up of a model."""
         self._waiting.append(_Load(attachment, spec, self._cores, self.wake_fd))
         self._start_next()
 
-    def take(self) -> tuple[Attachment, list[ToGateway]] | None:
+    def get(self) -> tuple[Attachment, list[ToGateway]] | None:
         """The finished load, if there is one: its gateway, and the answers."""
         load = self._running
         if load is None:

@@ -39,7 +39,7 @@ SHARED_BYTES_MIN = 1 << 20
 """Smaller weights are cheaper as a copy in each worker."""
 CRASH_RETRY_NS = 600 * clock.NS_PER_S
 """Time for which a model that crashed or hung its sandbox is not loaded again."""
-TRIAL_S_MIN = 1.0
+SANDBOX_S_MIN = 1.0
 TRIES = 3
 """An entry can be evicted between its creation and its opening."""
 
@@ -103,7 +103,7 @@ def open_model(
     names = manifest.custom_ops if manifest is not None else ()
     source = ModelSource(libraries=libraries_of(names, loading.custom_ops))
     is_shared = _is_shared(spec, files)
-    if spec.execution_providers != ("cpu",) or not (loading.is_tried or is_shared):
+    if spec.execution_providers != ("cpu",) or not (loading.is_sandboxed or is_shared):
         return open_source(source)
     notices: tuple[str, ...] = ()
     try:
@@ -114,8 +114,8 @@ def open_model(
         return _CachedLoad(store, key, spec, cores, source, files).open(open_source)
     except ConfigError as error:
         notices = (f"weights are not shared: {error.message}",) if is_shared else ()
-    if loading.is_tried:
-        verdict = load_in_sandbox(spec, cores, source.libraries, seconds=loading.trial_s)
+    if loading.is_sandboxed:
+        verdict = load_in_sandbox(spec, cores, source.libraries, seconds=loading.sandbox_s)
         if verdict.refusal or verdict.error:
             raise ManifestError(verdict.refusal or verdict.error)
     model = open_source(source)
@@ -158,7 +158,7 @@ class _CachedLoad(NamedTuple):
     def open(self, open_source: Callable[[ModelSource], ModelT]) -> ModelT:
         """Open the model by its entry, which is created first if needed."""
         # One worker runs the sandboxed load; the other workers of the model wait for its entry.
-        deadline_ns = clock.now_ns() + int(self.spec.loading.trial_s * clock.NS_PER_S)
+        deadline_ns = clock.now_ns() + int(self.spec.loading.sandbox_s * clock.NS_PER_S)
         for _ in range(TRIES):
             with self.store.locked(self.key, deadline_ns):
                 entry = self._find()
@@ -184,7 +184,7 @@ class _CachedLoad(NamedTuple):
         store, key, spec, cores, source, files = self
         loading, is_shared = spec.loading, _is_shared(spec, files)
         begun_ns = clock.now_ns()
-        seconds = max((deadline_ns - begun_ns) / clock.NS_PER_S, TRIAL_S_MIN)
+        seconds = max((deadline_ns - begun_ns) / clock.NS_PER_S, SANDBOX_S_MIN)
         folder = store.prepare(key)
         target = folder if is_shared else None
         verdict = load_in_sandbox(spec, cores, source.libraries, seconds=seconds, folder=target)
@@ -193,17 +193,17 @@ class _CachedLoad(NamedTuple):
             # The optimised copy may crash the runtime where the model itself does not.
             note = f"{verdict.refusal}, when its copy was made"
             passed_s = (clock.now_ns() - begun_ns) / clock.NS_PER_S
-            left_s = max(seconds - passed_s, TRIAL_S_MIN)
+            left_s = max(seconds - passed_s, SANDBOX_S_MIN)
             verdict = load_in_sandbox(spec, cores, source.libraries, seconds=left_s)
-        is_final = not verdict.is_late or seconds > loading.trial_s / 2
+        is_final = not verdict.is_late or seconds > loading.sandbox_s / 2
         try:
             require_unchanged(files.stamps)
-            if loading.is_tried and (verdict.error or not is_final):
+            if loading.is_sandboxed and (verdict.error or not is_final):
                 raise ManifestError(verdict.error or verdict.refusal)
         except ManifestError:
             store.discard(key)
             raise
-        if loading.is_tried:
+        if loading.is_sandboxed:
             store.add(key, note, verdict.refusal)
         else:
             store.add(key, note or verdict.refusal or verdict.error)
@@ -239,7 +239,7 @@ def _entry_key(spec: ModelSpec, files: ModelFiles, libraries: tuple[str, ...], r
         spec.rows_max,
         spec.string_bytes,
         spec.loading.is_shared,
-        (spec.loading.trial_s, spec.loading.trial_bytes),
+        (spec.loading.sandbox_s, spec.loading.sandbox_bytes),
     ]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:40]
 

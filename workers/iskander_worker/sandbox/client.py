@@ -2,7 +2,7 @@
 
     worker          SandboxServer   starts the server for the first job, sends it, waits
     that process    sandbox.server  imports the runtime once, and forks a process for each model
-    its forks       _judge          limit their memory and files, open and warm the model, report
+    its forks       _load           limit their memory and files, open and warm the model, report
 
 A model file is a program: it may loop for ever while constants are folded, allocate all memory, or
 trigger a bug of the runtime. A crash of a fork harms no caller.
@@ -86,7 +86,7 @@ class Answer(msgspec.Struct, frozen=True):
 def late(seconds: float) -> Verdict:
     """The verdict of a timeout."""
     return Verdict(
-        refusal=f"not loaded and warmed in a sandbox within {seconds:.3g} s (loading.trial_s)",
+        refusal=f"not loaded and warmed in a sandbox within {seconds:.3g} s (loading.sandbox_s)",
         is_late=True,
     )
 
@@ -188,7 +188,7 @@ def load_in_sandbox(
             cores,
             libraries,
             None if folder is None else str(folder),
-            private_bytes=spec.loading.trial_bytes or available_bytes(),
+            private_bytes=spec.loading.sandbox_bytes or available_bytes(),
             file_bytes=spec.loading.cache_bytes,
             seconds=seconds,
         )

@@ -55,7 +55,7 @@ def main() -> None:
     # Answers use a private descriptor, so output of libraries cannot mix with them.
     answers = os.dup(1)
     os.dup2(2, 1)
-    Path("/proc/self/comm").write_text("isk-trials")
+    Path("/proc/self/comm").write_text("isk-sandbox")
     os.nice(NICE)
     set_library_environment()
     for name in _PRELOADED:
@@ -122,7 +122,7 @@ def _run_fork(request: JobRequest, server: int, target: int) -> NoReturn:
         if os.getppid() == server:  # Else the server exited before the call above.
             os.setsid()
             _limit(request.job, request.deadline_ns)
-            os.write(target, msgspec.json.encode(_judged(request.job)))
+            os.write(target, msgspec.json.encode(_load_job(request.job)))
             # No orderly exit: threads of the runtime could block it, and nothing is to be saved.
             os._exit(0)
     except BaseException:
@@ -148,14 +148,14 @@ def _limit(job: Job, deadline_ns: int) -> None:
         resource.setrlimit(limit, (most, most))
 
 
-def _judged(job: Job) -> Verdict:
+def _load_job(job: Job) -> Verdict:
     from iskander_worker.failures import load_error
 
     try:
-        return Verdict(note=_judge(job))
+        return Verdict(note=_load(job))
     except MemoryError:
         return Verdict(
-            error=f"it needs more memory than {job.private_bytes} bytes (loading.trial_bytes)"
+            error=f"it needs more memory than {job.private_bytes} bytes (loading.sandbox_bytes)"
         )
     except BaseException as error:
         failure = load_error(error)
@@ -164,7 +164,7 @@ def _judged(job: Job) -> Verdict:
         return Verdict(error=shorten(failure.message, ERROR_CHARACTERS_MAX))
 
 
-def _judge(job: Job) -> str:
+def _load(job: Job) -> str:
     """Load, warm, save and compare; return why the weights cannot be shared, else nothing."""
     from iskander_worker.backends.onnx import OnnxModel
     from iskander_worker.loading.opener import ModelSource

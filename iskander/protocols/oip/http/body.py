@@ -115,7 +115,7 @@ class ReceivedBody:
     @contextlib.contextmanager
     def work(self, count: int) -> Iterator[None]:
         """Charge temporary memory to the budget while the block runs; raise if it is full."""
-        if not self._budget.take(count):
+        if not self._budget.try_charge(count):
             raise self._no_memory()
         try:
             yield
@@ -169,11 +169,11 @@ class ReceivedBody:
 
     # For the receive budget.
 
-    def held(self, now_ns: int) -> float:
+    def evictable(self, now_ns: int) -> float:
         """Return the memory that a rejection frees, in bytes times nanoseconds."""
         return self._filled * float(now_ns - self._began_ns) if self._is_reading else 0.0
 
-    def shed(self) -> bool:
+    def evict(self) -> bool:
         """Reject the body if it is being read; return whether it was."""
         if not self._is_reading or self._error is not None or not self._filled:
             return False

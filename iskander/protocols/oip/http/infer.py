@@ -87,7 +87,7 @@ class HttpInference:
             try:
                 parsed = await self._read(request, lane, received)
                 caller = grant.name or (request.client and request.client.host)
-                with self._submitter.held(caller=caller):
+                with self._submitter.open_call(caller=caller):
                     parts, json_bytes = await self._infer(request, lane, parsed)
                     received.add(sum(map(len, parts)))
                     await _write(request, send, parts, json_bytes)
@@ -121,7 +121,9 @@ class HttpInference:
         tensors = read_inputs(contract, parsed.tensors, self._submitter.limits)
         chosen = select_outputs(contract, parsed, tensors.rows, self._json_max)
         terms = _terms(request, parsed)
-        body = await _unless_gone(request.receive, self._submitter.ask(lane, tensors, terms=terms))
+        body = await _unless_gone(
+            request.receive, self._submitter.infer(lane, tensors, terms=terms)
+        )
         results = result_tensors(contract, tensors.rows, body)
         model = (lane.model.name, lane.model.version)
         return write_answer(model, parsed, results, chosen, self._json_max)

@@ -16,7 +16,7 @@ from iskander.protocols.flight.data import data_head, read_flight_data, schema_f
 
 def flight_data_message() -> Any:
     """The message class that protobuf makes of Flight.proto's FlightData."""
-    file = descriptor_pb2.FileDescriptorProto(name="judge.proto", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(name="reference.proto", syntax="proto3")
     message = file.message_type.add(name="FlightData")
     fields = {"descriptor": 1, "data_header": 2, "app_metadata": 3, "data_body": 1000}
     for name, number in fields.items():

@@ -18,7 +18,7 @@ def exchange(call: Any) -> Exchange:
     unused: Any = None
     return Exchange(
         call,
-        intake=unused,
+        input_arena=unused,
         dispatcher=unused,
         limits=Config().limits,
         find=unused,

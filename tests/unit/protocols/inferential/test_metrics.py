@@ -28,13 +28,13 @@ ROBOT = {"client": "robot-7"}
 def points(
     happen: Callable[[InferentialMetrics], None],
 ) -> tuple[dict[str, list[dict[str, str]]], InferentialMetrics]:
-    """The labels of each measure's points, and the journal."""
+    """The labels of each measure's points, and the metrics."""
     recent = RecentValues()
-    journal = InferentialMetrics(recent)
-    happen(journal)
+    metrics = InferentialMetrics(recent)
+    happen(metrics)
     return {
         name: [dict(labels) for _, _, labels in recent.ring(name)] for name in recent.names()
-    }, journal
+    }, metrics
 
 
 @pytest.mark.parametrize(
@@ -56,29 +56,29 @@ def points(
 def test_a_refusal_is_a_point_of_one_measure(
     error: IskanderError, measure: str, labels: dict[str, str]
 ) -> None:
-    found, journal = points(lambda journal: journal.refused(ROBOT, "arm", error))
+    found, metrics = points(lambda metrics: metrics.on_rejected(ROBOT, "arm", error))
     assert found == {measure: [labels]}
-    assert journal.outcomes == {error.code: 1} and journal.last_error == "x"
+    assert metrics.outcomes == {error.code: 1} and metrics.last_error == "x"
 
 
 @pytest.mark.parametrize(
     ("happen", "outcome"),
-    [(InferentialMetrics.late, "late"), (InferentialMetrics.unsent, "unsent")],
+    [(InferentialMetrics.on_late, "late"), (InferentialMetrics.on_unsent, "unsent")],
 )
 def test_results_that_reach_nobody_are_errors_of_sending(
     happen: Callable[[InferentialMetrics, dict[str, str]], None], outcome: str
 ) -> None:
-    found, journal = points(lambda journal: happen(journal, ROBOT))
+    found, metrics = points(lambda metrics: happen(metrics, ROBOT))
     assert found == {"send_errors": [ROBOT]}
-    assert journal.outcomes == {outcome: 1}
+    assert metrics.outcomes == {outcome: 1}
 
 
 def test_a_message_of_nobody_has_no_client() -> None:
-    found, _ = points(lambda journal: journal.malformed(MalformedInput("x")))
+    found, _ = points(lambda metrics: metrics.on_malformed(MalformedInput("x")))
     assert found == {"observation_errors": [{}]}
 
 
 def test_a_model_of_any_length_makes_a_label_of_some() -> None:
-    found, _ = points(lambda journal: journal.refused(ROBOT, "m" * 10_000, ModelNotFound("x")))
+    found, _ = points(lambda metrics: metrics.on_rejected(ROBOT, "m" * 10_000, ModelNotFound("x")))
     (labels,) = found["dispatch_errors"]
     assert labels["model"] == "m" * 100

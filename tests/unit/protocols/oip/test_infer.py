@@ -1,4 +1,4 @@
-"""A request from its bytes to those of its response: what the desk is asked, what becomes of it."""
+"""A request from its bytes to those of its response: what the submitter is asked, what becomes of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.intake import in_loop
+from support.input_arena import in_loop
 from support.lanes import lane_of
 
 from iskander._generated import oip_pb2
@@ -38,15 +38,15 @@ CONTRACT = Contract(
 FIRST, SECOND = np.arange(3), np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
-class PlayedDesk(RequestSubmitter):
+class ScriptedSubmitter(RequestSubmitter):
     """Answers everything with the same results, and keeps how it was asked."""
 
     def __init__(self) -> None:
         self.limits = LimitsConfig()
-        self.asked: list[dict[str, Any]] = []
+        self.submitted: list[dict[str, Any]] = []
 
-    async def ask(self, lane: Lane, offered: RequestTensors, **terms: Any) -> bytes:
-        self.asked.append({"lane": lane, "offered": offered, **terms})
+    async def infer(self, lane: Lane, offered: RequestTensors, **terms: Any) -> bytes:
+        self.submitted.append({"lane": lane, "offered": offered, **terms})
         offsets, length = body_layout(CONTRACT.outputs, offered.rows)
         body = bytearray(length)
         for offset, values in zip(offsets, (FIRST, SECOND), strict=True):
@@ -87,8 +87,8 @@ class Memory:
 class Played:
     def __init__(self, memory: int = 1 << 30) -> None:
         self.call: Any = Memory(memory)
-        self.desk = PlayedDesk()
-        self.inference = Inference(OneModel(), self.desk)
+        self.submitter = ScriptedSubmitter()
+        self.inference = Inference(OneModel(), self.submitter)
 
     async def ask(
         self, *, deadline_ns: int | None = None, is_streamed: bool = False, **values: Any
@@ -136,7 +136,7 @@ async def test_the_desk_is_told_the_terms_and_the_calls_deadline() -> None:
     played = Played()
     await played.ask(deadline_ns=77, parameters={"timeout": {"int64_param": 5000}})
     await played.ask()
-    first, second = played.desk.asked
+    first, second = played.submitter.submitted
     assert (first["call_deadline_ns"], first["terms"].budget_ms) == (77, 5.0)
     assert (second["call_deadline_ns"], second["terms"].budget_ms) == (NEVER_NS, None)
     assert first["terms"].urgency == second["terms"].urgency == 0.5
@@ -153,7 +153,7 @@ async def test_tensors_reach_the_desk_without_a_copy() -> None:
     held = bytearray(message)
     await played.inference.answer(scan(held, LimitsConfig()), StreamTerms((), None), played.call)
     held[-1] = 1
-    (tensor,) = played.desk.asked[0]["offered"].tensors
+    (tensor,) = played.submitter.submitted[0]["offered"].tensors
     assert tensor[-1] == 1
 
 
@@ -182,7 +182,7 @@ async def test_what_is_not_there_is_refused_before_the_desk(
     played = Played()
     with pytest.raises(error):
         await played.ask(**values)
-    assert not played.desk.asked
+    assert not played.submitter.submitted
 
 
 @in_loop
@@ -219,7 +219,7 @@ async def test_a_request_like_one_before_is_held_against_its_lengths_alone(
 
     monkeypatch.setattr(oip_infer, "read_inputs", lambda *_: pytest.fail("it is looked at again"))
     await played.ask(raw_input_contents=[(FIRST + 7).tobytes()], id="another")
-    (tensor,) = played.desk.asked[-1]["offered"].tensors
+    (tensor,) = played.submitter.submitted[-1]["offered"].tensors
     assert bytes(tensor) == (FIRST + 7).tobytes()
 
 
@@ -277,11 +277,11 @@ async def test_large_typed_contents_take_their_memory_before_they_are_read() -> 
     small = Played(memory=8 * count)
     with pytest.raises(Overloaded):
         await small.ask(**typed)
-    assert not small.desk.asked and small.call.used == 0
+    assert not small.submitter.submitted and small.call.used == 0
 
 
 @in_loop
 async def test_small_contents_take_no_memory() -> None:
     played = Played(memory=0)
     await played.ask()
-    assert played.desk.asked and not played.call.taken
+    assert played.submitter.submitted and not played.call.taken

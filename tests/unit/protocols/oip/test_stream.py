@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.intake import in_loop
+from support.input_arena import in_loop
 
 from iskander._generated import oip_pb2
 from iskander.auth.grants import FULL_GRANT

@@ -22,8 +22,8 @@ from support.http2 import (
     settings,
     window_update,
 )
-from support.intake import in_loop, turns
-from support.office import Office, office
+from support.input_arena import in_loop, turns
+from support.submitter import SubmitterHarness, office
 
 from iskander._generated import oip_pb2
 from iskander.errors import ExecutionFailed, IskanderError
@@ -44,18 +44,18 @@ LARGE_ROWS = (3 * GRAIN_BYTES - 1024) // 9 // 64 * 64
 class Server:
     """A connection whose calls are answered at once where they can be."""
 
-    def __init__(self, made: Office) -> None:
+    def __init__(self, made: SubmitterHarness) -> None:
         models = Models()
         models.serve(made.lane)
         self.office = made
-        self.inference = Inference(models, made.desk)
+        self.inference = Inference(models, made.submitter)
         self.peer = Peer()
-        self.peer.host.at_once = self._at_once
+        self.peer.host.serve_inline = self._at_once
         self.begun: list[weakref.ref[UnaryInferKept]] = []
 
     @property
-    def asked(self) -> list[Request]:
-        return self.office.dispatcher.asked
+    def submitted(self) -> list[Request]:
+        return self.office.dispatcher.submitted
 
     def ask(
         self, stream_id: int = 1, rows: int = 4, *, cut: int = 1 << 20, is_typed: bool = False
@@ -92,7 +92,7 @@ class Server:
         """Fail every request from here on while it is put into the queue."""
 
         def submit(request: Request) -> None:
-            self.office.intake.give_back(request)
+            self.office.input_arena.give_back(request)
             request.caller.fail(request, ExecutionFailed("at once"))
 
         self.office.dispatcher.submit = submit  # type: ignore[method-assign]
@@ -106,7 +106,7 @@ class Server:
         if whole is None:
             return False
         try:
-            unary = UnaryInferKept(self.inference, self.office.desk, call, refuse)
+            unary = UnaryInferKept(self.inference, self.office.submitter, call, refuse)
             self.begun.append(weakref.ref(unary))
             return unary.begin(whole)
         except IskanderError as error:
@@ -136,7 +136,7 @@ async def server() -> AsyncIterator[Server]:
 async def test_a_whole_call_is_asked_and_answered_without_a_task() -> None:
     async with server() as served:
         served.ask_whole()
-        (request,) = served.asked
+        (request,) = served.submitted
         (call,) = served.peer.calls.values()
         assert call.whole is None, "the message is kept beside its tensors"
         served.office.dispatcher.answer(request, SCORES.tobytes())
@@ -152,7 +152,7 @@ async def test_a_client_with_a_smaller_table_is_told_before_the_first_answer() -
         served.peer.say(settings(table=0))
         for stream_id in (1, 3):
             served.ask_whole(stream_id)
-            served.office.dispatcher.answer(served.asked[-1], SCORES.tobytes())
+            served.office.dispatcher.answer(served.submitted[-1], SCORES.tobytes())
             await turns()
             assert served.peer.answer(stream_id).status == GRPC_OK
         first, _, *others = (each.payload for each in served.peer.heard(HEADERS))
@@ -172,15 +172,15 @@ async def test_a_call_that_comes_in_pieces_has_a_task() -> None:
 async def test_no_rows_are_answered_at_once() -> None:
     async with server() as served:
         served.ask_whole(rows=0)
-        assert served.peer.answer().status == GRPC_OK and not served.asked
+        assert served.peer.answer().status == GRPC_OK and not served.submitted
 
 
 @in_loop
 async def test_what_the_worker_failed_at_ends_the_call() -> None:
     async with server() as served:
         served.ask_whole()
-        (request,) = served.asked
-        served.office.intake.give_back(request)
+        (request,) = served.submitted
+        served.office.input_arena.give_back(request)
         request.caller.fail(request, ExecutionFailed("no such user"))
         answer = served.peer.answer()
         assert (answer.status, answer.blocks[-1]["grpc-message"]) == (INTERNAL, "no such user")
@@ -193,7 +193,7 @@ async def test_what_is_refused_while_it_is_queued_ends_the_call_once() -> None:
         served.refuse_at_once()
         served.ask_whole()
         assert served.peer.answer().blocks[-1]["grpc-message"] == "at once"
-        assert not served.office.desk.calls and not dispatcher.withdrawn
+        assert not served.office.submitter.calls and not dispatcher.withdrawn
 
 
 @in_loop
@@ -202,9 +202,9 @@ async def test_a_client_that_resets_its_call_gives_its_request_up() -> None:
     async with server() as served:
         served.ask_whole(3, then=rst_stream(3))
         await turns()
-        assert not served.asked and not served.peer.served and not served.office.desk.calls
+        assert not served.submitted and not served.peer.served and not served.office.submitter.calls
         served.ask_whole(5)
-        (request,) = served.asked
+        (request,) = served.submitted
         served.peer.say(rst_stream(5))
         assert served.office.dispatcher.withdrawn == [request]
         # What comes too late meets nobody.
@@ -219,11 +219,11 @@ async def test_a_call_waits_for_room_in_the_arena() -> None:
         for stream_id in (1, 3):
             served.ask_whole(stream_id, LARGE_ROWS)
         await turns()
-        assert len(served.asked) == 1
+        assert len(served.submitted) == 1
         results = bytes(4 * LARGE_ROWS)
-        served.office.dispatcher.answer(served.asked[0], results)
+        served.office.dispatcher.answer(served.submitted[0], results)
         await turns()
-        served.office.dispatcher.answer(served.asked[1], results)
+        served.office.dispatcher.answer(served.submitted[1], results)
         await turns()
         assert served.peer.answer(1).status == GRPC_OK
 
@@ -238,7 +238,7 @@ async def test_typed_tensors_that_wait_for_room_are_charged_until_they_are_answe
         results = bytes(4 * LARGE_ROWS)
         for place in range(2):
             await turns()
-            served.office.dispatcher.answer(served.asked[place], results)
+            served.office.dispatcher.answer(served.submitted[place], results)
         assert budget.used_bytes == 0
 
 
@@ -248,7 +248,7 @@ async def test_typed_tensors_for_which_there_is_no_memory_are_refused() -> None:
         served.peer.host.budget.limit_bytes = 100
         served.ask_whole(1, 64, is_typed=True)
         assert served.peer.answer(1).status == RESOURCE_EXHAUSTED
-        assert not served.asked and served.peer.host.budget.used_bytes == 0
+        assert not served.submitted and served.peer.host.budget.used_bytes == 0
 
 
 @pytest.mark.parametrize("turns_before", [0, 1])
@@ -264,8 +264,8 @@ async def test_a_call_that_is_reset_while_it_waits_for_room_leaves_nothing(
             await turns()
         served.peer.say(rst_stream(3))
         await turns()
-        assert len(served.office.desk.calls) == 1 and not served.office.desk._entering
-        (request,) = served.asked
+        assert len(served.office.submitter.calls) == 1 and not served.office.submitter._entering
+        (request,) = served.submitted
         served.peer.say(rst_stream(1))
         assert served.office.dispatcher.withdrawn[-1] is request
 
@@ -279,14 +279,14 @@ async def test_an_answer_waits_for_the_clients_window(turns_before: int) -> None
         served.peer.say(settings(window=100))
         served.ask_whole(1, rows)
         served.ask_whole(3, rows)
-        for request in list(served.asked):
+        for request in list(served.submitted):
             served.office.dispatcher.answer(request, bytes(4 * rows))
         for _ in range(turns_before):
             await turns()
-        assert len(served.office.desk.calls) == 2
+        assert len(served.office.submitter.calls) == 2
         served.peer.say(rst_stream(3))
         await turns()
-        assert len(served.office.desk.calls) == 1
+        assert len(served.office.submitter.calls) == 1
         served.peer.say(window_update(0, 1 << 20), window_update(1, 1 << 20))
         await turns()
         assert served.peer.answer(1).status == GRPC_OK
@@ -297,7 +297,7 @@ async def test_an_answer_waits_for_the_clients_window(turns_before: int) -> None
 async def test_results_that_cannot_be_told_end_the_call() -> None:
     async with server() as served:
         served.ask_whole()
-        (request,) = served.asked
+        (request,) = served.submitted
         with pytest.raises(TypeError):
             served.office.dispatcher.answer(request, None)  # type: ignore[arg-type]
         request.caller.fail(request, IskanderError("the server failed to take the results"))
@@ -312,15 +312,15 @@ async def test_a_call_that_is_over_is_kept_by_nothing() -> None:
     try:
         async with server() as served:
             served.ask_whole(1)
-            served.office.dispatcher.answer(served.asked[0], SCORES.tobytes())
+            served.office.dispatcher.answer(served.submitted[0], SCORES.tobytes())
             served.ask_whole(3)
-            served.office.intake.give_back(served.asked[1])
-            served.asked[1].caller.fail(served.asked[1], ExecutionFailed("no"))
+            served.office.input_arena.give_back(served.submitted[1])
+            served.submitted[1].caller.fail(served.submitted[1], ExecutionFailed("no"))
             served.ask_whole(5)
             served.peer.say(rst_stream(5))
             served.refuse_at_once()
             served.ask_whole(7)
-            served.asked.clear()
+            served.submitted.clear()
             served.office.dispatcher.withdrawn.clear()
             for request in list(served.office.lane.queue):
                 served.office.lane.queue.remove(request)
@@ -335,8 +335,8 @@ async def test_more_calls_than_may_be_open_are_refused_unread() -> None:
     async with server() as served:
         for stream_id in (1, 3, 5):
             served.ask_whole(stream_id)
-        assert len(served.asked) == 2
+        assert len(served.submitted) == 2
         assert served.peer.answer(5).status == RESOURCE_EXHAUSTED
-        for request in served.asked:
+        for request in served.submitted:
             served.office.dispatcher.answer(request, SCORES.tobytes())
         await asyncio.sleep(0)

@@ -41,7 +41,7 @@ from support.http2 import (
     until,
     window_update,
 )
-from support.intake import in_loop, turns
+from support.input_arena import in_loop, turns
 
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
@@ -272,29 +272,29 @@ def test_what_is_read_is_what_was_sent_and_comes_back_by_another_librarys_rules(
 
         peer = Peer(serve, greets=False)
         window = max(windows[0], len(raw) // 30)
-        judge = Judge(peer, window=window, frame_bytes=windows[1])
-        await judge.exchange(cut)
-        judge.h2.send_headers(1, request_fields())
+        reference = ReferenceClient(peer, window=window, frame_bytes=windows[1])
+        await reference.exchange(cut)
+        reference.h2.send_headers(1, request_fields())
         at, turn = 0, 0
         while at < len(raw):
             padding = paddings[turn % len(paddings)]
             size = frame_sizes[turn % len(frame_sizes)] if turn < 30 else 70_000
-            count = min(size, judge.h2.local_flow_control_window(1) - 256, len(raw) - at)
-            judge.h2.send_data(1, raw[at : at + count], pad_length=padding)
+            count = min(size, reference.h2.local_flow_control_window(1) - 256, len(raw) - at)
+            reference.h2.send_data(1, raw[at : at + count], pad_length=padding)
             at, turn = at + count, turn + 1
-            await judge.exchange(cut)
-        judge.h2.send_data(1, b"", end_stream=True)
-        await judge.until_over(cut)
+            await reference.exchange(cut)
+        reference.h2.send_data(1, b"", end_stream=True)
+        await reference.until_over(cut)
 
         assert reader.messages == sent and reader.has_ended
-        assert client.split_messages(bytes(judge.body)) == sent
-        assert judge.trailers["grpc-status"] == "0"
+        assert client.split_messages(bytes(reference.body)) == sent
+        assert reference.trailers["grpc-status"] == "0"
         assert not peer.calls and not waiting(peer)
 
     asyncio.run(play())
 
 
-class Judge:
+class ReferenceClient:
     """The client of another library, which raises where the server breaks a rule."""
 
     def __init__(self, peer: Peer, *, window: int, frame_bytes: int) -> None:
@@ -1629,8 +1629,8 @@ def answer_leaving(peer: Peer) -> None:
 async def test_a_client_that_is_asked_to_leave_finishes_its_calls() -> None:
     peer = Peer(echo)
     peer.open(1)
-    peer.connection.leave()
-    peer.connection.leave()
+    peer.connection.close_gracefully()
+    peer.connection.close_gracefully()
     (goodbye,) = peer.heard(GOAWAY)
     assert goodbye.payload[:8] == WINDOW_MAX.to_bytes(4) + bytes(4)
 
@@ -1654,7 +1654,7 @@ async def test_a_client_that_is_asked_to_leave_finishes_its_calls() -> None:
 @in_loop
 async def test_a_client_without_calls_goes_as_soon_as_it_has_heard() -> None:
     peer = Peer()
-    peer.connection.leave()
+    peer.connection.close_gracefully()
     assert peer.goodbye is None
     peer.say(ping(b"whatever", client.ACK))
     assert peer.goodbye is None
@@ -1674,7 +1674,7 @@ async def test_the_answer_to_a_ping_that_was_not_sent_ends_nothing() -> None:
 @in_loop
 async def test_a_client_that_never_said_what_it_speaks_does_not_hold_up_the_end() -> None:
     peer = Peer(greets=False)
-    peer.connection.leave()
+    peer.connection.close_gracefully()
     await turns()
     assert not peer.host.connections
 
@@ -1762,7 +1762,7 @@ async def test_calls_of_one_read_that_need_no_task_are_answered_in_one_turn(
     monkeypatch.setattr(connection, "now_ns", lambda: 0)  # No turn takes any time.
     peer = Peer()
     whole: list[Message | None] = []
-    peer.host.at_once = lambda call: whole.append(call.whole) is None
+    peer.host.serve_inline = lambda call: whole.append(call.whole) is None
     peer.connection._process(memoryview(calls_of(30)), 1 << 62)
     assert whole == [b"x"] * 30 and not peer.connection.streams.is_interrupted
 

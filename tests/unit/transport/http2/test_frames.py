@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hyperframe.frame as judge
+import hyperframe.frame as reference
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +15,8 @@ from iskander.transport.http2.rate_limit import BURST, PER_S, RateLimiter
 stream_ids = st.integers(1, frames.WINDOW_MAX)
 
 
-def judged(raw: bytes) -> judge.Frame:
-    found, length = judge.Frame.parse_frame_header(memoryview(raw[:9]))
+def judged(raw: bytes) -> reference.Frame:
+    found, length = reference.Frame.parse_frame_header(memoryview(raw[:9]))
     assert length == len(raw) - 9
     found.parse_body(memoryview(raw[9:]))
     return found
@@ -38,7 +38,7 @@ def test_settings_are_what_another_library_reads() -> None:
     values = {frames.MAX_CONCURRENT_STREAMS: 7, frames.INITIAL_WINDOW_SIZE: frames.WINDOW_MAX}
 
     found = judged(frames.settings(values))
-    assert isinstance(found, judge.SettingsFrame) and found.settings == values
+    assert isinstance(found, reference.SettingsFrame) and found.settings == values
 
 
 @given(stream_ids, st.integers(1, frames.WINDOW_MAX), st.sampled_from(ErrorCode))
@@ -49,10 +49,10 @@ def test_windows_resets_and_goodbyes_are_what_another_library_reads(
     reset = judged(frames.rst_stream(stream_id, code))
     goodbye = judged(frames.goaway(stream_id, code, "why"))
 
-    assert isinstance(update, judge.WindowUpdateFrame) and update.window_increment == increment
-    assert isinstance(reset, judge.RstStreamFrame) and reset.error_code == code
+    assert isinstance(update, reference.WindowUpdateFrame) and update.window_increment == increment
+    assert isinstance(reset, reference.RstStreamFrame) and reset.error_code == code
     assert update.stream_id == reset.stream_id == stream_id
-    assert isinstance(goodbye, judge.GoAwayFrame) and goodbye.additional_data == b"why"
+    assert isinstance(goodbye, reference.GoAwayFrame) and goodbye.additional_data == b"why"
     assert (goodbye.last_stream_id, goodbye.error_code) == (stream_id, code)
 
 

@@ -211,10 +211,10 @@ class TestBlocks:
             flags, first = flags | PADDED, bytes([padding]) + first + bytes(padding)
 
         blocks = HeaderBlockReader()
-        blocks.begin(5, flags, memoryview(first))
+        blocks.on_headers(5, flags, memoryview(first))
         for piece in pieces[1:]:
             assert blocks.is_open
-            blocks.go_on(5, memoryview(piece))
+            blocks.on_continuation(5, memoryview(piece))
         stream_id, is_last, ended = blocks.end()
         assert (stream_id, is_last, ended.pairs) == (5, True, fields)
         assert not blocks.is_open
@@ -224,7 +224,7 @@ class TestBlocks:
         for stream_id in (1, 3, 5):
             fields = request_fields(extra=[("client", "robot-7"), ("n", str(stream_id))])
             raw = memoryview(encoder.encode(fields))
-            blocks.begin(stream_id, END_HEADERS, raw)
+            blocks.on_headers(stream_id, END_HEADERS, raw)
             number, is_last, ended = blocks.end()
             assert (number, is_last, ended.pairs) == (stream_id, False, fields)
         assert len(raw) < 20
@@ -234,7 +234,7 @@ class TestBlocks:
         blocks, encoder, requests = HeaderBlockReader(), hpack.Encoder(), []
         for stream_id in (1, 3, 5):
             raw = encoder.encode(request_fields(extra=[("client", "robot-7")]))
-            blocks.begin(stream_id, END_HEADERS, memoryview(raw))
+            blocks.on_headers(stream_id, END_HEADERS, memoryview(raw))
             requests.append(blocks.end()[2].request())
         first, again, _ = requests
         assert again is requests[2]
@@ -245,23 +245,23 @@ class TestBlocks:
     def test_a_continuation_of_nothing_is_refused(self, stream_id: int) -> None:
         blocks = HeaderBlockReader()
         if stream_id == 3:
-            blocks.begin(1, 0, memoryview(b""))
+            blocks.on_headers(1, 0, memoryview(b""))
         with pytest.raises(ConnectionBroken) as caught:
-            blocks.go_on(stream_id, memoryview(b""))
+            blocks.on_continuation(stream_id, memoryview(b""))
         assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
     def test_a_block_without_end_is_refused(self) -> None:
         blocks = HeaderBlockReader()
-        blocks.begin(1, 0, memoryview(bytes(65_536)))
-        blocks.go_on(1, memoryview(b""))
+        blocks.on_headers(1, 0, memoryview(bytes(65_536)))
+        blocks.on_continuation(1, memoryview(b""))
         with pytest.raises(ConnectionBroken) as caught:
-            blocks.go_on(1, memoryview(b"\0"))
+            blocks.on_continuation(1, memoryview(b"\0"))
         assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
     @given(st.binary(max_size=200))
     def test_bytes_at_random_are_a_block_or_break_the_connection(self, raw: bytes) -> None:
         blocks = HeaderBlockReader()
-        blocks.begin(1, END_HEADERS, memoryview(raw))
+        blocks.on_headers(1, END_HEADERS, memoryview(raw))
         try:
             blocks.end()
         except ConnectionBroken as error:
@@ -271,7 +271,7 @@ class TestBlocks:
     def test_what_is_wrong_with_a_block_is_said_without_addresses(self, block: bytes) -> None:
         """`hpack` names the bytes that it read by their place in memory."""
         blocks = HeaderBlockReader()
-        blocks.begin(1, END_HEADERS, memoryview(block))
+        blocks.on_headers(1, END_HEADERS, memoryview(block))
         with pytest.raises(ConnectionBroken) as caught:
             blocks.end()
         assert str(caught.value) == "invalid header block"
@@ -279,13 +279,13 @@ class TestBlocks:
     def test_a_small_block_that_expands_without_measure_is_refused(self) -> None:
         blocks, encoder = HeaderBlockReader(), hpack.Encoder()
         first = encoder.encode([("bomb", "b" * 4000)])
-        blocks.begin(1, END_HEADERS, memoryview(first + b"\xbe" * 20))
+        blocks.on_headers(1, END_HEADERS, memoryview(first + b"\xbe" * 20))
         with pytest.raises(ConnectionBroken):
             blocks.end()
 
     def test_nothing_is_kept_of_a_block_that_has_ended(self) -> None:
         blocks = HeaderBlockReader()
-        blocks.begin(1, END_HEADERS, memoryview(block_of([("k", "v" * 60_000)])))
+        blocks.on_headers(1, END_HEADERS, memoryview(block_of([("k", "v" * 60_000)])))
         blocks.end()
         assert len(blocks._block) == 0
 
@@ -316,7 +316,7 @@ class TestBlocks:
                 if not is_sensitive
                 else encoder.encode([hpack.NeverIndexedHeaderTuple(*each) for each in fields])
             )
-            blocks.begin(1, END_HEADERS, memoryview(raw))
+            blocks.on_headers(1, END_HEADERS, memoryview(raw))
             wanted = [(str(name), str(value)) for name, value in plain.decode(raw)]
             assert blocks.end()[2].pairs == wanted == fields
 

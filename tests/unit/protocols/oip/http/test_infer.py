@@ -1,4 +1,4 @@
-"""One call of inference over HTTP, with a desk that does what the test says."""
+"""One call of inference over HTTP, with a submitter that does what the test says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BODY = json.dumps(
 ).encode()
 
 
-class Desk:
+class ScriptedSubmitter:
     """Stands for the real one."""
 
     def __init__(self, answer: Callable[[RequestTensors], Awaitable[bytes]]) -> None:
@@ -43,13 +43,13 @@ class Desk:
     def require_open(self) -> None: ...
 
     @contextlib.contextmanager
-    def held(self, caller: object = None) -> Iterator[None]:
+    def open_call(self, caller: object = None) -> Iterator[None]:
         self.callers.append(caller)
         self.calls += 1
         yield
         self.calls -= 1
 
-    async def ask(self, _: Any, offered: RequestTensors, *, terms: Terms) -> bytes:
+    async def infer(self, _: Any, offered: RequestTensors, *, terms: Terms) -> bytes:
         self.terms.append(terms)
         return await self._answer(offered)
 
@@ -76,7 +76,7 @@ class Client:
     def __init__(self, body: bytes = BODY, **headers: str) -> None:
         self.gone = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
-        self.desk: Desk | None = None
+        self.submitter: ScriptedSubmitter | None = None
         self._pieces = [{"type": "http.request", "body": body, "more_body": False}]
         named = [(name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()]
         self._scope: dict[str, Any] = {
@@ -87,15 +87,15 @@ class Client:
             "client": ("10.0.0.9", 1234),
         }
 
-    async def ask(self, desk: Desk, **config: Any) -> bytes:
+    async def ask(self, submitter: ScriptedSubmitter, **config: Any) -> bytes:
         """The body of the answer."""
         self._scope["is_surplus"] = config.pop("is_surplus", False)
-        self.desk = desk
+        self.submitter = submitter
         budget = ReceiveBudget(config.pop("receive_bytes", 1 << 30))
         settings = HttpConfig(**config)
         infer = HttpInference(
             Models(),  # type: ignore[arg-type]
-            desk,  # type: ignore[arg-type]
+            submitter,  # type: ignore[arg-type]
             settings,
             BodyQuota(settings.bodies_bytes, budget, 10.0, [].append),
         )
@@ -112,27 +112,27 @@ class Client:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        assert self.desk is not None and self.desk.calls == 1, "the call is not held"
+        assert self.submitter is not None and self.submitter.calls == 1, "the call is not held"
         self.sent.append(message)
 
 
 def test_a_call_is_held_until_its_answer_is_written() -> None:
     async def run() -> None:
-        desk, client = Desk(tripled), Client()
-        assert json.loads(await client.ask(desk))["outputs"][0]["data"] == [3, 6]
-        assert desk.calls == 0
+        submitter, client = ScriptedSubmitter(tripled), Client()
+        assert json.loads(await client.ask(submitter))["outputs"][0]["data"] == [3, 6]
+        assert submitter.calls == 0
 
     asyncio.run(run())
 
 
 def test_a_parameter_goes_before_a_header() -> None:
     async def run() -> list[Terms]:
-        desk = Desk(tripled)
+        submitter = ScriptedSubmitter(tripled)
         headers = {"iskander_client": "a", "iskander_deadline_ms": "30"}
         body = json.loads(BODY) | {"parameters": {"iskander_client": "b"}}
-        await Client(json.dumps(body).encode(), **headers).ask(desk)
-        await Client(iskander_timestamp_ns="1").ask(desk)
-        return desk.terms
+        await Client(json.dumps(body).encode(), **headers).ask(submitter)
+        await Client(iskander_timestamp_ns="1").ask(submitter)
+        return submitter.terms
 
     both, stamped = asyncio.run(run())
 
@@ -157,11 +157,11 @@ def test_a_parameter_goes_before_a_header() -> None:
 def test_every_parameter_goes_before_its_header(
     headers: dict[str, str], parameters: dict[str, Any], wanted: Terms
 ) -> None:
-    desk = Desk(tripled)
+    submitter = ScriptedSubmitter(tripled)
     body = json.loads(BODY) | {"parameters": parameters}
-    asyncio.run(Client(json.dumps(body).encode(), iskander_client="c", **headers).ask(desk))
+    asyncio.run(Client(json.dumps(body).encode(), iskander_client="c", **headers).ask(submitter))
 
-    (terms,) = desk.terms
+    (terms,) = submitter.terms
     source = Source(connection="10.0.0.9:1234")
     assert terms == replace(wanted, is_named=True, source=source)
 
@@ -172,9 +172,9 @@ def test_all_connections_of_an_address_are_one_caller() -> None:
     async def answer(_: RequestTensors) -> bytes:
         return bytes(16)
 
-    desk = Desk(answer)
-    asyncio.run(Client().ask(desk))
-    assert desk.callers == ["10.0.0.9"]
+    submitter = ScriptedSubmitter(answer)
+    asyncio.run(Client().ask(submitter))
+    assert submitter.callers == ["10.0.0.9"]
 
 
 def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:
@@ -190,7 +190,7 @@ def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:
             return b""
 
         client = Client()
-        asking = asyncio.create_task(client.ask(Desk(never)))
+        asking = asyncio.create_task(client.ask(ScriptedSubmitter(never)))
         await begun.wait()
         client.gone.set()
         with pytest.raises(Cancelled):
@@ -210,7 +210,7 @@ def test_a_refused_request_is_forgotten_at_once() -> None:
 
     async def run() -> None:
         with pytest.raises(IskanderError):
-            await Client().ask(Desk(refuse))
+            await Client().ask(ScriptedSubmitter(refuse))
 
     with collections_off():
         asyncio.run(run())
@@ -226,7 +226,7 @@ def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:
         ):
             client = Client()
             with pytest.raises(Overloaded):
-                await client.ask(Desk(tripled), **config)
+                await client.ask(ScriptedSubmitter(tripled), **config)
 
     asyncio.run(run())
 

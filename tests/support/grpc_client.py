@@ -22,8 +22,8 @@ import pyarrow as pa
 from grpc import aio
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support import judging, raw
-from support.judging import PATIENCE_S, Facts
+from support import raw, reference_client
+from support.reference_client import PATIENCE_S, Facts
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -36,8 +36,8 @@ COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Defla
 Options: TypeAlias = list[tuple[str, Any]]
 
 
-class Judge(judging.Judge):
-    """The judge's process, from the test's view."""
+class ReferenceClient(reference_client.ReferenceClient):
+    """The reference's process, from the test's view."""
 
     def __init__(self) -> None:
         super().__init__(__file__)
@@ -78,7 +78,7 @@ def unary(address: str) -> Facts:
 def watchers(address: str, count: int, rounds: int) -> Facts:
     """Open watches on one connection, and cancel them after the first response; repeat."""
 
-    async def judge() -> Facts:
+    async def reference() -> Facts:
         async with aio.insecure_channel(address, options=[ALONE]) as channel:
             heard, codes = [], []
             for _ in range(rounds):
@@ -89,13 +89,13 @@ def watchers(address: str, count: int, rounds: int) -> Facts:
                 codes += [(await call.code()).name for call in calls]
             return {"heard": Counter(heard), "codes": Counter(codes)}
 
-    return asyncio.run(judge())
+    return asyncio.run(reference())
 
 
 def interleaved(address: str, streams: int, batches: int) -> Facts:
     """Concurrent streams on one connection; each sends a batch after the last result."""
 
-    async def judge() -> Facts:
+    async def reference() -> Facts:
         all_open = asyncio.Barrier(streams)
         async with aio.insecure_channel(address, options=[*UNLIMITED]) as channel:
 
@@ -115,7 +115,7 @@ def interleaved(address: str, streams: int, batches: int) -> Facts:
 
             return await asyncio.gather(*map(stream, range(streams)))
 
-    return asyncio.run(judge())
+    return asyncio.run(reference())
 
 
 def large(
@@ -207,12 +207,12 @@ def outcome(
 
 
 def unknown_by_aio(address: str, method: str) -> Facts:
-    async def judge() -> Facts:
+    async def reference() -> Facts:
         async with aio.insecure_channel(address, options=[ALONE]) as channel:
             call = channel.unary_unary(method)(b"", timeout=PATIENCE_S)
             return (await call.code()).name
 
-    return asyncio.run(judge())
+    return asyncio.run(reference())
 
 
 def keepalive(address: str, quiet_s: float) -> Facts:
@@ -238,7 +238,7 @@ def keepalive(address: str, quiet_s: float) -> Facts:
         with contextlib.suppress(queue.Empty):
             meanwhile.append(states.get(timeout=quiet_s).name)
         code = _outcome(channel, CHECK, [b""])["code"]
-        judging.say({"facts": {"meanwhile": meanwhile, "code": code}})
+        reference_client.say({"facts": {"meanwhile": meanwhile, "code": code}})
         return {"then": states.get(timeout=PATIENCE_S).name}
 
 
@@ -248,7 +248,7 @@ def wait_for_ready(address: str) -> Facts:
         address, options=[ALONE, ("grpc.max_reconnect_backoff_ms", 200)]
     ) as channel:
         impatient = _outcome(channel, CHECK, [b""], wait_for_ready=False)["code"]
-        judging.say({"facts": {"impatient": impatient}})
+        reference_client.say({"facts": {"impatient": impatient}})
         return _outcome(channel, CHECK, [b""], wait_for_ready=True)
 
 
@@ -267,7 +267,7 @@ def short_connections(address: str, count: int) -> Facts:
 def idle_streams(address: str, count: int, batches: int) -> Facts:
     """Idle streams, each on its own connection, while one is active; then all are active."""
 
-    async def judge() -> Facts:
+    async def reference() -> Facts:
         async with contextlib.AsyncExitStack() as stack:
             sent = ids_batch(11, 100)
             calls = []
@@ -295,7 +295,7 @@ def idle_streams(address: str, count: int, batches: int) -> Facts:
             codes = await asyncio.gather(*map(use, calls))
             return {"worked": worked, "codes": Counter(codes)}
 
-    return asyncio.run(judge())
+    return asyncio.run(reference())
 
 
 def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
@@ -341,7 +341,7 @@ def hammer(address: str, connections: int, streams: int, rows: int) -> Facts:
             under_way.wait(2 * PATIENCE_S)
         except threading.BrokenBarrierError:
             raise AssertionError(f"a call hangs; so far {outcomes} {wrong}") from None
-        judging.say({"facts": "under way"})
+        reference_client.say({"facts": "under way"})
         for thread in threads:
             while thread.is_alive():
                 call = latest[thread]
@@ -389,7 +389,7 @@ def _kept_open(batch: pa.RecordBatch, done: threading.Event) -> Iterator[bytes]:
 
 
 if __name__ == "__main__":
-    judging.serve(
+    reference_client.serve(
         unary,
         watchers,
         interleaved,

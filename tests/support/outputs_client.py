@@ -14,8 +14,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import np_to_triton_dtype
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support import judging
-from support.judging import Facts
+from support import reference_client
+from support.reference_client import Facts
 
 
 def infer(address: str, model: str, inputs: dict[str, Any]) -> Facts:
@@ -51,4 +51,4 @@ def outputs(address: str, model: str) -> Facts:
 
 
 if __name__ == "__main__":
-    judging.serve(infer, outputs)
+    reference_client.serve(infer, outputs)

@@ -13,13 +13,13 @@ from kserve import InferInput, InferRequest
 from kserve.inference_client import InferenceGRPCClient, InferenceRESTClient, RESTConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support import judging
-from support.judging import Facts
+from support import reference_client
+from support.reference_client import Facts
 
 
 def everything(address: str) -> Facts:
     """All calls of the gRPC client, with raw and with typed tensors, and an error."""
-    return asyncio.run(asyncio.wait_for(_everything(address), judging.PATIENCE_S))
+    return asyncio.run(asyncio.wait_for(_everything(address), reference_client.PATIENCE_S))
 
 
 async def _everything(address: str) -> Facts:
@@ -40,7 +40,7 @@ async def _everything(address: str) -> Facts:
 
 def over_rest(base_url: str) -> Facts:
     """The same by the REST client."""
-    return asyncio.run(asyncio.wait_for(_over_rest(base_url), judging.PATIENCE_S))
+    return asyncio.run(asyncio.wait_for(_over_rest(base_url), reference_client.PATIENCE_S))
 
 
 async def _over_rest(base_url: str) -> Facts:
@@ -68,4 +68,4 @@ async def _ask(client: InferenceGRPCClient, model: str, tensor: InferInput) -> A
 
 
 if __name__ == "__main__":
-    judging.serve(everything, over_rest)
+    reference_client.serve(everything, over_rest)

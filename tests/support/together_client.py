@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support import judging
-from support.judging import PATIENCE_S, Facts
+from support import reference_client
+from support.reference_client import PATIENCE_S, Facts
 
 WAYS = ("flight", "flight stream", "raw", "typed", "json", "binary", "inferential")
 CLIENTS = 2
@@ -260,7 +260,7 @@ def load(way: str, address: str, requests: int) -> Facts:
         client.start()
     for client in clients:
         client.enough.wait(PATIENCE_S)
-    judging.say({"facts": "enough"})
+    reference_client.say({"facts": "enough"})
     if json.loads(sys.stdin.readline()) == "until refused":
         for client in clients:
             client.join(PATIENCE_S)
@@ -277,4 +277,4 @@ def one(way: str, address: str, number: int) -> Facts:
 
 
 if __name__ == "__main__":
-    judging.serve(load, one)
+    reference_client.serve(load, one)

@@ -13,7 +13,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support import judging
+from support import reference_client
 
 HEALTH = "/grpc.health.v1.Health"
 PATIENCE_S = 20.0
@@ -76,7 +76,7 @@ def stay(address: str, headers: dict[str, str]) -> str:
         answers = channel.stream_stream(method)(
             requests(), timeout=PATIENCE_S, metadata=list(headers.items())
         )
-        judging.say({"facts": len(next(answers)) > 0})
+        reference_client.say({"facts": len(next(answers)) > 0})
         try:
             next(answers)
         except grpc.RpcError as error:
@@ -125,4 +125,4 @@ def watch(address: str, headers: list[dict[str, str]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    judging.serve(call, stream, stay, health, watch)
+    reference_client.serve(call, stream, stay, health, watch)

@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support import judging
-from support.judging import PATIENCE_S, Facts
+from support import reference_client
+from support.reference_client import PATIENCE_S, Facts
 
 
 def factors(address: str, version: str = "", keys: list[str] | None = None) -> Facts:
@@ -60,4 +60,4 @@ def index(address: str) -> Facts:
         return {f"{m['name']}/{m['version']}": (m["state"], m.get("reason", "")) for m in found}
 
 
-judging.serve(factors, control, unload_by_first_field, index)
+reference_client.serve(factors, control, unload_by_first_field, index)

@@ -1,6 +1,6 @@
-"""Judges: client scenarios in their own process, controlled by JSON lines.
+"""Reference clients: scenarios in their own process, controlled by JSON lines.
 
-A judge is a script that ends with `serve(...)`. It reads one JSON line for each scenario on
+A reference client is a script that ends with `serve(...)`. It reads one JSON line for each scenario on
 standard input, `{"scenario": "...", ...}`, and responds with `{"facts": ...}` or
 `{"error": traceback}`.
 """
@@ -19,11 +19,11 @@ Facts: TypeAlias = Any
 PATIENCE_S = 20.0
 
 
-class Judge:
-    """The judge's process, from the test's view.
+class ReferenceClient:
+    """The reference's process, from the test's view.
 
     Args:
-        script: Of the judge.
+        script: Of the reference.
         python: Its interpreter.
     """
 
@@ -53,7 +53,7 @@ class Judge:
         assert "error" not in answer, answer["error"]
         return answer["facts"]
 
-    def ask(self, scenario: str, **arguments: Any) -> Facts:
+    def run(self, scenario: str, **arguments: Any) -> Facts:
         self.begin(scenario, **arguments)
         return self.facts()
 

@@ -17,58 +17,58 @@ from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request
-from support.intake import CONTRACT, open_lane, turns
+from support.input_arena import CONTRACT, open_lane, turns
 
 LIMITS = LimitsConfig(streams=2)
 ARENA_BYTES = 4 * GRAIN_BYTES
 
 
-class PlayedDispatcher(Dispatcher):
+class ScriptedDispatcher(Dispatcher):
     """Accepts requests, and responds as the test scripts it."""
 
-    def __init__(self, intake: InputArena) -> None:
-        self.intake = intake
-        self.asked: list[Request] = []
+    def __init__(self, input_arena: InputArena) -> None:
+        self.input_arena = input_arena
+        self.submitted: list[Request] = []
         self.withdrawn: list[Request] = []
 
     def submit(self, request: Request) -> None:
         request.lane.put(request, now_ns())
-        self.asked.append(request)
+        self.submitted.append(request)
 
     def withdraw(self, request: Request) -> None:
         self.withdrawn.append(request)
         if request.lease is not None:
-            self.intake.give_back(request)
+            self.input_arena.give_back(request)
 
     def answer(self, request: Request, output: bytes) -> None:
-        self.intake.give_back(request)
+        self.input_arena.give_back(request)
         request.is_over = True
         request.caller.deliver(request, output)
 
 
-class Office:
+class SubmitterHarness:
     """A request submitter with its arena, dispatcher and lane."""
 
     def __init__(self) -> None:
-        self.intake = InputArena(ARENA_BYTES, LimitsConfig())
-        self.dispatcher = PlayedDispatcher(self.intake)
-        self.desk = RequestSubmitter(self.intake, self.dispatcher, LIMITS)
+        self.input_arena = InputArena(ARENA_BYTES, LimitsConfig())
+        self.dispatcher = ScriptedDispatcher(self.input_arena)
+        self.submitter = RequestSubmitter(self.input_arena, self.dispatcher, LIMITS)
         self.lane: Lane = open_lane()
 
     def ask(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes | memoryview]:
-        return asyncio.create_task(self.desk.ask(self.lane, offered(rows), **terms))  # type: ignore[arg-type]
+        return asyncio.create_task(self.submitter.infer(self.lane, offered(rows), **terms))  # type: ignore[arg-type]
 
 
 @contextlib.asynccontextmanager
-async def office() -> AsyncIterator[Office]:
-    made = Office()
+async def office() -> AsyncIterator[SubmitterHarness]:
+    made = SubmitterHarness()
     try:
         yield made
         await turns()
-        assert not made.desk.calls
-        assert made.intake.arena.leased_bytes == 0
+        assert not made.submitter.calls
+        assert made.input_arena.arena.leased_bytes == 0
     finally:
-        made.intake.close()
+        made.input_arena.close()
 
 
 def offered(rows: int) -> RequestTensors:

@@ -29,8 +29,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support import judging
-from support.judging import PATIENCE_S, Facts
+from support import reference_client
+from support.reference_client import PATIENCE_S, Facts
 
 SERVICE = "inference.GRPCInferenceService"
 OURS = (
@@ -427,7 +427,7 @@ def stream_unread(address: str, requests: int, bytes_each: int) -> Facts:
     with grpc.insecure_channel(address, options=unlimited) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer(asked(), timeout=PATIENCE_S)
-        judging.say({"facts": "under way"})
+        reference_client.say({"facts": "under way"})
         assert json.loads(sys.stdin.readline()) == "read"
         told: list[str] = []
         with contextlib.suppress(grpc.RpcError):
@@ -455,7 +455,7 @@ def cancelled(address: str) -> Facts:
         context = client.async_infer(
             "slow", x_of(100_000), lambda result, error: answers.put(error)
         )
-        judging.say({"facts": "under way"})
+        reference_client.say({"facts": "under way"})
         assert json.loads(sys.stdin.readline()) == "give up"
         context.cancel()
         error = answers.get(timeout=PATIENCE_S)
@@ -468,7 +468,7 @@ def stream_cancelled(address: str, requests: int) -> Facts:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         asked = (_request("ids", str(number)) for number in range(requests))
         call = stub.ModelStreamInfer(asked, timeout=PATIENCE_S)
-        judging.say({"facts": "under way"})
+        reference_client.say({"facts": "under way"})
         assert json.loads(sys.stdin.readline()) == "give up"
         call.cancel()
         return call.code().name
@@ -487,7 +487,7 @@ def in_what_order(address: str, priorities: list[int]) -> Facts:
                 order.put([number, None if error is None else str(error)])
 
             client.async_infer("ids", x_of(number), told, priority=priority)
-            judging.say({"facts": "sent"})
+            reference_client.say({"facts": "sent"})
             assert json.loads(sys.stdin.readline()) == "next"
         return [order.get(timeout=PATIENCE_S) for _ in priorities]
 
@@ -504,7 +504,7 @@ def draining(address: str) -> Facts:
 
         stream = stub.ModelStreamInfer(asked(), timeout=PATIENCE_S)
         unary = stub.ModelInfer.future(_request("ids", "alone"), timeout=PATIENCE_S)
-        judging.say({"facts": "under way"})
+        reference_client.say({"facts": "under way"})
         streamed = []
         with contextlib.suppress(grpc.RpcError):
             for each in stream:
@@ -560,7 +560,7 @@ def _end(call: Any) -> Facts:
 
 
 if __name__ == "__main__":
-    judging.serve(
+    reference_client.serve(
         described,
         readiness,
         managed,

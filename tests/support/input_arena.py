@@ -32,7 +32,7 @@ CONTRACT = Contract(
 )
 
 
-class Nobody:
+class NullCaller:
     """A caller without responses: no worker runs here."""
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
@@ -77,10 +77,10 @@ def submit(request: Request) -> None:
     request.lane.put(request, now_ns())
 
 
-async def admit(intake: InputArena, request: Request) -> None:
+async def admit(input_arena: InputArena, request: Request) -> None:
     """Admit and queue a request, as a stream does."""
-    if not intake.admit(request):
-        await intake.admit_later(request)
+    if not input_arena.admit(request):
+        await input_arena.admit_later(request)
     submit(request)
 
 
@@ -90,7 +90,7 @@ def request_of(lane: Lane, grains: int = 1, terms: Terms | None = None) -> Reque
     ids, flags = bytes(8 * rows), bytes(rows // 8)
     request = Request(
         lane,
-        Nobody(),
+        NullCaller(),
         rows,
         [memoryview(ids), memoryview(flags)],
         terms=terms or Terms(),
