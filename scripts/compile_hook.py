@@ -44,6 +44,7 @@ COMPILED = (
     "iskander/protocols/stream_terms.py",
     "iskander/protocols/submit.py",
     "iskander/protocols/tensors.py",
+    "iskander/protocols/window.py",
     "iskander/repository/models.py",
     "iskander/scheduling/admission.py",
     "iskander/scheduling/arrivals.py",

@@ -181,6 +181,7 @@ def _read_scalar(buffer: Bytes, table: int, slot: int, kind: struct.Struct) -> i
 
 
 def _target_at(buffer: Bytes, table: int, slot: int) -> int:
+    """Return the position that an offset field points to; `struct.error` if it is omitted."""
     at = _field_at(buffer, table, slot)
     if not at:
         raise struct.error

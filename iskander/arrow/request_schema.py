@@ -1,7 +1,7 @@
 """Arrow schema of a request batch, derived from a model's contract.
 
-For inputs that accept several types, the type that needs the least conversion: the tensor's own for
-numbers, microseconds for times.
+An input that accepts several types gets the one with the least conversion: for numbers the tensor's
+own type, for times microseconds.
 
 Pure. Runs on: gateway loop.
 """
@@ -39,7 +39,7 @@ def request_schema(contract: Contract) -> pa.Schema:
             for head in path[:-1]:
                 found = inner.setdefault(head, {})
                 inner = found if isinstance(found, dict) else tree
-            inner[path[-1]] = _arrow(sent, dtypes[entry.tensor])
+            inner[path[-1]] = _arrow_type(sent, dtypes[entry.tensor])
     return pa.schema(_fields(tree))
 
 
@@ -50,7 +50,7 @@ def _fields(tree: dict[str, Any]) -> list[pa.Field]:
     ]
 
 
-def _arrow(sent: SentType, tensor: str) -> pa.DataType:
+def _arrow_type(sent: SentType, tensor: str) -> pa.DataType:
     if sent.family:
         arrow = _temporal_or_decimal(sent)
         for size in reversed(sent.shape):

@@ -13,7 +13,7 @@ from iskander.errors import ContractError, LimitExceeded, MalformedInput
 
 
 def require_string_bytes(count: int, limits: LimitsConfig) -> None:
-    """Raise LimitExceeded if a batch, with passed-through columns, has too many string bytes."""
+    """Raise LimitExceeded above the string bytes of a batch, passed-through columns included."""
     if count > limits.string_bytes:
         limit = f"limit {limits.string_bytes} (`limits.string_bytes`)"
         problem = f"the batch has {count} string bytes, {limit}"

@@ -127,8 +127,8 @@ def lists(array: pa.Array) -> Lists:
     return Lists(starts, lengths, array.values, valid)
 
 
-def shared_bytes(array: pa.Array) -> int:
-    """Memory to expand list views, which may share elements."""
+def view_index_bytes(array: pa.Array) -> int:
+    """Index memory to expand list views, which may share elements; 0 for other types."""
     return int(lists(array).lengths.sum()) * INDEX_BYTES if _is_list_view(array.type) else 0
 
 
@@ -191,7 +191,7 @@ def text_lengths(array: pa.Array) -> np.ndarray:
     return lengths
 
 
-def written_bytes(array: pa.Array) -> int:
+def decoded_text_bytes(array: pa.Array) -> int:
     """Bytes of a column's strings when decoded: entries, runs and views may share bytes."""
     if is_list(array.type):
         found = lists(array)

@@ -103,7 +103,7 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> list[str]:
             str(worker["in_flight"]),
             f"{worker['output_leased_bytes'] / MIB:.1f}",
             f"{worker['resident_bytes'] / MIB:.0f}",
-            worker["story"][-1] if worker["story"] else "",
+            worker["history"][-1] if worker["history"] else "",
         )
         for worker in workers
     ]

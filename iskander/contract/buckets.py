@@ -34,11 +34,11 @@ def variants(contract: Contract) -> tuple[Contract, ...]:
     buckets = buckets_of(contract)
     if not buckets:
         return (contract,)
-    padded, found = bucketed_tensors(contract), []
+    padded, contracts = bucketed_tensors(contract), []
     for length in buckets:
         specs = (_of_length(s, length) if s.tensor in padded else s for s in contract.inputs)
-        found.append(msgspec.structs.replace(contract, inputs=tuple(specs)))
-    return tuple(found)
+        contracts.append(msgspec.structs.replace(contract, inputs=tuple(specs)))
+    return tuple(contracts)
 
 
 def bucketed_tensors(contract: Contract) -> set[str]:

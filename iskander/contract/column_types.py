@@ -21,7 +21,7 @@ DECIMAL = "decimal"
 RANK_MAX = 16
 SIZE_DIGITS_MAX = 9
 NOT_IN_TENSORS = ("bfloat16", "binary", "utf8")
-"""Element types that Arrow's `fixed_shape_tensor` cannot have: Arrow knows no number like these."""
+"""Element types that Arrow's `fixed_shape_tensor` cannot have; Arrow has no bfloat16."""
 
 _LIST = re.compile(r"(?:large_)?list(?:_view)?<(.*)>")
 _SIZED = re.compile(r"((?:fixed_size_list<\s*)*)(.*?)((?:\s*>\s*\[\s*\d+\s*\])*)")
@@ -85,7 +85,7 @@ class ColumnType(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def dtype(self) -> Dtype:
-        """The element type's line in the table."""
+        """The element type's entry in `dtypes`."""
         return BY_ARROW[self.dtype_name]
 
     def __str__(self) -> str:

@@ -113,7 +113,7 @@ def _declared_tensors(types: dict[str, str]) -> tuple[GraphTensor, ...]:
 def _output(
     finish: PostProcessing, is_plain: bool, tensors: dict[str, GraphTensor], axis: BatchAxis
 ) -> TensorSpec:
-    """The spec of a result, with `is_bound` set from the graph's shape."""
+    """The spec of a result, with its rows checked and `is_bound` set from the graph's shape."""
     spec, name, (rows_fixed, symbols) = finish.spec, finish.source.tensor, axis
     leading, *trailing = tensors[name].shape or (None,)
     fits = not isinstance(leading, int) or leading == rows_fixed

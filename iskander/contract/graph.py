@@ -37,7 +37,7 @@ def named_tensor(tensors: dict[str, GraphTensor], name: str, side: str) -> Graph
 
 
 def supported_dtype(tensor: GraphTensor, where: str) -> Dtype:
-    """The element type of a tensor, checked, whose first axis is the rows."""
+    """The element type of a tensor; rejects unsupported types, and scalars."""
     supported = f"which is not supported; supported are {', '.join(BY_ONNX)}"
     dtype = required(BY_ONNX.get(tensor.element), f"{where} is a {tensor.element}, {supported}")
     require(len(tensor.shape) > 0, f"{where} is a scalar and has no axis for rows")

@@ -59,12 +59,12 @@ def columns_of(entry: InputColumn) -> tuple[str, ...]:
 def entries_of(contract: Contract) -> list[InputColumn]:
     """The inputs as entries of a manifest, including columns without conversion."""
     sources = {entry.tensor: entry for entry in contract.sources}
-    beside = {name for entry in contract.sources for name in tensors_of(entry)[1:]}
+    extra = {name for entry in contract.sources for name in tensors_of(entry)[1:]}
     return [
         sources.get(spec.tensor)
         or InputColumn(tensor=spec.tensor, column=spec.column, type=str(spec.type))
         for spec in contract.inputs
-        if spec.tensor not in beside
+        if spec.tensor not in extra
     ]
 
 
@@ -75,7 +75,7 @@ def entry_keys(entry: InputColumn) -> dict[str, Any]:
 
 
 def is_tensor_as_sent(entry: InputColumn) -> bool:
-    """Whether an entry only assigns a column of the tensor's own type to a tensor."""
+    """Whether an entry maps one column to a tensor without conversion."""
     if entry.column is None or not entry.type or entry_keys(entry).keys() - PLAIN_KEYS:
         return False
     sent = parse_sent_type(entry.type)
@@ -92,7 +92,7 @@ class InputCompiler:
         self.tensor, self.dtype = self._graph_tensor(entry.tensor)
         self.trailing = list(self.tensor.shape[1:])
         self.has_vocabulary = bool(entry.vocabulary)
-        self.sent = parse_sent_type(entry.type) if entry.type else self._derived()
+        self.sent = parse_sent_type(entry.type) if entry.type else self._derived_type()
 
     def compile(self) -> BuiltInput:
         """Check the entry, and convert it to specs."""
@@ -115,9 +115,9 @@ class InputCompiler:
         is_tensor = sent.is_tensor and not length
         specs = [TensorSpec(column, entry.tensor, ColumnType(stored, inner, is_tensor), shape)]
         if entry.mask:
-            specs.append(self._beside(entry.mask, "mask", inner))
+            specs.append(self._mask_or_lengths(entry.mask, "mask", inner))
         if entry.lengths:
-            specs.append(self._beside(entry.lengths, "lengths", ()))
+            specs.append(self._mask_or_lengths(entry.lengths, "lengths", ()))
         source = msgspec.structs.replace(
             entry,
             type=str(sent),
@@ -132,7 +132,7 @@ class InputCompiler:
         )
         return BuiltInput(specs, None if is_unconverted else source)
 
-    def _derived(self) -> SentType:
+    def _derived_type(self) -> SentType:
         """The column type of an entry without `type`."""
         entry = self.entry
         is_list = any(_is_set(entry, key) for key in LIST_KEYS)
@@ -204,6 +204,7 @@ class InputCompiler:
         self._require(is_text, f"{problem}; `cast = true` makes text of whole numbers")
 
     def _nulls(self) -> str:
+        """Check the keys of null handling; returns `nulls` or its default."""
         entry = self.entry
         nulls = entry.nulls or ("reject" if entry.fill is None else "fill")
         problem = "is nullable, and no tensor can hold a null: set `nulls` to their replacement"
@@ -222,7 +223,7 @@ class InputCompiler:
         return nulls
 
     def _max_length(self) -> int:
-        """List elements of a row in the tensor, of the largest bucket; 0 without lists."""
+        """Padded length of a list, the largest bucket if there are buckets; 0 without lists."""
         entry = self.entry
         if not self.sent.is_ragged:
             return 0
@@ -252,8 +253,8 @@ class InputCompiler:
         in_graph = f"{self.where} has the shape {shape_text(self.tensor.shape)} in the graph"
         return required(row_shape(declared, axes), f"{in_graph} and is sent as {got}")
 
-    def _beside(self, name: str, key: str, inner: tuple[int, ...]) -> TensorSpec:
-        """The spec of a mask, with the shape of the tensor, or of lengths, one value a row."""
+    def _mask_or_lengths(self, name: str, key: str, inner: tuple[int, ...]) -> TensorSpec:
+        """The spec of a mask (a value for each element or list entry) or of lengths (one a row)."""
         tensor, dtype = self._graph_tensor(name)
         inner = inner[:1] if key == "mask" and self.sent.is_ragged else inner
         kinds = [each.arrow for each in BY_ONNX.values() if each.arrow_bits]

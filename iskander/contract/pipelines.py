@@ -25,7 +25,7 @@ class StepNames(NamedTuple):
 class ConnectedSteps(NamedTuple):
     """Connected steps and the pipeline's graph."""
 
-    joints: tuple[StepNames, ...]
+    steps: tuple[StepNames, ...]
     graph: Graph
 
 
@@ -36,11 +36,11 @@ def connect_steps(steps: Sequence[PipelineStep], graphs: Sequence[Graph]) -> Con
         ManifestError: A name is unknown or a duplicate, or an input has another type or shape
             than the connected tensor.
     """
-    joints: list[StepNames] = []
+    connected: list[StepNames] = []
     external: dict[str, GraphTensor] = {}
     produced: dict[str, GraphTensor] = {}
     for step, graph in zip(steps, graphs, strict=True):
-        is_new = step.name not in {joint.name for joint in joints}
+        is_new = step.name not in {each.name for each in connected}
         require(is_new, f"two steps are called `{step.name}`")
         inputs = _pipeline_names(step, "inputs", step.inputs, graph.inputs)
         outputs = _pipeline_names(step, "outputs", step.outputs, graph.outputs)
@@ -53,8 +53,8 @@ def connect_steps(steps: Sequence[PipelineStep], graphs: Sequence[Graph]) -> Con
             is_new = name not in produced and name not in external
             require(is_new, f"step `{step.name}` makes `{name}`, which exists already")
             produced[name] = tensor
-        joints.append(StepNames(step.name, inputs, outputs))
-    return ConnectedSteps(tuple(joints), Graph(_rename(external), _rename(produced)))
+        connected.append(StepNames(step.name, inputs, outputs))
+    return ConnectedSteps(tuple(connected), Graph(_rename(external), _rename(produced)))
 
 
 def _pipeline_names(

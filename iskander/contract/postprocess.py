@@ -92,8 +92,8 @@ def compile_outputs(
     ]
     sources = [finish.source.tensor for finish in finishes]
     is_plain = all(finish.is_plain for finish in finishes) and len({*sources}) == len(sources)
-    is_usual = is_plain and not any(column.is_assembled for column in columns)
-    return CompiledOutputs(tuple(finishes), () if is_usual else tuple(columns), is_plain)
+    is_one_to_one = is_plain and not any(column.is_assembled for column in columns)
+    return CompiledOutputs(tuple(finishes), () if is_one_to_one else tuple(columns), is_plain)
 
 
 def is_plain(entry: OutputColumn) -> bool:
@@ -114,6 +114,7 @@ class _OutputCompiler:
         self.used: set[str] = set()
 
     def add(self, entry: OutputColumn) -> None:
+        """Compile one column; `ranked` completes a rank when all columns are known."""
         where = f"output column `{entry.column}`"
         ways = bool(entry.tensor) + bool(entry.fields) + (entry.rank is not None)
         problem = f"needs exactly one of `tensor`, `fields` and `rank`, and has {ways}"
@@ -132,7 +133,7 @@ class _OutputCompiler:
     def _tensors(
         self, entry: OutputColumn, column: str, kind: ResultType | ColumnType
     ) -> list[PostProcessing]:
-        """The tensors of one column."""
+        """Compile the tensors of one column."""
         leaves = leaves_of(kind)
         is_top = bool(entry.tensor) and any(steps.is_top_k(step) for step in entry.post)
         paths = [".".join(leaf.path) for leaf in leaves]
@@ -164,11 +165,11 @@ class _OutputCompiler:
             length = TensorSpec(name, name, ColumnType("int32"), (), is_bound=False)
             results.append(results[0]._replace(part=LENGTH, labels=(), spec=length))
         elif not isinstance(kind, ColumnType):
-            _require_even(entry.column, kind, [finish.spec.shape for finish in results], 0)
+            _require_equal_lengths(entry.column, kind, [finish.spec.shape for finish in results], 0)
         return results
 
     def _tensor(self, where: str, source: Source, leaf: Leaf, part: str) -> PostProcessing:
-        """One result tensor, without its name."""
+        """Compile one result tensor, without its name."""
         graph_tensor = named_tensor(self.tensors, source.tensor, "output")
         raw = output = steps.source_tensor(where, source, graph_tensor, leaf.sizes)
         axes = 2 if source.is_ragged else 1
@@ -189,8 +190,8 @@ class _OutputCompiler:
             has_part = bool(part) or not output.is_top
             require(has_part, f"{where}: top_k makes a struct; its type has to be one")
         are_strings = {output.dtype_name, leaf.dtype_name} == {"utf8", "binary"}
-        is_graphs = not source.post and not lines
-        is_same = output.dtype_name == leaf.dtype_name or (is_graphs and are_strings)
+        is_unchanged = not source.post and not lines
+        is_same = output.dtype_name == leaf.dtype_name or (is_unchanged and are_strings)
         got = f"{output.dtype_name} {shape_text(output.shape[1:])} after all steps"
         require(is_same, f"{where} is {got}, and its type is {leaf.dtype_name}")
         shape = _shape(where, output.shape[1:], sizes)
@@ -217,22 +218,24 @@ class _OutputCompiler:
         return ResultColumn(column.column, column.type, outputs, description, rank)
 
 
-def _require_even(column: str, kind: ResultType, shapes: list[tuple[int, ...]], depth: int) -> None:
+def _require_equal_lengths(
+    column: str, kind: ResultType, shapes: list[tuple[int, ...]], depth: int
+) -> None:
     """Reject a list whose parts differ in length.
 
-    `shapes` has the row shape of each leaf of `kind`, which is a part of a column in `depth` lists.
+    `shapes` are the row shapes of the leaves of `kind`; `depth` lists enclose `kind`.
     """
     if isinstance(kind, StructOf):
         first = 0
         for _, field in kind.fields:
             count = len(leaves_of(field))
-            _require_even(column, field, shapes[first : first + count], depth)
+            _require_equal_lengths(column, field, shapes[first : first + count], depth)
             first += count
     elif isinstance(kind, ListOf):
         lengths = sorted({shape[depth] for shape in shapes})
         parts = f"a list whose parts are tensors of different lengths: {str(lengths)[1:-1]}"
         require(len(lengths) <= 1, f"output column `{column}` has {parts}")
-        _require_even(column, kind.item, shapes, depth + 1)
+        _require_equal_lengths(column, kind.item, shapes, depth + 1)
 
 
 def _require_list(where: str, source: Source, leaf: Leaf, tensors: dict[str, GraphTensor]) -> None:
@@ -264,7 +267,7 @@ def _shape(where: str, computed: steps.Sizes, sizes: steps.Sizes) -> tuple[int, 
 
 
 def _describe(source: Source) -> str:
-    """A source for people: the tensor and what is done with it."""
+    """Description of a source: its tensor and steps."""
     words = [source.tensor]
     if source.keys:
         words.append(f"keys {', '.join(map(str, source.keys))}")

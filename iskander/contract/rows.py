@@ -11,7 +11,7 @@ rows at once.
 
 from __future__ import annotations
 
-from builtins import memoryview  # Where mypyc looks for the types of fields.
+from builtins import memoryview  # mypyc needs this for the types of fields.
 from collections.abc import Generator
 from typing import Final
 
@@ -29,7 +29,7 @@ class Rows:
     """Position of rows in a body.
 
     Args:
-        body: The whole body; writable for a target of copies.
+        body: The whole body; writable if it is the target of a copy.
         layout_rows: Number of rows in the body's layout.
         first: Index of the first row.
     """
@@ -46,7 +46,7 @@ class RowCopier:
     """Copies rows between bodies with the columns of one side of a contract.
 
     Attributes:
-        has_strings: The strings determine the end of a body, not `layout`.
+        has_strings: The end of a body depends on its strings, not only on `layout`.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:

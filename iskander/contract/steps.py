@@ -112,11 +112,11 @@ def apply_step(where: str, step: Post, output: StepOutput, axes: int = 1) -> Ste
         result = StepOutput("int8", shape)
     else:
         target = step.cast or ""
-        is_kept = target in FLOATS if is_float else is_number or dtype_name == "bool"
-        is_kept = is_kept and (target != "bool" or dtype_name == "bool")
+        reserves_worker = target in FLOATS if is_float else is_number or dtype_name == "bool"
+        reserves_worker = reserves_worker and (target != "bool" or dtype_name == "bool")
         need(target in NUMBERS or target == "bool", f"one of {', '.join(NUMBERS)}")
         others = "quantize converts floats to integers, and threshold to booleans"
-        need(is_kept, f"numbers of that kind; {others}")
+        need(reserves_worker, f"numbers of that kind; {others}")
         result = StepOutput(target, shape)
     return result
 

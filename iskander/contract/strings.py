@@ -3,8 +3,8 @@
     body    values and offsets of every column (`body_layout`) | bytes of one column | bytes ...
 
 A column of strings has a buffer of int32 offsets among the other columns; its bytes follow all
-columns. The last offset is the number of bytes, so no message contains it. Offsets are as in Arrow:
-string i is the bytes from offset i to offset i + 1; the first offset may be above 0.
+columns. The last offset is the number of bytes, so messages do not repeat this number. Offsets are
+as in Arrow: string i is the bytes from offset i to offset i + 1; the first may be above 0.
 
 Pure. Runs on: gateway and workers.
 

@@ -107,7 +107,7 @@ class SeqpacketChannel(Channel):
 
     def receive(self) -> Iterator[memoryview]:
         """See `Channel`."""
-        # The caller exhausts the iterator: libuv signals a reset socket only once.
+        # A caller that stops before the last frame calls again: libuv signals a reset socket once.
         flags = self._first_flags
         while not self.has_ended:
             try:

@@ -3,9 +3,9 @@
     offset 0                                                        capacity
     | lease g7 | free | lease g9        | free                            |
 
-First fit from the low end keeps a quiet server on the same few addresses, so that a worker reuses
-its I/O bindings for them. A returned lease is merged with its free neighbours at once. Pure: it
-counts bytes and touches none of them.
+First fit from the low end gives a lightly loaded server the same few addresses, so that a worker
+reuses its I/O bindings for them. A returned lease is merged with its free neighbours at once. Pure:
+counts bytes and accesses none.
 
 Runs on: gateway loop, which leases memory for the inputs that it writes and for results.
 """
@@ -79,7 +79,7 @@ class Arena:
         return lease
 
     def require_fits(self, length_bytes: int) -> None:
-        """Raise `SegmentError` for a length above the capacity, which would wait forever."""
+        """Raise `SegmentError` for a length above the capacity; waiting for it would never end."""
         if not length_bytes <= self.capacity_bytes or not self.capacity_bytes:
             raise SegmentError(
                 f"{length_bytes} bytes can never fit an arena of {self.capacity_bytes} bytes"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 HUGE_PAGE_BYTES = 2 << 20
-"""Size of the pool in use; 1 GiB pages would waste most of an arena."""
+"""Size of the huge pages in use; pages of 1 GiB would waste most of an arena."""
 MIB = 1 << 20
 
 
@@ -43,14 +43,14 @@ class Backing(NamedTuple):
     Attributes:
         is_locked: The segment is never swapped out.
         node: Preferred NUMA node; None without a policy.
-        complaints: Requested properties that the segment does not have, and why.
+        notices: Requested properties that the segment does not have, and why.
     """
 
     length_bytes: int
     huge_bytes: int = 0
     is_locked: bool = False
     node: int | None = None
-    complaints: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @property
     def locked_bytes(self) -> int:
@@ -138,7 +138,7 @@ def node_notice(node: int, node_bytes: dict[int, int]) -> str:
     if not others:
         return ""
     parts = ", ".join(f"{length / MIB:g} MiB of node {other}" for other, length in others.items())
-    return f"node {node} had not enough memory of this kind: {parts} was used"
+    return f"not enough memory of this kind on node {node}: {parts} was used"
 
 
 def huge_pages_notice(length_bytes: int, huge_bytes: int, error: OSError) -> str:
@@ -165,5 +165,5 @@ def lock_notice(length_bytes: int, error: int) -> str:
 def log_backing(log: logging.Logger, name: str, backing: Backing) -> None:
     """Log the backing of an arena."""
     log.info("%s: %s", name, backing)
-    for complaint in backing.complaints:
-        log.warning("%s: %s", name, complaint)
+    for notice in backing.notices:
+        log.warning("%s: %s", name, notice)

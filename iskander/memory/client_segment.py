@@ -30,7 +30,7 @@ _PUNCH_HOLE: Final = 0x02 | 0x01
 class ClientSegment:
     """A memfd whose pages are freed with the last reference to it or to a range of it.
 
-    It owns `fd`, the client's descriptor; raises `SegmentError` if the system lacks the memory.
+    It owns `fd`, which the client receives. Raises `SegmentError` if the system lacks the memory.
     """
 
     def __init__(self, label: str, length_bytes: int) -> None:
@@ -57,7 +57,7 @@ class ClientSegment:
         return self._length
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill a target with the bytes from an offset on."""
+        """Fill a target with the bytes from `start` on."""
         stop, at = start + len(target), 0
         if stop <= self._length and self._is_resident(start, stop):
             target[:] = memoryview(self._mapping)[start:stop]

@@ -5,7 +5,7 @@
     bytes 8..16   id of the running batch, or 0; for a batch of another gateway, minus the digest of
                   its model
 
-A helper thread would keep the heartbeat of a hanging loop alive; the loop itself cannot.
+The loop itself writes it; a helper thread would continue while the loop hangs.
 
 Runs on: worker main (writes), gateway loop (reads).
 """

@@ -87,7 +87,9 @@ class Segment:
         pages. With `is_read_only`, no other process can map it writable. Raises `SegmentError` if
         the system lacks the memory.
         """
-        length_bytes = _whole(length_bytes, HUGE_PAGE_BYTES if options.is_huge else mmap.PAGESIZE)
+        length_bytes = _whole_pages(
+            length_bytes, HUGE_PAGE_BYTES if options.is_huge else mmap.PAGESIZE
+        )
         failure = segment = None
         if options.is_huge:
             try:
@@ -112,7 +114,7 @@ class Segment:
 
     @classmethod
     def _create(cls, label: str, length_bytes: int, options: BackingOptions, flags: int) -> Segment:
-        """Map and populate a new memfd; on `OSError` nothing is left of it."""
+        """Map and populate a new memfd; closes it again on `OSError`."""
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, length_bytes)
@@ -161,7 +163,7 @@ class Segment:
             page_bytes = os.fstatvfs(fd).f_bsize
             if page_bytes > mmap.PAGESIZE:
                 # No part of a huge page can be unmapped.
-                length_bytes = _whole(length_bytes, page_bytes)
+                length_bytes = _whole_pages(length_bytes, page_bytes)
             if os.fstat(fd).st_size < length_bytes:
                 raise SegmentError(f"received a segment with fewer than {length_bytes} bytes")
             segment = cls(fd, length_bytes, is_writable=is_writable)
@@ -197,11 +199,11 @@ class Segment:
 
     def _add_notice(self, notice: str) -> None:
         if notice:
-            complaints = (*self.backing.complaints, notice)
-            self.backing = self.backing._replace(complaints=complaints)
+            notices = (*self.backing.notices, notice)
+            self.backing = self.backing._replace(notices=notices)
 
 
-def _whole(length_bytes: int, page_bytes: int) -> int:
+def _whole_pages(length_bytes: int, page_bytes: int) -> int:
     return -(-length_bytes // page_bytes) * page_bytes
 
 

@@ -24,14 +24,14 @@ MISSED: Final = (DeadlineExceeded.code, DeadlineUnreachable.code)
 """Error codes that count as missed deadlines."""
 RETRY_UNKNOWN_MS: Final = 100
 PASSED_MAX: Final = 64
-"""More urgent requests that the search for a victim skips; every admission may search."""
+"""Maximum number of more urgent requests that the search for a victim skips."""
 FREE_SHARE: Final = 8
 """A source may hold at most this multiple of the free capacity that it leaves."""
 RESERVE: Final = FREE_SHARE + 1
 """`FREE_SHARE` applies within the last 1 / `RESERVE` of a limit."""
-DIVISIBLE_MIN: Final = 128
-"""Smaller limits have no reserved part: a ninth of them is too small to be useful."""
-MARGIN_LEAST: Final = 1 / 8
+RESERVABLE_MIN: Final = 128
+"""Smallest limit with a reserved part; a ninth of a smaller one is too little to be useful."""
+MARGIN_MIN: Final = 1 / 8
 MARGIN_GROWTH: Final = 1 / 2
 MARGIN_MEMORY: Final = 64
 
@@ -45,17 +45,17 @@ class Margin:
     """
 
     def __init__(self) -> None:
-        self.share = MARGIN_LEAST
+        self.share = MARGIN_MIN
         self._late = 0.0
 
     def learn(self, *, is_late: bool) -> None:
-        """Update from a request with a deadline; about the last `MARGIN_MEMORY` count."""
+        """Update from a request with a deadline; averages about the last `MARGIN_MEMORY`."""
         self._late += (is_late - self._late) / MARGIN_MEMORY
-        self.share = MARGIN_LEAST + MARGIN_GROWTH * self._late
+        self.share = MARGIN_MIN + MARGIN_GROWTH * self._late
 
 
 class Backlog(NamedTuple):
-    """Work ahead of a new request; at `free_ns` the first of `workers` becomes free."""
+    """Work ahead of a new request: `workers` is their number; the first is free at `free_ns`."""
 
     cost: CostModel
     workers: int
@@ -79,7 +79,7 @@ class Unreserved:
         self._bytes = config.queue_bytes - reserve_of(config.queue_bytes)
 
     def fits(self, queue: WaitingQueue, request: Request) -> bool:
-        """Whether a request fits this part; if so, `select_victims` is not needed."""
+        """Whether a request fits this part; if so, `select_victims` would evict none."""
         return (
             queue.requests < self._requests
             and queue.rows + request.rows <= self._rows
@@ -102,8 +102,8 @@ def select_victims(
         return []
     evicted: list[Request] = []
     for victim in _victims(queue, config, request):
-        is_of_its_batch = request.is_part and victim.caller is request.caller
-        if victim is not older and not is_of_its_batch:
+        is_same_client_batch = request.is_part and victim.caller is request.caller
+        if victim is not older and not is_same_client_batch:
             evicted.append(victim)
             limits.remove(victim)
             if limits.error(title) is None:
@@ -149,8 +149,8 @@ def _no_more_urgent(oldest: Iterator[Request], than: Terms) -> Iterator[Request]
 
 
 def reserve_of(limit: int) -> int:
-    """The last part of a limit, reserved for sources with low usage."""
-    return limit // RESERVE if limit >= DIVISIBLE_MIN else 0
+    """Size of the part of a limit that is reserved for sources with low usage."""
+    return limit // RESERVE if limit >= RESERVABLE_MIN else 0
 
 
 class _Limits:
@@ -178,7 +178,7 @@ class _Limits:
                 self._own[index] -= size
 
     def error(self, title: str) -> QueueFull | None:
-        """The limit that the new request exceeds; None if it fits."""
+        """The error for the first limit that the new request exceeds; None if it fits."""
         for index, unit in enumerate(("requests", "rows", "bytes")):
             limit, added, used = self._limits[index], self._added[index], self._used[index]
             own, free = self._own[index], limit - used - added
@@ -219,7 +219,10 @@ def late_error(
     now_ns: int,
     margin: float,
 ) -> DeadlineUnreachable | None:
-    """The error of a request that cannot complete before its deadline; None if it can."""
+    """The error of a request that would complete after its deadline.
+
+    None if it would be in time, or if no cost is learned.
+    """
     if not backlog.cost.samples:
         return None
     deadline_ns = request.deadline_ns
@@ -256,7 +259,7 @@ def expired_error(request: Request, now_ns: int) -> DeadlineExceeded:
 
 
 def doomed_error(request: Request, now_ns: int) -> DeadlineUnreachable:
-    """The error of a queued request that can no longer meet its deadline."""
+    """The error of a queued request in `Formed.doomed`."""
     waited_ms = (now_ns - request.arrived_ns) / NS_PER_MS
     left_ms = max(request.deadline_ns - now_ns, 0) / NS_PER_MS
     return DeadlineUnreachable(

@@ -20,6 +20,8 @@ CLIENTS_MAX: Final = 1024
 
 
 class _Rhythm:
+    """Requests of one client; `expected_ns` is the predicted next arrival, 0 for none."""
+
     __slots__ = ("budget_ns", "deviation_ns", "expected_ns", "last_ns", "period_ns", "samples")
 
     def __init__(self, now_ns: int) -> None:
@@ -45,7 +47,7 @@ class ArrivalPredictor:
         if rhythm is None:
             if len(self._rhythms) >= CLIENTS_MAX:
                 oldest = next(iter(self._rhythms))
-                self._unexpect(oldest, self._rhythms.pop(oldest))
+                self._remove_prediction(oldest, self._rhythms.pop(oldest))
             self._rhythms[client] = _Rhythm(now_ns)
             return
         self._rhythms[client] = rhythm  # Moves it to the end: the least recent is first.
@@ -59,7 +61,7 @@ class ArrivalPredictor:
             error = interval - rhythm.period_ns
             rhythm.period_ns += ALPHA * error
             rhythm.deviation_ns += ALPHA * (abs(error) - rhythm.deviation_ns)
-        self._unexpect(client, rhythm)
+        self._remove_prediction(client, rhythm)
         if _is_steady(rhythm) and budget_ns:
             rhythm.expected_ns = now_ns + int(rhythm.period_ns)
             insort(self._expected, (rhythm.expected_ns, client))
@@ -96,7 +98,7 @@ class ArrivalPredictor:
             for client, rhythm in self._rhythms.items()
         ]
 
-    def _unexpect(self, client: str, rhythm: _Rhythm) -> None:
+    def _remove_prediction(self, client: str, rhythm: _Rhythm) -> None:
         """Remove the prediction for a client."""
         if rhythm.expected_ns:
             del self._expected[bisect_left(self._expected, (rhythm.expected_ns, client))]

@@ -1,12 +1,12 @@
 """Batch formation: selects queued requests for the next batch and the time to send it.
 
-A batch is counted in rows. It takes requests of the first one's shape in queue order until the next
-request does not fit, or would make the batch miss its earliest deadline. A request is split only if
-it is larger than the largest batch.
+The size of a batch is its number of rows. It takes requests with the shape of the first, in queue
+order, until the next one does not fit or would make the batch miss its earliest deadline. A request
+is split only if it is larger than the largest batch.
 
 An idle worker gets its batch at once, unless a linger is configured or a client is about to send a
-request that would otherwise cost a separate run. A busy worker gets its next batch ahead of time,
-so that it does not idle between runs; a batch that gains by growing is sent just in time.
+request that would otherwise cost a separate run. A busy worker gets its next batch early, to avoid
+idle time between runs. A batch that gains by growing is held until the worker is nearly free.
 
 Pure: reads the queue and changes nothing.
 """
@@ -29,27 +29,27 @@ from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
 
 REQUESTS_MAX: Final = 1024
-"""Requests in one batch, so that its message fits a frame."""
+"""Maximum number of requests in a batch, so that its message fits a frame."""
 SKIPPED_MAX: Final = 256
-"""Requests of other shapes that the search for matching ones skips."""
-GROWTH: Final = 8
+"""Maximum number of requests of other shapes that the search for matching ones skips."""
+FULL_COST_RATIO: Final = 8
 """A batch counts as full when its rows cost eight times its fixed cost, transport included."""
 LEAD_NS: Final = 150 * NS_PER_US
 LEAD_SHARE: Final = 1 / 16
 """A busy worker gets its next batch this long before it is expected to be free: the time of a
 message between the processes, and a share of the run for errors of the prediction."""
-DOUBT: Final = 1 / 32
-"""Tolerated overrun, as a share of a run."""
-GIVEN_UP_FOR: Final = 64
-"""Requests that are examined for one whose rejection keeps more others in time."""
+RUN_MARGIN: Final = 1 / 32
+"""Safety margin of a predicted run time, as a share of it."""
+EXAMINED_MAX: Final = 64
+"""Maximum number of queued requests that `_select_rejections` examines."""
 LATE_NS: Final = 1000 * NS_PER_US
-"""A timer of the event loop fires up to a millisecond late; the batch must still be delivered."""
+"""A timer of the event loop fires up to a millisecond late, so a hold ends this much earlier."""
 EXPECTED_LATE_NS: Final = 500 * NS_PER_US
-"""The same for an expected request, which mostly arrives before the timer fires."""
+"""The same while waiting for an expected request; it mostly arrives before the timer fires."""
 
 
 class Reason(StrEnum):
-    """Why a batch was closed; the values are counter names."""
+    """Reason for closing a batch; the values are counter names."""
 
     FULL = "closed.full"
     IDLE = "closed.idle"
@@ -82,14 +82,14 @@ class Rules(NamedTuple):
         return next((size for size in self.sizes if size >= rows), rows)
 
     def slice_of(self, rows: int) -> int:
-        """Allowed number of rows of a slice of about `rows` rows; 0 if that is 0."""
+        """Round the rows of a slice to an allowed size, down if possible; 0 for 0."""
         if self.sizes and rows:
             rows = next((size for size in reversed(self.sizes) if size <= rows), self.sizes[0])
         return min(rows, self.rows_max)
 
 
 def make_rules(config: LaneConfig, rows_max: int, rows_fixed: int | None, linger_ns: int) -> Rules:
-    """Derive the rules of a lane; `linger_ns` is the default of the policy."""
+    """Derive the rules of a lane; `rows_fixed` is the graph's, `linger_ns` the policy's default."""
     sizes = tuple(sorted(size for size in set(config.pad_to) if size <= rows_max))
     if rows_fixed is not None:
         sizes = (rows_fixed,)
@@ -110,16 +110,16 @@ class Formed(msgspec.Struct, frozen=True):
         picks: Requests, each with the number of its next rows.
         reason: Why the batch was closed.
         hold_ns: Time to send it, unless the queue changes before; 0: now.
-        is_kept: It is held until its worker is nearly free, and reserves the worker.
-        doomed: Requests to reject before the batch is formed anew: they cannot meet their
-            deadlines, or their rejection keeps more others in time.
+        reserves_worker: It is held until its worker is nearly free, and reserves the worker.
+        doomed: If not empty, reject these requests and form the batch again. They cannot meet their
+            deadlines, or would make more other requests late.
     """
 
     picks: list[tuple[Request, int]]
     rows: int
     reason: Reason
     hold_ns: int
-    is_kept: bool
+    reserves_worker: bool
     doomed: list[Request]
 
 
@@ -136,13 +136,13 @@ def form(
     """Form the next batch of a queue that is not empty, for one worker.
 
     At `free_ns` the worker becomes free (0: it is idle). `expected` are the requests predicted by
-    `ArrivalPredictor`. Large requests of sources other than the `brief` ones run in slices.
+    `ArrivalPredictor`. While a source sends `brief` requests, large ones of others run in slices.
     """
     slice_max = rules.rows_max
     if brief is not None and brief.is_recent(now_ns):
         slice_max = rules.slice_of(slice_rows(cost)) or slice_max
     target = _target(queue, rules, cost)
-    is_simple = not queue.bound and not rules.linger_ns and not rules.has_shapes
+    is_simple = not queue.constrained and not rules.linger_ns and not rules.has_shapes
     if is_simple and queue.rows < target and queue.rows <= slice_max:
         # Fast path: nothing to wait for and no deadline, so the whole queue is one batch.
         picks: list[tuple[Request, int]] = []
@@ -154,13 +154,15 @@ def form(
             if len(picks) == REQUESTS_MAX:
                 break
         kept_ns = _kept_ns(cost, rules.run_rows(rows), rows, free_ns) if free_ns else 0
-        is_kept = kept_ns > now_ns
-        return Formed(picks, rows, Reason.IDLE, kept_ns if is_kept else 0, is_kept, [])
+        reserves_worker = kept_ns > now_ns
+        return Formed(
+            picks, rows, Reason.IDLE, kept_ns if reserves_worker else 0, reserves_worker, []
+        )
     draft = _Draft(rules, cost, max(now_ns, free_ns), target)
     doomed: list[Request] = []
     reason = draft.fill(queue, doomed, slice_max, brief, now_ns)
     hold_ns = kept_ns = 0
-    must_keep = draft.earliest_ns < NEVER_NS or draft.is_sliced
+    must_keep = draft.due_ns < NEVER_NS or draft.is_sliced
     may_wait = reason is None or must_keep
     if may_wait and draft.picks and not draft.picks[0][0].is_alone:
         run_rows = rules.run_rows(draft.rows)
@@ -170,7 +172,7 @@ def form(
             reason = Reason.LINGER if rules.linger_ns else Reason.IDLE
     until_ns = max(hold_ns, kept_ns)
     if reason is Reason.DEADLINE and until_ns <= now_ns and rules.may_doom and not doomed:
-        doomed = _given_up(draft, queue)
+        doomed = _select_rejections(draft, queue)
     return Formed(
         draft.picks,
         draft.rows,
@@ -182,7 +184,15 @@ def form(
 
 
 class _Draft:
-    """A batch under construction."""
+    """A batch under construction.
+
+    Attributes:
+        begin_ns: Earliest start of its run.
+        target: Number of rows at which it is full.
+        due_ns: Earliest deadline of its requests.
+        oldest_ns: Earliest `queued_ns` of its requests.
+        is_sliced: It is a slice of a large request, or closed before one.
+    """
 
     def __init__(self, rules: Rules, cost: CostModel, begin_ns: int, target: int) -> None:
         self.rules = rules
@@ -191,7 +201,7 @@ class _Draft:
         self.target = target
         self.picks: list[tuple[Request, int]] = []
         self.rows = 0
-        self.earliest_ns = self.oldest_ns = NEVER_NS
+        self.due_ns = self.oldest_ns = NEVER_NS
         self.is_sliced = False
 
     def fill(
@@ -202,9 +212,9 @@ class _Draft:
         brief: BriefRequests | None,
         now_ns: int,
     ) -> Reason | None:
-        """Add requests in queue order, and late ones to `doomed`; returns why the batch is closed.
+        """Add requests in queue order, and those too late to `doomed`.
 
-        A slice of a large request runs alone and is held until its worker is nearly free.
+        A slice of a large request runs alone. Returns the reason for closing; None: it can grow.
         """
         skipped = 0
         for request in queue:
@@ -233,23 +243,23 @@ class _Draft:
         return self.cost.predict_ns(self.rules.run_rows(rows))
 
     def end_ns(self, rows: int) -> int:
-        """Time at which the results of a batch are certain to be complete."""
+        """Predicted time at which the results of a batch are complete, with safety margins."""
         run_ns = self.run_ns(rows)
-        return self.begin_ns + run_ns + LEAD_NS + int(DOUBT * run_ns)
+        return self.begin_ns + run_ns + LEAD_NS + int(RUN_MARGIN * run_ns)
 
     def latest_ns(self, rows: int) -> int:
-        """Latest time to send a batch of this final size in time for its deadlines."""
-        return self.earliest_ns - (self.end_ns(rows) - self.begin_ns)
+        """Latest send time at which a batch of `rows` meets its earliest deadline."""
+        return self.due_ns - (self.end_ns(rows) - self.begin_ns)
 
     def is_doomed(self, request: Request) -> bool:
-        """Whether a request would be late even in a batch of its own."""
+        """Whether a request would be late even if it ran next and alone."""
         if request.deadline_ns >= NEVER_NS or not self.rules.may_doom or not self.cost.samples:
             return False
         rows = min(request.todo[0][1], self.rules.rows_max)
         return self.end_ns(rows) > request.deadline_ns
 
     def closes_before(self, request: Request) -> Reason | None:
-        """Why a request cannot be added; None if it can."""
+        """Reason for closing the batch before a request; None if the request can be added."""
         if not self.picks:
             return None
         first, rows = self.picks[0][0], self.rows + request.todo[0][1]
@@ -259,7 +269,7 @@ class _Draft:
             return Reason.SHAPE
         if rows > self.target:
             return Reason.FULL
-        due_ns = min(self.earliest_ns, request.deadline_ns)
+        due_ns = min(self.due_ns, request.deadline_ns)
         if due_ns < NEVER_NS and self.cost.samples and self.end_ns(rows) > due_ns:
             return Reason.DEADLINE
         return None
@@ -269,21 +279,23 @@ class _Draft:
         rows = min(request.todo[0][1], rows_max)
         self.picks.append((request, rows))
         self.rows += rows
-        self.earliest_ns = min(self.earliest_ns, request.deadline_ns)
+        self.due_ns = min(self.due_ns, request.deadline_ns)
         self.oldest_ns = min(self.oldest_ns, request.queued_ns)
 
 
 def _target(queue: WaitingQueue, rules: Rules, cost: CostModel) -> int:
     """Number of rows at which a batch is full.
 
-    The largest preferred size that the queue can fill. Without preferred sizes, the maximum, or
-    less if the row cost dominates: rows of one whole request are not copied.
+    The largest preferred size that the queue can fill, else the maximum. Without preferred sizes,
+    less if the cost of rows dominates: a batch then gains little by growing, and one of a single
+    whole request needs no copy.
     """
     if rules.preferred:
         return max((size for size in rules.preferred if size <= queue.rows), default=rules.rows_max)
     if rules.sizes or cost.samples < LEARNED_SAMPLES or not cost.row_ns:
         return rules.rows_max
-    return min(rules.rows_max, max(int(GROWTH * (cost.base_ns + LEAD_NS) / cost.row_ns), 1))
+    full_rows = int(FULL_COST_RATIO * (cost.base_ns + LEAD_NS) / cost.row_ns)
+    return min(rules.rows_max, max(full_rows, 1))
 
 
 def _kept_ns(
@@ -294,8 +306,8 @@ def _kept_ns(
     A batch whose rows cost more than its fixed cost gains little by growing and is sent at once.
     `must_keep` (a deadline, or a slice) holds it, because a more urgent request may arrive.
     """
-    gains = cost.base_ns >= cost.row_ns * rows or must_keep
-    if not free_ns or not cost.samples or not gains:
+    may_hold = cost.base_ns >= cost.row_ns * rows or must_keep
+    if not free_ns or not cost.samples or not may_hold:
         return 0
     return free_ns - LEAD_NS - int(LEAD_SHARE * cost.predict_ns(run_rows))
 
@@ -303,17 +315,17 @@ def _kept_ns(
 def _hold_ns(draft: _Draft, expected: Iterable[tuple[int, int]]) -> int:
     """Time until which to hold a batch for an idle worker while it grows; 0: send it now.
 
-    A linger ends in time for the earliest deadline. An expected request holds the batch if it would
-    be late after this batch, and is in time with it together with the whole batch and all requests
-    expected earlier. Only batches with a deadline are held: the others aim at low latency.
+    A linger ends in time for the earliest deadline. Without a linger, the batch is held for an
+    expected request that would be late after it, but in time as a part of it, together with all
+    requests expected earlier. Batches without a deadline are sent at once, for low latency.
     """
     rules, cost, rows = draft.rules, draft.cost, draft.rows
     if rules.linger_ns:
         latest_ns = draft.latest_ns(rows) - LATE_NS
-        if not cost.samples and draft.earliest_ns < NEVER_NS:
-            latest_ns = (draft.oldest_ns + draft.earliest_ns) // 2
+        if not cost.samples and draft.due_ns < NEVER_NS:
+            latest_ns = (draft.oldest_ns + draft.due_ns) // 2
         return min(draft.oldest_ns + rules.linger_ns, latest_ns)
-    if draft.earliest_ns >= NEVER_NS or cost.samples < LEARNED_SAMPLES:
+    if draft.due_ns >= NEVER_NS or cost.samples < LEARNED_SAMPLES:
         return 0
     after_ns = draft.end_ns(rows) + draft.run_ns(1)
     for rows_more, (at_ns, due_ns) in enumerate(expected, 1):
@@ -326,17 +338,18 @@ def _hold_ns(draft: _Draft, expected: Iterable[tuple[int, int]]) -> int:
     return 0
 
 
-def _given_up(draft: _Draft, queue: WaitingQueue) -> list[Request]:
-    """Requests whose rejection minimizes the number of late requests.
+def _select_rejections(draft: _Draft, queue: WaitingQueue) -> list[Request]:
+    """Select requests to reject, so that the fewest are rejected or late.
 
-    The earliest deadline allows only a small batch; requests left out of it may be late. Rejects as
-    many of the earliest deadlines as minimize the late requests in this batch and the next. Each
-    level of priority weighs eight times the next lower one.
+    The earliest deadline allows only a small batch, and the requests left for the next one may be
+    late. Selects the requests with the N earliest deadlines; N minimizes the weight of all that are
+    rejected, or late in the next batch. Each level of priority weighs eight times the next lower
+    one.
     """
-    waiting = sorted(islice(queue, GIVEN_UP_FOR), key=_deadline_ns)
-    best, best_lost, given_up = 0, float("inf"), 0.0
+    waiting = sorted(islice(queue, EXAMINED_MAX), key=_deadline_ns)
+    best, least_lost, rejected = 0, float("inf"), 0.0
     for count, first in enumerate(waiting):
-        if given_up >= best_lost:
+        if rejected >= least_lost:
             break
         end, rows = count, 0
         while end < len(waiting):
@@ -348,10 +361,10 @@ def _given_up(draft: _Draft, queue: WaitingQueue) -> list[Request]:
         rest_rows = min(sum(request.todo[0][1] for request in rest), draft.rules.rows_max)
         due_ns = draft.end_ns(rows) + draft.run_ns(rest_rows)
         late = rest[: bisect_left(rest, due_ns, key=_deadline_ns)]
-        lost = given_up + sum(map(_weight, late))
-        if lost < best_lost:
-            best, best_lost = count, lost
-        given_up += _weight(first)
+        lost = rejected + sum(map(_weight, late))
+        if lost < least_lost:
+            best, least_lost = count, lost
+        rejected += _weight(first)
     return waiting[:best]
 
 

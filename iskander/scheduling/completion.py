@@ -60,7 +60,7 @@ class RequestCompletion:
         _fail(request, error)
 
     def finish(self, request: Request) -> None:
-        """Mark a request as over: it was answered, or its caller is gone."""
+        """Remove a request that was answered or whose caller is gone, and release its lease."""
         request.is_over = True
         request.results = None
         request.todo = []

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from typing import Final
 
-FORGET: Final = 0.9
-OUTLIER: Final = 2.0
-COLD: Final = 2.0
+DECAY: Final = 0.9
+"""Factor of the sums for each later run."""
+OUTLIER_RATIO: Final = 2.0
+COLD_RATIO: Final = 2.0
 LEARNED_SAMPLES: Final = 4
 HANG_SAMPLES: Final = 16
 """Runs needed to derive a limit on the run time."""
-SLOWEST_FORGET: Final = 0.999
-"""Decay of the slowest run per later run."""
-SPREAD_LEAST: Final = 1e-3
+SLOWEST_DECAY: Final = 0.999
+"""Factor of the slowest ratio for each later run."""
+VARIANCE_MIN: Final = 1e-3
 """Relative variance of the batch sizes below which slope and constant cannot be separated."""
 
 
@@ -59,32 +60,35 @@ class CostModel:
     def observe(self, rows: int, run_ns: int) -> None:
         """Learn from a run."""
         measured, weight = float(max(run_ns, 1)), 1.0
-        if self.samples < LEARNED_SAMPLES and self._were_runs_cold(rows, measured):
+        if self.samples < LEARNED_SAMPLES and self._is_history_cold(rows, measured):
             self._w = self._r = self._rr = self._t = self._rt = 0.0
         if self._w:
             mean_rows = self._r / self._w
             expected = self.row_ns * rows + self.base_ns
-            remembered = max(self.slowest * SLOWEST_FORGET, 1.0)
+            remembered = max(self.slowest * SLOWEST_DECAY, 1.0)
             self.slowest = max(remembered, measured / expected)
-            measured = min(measured, expected * OUTLIER)
+            measured = min(measured, expected * OUTLIER_RATIO)
             # Relative to a batch of mean size: a change in speed does not change the weights.
             weight = ((self.row_ns * mean_rows + self.base_ns) / expected) ** 2
         self.samples += 1
-        self._w = self._w * FORGET + weight
-        self._r = self._r * FORGET + weight * rows
-        self._rr = self._rr * FORGET + weight * rows * rows
-        self._t = self._t * FORGET + weight * measured
-        self._rt = self._rt * FORGET + weight * rows * measured
+        self._w = self._w * DECAY + weight
+        self._r = self._r * DECAY + weight * rows
+        self._rr = self._rr * DECAY + weight * rows * rows
+        self._t = self._t * DECAY + weight * measured
+        self._rt = self._rt * DECAY + weight * rows * measured
         self._fit()
 
-    def _were_runs_cold(self, rows: int, measured: float) -> bool:
-        """Whether the earlier, not larger runs took over twice as long."""
-        return bool(self._w) and (rows * self._w >= self._r and measured * COLD * self._w < self._t)
+    def _is_history_cold(self, rows: int, measured: float) -> bool:
+        """Whether the earlier runs, on average, took over twice as long with no more rows."""
+        if not self._w:
+            return False
+        return rows * self._w >= self._r and measured * COLD_RATIO * self._w < self._t
 
     def _fit(self) -> None:
+        """Compute a and b from the sums."""
         mean_rows, mean_ns = self._r / self._w, self._t / self._w
         variance = self._rr / self._w - mean_rows * mean_rows
-        if variance > SPREAD_LEAST * mean_rows * mean_rows:
+        if variance > VARIANCE_MIN * mean_rows * mean_rows:
             slope = (self._rt / self._w - mean_rows * mean_ns) / variance
             # Noise must not make a part of the cost negative.
             self.row_ns = min(max(slope, 0.0), mean_ns / mean_rows)

@@ -64,7 +64,7 @@ class Dispatcher:
         return sum(len(worker.in_flight) for worker in self._workers.values()) + len(self._copies)
 
     def open(self, worker: WorkerSlot) -> None:
-        """Send a worker batches of the models that it has loaded."""
+        """Start sending batches to a worker, for the models that it has loaded."""
         self._workers[worker.incarnation] = worker
         for key in worker.models:
             self._lanes[key].workers[worker.incarnation] = worker
@@ -80,8 +80,8 @@ class Dispatcher:
     def submit(self, request: Request) -> None:
         """Queue a request that is in the arena; `pump` runs after this loop iteration.
 
-        So requests that arrive in the same iteration share one batch and one wake-up of the worker.
-        With an idle worker and a negligible fixed cost of a batch, `pump` runs at once.
+        Requests of the same iteration can then share one batch and one wake-up of the worker. With
+        an idle worker and a negligible fixed cost of a batch, `pump` runs at once.
         """
         lane = request.lane
         if not lane.queue.requests:
@@ -112,10 +112,10 @@ class Dispatcher:
                 for request in lane.queue.expired(now):
                     lane.queue.remove(request)
                     self._completion.reject(request, expired_error(request, now))
-        kept: set[WorkerSlot] = set()
+        reserved: set[WorkerSlot] = set()
         while waiting:
             lane = waiting[0] if len(waiting) == 1 else min(waiting, key=lambda e: e.virtual_ns)
-            again_ns = self._add_next_batch(lane, now, kept, outgoing)
+            again_ns = self._add_next_batch(lane, now, reserved, outgoing)
             if again_ns:
                 again_ns = min(again_ns, lane.queue.next_expiry_ns)
                 wake_ns = min(wake_ns, again_ns)
@@ -176,7 +176,7 @@ class Dispatcher:
         """Retry or reject an ended worker's requests."""
         for owner, copy in self._copies:
             if owner is worker:
-                deque(copy, maxlen=0)  # Before the arena is unmapped.
+                deque(copy, maxlen=0)  # Finish before the arena is unmapped.
         self._workers.pop(worker.incarnation, None)
         running_id = worker.last_beat().batch_id
         batches = dict(worker.in_flight)
@@ -196,16 +196,20 @@ class Dispatcher:
             self._completion.reject(request, error)
 
     def _add_next_batch(
-        self, lane: Lane, now: int, kept: set[WorkerSlot], outgoing: dict[WorkerSlot, list[Execute]]
+        self,
+        lane: Lane,
+        now: int,
+        reserved: set[WorkerSlot],
+        outgoing: dict[WorkerSlot, list[Execute]],
     ) -> int:
-        """Add a lane's next batch to `outgoing`, or its reserved worker to `kept`.
+        """Add a lane's next batch to `outgoing`, or its reserved worker to `reserved`.
 
         Returns:
             0 to call again at once, else the time of the next call.
         """
         if not lane.queue.requests:
             return NEVER_NS
-        for worker in _available_workers(lane, kept):
+        for worker in _available_workers(lane, reserved):
             formed = lane.form(worker, now, self._brief)
             if formed.doomed:
                 for request in formed.doomed:
@@ -213,8 +217,8 @@ class Dispatcher:
                     self._completion.reject(request, doomed_error(request, now))
                 return 0
             if formed.hold_ns > now:
-                if formed.is_kept:
-                    kept.add(worker)
+                if formed.reserves_worker:
+                    reserved.add(worker)
                 return formed.hold_ns
             execute = self._assemble(lane, worker, formed, now)
             if execute is not None:
@@ -225,7 +229,7 @@ class Dispatcher:
     def _assemble(self, lane: Lane, worker: WorkerSlot, formed: Formed, now: int) -> Execute | None:
         """Move a batch from the queue to a worker; None while its output arena is full.
 
-        The last requests stay in the queue if all results exceed the arena.
+        If the results of all requests exceed the arena, the last requests stay in the queue.
         """
         picks, arena = formed.picks, worker.output_arena
         sizes = [(r.layout if n == r.rows else lane.layout(n)).output_bytes for r, n in picks]
@@ -272,7 +276,7 @@ class Dispatcher:
             self.end_worker(worker)
 
     def _pop_batch(self, worker: WorkerSlot, batch_id: int, now: int) -> InFlightBatch | None:
-        """Remove an answered batch, restore the credit; None for a late answer."""
+        """Remove an answered batch and restore the credit; None for a late answer."""
         batch = worker.in_flight.pop(batch_id, None)
         if batch is None:
             self.counts["late_messages"] += 1
@@ -284,7 +288,7 @@ class Dispatcher:
         return batch
 
     def _copy_out(self, worker: WorkerSlot, batch: InFlightBatch, run_ns: int) -> Iterator[None]:
-        """Copy the results of a batch out of the output arena and deliver them."""
+        """Copy results out of the output arena and deliver them; yields during large copies."""
         # Step 9
         assert worker.output is not None
         arena, view = worker.output_arena, worker.output.view
@@ -328,9 +332,9 @@ def _step(steps: Iterator[None]) -> bool:
     return any(True for _ in steps)
 
 
-def _available_workers(lane: Lane, kept: set[WorkerSlot]) -> list[WorkerSlot]:
+def _available_workers(lane: Lane, reserved: set[WorkerSlot]) -> list[WorkerSlot]:
     """Workers with a credit: most credits first, then earliest free."""
-    workers = [w for w in lane.workers.values() if w.credits and w not in kept]
+    workers = [w for w in lane.workers.values() if w.credits and w not in reserved]
     if len(workers) > 1:
         workers.sort(key=lambda worker: (-worker.credits, worker.busy_until_ns))
     return workers

@@ -22,7 +22,7 @@ from iskander.scheduling.cost import LEARNED_SAMPLES, CostModel
 from iskander.scheduling.request import Request
 
 SLICE_NS: Final = 2 * NS_PER_MS
-"""Maximum run time of a batch while another source sends brief requests."""
+"""Run time of a slice; large requests are sliced while another source sends brief ones."""
 RECENT_NS: Final = NS_PER_S
 """Time for which a brief request counts."""
 QUANTUM_ROWS: Final = 1024
@@ -60,13 +60,14 @@ class FairShare:
     def __init__(self) -> None:
         self.quantum_rows = QUANTUM_ROWS
         self.round = 1
-        self._served_before = 0
+        # Rows that sources in earlier rounds used since `round` last advanced.
+        self._rows_behind = 0
         self._away: dict[Source, Flow] = {}
         self._connections: dict[str, int] = {}
         self._shares = 0
 
     def enter(self, source: Source) -> Flow:
-        """Add a source when its first request is queued."""
+        """Add a source with its first queued request; a recent one keeps its round and credit."""
         tenant = source.tenant
         count = self._connections.get(tenant, 0) if tenant else 0
         if tenant:
@@ -105,13 +106,13 @@ class FairShare:
         """Charge a source for rows that go to a worker."""
         if flow.round >= self.round:
             self.round = flow.round
-            self._served_before = 0
+            self._rows_behind = 0
         else:
             # A steady supply of new sources must not starve those with a backlog.
-            self._served_before += rows
-            if self._served_before > self.quantum_rows * self._shares:
+            self._rows_behind += rows
+            if self._rows_behind > self.quantum_rows * self._shares:
                 self.round += 1
-                self._served_before = 0
+                self._rows_behind = 0
         cost = rows * self.cost(flow)
         if cost < flow.credit:
             flow.credit -= cost
@@ -134,9 +135,10 @@ class FairShare:
 
 
 class BriefRequests:
-    """Sources that recently sent requests which cost much less than a slice.
+    """Sources that recently sent brief requests (`is_brief`).
 
-    Only then are large batches of others sliced: a slice costs a copy and an extra message.
+    Large requests are sliced only while another source sends brief ones, because a slice costs a
+    copy and an extra message.
     """
 
     def __init__(self) -> None:
@@ -161,12 +163,15 @@ class BriefRequests:
 
 
 def slice_rows(cost: CostModel) -> int:
-    """Rows of a slice, at least as many as cost the fixed cost of a batch; 0: not learned."""
+    """Number of rows in a slice; 0 while the cost is not learned.
+
+    A slice runs for `SLICE_NS`, or twice the fixed cost of a batch if that is longer.
+    """
     if cost.samples < LEARNED_SAMPLES or cost.row_ns <= 0:
         return 0
     return max(int(max(SLICE_NS - cost.base_ns, cost.base_ns) / cost.row_ns), 1)
 
 
 def is_brief(cost: CostModel, rows: int) -> bool:
-    """Whether rows cost at most half a slice."""
+    """Whether rows cost at most half a slice; False until the cost is learned."""
     return cost.samples >= LEARNED_SAMPLES and 2 * cost.predict_ns(rows) <= SLICE_NS

@@ -78,7 +78,7 @@ class InputArena:
         if lease is None:
             return False
         try:
-            for target, part in self._targets(request, lease):
+            for target, part in self._place(request, lease):
                 copy(target, part)
         except BaseException:
             self.give_back(request)
@@ -98,7 +98,7 @@ class InputArena:
             lease = await self._wait_for_lease(request)
             try:
                 lane.require_open(request, now_ns())
-                for target, source in self._targets(request, lease):
+                for target, source in self._place(request, lease):
                     for _ in copy_in_pieces(target, source):
                         await asyncio.sleep(0)
                 # Other requests may have filled the queue during the copy.
@@ -120,10 +120,10 @@ class InputArena:
         """Unmap the arena."""
         self.segment.close()
 
-    def _targets(
+    def _place(
         self, request: Request, lease: Lease
     ) -> list[tuple[memoryview, memoryview | SegmentRange]]:
-        """Write the header of a request; return each tensor with its target in the lease."""
+        """Assign a lease to a request, write its header, return its tensors with their targets."""
         view, layout = self.segment.view, request.layout
         body = lease.offset + len(layout.header)
         request.lease = lease
@@ -138,6 +138,7 @@ class InputArena:
         return targets
 
     async def _wait_for_lease(self, request: Request) -> Lease:
+        """Wait until memory is free, `limits.arena_wait_ms` has passed or the request expires."""
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         source, entry = request.terms.source, (request.input_bytes, future)
         self._waiting.setdefault(source, deque()).append(entry)
@@ -192,6 +193,7 @@ class InputArena:
         return self._leased.get(source, 0) + input_bytes <= FREE_SHARE * free
 
     def _return(self, source: Source, lease: Lease) -> None:
+        """Release a lease, and grant leases to waiting sources."""
         self.arena.give_back(lease)
         left = self._leased[source] - lease.length_bytes
         if left:

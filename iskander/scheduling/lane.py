@@ -56,8 +56,8 @@ RETRY_MOST_MS: Final = 60_000
 PROBE_NS: Final = NS_PER_S
 BRIEF_NS: Final = 100 * NS_PER_US
 """A batch with a lower fixed cost is sent without waiting for other requests of the same loop
-iteration: a worker that computes while the gateway reads is worth more. With a model of 20 us for
-128 rows and four streams it made 1.12 times as many requests a second."""
+iteration, so that the worker computes while the gateway reads. With a model of 20 us for 128 rows
+and four streams, the throughput was 1.12 times as high."""
 
 
 class Quarantine(NamedTuple):
@@ -75,19 +75,19 @@ class Lane:
         contract: None until the first worker has loaded the model.
         workers: Workers with the model loaded that accept batches, by incarnation.
         has_limits: The settings limit the latency or age of requests that name no limit.
-        is_awaiting: A worker is being recycled; requests may wait for its replacement.
+        is_awaiting_worker: A worker is being recycled; requests may wait for its replacement.
         costs: Cost models by worker index.
         layouts_by_bucket: One entry for a model without buckets.
         virtual_ns: Worker time used, divided by the weight; the lane with the least is next.
         outstanding: Number of admitted, unanswered requests of each client.
         ran_ns: End of the latest run.
         is_served: New requests for the model version are routed here.
-        is_required: The server is not ready without it.
-        is_over: It was replaced or unloaded, or failed to load, and is not served again.
+        is_required: The server is ready only if the lane is.
+        is_retired: It was replaced or unloaded, or failed to load, and is not served again.
         is_stale: The model files have changed since it was loaded.
         quarantine: Quarantine in force; None: requests are accepted.
         is_isolated: It runs in a dedicated worker, because its batches crashed others.
-        refusal: Why a worker could not load it.
+        refusal: Error of a worker that could not load the model.
         entering: Number of requests before the queue: being read, or waiting for arena memory.
     """
 
@@ -171,7 +171,7 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
-        """Whether a worker serves the lane now or is about to."""
+        """Whether a worker serves the lane, or its replacement is awaited."""
         return bool(self.workers) or self.is_awaiting_worker
 
     @property
@@ -259,7 +259,7 @@ class Lane:
             error = share_error(outstanding, self.config, request)
         if error is None and request.expires_ns <= now_ns:
             error = expired_error(request, now_ns)
-        if error is None and request.deadline_ns < NEVER_NS and self._may_refuse(now_ns):
+        if error is None and request.deadline_ns < NEVER_NS and self._may_reject_late(now_ns):
             request.rank = self._policy.rank(request, 0)
             backlog, margin = self.backlog(now_ns), self._margin.share
             error = late_error(
@@ -267,8 +267,9 @@ class Lane:
             )
             self._margin.learn(is_late=error is not None)
         if error is None and not self._unreserved.fits(self.queue, request):
-            way = select_victims(self.queue, self.config, request, self._older(request), self.title)
-            error = way if isinstance(way, QueueFull) else None
+            older = self._older(request)
+            victims = select_victims(self.queue, self.config, request, older, self.title)
+            error = victims if isinstance(victims, QueueFull) else None
         if error is not None:
             self.add_retry_hint(error, now_ns)
             self.count_rejected(request, error)
@@ -280,7 +281,7 @@ class Lane:
             error.retry_after_ms = self.retry_after_ms(now_ns)
 
     def count_rejected(self, request: Request, error: IskanderError, how: str = "refused") -> None:
-        """Count a rejected or failed request."""
+        """Count a rejected or failed request; `how` is the prefix of the counter."""
         self.counts[f"{how}.{error.code}"] += 1
         if error.code in MISSED:
             self.count_missed(request)
@@ -303,10 +304,10 @@ class Lane:
         period_ns = self.arrivals.period_ns(terms.client) if terms.is_named else 0
         request.rank = self._policy.rank(request, period_ns)
         older = self._older(request)
-        way: list[Request] | QueueFull = []
+        victims: list[Request] | QueueFull = []
         if not self._unreserved.fits(self.queue, request):
-            way = select_victims(self.queue, self.config, request, older, self.title)
-        assert not isinstance(way, QueueFull), "admitted in the same loop iteration"
+            victims = select_victims(self.queue, self.config, request, older, self.title)
+        assert not isinstance(victims, QueueFull), "admitted in the same loop iteration"
         removed: list[tuple[Request, IskanderError]] = []
         if older is not None:
             if older.waiting_rows == older.rows:
@@ -314,9 +315,9 @@ class Lane:
                 request.rank = min(request.rank, older.rank)
             self.queue.remove(older)
             removed.append((older, Superseded("replaced by a newer request of the same client")))
-        if self._is_newest_kept(request):
+        if self._is_newest_wins(request):
             self._newest[terms.client] = request
-        for victim in way:
+        for victim in victims:
             self.queue.remove(victim)
             error = DroppedFromQueue(
                 f"evicted from the full queue of model `{self.title}` by another request "
@@ -329,7 +330,7 @@ class Lane:
         return removed
 
     def put_back(self, request: Request, now_ns: int) -> None:
-        """Queue a request again whose rows came back from a worker; `todo` is set."""
+        """Queue a request again for a retry; `todo` has the rows that came back without results."""
         self._number += 1
         request.number = self._number
         self.metrics.on_put_back(request, now_ns)
@@ -345,7 +346,7 @@ class Lane:
     def form(self, worker: WorkerSlot, now_ns: int, brief: BriefRequests | None = None) -> Formed:
         """Form the next batch for a worker."""
         rules = self.rules
-        if not self._may_refuse(now_ns):
+        if not self._may_reject_late(now_ns):
             rules = rules._replace(may_doom=False)
         return form(
             self.queue,
@@ -410,22 +411,22 @@ class Lane:
         drain_ns = backlog.drain_ns(self.rules, max(self.queue.rows // 2, 1))
         return min(max(drain_ns // NS_PER_MS, 1), RETRY_MOST_MS) if drain_ns else RETRY_UNKNOWN_MS
 
-    def _may_refuse(self, now_ns: int) -> bool:
-        """Whether the learned cost is recent enough to reject requests by it.
+    def _may_reject_late(self, now_ns: int) -> bool:
+        """Whether late requests may be rejected: `refuse_late` is set and the cost is recent.
 
-        Without any run nothing is learned, so after `PROBE_NS` requests are admitted again.
+        After `PROBE_NS` without a run, requests are admitted again, so that the cost is measured.
         """
         return self.config.refuse_late and now_ns - self.ran_ns < PROBE_NS
 
     def _older(self, request: Request) -> Request | None:
         """The queued request that a newer one of the same client replaces.
 
-        The last part stands for a batch in several parts; a part replaces nothing.
+        A part replaces nothing. Of a batch in several parts, only the last part is replaced.
         """
-        if request.is_part or not self._is_newest_kept(request):
+        if request.is_part or not self._is_newest_wins(request):
             return None
         older = self._newest.get(request.terms.client)
         return older if older is not None and older.is_waiting else None
 
-    def _is_newest_kept(self, request: Request) -> bool:
+    def _is_newest_wins(self, request: Request) -> bool:
         return request.terms.is_newest_wins or self.config.newest_wins

@@ -76,8 +76,8 @@ class LayoutCache:
             self._cache[rows] = layout
         return layout
 
-    def around(self, rows: int, buffers: Sequence[Sized]) -> Layout:
-        """Layout of a request with string inputs."""
+    def for_strings(self, rows: int, buffers: Sequence[Sized]) -> Layout:
+        """Layout of a request with string inputs, from the lengths of its buffers."""
         lengths = [len(strings) for strings in buffers[len(self._contract.inputs) :]]
         output_bytes = self.for_rows(rows).output_bytes
         return Layout(self._contract, self._template, rows, lengths, output_bytes)

@@ -27,7 +27,7 @@ ENTRY_POINTS: Final = "iskander.policies"
 BATCH_LINGER_NS: Final = 10 * NS_PER_MS
 CLIENTS_MAX: Final = 4096
 STEPS: Final = ((0, 1.0), (2, 0.7), (4, 0.4))
-"""Steps remaining, up to a maximum, and their weight."""
+"""Maximum steps remaining, and the weight up to it."""
 CADENCE_WEIGHT: Final = 45
 URGENCY_WEIGHT: Final = 25
 STEPS_WEIGHT: Final = 15
@@ -102,8 +102,8 @@ class DeadlineAware(Fifo):
     """Fair between connections and tokens, and by earliest deadline within their shares.
 
     A request without a deadline gets a virtual one: `patience_ms` after its arrival for each level
-    of priority, less if it is urgent or its client has few steps left. So nothing that is due later
-    than ten times `patience_ms` after its arrival overtakes.
+    of priority, less if it is urgent or its client has few steps left. So only requests that are
+    due within ten times `patience_ms` after its arrival overtake it.
     """
 
     is_fair = True
@@ -165,24 +165,24 @@ class PriorityTiered(Fifo):
 class RoundRobin(Fifo):
     """Fair by client: every client with queued requests gets the same share of rows.
 
-    Ranks are rows of virtual time. The next request of a client starts at the end of its last one
+    Ranks are virtual times, in rows. The next request of a client starts at the end of its last one
     or at the current virtual time, whichever is later; service advances the virtual time. A client
     with one request waits for at most one request of every other client.
     """
 
     def __init__(self, config: LaneConfig) -> None:
         super().__init__(config)
-        self._now = 0.0
+        self._virtual_now = 0.0
         self._ends: dict[str, float] = {}
 
     def rank(self, request: Request, period_ns: int) -> float:
         """Rank by the virtual end of the client's last request."""
-        return max(self._ends.get(request.terms.client, 0.0), self._now)
+        return max(self._ends.get(request.terms.client, 0.0), self._virtual_now)
 
     def on_put(self, request: Request) -> None:
         """Charge the client for the rows, also if the request replaced another."""
         if len(self._ends) >= CLIENTS_MAX:
-            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            self._ends = {name: end for name, end in self._ends.items() if end > self._virtual_now}
             if len(self._ends) >= CLIENTS_MAX:
                 self._ends.clear()  # All clients start again together.
         client = request.terms.client
@@ -190,7 +190,7 @@ class RoundRobin(Fifo):
 
     def on_taken(self, request: Request) -> None:
         """Advance the virtual time."""
-        self._now = max(self._now, request.rank)
+        self._virtual_now = max(self._virtual_now, request.rank)
 
     def on_left(self, request: Request) -> None:
         """Refund the rows of a request that was not served."""

@@ -30,14 +30,14 @@ class WaitingQueue:
     Attributes:
         requests: Number of queued requests.
         bytes: Input bytes of the queued requests.
-        bound: Requests with a deadline or shape, or that must run alone.
+        constrained: Number of requests with a deadline or shape, or that must run alone.
         next_expiry_ns: No request expires before this time.
     """
 
     def __init__(self, *, is_fair: bool = False) -> None:
         self.is_fair = is_fair
         self.shares = FairShare()
-        self.requests = self.rows = self.bytes = self.bound = 0
+        self.requests = self.rows = self.bytes = self.constrained = 0
         self.next_expiry_ns = NEVER_NS
         self._flows: dict[Source, Flow] = {}
         self._levels: dict[int, dict[int, Request]] = {}
@@ -103,7 +103,7 @@ class WaitingQueue:
         return expired
 
     def rows_before(self, request: Request) -> int:
-        """Rows that run before a new request with this rank and source, without later arrivals."""
+        """Rows that would run before a new request if no more requests arrived."""
         shares, rank, source = self.shares, request.rank, self._source(request)
         own = self._flows.get(source)
         if own is None:
@@ -112,7 +112,7 @@ class WaitingQueue:
         else:
             before = _rows_up_to(own, rank)
             round_number, _ = shares.after(own.round, own.credit, before * shares.cost(own))
-        # Of every other source, the rows that it may have until the round of the request.
+        # Each other source runs the rows for which it has credit up to the request's round.
         for flow in self._flows.values():
             if flow is own or flow.round > round_number:
                 continue
@@ -143,7 +143,7 @@ class WaitingQueue:
         assert sorted(map(id, self)) == sorted(map(id, waiting))
         assert self.next_expiry_ns <= min((r.expires_ns for r in waiting), default=NEVER_NS)
         assert self.requests == len(waiting)
-        assert self.bound == sum(map(_is_bound, waiting))
+        assert self.constrained == sum(map(_is_constrained, waiting))
         assert self.rows == sum(request.waiting_rows for request in waiting)
         assert self.bytes == sum(request.input_bytes for request in waiting)
         assert all(r.todo and r.is_waiting and not r.is_over for r in waiting)
@@ -164,7 +164,7 @@ class WaitingQueue:
         self.requests += sign
         self.rows += rows
         self.bytes += input_bytes
-        self.bound += sign * _is_bound(request)
+        self.constrained += sign * _is_constrained(request)
         flow.rows += rows
         flow.bytes += input_bytes
 
@@ -210,5 +210,5 @@ def _rows_up_to(flow: Flow, rank: float) -> int:
     return sum(entry[2].waiting_rows for entry in flow.ranked[:before])
 
 
-def _is_bound(request: Request) -> bool:
+def _is_constrained(request: Request) -> bool:
     return request.deadline_ns < NEVER_NS or request.is_alone or request.shape != 0

@@ -5,7 +5,7 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
-from builtins import memoryview  # Where mypyc looks for the types of fields.
+from builtins import memoryview  # mypyc needs this for the types of fields.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from iskander.scheduling.lane import Lane
 
 NEVER_NS: Final = 1 << 61
-"""Seventy years after boot; the sum of this and the current time still fits a machine word."""
+"""Seventy years after boot; this plus the current time still fits a machine word."""
 PRIORITY_DEFAULT: Final = 1
 PRIORITY_MAX: Final = 9
 
@@ -30,7 +30,7 @@ class Terms(msgspec.Struct, frozen=True):
     """Scheduling terms that a client sends with a request.
 
     Attributes:
-        client: Name of the client; its arrival rhythm and request limit are kept by it.
+        client: Name of the client; key of its arrival rhythm and request limit.
         is_named: The client sent the name itself, so it is stable across calls.
         priority: 0 is the highest.
         urgency: 0 to 1.
@@ -80,17 +80,19 @@ class Request:
         body_offset: Offset of the tensors in the input arena.
         input_bytes: Size of its IPC message in the input arena.
         rank: Position in the order of the queue; lower runs first.
-        number: Sequence number of its admission; 0 before.
+        number: Sequence number in the queue, new with each retry; 0 before admission.
+        queued_ns: Time of its admission.
         sent_ns: Time at which its last rows were sent to a worker.
         run_ns: Run time of the batch that completed it.
         todo: Ranges of rows (first, count) that no worker has.
         running: Number of batches in flight with rows of it.
         results: Partial results of a request in several batches: the result body, or, with string
             outputs, (first row, count, body) of each part.
-        is_alone: It runs in a batch of its own: a batch with it failed, or crashed a worker.
+        is_alone: It must run alone, because a batch with it failed or crashed a worker.
         kills: Workers that died while running it.
         losses: Workers that died while holding it.
         is_part: A later part of a client's batch that was admitted with the first part.
+        is_waiting: It is in the queue.
         is_over: It was answered, or its caller is gone.
     """
 
@@ -119,7 +121,9 @@ class Request:
         self.tensors = tensors
         self.terms = terms
         cache = lane.layouts_by_bucket[bucket]
-        self.layout = cache.around(rows, tensors) if cache.has_strings else cache.for_rows(rows)
+        self.layout = (
+            cache.for_strings(rows, tensors) if cache.has_strings else cache.for_rows(rows)
+        )
         self.shape = bucket
         self.arrived_ns = arrived_ns
         self.deadline_ns = call_deadline_ns

@@ -1,6 +1,6 @@
 """Copies results out of a worker's output arena into memory that the caller owns.
 
-A copy, because a caller may read slowly and the worker needs its arena back.
+Results are copied because a caller may read slowly, and the worker needs its arena again.
 
 Runs on: gateway loop.
 """
@@ -57,7 +57,7 @@ def _copy(output: memoryview) -> Generator[None, None, memoryview]:
 
 
 def _collect(request: Request, first: int, rows: int, output: memoryview) -> Copying:
-    """Copy some rows' results into the result body of their request."""
+    """Copy the results of some rows of a request into its result body."""
     lane = request.lane
     if request.results is None:
         # The kernel zeroes the pages one by one, on the first write.
@@ -75,7 +75,7 @@ def _collect(request: Request, first: int, rows: int, output: memoryview) -> Cop
 
 
 def _collect_strings(request: Request, first: int, rows: int, output: memoryview) -> Copying:
-    """Keep some rows' results; join all after the last, when string offsets are known."""
+    """Copy the results of some rows of a request; after the last rows, join all of them."""
     outputs = request.lane.layouts.outputs
     body = yield from _copy(output[: outputs.string_ranges(output, rows)[1]])
     if request.results is None:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 log: Final = logging.getLogger("iskander.dispatch")
 
 KILLS_MAX: Final = 2
+"""Workers that die while running a request, until it is poisoned."""
 LOSSES_MAX: Final = 8
-"""Workers that may die while holding a request, running or not; it bounds the retries."""
+"""The same for workers that hold it, running or not; it bounds the retries."""
 
 
 def after_failure(
@@ -64,7 +65,10 @@ def results_error(request: Request, error: Exception) -> IskanderError:
 
 
 def undo_parts(parts: list[BatchPart]) -> list[Request]:
-    """Return the rows of a batch without results to its requests; each request once."""
+    """Return the rows of a batch without results to its requests.
+
+    Returns each request once, removed from its queue.
+    """
     for part in parts:
         request = part.request
         request.running -= 1

@@ -17,7 +17,7 @@ from iskander.scheduling.request import NEVER_NS
 
 
 class Alarm:
-    """Timer that runs a callback at the earliest time set; extra calls are harmless."""
+    """Timer that runs a callback once, at the earliest time that was set."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
@@ -31,9 +31,9 @@ class Alarm:
             return
         self.clear()
         self._time_ns = time_ns
-        # Whole milliseconds, the resolution of the loop's timers: never before the time.
+        # Rounded up to the loop's resolution of a millisecond, so that it never fires early.
         delay_s = -(-max(time_ns - now, 0) // NS_PER_MS) / 1000
-        self._timer = self._loop.call_later(delay_s, self._ring)
+        self._timer = self._loop.call_later(delay_s, self._fire)
 
     def clear(self) -> None:
         """Cancel the timer."""
@@ -41,24 +41,24 @@ class Alarm:
             self._timer.cancel()
         self._timer, self._time_ns = None, NEVER_NS
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         self._timer, self._time_ns = None, NEVER_NS
         self._callback()
 
 
 class BusyPolling:
-    """Keeps the event loop from sleeping for `spell_us` after the last work; 0: disabled."""
+    """Keeps the event loop from sleeping for `duration_us` after the last work; 0: disabled."""
 
-    def __init__(self, spell_us: int) -> None:
-        self._spell_ns = spell_us * NS_PER_US
+    def __init__(self, duration_us: int) -> None:
+        self._duration_ns = duration_us * NS_PER_US
         self._loop = asyncio.get_running_loop()
         self._until_ns = 0
         self._is_on = False
 
     def note(self, now: int) -> None:
         """Start or extend polling."""
-        if self._spell_ns:
-            self._until_ns = now + self._spell_ns
+        if self._duration_ns:
+            self._until_ns = now + self._duration_ns
             if not self._is_on:
                 self._is_on = True
                 self._loop.call_soon(self._poll)

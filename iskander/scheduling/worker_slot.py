@@ -64,7 +64,7 @@ class InFlightBatch:
 
 
 class WorkerSlot:
-    """One worker slot; the supervisor fills it with a process and replaces that.
+    """One worker slot; the supervisor starts its process and replaces it.
 
     Args:
         index: Number of the slot in the placement plan.

@@ -208,7 +208,7 @@ class Worker(WorkerSlot):
         """Assign a process to the slot. Owns: `output`, the segment of the output arena."""
         self.output = output
         self.backing = output.backing
-        self.notices.extend(f"output arena: {each}" for each in self.backing.complaints)
+        self.notices.extend(f"output arena: {each}" for each in self.backing.notices)
         self.beat = Segment.create(f"iskander-beat-{self.index}", HEARTBEAT_BYTES)
         self.output_arena = Arena(output_bytes)
         self.incarnation = incarnation

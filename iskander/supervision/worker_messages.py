@@ -7,8 +7,9 @@ Runs on: gateway loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from iskander.control.channel import Channel
 from iskander.control.messages import Done, Failed, ToGateway, decode_to_gateway
@@ -19,6 +20,9 @@ from iskander.supervision.worker import Worker
 if TYPE_CHECKING:
     from iskander.supervision.supervisor import Supervisor
 
+MESSAGES_PER_TURN: Final = 64
+"""Credits keep far fewer in transit; the messages of a faulty worker share the loop with others."""
+
 
 class WorkerMessageReader:
     """Reads the channels of all workers."""
@@ -28,8 +32,14 @@ class WorkerMessageReader:
         self._handler = handler
 
     def read(self, worker: Worker, channel: Channel) -> None:
-        """Process everything that a channel has received, including its end."""
+        """Process frames of about `MESSAGES_PER_TURN` messages, and the end of the channel.
+
+        The rest follows in the next turn: epoll may signal a channel only once.
+        """
+        if worker.channel is not channel:
+            return  # The worker was released in an earlier turn.
         dispatcher, handler = self._dispatcher, self._handler
+        count = 0
         for messages in self._messages(worker, channel):
             for message in messages:
                 if type(message) is Done:
@@ -38,6 +48,10 @@ class WorkerMessageReader:
                     dispatcher.on_failed(worker, message)
                 else:
                     handler.on_message(worker, message)
+            count += len(messages) or 1
+            if count >= MESSAGES_PER_TURN:
+                asyncio.get_running_loop().call_soon(self.read, worker, channel)
+                break
         if channel.has_ended:
             handler.on_end(worker, channel)
         elif worker.batches >= worker.recycle_at:
@@ -45,7 +59,7 @@ class WorkerMessageReader:
         dispatcher.pump()
 
     def _messages(self, worker: Worker, channel: Channel) -> Iterator[list[ToGateway]]:
-        """Yield the messages of each frame."""
+        """Yield the messages of each frame; an empty list for a malformed frame."""
         is_read = False
         while not is_read:
             try:
@@ -54,3 +68,4 @@ class WorkerMessageReader:
                 is_read = True
             except (ValueError, ProtocolError) as error:
                 self._handler.on_malformed(worker, error)
+                yield []

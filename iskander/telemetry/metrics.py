@@ -241,7 +241,7 @@ GATEWAY_METRICS: tuple[Metric[MetricSources], ...] = (
     _gauge("iskander_receive_used_bytes", "bytes", "Buffered received bytes.",
            lambda gateway: gateway.budget.used_bytes),
     _counter("iskander_receive_refusals_total", "calls", "Calls rejected for lack of receive "
-             "memory.", lambda gateway: gateway.budget.refused),
+             "memory.", lambda gateway: gateway.budget.evictions),
     _gauge("iskander_input_capacity_bytes", "bytes", "Size of the input arena.",
            lambda gateway: gateway.input_arena.capacity_bytes),
     _gauge("iskander_input_leased_bytes", "bytes", "Leased bytes of the input arena.",

@@ -48,7 +48,7 @@ def collect(sources: MetricSources) -> dict[str, Any]:
             "leases": len(arena),
             "huge_bytes": backing.huge_bytes,
             "locked": backing.is_locked,
-            "notices": backing.complaints,
+            "notices": backing.notices,
         },
         "shared_memory": {
             "regions": len(sources.regions),
@@ -130,7 +130,7 @@ def _worker(worker: Worker, now: int) -> dict[str, Any]:
         "output_node": worker.backing.node,
         "notices": tuple(worker.notices),
         "resident_bytes": resident_bytes(worker.pid) if worker.pid else 0,
-        "story": [
+        "history": [
             f"{(now - at_ns) // NS_PER_MS} ms ago: {event}, {state}"
             for at_ns, event, state in worker.history
         ],

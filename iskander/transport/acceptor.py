@@ -1,7 +1,7 @@
-"""Listening socket: accepts connections in small batches and runs their TLS handshakes.
+"""Acceptor of a listening socket: accepts a few connections at a time, runs TLS handshakes.
 
 At the connection limit, the listener evicts an idle connection or rejects the new one. At
-`HANDSHAKES_MAX`, the oldest TLS handshake of the source with most handshakes is cancelled.
+`HANDSHAKES_MAX`, the oldest TLS handshake of the source with the most of them is cancelled.
 
 Runs on: gateway loop.
 """
@@ -45,13 +45,13 @@ class AcceptedSocket(Generic[Peer]):
     is_surplus: bool = False  # Above the limit: its requests are rejected.
     accepted_ns: int = field(default_factory=now_ns)
     peer: Peer | None = None  # The protocol object.
-    handshake: asyncio.Task[None] | None = None  # The task that sets up the connection.
+    handshake: asyncio.Task[None] | None = None  # Its connection setup, with or without TLS.
     unsent_bytes: int = 0  # Last charge to the receive budget.
     is_open: bool = True  # The connection is counted.
 
 
 class Acceptor:
-    """One bound socket, owned by the acceptor; closes like `asyncio.Server`."""
+    """Listens on a bound socket, which it owns, from its creation to `close`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Acceptor:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Stop accepting; open connections stay open."""
+        """Close the listening socket, cancel handshakes; open connections stay open. Idempotent."""
         if self._listening.fileno() < 0:
             return
         if self._pause is not None:
@@ -102,10 +102,11 @@ class Acceptor:
             task = self._loop.create_task(self._connect(connection, accepted))
             accepted.handshake = task
             self._tasks.add(task)
-            task.add_done_callback(partial(self._on_connected, connection, accepted))
+            task.add_done_callback(partial(self._on_setup_done, connection, accepted))
         return None
 
     def _evict_handshake(self) -> None:
+        """At the limit, cancel the oldest handshake of the source with the most of them."""
         if len(self._handshakes) >= HANDSHAKES_MAX:
             oldest = self._handshakes.oldest_idle(attrgetter("accepted_ns"))
             if oldest is not None:
@@ -123,10 +124,10 @@ class Acceptor:
             ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S if has_tls else None,
         )
 
-    def _on_connected(
+    def _on_setup_done(
         self, connection: socket.socket, accepted: AcceptedSocket[Any], task: asyncio.Task[None]
     ) -> None:
-        # Not in the task: a task cancelled before its first step never runs.
+        # A callback: a task cancelled before its first step never runs its own cleanup.
         self._tasks.discard(task)
         self._handshakes.remove(accepted.source, accepted)
         accepted.handshake = None

@@ -53,17 +53,18 @@ def require_addresses(config: Config) -> None:
 
 
 def admin_address(config: AdminConfig) -> str:
-    """Return the admin address; empty for the default without HTTP packages."""
+    """Return the admin address; empty if it is the default and an HTTP package is missing."""
     is_default = config.address == AdminConfig().address
     return "" if is_default and _missing_http_package() else config.address
 
 
 def _missing_http_package() -> str:
+    """Return the name of a missing HTTP package; empty if all are installed."""
     return next((name for name in HTTP_PACKAGES if importlib.util.find_spec(name) is None), "")
 
 
 def _require_http(config: Config, used: dict[str, str]) -> None:
-    """Check the admin and HTTP ports; add them to `used`."""
+    """Check the admin and HTTP addresses and packages; add the addresses to `used`."""
     missing = _missing_http_package()
     if config.admin.address and not admin_address(config.admin):
         log.warning("no admin port: %s is not installed: %s", missing, HTTP_INSTALL)

@@ -21,7 +21,7 @@ TRIM_INTERVAL_S: Final = 2.0
 
 
 class ConnectionLimits:
-    """Limits over all connections of this process; counts ended ones by reason."""
+    """Limits over all connections of this process; counts of ended ones by reason."""
 
     def __init__(self, config: Config) -> None:
         self.budget = ReceiveBudget(receive_bytes(config))
@@ -39,7 +39,7 @@ class ConnectionLimits:
         self.ended[reason] += 1
 
     def start(self) -> None:
-        """Count used descriptors; start the heap trim timer."""
+        """Measure the descriptors in use; start the heap trim timer."""
         self.descriptors.measure(self.open_count)
         self._timer = self._loop.call_later(TRIM_INTERVAL_S, self._trim)
 
@@ -50,7 +50,8 @@ class ConnectionLimits:
         self.descriptors.close()
 
     def _trim(self) -> None:
+        """Trim the heap if memory use has fallen; restart the timer."""
         if self.budget.has_excess():
-            # In a thread: slow, and it holds the allocator's lock but not the GIL.
+            # In a thread: it is slow, and holds the allocator's lock but not the GIL.
             self._loop.run_in_executor(None, return_free_memory)
         self._timer = self._loop.call_later(TRIM_INTERVAL_S, self._trim)

@@ -1,7 +1,7 @@
 """Base of the listeners of all protocols: connection limit, timeouts, eviction and shutdown.
 
 Near the limit, the remaining capacity is for sources with few connections. At the limit, an idle
-connection of the source with most connections is evicted.
+connection of the source with the most connections is evicted.
 
 Runs on: gateway loop.
 """
@@ -26,7 +26,7 @@ CHECK_INTERVAL_S = 5.0
 """Period of the timeout check of each connection, spread over `CHECK_STEPS` steps."""
 CHECK_STEPS = 50
 RESERVE_SHARE: Final = 8
-"""1/8 of the connections is for sources with few connections."""
+"""The last 1/8 of the connections is for sources below `limits.source_percent`."""
 CLOSING_MAX: Final = 64
 """Closing connections allowed above the limit."""
 UNSENT_BYTES_MIN: Final = 65_536
@@ -43,16 +43,16 @@ class Peer(Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes in the transport that the client has not read."""
+        """Bytes in the transport's write buffer."""
 
     def enforce_timeouts(self, now: int) -> None:
         """Close the connection after a timeout."""
 
     def close_gracefully(self) -> None:
-        """Close gracefully; may be called repeatedly."""
+        """Start to close after the open calls; may be called repeatedly."""
 
     def close_idle(self) -> None:
-        """Close an idle connection gracefully and at once."""
+        """Close an idle connection without waiting for its client."""
 
     def abort(self) -> None:
         """Close now and drop unsent bytes."""
@@ -64,7 +64,8 @@ Connection = TypeVar("Connection", bound=Peer)
 class ConnectionListener(Generic[Connection]):
     """Listening sockets and connections of one protocol.
 
-    Requests of up to `slack` connections above `connections_max` are rejected; more are closed.
+    Up to `slack` connections above `connections_max` stay open, but their requests are rejected;
+    further connections are closed.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ConnectionListener(Generic[Connection]):
         self._limits = limits
         self._connections_max = connections_max
         self._slack = slack
-        self._share = max(connections_max * limits.source_percent // 100, 1)
+        self._source_max = max(connections_max * limits.source_percent // 100, 1)
         self._tls = tls
         self._sources: SourceTable[AcceptedSocket[Connection]] = SourceTable()
         self._accepted: dict[Connection, AcceptedSocket[Connection]] = {}
@@ -144,7 +145,7 @@ class ConnectionListener(Generic[Connection]):
             self.drop(accepted)
 
     def is_surplus(self, connection: Connection) -> bool:
-        """Return whether a connection is still above the limit; its requests are rejected."""
+        """Return whether a connection is above the limit; update it if there is capacity now."""
         accepted = self._accepted.get(connection)
         if accepted is None or not accepted.is_surplus:
             return False
@@ -161,8 +162,8 @@ class ConnectionListener(Generic[Connection]):
         """Report connections that did not close within the grace period."""
 
     def admit(self, source: Source) -> AcceptedSocket[Connection] | None:
-        """Count a new connection; return None to close it."""
-        # Evicted connections close with a delay.
+        """Count a new connection and return its state; None if the caller must close it."""
+        # Above the limits by `CLOSING_MAX`: evicted connections close with a delay.
         is_below_max = (
             self._open < self._connections_max + self._slack + CLOSING_MAX
             and self._limits.open_count < self._limits.descriptors.connections_max + CLOSING_MAX
@@ -179,7 +180,7 @@ class ConnectionListener(Generic[Connection]):
         return accepted
 
     def make(self, accepted: AcceptedSocket[Connection]) -> asyncio.BaseProtocol:
-        """Create the protocol object of an accepted connection."""
+        """Create and register the protocol object of an accepted connection."""
         connection = self.connection()
         accepted.peer = connection
         self._accepted[connection] = accepted
@@ -197,24 +198,27 @@ class ConnectionListener(Generic[Connection]):
             self.budget.release(accepted.unsent_bytes)
 
     def on_accept_error(self, listening: socket.socket, error: OSError) -> None:
-        """Evict an idle connection and close pending ones."""
+        """After a failed `accept`, evict an idle connection and close pending ones."""
         self._evict_idle(None)
         for _ in range(self._limits.descriptors.refuse(listening, error)):
             self.on_rejected()
 
     def _has_capacity(self, source: Source) -> bool:
         """Return whether a new connection fits, after evicting an idle one if necessary."""
-        limits, most = self._limits, self._connections_max
-        count = len(self._sources) - self._surplus
-        is_full = count >= most or limits.open_count >= limits.descriptors.connections_max
-        if is_full or count >= most - most // RESERVE_SHARE:
-            if self._sources.count(source) >= self._share:
+        limits = self._limits
+        left = self._connections_max - (len(self._sources) - self._surplus)
+        is_full = left <= 0 or limits.open_count >= limits.descriptors.connections_max
+        if is_full or left <= self._connections_max // RESERVE_SHARE:
+            if self._sources.count(source) >= self._source_max:
                 return self._evict_idle(source)
             return not is_full or self._evict_idle(None)
         return True
 
     def _evict_idle(self, source: Source | None) -> bool:
-        """Evict the oldest idle connection of `source`, or of the source with most connections."""
+        """Evict the longest idle connection; return whether that freed capacity.
+
+        Searches `source` only, if given; otherwise sources with the most connections first.
+        """
         while True:
             oldest = self._sources.oldest_idle(self._idle_since, source)
             if oldest is None:
@@ -232,7 +236,7 @@ class ConnectionListener(Generic[Connection]):
             self._surplus -= 1
 
     def _idle_since(self, accepted: AcceptedSocket[Connection]) -> int:
-        # A peer exists before its handshake, without a transport.
+        # Before the end of its handshake, a protocol object has no transport.
         peer = accepted.peer
         return peer.idle_since_ns if peer in self.connections else accepted.accepted_ns
 
@@ -253,7 +257,7 @@ class ConnectionListener(Generic[Connection]):
         self._check_timer = self.loop.call_later(step_s, self._check_connections)
 
     def charge_unsent(self, connection: Connection) -> None:
-        """Charge the unsent bytes in the transport of a connection."""
+        """Update the charge for the unsent bytes of a connection."""
         accepted, size = self._accepted.get(connection), connection.unsent_bytes
         if accepted is None or size == accepted.unsent_bytes:
             return
@@ -266,14 +270,14 @@ class ConnectionListener(Generic[Connection]):
         self.budget.charge(size)
 
     def evictable(self, now_ns: int) -> float:
-        """Return the unsent bytes times the nanoseconds since their detection."""
+        """Return the unsent bytes times the nanoseconds since their detection, in total."""
         return sum(
             self._accepted[connection].unsent_bytes * float(now_ns - since_ns)
             for connection, since_ns in self._unread.items()
         )
 
     def evict(self) -> bool:
-        """Abort the connection with most unsent bytes; return whether there is one."""
+        """Abort the connection with the most unsent bytes; return whether there was one."""
         if not self._unread:
             return False
         connection = max(self._unread, key=lambda each: self._accepted[each].unsent_bytes)
@@ -286,4 +290,4 @@ class ConnectionListener(Generic[Connection]):
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
-        """Do nothing: the listener receives no messages."""
+        """Do nothing: the listener holds no messages."""

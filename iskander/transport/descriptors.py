@@ -1,4 +1,4 @@
-"""File descriptor limit of this process, the share for connections, and a small spare set.
+"""File descriptor limit of this process, the share for connections, and spare ones.
 
 Clients cannot use up the descriptors that workers, models and files need.
 
@@ -32,14 +32,14 @@ class Descriptors:
     """File descriptors of this process; `connections_max` limits the open connections."""
 
     def __init__(self) -> None:
-        self._limit = _raised_limit()
+        self._limit = _raise_limit()
         self._spare: list[int] = []
         self._logged_ns = self._unlogged = 0
         self.connections_max = self._limit
         self.measure()
 
     def measure(self, connections: int = 0) -> None:
-        """Recompute `connections_max` from the descriptors in use besides open connections."""
+        """Recompute `connections_max`; `connections` of the open descriptors are connections."""
         used = len(os.listdir("/proc/self/fd")) - len(self._spare) - connections
         reserved = min(RESERVED_MAX, self._limit // 4)
         self.connections_max = max(self._limit - used - reserved, 1)
@@ -51,9 +51,10 @@ class Descriptors:
             os.close(self._spare.pop())
 
     def refuse(self, listening: socket.socket, error: OSError) -> int:
-        """Close pending connections after `accept` failed; return their number.
+        """Log an `accept` error; if descriptors are exhausted, close pending connections.
 
-        Their clients can retry elsewhere at once.
+        Returns how many were closed. The spare descriptors make it possible, and the clients can
+        retry elsewhere at once.
         """
         self._log(error)
         if error.errno not in EXHAUSTED:
@@ -77,6 +78,7 @@ class Descriptors:
                 self._spare.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
 
     def _log(self, error: OSError) -> None:
+        """Log an accept error, at most once per `LOG_INTERVAL_NS`."""
         now = now_ns()
         self._unlogged += 1
         if self._logged_ns and now - self._logged_ns < LOG_INTERVAL_NS:
@@ -87,7 +89,7 @@ class Descriptors:
         self._logged_ns, self._unlogged = now, 0
 
 
-def _raised_limit() -> int:
+def _raise_limit() -> int:
     """Raise the soft limit of open files to the hard limit; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

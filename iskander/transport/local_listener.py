@@ -1,6 +1,7 @@
 """Listener for local processes; reads one greeting frame per connection.
 
-A connection without a greeting is closed after a second and does not delay others.
+A connection without a greeting is closed after a second and does not delay others. At
+`GREETINGS_MAX` pending greetings, new connections are closed.
 
 Runs on: gateway loop.
 """
@@ -20,7 +21,7 @@ log = logging.getLogger("iskander.local_listener")
 GREETING_TIMEOUT_S = 1.0
 GREETINGS_MAX = 64
 ACCEPT_PAUSE_S = 1.0
-"""Pause after an accept error: the connection stays pending, and a retry would spin."""
+"""Pause after an accept error: the connection stays pending, so each iteration would retry."""
 
 
 class LocalListener:
@@ -29,9 +30,9 @@ class LocalListener:
     Args:
         listener: Listening, non-blocking.
         frame_bytes: Size limit of the greeting.
-        greet: Receives a connection and its greeting, and owns the connection unless it or its
+        greet: Receives a connection and its greeting. It owns the connection unless it or its
             awaitable raises `IskanderError` or `OSError`.
-        refuse: Called before a failed connection is closed; an error without text is a timeout.
+        reject: Called before a failed connection is closed; an error without text is a timeout.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class LocalListener:
         listener: socket.socket,
         frame_bytes: int,
         greet: Callable[[socket.socket, bytes], Awaitable[None] | None],
-        refuse: Callable[[socket.socket, Exception], None],
+        reject: Callable[[socket.socket, Exception], None],
     ) -> None:
         self._listener = listener
         self._frame_bytes = frame_bytes
         self._on_greeting = greet
-        self._refuse = refuse
+        self._reject = reject
         self._loop = asyncio.get_running_loop()
         self._greetings: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
@@ -54,7 +55,7 @@ class LocalListener:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Close the socket and cancel pending greetings."""
+        """Close the listening socket; cancel greetings in progress and close their connections."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
@@ -68,7 +69,7 @@ class LocalListener:
         except BlockingIOError:
             return
         except OSError as error:
-            log.error("accept of a local process failed: %s", error)
+            log.error("accept failed for a local process: %s; retry in %g s", error, ACCEPT_PAUSE_S)
             self._loop.remove_reader(self._listener)
             self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self.open)
             return
@@ -89,7 +90,7 @@ class LocalListener:
                 await pending
         except (IskanderError, OSError) as error:
             with contextlib.suppress(OSError):
-                self._refuse(connection, error)
+                self._reject(connection, error)
             connection.close()
         except asyncio.CancelledError:
             connection.close()

@@ -37,7 +37,7 @@ def oom_kills(counters: Path = VMSTAT) -> int:
 
 
 def memory_bytes(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the memory of the machine or the lowest limit of this process's cgroups."""
+    """Return the memory of the machine, or the lowest cgroup limit of this process if less."""
     least: int = psutil.virtual_memory().total
     try:
         group = own.read_text().strip().rpartition("::")[2].lstrip("/")

@@ -35,39 +35,41 @@ STALL_NS_UNDER_PRESSURE: Final = 2 * NS_PER_S
 MESSAGE_RATE_MIN: Final = 500
 """Bytes/s. The default of Apache's mod_reqtimeout for request bodies."""
 EXCESS_BYTES: Final = 16 << 20
+"""Fall of the peak after which the heap is trimmed."""
 TICK_S: Final = 0.01
+"""Interval of the retries of waiting reservations."""
 TRACKED_BYTES_MIN: Final = 65_536
 """Smaller messages are charged until they are read; larger ones until they are freed."""
 
 
 class Holder(Protocol):
-    """A connection that holds received bytes."""
+    """An owner of charged bytes, such as a connection."""
 
     def evictable(self, now_ns: int) -> float:
         """Return the sum of bytes times age in ns that `evict` can free."""
 
     def evict(self) -> bool:
-        """Free the messages of one call by rejecting them; return whether any were freed."""
+        """Reject messages or end a connection to free charged bytes; return whether it did."""
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
         """Reject partial messages `stall_ns` behind the minimum rate."""
 
 
 class Reservation(Protocol):
-    """A message that waits for reserved memory."""
+    """A message that waits until its memory is reserved."""
 
     def on_reserved(self) -> None:
-        """Continue: the memory is reserved."""
+        """Continue the message: its memory is reserved."""
 
 
 class TrackedArray(np.ndarray):
-    """Bytes charged until their last view is freed."""
+    """Byte array that stays charged until its last view is freed."""
 
-    freed: deque[int] | None = None
+    freed: deque[int] | None = None  # Receives `charged_bytes`; None in a view.
     charged_bytes = 0
 
     def __del__(self) -> None:
-        """Record the release; the loop applies it."""
+        """Queue the release for the loop."""
         if self.freed is not None:
             self.freed.append(self.charged_bytes)
 
@@ -78,7 +80,7 @@ class ReceiveBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.holders: set[Holder] = set()
-        self.refused = 0
+        self.evictions = 0
         self._used = self._peak = self._recent_peak = 0
         self._freed: deque[int] = deque()
         self._reservable = limit_bytes - limit_bytes // RESERVE_SHARE
@@ -113,10 +115,6 @@ class ReceiveBudget:
         self.charge(size)
         return True
 
-    def give_back(self, size: int) -> None:
-        """Release bytes charged by `take`."""
-        self.release(size)
-
     def reserve(self, holder: object, message: Reservation, size: int) -> bool:
         """Reserve the rest of a large message; return whether it was possible at once.
 
@@ -130,7 +128,7 @@ class ReceiveBudget:
         return False
 
     def end_reservation(self, holder: object, message: Reservation, size: int) -> None:
-        """End the reservation of `size` bytes for a complete or abandoned message.
+        """End the reservation of `size` bytes for a complete or abandoned message, or its wait.
 
         Received bytes stay charged; the caller releases the rest.
         """
@@ -152,7 +150,7 @@ class ReceiveBudget:
         return array
 
     def charged_array(self, size: int) -> TrackedArray | None:
-        """Allocate and charge a buffer; None above the limit."""
+        """Allocate and charge a buffer; return None if that exceeds the limit."""
         if not self.try_charge(size):
             return None
         array = self.array(size)
@@ -165,7 +163,7 @@ class ReceiveBudget:
         self.release(excess)
 
     def has_excess(self) -> bool:
-        """Return whether the peak since the last call is `EXCESS_BYTES` below earlier ones."""
+        """Return whether the peak since the last call is `EXCESS_BYTES` below the previous peak."""
         self._peak = max(self._peak, self._recent_peak)
         has_excess = self._peak - self._recent_peak >= EXCESS_BYTES
         if has_excess:
@@ -184,7 +182,7 @@ class ReceiveBudget:
         self.charge(size)
 
     def _reserve_waiting(self) -> None:
-        """Reserve for waiting messages, least reserved bytes of a holder first."""
+        """Reserve memory for waiting messages; the holder with the fewest reserved bytes first."""
         while self._waiting:
             reserved = self._reserved
             message = min(self._waiting, key=lambda each: reserved.get(self._waiting[each][0], 0))
@@ -196,7 +194,7 @@ class ReceiveBudget:
             message.on_reserved()
 
     def _free_excess(self) -> None:
-        """Above the limit, free memory to the low-water mark."""
+        """Above the limit, let holders free memory to the low-water mark, the largest first."""
         self._apply_freed()
         now = now_ns()
         if self._used <= self.limit_bytes or now < self._evict_again_ns:
@@ -205,7 +203,7 @@ class ReceiveBudget:
         holders = sorted(self.holders, key=lambda holder: holder.evictable(now), reverse=True)
         for holder in holders:
             while self._used > target and holder.evict():
-                self.refused += 1
+                self.evictions += 1
                 self._apply_freed()
             if self._used <= target:
                 return
@@ -229,13 +227,14 @@ class ReceiveBudget:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _apply_freed(self) -> None:
+        """Release the charges of freed arrays."""
         freed = self._freed
         for _ in range(len(freed)):
             self._used -= freed.popleft()
 
 
 def progress_ns(last_ns: int, now_ns: int, count: int) -> int:
-    """Advance `last_ns` by the time of `count` bytes at the minimum rate, to now at most."""
+    """Advance `last_ns` by the time that `count` bytes take at the minimum rate, at most to now."""
     return min(now_ns, last_ns + count * (NS_PER_S // MESSAGE_RATE_MIN))
 
 

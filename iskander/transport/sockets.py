@@ -1,4 +1,4 @@
-"""Bound sockets: ports, shared or not between processes, and unix socket paths.
+"""Binding of sockets: TCP ports, optionally shared between processes, and unix socket paths.
 
 Source: socket(7) (SO_REUSEPORT), ipv6(7) (IPV6_V6ONLY).
 """
@@ -38,7 +38,7 @@ class ReservedPorts:
             await self._reserve("inferential.address", inferential)
 
     def with_reserved_ports(self, config: Config) -> Config:
-        """Return the settings with the bound ports."""
+        """Return a copy of the configuration with the bound ports instead of port 0."""
         server = replace(config.server, address=tuple(self.addresses))
         http = replace(config.http, address=self._http_address)
         return replace(config, server=server, http=http)
@@ -49,8 +49,9 @@ class ReservedPorts:
             reserved.close()
 
     async def _reserve(self, setting: str, address: str) -> str:
+        """Bind a port without listening; return the address with the port number."""
         try:
-            # First an exclusive bind, which fails while another process listens.
+            # An exclusive bind first: it fails while another process listens.
             for probe in await bind(address, is_shared=False):
                 probe.close()
             bound = await bind(address, is_shared=True)
@@ -64,10 +65,10 @@ class ReservedPorts:
 
 
 async def bind(address: str, *, is_shared: bool) -> list[socket.socket]:
-    """Bind one socket per address of `HOST:PORT`; none listens yet.
+    """Bind one socket per resolved address of `HOST:PORT`; none listens yet.
 
     Args:
-        address: Port 0 selects a free one.
+        address: Port 0 selects a free port.
         is_shared: Allow other processes of this user to bind the port; the kernel distributes
             connections among the listeners.
     """
@@ -78,7 +79,7 @@ async def bind(address: str, *, is_shared: bool) -> list[socket.socket]:
     )
     sockets: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, where in dict.fromkeys(resolved):
+        for family, kind, protocol, _, target in dict.fromkeys(resolved):
             bound = socket.socket(family, kind, protocol)
             sockets.append(bound)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +87,7 @@ async def bind(address: str, *, is_shared: bool) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 # Only `::` accepts IPv4 too.
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
-            bound.bind((where[0], port, *where[2:]))
+            bound.bind((target[0], port, *target[2:]))
             port = bound.getsockname()[1]
     except BaseException:
         for bound in sockets:
@@ -101,7 +102,7 @@ def with_port(address: str, bound: socket.socket) -> str:
 
 
 class BoundPath:
-    """A bound unix socket with its path and lock file; replaces the socket of an ended process.
+    """A bound unix socket, its path and its lock; replaces the socket file of an ended process.
 
     Raises ConfigError if another process listens on the path, it is not a socket, or the owner or
     mode cannot be set.
@@ -112,7 +113,7 @@ class BoundPath:
     ) -> None:
         if _is_other_file(path):
             raise ConfigError(f"{path}: path exists and is not a socket")
-        # A bind after unlink succeeds even while another process listens.
+        # Without the lock, unlink and bind would succeed even while another process listens.
         self._lock = LockFile(path.with_name(path.name + ".lock"))
         if not self._lock.acquire():
             raise ConfigError(f"{path}: another process listens on this path")
@@ -121,14 +122,14 @@ class BoundPath:
         self.socket = socket.socket(socket.AF_UNIX, kind)
         try:
             self.socket.bind(str(path))
-            _set_owner(path, config)
+            _set_owner_and_mode(path, config)
         except BaseException:
             self.socket.close()
             self.release()
             raise
 
     def release(self) -> None:
-        """Remove the socket file and the lock file."""
+        """Remove the socket file and release the lock; the lock file stays."""
         if not _is_other_file(self._path):
             self._path.unlink(missing_ok=True)
         self._lock.release()
@@ -142,10 +143,10 @@ def _is_other_file(path: Path) -> bool:
         return False
 
 
-def _set_owner(path: Path, config: ServerConfig) -> None:
+def _set_owner_and_mode(path: Path, config: ServerConfig) -> None:
     try:
         os.chown(path, *owner_of(config))
         os.chmod(path, int(config.unix_mode, 8))
     except OSError as error:
         where = f"server.unix_owner = {config.unix_owner}"
-        raise ConfigError(f"{where}: cannot change the socket owner: {error.strerror}") from None
+        raise ConfigError(f"{where}: cannot set socket owner or mode: {error.strerror}") from None

@@ -1,7 +1,7 @@
 """Open connections by source address, and the search for an idle connection to evict.
 
 Each operation has a bounded cost. A search examines at most `EXAMINED_MAX` connections, sources
-with most connections first, and moves busy connections to the end of their source.
+with the most connections first, and moves busy connections to the end of their source.
 
 Runs on: gateway loop.
 """
@@ -74,7 +74,7 @@ class SourceTable(Generic[Item]):
     def oldest_idle(
         self, idle_since: Callable[[Item], int], source: Source | None = None
     ) -> Item | None:
-        """Return the longest idle item of the source with most items that has an idle one.
+        """Return the longest idle item; sources with the most items are searched first.
 
         Args:
             idle_since: Start of an item's idle time; 0 if busy.
@@ -103,7 +103,7 @@ class SourceTable(Generic[Item]):
         return None
 
     def _levels(self, source: Source | None) -> Iterator[list[Source]]:
-        """Yield the sources by descending count; move yielded ones to the end of their level."""
+        """Yield the sources of each count, highest first; move them to the end of their level."""
         if source is not None:
             yield [source]
             return
@@ -115,11 +115,12 @@ class SourceTable(Generic[Item]):
                 level[each] = None
             yield sources
 
-    def _move(self, source: Source, before: int, now: int) -> None:
-        if before:
-            level = self._by_count[before]
+    def _move(self, source: Source, old_count: int, new_count: int) -> None:
+        """Move a source to the level of its new count."""
+        if old_count:
+            level = self._by_count[old_count]
             del level[source]
             if not level:
-                del self._by_count[before]
-        if now:
-            self._by_count.setdefault(now, {})[source] = None
+                del self._by_count[old_count]
+        if new_count:
+            self._by_count.setdefault(new_count, {})[source] = None

@@ -2,7 +2,7 @@
 
 New connections use the new files; open connections are not affected.
 
-Runs on: gateway loop. Source: RFC 8446; RFC 7301 (the protocol is agreed upon in the handshake).
+Runs on: gateway loop. Source: RFC 8446; RFC 7301 (ALPN).
 """
 
 from __future__ import annotations
@@ -30,32 +30,35 @@ class Tls:
         self._watcher = FileWatcher([Path(name) for name in files if name], self._reload)
 
     def context(self, protocol: str) -> ssl.SSLContext | None:
-        """Return the context for an ALPN protocol, None for plain text, or raise `ConfigError`."""
+        """Return the context for an ALPN protocol, or None without TLS; may raise `ConfigError`.
+
+        Each handshake uses the files loaded last.
+        """
         if not self._config.certificate:
             return None
         context = self._current[protocol] = self._create(protocol)
 
-        def choose(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        def use_current(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
             handshake.context = self._current[protocol]
 
-        # Called in each handshake, also without a server name.
-        context.sni_callback = choose
+        # OpenSSL calls it in each handshake, also without a server name.
+        context.sni_callback = use_current
         return context
 
     def start(self) -> None:
-        """Start to watch the files."""
+        """Start watching the files."""
         if self._config.certificate:
             self._watcher.start()
 
     def stop(self) -> None:
-        """Stop to watch the files."""
+        """Stop watching the files."""
         self._watcher.stop()
 
     def _reload(self, has_changed: bool) -> None:
         if not has_changed:
             return
         try:
-            # New contexts: a context keeps its certificate of another key type.
+            # New contexts: an old one would keep its certificate if the key type changes.
             self._current = {protocol: self._create(protocol) for protocol in self._current}
         except ConfigError as error:
             log.error("TLS reload failed: %s; the previous files stay in use", error.message)

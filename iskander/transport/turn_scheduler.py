@@ -1,10 +1,10 @@
 """Deficit round-robin scheduler for connections with unprocessed input.
 
 A connection processes each read for at most a quantum of time. With input left, or after a longer
-frame, it stops reading and queues here. Each event loop iteration runs the queued connections for
-at most `TURN_NS` together. A connection that used much processor time without delivering messages
-pauses for the same time, even if it is the only one: header blocks that cost milliseconds each
-leave half of the time to other connections.
+frame, it stops reading and is queued here. Each event loop iteration runs the queued connections
+for at most `TURN_NS` together. A connection that used much processor time without delivering
+messages pauses for the same time, even if it is the only one: header blocks that cost milliseconds
+each leave half of the time to other connections.
 
 Runs on: gateway loop. Source: Shreedhar and Varghese, Efficient fair queuing using deficit
 round-robin, 1995.
@@ -25,14 +25,14 @@ TURN_NS: Final = 1000 * NS_PER_US
 WASTED_NS_MAX: Final = 1000 * NS_PER_US
 """Unproductive processor time of a turn; above it the connection pauses for the same time."""
 GAP_NS: Final = 30 * NS_PER_US
-"""Small reads with at most this gap may belong to one event loop iteration."""
+"""Small reads further apart belong to different event loop iterations."""
 LARGE_READ_BYTES: Final = 16_384
 
 
 class TurnTaker(Protocol):
     """A connection with unprocessed input."""
 
-    deficit_ns: int  # Time credit; negative after exceeding the share.
+    deficit_ns: int  # Time left for it; negative after it exceeded its share.
     wasted_ns: int  # Unproductive processor time of the last turn.
 
     def take_turn(self, until_ns: int) -> bool:
@@ -52,13 +52,13 @@ class TurnScheduler:
         self._is_counting = False
 
     def wait(self, connection: TurnTaker) -> None:
-        """Queue a connection that is not queued, until it has no input left."""
+        """Queue a connection, which must not be queued; it takes turns until no input is left."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             self._loop.call_soon(self._run)
 
     def iteration(self) -> int:
-        """Return the number of the current event loop iteration; costs one callback."""
+        """Return the number of the current event loop iteration; schedules one callback."""
         if not self._is_counting:
             self._is_counting = True
             self._loop.call_soon(self._end_iteration)
@@ -69,6 +69,7 @@ class TurnScheduler:
         self._is_counting = False
 
     def _run(self) -> None:
+        """Give each queued connection one turn, for at most `TURN_NS` in total."""
         waiting = self._waiting
         is_alone = len(waiting) == 1
         began_ns = now = now_ns()
@@ -78,20 +79,20 @@ class TurnScheduler:
             if is_alone or deficit_ns > 0:
                 cpu_ns = thread_cpu_ns()
                 deficit_ns = max(deficit_ns, QUANTUM_NS // 2)
-                is_left = connection.take_turn(now + deficit_ns)
+                has_input_left = connection.take_turn(now + deficit_ns)
                 cpu_ns = thread_cpu_ns() - cpu_ns
                 ended_ns = now_ns()
                 connection.deficit_ns = deficit_ns - (ended_ns - now)
                 now = ended_ns
-                is_left = connection.note_cpu(cpu_ns) and is_left
-                if is_left and connection.wasted_ns > WASTED_NS_MAX:
-                    is_left = False
+                has_input_left = connection.note_cpu(cpu_ns) and has_input_left
+                if has_input_left and connection.wasted_ns > WASTED_NS_MAX:
+                    has_input_left = False
                     self._loop.call_later(connection.wasted_ns / NS_PER_S, self.wait, connection)
             else:
                 connection.deficit_ns = deficit_ns
-                is_left = True
+                has_input_left = True
             waiting.popleft()
-            if is_left:
+            if has_input_left:
                 waiting.append(connection)
             if now - began_ns > TURN_NS:
                 break
@@ -102,8 +103,8 @@ class TurnScheduler:
 class ReadBurst:
     """Duration of a connection's reads in one event loop iteration: libuv reads up to 32 times.
 
-    Reads further apart than `GAP_NS` belong to different iterations. The iteration number decides
-    for large reads, which cost milliseconds in new memory, and for small ones after half the limit.
+    Small reads at most `GAP_NS` apart count as one iteration. The true iteration number is used for
+    large reads, which cost milliseconds in new memory, and for all reads after half the limit.
     """
 
     __slots__ = ("_began_ns", "_ended_ns", "_iteration", "_turns")

@@ -1,4 +1,4 @@
-"""A real gateway process, and the worker's side played by the test."""
+"""A real gateway process with scripted workers."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def contract() -> Contract:
     return compile_contract(None, Graph((tensor[0],), (tensor[1],)))
 
 
-def attached(gateway: Gateway) -> ScriptedWorker:
-    """A worker that has loaded the model and is open for work."""
+def registered_worker(gateway: Gateway) -> ScriptedWorker:
+    """Returns a scripted worker that is ready with the model loaded."""
     worker = ScriptedWorker(gateway.attach_socket)
     load = worker.receive()
     assert isinstance(load, Load) and load.model.name == MODEL
     worker.send(Loaded(load.model.key, contract(), ("CPU",), 1, 1.0))
     assert isinstance(worker.answer, Welcome)
     index = worker.answer.index
-    eventually(lambda: gateway.stats()["workers"][index]["state"] == "ready", what="ready")
+    eventually(lambda: gateway.stats()["workers"][index]["state"] == "ready", what="a ready worker")
     return worker
 
 
 class Call(threading.Thread):
-    """A batch scored from another thread."""
+    """Scores a batch in a thread."""
 
     def __init__(self, gateway: Gateway, values: list[int]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Call(threading.Thread):
 
 
 def compute(worker: ScriptedWorker, execute: Execute) -> None:
-    """What the model does, by the test, on the shared memory as a worker has it."""
+    """Computes the model's results in the shared memory of the worker."""
     assert isinstance(worker.answer, Welcome)
     inputs = Segment.attach(
         os.dup(worker.descriptors[0]), worker.answer.input_bytes, is_writable=False
@@ -99,20 +99,20 @@ def compute(worker: ScriptedWorker, execute: Execute) -> None:
     outputs.close()
 
 
-def test_the_arena_holds_an_arrow_message_that_any_reader_reads(gateway: Gateway) -> None:
-    """What a lease holds is read by pyarrow as it lies there, its body on a 64-byte boundary."""
-    worker = attached(gateway)
+def test_input_arena_contains_an_arrow_message(gateway: Gateway) -> None:
+    """pyarrow reads the message in a lease, whose body is on a 64-byte boundary."""
+    worker = registered_worker(gateway)
     call = Call(gateway, [5, 6, 7])
     execute = worker.receive()
     assert isinstance(execute, Execute) and execute.rows == 3
-    (whole,) = execute.slices
-    assert (whole.request_rows, whole.first, whole.rows) == (3, 0, 3)
-    assert whole.input_offset % 64 == 0 and whole.output_offset % 64 == 0
+    (part,) = execute.slices
+    assert (part.request_rows, part.first, part.rows) == (3, 0, 3)
+    assert part.input_offset % 64 == 0 and part.output_offset % 64 == 0
     assert isinstance(worker.answer, Welcome)
     segment = Segment.attach(
         os.dup(worker.descriptors[0]), worker.answer.input_bytes, is_writable=False
     )
-    start = bytes(segment.view[: whole.input_offset]).rfind(b"\xff\xff\xff\xff")
+    start = bytes(segment.view[: part.input_offset]).rfind(b"\xff\xff\xff\xff")
     schema = pa.schema([("x", pa.int64())])
     batch = pa.ipc.read_record_batch(pa.py_buffer(bytes(segment.view[start:])), schema)
     assert batch["x"].to_pylist() == [5, 6, 7]
@@ -124,31 +124,33 @@ def test_the_arena_holds_an_arrow_message_that_any_reader_reads(gateway: Gateway
     worker.close()
 
 
-def test_a_worker_cannot_write_the_input_arena(gateway: Gateway) -> None:
-    worker = attached(gateway)
+def test_worker_cannot_write_the_input_arena(gateway: Gateway) -> None:
+    worker = registered_worker(gateway)
     assert isinstance(worker.answer, Welcome)
     with pytest.raises(IskanderError):
         Segment.attach(os.dup(worker.descriptors[0]), worker.answer.input_bytes, is_writable=True)
     worker.close()
 
 
-def test_credits_bound_what_a_worker_is_sent(gateway: Gateway) -> None:
-    """Two batches; what comes meanwhile waits, and goes together with the next credit."""
-    worker = attached(gateway)
+def test_worker_receives_as_many_batches_as_credits(gateway: Gateway) -> None:
+    """Two batches are sent; later requests wait and share the batch of the next credit."""
+    worker = registered_worker(gateway)
     calls = []
     sent = []
     for n in range(2):
         calls.append(Call(gateway, [n]))
         sent.append(worker.receive())
     calls += [Call(gateway, [n]) for n in (2, 3, 4)]
-    eventually(lambda: gateway.stats()["lanes"]["ids/1"]["queued"] == 3, what="three queued")
+    eventually(
+        lambda: gateway.stats()["lanes"]["ids/1"]["queued"] == 3, what="three queued requests"
+    )
     with pytest.raises(AssertionError, match="said nothing"):
         worker.receive(within_s=0.3)
     compute(worker, sent[0])
     worker.send(Done(sent[0].batch_id, 1))
-    together = worker.receive()
-    assert together.rows == len(together.slices) == 3
-    for execute in (together, sent[1]):
+    batch = worker.receive()
+    assert batch.rows == len(batch.slices) == 3
+    for execute in (batch, sent[1]):
         compute(worker, execute)
         worker.send(Done(execute.batch_id, 1))
     for n, call in enumerate(calls):
@@ -158,26 +160,26 @@ def test_credits_bound_what_a_worker_is_sent(gateway: Gateway) -> None:
 
 
 def test_late_messages_are_dropped(gateway: Gateway) -> None:
-    """Answers about unknown batches, and twice: counted, and nobody hurt."""
-    worker = attached(gateway)
+    """Responses for unknown batches and repeated responses are counted."""
+    worker = registered_worker(gateway)
     call = Call(gateway, [1])
     execute = worker.receive()
     worker.send(Done(execute.batch_id + 100, 1))
     worker.send(Failed(execute.batch_id + 7, "execution_failed", "no"))
-    eventually(lambda: gateway.stats()["late_messages"] == 2, what="two dropped")
+    eventually(lambda: gateway.stats()["late_messages"] == 2, what="two late messages")
     assert call.is_alive()
     compute(worker, execute)
     worker.send(Done(execute.batch_id, 1))
     worker.send(Done(execute.batch_id, 1))
     call.join()
     assert call.result == [4]
-    eventually(lambda: gateway.stats()["late_messages"] == 3, what="three dropped")
+    eventually(lambda: gateway.stats()["late_messages"] == 3, what="three late messages")
     gateway.wait_idle()
     worker.close()
 
 
-def test_a_failed_batch_is_told_by_name(gateway: Gateway) -> None:
-    worker = attached(gateway)
+def test_failed_batch_returns_its_error(gateway: Gateway) -> None:
+    worker = registered_worker(gateway)
     call = Call(gateway, [1])
     execute = worker.receive()
     worker.send(Failed(execute.batch_id, "execution_failed", "index beyond"))
@@ -187,27 +189,26 @@ def test_a_failed_batch_is_told_by_name(gateway: Gateway) -> None:
     worker.close()
 
 
-def test_end_of_file_is_the_news_of_a_death(gateway: Gateway) -> None:
-    """The connection's end sends what the worker had to the next one."""
-    worker = attached(gateway)
+def test_batch_is_retried_after_the_worker_disconnects(gateway: Gateway) -> None:
+    worker = registered_worker(gateway)
     call = Call(gateway, [1])
     assert isinstance(worker.receive(), Execute)
     worker.close()
-    eventually(lambda: not gateway.stats()["ready"], what="not ready")
-    again = attached(gateway)
-    assert again.incarnation > 1
-    execute = again.receive()
-    compute(again, execute)
-    again.send(Done(execute.batch_id, 1))
+    eventually(lambda: not gateway.stats()["ready"], what="a gateway that is not ready")
+    replacement = registered_worker(gateway)
+    assert replacement.incarnation > 1
+    execute = replacement.receive()
+    compute(replacement, execute)
+    replacement.send(Done(execute.batch_id, 1))
     call.join()
     assert call.result == [4]
     gateway.wait_idle()
-    again.close()
+    replacement.close()
 
 
-def test_what_a_worker_said_before_it_died_counts(gateway: Gateway) -> None:
-    """Its answer and its end come together: the caller has its result, and nothing runs again."""
-    worker = attached(gateway)
+def test_response_before_a_disconnect_is_delivered(gateway: Gateway) -> None:
+    """The response and the end of the connection arrive together; nothing is retried."""
+    worker = registered_worker(gateway)
     call = Call(gateway, [1])
     execute = worker.receive()
     compute(worker, execute)
@@ -218,7 +219,7 @@ def test_what_a_worker_said_before_it_died_counts(gateway: Gateway) -> None:
     assert "retried" not in gateway.wait_idle()["lanes"]["ids/1"]
 
 
-UNCLEAR = """
+MALFORMED_WORKER = """
 import sys, time
 from support.scripted import ScriptedWorker
 from iskander.contract.compile import compile_contract
@@ -238,43 +239,44 @@ time.sleep(60)
 
 @pytest.mark.parametrize("state", ["ready", "loading"])
 @pytest.mark.parametrize("length", [20, FRAME_BYTES_MAX + 1])
-def test_a_worker_that_is_not_understood_is_ended_and_another_runs_its_batch(
+def test_worker_with_malformed_messages_is_killed_and_its_batch_retried(
     gateway: Gateway, state: str, length: int
 ) -> None:
-    """A process of its own, since it is killed."""
+    """The worker is a separate process because the gateway kills it."""
     tests = str(Path(__file__).parents[1])
-    words = [sys.executable, "-c", UNCLEAR, str(gateway.attach_socket), state, str(length)]
-    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": tests})
+    arguments = [str(gateway.attach_socket), state, str(length)]
+    command = [sys.executable, "-c", MALFORMED_WORKER, *arguments]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": tests})
     try:
         if state == "ready":
-            what = "a worker"
+            what = "a ready worker"
             eventually(lambda: gateway.stats()["workers"][0]["state"] == "ready", what=what)
             call = Call(gateway, [1])
         assert process.wait(20) < 0
     finally:
         process.kill()
-    words = f"has {length} bytes" if length > FRAME_BYTES_MAX else "malformed frame"
-    assert words in gateway.text()
-    again = attached(gateway)
+    reason = f"has {length} bytes" if length > FRAME_BYTES_MAX else "malformed frame"
+    assert reason in gateway.text()
+    replacement = registered_worker(gateway)
     if state == "ready":
-        execute = again.receive()
-        compute(again, execute)
-        again.send(Done(execute.batch_id, 1))
+        execute = replacement.receive()
+        compute(replacement, execute)
+        replacement.send(Done(execute.batch_id, 1))
         call.join()
         assert call.result == [4]
-    again.close()
+    replacement.close()
 
 
-def test_a_leaving_worker_gets_nothing_but_drain(gateway: Gateway) -> None:
-    worker = attached(gateway)
+def test_leaving_worker_receives_only_a_drain(gateway: Gateway) -> None:
+    worker = registered_worker(gateway)
     worker.send(Leaving())
     assert isinstance(worker.receive(), Drain)
-    eventually(lambda: not gateway.stats()["ready"], what="not ready")
+    eventually(lambda: not gateway.stats()["ready"], what="a gateway that is not ready")
     worker.close()
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "reason"),
     [
         (
             {"protocol": PROTOCOL_VERSION + 1},
@@ -283,26 +285,26 @@ def test_a_leaving_worker_gets_nothing_but_drain(gateway: Gateway) -> None:
         ({"group": 5}, "no worker slot is free in core group 5"),
     ],
 )
-def test_workers_that_are_not_taken_on(
-    gateway: Gateway, changes: dict[str, int], words: str
+def test_worker_registration_is_rejected(
+    gateway: Gateway, changes: dict[str, int], reason: str
 ) -> None:
     worker = ScriptedWorker(gateway.attach_socket, **changes)
-    assert isinstance(worker.answer, Refused) and words in worker.answer.message
+    assert isinstance(worker.answer, Refused) and reason in worker.answer.message
     worker.close()
 
 
-def test_a_peer_that_says_nothing_or_nonsense_holds_nobody_up(gateway: Gateway) -> None:
+def test_silent_and_malformed_peers_do_not_delay_registration(gateway: Gateway) -> None:
     from iskander.control import attach
 
     silent = attach.connect(str(gateway.attach_socket), 5)
-    nonsense = attach.connect(str(gateway.attach_socket), 5)
-    nonsense.sendall(b"\xc1 not msgpack")
-    answer, _ = attach.receive_answer(nonsense)
-    assert isinstance(answer, Refused) and "malformed Hello" in answer.message
-    worker = attached(gateway)
-    # Not refused, which would end it: one that was only slow asks again.
+    malformed = attach.connect(str(gateway.attach_socket), 5)
+    malformed.sendall(b"\xc1 not msgpack")
+    response, _ = attach.receive_answer(malformed)
+    assert isinstance(response, Refused) and "malformed Hello" in response.message
+    worker = registered_worker(gateway)
+    # A slow worker may retry; a rejection would end it.
     with pytest.raises(ProtocolError, match="the connection was closed"):
         attach.receive_answer(silent)
-    for connection in (silent, nonsense):
+    for connection in (silent, malformed):
         connection.close()
     worker.close()

@@ -1,6 +1,6 @@
-"""One real worker is asked for every model of a hostile folder, and goes on serving its good one.
+"""One real worker loads hostile models and continues to serve a good one.
 
-The models and the words of their refusals are `scripts/make_hostile_models.py`'s.
+`scripts/make_hostile_models.py` writes the models and their expected error texts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from iskander.control.messages import Done, Execute, Load, Loaded, LoadFailed, L
 SCRIPT = models.ROOT / "scripts" / "make_hostile_models.py"
 MIB = 1 << 20
 SANDBOX_S = 4.0
-ENDS = {"overflowing_division": SANDBOX_S, "endless_loop": 1.0}
-"""What ends or hangs its trial, and how long that may take; for ever needs no more than a while."""
+LOAD_TIMEOUTS_S = {"overflowing_division": SANDBOX_S, "endless_loop": 1.0}
+"""Models that crash or hang their sandboxed load, and the timeout of each load."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
         worker.end()
 
 
-def ask(gateway: ScriptedGateway, folder: Path, key: int, loading: LoadingSpec) -> object:
+def load(gateway: ScriptedGateway, folder: Path, key: int, loading: LoadingSpec) -> object:
     spec = model_spec(folder, key=key, loading=loading, fingerprint=f"{folder} {loading}")
     if not os.path.lexists(folder / "model.onnx"):
         spec = msgspec.structs.replace(spec, backend="pipeline", path=str(folder / "manifest.toml"))
@@ -64,21 +64,21 @@ def ask(gateway: ScriptedGateway, folder: Path, key: int, loading: LoadingSpec) 
 
 
 def require_served(gateway: ScriptedGateway, batch_id: int) -> None:
-    """The good model, whose key is 0, computes right."""
+    """Checks that the good model, with key 0, returns correct results."""
     raw = np.array([1, 2, batch_id], np.int64).tobytes()
     gateway.input.view[: len(raw)] = raw
     gateway.send(Execute(batch_id, 0, 3, (Slice(0, 3, 0, 3, 0),)))
     done = gateway.receive()
     assert isinstance(done, Done) and done.batch_id == batch_id
-    found = np.frombuffer(gateway.output.view, np.int64, 3).tolist()
-    assert found == [4, 7, 3 * batch_id + 1]
+    results = np.frombuffer(gateway.output.view, np.int64, 3).tolist()
+    assert results == [4, 7, 3 * batch_id + 1]
 
 
 @pytest.mark.slow
-def test_no_model_of_a_hostile_folder_harms_a_worker(
+def test_hostile_models_do_not_affect_the_worker(
     gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
-    """Each is refused by name, in its time; the worker is the same process, with its own memory."""
+    """Each load fails with its reason within its timeout; the worker's memory does not grow."""
     expected = json.loads((hostile / "expected.json").read_text())
     loading = LoadingSpec(
         is_sandboxed=True,
@@ -89,19 +89,21 @@ def test_no_model_of_a_hostile_folder_harms_a_worker(
         cache=str(gateway.folder / "cache"),
         cache_bytes=64 * MIB,
     )
-    assert isinstance(ask(gateway, models.row_ids(gateway.folder / "ids"), 0, loading), Loaded)
+    assert isinstance(load(gateway, models.row_ids(gateway.folder / "ids"), 0, loading), Loaded)
     require_served(gateway, 1)
     before = psutil.Process(worker.pid).memory_info().rss
 
-    for number, (name, words) in enumerate(expected.items(), start=1):
-        given = msgspec.structs.replace(loading, sandbox_s=ENDS.get(name, SANDBOX_S))
-        answer = ask(gateway, hostile / name, number, given)
-        if words is None:
-            assert isinstance(answer, Loaded), (name, answer)
+    for number, (name, text) in enumerate(expected.items(), start=1):
+        sandboxed = msgspec.structs.replace(loading, sandbox_s=LOAD_TIMEOUTS_S.get(name, SANDBOX_S))
+        response = load(gateway, hostile / name, number, sandboxed)
+        if text is None:
+            assert isinstance(response, Loaded), (name, response)
         else:
-            assert isinstance(answer, LoadFailed), (name, answer)
-            assert answer.code == "manifest" and words in answer.message, (name, answer.message)
-            assert str(gateway.folder) not in answer.message and "Traceback" not in answer.message
+            assert isinstance(response, LoadFailed), (name, response)
+            assert response.code == "manifest"
+            assert text in response.message, (name, response.message)
+            assert str(gateway.folder) not in response.message
+            assert "Traceback" not in response.message
         require_served(gateway, 1 + number)
 
     assert len(expected) > 30
@@ -109,46 +111,46 @@ def test_no_model_of_a_hostile_folder_harms_a_worker(
     assert not any(server.children() for server in psutil.Process(worker.pid).children())
 
 
-def test_what_ended_or_hung_its_trial_is_not_tried_again_at_once(
+def test_model_that_crashed_or_hung_is_not_loaded_again_for_a_time(
     gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
-    """The next one that asks is told so; a changed file is another model."""
+    """The next load fails at once; a changed file is another model."""
     loading = LoadingSpec(
         is_sandboxed=True, sandbox_s=SANDBOX_S, cache=str(gateway.folder / "cache")
     )
-    for number, (name, sandbox_s) in enumerate(ENDS.items()):
+    for number, (name, sandbox_s) in enumerate(LOAD_TIMEOUTS_S.items()):
         bad = gateway.folder / name
         shutil.copytree(hostile / name, bad)
-        given = msgspec.structs.replace(loading, sandbox_s=sandbox_s)
-        first = ask(gateway, bad, 10 + number, given)
-        second = ask(gateway, bad, 20 + number, given)
+        sandboxed = msgspec.structs.replace(loading, sandbox_s=sandbox_s)
+        first = load(gateway, bad, 10 + number, sandboxed)
+        second = load(gateway, bad, 20 + number, sandboxed)
 
         assert isinstance(first, LoadFailed) and isinstance(second, LoadFailed)
         assert "not loaded again for ten minutes" in second.message
         good = models.row_ids(gateway.folder / "good")
         (good / "model.onnx").rename(bad / "model.onnx")
-        assert isinstance(ask(gateway, bad, 30 + number, loading), Loaded)
+        assert isinstance(load(gateway, bad, 30 + number, loading), Loaded)
 
 
-def test_a_trial_ends_with_the_worker_that_waits_for_it(
+def test_sandboxed_load_ends_with_its_worker(
     gateway: ScriptedGateway, worker: WorkerProcess, hostile: Path
 ) -> None:
-    """A worker that is killed meanwhile leaves no process that goes on looping."""
+    """No process of the sandbox remains after the worker is killed."""
     loading = LoadingSpec(is_sandboxed=True, sandbox_s=600.0, cache=str(gateway.folder / "cache"))
     gateway.send(Load(model_spec(hostile / "endless_loop", loading=loading)))
 
-    def started() -> list[psutil.Process]:
+    def children() -> list[psutil.Process]:
         return psutil.Process(worker.pid).children(recursive=True)
 
-    eventually(lambda: len(started()) == 2, what="a server and the trial that it forked")
-    server, trial = started()
-    eventually(lambda: trial.cpu_times().user > 0.2, what="a loop that runs")
+    eventually(lambda: len(children()) == 2, what="a sandbox server and its fork")
+    server, fork = children()
+    eventually(lambda: fork.cpu_times().user > 0.2, what="a running loop")
     worker.process.kill()
     worker.process.wait()
 
-    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    exited_states = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
-    def is_gone(process: psutil.Process) -> bool:
-        return not process.is_running() or process.status() in gone
+    def has_exited(process: psutil.Process) -> bool:
+        return not process.is_running() or process.status() in exited_states
 
-    eventually(lambda: is_gone(server) and is_gone(trial), what="their end")
+    eventually(lambda: has_exited(server) and has_exited(fork), what="the exit of both")

@@ -1,4 +1,4 @@
-"""A real worker process, and the gateway's side played by the test."""
+"""A real worker process with a scripted gateway."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gateway(tmp_path: Path) -> Iterator[ScriptedGateway]:
 
 @pytest.fixture
 def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
-    """Attached and ready, on core 0."""
+    """A registered worker on core 0."""
     worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
     try:
         hello = gateway.accept()
@@ -59,8 +59,8 @@ def write_input(gateway: ScriptedGateway, offset: int, values: np.ndarray) -> No
     gateway.input.view[offset : offset + len(raw)] = raw
 
 
-def whole(batch_id: int, model: int, rows: int, source: int, target: int) -> Execute:
-    """A batch of one request."""
+def single_request(batch_id: int, model: int, rows: int, source: int, target: int) -> Execute:
+    """Returns a batch of one request."""
     return Execute(batch_id, model, rows, (Slice(source, rows, 0, rows, target),))
 
 
@@ -68,8 +68,8 @@ def read_output(gateway: ScriptedGateway, offset: int, dtype: str, count: int) -
     return np.frombuffer(gateway.output.view, dtype, count, offset).tolist()
 
 
-def test_it_loads_computes_and_drains(gateway: ScriptedGateway, worker: WorkerProcess) -> None:
-    """Two models; the same address again and another, results where they were asked for."""
+def test_worker_loads_computes_and_drains(gateway: ScriptedGateway, worker: WorkerProcess) -> None:
+    """Batches repeat and change their input and output offsets."""
     gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
     loaded = gateway.receive()
     assert isinstance(loaded, Loaded)
@@ -77,16 +77,16 @@ def test_it_loads_computes_and_drains(gateway: ScriptedGateway, worker: WorkerPr
     assert loaded.providers == ("CPUExecutionProvider",)
     for batch_id, (rows, at, to) in enumerate([(3, 0, 0), (3, 0, 0), (2, 64, 128)], start=1):
         write_input(gateway, at, np.arange(batch_id, batch_id + rows))
-        gateway.send(whole(batch_id, 0, rows, at, to))
+        gateway.send(single_request(batch_id, 0, rows, at, to))
         done = gateway.receive()
         assert isinstance(done, Done) and done.batch_id == batch_id
-        wanted = [3 * value + 1 for value in range(batch_id, batch_id + rows)]
-        assert read_output(gateway, to, "int64", rows) == wanted
+        expected = [3 * value + 1 for value in range(batch_id, batch_id + rows)]
+        assert read_output(gateway, to, "int64", rows) == expected
     gateway.send(Drain())
     assert worker.process.wait(20) == 0
 
 
-def test_it_is_pinned_and_holds_only_what_a_worker_needs(
+def test_worker_is_pinned_and_maps_only_its_memory_and_libraries(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
@@ -106,7 +106,7 @@ def test_it_is_pinned_and_holds_only_what_a_worker_needs(
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("placement", "texts"),
     [
         ({"cpus": (0, 4000)}, ["not pinned to the cpus [4000]: they are not in its cpuset"]),
         ({"cpus": (4000,)}, ["not pinned to the cpus [4000]: Invalid argument"]),
@@ -117,16 +117,15 @@ def test_it_is_pinned_and_holds_only_what_a_worker_needs(
         ),
     ],
 )
-def test_what_it_cannot_have_of_its_place_it_says_and_works(
-    gateway: ScriptedGateway, place: dict[str, Any], words: list[str]
+def test_denied_placement_is_reported_to_each_gateway_and_worker_serves(
+    gateway: ScriptedGateway, placement: dict[str, Any], texts: list[str]
 ) -> None:
-    """To each gateway that it comes to."""
     worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
     try:
         for _ in range(2):
             gateway.accept()
-            gateway.welcome(**place)
-            for start in words:
+            gateway.welcome(**placement)
+            for start in texts:
                 notice = gateway.receive()
                 assert isinstance(notice, Notice) and notice.text.startswith(start)
             gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
@@ -136,11 +135,11 @@ def test_what_it_cannot_have_of_its_place_it_says_and_works(
         worker.end()
 
 
-def test_it_prefers_the_memory_of_its_node(gateway: ScriptedGateway) -> None:
-    """Read back from the kernel; without a node there is no policy."""
+def test_worker_prefers_the_memory_of_its_node(gateway: ScriptedGateway) -> None:
+    """The policy is read from the kernel; without a node there is none."""
     maps = Path("/proc/self/numa_maps")
     if not maps.exists():
-        pytest.skip("a kernel without NUMA")
+        pytest.skip("kernel without NUMA")
     for node, policy in ((0, "prefer:0"), (None, "default")):
         worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
         try:
@@ -156,10 +155,10 @@ def test_it_prefers_the_memory_of_its_node(gateway: ScriptedGateway) -> None:
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2)])
-def test_a_model_that_names_no_threads_has_one_a_core(
+def test_default_threads_are_the_planned_cores(
     gateway: ScriptedGateway, cores: int, threads: int
 ) -> None:
-    """As the plan says, and no more than the cpus that were had."""
+    """They are limited by the number of pinned cpus."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))[:2]
     worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
     try:
@@ -173,24 +172,24 @@ def test_a_model_that_names_no_threads_has_one_a_core(
         worker.end()
 
 
-def test_it_beats_while_idle_and_while_it_works(
+def test_heartbeat_while_idle_and_while_running(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     first = gateway.last_beat()
-    eventually(lambda: gateway.last_beat().at_ns > first.at_ns, what="another beat")
+    eventually(lambda: gateway.last_beat().at_ns > first.at_ns, what="another heartbeat")
     gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([3000]))
-    gateway.send(whole(77, 0, 1, 0, 0))
-    eventually(lambda: gateway.last_beat().batch_id == 77, what="the beat of batch 77")
+    gateway.send(single_request(77, 0, 1, 0, 0))
+    eventually(lambda: gateway.last_beat().batch_id == 77, what="the heartbeat of batch 77")
     assert isinstance(gateway.receive(), Done)
-    eventually(lambda: gateway.last_beat().batch_id == 0, what="the beat of no batch")
+    eventually(lambda: gateway.last_beat().batch_id == 0, what="an idle heartbeat")
 
 
-def test_a_batch_that_the_model_refuses_fails_and_the_next_one_runs(
+def test_failed_batch_does_not_affect_the_next_one(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
-    """An index beyond a table: named, without the runtime's source paths."""
+    """The error names the index beyond the table, without source paths of ONNX Runtime."""
     folder = models.save(
         gateway.folder / "gather",
         [helper.make_node("Gather", ["table", "x"], ["y"])],
@@ -201,20 +200,20 @@ def test_a_batch_that_the_model_refuses_fails_and_the_next_one_runs(
     gateway.send(Load(model_spec(folder)))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([99]))
-    gateway.send(whole(1, 0, 1, 0, 0))
+    gateway.send(single_request(1, 0, 1, 0, 0))
     failed = gateway.receive()
     assert isinstance(failed, Failed) and failed.code == "execution_failed"
     assert "idx=99" in failed.message and "/onnxruntime" not in failed.message
     write_input(gateway, 0, np.array([2]))
-    gateway.send(whole(2, 0, 1, 0, 0))
+    gateway.send(single_request(2, 0, 1, 0, 0))
     assert isinstance(gateway.receive(), Done)
     assert read_output(gateway, 0, "float32", 1) == [2.5]
 
 
-def test_requests_are_put_together_and_each_gets_its_own_rows(
+def test_requests_share_a_batch_and_get_their_own_rows(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
-    """Three requests, one of them in part, filled up to eight rows; results apart."""
+    """One request is a slice; the batch is padded to eight rows."""
     gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
     assert isinstance(gateway.receive(), Loaded)
     for offset, values in ((0, [1, 2]), (64, [10, 11, 12, 13]), (128, [100])):
@@ -223,40 +222,38 @@ def test_requests_are_put_together_and_each_gets_its_own_rows(
     gateway.send(Execute(1, 0, 8, slices))
     assert isinstance(gateway.receive(), Done)
     for offset, values in ((512, [1, 2]), (640, [11, 12]), (768, [100])):
-        wanted = [3 * value + 1 for value in values]
-        assert read_output(gateway, offset, "int64", len(values)) == wanted
+        expected = [3 * value + 1 for value in values]
+        assert read_output(gateway, offset, "int64", len(values)) == expected
     gateway.send(Execute(2, 0, 40, (Slice(64, 4, 3, 1, 0),)))
     assert isinstance(gateway.receive(), Done)
-    assert read_output(gateway, 0, "int64", 1) == [40], "a larger batch takes larger memory"
+    assert read_output(gateway, 0, "int64", 1) == [40], "a larger batch needs a larger buffer"
 
 
-def test_a_run_that_nobody_waits_for_is_given_up(
-    gateway: ScriptedGateway, worker: WorkerProcess
-) -> None:
-    """Between two nodes, and the worker computes the next batch with the same bindings."""
+def test_running_batch_is_cancelled(gateway: ScriptedGateway, worker: WorkerProcess) -> None:
+    """The run ends between two nodes; the next batch uses the same bindings."""
     gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([1_000_000]))
-    gateway.send(whole(5, 0, 1, 0, 0))
+    gateway.send(single_request(5, 0, 1, 0, 0))
     eventually(lambda: gateway.last_beat().batch_id == 5, what="a running batch")
     gateway.abort(4)
     gateway.abort(5)
     failed = gateway.receive()
     assert isinstance(failed, Failed) and (failed.batch_id, failed.code) == (5, "cancelled")
     write_input(gateway, 0, np.array([1]))
-    gateway.send(whole(6, 0, 1, 0, 0))
+    gateway.send(single_request(6, 0, 1, 0, 0))
     assert isinstance(gateway.receive(), Done)
 
 
-def test_a_batch_that_is_given_up_before_its_turn_does_not_run(
+def test_queued_batch_is_cancelled_without_running(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([2000]))
     write_input(gateway, 64, np.array([1_000_000]))
-    gateway.send(whole(5, 0, 1, 0, 0))
-    gateway.send(whole(6, 0, 1, 64, 64))
+    gateway.send(single_request(5, 0, 1, 0, 0))
+    gateway.send(single_request(6, 0, 1, 64, 64))
     eventually(lambda: gateway.last_beat().batch_id == 5, what="a running batch")
     gateway.abort(6)
     assert isinstance(gateway.receive(), Done)
@@ -264,10 +261,10 @@ def test_a_batch_that_is_given_up_before_its_turn_does_not_run(
     assert isinstance(failed, Failed) and (failed.batch_id, failed.code) == (6, "cancelled")
 
 
-def test_outputs_whose_shape_only_the_run_knows(
+def test_outputs_with_a_shape_known_after_the_run(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
-    """An unnamed leading axis is copied into place; a wrong number of rows is the model's fault."""
+    """Outputs with an unnamed leading axis are copied; a wrong number of rows fails the batch."""
     folder = models.save(
         gateway.folder / "unique",
         [
@@ -287,17 +284,17 @@ def test_outputs_whose_shape_only_the_run_knows(
     assert isinstance(loaded, Loaded)
     assert [spec.is_bound for spec in loaded.contract.outputs] == [True, False, True]
     write_input(gateway, 0, np.array([3, 1, 2]))
-    gateway.send(whole(1, 0, 3, 0, 256))
+    gateway.send(single_request(1, 0, 3, 0, 256))
     assert isinstance(gateway.receive(), Done)
-    for column, wanted in enumerate([[3, 1, 2], [1, 2, 3], [-3, -1, -2]]):
-        assert read_output(gateway, 256 + 64 * column, "int64", 3) == wanted
+    for column, expected in enumerate([[3, 1, 2], [1, 2, 3], [-3, -1, -2]]):
+        assert read_output(gateway, 256 + 64 * column, "int64", 3) == expected
     write_input(gateway, 0, np.array([5, 5, 5]))
-    gateway.send(whole(2, 0, 3, 0, 256))
+    gateway.send(single_request(2, 0, 3, 0, 256))
     failed = gateway.receive()
     assert isinstance(failed, Failed) and "has shape [1]" in failed.message
 
 
-def test_booleans_are_bits_outside_and_bytes_inside(
+def test_booleans_are_bits_in_the_arena_and_bytes_in_the_model(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     folder = models.save(
@@ -312,14 +309,14 @@ def test_booleans_are_bits_outside_and_bytes_inside(
     assert body_layout(loaded.contract.inputs, 11)[1] == 64
     values = np.arange(11) % 3 == 0
     write_input(gateway, 0, np.packbits(values, bitorder="little"))
-    gateway.send(whole(1, 0, 11, 0, 0))
+    gateway.send(single_request(1, 0, 11, 0, 0))
     assert isinstance(gateway.receive(), Done)
     bits = np.frombuffer(gateway.output.view, np.uint8, 2, 0)
     assert np.unpackbits(bits, count=11, bitorder="little").tolist() == (~values).tolist()
 
 
-def sequence_of(folder: Path) -> Path:
-    """The rows of `x` as a sequence, which no column is."""
+def sequence_model(folder: Path) -> Path:
+    """Saves a model that returns a sequence, which is no column type."""
     return models.save(
         folder,
         [helper.make_node("SplitToSequence", ["x"], ["y"], keepdims=0)],
@@ -328,8 +325,8 @@ def sequence_of(folder: Path) -> Path:
     )
 
 
-def wide(folder: Path) -> Path:
-    """Inputs whose names are longer together than a message may be."""
+def wide_model(folder: Path) -> Path:
+    """Saves a model whose input names exceed the limit of a control frame."""
     names = [f"{number:03d}".ljust(1000, "x") for number in range(300)]
     return models.save(
         folder,
@@ -340,28 +337,28 @@ def wide(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "reason"),
     [
         (lambda folder: folder, "not found at the configured path"),
-        (wide, f"limit {FRAME_BYTES_MAX}"),
-        (sequence_of, "seq(tensor(float))"),
+        (wide_model, f"limit {FRAME_BYTES_MAX}"),
+        (sequence_model, "seq(tensor(float))"),
         (lambda folder: models.identity(folder, TensorProto.FLOAT, ["rows", "k"]), "open axes"),
     ],
 )
-def test_a_model_that_cannot_be_served_is_refused_by_name(
-    gateway: ScriptedGateway, worker: WorkerProcess, make: object, words: str
+def test_model_that_cannot_be_served_is_rejected_with_a_reason(
+    gateway: ScriptedGateway, worker: WorkerProcess, make: object, reason: str
 ) -> None:
     assert callable(make)
     folder = make(gateway.folder / "bad")
     gateway.send(Load(model_spec(folder)))
     failed = gateway.receive()
     assert isinstance(failed, LoadFailed) and failed.code == "manifest"
-    assert words in failed.message
+    assert reason in failed.message
     gateway.send(Load(model_spec(models.row_ids(gateway.folder / "ids"))))
     assert isinstance(gateway.receive(), Loaded)
 
 
-def test_it_keeps_its_models_for_the_next_gateway(
+def test_worker_keeps_its_models_for_the_next_gateway(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     spec = model_spec(models.row_ids(gateway.folder / "ids"))
@@ -376,13 +373,13 @@ def test_it_keeps_its_models_for_the_next_gateway(
     loaded = gateway.receive()
     assert isinstance(loaded, Loaded)
     write_input(gateway, 0, np.array([4]))
-    gateway.send(whole(9, 0, 1, 0, 0))
+    gateway.send(single_request(9, 0, 1, 0, 0))
     assert isinstance(gateway.receive(), Done)
     assert read_output(gateway, 0, "int64", 1) == [13]
     assert len(shared_mappings(worker.pid)) == 3
 
 
-def test_it_makes_room_when_the_next_gateway_plans_other_cores(
+def test_worker_exits_if_the_next_gateway_plans_other_cores(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     gateway.hang_up()
@@ -391,13 +388,13 @@ def test_it_makes_room_when_the_next_gateway_plans_other_cores(
     assert worker.process.wait(20) == 0
 
 
-def test_sigterm_asks_for_leave_and_finishes_first(
+def test_sigterm_finishes_the_batch_and_requests_a_drain(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     gateway.send(Load(model_spec(models.slow(gateway.folder / "slow", 100))))
     assert isinstance(gateway.receive(), Loaded)
     write_input(gateway, 0, np.array([2000]))
-    gateway.send(whole(1, 0, 1, 0, 0))
+    gateway.send(single_request(1, 0, 1, 0, 0))
     eventually(lambda: gateway.last_beat().batch_id == 1, what="a running batch")
     worker.process.send_signal(signal.SIGTERM)
     assert isinstance(gateway.receive(), Done)
@@ -406,7 +403,7 @@ def test_sigterm_asks_for_leave_and_finishes_first(
     assert worker.process.wait(20) == 0
 
 
-def test_a_refused_worker_ends_and_says_why(gateway: ScriptedGateway) -> None:
+def test_rejected_worker_exits_and_logs_the_reason(gateway: ScriptedGateway) -> None:
     worker = WorkerProcess(gateway.socket_path, gateway.folder)
     try:
         gateway.accept()
@@ -417,8 +414,8 @@ def test_a_refused_worker_ends_and_says_why(gateway: ScriptedGateway) -> None:
         worker.end()
 
 
-def test_an_unsealed_segment_is_not_mapped(gateway: ScriptedGateway, tmp_path: Path) -> None:
-    """A gateway that could take the memory away under a reader is not worked for."""
+def test_worker_exits_on_an_unsealed_segment(gateway: ScriptedGateway, tmp_path: Path) -> None:
+    """An unsealed segment could shrink while the worker reads it."""
     worker = WorkerProcess(gateway.socket_path, gateway.folder)
     unsealed = os.memfd_create("iskander-unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, len(gateway.input))
@@ -434,8 +431,8 @@ def test_an_unsealed_segment_is_not_mapped(gateway: ScriptedGateway, tmp_path: P
         worker.end()
 
 
-def test_without_a_gateway_it_gives_up(tmp_path: Path) -> None:
-    worker = WorkerProcess(tmp_path / "nobody.sock", tmp_path, "--wait-s", "0.2")
+def test_worker_exits_if_no_gateway_listens(tmp_path: Path) -> None:
+    worker = WorkerProcess(tmp_path / "missing.sock", tmp_path, "--wait-s", "0.2")
     try:
         assert worker.process.wait(20) == 69
         assert "no gateway listened" in worker.log.read_text()
@@ -443,18 +440,18 @@ def test_without_a_gateway_it_gives_up(tmp_path: Path) -> None:
         worker.end()
 
 
-def test_a_gateway_that_always_hangs_up_is_not_waited_for_longer(gateway: ScriptedGateway) -> None:
+def test_worker_exits_if_the_gateway_closes_each_connection(gateway: ScriptedGateway) -> None:
     worker = WorkerProcess(gateway.socket_path, gateway.folder, "--wait-s", "0.3")
     gateway.listener.settimeout(0.05)
 
-    def has_ended() -> bool:
+    def has_exited() -> bool:
         with contextlib.suppress(TimeoutError):
             connection, _ = gateway.listener.accept()
             connection.close()
         return worker.process.poll() is not None
 
     try:
-        eventually(has_ended, what="the worker's end")
+        eventually(has_exited, what="the exit of the worker")
         assert worker.process.returncode == 69
         assert "no gateway registered this worker" in worker.log.read_text()
     finally:

@@ -1,4 +1,4 @@
-"""Strings in a real worker process, and the gateway's side played by the test."""
+"""String columns in a real worker process, with a scripted gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gateway(tmp_path: Path) -> Iterator[ScriptedGateway]:
 
 @pytest.fixture
 def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
-    """Attached, with `y = x` for strings loaded."""
+    """A registered worker with the model `y = x` for strings."""
     worker = WorkerProcess(gateway.socket_path, gateway.folder, "--group", "0")
     try:
         gateway.accept()
@@ -40,7 +40,7 @@ def worker(gateway: ScriptedGateway) -> Iterator[WorkerProcess]:
 
 
 def write(gateway: ScriptedGateway, offset: int, strings: list[bytes]) -> None:
-    """A body of one column of at most 15 strings: its offsets take up to 64 bytes."""
+    """Writes a body of one column of at most 15 strings, whose offsets need up to 64 bytes."""
     column = strings_to_body(strings)
     ends, joined = column[: 4 * (len(strings) + 1)], column[4 * (len(strings) + 1) :]
     gateway.input.view[offset : offset + len(ends)] = ends
@@ -53,7 +53,7 @@ def read(gateway: ScriptedGateway, offset: int, count: int) -> list[bytes]:
     return body_to_strings(ends + bytes(view[offset + 64 : offset + 64 + 8 * count]), count)
 
 
-def test_one_request_is_read_and_written_where_it_lies(
+def test_single_request_is_read_and_written_at_its_offsets(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     for batch_id, strings in enumerate([[b"one", b"", "🦎🌍".encode()], [b"x"]], start=1):
@@ -64,10 +64,10 @@ def test_one_request_is_read_and_written_where_it_lies(
         assert read(gateway, 512, rows) == strings
 
 
-def test_requests_are_put_together_and_each_gets_its_own_strings(
+def test_requests_share_a_batch_and_get_their_own_strings(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
-    """Two of them in part, and filled up to eleven rows."""
+    """Two requests are slices, and the batch is padded to eleven rows."""
     write(gateway, 0, [b"a", b"bb"])
     write(gateway, 256, [b"c", b"", b"dd", "é".encode()])
     write(gateway, 512, [b"e", b"f"])
@@ -81,10 +81,10 @@ def test_requests_are_put_together_and_each_gets_its_own_strings(
     assert read(gateway, 512, 1) == [b"f"]
 
 
-def test_a_string_that_is_too_long_is_told_and_writes_nothing(
+def test_string_above_the_length_limit_fails_the_batch_without_output(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
-    """Both sides of what the model's settings say."""
+    """The model's limit is 8 bytes."""
     write(gateway, 0, [b"12345678", b"123456789"])
     gateway.output.view[0:256] = b"\xaa" * 256
 
@@ -102,10 +102,10 @@ def test_a_string_that_is_too_long_is_told_and_writes_nothing(
 
 @pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("last", [-1, ARENA_BYTES - 128 - 64 + 1, 2**31 - 1])
-def test_nothing_is_read_beyond_the_arena(
+def test_offsets_beyond_the_arena_end_the_worker(
     gateway: ScriptedGateway, worker: WorkerProcess, last: int, is_whole: bool
 ) -> None:
-    """A gateway never says so: the worker ends, since one of the two programs is wrong."""
+    """A correct gateway never sends them, so the worker exits with a bug report."""
     gateway.input.view[128:140] = struct.pack("<3i", 0, 1, last)
 
     gateway.send(Execute(1, 0, 2 if is_whole else 3, (Slice(128, 2, 0, 2, 0),)))
@@ -114,7 +114,7 @@ def test_nothing_is_read_beyond_the_arena(
     assert re.search("bug: .*strings", worker.log.read_text())
 
 
-def test_the_last_byte_of_the_arena_is_read(
+def test_string_at_the_end_of_the_arena_is_read(
     gateway: ScriptedGateway, worker: WorkerProcess
 ) -> None:
     offset = ARENA_BYTES - 128

@@ -1,8 +1,8 @@
-"""The control protocol, byte by byte: golden frames, and the version that they belong to.
+"""Golden frames of the control protocol, for one `PROTOCOL_VERSION`.
 
-A gateway and a worker of two releases meet when one is upgraded before the other. They compare
-versions, so bytes may only change together with `PROTOCOL_VERSION`. To do that: raise it, then run
-`python tests/spec/test_messages.py`, which writes the vectors anew.
+During an upgrade, a gateway and a worker may have different releases. They compare versions, so
+bytes change only together with `PROTOCOL_VERSION`. To change bytes, increase it and run
+`python tests/spec/test_messages.py`, which writes the vectors.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ CONTRACT = Contract(
 )
 SAMPLES: dict[str, Any] = {
     "Hello": Hello(protocol=4, version="0.1.0", group=2, index=5, cpus=(0, 1, 300)),
-    "Hello of a newborn": Hello(protocol=4, version="0.1.0", group=None, index=None, cpus=()),
+    "Hello of a new worker": Hello(protocol=4, version="0.1.0", group=None, index=None, cpus=()),
     "Welcome": Welcome(
         incarnation=9,
         index=5,
@@ -149,13 +149,13 @@ def decoder_of(message: Any) -> Any:
 
 
 def frame_of(message: Any) -> bytes:
-    """A frame as it is sent: at work an array of messages, here of one; at birth the message."""
-    is_at_work = decoder_of(message) in (decode_to_worker, decode_to_gateway)
-    return encode([message] if is_at_work else message)
+    """Returns the frame of a message: an array of one message, or a handshake message alone."""
+    is_in_array = decoder_of(message) in (decode_to_worker, decode_to_gateway)
+    return encode([message] if is_in_array else message)
 
 
 def read_frame(message: Any, frame: bytes) -> Any:
-    """The only message of a frame that was sent the way of that message."""
+    """Decodes a frame of one message, in the direction of `message`."""
     read = decoder_of(message)(frame)
     if isinstance(read, list):
         (read,) = read
@@ -166,23 +166,23 @@ def read_vectors() -> dict[str, Any]:
     return json.loads(VECTORS.read_text("utf-8"))
 
 
-def test_every_message_has_a_golden_frame() -> None:
-    """A new message needs a sample here, and with it a line in the vectors."""
+def test_each_message_has_a_golden_frame() -> None:
+    """A new message needs a sample in `SAMPLES`, and a line in the vectors."""
     known = set().union(*(members(union) for union, _ in DIRECTIONS))
 
     assert {type(message) for message in SAMPLES.values()} == known
     assert set(read_vectors()["messages"]) == set(SAMPLES), "run this file to write the vectors"
 
 
-def test_the_vectors_are_of_this_version() -> None:
+def test_vectors_have_the_current_version() -> None:
     assert read_vectors()["protocol_version"] == PROTOCOL_VERSION, (
-        "PROTOCOL_VERSION was raised: run `python tests/spec/test_messages.py` to write the "
+        "PROTOCOL_VERSION was increased: run `python tests/spec/test_messages.py` to write the "
         "vectors of the new version"
     )
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_bytes_are_those_of_the_version(name: str) -> None:
+def test_bytes_match_the_golden_frame_of_the_version(name: str) -> None:
     vectors = read_vectors()
 
     frame = frame_of(SAMPLES[name]).hex()
@@ -190,12 +190,12 @@ def test_the_bytes_are_those_of_the_version(name: str) -> None:
     if vectors["protocol_version"] == PROTOCOL_VERSION:
         assert frame == vectors["messages"][name], (
             f"the bytes of `{name}` changed and PROTOCOL_VERSION is still {PROTOCOL_VERSION}: a "
-            "gateway and a worker of two releases would misunderstand each other; raise it"
+            "gateway and a worker of two releases are incompatible; increase it"
         )
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_golden_frame_is_read_as_the_message_that_it_was(name: str) -> None:
+def test_golden_frame_decodes_to_its_message(name: str) -> None:
     frame = bytes.fromhex(read_vectors()["messages"][name])
 
     message = read_frame(SAMPLES[name], frame)
@@ -206,7 +206,7 @@ def test_a_golden_frame_is_read_as_the_message_that_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_message_of_another_direction_is_refused(name: str) -> None:
+def test_message_of_another_direction_is_rejected(name: str) -> None:
     frame = frame_of(SAMPLES[name])
 
     for _, decode in DIRECTIONS:
@@ -216,7 +216,7 @@ def test_a_message_of_another_direction_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
+def test_truncated_frame_is_rejected(name: str) -> None:
     frame = frame_of(SAMPLES[name])
 
     for length in range(len(frame)):
@@ -224,7 +224,7 @@ def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
             decoder_of(SAMPLES[name])(frame[:length])
 
 
-def test_messages_that_travel_together_arrive_in_order() -> None:
+def test_messages_of_one_frame_keep_their_order() -> None:
     to_worker = [SAMPLES["Load"], SAMPLES["Execute"], SAMPLES["Drain"]]
     to_gateway = [SAMPLES["Loaded"], SAMPLES["Done"], SAMPLES["Failed"], SAMPLES["Leaving"]]
 
@@ -232,15 +232,15 @@ def test_messages_that_travel_together_arrive_in_order() -> None:
     assert decode_to_gateway(encode(to_gateway)) == to_gateway
 
 
-def test_tags_are_used_once() -> None:
-    """Also across directions, so that a frame says what it is wherever it is found."""
+def test_tags_are_unique() -> None:
+    """A tag identifies a message in any direction."""
     kinds = [kind for union, _ in DIRECTIONS for kind in members(union)]
     tags = [msgspec.inspect.type_info(kind).tag for kind in kinds]  # type: ignore[union-attr]
 
     assert len(set(tags)) == len(kinds)
 
 
-def test_only_the_same_version_is_talked_to() -> None:
+def test_other_protocol_versions_are_rejected() -> None:
     require_protocol(PROTOCOL_VERSION)
 
     for theirs in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
@@ -249,13 +249,13 @@ def test_only_the_same_version_is_talked_to() -> None:
 
 
 def write_vectors() -> None:
-    """Write the golden frames of this version; refuses to change those of a version that was."""
+    """Writes the golden frames; fails if bytes changed and `PROTOCOL_VERSION` did not."""
     frames = {name: frame_of(message).hex() for name, message in SAMPLES.items()}
     if VECTORS.exists():
         old = read_vectors()
         changed = [name for name, frame in old["messages"].items() if frames.get(name) != frame]
         if changed and old["protocol_version"] == PROTOCOL_VERSION:
-            raise SystemExit(f"raise PROTOCOL_VERSION first: the bytes changed of {changed}")
+            raise SystemExit(f"increase PROTOCOL_VERSION first: the bytes of {changed} changed")
     vectors = {"protocol_version": PROTOCOL_VERSION, "messages": frames}
     VECTORS.write_text(json.dumps(vectors, indent=2) + "\n", "utf-8")
 

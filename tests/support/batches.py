@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from iskander.scheduling.batcher import DOUBT, LEAD_NS, Formed, Rules, form
+from iskander.scheduling.batcher import LEAD_NS, RUN_MARGIN, Formed, Rules, form
 from iskander.scheduling.cost import CostModel
 from iskander.scheduling.queue import WaitingQueue
 from iskander.scheduling.request import NEVER_NS, Request
@@ -41,11 +41,11 @@ def waiting(
 
 def formed(queue: WaitingQueue, *, cost: CostModel = UNKNOWN, **given: Any) -> Formed:
     """The next batch; `given` are rules, and keyword arguments of `form`."""
-    said: dict[str, Any] = {"now_ns": NOW}
+    arguments: dict[str, Any] = {"now_ns": NOW}
     for key in ("now_ns", "free_ns", "expected"):
         if key in given:
-            said[key] = given.pop(key)
-    return form(queue, Rules(**({"rows_max": 64} | given)), cost, **said)
+            arguments[key] = given.pop(key)
+    return form(queue, Rules(**({"rows_max": 64} | given)), cost, **arguments)
 
 
 def rows_of(batch: Formed) -> list[int]:
@@ -54,7 +54,7 @@ def rows_of(batch: Formed) -> list[int]:
 
 def surely_ns(run_ns: int) -> int:
     """Longest time from the start of a run to its results."""
-    return run_ns + LEAD_NS + int(DOUBT * run_ns)
+    return run_ns + LEAD_NS + int(RUN_MARGIN * run_ns)
 
 
 def span_ns(rows: int, cost: CostModel = COST) -> int:

@@ -406,7 +406,7 @@ class Wire:
     def say(self, *parts: bytes) -> None:
         self.socket.sendall(b"".join(parts))
 
-    def say_what_is_taken(self, raw: bytes) -> None:
+    def feed_until_closed(self, raw: bytes) -> None:
         """Send until the server closes the connection."""
         try:
             self.socket.sendall(raw)

@@ -28,7 +28,7 @@ class RecordingCaller:
         self.errors: list[IskanderError] = []
 
     @property
-    def told(self) -> int:
+    def outcome_count(self) -> int:
         return len(self.results) + len(self.errors)
 
     @property
@@ -80,9 +80,9 @@ def request_of(
     **terms: Any,
 ) -> Request:
     """A request without a lease; `terms` are those of `Terms`."""
-    said = Terms(**terms) if terms else NO_TERMS
+    values = Terms(**terms) if terms else NO_TERMS
     request = Request(
-        lane, caller or RecordingCaller(), rows, [], terms=said, arrived_ns=arrived_ns
+        lane, caller or RecordingCaller(), rows, [], terms=values, arrived_ns=arrived_ns
     )
     request.is_part = is_part
     request.input_bytes = 8 * rows

@@ -18,7 +18,7 @@ from iskander.supervision.worker import SlotPlan, Worker
 from support.lanes import CONTRACT
 
 
-class Heard:
+class RecordingChannel:
     """A channel that records the messages to a worker."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Fleet:
     """Serving workers and their model loader.
 
     Attributes:
-        happened: Events that the supervisor received.
+        events: Events that the supervisor received.
     """
 
     def __init__(self, count: int, models: Models | None = None) -> None:
@@ -43,36 +43,36 @@ class Fleet:
         self.workers = [Worker(SlotPlan(index, 0, (0,), None)) for index in range(count)]
         for worker in self.workers:
             worker.state, worker.incarnation = State.READY, worker.index + 1
-            worker.channel = Heard()  # type: ignore[assignment]
+            worker.channel = RecordingChannel()  # type: ignore[assignment]
         self.models.workers = self.workers
-        self.happened: list[tuple[int, Event]] = []
+        self.events: list[tuple[int, Event]] = []
         self.loading = ModelLoader(
             self.models.by_key,
             self.workers,
             1 << 20,
             freshness=self.models.freshness,
-            on_event=lambda worker, event: self.happened.append((worker.index, event)),
+            on_event=lambda worker, event: self.events.append((worker.index, event)),
             on_load_error=lambda worker, error: None,
         )
 
-    def told(self, index: int, kind: type = Load) -> list[int]:
+    def model_keys(self, index: int, kind: type = Load) -> list[int]:
         """Keys of the models in a worker's messages of a kind."""
-        heard: Any = self.workers[index].channel
-        messages = [each for each in heard.messages if type(each) is kind]
+        channel: Any = self.workers[index].channel
+        messages = [each for each in channel.messages if type(each) is kind]
         return [each.model.key if kind is Load else each.model for each in messages]
 
-    def has_loaded(self, index: int) -> None:
+    def complete_load(self, index: int) -> None:
         """Complete a worker's last load."""
-        key = self.told(index)[-1]
+        key = self.model_keys(index)[-1]
         answer = Loaded(key, CONTRACT, ("cpu",), 1, 1.0)
         self.loading.on_answer(self.workers[index], answer)
 
-    def has_failed(self, index: int) -> None:
+    def fail_load(self, index: int) -> None:
         """Fail a worker's last load."""
-        answer = LoadFailed(self.told(index)[-1], "manifest", "it is no model")
+        answer = LoadFailed(self.model_keys(index)[-1], "manifest", "not a model")
         self.loading.on_answer(self.workers[index], answer)
 
-    def restarts(self, index: int) -> None:
+    def restart(self, index: int) -> None:
         """Replace a worker's process; the new one has no models."""
         worker = self.workers[index]
         for lane in self.models.by_key.values():
@@ -86,7 +86,7 @@ class Fleet:
 def repository_of(config: Config, workers: int) -> tuple[Fleet, Repository]:
     """A repository on such workers; each change triggers another check, as in the server."""
 
-    def look() -> None:
+    def update() -> None:
         repository.update()
 
     fleet = Fleet(workers, configured(config, RecentValues()))
@@ -96,7 +96,7 @@ def repository_of(config: Config, workers: int) -> tuple[Fleet, Repository]:
         fleet.loading,
         lambda lane, error: None,
         recent=RecentValues(),
-        on_change=look,
+        on_change=update,
     )
     return fleet, repository
 

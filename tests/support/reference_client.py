@@ -1,7 +1,7 @@
 """Reference clients: scenarios in their own process, controlled by JSON lines.
 
-A reference client is a script that ends with `serve(...)`. It reads one JSON line for each scenario on
-standard input, `{"scenario": "...", ...}`, and responds with `{"facts": ...}` or
+A reference client is a script that ends with `serve(...)`. It reads one JSON line for each scenario
+on standard input, `{"scenario": "...", ...}`, and responds with `{"facts": ...}` or
 `{"error": traceback}`.
 """
 

@@ -23,8 +23,7 @@ from iskander.contract.rows import RowCopier, Rows
 from iskander.control.messages import Done, Execute, Failed, decode_to_worker
 from iskander.memory.heartbeat import write_heartbeat
 from iskander.memory.segment import Segment
-from iskander.scheduling import completion as ending
-from iskander.scheduling import dispatch, input_arena
+from iskander.scheduling import completion, dispatch, input_arena
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.lane import Lane
@@ -168,14 +167,14 @@ class SimulatedWorker(Worker):
         write_heartbeat(self.beat.view, self.simulation.loop.now_ns, execute.batch_id)
 
     def run(self, execute: Execute, run_ns: int | None = None) -> None:
-        """Compute a batch and respond, or act on the reference's verdict."""
+        """Compute a batch and respond, or act on the scripted outcome."""
         values = compute(self.simulation, self, execute)
-        verdict = self.reference(values)
-        if verdict == "die":
+        outcome = self.reference(values)
+        if outcome == "die":
             self.begin(execute)
             self.simulation.lose(self)
-        elif verdict is not None:
-            failed = Failed(execute.batch_id, verdict, "as the test wants it")
+        elif outcome is not None:
+            failed = Failed(execute.batch_id, outcome, "scripted failure")
             self.simulation.dispatcher.on_failed(self, failed)
         else:
             done = Done(execute.batch_id, self.cost(execute) if run_ns is None else run_ns)
@@ -218,7 +217,7 @@ class Simulation:
             self.dispatcher = Dispatcher(self.input_arena, self.lanes, BusyPolling(0))
 
     def __enter__(self) -> Simulation:
-        for module in (dispatch, ending, input_arena):
+        for module in (dispatch, completion, input_arena):
             patch = mock.patch.object(module, "now_ns", lambda: self.loop.now_ns)
             self._patches.enter_context(patch)
         return self
@@ -258,7 +257,7 @@ class Simulation:
         self.dispatcher.on_lost(worker)
         worker.detach()
 
-    def ask(
+    def submit_rows(
         self, lane: int = 0, rows: int = 1, *, first: int = 0, **terms: Any
     ) -> tuple[Request, RecordingCaller]:
         """Submit a request of ascending rows from `first`; it is sent after this iteration."""

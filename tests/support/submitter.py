@@ -55,20 +55,20 @@ class SubmitterHarness:
         self.submitter = RequestSubmitter(self.input_arena, self.dispatcher, LIMITS)
         self.lane: Lane = open_lane()
 
-    def ask(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes | memoryview]:
+    def infer(self, rows: int = 4, **terms: object) -> asyncio.Task[bytes | memoryview]:
         return asyncio.create_task(self.submitter.infer(self.lane, offered(rows), **terms))  # type: ignore[arg-type]
 
 
 @contextlib.asynccontextmanager
-async def office() -> AsyncIterator[SubmitterHarness]:
-    made = SubmitterHarness()
+async def submitter_harness() -> AsyncIterator[SubmitterHarness]:
+    harness = SubmitterHarness()
     try:
-        yield made
+        yield harness
         await turns()
-        assert not made.submitter.calls
-        assert made.input_arena.arena.leased_bytes == 0
+        assert not harness.submitter.calls
+        assert harness.input_arena.arena.leased_bytes == 0
     finally:
-        made.input_arena.close()
+        harness.input_arena.close()
 
 
 def offered(rows: int) -> RequestTensors:

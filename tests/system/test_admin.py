@@ -1,4 +1,4 @@
-"""The operator's view of a running server: the HTTP port, and `iskander stats`."""
+"""Admin HTTP port and `iskander stats` of a running server."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def stats(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_ready_server_is_alive_and_ready(gateway: Gateway) -> None:
+def test_ready_server_reports_live_and_ready(gateway: Gateway) -> None:
     assert get(gateway, "/livez") == (200, "ok\n")
     assert get(gateway, "/readyz") == (200, "ready\n")
     assert get(gateway, "/")[0] == 404
 
 
-def test_metrics_count_what_was_scored(gateway: Gateway) -> None:
+def test_metrics_count_scored_rows(gateway: Gateway) -> None:
     before = gateway.stats()["lanes"]["ids/1"].get("rows", 0)
 
     score(gateway, 7)
@@ -84,37 +84,36 @@ def test_metrics_count_what_was_scored(gateway: Gateway) -> None:
     assert samples(gateway, "worker_batches_total")[0][1] > 0
 
 
-def test_stats_are_a_table_for_people_and_json_for_programs(gateway: Gateway) -> None:
+def test_stats_prints_a_table_or_json(gateway: Gateway) -> None:
     score(gateway, 3)
 
     table = stats("--address", gateway.address)
-    answer: dict[str, Any] = json.loads(stats("--address", gateway.address, "--json"))
+    report: dict[str, Any] = json.loads(stats("--address", gateway.address, "--json"))
 
     assert max(map(len, table.splitlines())) <= 100
     assert re.search(r"^ids/1 +yes +1 ", table, re.MULTILINE)
     assert re.search(r"^0 +ready ", table, re.MULTILINE)
-    assert answer["lanes"]["ids/1"]["latency_ms"]["total"]["p99"] > 0
+    assert report["lanes"]["ids/1"]["latency_ms"]["total"]["p99"] > 0
 
 
-def test_a_model_without_a_worker_makes_the_server_not_ready(tmp_path: Path) -> None:
-    """Alive all the while; and ready again when the worker is."""
+def test_server_is_live_but_not_ready_while_a_model_has_no_worker(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE), admin=dict(ANY_PORT)) as gateway:
         pid = gateway.worker_pids()[0]
         gateway.kill_worker()
 
         status, reasons = eventually(
-            lambda: (found := get(gateway, "/readyz"))[0] == 503 and found, what="503"
+            lambda: (response := get(gateway, "/readyz"))[0] == 503 and response, what="503"
         )
 
         assert (status, reasons[: len("model `ids/1`: ")]) == (503, "model `ids/1`: ")
         assert get(gateway, "/livez")[0] == 200
         eventually(lambda: get(gateway, "/readyz")[0] == 200, what="readiness")
         assert gateway.worker_pids() != [pid]
-        ends = {labels["how"]: count for labels, count in samples(gateway, "worker_ends_total")}
-        assert ends["crash"] == 1
+        exits = {labels["how"]: count for labels, count in samples(gateway, "worker_ends_total")}
+        assert exits["crash"] == 1
 
 
-def test_a_port_in_use_is_refused_by_name(tmp_path: Path) -> None:
+def test_admin_port_in_use_is_a_start_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE), admin={"address": address})
@@ -127,13 +126,13 @@ def test_a_port_in_use_is_refused_by_name(tmp_path: Path) -> None:
     assert "Traceback" not in gateway.text()
 
 
-def test_without_an_address_there_is_no_port(tmp_path: Path) -> None:
+def test_empty_address_disables_the_admin_port(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE), admin={"address": ""}) as gateway:
         assert gateway.stats()["admin_address"] == ""
 
 
-def test_a_signal_still_drains(tmp_path: Path) -> None:
-    """The HTTP server must not take the gateway's signals."""
+def test_sigint_drains_with_an_admin_port(tmp_path: Path) -> None:
+    """The HTTP server must not replace the gateway's signal handlers."""
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE), admin=dict(ANY_PORT))
     try:
         gateway.start()

@@ -1,6 +1,6 @@
-"""Models of the backend `python` behind a real server: what they compute and whom they may harm.
+"""Backend `python` on a real server: results, errors and isolation.
 
-The model of ONNX beside them has to answer whatever they do.
+An ONNX model on the same server must return correct results whatever the Python models do.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def onnx(folder: Path) -> dict[str, Any]:
     return {"name": "ids", "path": str(models.row_ids(folder / "ids")), "intra_threads": 1}
 
 
-def own(gateway: Gateway, name: str) -> dict[str, Any]:
-    """The worker of a model."""
-    (found,) = [w for w in gateway.stats()["workers"] if w["pool"] == f"{name}/1"]
-    return found
+def own_worker(gateway: Gateway, name: str) -> dict[str, Any]:
+    """Returns the stats of a model's own worker."""
+    (worker,) = [w for w in gateway.stats()["workers"] if w["pool"] == f"{name}/1"]
+    return worker
 
 
 def score(gateway: Gateway, name: str, first: int) -> list[int]:
@@ -88,7 +88,7 @@ def batch_of(first: int) -> pa.RecordBatch:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A plain model, a hostile one and one of ONNX."""
+    """Serves a plain, a hostile and an ONNX model."""
     folder = tmp_path_factory.mktemp("backends")
     served = [onnx(folder), entry(folder / "plain", PLAIN), entry(folder / "hostile", HOSTILE)]
     with running(folder, served, workers={"hang_s": 2.0}) as ready:
@@ -97,26 +97,26 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[Gateway]:
-    """The same, for one test that changes which processes there are."""
+    """Serves the same models for one test that replaces processes."""
     served = [onnx(tmp_path), entry(tmp_path / "plain", PLAIN)]
     served.append(entry(tmp_path / "hostile", HOSTILE))
     with running(tmp_path, served, workers={"hang_s": 2.0}) as ready:
         yield ready
 
 
-def require_unharmed(gateway: Gateway) -> None:
+def require_correct_results(gateway: Gateway) -> None:
     for name in ("ids", "plain"):
         assert score(gateway, name, 1) == [4, 7, 10]
 
 
-def test_a_class_computes_and_other_columns_come_back(gateway: Gateway) -> None:
+def test_class_results_include_passthrough_columns(gateway: Gateway) -> None:
     with gateway.client() as client:
         batch = BATCH.append_column("id", pa.array(["a", "b", "c"]))
         result = client.score("plain", batch)
     assert result.to_pydict() == {"y": [4, 7, 10], "id": ["a", "b", "c"]}
 
 
-def test_requests_that_run_together_get_their_own_rows(gateway: Gateway) -> None:
+def test_batched_requests_get_their_own_rows(gateway: Gateway) -> None:
     batches = [pa.record_batch({"x": list(range(at, at + 5))}) for at in range(0, 200, 5)]
     with gateway.client() as client:
         results = [result["y"].to_pylist() for result in client.stream("plain", batches)]
@@ -124,7 +124,7 @@ def test_requests_that_run_together_get_their_own_rows(gateway: Gateway) -> None
 
 
 @pytest.mark.parametrize(
-    ("first", "told"),
+    ("first", "message"),
     [
         (10, r"KeyError: 'no such thing' \(model.py, line \d+\)"),
         (11, r"SystemExit: 3 \(model.py, line \d+\)"),
@@ -137,42 +137,40 @@ def test_requests_that_run_together_get_their_own_rows(gateway: Gateway) -> None
         (20, "returned 6 or more rows for a batch of 3"),
     ],
 )
-def test_what_a_class_does_wrong_is_its_failure_and_nobody_else_s(
-    gateway: Gateway, first: int, told: str
-) -> None:
-    """Told in words for the caller; the worker lives on."""
-    before = own(gateway, "hostile")["pid"]
-    with pytest.raises(ExecutionFailed, match=told):
+def test_class_errors_fail_only_their_request(gateway: Gateway, first: int, message: str) -> None:
+    """The caller gets the reason, and the worker keeps running."""
+    before = own_worker(gateway, "hostile")["pid"]
+    with pytest.raises(ExecutionFailed, match=message):
         score(gateway, "hostile", first)
-    assert own(gateway, "hostile")["pid"] == before
+    assert own_worker(gateway, "hostile")["pid"] == before
     assert score(gateway, "hostile", 1) == [4, 7, 10]
-    require_unharmed(gateway)
+    require_correct_results(gateway)
 
 
-@pytest.mark.parametrize("first", [18, 19], ids=["prints much", "forks, and both return"])
-def test_what_a_class_does_beside_its_work_changes_no_answer(fresh: Gateway, first: int) -> None:
-    before = own(fresh, "hostile")["pid"]
+@pytest.mark.parametrize("first", [18, 19], ids=["large output", "forked child returns"])
+def test_side_effects_of_a_class_do_not_change_results(fresh: Gateway, first: int) -> None:
+    before = own_worker(fresh, "hostile")["pid"]
     for _ in range(3):
         assert score(fresh, "hostile", first) == [3 * first + 1, 7, 10]
-    assert own(fresh, "hostile")["pid"] == before
-    require_unharmed(fresh)
+    assert own_worker(fresh, "hostile")["pid"] == before
+    require_correct_results(fresh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [21, 22], ids=["ends its process", "never returns"])
-def test_a_worker_lost_to_its_model_is_replaced_and_the_request_refused(
+@pytest.mark.parametrize("first", [21, 22], ids=["exits", "never returns"])
+def test_worker_lost_to_its_model_is_replaced_and_the_request_fails(
     fresh: Gateway, first: int
 ) -> None:
-    """A second worker is lost to the request; then it is poison."""
+    """The request is poisoned when it has ended two workers."""
     shared = [w["pid"] for w in fresh.stats()["workers"] if not w["pool"]]
     with pytest.raises(IskanderError):
         score(fresh, "hostile", first)
-    require_unharmed(fresh)
-    eventually(lambda: answers(fresh, "hostile"), what="another worker")
+    require_correct_results(fresh)
+    eventually(lambda: is_serving(fresh, "hostile"), what="the replacement worker")
     assert [w["pid"] for w in fresh.stats()["workers"] if not w["pool"]] == shared
 
 
-def answers(gateway: Gateway, name: str) -> bool:
+def is_serving(gateway: Gateway, name: str) -> bool:
     try:
         return score(gateway, name, 1) == [4, 7, 10]
     except IskanderError:
@@ -180,20 +178,24 @@ def answers(gateway: Gateway, name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_what_a_class_has_forked_neither_hides_its_worker_s_death_nor_outlives_it(
+def test_forked_child_neither_hides_nor_outlives_its_workers_exit(
     fresh: Gateway,
 ) -> None:
     assert score(fresh, "hostile", 23) == [70, 7, 10]
-    worker = own(fresh, "hostile")
+    worker = own_worker(fresh, "hostile")
     (child,) = psutil.Process(worker["pid"]).children()
     os.kill(worker["pid"], 9)
-    eventually(lambda: not child.is_running() or child.status() == "zombie", what="its end")
-    eventually(lambda: own(fresh, "hostile")["pid"] not in (0, worker["pid"]), what="another")
-    eventually(lambda: answers(fresh, "hostile"), what="another worker")
+    eventually(
+        lambda: not child.is_running() or child.status() == "zombie", what="the exit of the child"
+    )
+    eventually(
+        lambda: own_worker(fresh, "hostile")["pid"] not in (0, worker["pid"]), what="a replacement"
+    )
+    eventually(lambda: is_serving(fresh, "hostile"), what="the replacement worker")
 
 
-def test_nothing_is_written_into_a_model_s_folder(tmp_path: Path) -> None:
-    """A signed one would be refused the next time."""
+def test_model_folder_is_not_written(tmp_path: Path) -> None:
+    """A new file would invalidate the signature of a signed folder."""
     gateway = Gateway(tmp_path, [entry(tmp_path / "own", PLAIN)])
     try:
         gateway.start(PYTHONDONTWRITEBYTECODE="")
@@ -205,8 +207,8 @@ def test_nothing_is_written_into_a_model_s_folder(tmp_path: Path) -> None:
     assert files == ["manifest.toml", "model.py"]
 
 
-def test_each_model_has_the_workers_that_are_its_own(gateway: Gateway) -> None:
-    """A worker is told its models only; that of ONNX has no Arrow, the others no ONNX Runtime."""
+def test_each_python_model_has_its_own_worker(gateway: Gateway) -> None:
+    """A worker loads only its own models: ONNX without Arrow, Python without ONNX Runtime."""
     workers = {worker["pool"]: worker for worker in gateway.stats()["workers"]}
     assert sorted(workers) == ["", "hostile/1", "plain/1"]
     maps = {pool: Path(f"/proc/{w['pid']}/maps").read_text() for pool, w in workers.items()}
@@ -217,22 +219,22 @@ def test_each_model_has_the_workers_that_are_its_own(gateway: Gateway) -> None:
     assert "hostile" not in maps["plain/1"]
 
 
-def served_alone(folder: Path, source: str, **settings: Any) -> Any:
+def running_with_onnx(folder: Path, source: str, **settings: Any) -> Any:
     return running(folder, [onnx(folder), entry(folder / "own", source, **settings)])
 
 
-def test_results_in_parts_are_one_result(tmp_path: Path) -> None:
+def test_yielded_parts_form_one_result(tmp_path: Path) -> None:
     source = """
 class Model(Base):
     def predict(self, batch):
         for at in range(len(batch)):
             yield tripled(batch.slice(at, 1))
 """
-    with served_alone(tmp_path, source) as gateway:
+    with running_with_onnx(tmp_path, source) as gateway:
         assert score(gateway, "own", 5) == [16, 7, 10]
 
 
-def test_a_class_that_cannot_be_loaded_is_told_at_start(tmp_path: Path) -> None:
+def test_class_load_failure_is_a_start_error(tmp_path: Path) -> None:
     source = (
         "class Model(Base):\n    def load(self, context):\n        raise OSError('no weights')\n"
     )
@@ -245,22 +247,22 @@ def test_a_class_that_cannot_be_loaded_is_told_at_start(tmp_path: Path) -> None:
     assert "its class cannot be loaded: OSError: no weights (model.py, line" in gateway.text()
 
 
-def lent_interpreter(folder: Path, *packages: str) -> str:
-    """A virtual environment with nothing in it but links to some of this one's packages."""
+def linked_environment(folder: Path, *packages: str) -> str:
+    """Creates an environment with links to some packages of this one; returns its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (target,) = folder.glob("lib/python3*/site-packages")
     source = Path(pa.__file__).parent.parent
     for package in packages:
-        for found in source.glob(f"{package}*"):
-            (target / found.name).symlink_to(found)
+        for path in source.glob(f"{package}*"):
+            (target / path.name).symlink_to(path)
     return str(folder / "bin" / "python")
 
 
-def test_another_virtual_environment_needs_none_of_this_distribution(tmp_path: Path) -> None:
-    """NumPy, msgspec and what the model itself uses are enough; the gateway lends its own code."""
-    python = lent_interpreter(tmp_path / "venv", "numpy", "msgspec", "pyarrow")
+def test_class_runs_in_an_environment_without_this_distribution(tmp_path: Path) -> None:
+    """It needs NumPy, msgspec and the model's packages; the gateway adds the path of its code."""
+    python = linked_environment(tmp_path / "venv", "numpy", "msgspec", "pyarrow")
     source = "import sys\n" + PLAIN + "sys.stderr.write(f'it runs in {sys.prefix}\\n')\n"
-    with served_alone(tmp_path, source, python=python, workers=2) as gateway:
+    with running_with_onnx(tmp_path, source, python=python, workers=2) as gateway:
         assert score(gateway, "own", 1) == [4, 7, 10]
         pids = [w["pid"] for w in gateway.stats()["workers"] if w["pool"] == "own/1"]
         assert len(pids) == 2
@@ -268,32 +270,32 @@ def test_another_virtual_environment_needs_none_of_this_distribution(tmp_path: P
         assert f"it runs in {tmp_path / 'venv'}" in gateway.text()
 
 
-def test_a_graph_can_run_in_another_virtual_environment(tmp_path: Path) -> None:
-    """It is tried out there too, in a process of its own."""
-    python = lent_interpreter(tmp_path / "venv", "numpy", "msgspec", "onnxruntime", "packaging")
+def test_graph_runs_in_another_environment(tmp_path: Path) -> None:
+    """The sandboxed load uses the same interpreter."""
+    python = linked_environment(tmp_path / "venv", "numpy", "msgspec", "onnxruntime", "packaging")
     with running(tmp_path, [onnx(tmp_path) | {"python": python}]) as gateway:
         assert score(gateway, "ids", 1) == [4, 7, 10]
-        assert psutil.Process(own(gateway, "ids")["pid"]).cmdline()[0] == python
+        assert psutil.Process(own_worker(gateway, "ids")["pid"]).cmdline()[0] == python
 
 
 @pytest.mark.parametrize(
-    ("packages", "told"),
+    ("packages", "message"),
     [
         ((), "lacks msgspec and numpy, which a worker needs"),
         (("numpy", "msgspec"), "backend `python` cannot be imported: No module named 'pyarrow'"),
     ],
 )
-def test_an_interpreter_that_lacks_something_says_what(
-    tmp_path: Path, packages: tuple[str, ...], told: str
+def test_missing_package_of_an_interpreter_is_a_start_error(
+    tmp_path: Path, packages: tuple[str, ...], message: str
 ) -> None:
-    python = lent_interpreter(tmp_path / "venv", *packages)
+    python = linked_environment(tmp_path / "venv", *packages)
     gateway = Gateway(tmp_path, [entry(tmp_path / "own", PLAIN, python=python)])
     try:
         gateway.start(is_ready=False)
         assert gateway.wait(60) in (69, 78)
     finally:
         gateway.end()
-    assert told in gateway.text()
+    assert message in gateway.text()
 
 
 SKLEARN = """
@@ -315,33 +317,33 @@ def fitted() -> Any:
     from sklearn.preprocessing import FunctionTransformer
 
     x = [[float(value)] for value in range(10)]
-    # A function is not among the types that skops trusts by itself.
-    same = FunctionTransformer(np.copy)
-    return make_pipeline(same, LinearRegression()).fit(x, [3 * value + 1 for (value,) in x])
+    # skops does not trust functions by default.
+    identity = FunctionTransformer(np.copy)
+    return make_pipeline(identity, LinearRegression()).fit(x, [3 * value + 1 for (value,) in x])
 
 
 @pytest.mark.slow
-def test_an_estimator_of_scikit_learn_comes_by_skops(tmp_path: Path) -> None:
-    """Types beyond the usual ones have to be named in the configuration."""
+def test_scikit_learn_estimator_loads_with_skops(tmp_path: Path) -> None:
+    """`trusted_types` must list the types that skops does not trust by default."""
     from skops import io
 
     source = SKLEARN.format(how="skops", file="model.skops")
     table = entry(tmp_path / "own", source)
     io.dump(fitted(), tmp_path / "own" / "model.skops")
-    refused = io.get_untrusted_types(file=tmp_path / "own" / "model.skops")
-    assert refused
+    untrusted = io.get_untrusted_types(file=tmp_path / "own" / "model.skops")
+    assert untrusted
     gateway = Gateway(tmp_path, [table])
     try:
         gateway.start(is_ready=False)
         assert gateway.wait() == 78
     finally:
         gateway.end()
-    assert f"has untrusted types: {', '.join(refused)}" in gateway.text()
-    with running(tmp_path, [table | {"trusted_types": refused}]) as ready:
+    assert f"has untrusted types: {', '.join(untrusted)}" in gateway.text()
+    with running(tmp_path, [table | {"trusted_types": untrusted}]) as ready:
         assert score(ready, "own", 1) == [4, 7, 10]
 
 
-def test_a_pickle_is_read_only_where_the_configuration_trusts_it(tmp_path: Path) -> None:
+def test_pickle_is_loaded_only_with_trust_pickle(tmp_path: Path) -> None:
     import pickle
 
     table = entry(tmp_path / "own", SKLEARN.format(how="pickle", file="model.pickle"))

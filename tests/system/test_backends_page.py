@@ -1,4 +1,4 @@
-"""docs/backends.md: its example, as it is printed there."""
+"""Example of docs/backends.md, run as printed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ FILES = re.compile(r"^`([\w./]+)`[^\n]*:\n\n```\w+\n(.*?)```", re.MULTILINE | re
 PRINTED = re.compile(r"^prints\n\n```\n(.*?)```", re.MULTILINE | re.DOTALL)
 
 
-def test_the_example_of_the_page_works(tmp_path: Path) -> None:
-    """Its files are written and its server started; its client prints what the page says."""
+def test_example_prints_the_documented_output(tmp_path: Path) -> None:
     files = dict(FILES.findall(PAGE))
     assert len(files) == 4
     for name, text in files.items():
@@ -29,8 +28,8 @@ def test_the_example_of_the_page_works(tmp_path: Path) -> None:
     try:
         gateway.start(**environment)
         command = [sys.executable, str(tmp_path / "score.py"), gateway.address]
-        ended = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert [ended.stdout] == PRINTED.findall(PAGE)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert [done.stdout] == PRINTED.findall(PAGE)
         assert gateway.stop() == 0
     finally:
         gateway.end()

@@ -1,4 +1,4 @@
-"""Bad input of every kind gets a clear error over the wire, and costs nobody else anything."""
+"""Invalid input over the wire: clear errors without effect on other clients."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 @pytest.fixture(autouse=True)
-def others_are_served(gateway: Gateway) -> Iterator[None]:
-    """A well-behaved stream that is open the whole time is answered before and after."""
+def valid_stream(gateway: Gateway) -> Iterator[None]:
+    """Keeps a valid stream open; it gets correct results before and after each test."""
     client = flight.connect(f"grpc://{gateway.address}")
     writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
     batch = pa.record_batch({"x": [1, 2, 3]})
@@ -105,7 +105,7 @@ def column(kind: str) -> pa.Array:
         ({"x": np.arange(9), "b": [b"x" * 200_000] * 9}, LimitExceeded, "bytes, limit 1048576"),
     ],
 )
-def test_batches_that_do_not_meet_contract_or_limits(
+def test_batches_outside_contract_or_limits_are_rejected(
     gateway: Gateway, batch: dict[str, object], error: type[IskanderError], words: str
 ) -> None:
     with gateway.client() as client, pytest.raises(error, match=words) as caught:
@@ -116,7 +116,7 @@ def test_batches_that_do_not_meet_contract_or_limits(
 @pytest.mark.parametrize(
     "kind", ["float64", "utf8", "uint64", "list", "fixed list", "dictionary", "null", "timestamp"]
 )
-def test_columns_of_another_type(gateway: Gateway, kind: str) -> None:
+def test_columns_of_another_type_are_rejected(gateway: Gateway, kind: str) -> None:
     with gateway.client() as client, pytest.raises(ContractError, match="`x`: wanted int64, got"):
         client.score("ids", pa.record_batch({"x": column(kind)}))
 
@@ -133,20 +133,20 @@ def test_columns_of_another_type(gateway: Gateway, kind: str) -> None:
     ],
     ids=str,
 )
-def test_columns_nested_otherwise(gateway: Gateway, kind: pa.DataType) -> None:
+def test_columns_with_other_nesting_are_rejected(gateway: Gateway, kind: pa.DataType) -> None:
     batch = pa.record_batch({"features": pa.nulls(0, kind)})
     with gateway.client() as client, pytest.raises(ContractError, match="features") as caught:
         client.score("wide", batch)
     assert "wanted fixed_size_list<float32>[64], got" in caught.value.message
 
 
-def test_nulls_inside_a_list(gateway: Gateway) -> None:
+def test_nulls_inside_a_list_are_rejected(gateway: Gateway) -> None:
     lists = pa.array([[1.0] * 63 + [None]], pa.list_(pa.float32(), 64))
     with gateway.client() as client, pytest.raises(ContractError, match="has 1 nulls"):
         client.score("wide", pa.record_batch({"features": lists}))
 
 
-def test_unknown_model_and_version(gateway: Gateway) -> None:
+def test_unknown_model_or_version_is_rejected(gateway: Gateway) -> None:
     batch = pa.record_batch({"x": [1]})
     with gateway.client() as client:
         with pytest.raises(ModelNotFound, match="there is no model `nobody`; available: ids"):
@@ -155,14 +155,14 @@ def test_unknown_model_and_version(gateway: Gateway) -> None:
             client.score("ids", batch, version="9")
 
 
-def test_a_message_beyond_the_transport_limit(gateway: Gateway) -> None:
+def test_message_above_the_transport_limit_is_rejected(gateway: Gateway) -> None:
     batch = pa.record_batch({"x": np.arange(9), "b": [b"x" * 1_000_000] * 9})
     with gateway.client() as client, pytest.raises(LimitExceeded, match="9,000,321 bytes, limit"):
         client.score("ids", batch)
 
 
-def test_too_many_streams(gateway: Gateway) -> None:
-    """The limit is 4 and one is open: the fourth more is refused, until one of them ends."""
+def test_stream_above_the_limit_is_rejected_until_another_ends(gateway: Gateway) -> None:
+    """The limit is 4, and `valid_stream` holds one."""
     batch = pa.record_batch({"x": [1]})
     client = flight.connect(f"grpc://{gateway.address}")
     streams = []
@@ -187,7 +187,7 @@ HEAD = [raw.descriptor("ids"), raw.schema_data(pa.schema([("x", pa.int64())]))]
 
 
 def forged(rows: int, node: int, offset: int, length: int, body: bytes) -> bytes:
-    """A batch of one int64 column that says what it is told to say."""
+    """Returns a batch of one int64 column with these values in its header."""
     template = ipc.BatchTemplate(pa.schema([("x", pa.int64())]))
     header = template.render(rows, [node, 0], [0, 0, offset, length], len(body))
     return raw.field(2, bytes(header)) + raw.field(1000, body)
@@ -215,27 +215,27 @@ def forged(rows: int, node: int, offset: int, length: int, body: bytes) -> bytes
         (b"", "no record batch"),
     ],
 )
-def test_forged_messages(client: raw.RawClient, frame: bytes, words: str) -> None:
-    answer = client.exchange([*HEAD, frame], half_close=False)
-    assert answer["code"] == "INVALID_ARGUMENT", answer
-    assert answer["trailers"]["iskander-code"] in ("malformed", "limit")
-    assert answer["trailers"]["iskander-retryable"] == "false"
-    assert re.search(words, answer["details"]), answer["details"]
-    assert_clean(answer)
+def test_forged_messages_are_rejected(client: raw.RawClient, frame: bytes, words: str) -> None:
+    response = client.exchange([*HEAD, frame], half_close=False)
+    assert response["code"] == "INVALID_ARGUMENT", response
+    assert response["trailers"]["iskander-code"] in ("malformed", "limit")
+    assert response["trailers"]["iskander-retryable"] == "false"
+    assert re.search(words, response["details"]), response["details"]
+    assert_clean(response)
 
 
-def test_truncated_bodies(client: raw.RawClient) -> None:
+def test_truncated_bodies_are_rejected(client: raw.RawClient) -> None:
     batch = pa.record_batch({"x": np.arange(100), "s": [str(n) for n in range(100)]})
     whole = raw.split(batch.serialize().to_pybytes())[1]
     head = [raw.descriptor("ids"), raw.schema_data(batch.schema)]
     for kept in (0, 1, 799, len(whole) - 1):
-        answer = client.exchange([*head, raw.batch_data(batch, body=whole[:kept])])
-        assert answer["code"] == "INVALID_ARGUMENT", kept
-        assert "declares a body" in answer["details"]
+        response = client.exchange([*head, raw.batch_data(batch, body=whole[:kept])])
+        assert response["code"] == "INVALID_ARGUMENT", kept
+        assert "declares a body" in response["details"]
 
 
-def test_random_header_bytes(client: raw.RawClient) -> None:
-    """Every byte of a real header is changed in turn: never anything but a clear answer."""
+def test_changed_header_byte_gets_a_result_or_a_clear_error(client: raw.RawClient) -> None:
+    """120 random bytes of a valid header are changed, one at a time."""
     batch = pa.record_batch({"x": np.arange(3), "s": ["a", None, "c"]})
     head = [raw.descriptor("ids"), raw.schema_data(batch.schema)]
     header, body = raw.split(batch.serialize().to_pybytes())
@@ -245,9 +245,9 @@ def test_random_header_bytes(client: raw.RawClient) -> None:
         changed = bytearray(header)
         changed[at] = random.integers(0, 256)
         frame = raw.field(2, bytes(changed)) + raw.field(1000, body)
-        answer = client.exchange([*head, frame])
-        codes.add(answer["code"])
-        assert_clean(answer)
+        response = client.exchange([*head, frame])
+        codes.add(response["code"])
+        assert_clean(response)
     assert codes <= {"OK", "INVALID_ARGUMENT"} and "INVALID_ARGUMENT" in codes
 
 
@@ -265,34 +265,34 @@ def test_random_header_bytes(client: raw.RawClient) -> None:
         ([raw.descriptor("ids"), raw.field(2, os.urandom(64))], "."),
     ],
 )
-def test_streams_that_do_not_begin_as_they_should(
+def test_streams_with_invalid_first_messages_are_rejected(
     client: raw.RawClient, frames: list[bytes], words: str
 ) -> None:
-    answer = client.exchange(frames)
-    assert answer["code"] == "INVALID_ARGUMENT", answer
-    assert re.search(words, answer["details"]), answer["details"]
-    assert_clean(answer)
+    response = client.exchange(frames)
+    assert response["code"] == "INVALID_ARGUMENT", response
+    assert re.search(words, response["details"]), response["details"]
+    assert_clean(response)
 
 
-def test_big_endian_streams_are_refused_by_name(client: raw.RawClient) -> None:
-    """The schema of a big-endian writer: its endianness field set to 1."""
+def test_big_endian_streams_are_rejected(client: raw.RawClient) -> None:
+    """The endianness field of a valid schema is set to 1."""
     schema = pa.schema([("x", pa.int64())])
     header = bytearray(raw.split(schema.serialize().to_pybytes())[0])
     message = ipc.read_message(header)
     at = ipc._field_at(header, message.table, 0)
     if not at:
-        # pyarrow leaves out the default; a table with another field in its place says the same.
+        # pyarrow omits the default value: point the field at the value of the next one.
         vtable = message.table - int.from_bytes(header[message.table : message.table + 4], "little")
         header[vtable + 4 : vtable + 6] = header[vtable + 6 : vtable + 8]
     else:
         header[at] = 1
-    answer = client.exchange([raw.descriptor("ids"), raw.field(2, bytes(header))])
-    assert answer["code"] == "INVALID_ARGUMENT"
-    assert "big-endian" in answer["details"]
+    response = client.exchange([raw.descriptor("ids"), raw.field(2, bytes(header))])
+    assert response["code"] == "INVALID_ARGUMENT"
+    assert "big-endian" in response["details"]
 
 
-def test_a_decompression_bomb_is_refused_before_it_expands(client: raw.RawClient) -> None:
-    """50 MB of zeros are 2 kB on the wire; the limit is 1 MiB."""
+def test_decompression_bomb_is_rejected_before_expansion(client: raw.RawClient) -> None:
+    """48 MB of zeros take 2 kB on the wire; the limit is 1 MiB."""
     batch = pa.record_batch({"x": np.arange(6), "b": [b"\0" * 8_000_000] * 6})
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     sink = pa.BufferOutputStream()
@@ -303,13 +303,13 @@ def test_a_decompression_bomb_is_refused_before_it_expands(client: raw.RawClient
     frame = raw.field(2, bytes(message.metadata)) + raw.field(1000, bytes(message.body))
     assert len(frame) < 20_000
     head = raw.descriptor("ids") + raw.field(2, bytes(schema.metadata))
-    answer = client.exchange([head, frame])
-    assert answer["code"] == "INVALID_ARGUMENT"
-    assert re.search("batch has 48[0-9]* bytes, limit 1048576", answer["details"])
+    response = client.exchange([head, frame])
+    assert response["code"] == "INVALID_ARGUMENT"
+    assert re.search("batch has 48[0-9]* bytes, limit 1048576", response["details"])
 
 
-def test_dictionaries_that_expand_are_counted_over_the_stream(client: raw.RawClient) -> None:
-    """Six dictionaries of 200 kB of zeros, each small on the wire: more than the limit in all."""
+def test_decompressed_dictionaries_count_together(client: raw.RawClient) -> None:
+    """Six dictionaries of 200 kB of zeros, small on the wire, exceed the limit together."""
     columns = {
         f"d{n}": pa.DictionaryArray.from_arrays(
             pa.array([0], pa.int8()), pa.array([b"\0" * 200_000])
@@ -326,25 +326,25 @@ def test_dictionaries_that_expand_are_counted_over_the_stream(client: raw.RawCli
         for message in pa.ipc.MessageReader.open_stream(sink.getvalue())
     ]
     assert sum(map(len, frames)) < 20_000
-    answer = client.exchange([raw.descriptor("ids") + frames[0], *frames[1:]])
-    assert answer["code"] == "INVALID_ARGUMENT"
-    assert re.search("dictionaries have [0-9]+ bytes, limit 1048576", answer["details"])
+    response = client.exchange([raw.descriptor("ids") + frames[0], *frames[1:]])
+    assert response["code"] == "INVALID_ARGUMENT"
+    assert re.search("dictionaries have [0-9]+ bytes, limit 1048576", response["details"])
 
 
-def test_calls_that_are_not_offered_say_so(client: raw.RawClient) -> None:
+def test_do_put_is_unimplemented_and_handshake_echoes(client: raw.RawClient) -> None:
     put = "/arrow.flight.protocol.FlightService/DoPut"
-    answer = client.call(put, [HEAD[0] + HEAD[1]])
-    assert answer["code"] == "UNIMPLEMENTED" and "DoExchange" in answer["details"]
-    answer = client.call("/arrow.flight.protocol.FlightService/Handshake", [b"\x08\x01"])
-    assert (answer["code"], answer["frames"]) == ("OK", [b"\x08\x01"])
+    response = client.call(put, [HEAD[0] + HEAD[1]])
+    assert response["code"] == "UNIMPLEMENTED" and "DoExchange" in response["details"]
+    response = client.call("/arrow.flight.protocol.FlightService/Handshake", [b"\x08\x01"])
+    assert (response["code"], response["frames"]) == ("OK", [b"\x08\x01"])
 
 
 def test_results_before_a_bad_batch_are_still_delivered(client: raw.RawClient) -> None:
     good = raw.batch_data(pa.record_batch({"x": [1, 2]}))
     bad = raw.batch_data(pa.record_batch({"x": [1, None]}))
-    answer = client.exchange([*HEAD, good, good, bad, good])
-    assert answer["code"] == "INVALID_ARGUMENT"
-    batches, _ = raw.read_batches(answer["frames"])
+    response = client.exchange([*HEAD, good, good, bad, good])
+    assert response["code"] == "INVALID_ARGUMENT"
+    batches, _ = raw.read_batches(response["frames"])
     assert [batch["y"].to_pylist() for batch in batches] == [[4, 7], [4, 7]]
 
 
@@ -364,8 +364,8 @@ sys.stdin.read()
 """
 
 
-def test_a_client_that_vanishes(gateway: Gateway) -> None:
-    """A client process is killed with batches queued and running; all they held comes back."""
+def test_killed_client_releases_its_stream(gateway: Gateway) -> None:
+    """The client has queued and running batches."""
     process = subprocess.Popen(
         [sys.executable, "-c", CLIENT, gateway.address],
         stdin=subprocess.PIPE,
@@ -378,13 +378,13 @@ def test_a_client_that_vanishes(gateway: Gateway) -> None:
     process.wait()
     process.stdout.close()
     process.stdin.close()
-    eventually(lambda: gateway.stats()["streams"] == 1, what="the stream's end")
+    eventually(lambda: gateway.stats()["streams"] == 1, what="the end of the stream")
 
 
-def test_a_client_that_times_out_or_cancels(gateway: Gateway) -> None:
+def test_timed_out_and_cancelled_streams_release_their_resources(gateway: Gateway) -> None:
     batch = pa.record_batch({"x": np.full(10, 200)})
     with gateway.client() as client:
-        # A gateway that has learned what such a batch costs says at once that it cannot be done.
+        # With a learned run time of such batches, the gateway rejects the batch immediately.
         with pytest.raises((DeadlineExceeded, DeadlineUnreachable)):
             list(client.stream("slow", [batch] * 4, timeout_s=0.05))
         quick = pa.record_batch({"x": np.full(10, 1)})
@@ -393,10 +393,10 @@ def test_a_client_that_times_out_or_cancels(gateway: Gateway) -> None:
         results.close()  # The generator cancels the call.
 
 
-def test_a_client_that_never_reads(gateway: Gateway) -> None:
-    """It writes until flow control stops it; what it holds is bounded, and goes when it goes."""
-    stuck = flight.connect(f"grpc://{gateway.address}")
-    writer, reader = stuck.do_exchange(flight.FlightDescriptor.for_path("ids"))
+def test_client_that_never_reads_holds_few_leases(gateway: Gateway) -> None:
+    """Flow control stops its writes; a cancel releases its leases."""
+    client = flight.connect(f"grpc://{gateway.address}")
+    writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
     batch = pa.record_batch({"x": np.arange(50_000)})
     writer.begin(batch.schema)
     written = threading.Event()
@@ -419,11 +419,11 @@ def test_a_client_that_never_reads(gateway: Gateway) -> None:
     thread.join()
     with pytest.raises(flight.FlightCancelledError):
         writer.close()
-    stuck.close()
+    client.close()
 
 
-def assert_clean(answer: dict[str, object]) -> None:
-    """No traceback, path or module name in what a client is told."""
-    told = str(answer["details"]) + str(answer["trailers"])
+def assert_clean(response: dict[str, object]) -> None:
+    """Asserts that the error contains no traceback, path or module name."""
+    text = str(response["details"]) + str(response["trailers"])
     for leak in ("Traceback", str(models.ROOT), "/usr", "/tmp", ".py", "iskander.gateway"):
-        assert leak not in told, told
+        assert leak not in text, text

@@ -1,4 +1,4 @@
-"""The benchmarks run: real servers, client processes, a results file, a table, a comparison."""
+"""Benchmark commands with real servers: results file, table and comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 120
-ASKED = ("echo", "iskander", "iskander-oip", "iskander-default")
+SYSTEMS = ("echo", "iskander", "iskander-oip", "iskander-default")
 
 
 def benchmarks(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -30,29 +30,37 @@ def benchmarks(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_systems_are_measured_side_by_side_and_compared(tmp_path: Path) -> None:
+def test_systems_are_measured_and_compared(tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
     done = benchmarks(
-        "run", "small", "--quick", "--case", "4 clients|500 arr", "--systems", *ASKED, "--out", out
+        "run",
+        "small",
+        "--quick",
+        "--case",
+        "4 clients|500 arr",
+        "--systems",
+        *SYSTEMS,
+        "--out",
+        out,
     )
     assert done.returncode == 0, done.stderr
     assert "round 1: two-tower, 128 rows, 4 clients: echo" in done.stderr
-    found = read([out])
-    assert [found.systems(case) for case in found.cases] == [
-        [*ASKED],
+    results = read([out])
+    assert [results.systems(case) for case in results.cases] == [
+        [*SYSTEMS],
         ["echo", "iskander"],
     ]
-    for each in found.measurements:
+    for each in results.measurements:
         assert each["requests"] > 0
         assert not each["errors"], each["error_words"]
-    ours = found.select(found.cases[0], "iskander")[0]
-    assert set(ours["processes_cpu_us"]) == {"isk-gateway", "isk-worker-0"}
-    assert ours["client_processes"] == 4
+    measured = results.select(results.cases[0], "iskander")[0]
+    assert set(measured["processes_cpu_us"]) == {"isk-gateway", "isk-worker-0"}
+    assert measured["client_processes"] == 4
     same = benchmarks("compare", out, out)
     assert same.stdout.strip().endswith("figures are the same within noise.")
 
 
-def test_reloads_are_measured_in_turns_with_windows_without(tmp_path: Path) -> None:
+def test_windows_with_and_without_reloads_alternate(tmp_path: Path) -> None:
     out = tmp_path / "reload.jsonl"
     done = benchmarks("reload", "--quick", "--out", out)
     assert done.returncode == 0, done.stderr
@@ -62,7 +70,7 @@ def test_reloads_are_measured_in_turns_with_windows_without(tmp_path: Path) -> N
     assert reloading["reloads"] > 0 and without["requests"] > 0
 
 
-def test_a_peer_that_is_not_installed_is_skipped_with_a_word(tmp_path: Path) -> None:
+def test_missing_peer_system_is_skipped_with_a_message(tmp_path: Path) -> None:
     arguments = ("run", "goals", "--quick", "--case", "1 row", "--systems", "echo", "mosec")
     code = (
         "import sys; from pathlib import Path; from benchmarks import systems, __main__ as main;"
@@ -82,11 +90,11 @@ def test_a_peer_that_is_not_installed_is_skipped_with_a_word(tmp_path: Path) -> 
     assert read([tmp_path / "run.jsonl"]).systems("two-tower, 1 row, 4 clients") == ["echo"]
 
 
-def test_a_run_that_is_ended_takes_its_servers_along(tmp_path: Path) -> None:
+def test_terminated_run_stops_its_servers(tmp_path: Path) -> None:
     command = ["run", "small", "--case", "4 clients", "--systems", "echo", "iskander"]
-    effort = ["--rounds", "2", "--seconds", "0.5", "--out", str(tmp_path / "run.jsonl")]
+    options = ["--rounds", "2", "--seconds", "0.5", "--out", str(tmp_path / "run.jsonl")]
     with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", *command, *effort],
+        [sys.executable, "-m", "benchmarks", *command, *options],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Gateways and workers that look for messages for a while before they sleep."""
+"""Busy polling of gateways and workers."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ import pytest
 from support import models
 from support.processes import Gateway, running
 
-SPELL_US = 10_000
+POLL_US = 10_000
 BATCHES = 200
 GAP_S = 0.001
 IDLE_S = 1.0
 IDLE_SHARE = 0.2
-"""Of a core, at most: the beats of an idle worker, and a spell at the start; busy it would be 1."""
+"""Maximum CPU share of an idle process: heartbeats and one polling period. Polling uses 1."""
 
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Gateway]:
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
-    server, workers = {"busy_poll_us": SPELL_US}, {"groups": ["0"], "busy_poll_us": SPELL_US}
-    with running(tmp_path, served, server=server, workers=workers) as up:
-        yield up
+    server, workers = {"busy_poll_us": POLL_US}, {"groups": ["0"], "busy_poll_us": POLL_US}
+    with running(tmp_path, served, server=server, workers=workers) as ready:
+        yield ready
 
 
 def processes_of(gateway: Gateway) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in (gateway.pid, *gateway.worker_pids())]
 
 
-def spaced() -> Iterator[pa.RecordBatch]:
+def spaced_batches() -> Iterator[pa.RecordBatch]:
     for number in range(BATCHES):
         time.sleep(GAP_S)
         yield pa.record_batch([pa.array([number])], names=["x"])
 
 
-def test_they_do_not_sleep_between_batches(gateway: Gateway) -> None:
+def test_processes_do_not_sleep_between_batches(gateway: Gateway) -> None:
     processes = processes_of(gateway)
     before = [process.num_ctx_switches().voluntary for process in processes]
     with gateway.client() as client:
-        results = [each.column("y")[0].as_py() for each in client.stream("ids", spaced())]
+        results = [each.column("y")[0].as_py() for each in client.stream("ids", spaced_batches())]
     after = [process.num_ctx_switches().voluntary for process in processes]
     assert results == [3 * number + 1 for number in range(BATCHES)]
-    # One that sleeps is woken at least once for each.
+    # A sleeping process wakes at least once per batch.
     for sleeps in (now - then for then, now in zip(before, after, strict=True)):
         assert sleeps < BATCHES / 2
 
 
-def test_they_sleep_when_nothing_comes(gateway: Gateway) -> None:
+def test_processes_sleep_without_requests(gateway: Gateway) -> None:
     with gateway.client() as client:
-        assert client.score("ids", next(spaced())).column("y").to_pylist() == [1]
+        assert client.score("ids", next(spaced_batches())).column("y").to_pylist() == [1]
     processes = processes_of(gateway)
     time.sleep(0.1)
     before = [sum(process.cpu_times()[:2]) for process in processes]

@@ -1,6 +1,6 @@
-"""Everything goes wrong at once, by a seed: whatever was asked is answered once, and rightly.
+"""Seeded fault injection: each batch gets exactly one response, and it is correct.
 
-`ISKANDER_CHAOS_S` says for how long, `ISKANDER_CHAOS_SEED` what is drawn.
+`ISKANDER_CHAOS_S` sets the duration and `ISKANDER_CHAOS_SEED` the seed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HANG_S = 1.0
 
 
 def served(folder: Path) -> list[dict[str, object]]:
-    """Three models, whose lanes differ in what they do with too much."""
+    """Returns three models; their lanes have different limits and overflow settings."""
     models.row_ids(folder / "ids")
     models.priced(folder / "priced", 300, 600)
     models.picky(folder / "picky", VALUE_MAX)
@@ -53,22 +53,22 @@ def served(folder: Path) -> list[dict[str, object]]:
 
 
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Of asyncio's own pool: made when several things want one at once, and kept."""
+"""Maximum size of asyncio's default pool, which keeps the threads that it starts."""
 
 
 def footprint(gateway: Gateway) -> dict[str, int]:
-    """What the gateway holds, but for its clients' connections."""
+    """Returns counts of the gateway's resources without its clients' connections."""
     process = psutil.Process(gateway.pid)
 
     def descriptors() -> int | None:
-        """None where a connection came or went between looking at the one and the other."""
-        held = process.num_fds()
+        """Returns None if a connection opened or closed between the two counts."""
+        count = process.num_fds()
         connections = [c for c in process.net_connections() if c.status != "LISTEN"]
-        return held - len(connections) if process.num_fds() == held else None
+        return count - len(connections) if process.num_fds() == count else None
 
     maps = Path(f"/proc/{gateway.pid}/maps").read_text()
     return {
-        "descriptors": eventually(descriptors, what="a moment of rest"),
+        "descriptors": eventually(descriptors, what="a stable number of descriptors"),
         "threads": process.num_threads(),
         "mappings": maps.count("memfd:iskander"),
         "children": len(process.children()),
@@ -76,32 +76,32 @@ def footprint(gateway: Gateway) -> dict[str, int]:
 
 
 def assert_no_more_than(before: dict[str, int], gateway: Gateway) -> None:
-    """What the gateway holds comes back to what it held before."""
-    most = {**before, "threads": before["threads"] + POOL_THREADS}
+    """Waits until the gateway's resources are at most those of `before`."""
+    limit = {**before, "threads": before["threads"] + POOL_THREADS}
 
-    def is_as_before() -> bool:
-        return all(count <= most[name] for name, count in footprint(gateway).items())
+    def is_released() -> bool:
+        return all(count <= limit[name] for name, count in footprint(gateway).items())
 
     try:
-        eventually(is_as_before)
+        eventually(is_released)
     except AssertionError:
         raise AssertionError(f"was {before}, is {footprint(gateway)}") from None
 
 
-def test_whatever_breaks_each_batch_is_answered_once_and_rightly(tmp_path: Path) -> None:
-    """Workers die, stop and hang, clients leave, time out and do not read; then it drains."""
-    ledger, deeds = Ledger(), []
+def test_each_batch_gets_one_correct_response_during_faults(tmp_path: Path) -> None:
+    """Workers die, stop and hang; clients cancel, time out and do not read. A drain follows."""
+    ledger, faults = Ledger(), []
     try:
-        _chaos(tmp_path, ledger, deeds)
+        _run_with_faults(tmp_path, ledger, faults)
         assert not ledger.wrong
     finally:
         sys.stderr.write(f"ISKANDER_CHAOS_SEED={SEED}, {SECONDS:g} s: {ledger}\n")
-        sys.stderr.write("\n".join(deeds) + "\n")
+        sys.stderr.write("\n".join(faults) + "\n")
 
 
-def _chaos(folder: Path, ledger: Ledger, deeds: list[str]) -> None:
+def _run_with_faults(folder: Path, ledger: Ledger, faults: list[str]) -> None:
     workers = {"groups": ["0", "1"], "hang_s": HANG_S, "crash_loop": 1000, "recycle_batches": 1500}
-    # So little of it that streams have to wait for room.
+    # Small enough that streams wait for space in the arena.
     arena = {"input_bytes": (1 << 20) + (1 << 16)}
     limits = {
         "bytes": 1 << 15,
@@ -112,29 +112,34 @@ def _chaos(folder: Path, ledger: Ledger, deeds: list[str]) -> None:
     }
     with running(folder, served(folder), workers=workers, arena=arena, limits=limits) as gateway:
         with Load(gateway, SEED, ledger):
-            eventually(lambda: ledger.counts["right"] > 100 or ledger.wrong, what="answers")
+            eventually(
+                lambda: ledger.counts["right"] > 100 or ledger.wrong, what="100 correct responses"
+            )
         quiet(gateway)
         before = footprint(gateway)
         with Load(gateway, SEED + 1, ledger), Breaker(gateway, SEED, HANG_S, ledger) as breaker:
             threading.Event().wait(SECONDS)
-        deeds += breaker.deeds
+        faults += breaker.deeds
         stats = quiet(gateway)
-        assert sum(lane.get("withdrawn", 0) for lane in lanes_of(stats)), "nobody left in time"
+        assert sum(lane.get("withdrawn", 0) for lane in lanes_of(stats)), "no request was withdrawn"
         assert all(worker["starts"] > 1 for worker in stats["workers"]) or SECONDS < 10
         assert_no_more_than(before, gateway)
         _drain_under_load(gateway, ledger)
         log = gateway.text()
     assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:4000]
     assert processes_of(gateway.runtime) == []
-    left = sorted(path.name for path in gateway.runtime.iterdir())
-    assert left == ["gateway.lock", "worker-0.lock", "worker-1.lock"]
+    remaining = sorted(path.name for path in gateway.runtime.iterdir())
+    assert remaining == ["gateway.lock", "worker-0.lock", "worker-1.lock"]
 
 
 def _drain_under_load(gateway: Gateway, ledger: Ledger) -> None:
-    """What was accepted is answered before the gateway ends; then nobody is there."""
+    """Stops the gateway under load; it finishes accepted batches before it exits."""
     right = ledger.counts["right"]
     with Load(gateway, SEED + 2, ledger) as load:
-        eventually(lambda: ledger.counts["right"] > right + 100 or ledger.wrong, what="answers")
+        eventually(
+            lambda: ledger.counts["right"] > right + 100 or ledger.wrong,
+            what="100 correct responses",
+        )
         load.expect_drain()
         gateway.signal(signal.SIGTERM)
     assert gateway.wait() == 0

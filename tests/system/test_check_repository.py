@@ -1,4 +1,4 @@
-"""`iskander check` with a repository: each version that a start would load, and why not."""
+"""`iskander check` with a repository: versions loaded at start, and their errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from support.repositories import Folder
 
 
 def check(config: Path) -> tuple[int, dict[str, str]]:
-    """The exit code, and what stands behind each name in the first column."""
+    """Returns the exit code, and the rest of each row by the name in its first column."""
     done = subprocess.run(
         [BIN / "iskander", "check", config], capture_output=True, text=True, check=False
     )
     table = done.stdout.split("\n\n")[0].splitlines()[1:]
-    told = {line.split()[0]: line.split(maxsplit=3)[3] for line in table if line[0] != " "}
-    return done.returncode, told
+    rows = {line.split()[0]: line.split(maxsplit=3)[3] for line in table if line[0] != " "}
+    return done.returncode, rows
 
 
 def configuration(folder: Path, settings: str = "") -> Path:
@@ -25,7 +25,7 @@ def configuration(folder: Path, settings: str = "") -> Path:
     return path
 
 
-def test_the_versions_that_a_start_would_load_are_loaded(tmp_path: Path) -> None:
+def test_versions_selected_at_start_are_loaded(tmp_path: Path) -> None:
     models = Folder(tmp_path / "models")
     models.put("one", 1, 2)
     models.put("one", 3, 4)
@@ -33,13 +33,13 @@ def test_the_versions_that_a_start_would_load_are_loaded(tmp_path: Path) -> None
     models.put("all", 2, 3)
     models.say("all", 'versions = "all"\n')
 
-    code, told = check(configuration(tmp_path))
+    code, rows = check(configuration(tmp_path))
 
-    assert (code, sorted(told)) == (0, ["all/1", "all/2", "one/3"])
-    assert told["one/3"] == "x int64"
+    assert (code, sorted(rows)) == (0, ["all/1", "all/2", "one/3"])
+    assert rows["one/3"] == "x int64"
 
 
-def test_what_does_not_load_is_told_beside_what_does(tmp_path: Path) -> None:
+def test_load_errors_are_listed_with_loaded_versions(tmp_path: Path) -> None:
     models = Folder(tmp_path / "models")
     models.put("good", 1, 2)
     models.put("bad", 1, 2)
@@ -47,39 +47,39 @@ def test_what_does_not_load_is_told_beside_what_does(tmp_path: Path) -> None:
     models.put("torn", 1, 2)
     models.say("torn", "versions = [\n")
 
-    code, told = check(configuration(tmp_path))
+    code, rows = check(configuration(tmp_path))
 
     assert code == 1
-    assert told["good/1"] == "x int64"
-    assert told["bad/1"].startswith("cannot be loaded: ") and "model.onnx" in told["bad/1"]
-    assert told["torn"].startswith("cannot be loaded: ") and "model.toml" in told["torn"]
+    assert rows["good/1"] == "x int64"
+    assert rows["bad/1"].startswith("cannot be loaded: ") and "model.onnx" in rows["bad/1"]
+    assert rows["torn"].startswith("cannot be loaded: ") and "model.toml" in rows["torn"]
 
 
-def test_what_a_start_would_not_be_ready_with_is_told(tmp_path: Path) -> None:
+def test_settings_that_prevent_readiness_are_listed(tmp_path: Path) -> None:
     models = Folder(tmp_path / "models")
     models.put("absent", 1, 2)
     models.say("absent", "versions = [7]\n")
     models.put("astray", 1, 2)
     models.say("astray", "aliases = {canary = 9}\n")
 
-    code, told = check(configuration(tmp_path))
+    code, rows = check(configuration(tmp_path))
 
     assert code == 1
-    assert "version policy selects no version" in told["absent"]
-    assert "the routing refers to missing versions: 9" in told["astray"]
-    assert told["astray/1"] == "x int64"
+    assert "version policy selects no version" in rows["absent"]
+    assert "the routing refers to missing versions: 9" in rows["astray"]
+    assert rows["astray/1"] == "x int64"
 
 
-def test_with_explicit_control_only_what_is_named_is_loaded(tmp_path: Path) -> None:
+def test_explicit_control_loads_only_the_named_models(tmp_path: Path) -> None:
     models = Folder(tmp_path / "models")
     models.put("named", 1, 2)
     models.put("other", 1, 2)
     settings = 'control = "explicit"\nload = ["named", "absent"]\n'
 
-    code, told = check(configuration(tmp_path, settings))
+    code, rows = check(configuration(tmp_path, settings))
 
     assert code == 1
-    assert told == {
+    assert rows == {
         "absent": "cannot be loaded: no such folder in the repository",
         "named/1": "x int64",
     }

@@ -1,4 +1,4 @@
-"""Columns of every kind through a real server, and what it computes held against NumPy."""
+"""Column types on a real server; results are compared with NumPy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def manifest(folder: Path, text: str, kind: str, passthrough: str = "none") -> P
 
 
 def tabular(folder: Path) -> Path:
-    """`y` is the packed columns times 1, 10, 100, 1000, summed."""
+    """`y` is the sum of the packed columns, times 1, 10, 100 and 1000."""
     weights = helper.make_tensor("w", FLOAT, [4, 1], [1.0, 10.0, 100.0, 1000.0])
     models.save(
         folder,
@@ -65,7 +65,7 @@ fill = 0.0
 
 
 def masked_sum(folder: Path) -> Path:
-    """`y` is the sum of a row's elements by its mask, plus 1000 times its length."""
+    """`y` is the sum of a row's valid elements, plus 1000 times its length."""
     models.save(
         folder,
         [
@@ -99,7 +99,7 @@ lengths = "n"
 
 
 def moments(folder: Path) -> Path:
-    """`y` is hours, and the price in hundreds, added."""
+    """`y` is the time in hours plus the price in hundredths."""
     models.save(
         folder,
         [helper.make_node("Add", ["t", "p"], ["y"])],
@@ -123,7 +123,7 @@ as = "unscaled"
 
 
 def words(folder: Path) -> Path:
-    """`y` is the line of the first word, plus ten times that of the second by its one-hot row."""
+    """`y` is the first word's index plus ten times the second's, which is one-hot encoded."""
     models.save(
         folder,
         [
@@ -153,7 +153,7 @@ fill = "red"
 
 
 def lengths(folder: Path) -> Path:
-    """`y` is the sum of a row, `t` the length that it was padded to."""
+    """`y` is the sum of a row, and `t` its padded length."""
     models.save(
         folder,
         [
@@ -185,7 +185,7 @@ type = "utf8"
 
 
 def picky(folder: Path) -> Path:
-    """`y` is ten times the first element of a row, which may be at most 9."""
+    """`y` is ten times the first element of a row; elements above 9 fail."""
     models.save(
         folder,
         [
@@ -237,33 +237,33 @@ def client(gateway: Gateway) -> Iterator[Client]:
         yield client
 
 
-def oip(gateway: Gateway, model: str, asking: Any) -> tuple[int, Any]:
-    """What the Open Inference Protocol answers over HTTP."""
+def oip_infer(gateway: Gateway, model: str, request: Any) -> tuple[int, Any]:
+    """Sends an Open Inference Protocol request over HTTP; returns the status and the body."""
     host, _, port = gateway.stats()["http_address"].rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     try:
-        connection.request("POST", f"/v2/models/{model}/infer", json.dumps(asking))
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        connection.request("POST", f"/v2/models/{model}/infer", json.dumps(request))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
     finally:
         connection.close()
 
 
-def asked(client: Client, model: str, **columns: Any) -> pa.RecordBatch:
-    (got,) = client.stream(model, [pa.record_batch(columns)])
-    got.validate(full=True)
-    return got
+def score_columns(client: Client, model: str, **columns: Any) -> pa.RecordBatch:
+    (result,) = client.stream(model, [pa.record_batch(columns)])
+    result.validate(full=True)
+    return result
 
 
-def test_a_table_of_mixed_types_is_one_tensor(client: Client) -> None:
-    """Integers, a struct's field, booleans and a dictionary, with nulls, over several batches."""
+def test_columns_of_mixed_types_form_one_tensor(client: Client) -> None:
+    """Integers, a struct field, booleans and a dictionary, with nulls, in several batches."""
     rows = 50
     age = [None if n % 7 == 0 else n for n in range(rows)]
     rate = [None if n % 5 == 0 else {"rate": n / 4} for n in range(rows)]
     new = [n % 2 == 0 for n in range(rows)]
     clicks = [n % 3 for n in range(rows)]
 
-    got = asked(
+    result = score_columns(
         client,
         "tabular",
         age=pa.array(age, pa.int16()),
@@ -273,39 +273,41 @@ def test_a_table_of_mixed_types_is_one_tensor(client: Client) -> None:
         clicks=pa.array(clicks, pa.int64()).dictionary_encode(),
     )
 
-    wanted = [
+    expected = [
         (a or 0) + 10 * (r or {"rate": 0})["rate"] + 100 * n + 1000 * c
         for a, r, n, c in zip(age, rate, new, clicks, strict=True)
     ]
-    np.testing.assert_allclose(got["y"].to_numpy(), np.array(wanted, np.float32))
-    assert got["id"].to_pylist() == [f"r{n}" for n in range(rows)]
+    np.testing.assert_allclose(result["y"].to_numpy(), np.array(expected, np.float32))
+    assert result["id"].to_pylist() == [f"r{n}" for n in range(rows)]
 
 
 @pytest.mark.parametrize("kind", [pa.list_, pa.large_list, pa.list_view], ids=lambda k: k.__name__)
 def test_ragged_rows_with_mask_and_lengths(client: Client, kind: Any) -> None:
     rows = [list(range(n % 8)) for n in range(20)]
     rows[3] = [None, 4]
-    got = asked(client, "masked", values=pa.array(rows, kind(pa.int32())))
-    wanted = [sum(v or 0 for v in row[-5:]) + 1000 * min(len(row), 5) for row in rows]
-    assert got["y"].to_pylist() == wanted
+    result = score_columns(client, "masked", values=pa.array(rows, kind(pa.int32())))
+    expected = [sum(v or 0 for v in row[-5:]) + 1000 * min(len(row), 5) for row in rows]
+    assert result["y"].to_pylist() == expected
 
 
 def test_timestamps_and_decimals(client: Client) -> None:
     start = dt.datetime(2024, 5, 1, tzinfo=dt.UTC)
     at = [start, None, start + dt.timedelta(minutes=90)]
     price = [Decimal("1.25"), Decimal("0.00"), Decimal("-3.10")]
-    got = asked(
+    result = score_columns(
         client,
         "moments",
         at=pa.array(at, pa.timestamp("ms", "Europe/Prague")),
         price=pa.array(price, pa.decimal128(10, 2)),
     )
     hours = start.timestamp() / 3600
-    np.testing.assert_allclose(got["y"].to_numpy(), [hours + 125, float("nan"), hours + 1.5 - 310])
+    np.testing.assert_allclose(
+        result["y"].to_numpy(), [hours + 125, float("nan"), hours + 1.5 - 310]
+    )
 
 
-def test_rows_of_all_lengths_come_back_in_their_places(client: Client) -> None:
-    """Batches of one stream and of one length or several, each row padded as its own bucket is."""
+def test_rows_of_all_lengths_keep_their_order(client: Client) -> None:
+    """Each row is padded to its own bucket, in batches with one bucket and with several."""
     rng = np.random.default_rng(3)
     batches = []
     for most in (4, 64, 1, 30, 64, 17):
@@ -314,28 +316,28 @@ def test_rows_of_all_lengths_come_back_in_their_places(client: Client) -> None:
         batches.append(pa.record_batch({"x": pa.array(rows, pa.list_(pa.int64())), "id": names}))
     batches.append(batches[0].slice(0, 0))
 
-    got = list(client.stream("lengths", batches))
+    results = list(client.stream("lengths", batches))
 
-    assert len(got) == len(batches)
-    for sent, back in zip(batches, got, strict=True):
-        back.validate(full=True)
+    assert len(results) == len(batches)
+    for sent, result in zip(batches, results, strict=True):
+        result.validate(full=True)
         rows = sent["x"].to_pylist()
-        assert back["y"].to_pylist() == [sum(row) for row in rows]
+        assert result["y"].to_pylist() == [sum(row) for row in rows]
         padded = [next(size for size in (4, 16, 64) if size >= len(row)) for row in rows]
-        assert back["t"].to_pylist() == [str(size) for size in padded]
-        assert back["id"].to_pylist() == sent["id"].to_pylist()
+        assert result["t"].to_pylist() == [str(size) for size in padded]
+        assert result["id"].to_pylist() == sent["id"].to_pylist()
     with pytest.raises(ContractError, match="row 1 has 65 elements, limit 64"):
-        asked(client, "lengths", x=pa.array([[1], [2] * 65]))
+        score_columns(client, "lengths", x=pa.array([[1], [2] * 65]))
 
 
-def test_a_large_divided_batch_is_put_together_by_a_thread(client: Client) -> None:
+def test_large_split_batch_is_assembled_in_a_thread(client: Client) -> None:
     rows = [[n] * (n % 60) for n in range(18_000)]
-    got = asked(client, "lengths", x=pa.array(rows, pa.list_(pa.int64())))
-    assert got["y"].to_pylist() == [n * (n % 60) for n in range(18_000)]
+    result = score_columns(client, "lengths", x=pa.array(rows, pa.list_(pa.int64())))
+    assert result["y"].to_pylist() == [n * (n % 60) for n in range(18_000)]
 
 
-def test_a_portion_that_fails_is_the_failure_of_its_batch_alone(client: Client) -> None:
-    """The model refuses a short row or a long one; the batches around it have their results."""
+def test_failed_portion_fails_only_its_batch(client: Client) -> None:
+    """The model fails on a short or a long row; the other batches get results."""
 
     def batch(*rows: list[int]) -> pa.RecordBatch:
         return pa.record_batch({"x": pa.array(rows, pa.list_(pa.int64()))})
@@ -348,21 +350,21 @@ def test_a_portion_that_fails_is_the_failure_of_its_batch_alone(client: Client) 
         batch([1], [2] * 65),
         batch([4] * 9, [5]),
     ]
-    got = list(client.outcomes("picky", batches))
-    kinds = [type(each) for each in got]
+    outcomes = list(client.outcomes("picky", batches))
+    kinds = [type(each) for each in outcomes]
     assert kinds[1:3] == [ExecutionFailed] * 2 and kinds[4] is ContractError
-    results = [each["y"].to_pylist() for each in got if isinstance(each, pa.RecordBatch)]
+    results = [each["y"].to_pylist() for each in outcomes if isinstance(each, pa.RecordBatch)]
     assert results == [[10, 20], [10, 20], [40, 50]]
 
 
-def test_a_divided_batch_is_not_its_own_newer_one(client: Client) -> None:
-    """Where only the newest counts each is answered, also one after the other."""
+def test_portions_of_one_batch_do_not_supersede_each_other(client: Client) -> None:
+    """With `newest_wins`, consecutive batches get results, too."""
     rows = pa.array([[1], [2] * 9, [3] * 30, [4] * 2], pa.list_(pa.int64()))
     batch = pa.record_batch({"x": rows})
     terms = {"client": "camera", "newest_wins": True}
     for _ in range(3):
-        (got,) = client.stream("lengths", [batch], terms=terms)
-        assert got["y"].to_pylist() == [1, 18, 90, 8]
+        (result,) = client.stream("lengths", [batch], terms=terms)
+        assert result["y"].to_pylist() == [1, 18, 90, 8]
     outcomes = list(client.outcomes("lengths", [batch] * 20, terms=terms))
     assert isinstance(outcomes[-1], pa.RecordBatch)
     for each in outcomes:
@@ -372,10 +374,10 @@ def test_a_divided_batch_is_not_its_own_newer_one(client: Client) -> None:
             assert isinstance(each, Superseded)
 
 
-def test_many_clients_share_batches_of_one_bucket(gateway: Gateway) -> None:
-    """Streams of short and long rows at once: nobody gets another's, nor another's padding."""
+def test_clients_that_share_batches_get_their_own_rows(gateway: Gateway) -> None:
+    """Streams with short and with long rows run at the same time."""
 
-    def ask(seed: int) -> bool:
+    def score_rows(seed: int) -> bool:
         rng = np.random.default_rng(seed)
         with gateway.client() as client:
             rows = [
@@ -383,41 +385,43 @@ def test_many_clients_share_batches_of_one_bucket(gateway: Gateway) -> None:
                 for _ in range(20)
             ]
             sent = [pa.record_batch({"x": pa.array(each, pa.list_(pa.int64()))}) for each in rows]
-            got = [back["y"].to_pylist() for back in client.stream("lengths", sent)]
-            return got == [[sum(row) for row in each] for each in rows]
+            results = [each["y"].to_pylist() for each in client.stream("lengths", sent)]
+            return results == [[sum(row) for row in each] for each in rows]
 
     with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(ask, range(1, 7)))
+        assert all(pool.map(score_rows, range(1, 7)))
 
 
-def test_tensor_protocols_send_rows_of_a_buckets_length(gateway: Gateway, client: Client) -> None:
-    """A client without columns pads by itself, and is told what lengths there are."""
+def test_tensor_protocols_accept_only_bucket_lengths(gateway: Gateway, client: Client) -> None:
+    """Clients of tensor protocols pad their rows themselves."""
     rows = [[1] * 16, [2] * 16]
-    asking = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2, 16], "data": rows}]}
-    status, answer = oip(gateway, "lengths", asking)
+    request = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [2, 16], "data": rows}]}
+    status, response = oip_infer(gateway, "lengths", request)
     assert status == 200
-    assert {each["name"]: each["data"] for each in answer["outputs"]}["y"] == [16, 32]
-    asking["inputs"][0] |= {"shape": [2, 5], "data": [[1] * 5, [2] * 5]}
-    status, answer = oip(gateway, "lengths", asking)
-    assert status == 400 and "got INT64 [2, 5]" in answer["error"]
+    assert {each["name"]: each["data"] for each in response["outputs"]}["y"] == [16, 32]
+    request["inputs"][0] |= {"shape": [2, 5], "data": [[1] * 5, [2] * 5]}
+    status, response = oip_infer(gateway, "lengths", request)
+    assert status == 400 and "got INT64 [2, 5]" in response["error"]
 
 
-def test_words_are_looked_up_and_an_unknown_one_is_refused(client: Client) -> None:
-    got = asked(
+def test_words_are_mapped_to_indices_and_unknown_words_rejected(client: Client) -> None:
+    result = score_columns(
         client,
         "words",
         first=pa.array(["žlutá", "red", "green"]).dictionary_encode(),
         second=pa.array(["green", "mauve", None], pa.large_utf8()),
     )
-    assert got["y"].to_pylist() == [12, 30, 1]
+    assert result["y"].to_pylist() == [12, 30, 1]
     with pytest.raises(ContractError, match="has `blue`, which is not in the vocabulary"):
-        asked(client, "words", first=pa.array(["red", "blue"]), second=pa.array(["red", "red"]))
+        score_columns(
+            client, "words", first=pa.array(["red", "blue"]), second=pa.array(["red", "red"])
+        )
 
 
-def test_an_unknown_word_is_told_to_who_sent_it_and_to_nobody_else(gateway: Gateway) -> None:
-    """Streams whose batches are put together, half of them with a word of their own."""
+def test_unknown_word_fails_only_its_sender(gateway: Gateway) -> None:
+    """Streams share batches; half of the streams send an unknown word."""
 
-    def ask(index: int) -> bool:
+    def score_word(index: int) -> bool:
         word = f"blue{index}" if index % 2 else "green"
         batch = pa.record_batch({"first": pa.array([word]), "second": pa.array(["red"])})
         with gateway.client() as client:
@@ -427,27 +431,31 @@ def test_an_unknown_word_is_told_to_who_sent_it_and_to_nobody_else(gateway: Gate
         return all(isinstance(each, ContractError) and word in str(each) for each in outcomes)
 
     with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(ask, range(6)))
+        assert all(pool.map(score_word, range(6)))
 
 
 def manifest_of(model: Path) -> str:
-    """What the operator's tool prints."""
+    """Returns the output of `iskander manifest`."""
     command = [BIN / "iskander", "manifest", model]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a null type": ("moments", {"at": pa.nulls(1)}, "no values"),
-    "another unit": ("moments", {"price": pa.array([Decimal("1.250")])}, "wanted decimal128"),
-    "a null": ("moments", {"price": pa.array([None], pa.decimal128(10, 2))}, "first in row 0"),
-    "a field that is not there": ("tabular", {"user": pa.array([{"r": 1.0}])}, "`user.rate`"),
-    "a number too large": ("tabular", {"clicks": pa.array([1e300])}, "row 0 has 1e\\+300"),
+INVALID_COLUMNS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "null type": ("moments", {"at": pa.nulls(1)}, "no values"),
+    "another decimal scale": (
+        "moments",
+        {"price": pa.array([Decimal("1.250")])},
+        "wanted decimal128",
+    ),
+    "null": ("moments", {"price": pa.array([None], pa.decimal128(10, 2))}, "first in row 0"),
+    "missing field": ("tabular", {"user": pa.array([{"r": 1.0}])}, "`user.rate`"),
+    "number out of range": ("tabular", {"clicks": pa.array([1e300])}, "row 0 has 1e\\+300"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_bad_column_ends_its_stream_and_nobody_elses(client: Client, case: str) -> None:
-    good: dict[str, dict[str, Any]] = {
+@pytest.mark.parametrize("case", INVALID_COLUMNS)
+def test_invalid_column_ends_only_its_stream(client: Client, case: str) -> None:
+    valid: dict[str, dict[str, Any]] = {
         "moments": {
             "at": pa.array([0], pa.timestamp("s")),
             "price": pa.array([Decimal("1.00")], pa.decimal128(10, 2)),
@@ -457,14 +465,14 @@ def test_a_bad_column_ends_its_stream_and_nobody_elses(client: Client, case: str
             "clicks": pa.array([1]),
         },
     }  # fmt: skip
-    model, bad, words = REFUSED[case]
+    model, invalid, words = INVALID_COLUMNS[case]
     with pytest.raises(IskanderError, match=words):
-        asked(client, model, **(good[model] | bad))
-    assert asked(client, model, **good[model]).num_rows == 1
+        score_columns(client, model, **(valid[model] | invalid))
+    assert score_columns(client, model, **valid[model]).num_rows == 1
 
 
-def test_a_large_batch_is_made_by_a_thread_in_order(client: Client) -> None:
-    """Batches over 4 MiB go another way, and come back in their turn."""
+def test_large_batch_keeps_its_order(client: Client) -> None:
+    """Batches above 4 MiB are converted in a thread."""
     rng = np.random.default_rng(5)
     columns = {
         "age": rng.integers(0, 99, 200_000),
@@ -475,15 +483,15 @@ def test_a_large_batch_is_made_by_a_thread_in_order(client: Client) -> None:
     arrays = {name: pa.array(data) for name, data in columns.items()}
     large = pa.record_batch(arrays | {"user": user})
     batches = [large.slice(0, 10), large, large.slice(10, 5)]
-    got = list(client.stream("tabular", batches))
-    assert [batch.num_rows for batch in got] == [10, 200_000, 5]
-    wanted = columns["age"] + 10 * user.field(0).to_numpy() + 100.0 * columns["is_new"]
-    wanted = (wanted + 1000 * columns["clicks"]).astype(np.float32)
-    np.testing.assert_allclose(got[1]["y"].to_numpy(), wanted, rtol=1e-5)
-    np.testing.assert_allclose(got[2]["y"].to_numpy(), wanted[10:15], rtol=1e-5)
+    results = list(client.stream("tabular", batches))
+    assert [batch.num_rows for batch in results] == [10, 200_000, 5]
+    expected = columns["age"] + 10 * user.field(0).to_numpy() + 100.0 * columns["is_new"]
+    expected = (expected + 1000 * columns["clicks"]).astype(np.float32)
+    np.testing.assert_allclose(results[1]["y"].to_numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(results[2]["y"].to_numpy(), expected[10:15], rtol=1e-5)
 
 
-def test_a_model_tells_how_its_columns_are_made(client: Client, gateway: Gateway) -> None:
+def test_model_description_contains_the_column_mapping(client: Client, gateway: Gateway) -> None:
     described = {model["name"]: model for model in client.models()}
     (table,) = described["tabular"]["inputs"]
     assert table["columns"] == ["age", "user.rate", "is_new", "clicks"] and table["fill"] == 0.0

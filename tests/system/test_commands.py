@@ -1,4 +1,4 @@
-"""The commands and units that people run: help, check, manifest, models, config, quickstart."""
+"""Commands and systemd units: help, check, manifest, models, config, quickstart."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_check_prints_the_plan() -> None:
         ("server.unix_owner=nobodyxx", "no such user or group"),
     ],
 )
-def test_check_and_start_refuse_the_same(change: str, words: str) -> None:
-    """Path, value and rule, with the same words and without a traceback."""
+def test_check_and_start_print_the_same_config_error(change: str, words: str) -> None:
+    """The error has the setting, its value and the rule, but no traceback."""
     file = ROOT / "configs" / "quickstart.toml"
     text = run(BIN / "iskander", "check", file, "--set", change, code=1)
     assert words in text and "Traceback" not in text
@@ -82,7 +82,7 @@ def test_manifest_is_derived_and_read_back(tmp_path: Path) -> None:
     )
 
 
-def test_config_show_names_the_origin_of_each_value() -> None:
+def test_config_show_prints_the_origin_of_each_value() -> None:
     text = run(
         BIN / "iskander", "config", "show", ROOT / "configs" / "quickstart.toml",
         "--set", "limits.streams=7",
@@ -93,7 +93,7 @@ def test_config_show_names_the_origin_of_each_value() -> None:
     assert lines["limits.rows"][-1] == "default"
 
 
-def test_config_reference_is_a_configuration(tmp_path: Path) -> None:
+def test_config_reference_is_a_valid_configuration(tmp_path: Path) -> None:
     text = run(BIN / "iskander", "config", "reference")
     file = tmp_path / "all.toml"
     path = models.TWO_TOWER
@@ -101,7 +101,7 @@ def test_config_reference_is_a_configuration(tmp_path: Path) -> None:
     run(BIN / "iskander", "check", file)
 
 
-def test_models_of_a_running_server(tmp_path: Path) -> None:
+def test_models_lists_the_models_of_a_running_server(tmp_path: Path) -> None:
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids")), "intra_threads": 1}]
     with running(tmp_path, served) as gateway:
         text = run(BIN / "iskander", "models", "--address", gateway.address)
@@ -112,7 +112,7 @@ def test_models_of_a_running_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["iskander", "iskander-gateway", "iskander-worker"])
-def test_the_version_names_the_kind_of_build(command: str) -> None:
+def test_version_shows_the_kind_of_build(command: str) -> None:
     arena = find_spec("iskander.memory.arena")
     assert arena is not None and arena.origin is not None
     build = "interpreted" if arena.origin.endswith(".py") else "compiled"
@@ -121,15 +121,15 @@ def test_the_version_names_the_kind_of_build(command: str) -> None:
     )
 
 
-def test_quickstart_works_and_leaves_nothing() -> None:
-    """The script behind `make quickstart`, as a newcomer runs it."""
+def test_quickstart_scores_and_cleans_up() -> None:
+    """`make quickstart` runs this script."""
     text = run(sys.executable, ROOT / "scripts" / "quickstart.py")
     assert "predicted" in text and "1,861 rows in 15 batches" in text
     assert text.endswith("stopped: exit code 0, nothing left behind\n")
 
 
-def test_systemd_units_are_understood(tmp_path: Path) -> None:
-    """`systemd-analyze verify` returns 0 for unknown keys too, so what counts is its silence."""
+def test_systemd_units_are_valid(tmp_path: Path) -> None:
+    """`systemd-analyze verify` returns 0 for unknown keys too, so its output must be empty."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     for name in ("iskander-gateway.service", "iskander-worker@.service"):
@@ -142,10 +142,10 @@ def test_systemd_units_are_understood(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["models", "stats"])
-def test_a_gateway_that_is_not_there_is_told_in_a_line(command: str) -> None:
-    said = run(BIN / "iskander", command, "--address", "127.0.0.1:1", code=1)
-    assert said.startswith("iskander: no gateway answers at 127.0.0.1:1")
-    assert said.count("\n") == 1
+def test_missing_gateway_is_reported_in_one_line(command: str) -> None:
+    text = run(BIN / "iskander", command, "--address", "127.0.0.1:1", code=1)
+    assert text.startswith("iskander: no gateway answers at 127.0.0.1:1")
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_gateway_that_is_not_there_is_told_in_a_line(command: str) -> None:
         ("lanes.pad_to=[1000000]", "is more than max_batch_rows"),
     ],
 )
-def test_check_refuses_what_a_start_would(setting: str, words: str) -> None:
+def test_check_and_start_reject_the_same_settings(setting: str, words: str) -> None:
     file = ROOT / "configs" / "quickstart.toml"
     assert words in run(BIN / "iskander", "check", file, "--set", setting, code=1)
     assert words in run(BIN / "iskander-gateway", "--config", file, "--set", setting, code=78)

@@ -1,4 +1,4 @@
-"""More connections than may be, on every port of a real gateway: idle ones give way to new ones."""
+"""Connection limits on each port of a real gateway: new connections evict idle ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.robots import GREETING, Peer, ask, connected
 
 from iskander.transport.connection_listener import CHECK_INTERVAL_S
 
-MOST = 16
+CONNECTIONS_MAX = 16
 DESCRIPTORS = 200
 GET = b"GET /v2/health/live HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -31,20 +31,20 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with running(
         folder,
         served,
-        limits={"connections": MOST},
-        http={"address": "127.0.0.1:0", "connections": MOST},
-        inferential={"address": "tcp://127.0.0.1:0", "connections": MOST},
+        limits={"connections": CONNECTIONS_MAX},
+        http={"address": "127.0.0.1:0", "connections": CONNECTIONS_MAX},
+        inferential={"address": "tcp://127.0.0.1:0", "connections": CONNECTIONS_MAX},
     ) as ready:
         yield ready
 
 
-def where(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
 
 def connect(address: str, source: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection(where(address), 20, source_address=(source, 0))
+    return socket.create_connection(host_and_port(address), 20, source_address=(source, 0))
 
 
 def http2_idle(gateway: Gateway) -> socket.socket:
@@ -91,21 +91,21 @@ PORTS = {
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_idle_connections_lock_nobody_out(gateway: Gateway, port: str) -> None:
+def test_new_connections_evict_the_oldest_idle_ones(gateway: Gateway, port: str) -> None:
     idle, new = PORTS[port]
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(idle(gateway)) for _ in range(3 * MOST)]
+        held = [stack.enter_context(idle(gateway)) for _ in range(3 * CONNECTIONS_MAX)]
         for _ in range(3):
             new(gateway)
         for each in held:
             each.settimeout(0.05)
-        gone = [each for each in held if is_over(each)]
-        assert 2 * MOST <= len(gone) < 3 * MOST
-        assert held[0] in gone and held[-1] not in gone
+        closed = [each for each in held if is_closed(each)]
+        assert 2 * CONNECTIONS_MAX <= len(closed) < 3 * CONNECTIONS_MAX
+        assert held[0] in closed and held[-1] not in closed
 
 
-def is_over(wire: socket.socket) -> bool:
-    """Whether the server has closed it; over HTTP/2 it says so, and that nothing was begun."""
+def is_closed(wire: socket.socket) -> bool:
+    """Returns whether the server closed it; over HTTP/2, a GOAWAY frame must precede that."""
     raw = b""
     try:
         while piece := wire.recv(1 << 16):
@@ -115,13 +115,13 @@ def is_over(wire: socket.socket) -> bool:
     except ConnectionError:
         return True
     if raw and b"live" not in raw and b"READY" not in raw:
-        # A GOAWAY frame: of no call, NO_ERROR.
+        # Type, flags and stream 0 of a GOAWAY frame; last stream 0, NO_ERROR.
         assert raw.endswith(b"\x07" + bytes(1 + 4 + 4 + 4) + b"idle")
     return True
 
 
-def test_a_process_of_few_descriptors_serves_on(tmp_path: Path) -> None:
-    """Connections leave some for the rest of it: a worker that died is started again."""
+def test_gateway_with_few_descriptors_keeps_serving(tmp_path: Path) -> None:
+    """Connections leave some descriptors free, for example to replace a worker."""
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids")), "intra_threads": 1}]
     limit = ("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}")
     with running(tmp_path, served, prefix=limit) as gateway, contextlib.ExitStack() as stack:
@@ -130,16 +130,16 @@ def test_a_process_of_few_descriptors_serves_on(tmp_path: Path) -> None:
             stack.enter_context(connect(gateway.address, f"127.0.1.{count % 250 + 1}"))
         http2_new(gateway)
         assert process.num_fds() <= DESCRIPTORS - DESCRIPTORS // 8
-        dead = gateway.kill_worker()
-        eventually(lambda: dead not in gateway.worker_pids() and gateway.worker_pids())
+        killed = gateway.kill_worker()
+        eventually(lambda: killed not in gateway.worker_pids() and gateway.worker_pids())
         gateway.wait_ready()
         http2_new(gateway)
         assert "accept failed" not in gateway.text()
 
 
 @pytest.mark.slow
-def test_a_silent_zeromq_client_stays_and_one_that_is_gone_goes(tmp_path: Path) -> None:
-    """libzmq answers a PING by itself; who does not is closed."""
+def test_zeromq_client_is_closed_only_without_pong(tmp_path: Path) -> None:
+    """libzmq sends the PONG without the application."""
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids")), "intra_threads": 1}]
     with running(
         tmp_path,
@@ -148,13 +148,13 @@ def test_a_silent_zeromq_client_stays_and_one_that_is_gone_goes(tmp_path: Path) 
         timeouts={"idle_s": 0.5, "keepalive_s": 0.5},
     ) as gateway:
         address = gateway.stats()["inferential"]["address"]
-        hello = GREETING[:11] + b"\x01" + GREETING[12:] + Peer.ready(b"gone")
-        with connected(address, "silent") as robot, connect(address) as gone:
+        greeting = GREETING[:11] + b"\x01" + GREETING[12:] + Peer.ready(b"gone")
+        with connected(address, "silent") as robot, connect(address) as mute:
             assert ask(robot.model("ids"), x=np.array(1))["y"] == 4
-            gone.sendall(hello)
-            while gone.recv(1000):
-                pass  # The last is a PING.
-            # Looked at as often as the other, which is asked too and stays.
+            mute.sendall(greeting)
+            while mute.recv(1000):
+                pass  # The last message is a PING.
+            # The idle client receives PINGs too, and stays connected.
             stats = gateway.stats()["inferential"]
             assert (stats["connections_broken"], stats["clients"]) == (1, 1)
             time.sleep(CHECK_INTERVAL_S + 1)

@@ -1,4 +1,4 @@
-"""A stop, and clients that have not read their answers yet."""
+"""Drain with unread responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUFFER_BYTES = 4096
 PAUSED = "1 connections with unread responses"
 
 
-def serving(folder: Path, drain_s: float) -> Iterator[Gateway]:
+def serve(folder: Path, drain_s: float) -> Iterator[Gateway]:
     ids = str(models.row_ids(folder / "ids"))
     served = [{"name": "ids", "path": ids, "intra_threads": 1, "max_batch_rows": 500_000}]
     workers = {"groups": ["0"], "reattach_s": 5.0}
@@ -27,17 +27,17 @@ def serving(folder: Path, drain_s: float) -> Iterator[Gateway]:
 
 
 @pytest.fixture
-def patient(tmp_path: Path) -> Iterator[Gateway]:
-    yield from serving(tmp_path, 20.0)
+def long_drain(tmp_path: Path) -> Iterator[Gateway]:
+    yield from serve(tmp_path, 20.0)
 
 
 @pytest.fixture
-def hasty(tmp_path: Path) -> Iterator[Gateway]:
-    yield from serving(tmp_path, 1.5)
+def short_drain(tmp_path: Path) -> Iterator[Gateway]:
+    yield from serve(tmp_path, 1.5)
 
 
-class Slow(client.Wire):
-    """A client that has asked for three megabytes, and has not read any of them."""
+class SlowReader(client.Wire):
+    """A client with three megabytes of unread results."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway.address, first=b"", buffer_bytes=BUFFER_BYTES)
@@ -51,25 +51,28 @@ class Slow(client.Wire):
             self.say(client.data(1, body[at : at + 16_384]))
         self.say(client.data(1, b"", client.END_STREAM))
         lanes = gateway.stats
-        eventually(lambda: lanes()["lanes"]["ids/1"].get("completed") == 1, what="its results")
+        eventually(lambda: lanes()["lanes"]["ids/1"].get("completed") == 1, what="the results")
 
 
-def test_a_stop_waits_for_clients_that_read_slowly(patient: Gateway) -> None:
-    with Slow(patient) as slow:
-        patient.signal(signal.SIGTERM)
-        eventually(lambda: PAUSED in patient.text(), what="the second's news of the drain")
-        eventually(lambda: patient.text().count(PAUSED) >= 3, what="more than the last grace")
+def test_drain_waits_for_slow_readers(long_drain: Gateway) -> None:
+    with SlowReader(long_drain) as slow:
+        long_drain.signal(signal.SIGTERM)
+        eventually(lambda: PAUSED in long_drain.text(), what="the first drain report")
+        eventually(
+            lambda: long_drain.text().count(PAUSED) >= 3,
+            what="drain reports after the last grace period",
+        )
         while slow.read():
             pass
         assert client.answer_in(slow.frames, 1).is_over
         assert sum(len(each.payload) for each in slow.heard(client.DATA)) > ROWS * 8
-    assert patient.wait() == 0
-    assert "not drained in" not in patient.text()
+    assert long_drain.wait() == 0
+    assert "not drained in" not in long_drain.text()
 
 
 @pytest.mark.slow
-def test_a_stop_does_not_wait_for_ever_for_one_that_does_not_read(hasty: Gateway) -> None:
-    with Slow(hasty):
-        hasty.signal(signal.SIGTERM)
-        assert hasty.wait() == 0
-    assert "not drained in" in hasty.text()
+def test_drain_ends_at_its_limit_with_unread_responses(short_drain: Gateway) -> None:
+    with SlowReader(short_drain):
+        short_drain.signal(signal.SIGTERM)
+        assert short_drain.wait() == 0
+    assert "not drained in" in short_drain.text()

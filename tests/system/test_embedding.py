@@ -1,4 +1,4 @@
-"""The gateway in a program that brings a policy and listens to what is measured."""
+"""Gateway embedded in a program with a policy and a metrics callback."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_policy_and_a_listener(tmp_path: Path, program: Path) -> None:
-    """Those that wait run in the order of its scores; their points have the names known."""
-    said = tmp_path / "points"
+def test_program_registers_a_policy_and_a_metrics_callback(tmp_path: Path, program: Path) -> None:
+    """Queued requests run in the order of the policy's scores."""
+    points_path = tmp_path / "points"
     models = [{"name": "ids", "path": str(row_ids(tmp_path / "ids")), "max_batch_rows": 1}]
     with running(
         tmp_path,
         models,
-        prefix=(sys.executable, str(program), str(said)),
+        prefix=(sys.executable, str(program), str(points_path)),
         workers={"count": 1},
         lanes={"policy": "longest_plan_first", "patience_ms": 60_000},
         inferential={"address": "tcp://127.0.0.1:0"},
@@ -67,8 +67,8 @@ def test_a_policy_and_a_listener(tmp_path: Path, program: Path) -> None:
             for robot in robots:
                 assert robot.model("ids").get_result(timeout_ms=PATIENCE_MS) is not None
         eventually(lambda: gateway.stats()["inferential"]["clients"] == 0, what="no clients")
-    points = [json.loads(line) for line in said.read_text().splitlines()]
-    # The worker had two of them already.
+    points = [json.loads(line) for line in points_path.read_text().splitlines()]
+    # The worker already had the first two.
     finished = [labels["client"] for name, _, labels in points if name == "e2e_latency_ms"]
     assert finished == ["0", "1", "5", "4", "3", "2"]
     assert {name for name, _, _ in points} == {
@@ -88,7 +88,7 @@ def requests(stats: dict[str, dict[str, dict[str, int]]]) -> int:
     return stats["lanes"]["ids/1"].get("requests", 0)
 
 
-def test_processes_that_would_not_be_this_one(tmp_path: Path, program: Path) -> None:
+def test_embedded_gateway_rejects_several_processes(tmp_path: Path, program: Path) -> None:
     config = tmp_path / "iskander.toml"
     models = [{"name": "ids", "path": str(row_ids(tmp_path / "ids"))}]
     config.write_text(render_config(models=models, server={"processes": 2}))

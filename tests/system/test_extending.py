@@ -1,4 +1,4 @@
-"""The page on extending: a policy, a protocol, a backend and a setting, added from outside."""
+"""Examples of docs/extending.md: a policy, a protocol, a backend and a setting."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def ask(address: str, *lines: bytes) -> list[bytes]:
+def send_lines(address: str, *lines: bytes) -> list[bytes]:
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         file = connection.makefile("rwb")
-        answers = []
+        responses = []
         for line in lines:
             file.write(line + b"\n")
             file.flush()
-            answers.append(file.readline().rstrip(b"\n"))
-        return answers
+            responses.append(file.readline().rstrip(b"\n"))
+        return responses
 
 
-def test_one_of_each_added_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extensions_of_the_page_work_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, backend = blocks("python")
     script = tmp_path / "program.py"
     script.write_text(
@@ -59,18 +61,18 @@ def test_one_of_each_added_from_outside(tmp_path: Path, monkeypatch: pytest.Monk
         extensions={"protocols": {"lines": {"line_bytes": 100}}},
     ) as gateway:
         address = gateway.stats()["protocol_addresses"]["lines"]
-        assert ask(address, b"ids 1 2", b"double 1 2", b"nothing 1") == [
+        assert send_lines(address, b"ids 1 2", b"double 1 2", b"nothing 1") == [
             b"4 7",
             b"2 4",
             b"model_not_found: there is no model `nothing`; available: double, ids",
         ]
-        assert b"line_bytes" in ask(address, b"ids " + b"1 " * 100)[0]
+        assert b"line_bytes" in send_lines(address, b"ids " + b"1 " * 100)[0]
         with gateway.client() as client:
             assert client.score("double", pa.record_batch({"x": [3]}))["y"].to_pylist() == [6]
     assert 'policy = "smallest_first"' in blocks("toml")[0]
 
 
-def test_an_unknown_protocol_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_unknown_protocol_is_a_start_error(tmp_path: Path) -> None:
     models = [{"name": "ids", "path": str(row_ids(tmp_path / "ids"))}]
     gateway = Gateway(tmp_path, models, extensions={"protocols": {"lines": {}}})
     gateway.start(is_ready=False)

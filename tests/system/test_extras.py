@@ -1,4 +1,4 @@
-"""What a server without the extra `http` does: everything but HTTP, and it says what to install."""
+"""Server without the `http` extra: no HTTP ports, and errors name the package to install."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def missing(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path, missing: str) -> str:
-    """Of a folder that keeps a package from every Python that has it in PYTHONPATH."""
+    """Returns a folder for PYTHONPATH that hides the package."""
     folder = tmp_path / "hidden"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
@@ -47,7 +47,7 @@ def run(path: str, *command: object, code: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_default_admin_port_is_left_out_and_that_is_logged(
+def test_default_admin_port_is_omitted_with_a_warning(
     tmp_path: Path, path: str, missing: str, processes: int
 ) -> None:
     served = [{"name": "ids", "path": str(models.row_ids(tmp_path / "ids"))}]
@@ -72,7 +72,7 @@ def test_the_default_admin_port_is_left_out_and_that_is_logged(
 
 
 @pytest.mark.parametrize("setting", ["admin.address", "http.address"])
-def test_a_port_that_was_asked_for_is_refused(path: str, missing: str, setting: str) -> None:
+def test_configured_port_is_a_start_error(path: str, missing: str, setting: str) -> None:
     words = f"{setting} 127.0.0.1:0: {missing} is not installed: {INSTALL}"
     change = ("--set", f"{setting}=127.0.0.1:0")
     text = run(path, BIN / "iskander", "check", QUICKSTART, *change, code=1)
@@ -84,7 +84,7 @@ def test_a_port_that_was_asked_for_is_refused(path: str, missing: str, setting: 
     assert words in text and "Traceback" not in text
 
 
-def test_check_lists_no_port_that_there_will_not_be(path: str, missing: str) -> None:
+def test_check_omits_the_unavailable_admin_port(path: str, missing: str) -> None:
     text = run(path, BIN / "iskander", "check", QUICKSTART, code=0)
     assert f"no admin port: {missing} is not installed" in text
     assert AdminConfig().address not in text

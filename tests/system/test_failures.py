@@ -1,4 +1,4 @@
-"""Workers and gateways that die, hang, drain and come back: what callers and the machine see."""
+"""Failures of workers and gateways: exits, hangs, drains and restarts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 
 
 class Scoring(threading.Thread):
-    """One batch for `slow`, scored from another thread."""
+    """Scores one batch of `slow` in another thread."""
 
     def __init__(self, gateway: Gateway, turns: int) -> None:
         super().__init__()
@@ -75,18 +75,19 @@ class Scoring(threading.Thread):
                 self.error = error
 
 
-def running_batch(gateway: Gateway) -> bool:
+def is_batch_running(gateway: Gateway) -> bool:
     return any(worker["in_flight"] for worker in gateway.stats()["workers"])
 
 
 @pytest.mark.slow
-def test_what_a_killed_worker_had_runs_again_and_nobody_notices(gateway: Gateway) -> None:
-    """Its caller gets the result from the next worker; the lane is not ready until that is."""
+def test_batch_of_a_killed_worker_is_retried_without_an_error(gateway: Gateway) -> None:
+    """The replacement returns the result; the lane is not ready before the replacement is."""
     down, up = [b"\x08\x02"], [b"\x08\x01"]
     with raw.RawClient(gateway.address) as client:
-        assert client.call(CHECK, [b""])["frames"] == up  # Its process takes a while to start.
+        # The client is a process that takes time to start.
+        assert client.call(CHECK, [b""])["frames"] == up
         scoring = Scoring(gateway, 3000)
-        eventually(lambda: running_batch(gateway), what="a running batch")
+        eventually(lambda: is_batch_running(gateway), what="a running batch")
         pid = gateway.kill_worker()
         eventually(lambda: client.call(CHECK, [b""])["frames"] == down, what="NOT_SERVING")
         eventually(lambda: client.call(CHECK, [b""])["frames"] == up, what="SERVING")
@@ -100,29 +101,29 @@ def test_what_a_killed_worker_had_runs_again_and_nobody_notices(gateway: Gateway
 
 
 def test_what_a_killed_worker_had_runs_on_the_other_at_once(tmp_path: Path) -> None:
-    """The other worker has the batch before the dead one is replaced."""
+    """The other worker gets the batch before the killed worker is replaced."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO)) as gateway:
         scoring = Scoring(gateway, 3000)
-        eventually(lambda: running_batch(gateway), what="a running batch")
+        eventually(lambda: is_batch_running(gateway), what="a running batch")
         busy = [bool(w["in_flight"]) for w in gateway.stats()["workers"]].index(True)
         gateway.kill_worker(busy)
 
-        def is_elsewhere() -> bool:
+        def is_moved() -> bool:
             workers = gateway.stats()["workers"]
             return workers[1 - busy]["in_flight"] == 1 and workers[busy]["state"] != "ready"
 
-        eventually(is_elsewhere, what="the batch at the other worker")
+        eventually(is_moved, what="the batch on the other worker")
         scoring.join()
         assert (scoring.result, scoring.error) == ([3000], None)
 
 
-def test_a_request_that_killed_two_workers_is_refused(gateway: Gateway) -> None:
-    """By name, to its caller and in the log; the third worker never has it."""
+def test_request_that_ended_two_workers_is_poisoned(gateway: Gateway) -> None:
+    """The caller and the log get the error, and the third worker does not run the request."""
     scoring = Scoring(gateway, 1_000_000)
     for _ in range(2):
-        eventually(lambda: running_batch(gateway), what="a running batch")
+        eventually(lambda: is_batch_running(gateway), what="a running batch")
         gateway.kill_worker()
-        eventually(lambda: not running_batch(gateway), what="its end")
+        eventually(lambda: not is_batch_running(gateway), what="the loss of the batch")
     scoring.join()
     assert isinstance(scoring.error, PoisonedRequest) and not scoring.error.retryable
     eventually(lambda: score_is_right(gateway), what="a new worker")
@@ -130,8 +131,8 @@ def test_a_request_that_killed_two_workers_is_refused(gateway: Gateway) -> None:
     assert "2 workers died while they ran" in gateway.text()
 
 
-def test_a_run_whose_caller_has_gone_is_given_up(gateway: Gateway) -> None:
-    """Between two nodes: the worker lives and is free long before the run would have ended."""
+def test_run_is_cancelled_after_its_caller_timed_out(gateway: Gateway) -> None:
+    """ONNX Runtime stops between two nodes, so the worker keeps running."""
     pids = gateway.worker_pids()
     with gateway.client() as client:
         with pytest.raises(DeadlineExceeded):
@@ -142,8 +143,8 @@ def test_a_run_whose_caller_has_gone_is_given_up(gateway: Gateway) -> None:
     assert gateway.worker_pids() == pids
 
 
-def test_a_stream_to_a_lane_without_workers_is_refused(tmp_path: Path) -> None:
-    """Where this gateway starts no worker: the client may try again."""
+def test_stream_without_workers_fails_as_unavailable(tmp_path: Path) -> None:
+    """With `spawn = false` no replacement is expected, so the request does not wait."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE, spawn=False)) as gateway:
         worker = WorkerProcess(gateway.attach_socket, tmp_path)
         eventually(lambda: gateway.stats()["ready"], what="ready")
@@ -163,7 +164,7 @@ def test_a_stream_to_a_lane_without_workers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_requests_wait_while_a_worker_that_died_is_replaced(gateway: Gateway) -> None:
+def test_requests_wait_while_a_killed_worker_is_replaced(gateway: Gateway) -> None:
     with gateway.client() as client:
         for _ in range(3):
             gateway.kill_worker()
@@ -173,8 +174,8 @@ def test_requests_wait_while_a_worker_that_died_is_replaced(gateway: Gateway) ->
 
 
 @pytest.mark.slow
-def test_one_of_two_workers_dies_and_the_other_goes_on(tmp_path: Path) -> None:
-    """Eight streams, kills again and again: every batch is answered, and rightly."""
+def test_streams_continue_while_one_of_two_workers_is_killed(tmp_path: Path) -> None:
+    """Each batch of eight streams gets the correct result during four kills."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO)) as gateway:
         outcomes: list[str] = []
         is_over = threading.Event()
@@ -219,7 +220,7 @@ def test_one_of_two_workers_dies_and_the_other_goes_on(tmp_path: Path) -> None:
     assert outcomes.count("whole") > 8
 
 
-def test_a_hung_worker_is_found_by_its_beat_and_replaced(tmp_path: Path) -> None:
+def test_worker_without_heartbeats_is_killed_and_replaced(tmp_path: Path) -> None:
     workers = dict(ONE, hang_s=1.0)
     with running(tmp_path, served(tmp_path), workers=workers) as gateway:
         (pid,) = gateway.worker_pids()
@@ -227,11 +228,11 @@ def test_a_hung_worker_is_found_by_its_beat_and_replaced(tmp_path: Path) -> None
             assert client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
             assert not psutil.pid_exists(pid)
         assert score_is_right(gateway)
-        assert "silent for 10" in gateway.text(), "found within 100 ms of the limit"
+        assert "silent for 10" in gateway.text(), "not detected within 100 ms of the limit"
 
 
 def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
-    """A stream in the middle gets the results of every batch that was taken, then `draining`."""
+    """An open stream gets the results of its accepted batches, then the error `draining`."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
         client = flight.connect(f"grpc://{gateway.address}")
         writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("slow"))
@@ -240,16 +241,17 @@ def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
         for _ in range(5):
             writer.write_batch(batch)
         accepted = eventually(
-            lambda: gateway.stats()["lanes"]["slow/1"].get("requests") == 5, what="five accepted"
+            lambda: gateway.stats()["lanes"]["slow/1"].get("requests") == 5,
+            what="five accepted batches",
         )
         assert accepted
         gateway.signal(signal.SIGTERM)
-        answered = 0
+        result_count = 0
         with pytest.raises(flight.FlightUnavailableError, match="stopping"):
             while True:
                 assert reader.read_chunk().data["y"].to_pylist() == [100]
-                answered += 1
-        assert answered == 5
+                result_count += 1
+        assert result_count == 5
         with pytest.raises(flight.FlightUnavailableError):
             writer.close()
         client.close()
@@ -258,7 +260,7 @@ def test_sigterm_finishes_what_was_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_new_streams_are_refused_while_draining(tmp_path: Path) -> None:
+def test_new_streams_are_rejected_during_a_drain(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
         health = raw.RawClient(gateway.address)
         with health, gateway.client() as client, gateway.client() as late:
@@ -275,7 +277,9 @@ def test_new_streams_are_refused_while_draining(tmp_path: Path) -> None:
             results = client.stream("slow", batches())
             assert next(results).num_rows == 1
             go_on.set()
-            eventually(lambda: gateway.stats()["input_arena"]["leases"] == 2, what="both taken")
+            eventually(
+                lambda: gateway.stats()["input_arena"]["leases"] == 2, what="two accepted batches"
+            )
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining" in gateway.text(), what="draining")
             with pytest.raises(Draining):
@@ -285,17 +289,18 @@ def test_new_streams_are_refused_while_draining(tmp_path: Path) -> None:
         assert gateway.wait() == 0
 
 
-def test_a_health_watch_hears_of_the_drain_before_it_ends(tmp_path: Path) -> None:
+def test_health_watch_receives_not_serving_during_a_drain(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
         health = "/grpc.health.v1.Health/"
         with raw.RawClient(gateway.address) as client:
-            client.call(health + "Check", [b""], deadline_s=30)  # It is there, and connected.
-            heard: list[dict[str, object]] = []
+            # Connects the client before the watch.
+            client.call(health + "Check", [b""], deadline_s=30)
+            watched: list[dict[str, object]] = []
 
-            def listen() -> None:
-                heard.append(client.call(health + "Watch", [b""], deadline_s=30))
+            def watch() -> None:
+                watched.append(client.call(health + "Watch", [b""], deadline_s=30))
 
-            thread = threading.Thread(target=listen)
+            thread = threading.Thread(target=watch)
             thread.start()
             with gateway.client() as other:
                 results = other.stream("slow", [pa.record_batch({"x": [3000]})])
@@ -304,11 +309,11 @@ def test_a_health_watch_hears_of_the_drain_before_it_ends(tmp_path: Path) -> Non
                 assert [batch.num_rows for batch in results] == [1]
                 drainer.join()
             thread.join()
-        assert heard[0]["frames"] == [b"\x08\x01", b"\x08\x02"]
+        assert watched[0]["frames"] == [b"\x08\x01", b"\x08\x02"]
         assert gateway.wait() == 0
 
 
-def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+def test_second_sigterm_stops_the_gateway_immediately(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
     try:
         with gateway.client() as client:
@@ -320,13 +325,15 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
 
             thread = threading.Thread(target=read)
             thread.start()
-            eventually(lambda: gateway.stats()["workers"][0]["in_flight"] == 1, what="a batch")
+            eventually(
+                lambda: gateway.stats()["workers"][0]["in_flight"] == 1, what="a running batch"
+            )
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining" in gateway.text(), what="draining")
             gateway.signal(signal.SIGTERM)
             assert gateway.wait(5) == 130
             thread.join()
-        eventually(lambda: processes_of(gateway.runtime) == [], what="the workers' end")
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the exit of the workers")
     finally:
         gateway.end()
 
@@ -334,7 +341,7 @@ def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
 def test_a_killed_gateway_leaves_nothing_and_the_next_one_takes_its_workers(
     tmp_path: Path,
 ) -> None:
-    """Same address, same runtime directory: the worker keeps its process and its models."""
+    """With the same address and runtime directory, the worker keeps its process and its models."""
     first = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
     try:
         (pid,) = first.worker_pids()
@@ -353,24 +360,24 @@ def test_a_killed_gateway_leaves_nothing_and_the_next_one_takes_its_workers(
             assert second.stop() == 0
         finally:
             second.end()
-        left = sorted(path.name for path in first.runtime.iterdir())
-        assert left == ["gateway.lock", "worker-0.lock"]
+        remaining = sorted(path.name for path in first.runtime.iterdir())
+        assert remaining == ["gateway.lock", "worker-0.lock"]
     finally:
         first.end()
 
 
-def test_what_a_worker_owes_a_dead_gateway_means_nothing_to_the_next(tmp_path: Path) -> None:
-    """One of two workers is busy when the gateway is killed; its late answer reaches nobody.
+def test_late_results_for_a_killed_gateway_are_discarded(tmp_path: Path) -> None:
+    """One of two workers is busy when the gateway is killed.
 
-    The next gateway takes both, and its first batches are answered with their own rows.
+    The next gateway attaches both, and its first batches get their own rows.
     """
-    # However long its batch takes here, it comes back.
+    # Longer than the batch takes on a slow machine, so that the worker reattaches.
     two = TWO | {"reattach_s": 60.0}
     first = Gateway(tmp_path, served(tmp_path), workers=two).start()
     try:
-        # Ready with one worker: the other one may still attach.
+        # One worker suffices for readiness; the other may still attach.
         pids = eventually(
-            lambda: len(found := set(first.worker_pids())) == 2 and found, what="both workers"
+            lambda: len(attached := set(first.worker_pids())) == 2 and attached, what="both workers"
         )
         with first.client() as client:
             results = client.stream("slow", [pa.record_batch({"x": [4000]})])
@@ -402,7 +409,7 @@ def test_what_a_worker_owes_a_dead_gateway_means_nothing_to_the_next(tmp_path: P
         first.end()
 
 
-def test_a_worker_without_a_gateway_leaves_when_it_is_asked(tmp_path: Path) -> None:
+def test_worker_without_a_gateway_exits_on_sigterm(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE)).start()
     try:
         (pid,) = gateway.worker_pids()
@@ -410,43 +417,43 @@ def test_a_worker_without_a_gateway_leaves_when_it_is_asked(tmp_path: Path) -> N
         gateway.wait()
         process = psutil.Process(pid)
         process.terminate()
-        eventually(lambda: processes_of(gateway.runtime) == [], what="the worker's end")
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the exit of the worker")
     finally:
         gateway.end()
 
 
-def test_workers_of_a_gateway_that_never_comes_back_end(tmp_path: Path) -> None:
+def test_workers_exit_if_no_gateway_starts_within_reattach_s(tmp_path: Path) -> None:
     workers = dict(ONE, reattach_s=0.5)
     gateway = Gateway(tmp_path, served(tmp_path), workers=workers).start()
     try:
         gateway.signal(signal.SIGKILL)
         gateway.wait()
-        eventually(lambda: processes_of(gateway.runtime) == [], what="the workers' end")
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the exit of the workers")
     finally:
         gateway.end()
 
 
-def told_to_pyarrow(address: str) -> dict[str, Any]:
-    """What a client that has only pyarrow can read of the error for a batch."""
+def pyarrow_error_detail(address: str) -> dict[str, Any]:
+    """Returns the error detail of a rejected batch, read with pyarrow only."""
     with flight.connect(f"grpc://{address}") as client:
         writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
         with pytest.raises(flight.FlightUnavailableError) as error:
             writer.begin(BATCH.schema)
             writer.write_batch(BATCH)
             reader.read_chunk()
-        told: dict[str, Any] = json.loads(error.value.extra_info)
-        return told
+        detail: dict[str, Any] = json.loads(error.value.extra_info)
+        return detail
 
 
-def test_workers_started_by_hand(tmp_path: Path) -> None:
-    """`spawn = false`: the gateway listens, says not ready, and takes whoever attaches."""
+def test_gateway_accepts_manually_started_workers(tmp_path: Path) -> None:
+    """With `spawn = false`, the gateway is not ready until workers attach."""
     workers = dict(TWO, spawn=False)
     with running(tmp_path, served(tmp_path), workers=workers) as gateway:
         assert gateway.stats()["ready"] is False
         with gateway.client() as client, pytest.raises(NotReady):
             client.score("ids", BATCH)
-        assert told_to_pyarrow(gateway.address)["code"] == "not_ready"
-        by_hand = [
+        assert pyarrow_error_detail(gateway.address)["code"] == "not_ready"
+        attached = [
             WorkerProcess(gateway.attach_socket, tmp_path, "--group", str(group))
             for group in (1, 0)
         ]
@@ -455,31 +462,32 @@ def test_workers_started_by_hand(tmp_path: Path) -> None:
             gateway.wait_ready()
             gateway.wait_full()
             stats = gateway.stats()["workers"]
-            assert [w["pid"] for w in stats] == [by_hand[1].pid, by_hand[0].pid]
-            assert psutil.Process(by_hand[0].pid).cpu_affinity() == [1]
+            assert [w["pid"] for w in stats] == [attached[1].pid, attached[0].pid]
+            assert psutil.Process(attached[0].pid).cpu_affinity() == [1]
             third = WorkerProcess(gateway.attach_socket, tmp_path, "--group", "0")
             assert third.process.wait(20) == 76
             assert "no worker slot is free" in third.log.read_text()
-            # A worker that is asked to leave finishes, exits with 0, and its place is free again.
-            by_hand[0].process.terminate()
-            assert by_hand[0].process.wait(20) == 0
+            # A terminated worker drains, exits with code 0, and frees its slot.
+            attached[0].process.terminate()
+            assert attached[0].process.wait(20) == 0
             assert score_is_right(gateway)
-            by_hand.append(WorkerProcess(gateway.attach_socket, tmp_path, "--group", "1"))
+            attached.append(WorkerProcess(gateway.attach_socket, tmp_path, "--group", "1"))
             eventually(
-                lambda: gateway.stats()["workers"][1]["pid"] == by_hand[2].pid, what="a new one"
+                lambda: gateway.stats()["workers"][1]["pid"] == attached[2].pid,
+                what="the new worker",
             )
         finally:
             if third is not None:
                 third.end()
             gateway.stop()
-            for worker in by_hand:
+            for worker in attached:
                 worker.process.wait(20)
                 worker.end()
-        assert [worker.process.returncode for worker in by_hand] == [0, 0, 0]
+        assert [worker.process.returncode for worker in attached] == [0, 0, 0]
 
 
-def test_a_second_gateway_is_refused(gateway: Gateway, tmp_path: Path) -> None:
-    """Neither the address nor the runtime directory is taken from one that lives."""
+def test_second_gateway_is_rejected(gateway: Gateway, tmp_path: Path) -> None:
+    """A running gateway keeps its address and its runtime directory."""
     folder = tmp_path / "second"
     folder.mkdir()
     for server, words in (
@@ -507,10 +515,10 @@ def test_a_second_gateway_is_refused(gateway: Gateway, tmp_path: Path) -> None:
         ({"max_batch_rows": 5_000_000}, "more than limits.rows"),
     ],
 )
-def test_a_start_that_cannot_work_says_why_and_ends(
+def test_invalid_model_entry_is_a_start_error(
     tmp_path: Path, model: dict[str, object], words: str
 ) -> None:
-    """The gateway and `iskander check` refuse the same with the same words."""
+    """The gateway and `iskander check` print the same error."""
     import subprocess
 
     if Path("/dev/nvidia0").exists() and "execution_providers" in model:
@@ -526,7 +534,7 @@ def test_a_start_that_cannot_work_says_why_and_ends(
         assert gateway.wait() == 78
         assert words in gateway.text()
         assert "Traceback" not in gateway.text()
-        eventually(lambda: processes_of(gateway.runtime) == [], what="the workers' end")
+        eventually(lambda: processes_of(gateway.runtime) == [], what="the exit of the workers")
     finally:
         gateway.end()
     check = subprocess.run(
@@ -535,11 +543,10 @@ def test_a_start_that_cannot_work_says_why_and_ends(
     assert check.returncode == 1 and words in check.stderr, check.stderr
 
 
-def test_nothing_grows_in_the_gateway(gateway: Gateway) -> None:
-    """Descriptors, threads, mappings and leases after a storm are those before it."""
+def test_gateway_leaks_no_descriptors_or_threads(gateway: Gateway) -> None:
     process = psutil.Process(gateway.pid)
 
-    def storm() -> None:
+    def run_load() -> None:
         for _ in range(10):
             with gateway.client() as client:
                 client.score("ids", BATCH)
@@ -551,12 +558,12 @@ def test_nothing_grows_in_the_gateway(gateway: Gateway) -> None:
     def connections() -> int:
         return len([c for c in process.net_connections() if c.status == "ESTABLISHED"])
 
-    storm()
+    run_load()
     eventually(lambda: connections() <= 1, what="closed connections")
     before = (process.num_fds() - connections(), process.num_threads())
-    storm()
+    run_load()
     eventually(lambda: connections() <= 1, what="closed connections")
     eventually(
         lambda: (process.num_fds() - connections(), process.num_threads()) <= before,
-        what=f"the footprint from before, {before}",
+        what=f"the counts before the load, {before}",
     )

@@ -1,6 +1,6 @@
-"""What unmodified gRPC clients get from the port: grpcio's two, and Arrow's in C++.
+"""Unmodified gRPC clients: the sync and asyncio clients of grpcio, and Arrow's in C++.
 
-grpcio's run in a process of their own, `support/grpc_client.py`; pyarrow.flight's runs here.
+The grpcio clients run in their own process, `support/grpc_client.py`; pyarrow.flight runs here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 SERVING = "0801"
 """A HealthCheckResponse, in hexadecimal."""
 STREAMS = 256
-ROOM = {
+LARGE_LIMITS = {
     "workers": {"groups": ["0"], "reattach_s": 5.0},
     "limits": {
         "rows": 200_000,
@@ -47,7 +47,7 @@ ROOM = {
     },
     "arena": {"input_bytes": 96 * MIB, "output_bytes": 96 * MIB},
 }
-TINY = [
+TINY_WINDOWS = [
     ["grpc.http2.lookahead_bytes", 4096],
     ["grpc.http2.max_frame_size", 16_384],
     ["grpc.http2.bdp_probe", 0],
@@ -64,7 +64,7 @@ def has_ipv6() -> bool:
 
 
 def served(folder: Path) -> list[dict[str, Any]]:
-    """`ids`; `same`, whose results are as large as its inputs; and `slow`."""
+    """Returns `ids`, `same` with results as large as its inputs, and `slow`."""
     paths = {
         "ids": models.row_ids(folder / "ids"),
         "same": models.identity(folder / "same", TensorProto.FLOAT, ["rows", WIDTH]),
@@ -77,7 +77,7 @@ def served(folder: Path) -> list[dict[str, Any]]:
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("clients")
     addresses = ["127.0.0.1:0", f"unix:{folder}/flight.sock", *["[::1]:0"] * has_ipv6()]
-    with running(folder, served(folder), server={"address": addresses}, **ROOM) as ready:
+    with running(folder, served(folder), server={"address": addresses}, **LARGE_LIMITS) as ready:
         yield ready
         ready.wait_idle()
 
@@ -90,7 +90,7 @@ def reference(gateway: Gateway) -> Iterator[ReferenceClient]:
 
 
 def addresses_of(gateway: Gateway) -> dict[str, str]:
-    """By their kind."""
+    """Returns the gateway's addresses by kind."""
     (listed,) = re.findall(r"ready on (.*) after", gateway.text())
     tcp, unix, *ipv6 = listed.split(", ")
     return {"tcp": tcp, "unix": unix, **({"ipv6": f"ipv6:{ipv6[0]}"} if ipv6 else {})}
@@ -101,33 +101,33 @@ def descriptors_of(gateway: Gateway) -> int:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix", "ipv6"])
-def test_both_clients_check_over_every_kind_of_address(
+def test_both_grpcio_clients_work_over_each_kind_of_address(
     gateway: Gateway, reference: ReferenceClient, kind: str
 ) -> None:
     addresses = addresses_of(gateway)
     if kind not in addresses:
         pytest.skip("this machine has no IPv6")
-    wanted = [SERVING, "OK"]
-    assert reference.run("unary", address=addresses[kind]) == {"sync": wanted, "aio": wanted}
+    expected = [SERVING, "OK"]
+    assert reference.run("unary", address=addresses[kind]) == {"sync": expected, "aio": expected}
 
 
-def test_fifty_watchers_of_one_connection_hear_and_leave_again(
+def test_cancelled_watchers_of_one_connection_free_their_slots(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    """More in all than may watch at once: those that were cancelled have left."""
+    """The sum over all rounds exceeds the limit of open streams."""
     rounds = STREAMS // 50 + 1
-    found = reference.run("watchers", address=gateway.address, count=50, rounds=rounds)
-    assert found == {"heard": {SERVING: 50 * rounds}, "codes": {"CANCELLED": 50 * rounds}}
+    result = reference.run("watchers", address=gateway.address, count=50, rounds=rounds)
+    assert result == {"heard": {SERVING: 50 * rounds}, "codes": {"CANCELLED": 50 * rounds}}
 
 
-def test_twenty_streams_of_one_grpcio_connection_each_get_their_own(
+def test_streams_of_one_grpcio_connection_get_their_own_results(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = reference.run("interleaved", address=gateway.address, streams=20, batches=15)
-    assert found == [[15, "OK"]] * 20
+    result = reference.run("interleaved", address=gateway.address, streams=20, batches=15)
+    assert result == [[15, "OK"]] * 20
 
 
-def test_twenty_streams_of_one_arrow_connection_each_get_their_own(gateway: Gateway) -> None:
+def test_streams_of_one_arrow_connection_get_their_own_results(gateway: Gateway) -> None:
     all_open = threading.Barrier(20)
     wrong: list[str] = []
 
@@ -142,8 +142,8 @@ def test_twenty_streams_of_one_arrow_connection_each_get_their_own(gateway: Gate
                 start = number << 32 | turn << 16
                 sent = np.arange(start, start + 1 + 97 * (number + turn) % 3000)
                 writer.write_batch(pa.record_batch({"x": sent}))
-                got = reader.read_chunk().data["y"].to_numpy()
-                if got.tolist() != (3 * sent + 1).tolist():
+                tripled = reader.read_chunk().data["y"].to_numpy()
+                if tripled.tolist() != (3 * sent + 1).tolist():
                     wrong.append(f"stream {number}, batch {turn}")
             writer.done_writing()
 
@@ -158,14 +158,14 @@ def test_twenty_streams_of_one_arrow_connection_each_get_their_own(gateway: Gate
 
 
 @pytest.mark.parametrize(
-    "is_awaiting_worker", [True, False], ids=["while-open", "when-input-ended"]
+    "is_awaiting_worker", [True, False], ids=["while-open", "after-half-close"]
 )
 @pytest.mark.parametrize(
     ("options", "rows", "count"),
-    [([], 32_000, 3), ([["grpc.http2.bdp_probe", 0]], 4000, 3), (TINY, 4000, 2)],
+    [([], 32_000, 3), ([["grpc.http2.bdp_probe", 0]], 4000, 3), (TINY_WINDOWS, 4000, 2)],
     ids=["default", "fixed-windows", "tiny-windows"],
 )
-def test_messages_far_larger_than_a_grpcio_clients_windows(
+def test_messages_larger_than_the_windows_of_a_grpcio_client(
     gateway: Gateway,
     reference: ReferenceClient,
     options: list[list[Any]],
@@ -173,8 +173,8 @@ def test_messages_far_larger_than_a_grpcio_clients_windows(
     count: int,
     is_awaiting_worker: bool,
 ) -> None:
-    """Ended input, too: the last result waits for its windows and the status waits for it."""
-    found = reference.run(
+    """After half-close, too, the status follows a result that waits for window updates."""
+    result = reference.run(
         "large",
         address=gateway.address,
         rows=rows,
@@ -182,13 +182,13 @@ def test_messages_far_larger_than_a_grpcio_clients_windows(
         options=options,
         is_awaiting_worker=is_awaiting_worker,
     )
-    assert found == {"code": "OK", "details": "", "right": count}
+    assert result == {"code": "OK", "details": "", "right": count}
 
 
-def test_what_a_wider_window_lets_out_comes_behind_the_answer_to_the_settings(
+def test_settings_ack_precedes_data_that_needs_the_wider_window(
     gateway: Gateway,
 ) -> None:
-    """Before it has that answer, a client counts by its old window; h2 and grpcio end the call."""
+    """A client counts by its old window until the ACK; beyond it, h2 and grpcio end the call."""
     sent = wide_batch(1000)
     headers = [
         (":method", "POST"),
@@ -203,12 +203,12 @@ def test_what_a_wider_window_lets_out_comes_behind_the_answer_to_the_settings(
     client.initiate_connection()
     client.increment_flow_control_window(1 << 30)
     client.send_headers(1, headers)
-    with socket.create_connection((host, int(port)), timeout=20) as link:
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
 
         def receive() -> list[Any]:
-            link.sendall(client.data_to_send())
-            data = link.recv(1 << 20)
-            assert data, "the server went"
+            connection.sendall(client.data_to_send())
+            data = connection.recv(1 << 20)
+            assert data, "the server closed the connection"
             return client.receive_data(data)
 
         while client.remote_settings.initial_window_size < sent.nbytes:
@@ -228,9 +228,9 @@ def test_what_a_wider_window_lets_out_comes_behind_the_answer_to_the_settings(
 
 
 @pytest.mark.parametrize(
-    "is_awaiting_worker", [True, False], ids=["while-open", "when-input-ended"]
+    "is_awaiting_worker", [True, False], ids=["while-open", "after-half-close"]
 )
-def test_messages_of_tens_of_megabytes_by_the_arrow_client(
+def test_arrow_client_exchanges_messages_of_tens_of_megabytes(
     gateway: Gateway, is_awaiting_worker: bool
 ) -> None:
     sent = wide_batch(32_000)
@@ -249,26 +249,23 @@ def test_messages_of_tens_of_megabytes_by_the_arrow_client(
 
 
 @pytest.mark.parametrize("kind", ["gzip", "deflate"])
-def test_compressed_messages_are_understood(
+def test_compressed_messages_are_accepted(
     gateway: Gateway, reference: ReferenceClient, kind: str
 ) -> None:
-    found = reference.run("compressed", address=gateway.address, kind=kind)
-    # The unary call asks for a name that is none.
-    assert found == {"unary": "NOT_FOUND", "is_right": True}
+    result = reference.run("compressed", address=gateway.address, kind=kind)
+    # The unary call names an unknown service.
+    assert result == {"unary": "NOT_FOUND", "is_right": True}
 
 
-def test_a_deadline_is_kept_and_frees_the_stream(
-    gateway: Gateway, reference: ReferenceClient
-) -> None:
-    found = reference.run(
+def test_expired_deadline_frees_the_stream(gateway: Gateway, reference: ReferenceClient) -> None:
+    result = reference.run(
         "deadline", address=gateway.address, model="slow", units=1000, timeout_s=0.2
     )
-    assert found["code"] == "DEADLINE_EXCEEDED"
+    assert result["code"] == "DEADLINE_EXCEEDED"
     gateway.wait_idle()
 
 
-def test_the_server_keeps_a_deadline_that_its_client_does_not(gateway: Gateway) -> None:
-    """The client is stopped before its deadline; its stream goes all the same."""
+def test_server_enforces_the_deadline_of_a_suspended_client(gateway: Gateway) -> None:
 
     def withdrawn() -> int:
         count: int = gateway.stats()["lanes"]["slow/1"].get("withdrawn", 0)
@@ -283,10 +280,10 @@ def test_the_server_keeps_a_deadline_that_its_client_does_not(gateway: Gateway) 
         reference.begin(
             "deadline", address=gateway.address, model="slow", units=4000, timeout_s=1.0
         )
-        eventually(is_computing, what="a batch")
+        eventually(is_computing, what="a running batch")
         with suspended(reference.pid):
             eventually(lambda: gateway.stats()["streams"] == 0, what="the end of the stream")
-            # It was not the batch that ended.
+            # Withdrawn at its deadline, before the batch completed.
             assert withdrawn() == before + 1
         assert reference.facts()["code"] == "DEADLINE_EXCEEDED"
     finally:
@@ -294,15 +291,17 @@ def test_the_server_keeps_a_deadline_that_its_client_does_not(gateway: Gateway) 
     gateway.wait_idle()
 
 
-def test_cancelled_streams_leave_their_connection_as_it_was(
+def test_connection_works_after_cancelled_streams(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = reference.run("cancelled", address=gateway.address, count=50)
-    assert found == {"codes": {"CANCELLED": 50}, "after": "OK"}
+    result = reference.run("cancelled", address=gateway.address, count=50)
+    assert result == {"codes": {"CANCELLED": 50}, "after": "OK"}
     gateway.wait_idle()
 
 
-def test_metadata_in_letters_and_in_bytes(gateway: Gateway, reference: ReferenceClient) -> None:
+def test_text_and_binary_metadata_are_accepted(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
     batch = pa.record_batch({"x": [1, 2]})
     frames = [
         raw.descriptor("ids").hex(),
@@ -310,11 +309,11 @@ def test_metadata_in_letters_and_in_bytes(gateway: Gateway, reference: Reference
         raw.batch_data(batch).hex(),
     ]
     every_byte = base64.b64encode(bytes(range(256))).decode()
-    letters = "".join(map(chr, range(0x21, 0x7F)))
-    said = [
+    printable = "".join(map(chr, range(0x21, 0x7F)))
+    pairs = [
         ("iskander-client", "robot-7"),
         ("iskander-priority", "3"),
-        ("letters", letters),
+        ("letters", printable),
         ("twice", "a,b"),
         ("twice", "c"),
         ("every-byte-bin", every_byte),
@@ -324,44 +323,44 @@ def test_metadata_in_letters_and_in_bytes(gateway: Gateway, reference: Reference
     ]
 
     def exchange(metadata: list[tuple[str, str]]) -> dict[str, Any]:
-        answer: dict[str, Any] = reference.run(
+        response: dict[str, Any] = reference.run(
             "outcome",
             address=gateway.address,
             method=raw.EXCHANGE,
             frames=frames,
             metadata=metadata,
         )
-        return answer
+        return response
 
-    found = exchange(said)
-    assert (found["code"], found["frames"]) == ("OK", 2)
-    refused = exchange([*said, ("iskander-errors", "some~day")])
-    assert refused["code"] == "INVALID_ARGUMENT"
-    assert "some~day" in refused["details"]
-    assert refused["next"] == "OK"
+    result = exchange(pairs)
+    assert (result["code"], result["frames"]) == ("OK", 2)
+    rejected = exchange([*pairs, ("iskander-errors", "some~day")])
+    assert rejected["code"] == "INVALID_ARGUMENT"
+    assert "some~day" in rejected["details"]
+    assert rejected["next"] == "OK"
 
 
-def test_metadata_beyond_the_limit_ends_its_call_only(
+def test_metadata_above_the_limit_fails_only_its_call(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = reference.run(
+    result = reference.run(
         "outcome",
         address=gateway.address,
         method=CHECK,
         frames=[""],
         metadata=[("long", "x" * 20_000)],
     )
-    # As everything of a client that is too large: to be asked again it is never worth.
-    assert (found["code"], found["next"]) == ("INVALID_ARGUMENT", "OK")
+    # Not RESOURCE_EXHAUSTED, because a retry cannot succeed.
+    assert (result["code"], result["next"]) == ("INVALID_ARGUMENT", "OK")
 
 
 @pytest.mark.slow
-def test_an_idle_client_that_pings_every_second_is_not_sent_away(gateway: Gateway) -> None:
+def test_idle_client_that_pings_every_second_stays_connected(gateway: Gateway) -> None:
     reference = ReferenceClient()
     try:
-        found = reference.run("keepalive", address=gateway.address, quiet_s=5.0)
-        assert found == {"meanwhile": [], "code": "OK"}
-        # That it did ping: it finds out that nobody answers.
+        result = reference.run("keepalive", address=gateway.address, quiet_s=5.0)
+        assert result == {"meanwhile": [], "code": "OK"}
+        # Its pings detect a suspended server, so they were sent.
         with suspended(gateway.pid):
             assert reference.facts()["then"] != "READY"
     finally:
@@ -372,9 +371,9 @@ def test_an_idle_client_that_pings_every_second_is_not_sent_away(gateway: Gatewa
 def test_unknown_methods_and_services_are_unimplemented(
     gateway: Gateway, reference: ReferenceClient, method: str
 ) -> None:
-    found = reference.run("outcome", address=gateway.address, method=method, frames=[""])
-    assert (found["code"], found["next"]) == ("UNIMPLEMENTED", "OK")
-    assert method in found["details"]
+    result = reference.run("outcome", address=gateway.address, method=method, frames=[""])
+    assert (result["code"], result["next"]) == ("UNIMPLEMENTED", "OK")
+    assert method in result["details"]
     assert (
         reference.run("unknown_by_aio", address=gateway.address, method=method) == "UNIMPLEMENTED"
     )
@@ -393,7 +392,7 @@ def test_unknown_methods_and_services_are_unimplemented(
         (raw.EXCHANGE, [], "INVALID_ARGUMENT", "malformed"),
     ],
 )
-def test_an_error_has_its_name_and_its_detail_beside_its_status(
+def test_error_trailers_have_the_code_and_the_detail(
     gateway: Gateway,
     reference: ReferenceClient,
     method: str,
@@ -402,69 +401,69 @@ def test_an_error_has_its_name_and_its_detail_beside_its_status(
     name: str,
 ) -> None:
     hexed = [frame.hex() for frame in frames]
-    found = reference.run("outcome", address=gateway.address, method=method, frames=hexed)
-    trailers = found["trailers"]
-    assert (found["code"], trailers["iskander-code"], found["next"]) == (code, name, "OK")
+    result = reference.run("outcome", address=gateway.address, method=method, frames=hexed)
+    trailers = result["trailers"]
+    assert (result["code"], trailers["iskander-code"], result["next"]) == (code, name, "OK")
     detail = base64.b64decode(trailers["grpc-status-details-bin"])
     if method == raw.EXCHANGE:
-        told = json.loads(detail)
-        assert (told["code"], told["message"]) == (name, found["details"])
+        error = json.loads(detail)
+        assert (error["code"], error["message"]) == (name, result["details"])
     else:
-        number = bytes([Status[code]])  # A google.rpc.Status, with the same in its ErrorInfo.
-        assert detail.startswith(b"\x08" + number + raw.field(2, found["details"].encode()))
+        number = bytes([Status[code]])  # A google.rpc.Status; its ErrorInfo has the code.
+        assert detail.startswith(b"\x08" + number + raw.field(2, result["details"].encode()))
         assert raw.field(1, b"code") + raw.field(2, name.encode()) in detail
 
 
-def test_short_connections_leave_no_descriptor(
+def test_short_connections_leak_no_descriptors(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
     reference.run("unary", address=gateway.address)
-    eventually(lambda: gateway.stats()["streams"] == 0, what="no stream")
+    eventually(lambda: gateway.stats()["streams"] == 0, what="the end of all streams")
     before = descriptors_of(gateway)
-    found = reference.run("short_connections", address=gateway.address, count=300)
-    assert found == {"OK": 300}
-    eventually(lambda: descriptors_of(gateway) <= before, what="descriptors closed")
+    result = reference.run("short_connections", address=gateway.address, count=300)
+    assert result == {"OK": 300}
+    eventually(lambda: descriptors_of(gateway) <= before, what="closed descriptors")
 
 
-def test_idle_streams_of_many_connections_do_not_stand_in_the_way(
+def test_idle_streams_of_many_connections_do_not_block_an_active_one(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = reference.run("idle_streams", address=gateway.address, count=200, batches=50)
-    assert found == {"worked": 50, "codes": {"OK": 200}}
+    result = reference.run("idle_streams", address=gateway.address, count=200, batches=50)
+    assert result == {"worked": 50, "codes": {"OK": 200}}
     gateway.wait_idle()
 
 
 @pytest.mark.parametrize("rows", [10, 5000], ids=["small", "large"])
-def test_a_stop_is_told_by_name_or_as_unavailable_and_never_as_cancelled(
+def test_drain_fails_calls_as_draining_or_unavailable_never_cancelled(
     tmp_path: Path, rows: int
 ) -> None:
-    """Clients go on opening calls on connections that they have, until nobody answers."""
+    """Clients open calls on existing connections until the gateway exits."""
     reference = ReferenceClient()
     try:
-        with running(tmp_path, served(tmp_path), **ROOM) as gateway:
-            under_way = reference.run(
+        with running(tmp_path, served(tmp_path), **LARGE_LIMITS) as gateway:
+            progress = reference.run(
                 "hammer", address=gateway.address, connections=3, streams=3, rows=rows
             )
-            assert under_way == "under way"
+            assert progress == "under way"
             gateway.signal(signal.SIGTERM)
-            found = reference.facts()
+            result = reference.facts()
             gateway.wait()
     finally:
         reference.close()
-    assert found["wrong"] == []
-    assert set(found["outcomes"]) <= {"OK", "UNAVAILABLE draining", "UNAVAILABLE"}
+    assert result["wrong"] == []
+    assert set(result["outcomes"]) <= {"OK", "UNAVAILABLE draining", "UNAVAILABLE"}
 
 
-def test_a_call_that_waits_for_a_server_is_answered_by_the_next(tmp_path: Path) -> None:
+def test_wait_for_ready_call_succeeds_when_a_server_starts(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     reference = ReferenceClient()
     try:
-        found = reference.run("wait_for_ready", address=address)
-        assert found == {"impatient": "UNAVAILABLE"}
-        with running(tmp_path, served(tmp_path), server={"address": address}, **ROOM):
-            found = reference.facts()
+        result = reference.run("wait_for_ready", address=address)
+        assert result == {"impatient": "UNAVAILABLE"}
+        with running(tmp_path, served(tmp_path), server={"address": address}, **LARGE_LIMITS):
+            result = reference.facts()
     finally:
         reference.close()
-    assert (found["code"], found["frames"]) == ("OK", 1)
+    assert (result["code"], result["frames"]) == ("OK", 1)

@@ -1,7 +1,7 @@
-"""Every attack of `benchmarks.hostile` for a moment, beside an innocent client.
+"""Every attack of `benchmarks.hostile`, run briefly while an innocent client sends requests.
 
-The bounds are generous: a client that waits for seconds is one that an attack has stopped. What the
-attacks cost in milliseconds is measured by the benchmark.
+The bounds are generous: a latency of seconds counts as a stopped client. The benchmark measures
+the latency that the attacks add in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ROOT = Path(models.__file__).resolve().parents[2]
 MIB = 1 << 20
 BUDGET_BYTES = 192 * MIB
 SLACK_BYTES = 64 * MIB
-LEFT_BYTES = 48 * MIB
-SECONDS = 0.7
-LONGEST_S = 5.0
-WITHIN_S = 30.0
+RETAINED_BYTES_MAX = 48 * MIB
+ATTACK_S = 0.7
+LATENCY_MAX_S = 5.0
+TIMEOUT_S = 30.0
 
 
 class Target:
-    """The gateway, its ports by door, and what its innocent client has seen."""
+    """The gateway, its ports by listener, its innocent client, and its memory at the start."""
 
     def __init__(self, gateway: Gateway, http: int, zmtp: int) -> None:
         self.gateway = gateway
@@ -54,26 +54,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         limits={"message_bytes": 72 * MIB, "receive_bytes": BUDGET_BYTES},
         http={"address": f"127.0.0.1:{http}"},
         inferential={"address": f"tcp://127.0.0.1:{zmtp}"},
-        # One attack opens as many connections as a limited shell has descriptors.
+        # One attack opens as many connections as the limit on file descriptors permits.
         workers={"groups": ["0"]},
     ) as gateway:
-        made = Target(gateway, http, zmtp)
-        asking = threading.Thread(target=made.innocent.run)
-        asking.start()
+        target = Target(gateway, http, zmtp)
+        thread = threading.Thread(target=target.innocent.run)
+        thread.start()
         try:
-            eventually(lambda: made.innocent.requests, what="the first answers")
-            yield made
+            eventually(lambda: target.innocent.requests, what="the first responses")
+            yield target
         finally:
-            made.innocent.stop()
-            asking.join()
+            target.innocent.stop()
+            thread.join()
 
 
 def attack(target: Target, row: str) -> list[dict[str, object]]:
-    """Carry a row's attacks out, all at once; what each attacker says came of it."""
+    """Runs the attacks of one row at once; returns the report of each attacker."""
     module = [sys.executable, "-m", "benchmarks.hostile.attacker"]
     attackers = [
         subprocess.Popen(
-            [*module, each.name, str(target.ports[each.listener]), str(SECONDS)],
+            [*module, each.name, str(target.ports[each.listener]), str(ATTACK_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -88,31 +88,33 @@ def attack(target: Target, row: str) -> list[dict[str, object]]:
         each.stdin.write(b"go\n")
         each.stdin.flush()
     for each in attackers:
-        reports.append(json.loads(each.communicate(timeout=WITHIN_S)[0]))
+        reports.append(json.loads(each.communicate(timeout=TIMEOUT_S)[0]))
     return reports
 
 
 @pytest.mark.parametrize("row", rows())
-def test_an_attack_stops_no_other_client(target: Target, row: str) -> None:
+def test_attack_does_not_stop_other_clients(target: Target, row: str) -> None:
     innocent = target.innocent
-    seen, failed = len(innocent.requests), len(innocent.errors)
-    begun_s = time.monotonic()
+    completed, failed = len(innocent.requests), len(innocent.errors)
+    start_s = time.monotonic()
     reports = attack(target, row)
     assert all(report["sent_bytes"] for report in reports)
     eventually(
-        lambda: len(innocent.requests) > seen and innocent.requests[-1][0] > begun_s + SECONDS,
-        what="answers after the attack",
+        lambda: (
+            len(innocent.requests) > completed and innocent.requests[-1][0] > start_s + ATTACK_S
+        ),
+        what="responses after the attack",
     )
     assert innocent.errors[failed:] == []
-    longest_s = max(took_s for _, took_s in innocent.requests[seen:])
-    assert longest_s < LONGEST_S
-    held = own_bytes(target.gateway.pid) - target.start_bytes
-    assert held < BUDGET_BYTES + SLACK_BYTES
+    latency_s = max(took_s for _, took_s in innocent.requests[completed:])
+    assert latency_s < LATENCY_MAX_S
+    used_bytes = own_bytes(target.gateway.pid) - target.start_bytes
+    assert used_bytes < BUDGET_BYTES + SLACK_BYTES
 
 
-def test_memory_goes_back_to_the_system_after_all_attacks(target: Target) -> None:
+def test_memory_is_returned_to_the_system_after_all_attacks(target: Target) -> None:
     eventually(
-        lambda: own_bytes(target.gateway.pid) - target.start_bytes < LEFT_BYTES,
-        WITHIN_S,
-        "memory that the attacks took",
+        lambda: own_bytes(target.gateway.pid) - target.start_bytes < RETAINED_BYTES_MAX,
+        TIMEOUT_S,
+        "memory returned after the attacks",
     )

@@ -1,4 +1,4 @@
-"""A watched repository into which every hostile model is put at once, while a good one serves."""
+"""All hostile models added at once to a watched repository while a good model serves."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ LOADING = {
 
 
 LATE = "not loaded and warmed in a sandbox within"
-"""On a busy machine this may come before what is wrong with it."""
+"""On a busy machine the timeout can come before the expected error."""
 
 
 class Load(threading.Thread):
-    """Calls of the good model one after the other, until it is over."""
+    """Sequential calls of the good model until `stopped` is set."""
 
     def __init__(self, address: str) -> None:
         super().__init__(name="load")
-        self._address, self.over = address, threading.Event()
+        self._address, self.stopped = address, threading.Event()
         self.count = 0
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             with Client(self._address) as client:
-                while not self.over.is_set():
+                while not self.stopped.is_set():
                     first = self.count
                     scored = client.score("good", pa.record_batch({"x": [first, first + 1]}))
                     assert scored["y"].to_pylist() == [3 * first, 3 * first + 3]
                     self.count += 1
-                    self.over.wait(0.005)  # What is loaded meanwhile wants the cores, too.
+                    self.stopped.wait(0.005)  # Leaves cpu time for the loads.
         except Exception as error:
             self.error = error
 
 
-def test_hostile_models_in_a_repository_harm_nobody(tmp_path: Path) -> None:
-    """Each says in the list why it is not served; no call fails, and no worker ends."""
+def test_hostile_models_do_not_affect_calls_or_workers(tmp_path: Path) -> None:
+    """The list of models gives the reason for each; no call fails, and no worker exits."""
     hostile = tmp_path / "hostile"
     subprocess.run([BIN / "python", SCRIPT, hostile], check=True)
     expected: dict[str, str | None] = json.loads((hostile / "expected.json").read_text())
@@ -69,7 +69,7 @@ def test_hostile_models_in_a_repository_harm_nobody(tmp_path: Path) -> None:
         load = Load(gateway.address)
         load.start()
         try:
-            eventually(lambda: load.count, what="the first answer")
+            eventually(lambda: load.count, what="the first response")
             for name in expected:
                 if not os.path.lexists(hostile / name / "model.onnx"):
                     folder.say(name, 'backend = "pipeline"\n')
@@ -77,25 +77,25 @@ def test_hostile_models_in_a_repository_harm_nobody(tmp_path: Path) -> None:
 
             with gateway.client() as client:
 
-                def outcome() -> dict[str, str] | None:
-                    """Why each is not served, empty where it is, once that is known of all."""
-                    found = {each["name"]: each for each in client.models()}
-                    told = {
+                def load_errors() -> dict[str, str] | None:
+                    """Returns the error of each model, empty if ready; None while any loads."""
+                    listed = {each["name"]: each for each in client.models()}
+                    errors = {
                         name: "" if each["state"] == "ready" else each["reason"]
                         for name in expected
-                        if (each := found.get(name)) and each["state"] != "loading"
+                        if (each := listed.get(name)) and each["state"] != "loading"
                     }
-                    return told if len(told) == len(expected) else None
+                    return errors if len(errors) == len(expected) else None
 
-                told = eventually(outcome, what="what came of all", within_s=150)
-            answered = load.count
-            eventually(lambda: load.count > answered or load.error, what="one more answer")
+                errors = eventually(load_errors, what="the end of all loads", within_s=150)
+            completed = load.count
+            eventually(lambda: load.count > completed or load.error, what="one more response")
         finally:
-            load.over.set()
+            load.stopped.set()
             load.join(30)
-        for name, words in expected.items():
-            if LATE not in told[name]:
-                assert (words is None) == (not told[name]), (name, told[name])
-                assert (words or "") in told[name], (name, told[name])
+        for name, text in expected.items():
+            if LATE not in errors[name]:
+                assert (text is None) == (not errors[name]), (name, errors[name])
+                assert (text or "") in errors[name], (name, errors[name])
         assert load.error is None
         assert sorted(gateway.worker_pids()) == pids

@@ -1,4 +1,4 @@
-"""A real gateway, and clients that speak HTTP/2 badly, slowly, too much, or by the book."""
+"""HTTP/2 clients against a real gateway: conforming, invalid, slow and flooding."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 @pytest.fixture(autouse=True)
 def others_are_served(gateway: Gateway) -> Iterator[Wire]:
-    """A connection that is open the whole time is answered before and after, and nothing leaks."""
+    """Another open connection is served before and after the test, and nothing leaks."""
     with Wire(gateway.address) as wire:
         wire.say(call(1, CHECK, message(b"")))
         assert wire.answer(1).messages == [SERVING]
@@ -65,32 +65,32 @@ def others_are_served(gateway: Gateway) -> Iterator[Wire]:
 
 
 def call(stream_id: int, path: str, body: bytes, *extra: tuple[str, str]) -> bytes:
-    """A whole call."""
+    """Returns the frames of a complete call."""
     head = client.headers(stream_id, request_fields(path, extra))
     return head + data(stream_id, body, END_STREAM)
 
 
 def exchange_of(batch: pa.RecordBatch) -> bytes:
-    """The messages of a DoExchange with one batch."""
+    """Returns the messages of a DoExchange with one batch."""
     opening = raw.descriptor("ids") + raw.schema_data(batch.schema)
     return message(opening) + message(raw.batch_data(batch))
 
 
 def rows_of(messages: list[bytes]) -> list[int]:
     (batch,) = raw.read_batches(messages)[0]
-    found: list[int] = batch.column("y").to_pylist()
-    return found
+    values: list[int] = batch.column("y").to_pylist()
+    return values
 
 
 BATCH = pa.record_batch({"x": np.arange(200_000)})
 BATCH_ROWS = [3 * x + 1 for x in range(200_000)]
 
 
-# By the book.
+# Conforming clients.
 
 
-class Judged:
-    """A client of another library, which raises where the server breaks a rule."""
+class H2Client:
+    """A client on the h2 library, which raises on each protocol error of the server."""
 
     def __init__(self, address: str, *, window: int = 65_535) -> None:
         host, _, port = address.rpartition(":")
@@ -100,10 +100,10 @@ class Judged:
         self.h2.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window})
         self.bodies: dict[int, bytearray] = {}
         self.trailers: dict[int, dict[str, str]] = {}
-        self.over: set[int] = set()
-        self._turn()
+        self.ended: set[int] = set()
+        self._exchange()
 
-    def __enter__(self) -> Judged:
+    def __enter__(self) -> H2Client:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,23 +113,23 @@ class Judged:
         self.h2.send_headers(stream_id, request_fields(path))
         left = memoryview(body)
         while left:
-            room = self.h2.local_flow_control_window(stream_id)
-            count = min(len(left), room, self.h2.max_outbound_frame_size)
+            window = self.h2.local_flow_control_window(stream_id)
+            count = min(len(left), window, self.h2.max_outbound_frame_size)
             if not count:
-                self._turn()
+                self._exchange()
             self.h2.send_data(stream_id, bytes(left[:count]))
             left = left[count:]
         self.h2.end_stream(stream_id)
 
-    def until_over(self, *stream_ids: int) -> None:
-        while not self.over.issuperset(stream_ids):
-            self._turn()
+    def wait_for_end(self, *stream_ids: int) -> None:
+        while not self.ended.issuperset(stream_ids):
+            self._exchange()
 
-    def _turn(self) -> None:
+    def _exchange(self) -> None:
         self.socket.sendall(self.h2.data_to_send())
-        fresh = self.socket.recv(1 << 16)
-        assert fresh, "the server hung up"
-        for event in self.h2.receive_data(fresh):
+        received = self.socket.recv(1 << 16)
+        assert received, "the server closed the connection"
+        for event in self.h2.receive_data(received):
             match event:
                 case h2.events.DataReceived():
                     self.bodies.setdefault(event.stream_id, bytearray()).extend(event.data)
@@ -138,82 +138,88 @@ class Judged:
                 case h2.events.ResponseReceived() | h2.events.TrailersReceived():
                     self.trailers[event.stream_id] = dict(event.headers)
                 case h2.events.StreamEnded():
-                    self.over.add(event.stream_id)
+                    self.ended.add(event.stream_id)
                 case h2.events.StreamReset():
-                    assert event.error_code == 0 and event.stream_id in self.over, event
+                    assert event.error_code == 0 and event.stream_id in self.ended, event
                 case h2.events.ConnectionTerminated():
                     raise AssertionError(event)
         self.socket.sendall(self.h2.data_to_send())
 
 
 @pytest.mark.parametrize("window", [1000, 65_535, 16 * MIB])
-def test_another_librarys_client_is_content(gateway: Gateway, window: int) -> None:
-    with Judged(gateway.address, window=window) as judged:
-        judged.call(1, "/arrow.flight.protocol.FlightService/DoExchange", exchange_of(BATCH[:9000]))
-        judged.call(3, CHECK, message(b""))
-        judged.call(5, "/no/such", message(b"x"))
-        judged.call(7, CHECK, b"")
-        judged.until_over(1, 3, 5, 7)
-        assert rows_of(split_messages(bytes(judged.bodies[1]))) == BATCH_ROWS[:9000]
-        said = {each: judged.trailers[each]["grpc-status"] for each in (1, 3, 5, 7)}
-        assert said == {1: "0", 3: "0", 5: "12", 7: "3"}
+def test_h2_client_finds_no_protocol_error(gateway: Gateway, window: int) -> None:
+    with H2Client(gateway.address, window=window) as h2_client:
+        h2_client.call(
+            1, "/arrow.flight.protocol.FlightService/DoExchange", exchange_of(BATCH[:9000])
+        )
+        h2_client.call(3, CHECK, message(b""))
+        h2_client.call(5, "/no/such", message(b"x"))
+        h2_client.call(7, CHECK, b"")
+        h2_client.wait_for_end(1, 3, 5, 7)
+        assert rows_of(split_messages(bytes(h2_client.bodies[1]))) == BATCH_ROWS[:9000]
+        statuses = {each: h2_client.trailers[each]["grpc-status"] for each in (1, 3, 5, 7)}
+        assert statuses == {1: "0", 3: "0", 5: "12", 7: "3"}
 
 
-def test_a_result_larger_than_the_window_comes_whole_where_the_input_has_ended(
-    gateway: Gateway,
-) -> None:
-    """The last result waits for room when the stream is over."""
+def test_result_larger_than_the_window_is_complete_after_end_of_input(gateway: Gateway) -> None:
+    """The stream has ended while the last result still waits for window."""
     with Wire(gateway.address) as wire:
         wire.say(call(1, raw.EXCHANGE, exchange_of(BATCH[:50_000])))
-        taken = 0
+        acknowledged = 0
         while not client.answer_in(wire.frames, 1).is_over:
             assert not wire.heard(client.RST_STREAM)
-            came = sum(len(each.payload) for each in wire.heard(client.DATA))
-            if came > taken:
-                wire.say(window_update(1, came - taken), window_update(0, came - taken))
-                taken = came
+            received = sum(len(each.payload) for each in wire.heard(client.DATA))
+            if received > acknowledged:
+                wire.say(
+                    window_update(1, received - acknowledged),
+                    window_update(0, received - acknowledged),
+                )
+                acknowledged = received
             assert wire.read()
-        answer = wire.answer(1)
-        assert answer.status == 0 and rows_of(answer.messages) == BATCH_ROWS[:50_000]
+        response = wire.answer(1)
+        assert response.status == 0 and rows_of(response.messages) == BATCH_ROWS[:50_000]
 
 
-def test_a_compressed_request(gateway: Gateway) -> None:
+def test_compressed_request_is_served(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         body = message(gzip.compress(exchange_of(BATCH[:100])[5:][:0]), 1)
         wire.say(call(1, CHECK, body, ("grpc-encoding", "gzip")))
         assert wire.answer(1).messages == [SERVING]
 
 
-def test_the_longest_timeout(gateway: Gateway) -> None:
+def test_longest_timeout_is_accepted(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
-        for stream_id, said in ((1, "99999999H"), (3, "99999999S"), (5, "20S")):
+        for stream_id, timeout in ((1, "99999999H"), (3, "99999999S"), (5, "20S")):
             body = exchange_of(BATCH[:10])
-            wire.say(call(stream_id, raw.EXCHANGE, body, ("grpc-timeout", said)))
+            wire.say(call(stream_id, raw.EXCHANGE, body, ("grpc-timeout", timeout)))
             assert wire.answer(stream_id).status == 0
             assert rows_of(wire.answer(stream_id).messages) == BATCH_ROWS[:10]
 
 
-def test_a_deadline_ends_a_stream(gateway: Gateway) -> None:
+def test_deadline_ends_a_stream(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         fields = request_fields(raw.EXCHANGE, [("grpc-timeout", "20m")])
         wire.say(client.headers(1, fields))
         assert wire.answer(1).status == 4
         assert wire.answer(1).blocks[-1]["iskander-code"] == "deadline_exceeded"
-    eventually(lambda: gateway.stats()["streams"] == 0, what="the stream's end")
+    eventually(lambda: gateway.stats()["streams"] == 0, what="the end of the stream")
 
 
-# Badly.
+# Invalid input.
 
 
-def test_another_protocol_on_the_port(gateway: Gateway) -> None:
+def test_http1_request_gets_status_505(gateway: Gateway) -> None:
     with Wire(gateway.address, first=b"GET / HTTP/1.1\r\nhost: x\r\n\r\n") as wire:
-        said = b""
+        response = b""
         while piece := wire.socket.recv(4096):
-            said += piece
-        assert said.endswith(b"This port serves gRPC over HTTP/2.\n") and b"HTTP/1.1 505" in said
+            response += piece
+        assert (
+            response.endswith(b"This port serves gRPC over HTTP/2.\n")
+            and b"HTTP/1.1 505" in response
+        )
 
 
-def test_a_preface_and_a_call_byte_by_byte(gateway: Gateway) -> None:
+def test_preface_and_call_sent_byte_by_byte_are_served(gateway: Gateway) -> None:
     with Wire(gateway.address, first=b"") as wire:
         wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in PREFACE + settings() + call(1, CHECK, message(b"")):
@@ -222,7 +228,7 @@ def test_a_preface_and_a_call_byte_by_byte(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("sent", "code"),
     [
         (frame(client.PUSH_PROMISE, 1, b"1234"), client.PROTOCOL_ERROR),
         (client.headers(2), client.PROTOCOL_ERROR),
@@ -233,39 +239,39 @@ def test_a_preface_and_a_call_byte_by_byte(gateway: Gateway) -> None:
         (window_update(0, client.WINDOW_MAX), client.FLOW_CONTROL_ERROR),
         (b"\xff\xff\xff" + bytes(6), client.FRAME_SIZE_ERROR),
     ],
-    ids=["push", "even", "data", "hpack", "half", "setting", "window", "huge"],
+    ids=["push", "even", "data", "hpack", "unfinished headers", "setting", "window", "huge"],
 )
-def test_a_client_that_breaks_the_rules_is_told_which(
-    gateway: Gateway, said: bytes, code: int
+def test_protocol_error_closes_the_connection_with_its_code(
+    gateway: Gateway, sent: bytes, code: int
 ) -> None:
     with Wire(gateway.address) as wire:
-        wire.say(said)
+        wire.say(sent)
         assert [each.code for each in wire.until_over() if each.kind == GOAWAY] == [code]
 
 
-def test_a_client_that_exceeds_the_window_goes(gateway: Gateway) -> None:
+def test_client_above_its_window_is_disconnected(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
-        # A watcher reads one message and no more.
+        # Health.Watch reads only one message.
         wire.say(client.headers(1, request_fields(WATCH)), data(1, message(b"")))
         wire.until(lambda: wire.heard(client.DATA))
         for _ in range(5):
-            wire.say_what_is_taken(data(1, message(bytes(MIB - 5))))
+            wire.feed_until_closed(data(1, message(bytes(MIB - 5))))
         frames = wire.until_over()
         assert {each.code for each in frames if each.kind == GOAWAY} <= {client.FLOW_CONTROL_ERROR}
 
 
-def test_headers_that_are_too_many_end_the_call_only(gateway: Gateway) -> None:
+def test_too_large_headers_fail_only_the_call(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         wire.say(call(1, CHECK, message(b""), ("k", "v" * 20_000)))
-        refused = wire.answer(1)
-        assert refused.status == Status.INVALID_ARGUMENT
-        assert refused.blocks[-1]["iskander-code"] == "limit"
-        assert refused.blocks[-1]["iskander-retryable"] == "false"
+        rejected = wire.answer(1)
+        assert rejected.status == Status.INVALID_ARGUMENT
+        assert rejected.blocks[-1]["iskander-code"] == "limit"
+        assert rejected.blocks[-1]["iskander-retryable"] == "false"
         wire.say(call(3, CHECK, message(b"")))
         assert wire.answer(3).status == 0
 
 
-# Too much.
+# Floods.
 
 
 @pytest.mark.parametrize(
@@ -279,30 +285,30 @@ def test_headers_that_are_too_many_end_the_call_only(gateway: Gateway) -> None:
     ],
     ids=["pings", "settings", "resets", "empty data", "priorities"],
 )
-def test_floods_are_cut_off(gateway: Gateway, flood: bytes) -> None:
+def test_flood_closes_the_connection(gateway: Gateway, flood: bytes) -> None:
     with Wire(gateway.address) as wire:
         wire.say(call(1, CHECK, message(b"")))
         wire.answer(1)
         wire.say(client.headers(3, request_fields(WATCH)))
-        wire.say_what_is_taken(flood * 20_000)
+        wire.feed_until_closed(flood * 20_000)
         frames = wire.until_over()
         assert wire.is_over
-        # Whether the goodbye is read depends on what was still unread when the socket was closed.
+        # The socket may close with unread input, and then GOAWAY can be lost.
         assert {each.code for each in frames if each.kind == GOAWAY} <= {client.ENHANCE_YOUR_CALM}
 
 
-def test_rapid_resets_are_cut_off(gateway: Gateway) -> None:
+def test_rapid_resets_close_the_connection(gateway: Gateway) -> None:
     with Wire(gateway.address) as wire:
         opened = (
             client.headers(each, request_fields(raw.EXCHANGE)) + rst_stream(each)
             for each in range(1, 20_001, 2)
         )
-        wire.say_what_is_taken(b"".join(opened))
+        wire.feed_until_closed(b"".join(opened))
         wire.until_over()
-    eventually(lambda: gateway.stats()["streams"] == 0, what="the streams' end")
+    eventually(lambda: gateway.stats()["streams"] == 0, what="the end of the streams")
 
 
-def test_a_reader_of_one_byte_at_a_time_does_not_stop_others(
+def test_one_byte_windows_do_not_stop_other_clients(
     gateway: Gateway, others_are_served: Wire
 ) -> None:
     with Wire(gateway.address, first=PREFACE + settings(window=0)) as wire:
@@ -314,13 +320,11 @@ def test_a_reader_of_one_byte_at_a_time_does_not_stop_others(
         assert wire.answer(1).messages == [SERVING] and wire.answer(1).status == 0
 
 
-# The orderly end.
+# Shutdown.
 
 
-def test_a_stop_lets_clients_have_what_was_answered(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """A stop in the midst of a large answer; the client reads on, and says so as it reads."""
+def test_response_is_complete_after_sigterm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """SIGTERM arrives during a large response; the client continues to read and to send PINGs."""
     folder = tmp_path_factory.mktemp("stopped")
     ids = models.row_ids(folder / "ids")
     served = [{"name": "ids", "path": str(ids), "intra_threads": 1, "max_batch_rows": 500_000}]
@@ -332,17 +336,17 @@ def test_a_stop_lets_clients_have_what_was_answered(
             body = exchange_of(BATCH)
             for at in range(0, len(body), 16_384):
                 wire.say(data(1, body[at : at + 16_384]))
-            # The first is the schema, which goes out before the batch has come.
+            # The first DATA frame is the schema, which is sent before the batch arrives.
             wire.until(lambda: len(wire.heard(client.DATA)) > 1)
             gateway.signal(15)
             wire.say(data(1, b"", END_STREAM))
-            answered = 0
+            acknowledged = 0
             while wire.read():
                 pings = [each for each in wire.heard(client.PING) if not each.flags & client.ACK]
-                for each in pings[answered:]:
-                    wire.say_what_is_taken(ping(each.payload, client.ACK))
-                answered = len(pings)
-                wire.say_what_is_taken(ping())
-            answer = client.answer_in(wire.frames, 1)
-            assert answer.is_over and rows_of(answer.messages) == BATCH_ROWS
+                for each in pings[acknowledged:]:
+                    wire.feed_until_closed(ping(each.payload, client.ACK))
+                acknowledged = len(pings)
+                wire.feed_until_closed(ping())
+            response = client.answer_in(wire.frames, 1)
+            assert response.is_over and rows_of(response.messages) == BATCH_ROWS
         assert gateway.wait() == 0

@@ -1,4 +1,4 @@
-"""Inferential over ZeroMQ, by its own unmodified clients."""
+"""Inferential over ZeroMQ, tested with its own unmodified clients."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from iskander.client import Client
 
 
 def points(gateway: Gateway, name: str, **labels: str) -> dict[str, Any]:
-    """What the last points of a measure come to."""
-    question = json.dumps({"name": name, "labels": labels}).encode()
+    """Returns the aggregate of a metric's recent points."""
+    query = json.dumps({"name": name, "labels": labels}).encode()
     with flight.connect(f"grpc://{gateway.address}") as client:
-        (answer,) = client.do_action(flight.Action("metrics", question))
-    found: dict[str, Any] = json.loads(answer.body.to_pybytes())[name]
-    return found
+        (response,) = client.do_action(flight.Action("metrics", query))
+    aggregate: dict[str, Any] = json.loads(response.body.to_pybytes())[name]
+    return aggregate
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def address(gateway: Gateway) -> str:
     return address_of(gateway)
 
 
-def test_the_clients_first_steps(address: str) -> None:
-    """What the package's page shows: connect, observe, get a result by its keys."""
+def test_quickstart_of_the_client_package(address: str) -> None:
+    """Connect, observe, and read a result by its keys."""
     with connected(address, 42, client_type="franka") as connection:
         model = connection.model("policy", latency_budget_ms=50.0)
         result = ask(model, urgency=0.5, steps_remaining=3, instruction="pick it up", **joints(3))
@@ -71,20 +71,20 @@ def test_the_clients_first_steps(address: str) -> None:
         assert model.get_result(timeout_ms=0) is None
 
 
-def test_a_request_is_counted_once_whatever_it_came_by(gateway: Gateway, address: str) -> None:
-    """One of Flight without a name, and one of Inferential, in the same lane."""
+def test_each_protocol_counts_a_request_once(gateway: Gateway, address: str) -> None:
+    """One anonymous Flight request and one Inferential request share a lane."""
     names = ("scheduling_wait_ms", "inference_latency_ms", "e2e_latency_ms")
     before = [points(gateway, name, model="ids")["count"] for name in names]
-    with connected(address, "beside-flight") as connection, Client(gateway.address) as client:
+    with connected(address, "with-flight") as connection, Client(gateway.address) as client:
         assert client.score("ids", pa.record_batch({"x": [7]})).num_rows == 1
         assert ask(connection.model("ids"), x=np.array(7)) is not None
     assert [points(gateway, name, model="ids")["count"] for name in names] == [
         count + 2 for count in before
     ]
-    assert [points(gateway, name, client="beside-flight")["count"] for name in names] == [1, 1, 1]
+    assert [points(gateway, name, client="with-flight")["count"] for name in names] == [1, 1, 1]
 
 
-def test_tensors_are_named_as_the_graph_names_them_too(address: str) -> None:
+def test_graph_tensor_names_are_accepted(address: str) -> None:
     with connected(address) as connection:
         observed = joints(4)
         renamed = {"joints": observed["joint_positions"], "image": observed["camera/wrist"]}
@@ -92,8 +92,8 @@ def test_tensors_are_named_as_the_graph_names_them_too(address: str) -> None:
         assert result is not None and result["actions"].tolist() == [8.0] * 7
 
 
-def test_every_type_that_the_client_has(address: str) -> None:
-    """There and back, and bit for bit; booleans too, which Arrow packs."""
+def test_all_client_types_round_trip_bit_for_bit(address: str) -> None:
+    """Includes booleans, which Arrow packs into bits."""
     sent = {f"x_{name}": np.array([0, 1, 2], name) for name in DTYPES}
     with connected(address) as connection:
         result = ask(connection.model("mirrors"), **sent)
@@ -103,7 +103,7 @@ def test_every_type_that_the_client_has(address: str) -> None:
         assert np.array_equal(result[f"y_{name}"], sent[f"x_{name}"]), name
 
 
-def test_a_tensor_that_has_rows_is_served_as_it_is(address: str) -> None:
+def test_tensors_with_a_row_axis_are_served_unchanged(address: str) -> None:
     observed = {name: np.stack([value] * 5) for name, value in joints(1).items()}
     with connected(address) as connection:
         result = ask(connection.model("policy"), **observed)
@@ -114,13 +114,13 @@ def test_a_tensor_that_has_rows_is_served_as_it_is(address: str) -> None:
         for sent in (np.int64(5), np.arange(4), np.arange(9)[:0]):
             result = ask(model, x=np.asarray(sent))
             assert result is not None and result["model_id"] == "ids/3"
-            wanted = 3 * np.asarray(sent) + 1
-            # The client leaves out results without a byte.
-            assert np.array_equal(result.get("y", np.zeros(0)), wanted)
+            expected = 3 * np.asarray(sent) + 1
+            # The client omits results without bytes.
+            assert np.array_equal(result.get("y", np.zeros(0)), expected)
 
 
-def test_large_observations(address: str) -> None:
-    """Larger than what a socket gives at once, so that they are read straight into their place."""
+def test_large_observations_are_served(address: str) -> None:
+    """They exceed one socket read, so the gateway reads them directly into the input arena."""
     with connected(address) as connection:
         model = connection.model("ids")
         for count in (1, 32_768, 600_000, 2):
@@ -129,8 +129,8 @@ def test_large_observations(address: str) -> None:
             assert result is not None and np.array_equal(result["y"], 3 * sent + 1)
 
 
-def test_many_observations_at_once_are_answered_in_order(address: str) -> None:
-    """A hundred before the first is fetched: more than are in work at once."""
+def test_pipelined_observations_are_answered_in_order(address: str) -> None:
+    """The client sends 100, more than its window, before it reads the first result."""
     with connected(address) as connection:
         model = connection.model("ids")
         for number in range(100):
@@ -140,11 +140,11 @@ def test_many_observations_at_once_are_answered_in_order(address: str) -> None:
             assert result is not None and result["y"] == 3 * number + 1
 
 
-def test_the_async_client(address: str) -> None:
+def test_async_client_is_served(address: str) -> None:
     async def robot(number: int) -> list[Any]:
         async with AsyncConnection(server=address, client_id=f"async-{number}") as connection:
             policy, ids = connection.model("policy"), connection.model("ids")
-            got = []
+            results = []
             for turn in range(20):
                 value = 100 * number + turn
                 await policy.observe(urgency=0.1, **joints(value))
@@ -152,15 +152,15 @@ def test_the_async_client(address: str) -> None:
                 first = await ids.get_result(timeout_ms=PATIENCE_MS)
                 second = await policy.get_result(timeout_ms=PATIENCE_MS)
                 assert first is not None and second is not None
-                got.append([int(first["y"]), float(second["actions"][0])])
-            return got
+                results.append([int(first["y"]), float(second["actions"][0])])
+            return results
 
     async def fleet() -> list[list[Any]]:
         return await asyncio.gather(*map(robot, range(4)))
 
-    for number, got in enumerate(asyncio.run(fleet())):
+    for number, results in enumerate(asyncio.run(fleet())):
         values = [100 * number + turn for turn in range(20)]
-        assert got == [[3 * value + 1, 2.0 * value] for value in values]
+        assert results == [[3 * value + 1, 2.0 * value] for value in values]
 
 
 ROBOT = """
@@ -179,7 +179,7 @@ connection.close()
 """
 
 
-def test_threads_and_processes_of_clients_get_each_their_own(address: str) -> None:
+def test_client_threads_and_processes_get_their_own_results(address: str) -> None:
     wrong: list[str] = []
 
     def robot(number: int) -> None:
@@ -201,8 +201,8 @@ def test_threads_and_processes_of_clients_get_each_their_own(address: str) -> No
     assert not wrong
 
 
-def test_observations_of_many_clients_run_in_one_batch(gateway: Gateway, address: str) -> None:
-    """While the worker is stopped they wait, and then those that have waited run together."""
+def test_observations_of_several_clients_run_in_one_batch(gateway: Gateway, address: str) -> None:
+    """They queue while the worker is suspended."""
     lane = "policy/1"
     (pid,) = gateway.worker_pids()
     before = gateway.stats()["lanes"][lane]
@@ -212,17 +212,17 @@ def test_observations_of_many_clients_run_in_one_batch(gateway: Gateway, address
         with suspended(pid):
             for number, model in enumerate(models):
                 model.observe(**joints(number))
-            wanted = before.get("requests", 0) + len(models)
-            eventually(lambda: gateway.stats()["lanes"][lane]["requests"] == wanted)
+            expected = before.get("requests", 0) + len(models)
+            eventually(lambda: gateway.stats()["lanes"][lane]["requests"] == expected)
         results = [model.get_result(timeout_ms=PATIENCE_MS) for model in models]
         for number, result in enumerate(results):
             assert result is not None and result["actions"].tolist() == [2.0 * number] * 7
     after = gateway.stats()["lanes"][lane]
-    # Two batches may have been on their way before the others came.
+    # Two batches may have been sent to the worker before the others arrived.
     assert after["batches"] - before.get("batches", 0) <= 3
 
 
-def test_what_is_counted(gateway: Gateway, address: str) -> None:
+def test_stats_and_metrics_of_an_observation(gateway: Gateway, address: str) -> None:
     with connected(address, "counted") as connection:
         before = gateway.stats()["inferential"]["observations"].get("answered", 0)
         result = ask(connection.model("policy"), **joints(0))
@@ -241,18 +241,18 @@ def test_what_is_counted(gateway: Gateway, address: str) -> None:
         )
         assert 0 < run < total
         assert result["inference_latency_ms"] == pytest.approx(run)
-    eventually(lambda: gateway.stats()["inferential"]["clients"] == 0, what="no clients")
+    eventually(lambda: gateway.stats()["inferential"]["clients"] == 0, what="no connected clients")
     gateway.wait_idle()
 
 
-def test_an_observation_whose_worker_dies_is_answered_and_its_retry_is_counted(
+def test_observation_of_a_killed_worker_is_retried_and_counted(
     tmp_path: Path,
 ) -> None:
     models = [{"name": "policy", "path": str(policy(tmp_path / "policy"))}]
     inferential = {"address": "tcp://127.0.0.1:0"}
     with running(tmp_path, models, workers={"count": 1}, inferential=inferential) as gateway:
         (pid,) = gateway.worker_pids()
-        with connected(address_of(gateway), "bereft") as connection:
+        with connected(address_of(gateway), "retried") as connection:
             model = connection.model("policy")
             with suspended(pid):
                 model.observe(**joints(6))
@@ -260,6 +260,6 @@ def test_an_observation_whose_worker_dies_is_answered_and_its_retry_is_counted(
                 gateway.kill_worker()
             result = model.get_result(timeout_ms=PATIENCE_MS)
             assert result is not None and result["actions"].tolist() == [12.0] * 7
-            of = {"client": "bereft", "model": "policy"}
-            assert points(gateway, "dispatch_retries", **of)["count"] == 1
-            assert points(gateway, "e2e_latency_ms", **of)["count"] == 1
+            labels = {"client": "retried", "model": "policy"}
+            assert points(gateway, "dispatch_retries", **labels)["count"] == 1
+            assert points(gateway, "e2e_latency_ms", **labels)["count"] == 1

@@ -1,4 +1,4 @@
-"""Requests of many clients in one lane: put together, split, ranked and limited."""
+"""Requests of several clients in one lane: batching, splitting, order, and limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ONE = {"groups": ["0"], "reattach_s": 5.0}
 
 
 def table_lookup(folder: Path) -> Path:
-    """`y = table[x]` for three entries: a row beyond them makes the whole run fail."""
+    """Saves `y = table[x]` for three entries; any other index fails the whole run."""
     return models.save(
         folder,
         [helper.make_node("Gather", ["table", "x"], ["y"])],
@@ -41,7 +41,7 @@ def table_lookup(folder: Path) -> Path:
 
 
 def fixed_rows(folder: Path) -> Path:
-    """`y = -x` for exactly four rows."""
+    """Saves `y = -x` for exactly four rows."""
     return models.save(
         folder,
         [helper.make_node("Neg", ["x"], ["y"])],
@@ -70,7 +70,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 class Busy:
-    """Takes both of the worker's credits until it is left: what comes meanwhile has to wait."""
+    """Uses both credits of the worker, so that requests inside the block queue."""
 
     def __init__(self, gateway: Gateway, model: str = "slow") -> None:
         self._gateway = gateway
@@ -99,7 +99,7 @@ class Busy:
 
 
 class Scores(threading.Thread):
-    """Batches scored from another thread; what came, batch by batch."""
+    """Scores batches in another thread; records the outcome of each."""
 
     def __init__(self, gateway: Gateway, model: str, items: list[object], **terms: object) -> None:
         super().__init__()
@@ -123,21 +123,19 @@ def count_of(gateway: Gateway, model: str, name: str) -> int:
     return count
 
 
-def test_streams_share_batches_and_each_gets_its_rows(gateway: Gateway) -> None:
-    """What waited while the worker was busy is run together."""
+def test_streams_share_a_batch_and_each_gets_its_rows(gateway: Gateway) -> None:
+    """Requests that queued while the worker was busy run in one batch."""
     before = count_of(gateway, "ids", "batches")
     with Busy(gateway):
         scores = [Scores(gateway, "ids", [batch_of(n, n + 1)]) for n in range(8)]
-        eventually(
-            lambda: gateway.stats()["lanes"]["ids/1"]["queued"] == 8, what="requests that wait"
-        )
+        eventually(lambda: gateway.stats()["lanes"]["ids/1"]["queued"] == 8, what="queued requests")
     for n, each in enumerate(scores):
         each.join()
         assert each.outcomes == [[3 * n + 1, 3 * n + 4]]
     assert count_of(gateway, "ids", "batches") - before == 1
 
 
-def test_a_request_larger_than_a_batch_is_split_and_put_together(gateway: Gateway) -> None:
+def test_request_larger_than_a_batch_is_split_and_reassembled(gateway: Gateway) -> None:
     values = np.random.default_rng(0).integers(0, 1 << 40, 1234)
     before = count_of(gateway, "ids", "batches")
     with gateway.client() as client:
@@ -146,27 +144,27 @@ def test_a_request_larger_than_a_batch_is_split_and_put_together(gateway: Gatewa
     assert count_of(gateway, "ids", "batches") - before == 13
 
 
-def test_bits_are_split_anywhere(gateway: Gateway) -> None:
-    """Pieces of eleven booleans begin in the middle of a byte."""
+def test_booleans_are_split_at_any_bit(gateway: Gateway) -> None:
+    """Parts of eleven booleans begin inside a byte."""
     values = np.random.default_rng(0).integers(0, 2, 100).astype(bool)
     with gateway.client() as client:
         scored = client.score("bits", pa.record_batch({"x": values}))
     assert scored["y"].to_pylist() == values.tolist()
 
 
-def test_a_fixed_batch_axis_is_filled_up_and_split(gateway: Gateway) -> None:
+def test_fixed_batch_axis_is_padded_and_split(gateway: Gateway) -> None:
     with gateway.client() as client:
         for rows in (1, 4, 5, 11):
             scored = client.score("fixed", batch_of(*range(rows)))
             assert scored["y"].to_pylist() == [-n for n in range(rows)]
 
 
-def test_bad_rows_cost_nobody_else_anything(gateway: Gateway) -> None:
-    """A batch that the model refuses is run again request by request; only the guilty one fails."""
+def test_invalid_row_fails_only_its_own_request(gateway: Gateway) -> None:
+    """A failed batch runs again, one request at a time."""
     with Busy(gateway):
         scores = [Scores(gateway, "table", [batch_of(n)]) for n in (0, 1, 99, 2)]
         eventually(
-            lambda: gateway.stats()["lanes"]["table/1"]["queued"] == 4, what="requests that wait"
+            lambda: gateway.stats()["lanes"]["table/1"]["queued"] == 4, what="queued requests"
         )
     for each in scores:
         each.join()
@@ -176,8 +174,9 @@ def test_bad_rows_cost_nobody_else_anything(gateway: Gateway) -> None:
     assert isinstance(error, ExecutionFailed) and "idx=99" in error.message
 
 
-def test_a_deadline_that_passes_in_the_queue_is_told_then(gateway: Gateway) -> None:
-    """By name and not by a timeout; the batch never runs."""
+def test_deadline_and_ttl_that_pass_in_the_queue_end_the_request_with_an_error(
+    gateway: Gateway,
+) -> None:
     with Busy(gateway):
         scores = Scores(gateway, "ids", [batch_of(1)], deadline_ms=50)
         scores.join()
@@ -190,10 +189,10 @@ def test_a_deadline_that_passes_in_the_queue_is_told_then(gateway: Gateway) -> N
     assert isinstance(error, DeadlineExceeded) and "queue time limit passed" in error.message
 
 
-def test_the_earliest_deadline_runs_first(gateway: Gateway) -> None:
-    """Of requests that each make a batch of their own; later ones came first.
+def test_earliest_deadline_runs_first(gateway: Gateway) -> None:
+    """Later deadlines arrive first, and each request is one batch.
 
-    Each runs for long enough that the clients receive the results in the order of the runs.
+    Each runs long enough that the clients receive the results in the order of the runs.
     """
     order: list[int] = []
 
@@ -209,29 +208,29 @@ def test_the_earliest_deadline_runs_first(gateway: Gateway) -> None:
             threads[-1].start()
             eventually(
                 lambda count=count: gateway.stats()["lanes"]["slow/1"]["queued"] == count,  # type: ignore[misc]
-                what="a request that waits",
+                what="a queued request",
             )
     for thread in threads:
         thread.join()
     assert order == [40_000, 50_000, 60_000]
 
 
-def test_a_full_queue_and_a_greedy_client_are_told_apart(gateway: Gateway) -> None:
+def test_full_queue_and_client_share_have_different_errors(gateway: Gateway) -> None:
     with Busy(gateway, "small"):
         waiting = Scores(gateway, "small", [batch_of(0)], client="first")
         eventually(lambda: gateway.stats()["lanes"]["small/1"]["queued"] == 1, what="a full queue")
-        refused = Scores(gateway, "small", [batch_of(0)], client="second")
-        refused.join()
+        rejected = Scores(gateway, "small", [batch_of(0)], client="second")
+        rejected.join()
         greedy = Scores(gateway, "small", [batch_of(0)] * 3, client="first")
         greedy.join()
     waiting.join()
-    (error,) = refused.outcomes
+    (error,) = rejected.outcomes
     assert isinstance(error, QueueFull) and error.retryable and error.retry_after_ms
     assert {type(outcome) for outcome in greedy.outcomes} <= {QueueFull, ClientOverShare}
     assert waiting.outcomes == [[0]]
 
 
-def test_the_newest_of_a_client_wins(gateway: Gateway) -> None:
+def test_newest_wins_supersedes_older_requests_of_the_client(gateway: Gateway) -> None:
     with Busy(gateway):
         terms = {"client": "camera", "newest_wins": True}
         scores = Scores(gateway, "ids", [batch_of(1), batch_of(2), batch_of(3)], **terms)
@@ -244,16 +243,16 @@ def test_the_newest_of_a_client_wins(gateway: Gateway) -> None:
 
 
 def test_errors_in_band_leave_the_stream_open(gateway: Gateway) -> None:
-    """A bad batch between good ones: its error in its place, with no rows and JSON metadata."""
+    """The error of an invalid batch is an empty batch with JSON metadata, in its position."""
     with gateway.client() as client:
-        bad = pa.record_batch({"x": pa.array([1, None])})
-        outcomes = list(client.outcomes("ids", [batch_of(1), bad, batch_of(2)]))
+        invalid = pa.record_batch({"x": pa.array([1, None])})
+        outcomes = list(client.outcomes("ids", [batch_of(1), invalid, batch_of(2)]))
     assert [getattr(each, "code", None) for each in outcomes] == [None, "contract", None]
     raw = flight.connect(f"grpc://{gateway.address}")
     options = flight.FlightCallOptions(headers=[(b"iskander-errors", b"in-band")])
     writer, reader = raw.do_exchange(flight.FlightDescriptor.for_path("ids"), options)
-    writer.begin(bad.schema)
-    writer.write_batch(bad)
+    writer.begin(invalid.schema)
+    writer.write_batch(invalid)
     chunk = reader.read_chunk()
     assert chunk.data.num_rows == 0
     assert json.loads(bytes(chunk.app_metadata))["iskander"]["error"]["code"] == "contract"
@@ -262,7 +261,7 @@ def test_errors_in_band_leave_the_stream_open(gateway: Gateway) -> None:
     raw.close()
 
 
-def test_terms_that_are_none_are_refused_by_name(gateway: Gateway) -> None:
+def test_invalid_terms_are_rejected_by_name(gateway: Gateway) -> None:
     with gateway.client() as client:
         with pytest.raises(MalformedInput, match="priority"):
             list(client.stream("ids", [batch_of(1)], terms={"priority": 10}))

@@ -1,4 +1,4 @@
-"""What a server believes of model files, as its operator sees it: refusals, samples, signatures."""
+"""Checks of model files at load time: sandbox, recorded samples, signatures, custom operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ type = "float32"
 
 
 def halved(folder: Path, *, keys: str = "", tables: str = "") -> Path:
-    """`y = x / 2`, and a manifest."""
+    """Saves `y = x / 2` with a manifest."""
     models.save(
         folder,
         [helper.make_node("Mul", ["x", "half"], ["y"])],
@@ -45,27 +45,27 @@ def halved(folder: Path, *, keys: str = "", tables: str = "") -> Path:
 
 
 def check(folder: Path, model: Path, **sections: Any) -> tuple[int, str]:
-    """`iskander check` of a server with one model: its exit code and its words."""
+    """Runs `iskander check` with one model; returns the exit code and the output."""
     config = folder / "check.toml"
     config.write_text(render_config(models=[{"name": "m", "path": str(model)}], **sections))
-    done = subprocess.run(
+    result = subprocess.run(
         [BIN / "iskander", "check", config],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    return result.returncode, result.stdout + result.stderr
 
 
 def sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def test_a_model_that_ends_processes_is_refused_while_the_good_one_serves(tmp_path: Path) -> None:
-    """Its file becomes one that no process survives, and a worker is started anew.
+def test_crashing_model_is_rejected_while_the_good_one_serves(tmp_path: Path) -> None:
+    """The file is replaced by a model that crashes its process, and then a worker restarts.
 
-    That worker says why it cannot serve it and dies of nothing; the other one serves on.
+    The new worker reports the load error and stays alive; the other one continues to serve.
     """
     hostile = tmp_path / "hostile"
     script = models.ROOT / "scripts" / "make_hostile_models.py"
@@ -79,10 +79,10 @@ def test_a_model_that_ends_processes_is_refused_while_the_good_one_serves(tmp_pa
         (tmp_path / "bad" / "manifest.toml").unlink()
         gateway.kill_worker(0)
 
-        def has_said_why() -> bool:
+        def is_logged() -> bool:
             return "it crashed the sandbox process by SIGFPE" in gateway.text()
 
-        eventually(has_said_why, what="the refusal in the log")
+        eventually(is_logged, what="the load error in the log")
         with gateway.client() as client:
             for turn in range(20):
                 batch = pa.record_batch({"x": [turn, turn + 1]})
@@ -92,12 +92,10 @@ def test_a_model_that_ends_processes_is_refused_while_the_good_one_serves(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("absolute", "words"), [(0.02, ""), (0.001, "row 2: 1.5, expected 1.51; 1 of 5 differ")]
+    ("absolute", "text"), [(0.02, ""), (0.001, "row 2: 1.5, expected 1.51; 1 of 5 differ")]
 )
-def test_a_recorded_sample_decides_whether_a_model_is_served(
-    tmp_path: Path, absolute: float, words: str
-) -> None:
-    """Within its tolerance it is; beyond, the first difference is named."""
+def test_model_must_match_its_recorded_results(tmp_path: Path, absolute: float, text: str) -> None:
+    """Above the tolerance, the error names the first difference."""
     tables = (
         f'[warm_up]\nsamples = "s.npz"\nresults = "r.npz"\nabsolute = {absolute}\nrelative = 0.0'
     )
@@ -105,14 +103,14 @@ def test_a_recorded_sample_decides_whether_a_model_is_served(
     np.savez(folder / "s.npz", x=np.arange(1, 6, dtype=np.float32))
     np.savez_compressed(folder / "r.npz", y=np.array([0.5, 1.0, 1.51, 2.0, 2.5], np.float32))
 
-    code, text = check(tmp_path, folder)
+    code, output = check(tmp_path, folder)
 
-    assert (code == 0) == (not words), text
-    assert words in text
+    assert (code == 0) == (not text), output
+    assert text in output
 
 
 @pytest.mark.parametrize(
-    ("samples", "results", "words"),
+    ("samples", "results", "text"),
     [
         ({"z": [1.0]}, None, "has no array for the input `x`"),
         ({"x": [[1.0, 2.0]]}, None, "`x` has shape [1, 2], expected [1]"),
@@ -122,8 +120,8 @@ def test_a_recorded_sample_decides_whether_a_model_is_served(
         ({"x": [1.0, 2.0]}, {"y": [1.0]}, "`y` does not have 2 rows"),
     ],
 )
-def test_a_sample_that_does_not_fit_is_a_load_error(
-    tmp_path: Path, samples: dict[str, Any], results: dict[str, Any] | None, words: str
+def test_sample_that_does_not_match_the_model_is_a_load_error(
+    tmp_path: Path, samples: dict[str, Any], results: dict[str, Any] | None, text: str
 ) -> None:
     tables = '[warm_up]\nsamples = "s.npz"\n' + ('results = "r.npz"\n' if results else "")
     folder = halved(tmp_path / "m", tables=tables)
@@ -131,13 +129,12 @@ def test_a_sample_that_does_not_fit_is_a_load_error(
     if results:
         np.savez(folder / "r.npz", **{k: np.array(v) for k, v in results.items()})
 
-    code, text = check(tmp_path, folder)
+    code, output = check(tmp_path, folder)
 
-    assert code == 1 and words in text
+    assert code == 1 and text in output
 
 
-def test_a_server_that_wants_signed_models_serves_no_others(tmp_path: Path) -> None:
-    """Signed and pinned it is served; without a pin, or with another file, it is not."""
+def test_public_key_requires_signed_manifests_and_pinned_files(tmp_path: Path) -> None:
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     key = ed25519.Ed25519PrivateKey.generate()
     public = base64.b64encode(key.public_key().public_bytes_raw()).decode()
@@ -150,28 +147,27 @@ def test_a_server_that_wants_signed_models_serves_no_others(tmp_path: Path) -> N
         (folder / "manifest.toml.sig").write_bytes(key.sign(manifest.read_bytes()))
 
     pinned = f'sha256 = {{"model.onnx" = "{sha256(folder / "model.onnx")}"}}'
-    code, text = check(tmp_path, folder, loading=loading)
-    assert code == 1 and "`manifest.toml.sig` cannot be read" in text
+    code, output = check(tmp_path, folder, loading=loading)
+    assert code == 1 and "`manifest.toml.sig` cannot be read" in output
     sign("")
-    code, text = check(tmp_path, folder, loading=loading)
-    assert code == 1 and "pins no sha256 of `model.onnx`" in text
+    code, output = check(tmp_path, folder, loading=loading)
+    assert code == 1 and "pins no sha256 of `model.onnx`" in output
     sign(pinned)
     with running(tmp_path, [{"name": "m", "path": str(folder)}], loading=loading) as gateway:
         with gateway.client() as client:
-            found = client.score("m", pa.record_batch({"x": pa.array([3.0], pa.float32())}))
-        assert found["y"].to_pylist() == [1.5]
+            scored = client.score("m", pa.record_batch({"x": pa.array([3.0], pa.float32())}))
+        assert scored["y"].to_pylist() == [1.5]
     models.save(
         folder,
         [helper.make_node("Identity", ["x"], ["y"])],
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows"])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows"])],
     )
-    code, text = check(tmp_path, folder, loading=loading)
-    assert code == 1 and "`model.onnx` is not the file that the manifest pins" in text
+    code, output = check(tmp_path, folder, loading=loading)
+    assert code == 1 and "`model.onnx` is not the file that the manifest pins" in output
 
 
-def test_a_gateway_says_at_its_start_what_it_refuses(tmp_path: Path) -> None:
-    """The same words in the log of a server that does not start."""
+def test_gateway_with_a_rejected_model_logs_the_error_and_exits(tmp_path: Path) -> None:
     folder = halved(tmp_path / "m", keys='custom_ops = ["/tmp/evil.so"]')
     gateway = Gateway(tmp_path, [{"name": "m", "path": str(folder)}])
     try:
@@ -183,8 +179,8 @@ def test_a_gateway_says_at_its_start_what_it_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_trial_the_model_that_ends_workers_is_named(tmp_path: Path) -> None:
-    """Nothing is tried for ever: the server gives up its start, and says over which model."""
+def test_without_sandbox_the_error_names_the_model_that_crashes_workers(tmp_path: Path) -> None:
+    """The server stops starting workers after three crashes and exits."""
     hostile = tmp_path / "hostile"
     script = models.ROOT / "scripts" / "make_hostile_models.py"
     subprocess.run([BIN / "python", script, hostile], check=True)

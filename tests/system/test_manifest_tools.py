@@ -1,4 +1,4 @@
-"""`iskander manifest` and `iskander check --sample` as an operator uses them, and a server then."""
+"""`iskander manifest` and `iskander check --sample`, and a server with their manifest."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from support.processes import BIN, render_config, running
 
 
 def iskander(*arguments: object) -> tuple[int, str]:
-    done = subprocess.run(
+    result = subprocess.run(
         [BIN / "iskander", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    return result.returncode, result.stdout + result.stderr
 
 
-def test_data_is_held_against_a_model_and_a_manifest_made_for_it(tmp_path: Path) -> None:
-    """A table of other types does not fit; the manifest that is made for it lets it be scored."""
+def test_sample_is_checked_and_a_manifest_generated_from_it(tmp_path: Path) -> None:
+    """A table of other types fails the check; the generated manifest makes the table valid."""
     folder = models.save(
         tmp_path / "m",
         [helper.make_node("ReduceSum", ["features", "axis"], ["total"], keepdims=0)],
@@ -61,7 +61,7 @@ def test_data_is_held_against_a_model_and_a_manifest_made_for_it(tmp_path: Path)
     assert scored["id"].to_pylist() == ["p", "q"]
 
 
-def test_a_signature_of_mlflow_is_a_manifest(tmp_path: Path) -> None:
+def test_manifest_is_generated_from_an_mlflow_signature(tmp_path: Path) -> None:
     file = tmp_path / "MLmodel"
     file.write_text(
         "flavors:\n  onnx: {data: model.onnx}\nsignature:\n"
@@ -77,8 +77,8 @@ def test_a_signature_of_mlflow_is_a_manifest(tmp_path: Path) -> None:
     assert "there is no signature" in iskander("manifest", tmp_path / "none.json")[1]
 
 
-def test_the_schema_is_the_shipped_one() -> None:
+def test_schema_equals_the_documented_one() -> None:
     code, text = iskander("manifest", "--schema")
-    shipped = models.ROOT / "docs" / "reference" / "manifest.schema.json"
+    documented = models.ROOT / "docs" / "reference" / "manifest.schema.json"
 
-    assert code == 0 and json.loads(text) == json.loads(shipped.read_text())
+    assert code == 0 and json.loads(text) == json.loads(documented.read_text())

@@ -1,4 +1,4 @@
-"""The first part of docs/models.md as it stands: trained, converted, served, compared."""
+"""The first part of docs/models.md, run as printed: train, convert, serve, compare."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from support.models import ROOT
 from support.processes import BIN, running
 
 GUIDE = (ROOT / "docs" / "models.md").read_text().split("\n## ")[1]
-PARTS = {
+SECTIONS = {
     heading: [(kind, code) for kind, code in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)]
     for heading, text in re.findall(r"^### (.+?)\n(.*?)(?=^### |\Z)", GUIDE, re.M | re.S)
 }
-TRAINED = [heading for heading in PARTS if heading.startswith("From ")]
+TRAINED = [heading for heading in SECTIONS if heading.startswith("From ")]
 
 
 def block(heading: str, kind: str) -> str:
-    (code,) = [code for of, code in PARTS[heading] if of == kind]
+    (code,) = [code for language, code in SECTIONS[heading] if language == kind]
     return code
 
 
 def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("heading", TRAINED)
-def test_a_model_is_served_as_the_page_says(heading: str, tmp_path: Path) -> None:
+def test_commands_of_the_page_serve_a_model(heading: str, tmp_path: Path) -> None:
     train = block(heading, "python")
     for library in ("skl2onnx", "lightgbm", "onnxmltools", "torch", "onnxscript"):
         if library in train:
             pytest.importorskip(library)
     run(sys.executable, "-c", train, cwd=tmp_path)
     manifest = block(heading, "toml")
-    named = re.fullmatch(r"# (models/(\w+)/1)/manifest\.toml", manifest.split("\n")[0])
-    assert named is not None
-    folder, name = named.groups()
+    match = re.fullmatch(r"# (models/(\w+)/1)/manifest\.toml", manifest.split("\n")[0])
+    assert match is not None
+    folder, name = match.groups()
     (tmp_path / folder / "manifest.toml").write_text(manifest)
     config = block("Serve it", "toml").replace("iris", name)
     (tmp_path / "iskander.toml").write_text(config)
     assert f"{name}/1" in run(str(BIN / "iskander"), "check", "iskander.toml", cwd=tmp_path)
     served = [{"name": name, "path": str(tmp_path / folder)}]
-    own = tmp_path / "own"
-    own.mkdir()
-    with running(own, served, workers={"groups": ["0"]}) as gateway:
+    runtime = tmp_path / "own"
+    runtime.mkdir()
+    with running(runtime, served, workers={"groups": ["0"]}) as gateway:
         client = block("Serve it", "python").replace("127.0.0.1:50051", gateway.address)
-        shown = run(sys.executable, "-c", client, name, cwd=tmp_path)
-    assert "prediction" in shown
+        output = run(sys.executable, "-c", client, name, cwd=tmp_path)
+    assert "prediction" in output
     scored = pq.read_table(tmp_path / "scored.parquet")
     assert len(scored) > 64
     np.testing.assert_allclose(scored["prediction"], scored["expected"], rtol=1e-3, atol=1e-3)
@@ -64,5 +64,5 @@ def test_a_model_is_served_as_the_page_says(heading: str, tmp_path: Path) -> Non
         assert [each == "setosa" for each in scored["species"].to_pylist()] == is_setosa.tolist()
 
 
-def test_all_ways_are_tried() -> None:
+def test_all_frameworks_are_covered() -> None:
     assert TRAINED == ["From scikit-learn", "From LightGBM", "From PyTorch"]

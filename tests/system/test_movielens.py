@@ -1,4 +1,4 @@
-"""Held-out ratings through the server give the figures that were recorded at training."""
+"""Held-out ratings, scored by the server, have the error recorded at training."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def training_script() -> Any:
     return module
 
 
-@pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
+@pytest.mark.skipif(not RATINGS.exists(), reason="MovieLens ratings not found")
 def test_held_out_ratings_score_as_recorded(tmp_path: Path) -> None:
-    """The whole hold-out, split anew, in batches of 1,000: RMSE and MAE to four digits."""
+    """Repeats the split and scores it in batches of 1,000; RMSE and MAE agree to four digits."""
     script = training_script()
     recorded = json.loads((models.TWO_TOWER / "heldout.json").read_text())
     ratings = script.read_ratings(RATINGS)

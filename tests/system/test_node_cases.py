@@ -1,4 +1,4 @@
-"""The ONNX project's own operator cases, through a real server, against the runtime in process."""
+"""ONNX operator test cases, run by a server and compared with ONNX Runtime in process."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from iskander.errors import IskanderError
 
 pytestmark = pytest.mark.slow
 
-CASES_LEAST = {"numbers": 650, "strings": 14, "bfloat16": 2}
-"""Far fewer would mean that the filter below, or the package's cases, had changed."""
-OPSET_MOST, IR_MOST = 26, 13
-"""The newest that the runtime reads; what a later case means there is for the runtime to say."""
+CASES_MIN = {"numbers": 650, "strings": 14, "bfloat16": 2}
+"""Fails the test if the filter below or the cases of the onnx package change."""
+OPSET_MAX, IR_MAX = 26, 13
+"""The newest versions that the runtime reads; newer cases are lowered to them."""
 RANDOM = ("bernoulli", "dropout", "random", "multinomial", "seed")
 BFLOAT16 = onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
 KNOWN = {np.dtype(dtype.numpy) for dtype in DTYPES} | {BFLOAT16}
 
 
 def cases() -> list[tuple[str, Any, list[np.ndarray]]]:
-    """Name, model and inputs of each case whose tensors all have one leading axis in common."""
+    """Returns name, model and inputs of each case whose tensors share one leading axis."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from onnx.backend.test.case.node import collect_testcases
 
         collected = collect_testcases(None)
-    found = []
+    selected = []
     for case in collected:
         if not case.data_sets or any(word in case.name for word in RANDOM):
             continue
         inputs, outputs = case.data_sets[0]
-        named = [tensor.name for tensor in case.model.graph.input]
+        names = [tensor.name for tensor in case.model.graph.input]
         arrays = [as_array(value) for value in (*inputs, *outputs)]
-        if len(inputs) != len(named) or not inputs or any(a is None for a in arrays):
+        if len(inputs) != len(names) or not inputs or any(a is None for a in arrays):
             continue
         if any(a.dtype not in KNOWN or a.ndim == 0 or 0 in a.shape for a in arrays):
             continue
         if len({a.shape[0] for a in arrays}) == 1:
-            found.append((case.name, case.model, arrays[: len(inputs)]))
-    return found
+            selected.append((case.name, case.model, arrays[: len(inputs)]))
+    return selected
 
 
 def as_array(value: Any) -> np.ndarray | None:
@@ -80,32 +80,32 @@ def as_tensor(column: pa.Array, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The cases that this runtime and this server's contract take, on disk."""
+    """Saves the cases that the runtime and the contract accept."""
     from iskander_worker.backends.onnx import read_graph
 
     folder = tmp_path_factory.mktemp("cases")
-    found: dict[str, Any] = {"folder": folder}
+    accepted: dict[str, Any] = {"folder": folder}
     for name, model, inputs in cases():
         path = folder / name
         path.mkdir()
-        model.ir_version = min(model.ir_version, IR_MOST)
+        model.ir_version = min(model.ir_version, IR_MAX)
         for opset in model.opset_import:
-            opset.version = min(opset.version, OPSET_MOST)
+            opset.version = min(opset.version, OPSET_MAX)
         onnx.save(model, path / "model.onnx")
         feeds = {
             tensor.name: array for tensor, array in zip(model.graph.input, inputs, strict=True)
         }
         try:
             compile_contract(None, read_graph(path))
-            wanted = in_process(path, feeds)
+            expected = in_process(path, feeds)
         except (IskanderError, RuntimeError, ValueError, NotImplementedError):
             continue
         except Exception as error:
             if type(error).__module__.startswith("onnxruntime"):
                 continue
             raise
-        found[name] = (path, feeds, wanted, [tensor.name for tensor in model.graph.output])
-    return found
+        accepted[name] = (path, feeds, expected, [tensor.name for tensor in model.graph.output])
+    return accepted
 
 
 @pytest.fixture(scope="module")
@@ -123,26 +123,26 @@ def gateway(prepared: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 def test_operator_cases_equal_the_runtime_bit_for_bit(
     gateway: Gateway, prepared: dict[str, Any]
 ) -> None:
-    """Every case: the columns that come back are the very bytes that the runtime computes."""
+    """The result columns have the same bytes as the runtime's outputs."""
     ran: Counter[str] = Counter()
-    wrong = []
+    different = []
     with gateway.client() as client:
         for name, case in prepared.items():
             if isinstance(case, Path):
                 continue
-            _, feeds, wanted, outputs = case
+            _, feeds, expected, outputs = case
             batch = pa.record_batch({key: as_column(array) for key, array in feeds.items()})
             (scored,) = client.stream(name, [batch])
-            for output, array in zip(outputs, wanted, strict=True):
-                got = as_tensor(scored[output], array.shape)
-                is_same = got.tobytes() == array.tobytes()
+            for output, array in zip(outputs, expected, strict=True):
+                actual = as_tensor(scored[output], array.shape)
+                is_same = actual.tobytes() == array.tobytes()
                 if array.dtype == object:
-                    is_same = got.tolist() == array.tolist()
+                    is_same = actual.tolist() == array.tolist()
                 if not is_same:
-                    wrong.append(f"{name}: {output}")
-            ran[kind_of([*feeds.values(), *wanted])] += 1
-    assert wrong == []
-    assert all(ran[kind] >= least for kind, least in CASES_LEAST.items()), ran
+                    different.append(f"{name}: {output}")
+            ran[kind_of([*feeds.values(), *expected])] += 1
+    assert different == []
+    assert all(ran[kind] >= minimum for kind, minimum in CASES_MIN.items()), ran
 
 
 def kind_of(arrays: list[np.ndarray]) -> str:

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol over gRPC, by unmodified clients: results, terms, errors, streams.
+"""The Open Inference Protocol over gRPC, with unmodified clients.
 
-The clients run in a process of their own, `support/oip_client.py`; Flight's results, which theirs
-are held against, are asked for here.
+The clients run in a separate process, `support/oip_client.py`. The tests compare their results
+with those of Flight requests from this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from iskander import __version__
 from iskander._generated import oip_pb2
 
 SCRIPT = str(Path(models.__file__).with_name("oip_client.py"))
-ROOM: dict[str, Any] = {
+SECTIONS: dict[str, Any] = {
     "workers": {"groups": ["0"], "reattach_s": 5.0},
     "limits": {"rows": 4 * MIB},
     "arena": {"input_bytes": 48 * MIB, "output_bytes": 32 * MIB},
@@ -42,10 +42,10 @@ DATATYPES = {
     "FP32": ("float32", TensorProto.FLOAT),
     "FP64": ("float64", TensorProto.DOUBLE),
 }
-LEVELS_MOST = 10
+PRIORITY_LEVELS = 10
 UNREAD = {"requests": 40, "bytes_each": 4 * MIB}
-WINDOW_LEAST, WINDOW_MOST = 4, 8
-"""Requests of 4 MiB, with their results or without, in `limits.window_bytes`."""
+WINDOW_MIN, WINDOW_MAX = 4, 8
+"""Requests of 4 MiB that fit `limits.window_bytes`, with and without their results."""
 
 
 def served(folder: Path) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def served(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("oip")
-    with running(folder, served(folder), **ROOM) as ready:
+    with running(folder, served(folder), **SECTIONS) as ready:
         yield ready
         ready.wait_idle()
 
@@ -82,7 +82,7 @@ def reference() -> Iterator[ReferenceClient]:
 
 @pytest.fixture
 def filler() -> Iterator[ReferenceClient]:
-    """Another process of clients, to be under way beside the first."""
+    """Another client process, which runs at the same time as `reference`."""
     reference = ReferenceClient(SCRIPT)
     yield reference
     reference.close()
@@ -93,7 +93,7 @@ def tensor(datatype: str, array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def values_of(datatype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Every bit pattern is a value but of booleans and floats, whose NaNs would be none."""
+    """Returns random values; integers cover their full range, and floats have no NaN."""
     random = np.random.default_rng(len(shape))
     dtype = np.dtype(DATATYPES[datatype][0])
     if datatype == "BOOL":
@@ -104,16 +104,14 @@ def values_of(datatype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
 
 
-def test_the_server_and_its_models_describe_themselves(
-    gateway: Gateway, reference: ReferenceClient
-) -> None:
-    """Metadata have the axis of the rows and the configuration has not, as perf_analyzer wants."""
-    found = reference.run("described", address=gateway.address)
+def test_server_and_model_metadata(gateway: Gateway, reference: ReferenceClient) -> None:
+    """perf_analyzer requires the row axis in the metadata and not in the configuration."""
+    result = reference.run("described", address=gateway.address)
 
-    assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
-    assert (found["server"]["name"], found["server"]["version"]) == ("iskander", __version__)
-    assert "statistics" in found["server"]["extensions"]
-    assert found["metadata"] == {
+    assert result["live"] and result["ready"] and result["model_ready"] == [True, True]
+    assert (result["server"]["name"], result["server"]["version"]) == ("iskander", __version__)
+    assert "statistics" in result["server"]["extensions"]
+    assert result["metadata"] == {
         "name": "two-tower",
         "versions": ["1"],
         "platform": "onnxruntime_onnx",
@@ -123,24 +121,24 @@ def test_the_server_and_its_models_describe_themselves(
         ],
         "outputs": [{"name": "score", "datatype": "FP32", "shape": ["-1"]}],
     }
-    assert found["versions"] == ["1", "10"]
-    assert found["wide"] == [{"name": "features", "datatype": "FP32", "shape": ["-1", "64"]}]
-    config = found["config"]
+    assert result["versions"] == ["1", "10"]
+    assert result["wide"] == [{"name": "features", "datatype": "FP32", "shape": ["-1", "64"]}]
+    config = result["config"]
     assert config["max_batch_size"] > 0
     (features,) = config["input"]
     assert (features["name"], features["data_type"], features["dims"]) == (
         "features", "TYPE_FP32", ["64"],
     )  # fmt: skip
-    assert config["dynamic_batching"]["priority_levels"] == str(LEVELS_MOST)
-    assert {"name": "ids", "version": "10", "state": "READY"} in found["index"]
-    assert found["memory"] == [{}, {}]
+    assert config["dynamic_batching"]["priority_levels"] == str(PRIORITY_LEVELS)
+    assert {"name": "ids", "version": "10", "state": "READY"} in result["index"]
+    assert result["memory"] == [{}, {}]
 
 
-def test_what_is_managed_elsewhere_is_refused_by_name(
+def test_unsupported_management_calls_are_rejected_by_name(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = reference.run("managed", address=gateway.address)
-    assert {name: status for name, (status, _) in found.items()} == {
+    result = reference.run("managed", address=gateway.address)
+    assert {name: status for name, (status, _) in result.items()} == {
         "load unknown": "NOT_FOUND",
         "load with a config": "UNIMPLEMENTED",
         "unload": "UNIMPLEMENTED",
@@ -156,24 +154,24 @@ def test_what_is_managed_elsewhere_is_refused_by_name(
         "config unknown": "NOT_FOUND",
         "statistics unknown": "NOT_FOUND",
     }
-    assert "configuration" in found["unload"][1]
-    assert "available: " in found["load unknown"][1]
+    assert "configuration" in result["unload"][1]
+    assert "available: " in result["load unknown"][1]
 
 
-def test_a_repositorys_calls_take_both_layouts_in_use(
+def test_repository_calls_accept_both_message_layouts(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
     loaded, unknown, unloaded = reference.run("other_layout", address=gateway.address)
-    answer = oip_pb2.RepositoryModelLoadResponse.FromString(bytes.fromhex(loaded))
-    assert (answer.model_name, answer.is_loaded) == ("ids", True)
+    response = oip_pb2.RepositoryModelLoadResponse.FromString(bytes.fromhex(loaded))
+    assert (response.model_name, response.is_loaded) == ("ids", True)
     assert unknown[0] == "NOT_FOUND" and unknown[2]["iskander-code"] == "model_not_found"
     assert unloaded[0] == "UNIMPLEMENTED"
 
 
-def test_reflection_tells_every_service_and_messages_as_clients_have_them(
+def test_reflection_lists_all_services_and_matching_messages(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = reference.run("reflected", address=gateway.address)
+    result = reference.run("reflected", address=gateway.address)
     services = {
         "arrow.flight.protocol.FlightService",
         "grpc.health.v1.Health",
@@ -181,40 +179,38 @@ def test_reflection_tells_every_service_and_messages_as_clients_have_them(
         "grpc.reflection.v1alpha.ServerReflection",
         "inference.GRPCInferenceService",
     }
-    assert set(found["services"]) == set(found["v1"]) == services
-    assert found["unknown"] == [5, 5] and found["consistent"] == [True, True]
-    assert "DoExchange" in found["flight"]
-    assert found["wrong"] == []
+    assert set(result["services"]) == set(result["v1"]) == services
+    assert result["unknown"] == [5, 5] and result["consistent"] == [True, True]
+    assert "DoExchange" in result["flight"]
+    assert result["wrong"] == []
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_every_datatype_comes_back_as_it_went(
+def test_all_datatypes_round_trip(
     gateway: Gateway, reference: ReferenceClient, datatype: str
 ) -> None:
-    """Raw, of two ranks; and as typed contents where the datatype has any."""
+    """Raw contents of rank 1 and 3, and typed contents if the datatype has them."""
     for model, shape in ((f"same-{datatype}", (9,)), (f"cube-{datatype}", (5, 2, 3))):
         sent = {"x": tensor(datatype, values_of(datatype, shape))}
-        wanted = {"y": sent["x"]}
-        found = reference.run("infer", address=gateway.address, model=model, tensors=sent)
-        assert found["outputs"] == wanted
+        expected = {"y": sent["x"]}
+        result = reference.run("infer", address=gateway.address, model=model, tensors=sent)
+        assert result["outputs"] == expected
         if datatype != "FP16":
-            found = reference.run("typed", address=gateway.address, model=model, tensors=sent)
-            assert found["outputs"] == wanted and found["id"] == "typed"
+            result = reference.run("typed", address=gateway.address, model=model, tensors=sent)
+            assert result["outputs"] == expected and result["id"] == "typed"
 
 
-def test_strings_and_bfloat16_come_back_as_they_went(
-    gateway: Gateway, reference: ReferenceClient
-) -> None:
+def test_strings_and_bfloat16_round_trip(gateway: Gateway, reference: ReferenceClient) -> None:
     strings = ["", "naïve", "a" * 200, "\0"]
-    found = reference.run("texts", address=gateway.address, strings=strings)
-    assert found["raw"] == found["typed"] == strings
-    assert found["halves"] == [0.5, -2.0, 1.0]
-    assert found["metadata"] == [{"name": "x", "datatype": "BYTES", "shape": ["-1"]}]
-    assert found["config"][0]["data_type"] == "TYPE_STRING"
+    result = reference.run("texts", address=gateway.address, strings=strings)
+    assert result["raw"] == result["typed"] == strings
+    assert result["halves"] == [0.5, -2.0, 1.0]
+    assert result["metadata"] == [{"name": "x", "datatype": "BYTES", "shape": ["-1"]}]
+    assert result["config"][0]["data_type"] == "TYPE_STRING"
 
 
 @pytest.mark.parametrize("rows", [1, 128, 4096])
-def test_results_equal_flights_bit_for_bit(
+def test_results_equal_flight_bit_for_bit(
     gateway: Gateway, reference: ReferenceClient, rows: int
 ) -> None:
     random = np.random.default_rng(rows)
@@ -225,98 +221,100 @@ def test_results_equal_flights_bit_for_bit(
         column = pa.FixedSizeListArray.from_arrays(features.reshape(-1), 64)
         wide = client.score("wide", pa.record_batch({"features": column}))
 
-    asked = {"user_id": tensor("INT64", users), "item_id": tensor("INT64", items)}
-    found = reference.run("infer", address=gateway.address, model="two-tower", tensors=asked)
-    assert found["outputs"] == {"score": tensor("FP32", scored["score"].to_numpy())}
-    asked = {"features": tensor("FP32", features)}
-    found = reference.run("infer", address=gateway.address, model="wide", tensors=asked)
-    assert found["outputs"] == {"score": tensor("FP32", wide["score"].to_numpy())}
+    tensors = {"user_id": tensor("INT64", users), "item_id": tensor("INT64", items)}
+    result = reference.run("infer", address=gateway.address, model="two-tower", tensors=tensors)
+    assert result["outputs"] == {"score": tensor("FP32", scored["score"].to_numpy())}
+    tensors = {"features": tensor("FP32", features)}
+    result = reference.run("infer", address=gateway.address, model="wide", tensors=tensors)
+    assert result["outputs"] == {"score": tensor("FP32", wide["score"].to_numpy())}
 
 
-def test_no_rows_give_no_rows(gateway: Gateway, reference: ReferenceClient) -> None:
-    asked = {"x": tensor("INT64", np.zeros(0, np.int64))}
-    found = reference.run("infer", address=gateway.address, model="ids", tensors=asked)
-    assert found["outputs"] == {"y": ["INT64", [0], ""]}
+def test_empty_batch_gives_an_empty_result(gateway: Gateway, reference: ReferenceClient) -> None:
+    tensors = {"x": tensor("INT64", np.zeros(0, np.int64))}
+    result = reference.run("infer", address=gateway.address, model="ids", tensors=tensors)
+    assert result["outputs"] == {"y": ["INT64", [0], ""]}
 
 
-@pytest.mark.parametrize("way", ["infer", "typed"])
+@pytest.mark.parametrize("method", ["infer", "typed"])
 @pytest.mark.parametrize("datatype", ["FP32", "INT64", "BOOL"])
-def test_a_tensor_of_megabytes_comes_back_as_it_went(
-    gateway: Gateway, reference: ReferenceClient, datatype: str, way: str
+def test_large_tensors_round_trip(
+    gateway: Gateway, reference: ReferenceClient, datatype: str, method: str
 ) -> None:
-    """Typed whole numbers so many that a thread reads them, too."""
+    """A thread decodes typed integers of this size."""
     dtype = {"FP32": np.float32, "INT64": np.int64, "BOOL": np.bool_}[datatype]
     values = np.random.default_rng(1).integers(0, 1 << 30, MIB) % 1009
     sent = {"x": tensor(datatype, values.astype(dtype))}
-    found = reference.run(way, address=gateway.address, model=f"same-{datatype}", tensors=sent)
-    assert found["outputs"] == {"y": sent["x"]}
+    result = reference.run(method, address=gateway.address, model=f"same-{datatype}", tensors=sent)
+    assert result["outputs"] == {"y": sent["x"]}
 
 
-def test_ids_versions_and_wanted_outputs(gateway: Gateway, reference: ReferenceClient) -> None:
-    def ask(**options: Any) -> Any:
-        asked = {"x": tensor("INT64", np.arange(3))}
+def test_ids_versions_and_requested_outputs(gateway: Gateway, reference: ReferenceClient) -> None:
+    def infer(**options: Any) -> Any:
+        tensors = {"x": tensor("INT64", np.arange(3))}
         return reference.run(
-            "infer", address=gateway.address, model="ids", tensors=asked, **options
+            "infer", address=gateway.address, model="ids", tensors=tensors, **options
         )
 
-    assert ask(request_id="naïve")["id"] == "naïve"
-    assert ask()["model"] == "ids/10"
-    assert ask(model_version="1")["model"] == "ids/1"
-    assert ask(outputs=["y"])["order"] == ["y"]
-    assert ask(model_version="7")["refused"][0] == "NOT_FOUND"
-    status, text = ask(outputs=["z"])["refused"]
+    assert infer(request_id="naïve")["id"] == "naïve"
+    assert infer()["model"] == "ids/10"
+    assert infer(model_version="1")["model"] == "ids/1"
+    assert infer(outputs=["y"])["order"] == ["y"]
+    assert infer(model_version="7")["refused"][0] == "NOT_FOUND"
+    status, text = infer(outputs=["z"])["refused"]
     assert status == "INVALID_ARGUMENT" and "`z` is not an output" in text
 
 
-def test_compressed_messages_are_understood(gateway: Gateway, reference: ReferenceClient) -> None:
+def test_compressed_messages_are_accepted(gateway: Gateway, reference: ReferenceClient) -> None:
     assert reference.run("compressed", address=gateway.address) == [True, True]
 
 
-def test_callbacks_each_get_their_own(gateway: Gateway, reference: ReferenceClient) -> None:
+def test_callbacks_get_their_own_results(gateway: Gateway, reference: ReferenceClient) -> None:
     assert reference.run("callbacks", address=gateway.address, requests=200) == []
 
 
-def test_asyncio_clients_requests_and_streams(gateway: Gateway, reference: ReferenceClient) -> None:
-    found = reference.run("by_asyncio", address=gateway.address, requests=20)
-    assert found["unary"] == [[3 * number + 1, 22] for number in range(20)]
-    told = found["streamed"].pop(3)
-    assert "there is no model `nope`" in told
-    assert found["streamed"] == [[3 * number + 1] for number in range(20) if number != 3]
+def test_asyncio_client_requests_and_streams(gateway: Gateway, reference: ReferenceClient) -> None:
+    result = reference.run("by_asyncio", address=gateway.address, requests=20)
+    assert result["unary"] == [[3 * number + 1, 22] for number in range(20)]
+    error = result["streamed"].pop(3)
+    assert "there is no model `nope`" in error
+    assert result["streamed"] == [[3 * number + 1] for number in range(20) if number != 3]
 
 
-def test_a_stream_keeps_its_order_and_goes_on_after_errors(
+def test_stream_keeps_its_order_and_continues_after_errors(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
-    found = reference.run("streamed", address=gateway.address, requests=50, wants_final=True)
-    assert len(found) == 50
-    for number, told in enumerate(found):
+    result = reference.run("streamed", address=gateway.address, requests=50, wants_final=True)
+    assert len(result) == 50
+    for number, response in enumerate(result):
         if number % 5 == 3:
-            assert told[0] == "error" and "`nope`" in told[1]
+            assert response[0] == "error" and "`nope`" in response[1]
         else:
             values = range(number, number + number % 4) if number % 4 else [number]
-            assert told == [str(number), [3 * value + 1 for value in values], True]
+            assert response == [str(number), [3 * value + 1 for value in values], True]
     assert not any(
-        told[2] for told in reference.run("streamed", address=gateway.address, requests=3)
+        response[2] for response in reference.run("streamed", address=gateway.address, requests=3)
     )
 
 
-def test_a_streams_errors_say_whose_they_are(gateway: Gateway, reference: ReferenceClient) -> None:
+def test_stream_errors_have_the_request_id(gateway: Gateway, reference: ReferenceClient) -> None:
     first, second, third = reference.run("stream_errors", address=gateway.address)
     assert "`nope`" in first["errorMessage"]
-    answer = first["inferResponse"]
-    assert answer["id"] == "first"
-    assert answer["parameters"]["iskander-code"] == {"stringParam": "model_not_found"}
-    assert answer["parameters"]["iskander-retryable"] == {"boolParam": False}
+    response = first["inferResponse"]
+    assert response["id"] == "first"
+    assert response["parameters"]["iskander-code"] == {"stringParam": "model_not_found"}
+    assert response["parameters"]["iskander-retryable"] == {"boolParam": False}
     assert "errorMessage" not in second and second["inferResponse"]["id"] == "second"
     assert "id" not in third["inferResponse"]
 
 
-def test_a_stream_may_ask_for_a_status(gateway: Gateway, reference: ReferenceClient) -> None:
+def test_stream_can_request_grpc_status_errors(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
     values, (status, text) = reference.run("stream_status", address=gateway.address)
     assert values == [4] and status == "NOT_FOUND" and "`nope`" in text
 
 
-def test_a_message_that_is_none_does_not_end_a_stream(
+def test_invalid_message_does_not_end_a_stream(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
     first, second = reference.run("stream_broken", address=gateway.address)
@@ -324,40 +322,44 @@ def test_a_message_that_is_none_does_not_end_a_stream(
     assert second == ["", "next"]
 
 
-def test_a_client_that_does_not_read_is_held_back_and_nobody_else(
+def test_backpressure_stops_only_the_client_that_does_not_read(
     gateway: Gateway, reference: ReferenceClient, filler: ReferenceClient
 ) -> None:
-    """No more is taken than the window and what the client's transport has read; then all of it."""
+    """The server admits the window and what the client's transport buffers; later, the rest."""
     before = lane(gateway, "broad/1")["requests"]
 
-    def taken() -> int:
+    def admitted() -> int:
         count: int = lane(gateway, "broad/1")["requests"] - before
         return count
 
     assert filler.run("stream_unread", address=gateway.address, **UNREAD) == "under way"
-    eventually(lambda: taken() >= WINDOW_LEAST, what="a full window")
+    eventually(lambda: admitted() >= WINDOW_MIN, what="a full window")
     for _ in range(20):
-        asked = {"x": tensor("INT64", np.arange(3))}
-        found = reference.run("infer", address=gateway.address, model="ids", tensors=asked)
-        assert found["outputs"] == {"y": tensor("INT64", 3 * np.arange(3) + 1)}
-    assert taken() <= 2 * WINDOW_MOST
+        tensors = {"x": tensor("INT64", np.arange(3))}
+        result = reference.run("infer", address=gateway.address, model="ids", tensors=tensors)
+        assert result["outputs"] == {"y": tensor("INT64", 3 * np.arange(3) + 1)}
+    assert admitted() <= 2 * WINDOW_MAX
     filler.tell("read")
-    found = filler.facts()
-    assert found["told"] == [str(number) for number in range(UNREAD["requests"])]
-    assert found["end"][0] == "OK" and taken() == UNREAD["requests"]
+    result = filler.facts()
+    assert result["told"] == [str(number) for number in range(UNREAD["requests"])]
+    assert result["end"][0] == "OK" and admitted() == UNREAD["requests"]
 
 
-def test_the_servers_messages_and_its_clients_share_a_process(reference: ReferenceClient) -> None:
+def test_server_and_client_messages_can_be_imported_in_one_process(
+    reference: ReferenceClient,
+) -> None:
     assert reference.run("side_by_side") == [True, True]
 
 
-def test_statistics_count_what_was_done(gateway: Gateway, reference: ReferenceClient) -> None:
-    """Those of one version; of all where no model is named."""
+def test_statistics_count_requests_and_batches(
+    gateway: Gateway, reference: ReferenceClient
+) -> None:
+    """Statistics cover one version, or all models if the request names none."""
 
     def version_1() -> dict[str, Any]:
-        found = reference.run("statistics", address=gateway.address, model="ids", version="1")
-        (only,) = found
-        return only
+        result = reference.run("statistics", address=gateway.address, model="ids", version="1")
+        (statistics,) = result
+        return statistics
 
     def count(statistics: dict[str, Any], *path: str) -> int:
         value: Any = statistics
@@ -366,12 +368,12 @@ def test_statistics_count_what_was_done(gateway: Gateway, reference: ReferenceCl
         return int(value or 0)
 
     before = version_1()
-    asked = {"x": tensor("INT64", np.arange(5))}
-    ids = {"address": gateway.address, "model": "ids", "tensors": asked, "model_version": "1"}
+    tensors = {"x": tensor("INT64", np.arange(5))}
+    ids = {"address": gateway.address, "model": "ids", "tensors": tensors, "model_version": "1"}
     reference.run("infer", **ids)
     after = version_1()
 
-    for path, more in {
+    for path, added in {
         ("inference_count",): 5,
         ("execution_count",): 1,
         ("inference_stats", "success", "count"): 1,
@@ -379,16 +381,14 @@ def test_statistics_count_what_was_done(gateway: Gateway, reference: ReferenceCl
         ("inference_stats", "compute_infer", "count"): 1,
         ("inference_stats", "fail", "count"): 0,
     }.items():
-        assert count(after, *path) - count(before, *path) == more, path
+        assert count(after, *path) - count(before, *path) == added, path
     assert count(after, "inference_stats", "compute_infer", "ns") > 0
     assert count(after, "last_inference") > 1_500_000_000_000
     listed = reference.run("statistics", address=gateway.address, model="")
     assert len(listed) == 8 + 2 * len(DATATYPES)
 
 
-def test_a_client_that_leaves_gives_its_request_up(
-    gateway: Gateway, reference: ReferenceClient
-) -> None:
+def test_cancelled_call_withdraws_its_request(gateway: Gateway, reference: ReferenceClient) -> None:
     assert reference.run("cancelled", address=gateway.address) == "under way"
     eventually(lambda: lane(gateway, "slow/1")["requests"], what="a request of the slow model")
     reference.tell("give up")
@@ -397,13 +397,13 @@ def test_a_client_that_leaves_gives_its_request_up(
     assert lane(gateway, "slow/1")["withdrawn"] == 1
 
 
-def test_a_stream_that_is_given_up_leaves_nothing_behind(
+def test_cancelled_stream_withdraws_its_requests(
     gateway: Gateway, reference: ReferenceClient
 ) -> None:
     before = lane(gateway, "ids/10")
     with suspended(gateway.worker_pids()[0]):
-        ask = {"address": gateway.address, "requests": 5}
-        assert reference.run("stream_cancelled", **ask) == "under way"
+        options = {"address": gateway.address, "requests": 5}
+        assert reference.run("stream_cancelled", **options) == "under way"
         eventually(
             lambda: lane(gateway, "ids/10")["requests"] == before["requests"] + 5,
             what="five requests",
@@ -412,7 +412,7 @@ def test_a_stream_that_is_given_up_leaves_nothing_behind(
         assert reference.facts() == "CANCELLED"
         eventually(
             lambda: lane(gateway, "ids/10")["withdrawn"] == before["withdrawn"] + 5,
-            what="five requests given up",
+            what="five withdrawn requests",
         )
     assert gateway.wait_idle()["calls"] == 0
 
@@ -434,22 +434,22 @@ def lane(gateway: Gateway, title: str) -> Any:
         {"headers": {"iskander-deadline-ms": "15000"}, "timeout": 300_000},
     ],
 )
-def test_of_several_deadlines_the_soonest_counts(
+def test_earliest_of_several_deadlines_applies(
     gateway: Gateway, reference: ReferenceClient, options: dict[str, Any]
 ) -> None:
-    """No worker runs meanwhile: the deadline passes where the request waits."""
-    asked = {"x": tensor("INT64", np.arange(3))}
-    fill = {"address": gateway.address, "model": "ids", "tensors": asked}
+    """The worker is suspended, so the deadline passes in the queue."""
+    tensors = {"x": tensor("INT64", np.arange(3))}
+    request = {"address": gateway.address, "model": "ids", "tensors": tensors}
     with suspended(gateway.worker_pids()[0]):
-        for _ in range(2):  # What a worker has is not given up for a deadline of the request.
-            reference.run("infer", **fill, client_timeout=0.1)
-        found = reference.run("infer", **fill, **options)
-    assert found["refused"][0] in ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+        for _ in range(2):  # Uses the worker's credits; a batch in flight ignores the deadline.
+            reference.run("infer", **request, client_timeout=0.1)
+        result = reference.run("infer", **request, **options)
+    assert result["refused"][0] in ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
     gateway.wait_idle()
 
 
 def send_one_by_one(gateway: Gateway, reference: ReferenceClient, priorities: list[int]) -> None:
-    """Begin requests of `ids`, each when the one before it is in the lane."""
+    """Sends requests of `ids`, each after the lane has admitted the one before."""
     reference.begin("in_what_order", address=gateway.address, priorities=priorities)
     for count in range(1, len(priorities) + 1):
         assert reference.facts() == "sent"
@@ -459,17 +459,17 @@ def send_one_by_one(gateway: Gateway, reference: ReferenceClient, priorities: li
         reference.tell("next")
 
 
-def test_urgent_requests_go_first(tmp_path: Path, reference: ReferenceClient) -> None:
-    """The first two a worker has; all others wait.
+def test_urgent_requests_run_first(tmp_path: Path, reference: ReferenceClient) -> None:
+    """The first two requests use the worker's credits, and all others queue.
 
-    Each takes milliseconds: answers that reach the client together come to its callbacks as they
-    like.
+    Each runs for milliseconds, because the client calls its callbacks in any order for responses
+    that arrive together.
     """
     path = models.looping(tmp_path / "ids", turns=500, turns_row=0)
     model = {"name": "ids", "path": str(path), "intra_threads": 1, "max_batch_rows": 1}
     priorities = [0, 0, 9, 10, 1, 2, 0, 1, 255]
     with running(
-        tmp_path, [model | {"lane": {"policy": "priority_tiered"}}], workers=ROOM["workers"]
+        tmp_path, [model | {"lane": {"policy": "priority_tiered"}}], workers=SECTIONS["workers"]
     ) as gateway:
         with suspended(gateway.worker_pids()[0]):
             send_one_by_one(gateway, reference, priorities)
@@ -479,7 +479,7 @@ def test_urgent_requests_go_first(tmp_path: Path, reference: ReferenceClient) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "text"),
     [
         ({"parameters": {"iskander_deadline_ms": "soon"}}, "deadline_ms"),
         ({"parameters": {"iskander_haste": 1}}, "haste"),
@@ -487,24 +487,26 @@ def test_urgent_requests_go_first(tmp_path: Path, reference: ReferenceClient) ->
         ({"timeout": -1}, "`timeout`"),
     ],
 )
-def test_terms_that_are_none_are_refused(
-    gateway: Gateway, reference: ReferenceClient, options: dict[str, Any], says: str
+def test_invalid_terms_are_rejected(
+    gateway: Gateway, reference: ReferenceClient, options: dict[str, Any], text: str
 ) -> None:
-    asked = {"x": tensor("INT64", np.arange(3))}
-    found = reference.run("infer", address=gateway.address, model="ids", tensors=asked, **options)
-    assert found["refused"][0] == "INVALID_ARGUMENT" and says in found["refused"][1]
-
-
-def test_a_sequence_is_refused_by_name(gateway: Gateway, reference: ReferenceClient) -> None:
-    asked = {"x": tensor("INT64", np.arange(3))}
-    found = reference.run(
-        "infer", address=gateway.address, model="ids", tensors=asked, sequence_id=4
+    tensors = {"x": tensor("INT64", np.arange(3))}
+    result = reference.run(
+        "infer", address=gateway.address, model="ids", tensors=tensors, **options
     )
-    assert found["refused"][0] == "UNIMPLEMENTED" and "sequence_id" in found["refused"][1]
+    assert result["refused"][0] == "INVALID_ARGUMENT" and text in result["refused"][1]
+
+
+def test_sequence_is_rejected_by_name(gateway: Gateway, reference: ReferenceClient) -> None:
+    tensors = {"x": tensor("INT64", np.arange(3))}
+    result = reference.run(
+        "infer", address=gateway.address, model="ids", tensors=tensors, sequence_id=4
+    )
+    assert result["refused"][0] == "UNIMPLEMENTED" and "sequence_id" in result["refused"][1]
 
 
 def request_of(**changes: Any) -> oip_pb2.ModelInferRequest:
-    """A good request of `ids`, but for what is changed; `raw` are its raw contents."""
+    """Returns a valid request of `ids` with `changes`; `raw` replaces its raw contents."""
     raw = changes.pop("raw", [np.arange(3).tobytes()])
     tensor = {"name": "x", "datatype": "INT64", "shape": [3]} | changes.pop("x", {})
     values = {"model_name": "ids", "inputs": [tensor], "raw_input_contents": raw}
@@ -512,29 +514,29 @@ def request_of(**changes: Any) -> oip_pb2.ModelInferRequest:
 
 
 GOOD = request_of().SerializeToString()
-BAD: dict[str, tuple[bytes, str]] = {
+INVALID: dict[str, tuple[bytes, str]] = {
     "cut short": (GOOD[:-3], "malformed"),
     "cut in a length": (GOOD + b"\x3a", "malformed"),
-    "an absurd length": (GOOD + b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "malformed"),
-    "an endless number": (GOOD + b"\x08" + b"\xff" * 20, "malformed"),
-    "a group": (GOOD + b"\x0b\x0c", "malformed"),
-    "no protobuf": (b"\xde\xad\xbe\xef" * 100, "malformed"),
-    "an id that is no text": (GOOD + b"\x1a\x02\xff\xfe", "malformed"),
-    "a name that is no text": (b"\x0a\x02\xff\xfe" + GOOD[5:], "malformed"),
-    "nothing": (b"", "model_not_found"),
+    "huge length": (GOOD + b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "malformed"),
+    "endless varint": (GOOD + b"\x08" + b"\xff" * 20, "malformed"),
+    "group": (GOOD + b"\x0b\x0c", "malformed"),
+    "invalid protobuf": (b"\xde\xad\xbe\xef" * 100, "malformed"),
+    "id that is not UTF-8": (GOOD + b"\x1a\x02\xff\xfe", "malformed"),
+    "name that is not UTF-8": (b"\x0a\x02\xff\xfe" + GOOD[5:], "malformed"),
+    "empty message": (b"", "model_not_found"),
     "too few bytes": (request_of(raw=[bytes(23)]).SerializeToString(), "malformed"),
     "too many bytes": (request_of(raw=[bytes(25)]).SerializeToString(), "malformed"),
     "no bytes": (request_of(raw=[]).SerializeToString(), "malformed"),
     "two raw contents": (request_of(raw=[bytes(24), bytes(24)]).SerializeToString(), "malformed"),
-    "raw and typed": (
+    "raw and typed contents": (
         request_of(x={"contents": {"int64_contents": [1, 2, 3]}}).SerializeToString(),
         "malformed",
     ),
-    "typed in another's field": (
+    "typed contents in the wrong field": (
         request_of(x={"contents": {"int_contents": [1, 2, 3]}}, raw=[]).SerializeToString(),
         "malformed",
     ),
-    "typed and too few": (
+    "too few typed contents": (
         request_of(x={"contents": {"int64_contents": [1, 2]}}, raw=[]).SerializeToString(),
         "malformed",
     ),
@@ -545,25 +547,25 @@ BAD: dict[str, tuple[bytes, str]] = {
         "malformed",
     ),
     "negative rows": (request_of(x={"shape": [-3]}).SerializeToString(), "malformed"),
-    "absurd rows": (request_of(x={"shape": [1 << 62]}).SerializeToString(), "limit"),
-    "a negative shape": (request_of(x={"shape": [3, -1]}).SerializeToString(), "contract"),
-    "an absurd shape": (request_of(x={"shape": [1 << 31] * 40}).SerializeToString(), "limit"),
+    "huge number of rows": (request_of(x={"shape": [1 << 62]}).SerializeToString(), "limit"),
+    "negative shape": (request_of(x={"shape": [3, -1]}).SerializeToString(), "contract"),
+    "huge shape": (request_of(x={"shape": [1 << 31] * 40}).SerializeToString(), "limit"),
     "no shape": (request_of(x={"shape": []}).SerializeToString(), "contract"),
     "unknown datatype": (request_of(x={"datatype": "FP4"}).SerializeToString(), "contract"),
-    "another datatype": (request_of(x={"datatype": "FP64"}).SerializeToString(), "contract"),
-    "strings by the million where none are": (
+    "wrong datatype": (request_of(x={"datatype": "FP64"}).SerializeToString(), "contract"),
+    "millions of strings for a numeric input": (
         request_of(
             x={"datatype": "BYTES", "shape": [4 * MIB]}, raw=[bytes(16 * MIB - 1024)]
         ).SerializeToString(),
         "contract",
     ),
-    "more strings than there are bytes": (
+    "more strings than bytes": (
         request_of(
             model_name="words", x={"datatype": "BYTES", "shape": [1 << 20]}, raw=[bytes(64)]
         ).SerializeToString(),
         "malformed",
     ),
-    "a string that is no text": (
+    "string that is not UTF-8": (
         request_of(
             model_name="words", x={"datatype": "BYTES", "shape": [1]}, raw=[b"\1\0\0\0\xff"]
         ).SerializeToString(),
@@ -572,11 +574,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "unknown input": (request_of(x={"name": "w"}).SerializeToString(), "contract"),
     "unknown model": (request_of(model_name="nope").SerializeToString(), "model_not_found"),
     "unknown version": (request_of(model_version="77").SerializeToString(), "model_not_found"),
-    "an endless name": (
+    "long name": (
         request_of(model_name="n" * 100_000).SerializeToString(),
         "model_not_found",
     ),
-    "an output twice": (
+    "duplicate output": (
         request_of(outputs=[{"name": "y"}, {"name": "y"}]).SerializeToString(),
         "contract",
     ),
@@ -592,21 +594,21 @@ BAD: dict[str, tuple[bytes, str]] = {
         ).SerializeToString(),
         "unsupported",
     ),
-    "classes": (
+    "classification": (
         request_of(
             outputs=[{"name": "y", "parameters": {"classification": {"int64_param": 3}}}]
         ).SerializeToString(),
         "unsupported",
     ),
-    "a priority that is none": (
+    "invalid priority": (
         request_of(parameters={"priority": {"string_param": "high"}}).SerializeToString(),
         "malformed",
     ),
-    "more bytes than a batch may have": (
+    "batch above the limit": (
         request_of(x={"shape": [17 * MIB // 8]}, raw=[bytes(17 * MIB)]).SerializeToString(),
         "limit",
     ),
-    "more bytes than a message may have": (
+    "message above the limit": (
         request_of(raw=[bytes(22 * MIB)]).SerializeToString(),
         "limit",
     ),
@@ -620,11 +622,11 @@ STATUSES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_requests_are_refused_by_name_and_the_next_is_served(
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_request_gets_its_error_code_and_the_next_is_served(
     gateway: Gateway, reference: ReferenceClient, name: str
 ) -> None:
-    message, code = BAD[name]
+    message, code = INVALID[name]
     bad, good = reference.run(
         "raw_call", address=gateway.address, messages=[message.hex(), GOOD.hex()]
     )
@@ -634,39 +636,39 @@ def test_bad_requests_are_refused_by_name_and_the_next_is_served(
 
 
 @pytest.mark.parametrize("method", ["ModelReady", "ModelConfig", "RepositoryIndex", "ServerLive"])
-def test_bad_questions_are_refused_by_name(
+def test_invalid_message_of_other_methods_is_rejected(
     gateway: Gateway, reference: ReferenceClient, method: str
 ) -> None:
     (bad,) = reference.run("raw_call", address=gateway.address, messages=["0aff"], method=method)
     assert (bad[0], bad[2]["iskander-code"]) == ("INVALID_ARGUMENT", "malformed")
 
 
-def test_a_full_queue_is_resource_exhausted(
+def test_full_queue_is_resource_exhausted(
     tmp_path: Path, reference: ReferenceClient, filler: ReferenceClient
 ) -> None:
-    """Here the protocol has words that Flight's clients misread; and what to do is in trailers."""
+    """Flight sends UNAVAILABLE instead. The trailers have the retry delay."""
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1, "max_batch_rows": 1}
     with running(
-        tmp_path, [model | {"lane": {"queue_requests": 1}}], workers=ROOM["workers"]
+        tmp_path, [model | {"lane": {"queue_requests": 1}}], workers=SECTIONS["workers"]
     ) as gateway:
         with suspended(gateway.worker_pids()[0]):
             send_one_by_one(gateway, filler, [0, 0, 0])
             one = request_of(x={"shape": [1]}, raw=[bytes(8)]).SerializeToString()
-            (refused,) = reference.run("raw_call", address=gateway.address, messages=[one.hex()])
-        assert (refused[0], refused[2]["iskander-code"]) == ("RESOURCE_EXHAUSTED", "queue_full")
-        assert refused[2]["iskander-retryable"] == "true"
-        assert int(refused[2]["iskander-retry-after-ms"]) > 0
+            (rejected,) = reference.run("raw_call", address=gateway.address, messages=[one.hex()])
+        assert (rejected[0], rejected[2]["iskander-code"]) == ("RESOURCE_EXHAUSTED", "queue_full")
+        assert rejected[2]["iskander-retryable"] == "true"
+        assert int(rejected[2]["iskander-retry-after-ms"]) > 0
         assert len(filler.facts()) == 3
         gateway.wait_idle()
 
 
-def test_a_deadline_that_passes_here_is_deadline_exceeded(
+def test_passed_deadline_is_deadline_exceeded(
     tmp_path: Path, reference: ReferenceClient, filler: ReferenceClient
 ) -> None:
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1, "max_batch_rows": 1}
-    with running(tmp_path, [model], workers=ROOM["workers"]) as gateway:
+    with running(tmp_path, [model], workers=SECTIONS["workers"]) as gateway:
         with suspended(gateway.worker_pids()[0]):
             send_one_by_one(gateway, filler, [0, 0])
             soon = {"timeout": oip_pb2.InferParameter(int64_param=300_000)}
@@ -679,59 +681,59 @@ def test_a_deadline_that_passes_here_is_deadline_exceeded(
         gateway.wait_idle()
 
 
-def test_a_model_without_a_worker_is_unavailable(
-    tmp_path: Path, reference: ReferenceClient
-) -> None:
+def test_model_without_a_worker_is_unavailable(tmp_path: Path, reference: ReferenceClient) -> None:
     path = models.row_ids(tmp_path / "ids")
-    workers = ROOM["workers"] | {"spawn": False}
+    workers = SECTIONS["workers"] | {"spawn": False}
     with running(tmp_path, [{"name": "ids", "path": str(path)}], workers=workers) as gateway:
-        asked = {"address": gateway.address, "messages": [GOOD.hex()]}
-        (refused,) = reference.run("raw_call", **asked)
-        told = reference.run("readiness", address=gateway.address, model="ids")
-        assert told == [True, False, False, "UNAVAILABLE"]
-    assert (refused[0], refused[2]["iskander-code"]) == ("UNAVAILABLE", "not_ready")
-    assert (refused[2]["iskander-fault"], refused[2]["iskander-retryable"]) == ("operator", "true")
+        call = {"address": gateway.address, "messages": [GOOD.hex()]}
+        (rejected,) = reference.run("raw_call", **call)
+        readiness = reference.run("readiness", address=gateway.address, model="ids")
+        assert readiness == [True, False, False, "UNAVAILABLE"]
+    assert (rejected[0], rejected[2]["iskander-code"]) == ("UNAVAILABLE", "not_ready")
+    assert (rejected[2]["iskander-fault"], rejected[2]["iskander-retryable"]) == (
+        "operator",
+        "true",
+    )
 
 
-def test_a_server_that_stops_answers_what_it_has_taken(
-    tmp_path: Path, reference: ReferenceClient
-) -> None:
+def test_drain_answers_admitted_requests(tmp_path: Path, reference: ReferenceClient) -> None:
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1}
-    with running(tmp_path, [model], workers=ROOM["workers"]) as gateway:
+    with running(tmp_path, [model], workers=SECTIONS["workers"]) as gateway:
         with suspended(gateway.worker_pids()[0]):
             assert reference.run("draining", address=gateway.address) == "under way"
             eventually(lambda: lane(gateway, "ids/1")["requests"] == 2, what="both requests")
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining 0 streams, 2 calls" in gateway.text(), what="the drain")
-        found = reference.facts()
+        result = reference.facts()
         gateway.wait()
-    assert found["unary"] == "alone" and found["streamed"] == ["in stream"]
-    status, _, trailers = found["end"]
+    assert result["unary"] == "alone" and result["streamed"] == ["in stream"]
+    status, _, trailers = result["end"]
     assert (status, trailers["iskander-code"]) == ("UNAVAILABLE", "draining")
 
 
-def test_a_server_that_stops_waits_until_its_answers_are_read(
+def test_drain_waits_until_computed_results_are_read(
     tmp_path: Path, reference: ReferenceClient
 ) -> None:
-    """Also those that were computed long ago."""
     path = models.identity(tmp_path / "broad", TensorProto.FLOAT, ["rows", 64])
     model = {"name": "broad", "path": str(path), "intra_threads": 1}
-    room = {"arena": ROOM["arena"], "workers": ROOM["workers"]}
-    with running(tmp_path, [model], **room) as gateway:
+    sections = {"arena": SECTIONS["arena"], "workers": SECTIONS["workers"]}
+    with running(tmp_path, [model], **sections) as gateway:
         assert reference.run("stream_unread", address=gateway.address, **UNREAD) == "under way"
-        eventually(lambda: lane(gateway, "broad/1")["requests"] >= WINDOW_LEAST, what="requests")
+        eventually(lambda: lane(gateway, "broad/1")["requests"] >= WINDOW_MIN, what="requests")
         gateway.signal(signal.SIGTERM)
         waiting = "draining: 0 streams, 1 calls, 0 requests in queues, 0 batches in flight"
-        eventually(lambda: waiting in gateway.text(), what="a drain that waits for its client")
+        eventually(
+            lambda: waiting in gateway.text(), what="a drain that waits for the client to read"
+        )
         reference.tell("read")
-        found = reference.facts()
+        result = reference.facts()
         gateway.wait()
-    told = found["told"]
-    assert WINDOW_LEAST <= len(told) <= 2 * WINDOW_MOST
-    # What had come and was not let in yet is refused by name, behind all that was.
-    answered = [text for text in told if "the server is stopping" not in text]
-    assert len(answered) >= WINDOW_LEAST
-    assert told[: len(answered)] == [str(number) for number in range(len(answered))]
-    status, _, trailers = found["end"]
+    responses = result["told"]
+    assert WINDOW_MIN <= len(responses) <= 2 * WINDOW_MAX
+    # Requests that were received but not admitted are rejected after all admitted ones.
+    answered = [text for text in responses if "the server is stopping" not in text]
+    assert len(answered) >= WINDOW_MIN
+    assert responses[: len(answered)] == [str(number) for number in range(len(answered))]
+    status, _, trailers = result["end"]
     assert (status, trailers["iskander-code"]) == ("UNAVAILABLE", "draining")

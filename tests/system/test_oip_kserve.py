@@ -1,6 +1,7 @@
 """KServe's own clients against the Open Inference Protocol.
 
-It wants an older psutil than this server, and so an environment of its own: `make test-kserve`.
+KServe's package requires an older psutil than this server, so it has its own environment:
+`make test-kserve`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ SCRIPT = str(Path(models.__file__).with_name("kserve_client.py"))
 PYTHON = os.environ.get("KSERVE_PYTHON", "")
 
 
-@pytest.mark.skipif(not PYTHON, reason="KSERVE_PYTHON names no Python that has KServe's client")
-def test_kserves_client_gets_what_it_asks_for(tmp_path: Path) -> None:
+@pytest.mark.skipif(not PYTHON, reason="KSERVE_PYTHON is not set to a Python with KServe's client")
+def test_kserve_client_gets_results_over_grpc_and_http(tmp_path: Path) -> None:
     path = models.row_ids(tmp_path / "ids")
     model = {"name": "ids", "path": str(path), "intra_threads": 1}
     reference = ReferenceClient(SCRIPT, PYTHON)
@@ -27,18 +28,18 @@ def test_kserves_client_gets_what_it_asks_for(tmp_path: Path) -> None:
         with running(
             tmp_path, [model], workers=workers, http={"address": "127.0.0.1:0"}
         ) as gateway:
-            found = reference.run("everything", address=gateway.address)
+            over_grpc = reference.run("everything", address=gateway.address)
             url = f"http://{gateway.stats()['http_address']}"
-            told = reference.run("over_rest", base_url=url)
+            over_http = reference.run("over_rest", base_url=url)
     finally:
         reference.close()
-    answer = ["7", [1, 4, 7, 10, 13]]
-    assert told == {"live": True, "ready": True, "model_ready": True, "answer": answer[1]}
-    assert found == {
+    result = ["7", [1, 4, 7, 10, 13]]
+    assert over_http == {"live": True, "ready": True, "model_ready": True, "answer": result[1]}
+    assert over_grpc == {
         "live": True,
         "ready": True,
         "model_ready": True,
-        "raw": answer,
-        "typed": answer,
+        "raw": result,
+        "typed": result,
         "unknown": "NOT_FOUND",
     }

@@ -1,4 +1,4 @@
-"""Far more than the workers can do: refusals come by name at once, and the rest is done."""
+"""Overload: excess requests are rejected with their error code, and all others complete."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 class Sender(threading.Thread):
-    """A client that sends all its batches without waiting for one answer."""
+    """A client that sends all its batches without waiting for results."""
 
     def __init__(self, gateway: Gateway, model: str, seed: int, **terms: object) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Sender(threading.Thread):
         random = np.random.default_rng(seed)
         self._sent = [random.integers(0, 1 << 40, random.integers(1, 9)) for _ in range(BATCHES)]
         self.counts: Counter[str] = Counter()
-        self.unhinted: list[IskanderError] = []
+        self.without_retry_after: list[IskanderError] = []
         self.start()
 
     def run(self) -> None:
@@ -57,49 +57,49 @@ class Sender(threading.Thread):
                 if isinstance(outcome, IskanderError):
                     self.counts[outcome.code] += 1
                     if outcome.retryable and not outcome.retry_after_ms:
-                        self.unhinted.append(outcome)
+                        self.without_retry_after.append(outcome)
                 else:
-                    right = np.array_equal(outcome["y"].to_numpy(), 3 * values + 1)
-                    self.counts["right" if right else "WRONG"] += 1
+                    is_correct = np.array_equal(outcome["y"].to_numpy(), 3 * values + 1)
+                    self.counts["correct" if is_correct else "WRONG"] += 1
 
 
 def overload(gateway: Gateway, model: str, **terms: object) -> Counter[str]:
-    """What came of everything that all streams sent; nobody hung, and nothing was left."""
+    """Returns the outcomes of all batches of all streams; checks that each batch has one."""
     before = gateway.stats()["lanes"][f"{model}/1"]
     senders = [Sender(gateway, model, seed, **terms) for seed in range(STREAMS)]
     for sender in senders:
         sender.join()
     counts = sum((sender.counts for sender in senders), Counter[str]())
     assert counts.total() == STREAMS * BATCHES, counts
-    assert [error for sender in senders for error in sender.unhinted] == []
+    assert [error for sender in senders for error in sender.without_retry_after] == []
     after = quiet(gateway)["lanes"][f"{model}/1"]
-    assert after["completed"] - before.get("completed", 0) == counts["right"]
-    refused = Counter(after["refused"]) - Counter(before["refused"])
-    assert Counter(right=counts["right"]) + refused == counts
+    assert after["completed"] - before.get("completed", 0) == counts["correct"]
+    rejected = Counter(after["refused"]) - Counter(before["refused"])
+    assert Counter(correct=counts["correct"]) + rejected == counts
     return counts
 
 
-def test_what_cannot_be_in_time_is_refused_and_the_rest_is_done(gateway: Gateway) -> None:
-    """Twice: what is learned under too much load does not shut the model."""
+def test_late_requests_are_rejected_and_the_others_complete(gateway: Gateway) -> None:
+    """Runs twice: run times learned under overload must not block the model."""
     for _ in range(2):
         counts = overload(gateway, "priced", deadline_ms=100)
-        assert counts["right"] and counts["deadline_unreachable"]
-        assert counts.keys() <= {"right", "deadline_unreachable", "deadline_exceeded"}
+        assert counts["correct"] and counts["deadline_unreachable"]
+        assert counts.keys() <= {"correct", "deadline_unreachable", "deadline_exceeded"}
 
 
-def test_a_full_queue_says_when_to_come_back(gateway: Gateway) -> None:
+def test_full_queue_error_has_a_retry_delay(gateway: Gateway) -> None:
     counts = overload(gateway, "short")
-    assert counts["right"] and counts["queue_full"]
-    assert counts.keys() == {"right", "queue_full"}
+    assert counts["correct"] and counts["queue_full"]
+    assert counts.keys() == {"correct", "queue_full"}
 
 
-def test_the_oldest_give_way_where_that_is_said(gateway: Gateway) -> None:
+def test_drop_oldest_rejects_the_oldest_requests(gateway: Gateway) -> None:
     counts = overload(gateway, "small")
-    assert counts["right"] and counts["dropped"]
-    assert counts.keys() == {"right", "dropped"}
+    assert counts["correct"] and counts["dropped"]
+    assert counts.keys() == {"correct", "dropped"}
 
 
-def test_a_client_gets_no_more_than_its_share(gateway: Gateway) -> None:
-    counts = overload(gateway, "shared", client="one and the same")
-    assert counts["right"] and counts["client_over_share"]
-    assert counts.keys() == {"right", "client_over_share"}
+def test_client_is_limited_to_its_share(gateway: Gateway) -> None:
+    counts = overload(gateway, "shared", client="shared")
+    assert counts["correct"] and counts["client_over_share"]
+    assert counts.keys() == {"correct", "client_over_share"}

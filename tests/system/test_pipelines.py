@@ -1,4 +1,4 @@
-"""Pipelines behind a real server: tokenise, embed, normalise; two graphs beside other models."""
+"""Pipelines on a running server: three steps with a Python tokeniser, and two ONNX graphs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ type = "fixed_size_list<float32>[{WIDTH}]"
 
 
 def embed(folder: Path) -> Path:
-    """The mean of the table's lines."""
+    """Mean of the table rows with the given ids."""
     return models.save(
         folder,
         [
@@ -93,7 +93,7 @@ def normalise(folder: Path) -> Path:
     )
 
 
-def texts(folder: Path, **settings: Any) -> dict[str, Any]:
+def text_pipeline(folder: Path, **settings: Any) -> dict[str, Any]:
     write(folder / "tokenise", TOKENISE, TOKENISE_MANIFEST)
     (embed(folder / "embed") / "model.onnx").rename(folder / "embed.onnx")
     normalise(folder / "normalise")
@@ -101,7 +101,7 @@ def texts(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"name": folder.name, "path": str(folder), "backend": "pipeline", **settings}
 
 
-def expected(text: str) -> np.ndarray:
+def embedding_of(text: str) -> np.ndarray:
     ids = [sum(word.encode()) % WORDS for word in text.split()][:LENGTH]
     mean = TABLE[ids + [0] * (LENGTH - len(ids))].mean(axis=0)
     return np.asarray(mean / np.linalg.norm(mean))
@@ -109,21 +109,21 @@ def expected(text: str) -> np.ndarray:
 
 def metric(gateway: Gateway, line: str) -> float:
     url = f"http://{gateway.stats()['admin_address']}/metrics"
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        lines = answer.read().decode().splitlines()
+    with urllib.request.urlopen(url, timeout=20) as response:
+        lines = response.read().decode().splitlines()
     return float(next(each.rpartition(" ")[2] for each in lines if each.startswith(line)))
 
 
-def test_text_becomes_embeddings_in_one_worker_and_each_step_is_timed(tmp_path: Path) -> None:
+def test_pipeline_computes_embeddings_in_one_worker_and_times_each_step(tmp_path: Path) -> None:
     sentences = ["a b c", "", "one two three four five", "ä ö"]
-    with running(tmp_path, [texts(tmp_path / "texts", workers=1)]) as gateway:
+    with running(tmp_path, [text_pipeline(tmp_path / "texts", workers=1)]) as gateway:
         batch = pa.record_batch({"id": [1, 2, 3, 4], "text": sentences})
         with gateway.client() as client:
             result = client.score("texts", batch)
             with pytest.raises(ExecutionFailed, match="step `tokenise`: ValueError: no such word"):
                 client.score("texts", pa.record_batch({"text": ["boom"]}))
-        wanted = np.stack([expected(each) for each in sentences])
-        np.testing.assert_allclose(result["embedding"].to_pylist(), wanted, rtol=1e-5)
+        expected_rows = np.stack([embedding_of(each) for each in sentences])
+        np.testing.assert_allclose(result["embedding"].to_pylist(), expected_rows, rtol=1e-5)
         assert result["id"].to_pylist() == [1, 2, 3, 4]
         (worker,) = gateway.stats()["workers"]
         assert worker["pool"] == "texts/1"
@@ -134,8 +134,8 @@ def test_text_becomes_embeddings_in_one_worker_and_each_step_is_timed(tmp_path: 
             assert gateway.stats()["lanes"]["texts/1"]["steps_ms"][step]["count"] == 1
 
 
-def test_graphs_in_a_row_run_beside_other_models(tmp_path: Path) -> None:
-    """y = 3 * (3 * x + 1) + 1, and what lies between may be a result too."""
+def test_pipeline_of_graphs_shares_workers_with_other_models(tmp_path: Path) -> None:
+    """y = 3 * (3 * x + 1) + 1; the intermediate result is an output too."""
     folder = tmp_path / "twice"
     for name in ("first", "second"):
         models.row_ids(folder / name)
@@ -176,12 +176,12 @@ type = "int64"
         }
 
 
-def test_a_step_in_python_wants_workers_of_its_own(tmp_path: Path) -> None:
-    gateway = Gateway(tmp_path, [texts(tmp_path / "texts")])
+def test_python_step_requires_dedicated_workers(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, [text_pipeline(tmp_path / "texts")])
     try:
         gateway.start(is_ready=False)
         assert gateway.wait() == 78
     finally:
         gateway.end()
-    told = "step `tokenise`: the backend `python` needs workers of its own: set workers = 1"
-    assert told in gateway.text()
+    message = "step `tokenise`: the backend `python` needs workers of its own: set workers = 1"
+    assert message in gateway.text()

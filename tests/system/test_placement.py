@@ -1,4 +1,4 @@
-"""Where processes really run, and a server in a sandbox that refuses it all."""
+"""CPU affinity of the processes, and a start in a sandbox that denies system calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import models, sandbox
 from support.processes import BIN, Gateway, eventually, running
 
 CPUS = sorted(os.sched_getaffinity(0))
-SEVERAL = pytest.mark.skipif(len(CPUS) < 2, reason="one cpu")
+SEVERAL_CPUS = pytest.mark.skipif(len(CPUS) < 2, reason="one cpu")
 
 
 def served(folder: Path) -> list[dict[str, Any]]:
@@ -22,35 +22,35 @@ def served(folder: Path) -> list[dict[str, Any]]:
 
 
 def affinities(pid: int) -> set[frozenset[int]]:
-    """Of every thread of a process."""
+    """CPU sets of all threads of a process."""
     threads = map(int, os.listdir(f"/proc/{pid}/task"))
     return {frozenset(os.sched_getaffinity(thread)) for thread in threads}
 
 
-def require_answers(gateway: Gateway) -> None:
+def require_results(gateway: Gateway) -> None:
     with gateway.client() as client:
         assert client.score("ids", pa.record_batch({"x": [1, 2]}))["y"].to_pylist() == [4, 7]
 
 
-@SEVERAL
-def test_the_gateway_and_the_workers_share_no_cpu(tmp_path: Path) -> None:
-    """All their threads; what the gateway keeps is no limit for its children."""
+@SEVERAL_CPUS
+def test_gateway_and_workers_share_no_cpu(tmp_path: Path) -> None:
+    """Checks all threads; the gateway's affinity does not limit its children."""
     server = {"cores": str(CPUS[0])}
     with running(tmp_path, served(tmp_path), server=server, workers={"count": 1}) as gateway:
-        require_answers(gateway)
+        require_results(gateway)
         (worker,) = gateway.stats()["workers"]
         assert affinities(gateway.pid) == {frozenset(CPUS[:1])}
         assert affinities(worker["pid"]) == {frozenset(CPUS[1:])}
         assert worker["cpus"] == CPUS[1:]
         assert worker["notices"] == []
         before = gateway.kill_worker()
-        eventually(lambda: gateway.worker_pids() not in ([], [before]), what="another worker")
+        eventually(lambda: gateway.worker_pids() not in ([], [before]), what="the new worker")
         assert affinities(gateway.worker_pids()[0]) == {frozenset(CPUS[1:])}
     assert f"runs on the cpus {CPUS[0]}, the workers on others" in gateway.text()
 
 
-@SEVERAL
-def test_the_plan_is_over_what_the_gateway_may_use(tmp_path: Path) -> None:
+@SEVERAL_CPUS
+def test_placement_plan_uses_only_allowed_cpus(tmp_path: Path) -> None:
     """Started on the last cpu, as by a service manager or in a container."""
     prefix = ("taskset", "-c", str(CPUS[-1]))
     with running(tmp_path, served(tmp_path), prefix=prefix) as gateway:
@@ -59,14 +59,14 @@ def test_the_plan_is_over_what_the_gateway_may_use(tmp_path: Path) -> None:
         assert affinities(worker["pid"]) == affinities(gateway.pid) == {frozenset(CPUS[-1:])}
 
 
-def test_a_sandbox_that_refuses_everything_costs_no_start(tmp_path: Path) -> None:
-    """Named in the log, in the stats and in the metrics, and the answers are the same."""
+def test_server_starts_where_system_calls_are_denied(tmp_path: Path) -> None:
+    """Log and stats name each denied call; results are unaffected."""
     prefix = (sys.executable, sandbox.__file__, "--lock", "65536")
     prefix += ("--refuse", "mbind", "--refuse", "set_mempolicy", "--refuse", "sched_setaffinity")
     server = {"cores": str(CPUS[0])} if len(CPUS) > 1 else {}
     arena = {"huge_pages": True, "lock": True}
     with running(tmp_path, served(tmp_path), prefix=prefix, server=server, arena=arena) as gateway:
-        require_answers(gateway)
+        require_results(gateway)
         stats = gateway.stats()
         (worker,) = stats["workers"]
         assert worker["notices"][-1].startswith("not pinned to the cpus")
@@ -85,7 +85,7 @@ def test_a_sandbox_that_refuses_everything_costs_no_start(tmp_path: Path) -> Non
     assert not server or f"not pinned to the cpus {CPUS[0]}: Operation not permitted" in log
 
 
-def test_check_says_where_and_why_not() -> None:
+def test_check_prints_the_placement_plan_and_its_notes() -> None:
     quickstart = models.ROOT / "configs" / "quickstart.toml"
     changes = ("server.cores=auto", "workers.groups=l3", "arena.huge_pages=true", "arena.lock=true")
     command = [str(BIN / "iskander"), "check", str(quickstart)]

@@ -1,4 +1,4 @@
-"""Several gateway processes on one port: whose answers, who dies, who is replaced, who speaks."""
+"""Several gateway processes on one port: results, deaths, replacement, restart, readiness."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def free_port() -> int:
 
 
 def pid_of(gateway: Gateway, number: int) -> int:
-    """The gateway process of that number."""
+    """Pid of a gateway process."""
 
     def find() -> int:
         for process in processes_of(gateway.runtime):
@@ -77,7 +77,7 @@ def pid_of(gateway: Gateway, number: int) -> int:
 
 
 def worker_pid(gateway: Gateway) -> int:
-    """Of the one worker; all processes have to mean the same."""
+    """Pid of the only worker, once both processes report the same one."""
 
     def find() -> int:
         pids = {stats["workers"][0]["pid"] for stats in by_process(gateway, 2).values()}
@@ -87,15 +87,15 @@ def worker_pid(gateway: Gateway) -> int:
     return pid
 
 
-def is_right(client: Client, value: int = 5) -> bool:
+def is_correct(client: Client, value: int = 5) -> bool:
     batch = pa.record_batch({"x": [value, value + 1]})
     return bool(client.score("ids", batch)["y"].to_pylist() == [3 * value + 1, 3 * value + 4])
 
 
-def comes_back(client: Client) -> bool:
-    """Whether it is served; refused as not ready where a start took longer than requests wait."""
+def is_served(client: Client) -> bool:
+    """Whether a request succeeds; `NotReady` if the worker's start outlasts the queue timeout."""
     try:
-        return is_right(client)
+        return is_correct(client)
     except NotReady:
         return False
 
@@ -103,35 +103,35 @@ def comes_back(client: Client) -> bool:
 def page(gateway: Gateway, path: str) -> tuple[int, str]:
     address = gateway.admin  # type: ignore[attr-defined]
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
-            return answer.status, answer.read().decode()
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as response:
+            return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_connections_are_dealt_out_and_every_answer_is_its_askers(
+def test_connections_are_distributed_and_each_client_gets_its_own_results(
     tmp_path: Path, count: int
 ) -> None:
     with gateways(tmp_path, count) as gateway:
         assert len({s["workers"][0]["pid"] for s in by_process(gateway, count).values()}) == 1
         wrong: list[object] = []
 
-        def ask(seed: int) -> None:
+        def send(seed: int) -> None:
             with gateway.client() as client:
                 batches = [pa.record_batch({"x": [seed, seed * n]}) for n in range(50)]
-                for n, got in enumerate(client.stream("ids", batches)):
-                    if got["y"].to_pylist() != [3 * seed + 1, 3 * seed * n + 1]:
-                        wrong.append((seed, n, got))
+                for n, result in enumerate(client.stream("ids", batches)):
+                    if result["y"].to_pylist() != [3 * seed + 1, 3 * seed * n + 1]:
+                        wrong.append((seed, n, result))
 
-        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(1, 17)]
+        threads = [threading.Thread(target=send, args=(seed,)) for seed in range(1, 17)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert not wrong
         completed = {
-            number: stats["lanes"]["ids/1"].get("completed", 0)  # a process may have got none
+            number: stats["lanes"]["ids/1"].get("completed", 0)  # Absent without requests.
             for number, stats in by_process(gateway, count).items()
         }
         assert sum(completed.values()) == 16 * 50
@@ -140,23 +140,23 @@ def test_connections_are_dealt_out_and_every_answer_is_its_askers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_process_costs_only_its_own_clients(pair: Gateway, number: int) -> None:
+def test_killed_process_affects_only_its_own_clients(pair: Gateway, number: int) -> None:
     worker, before = worker_pid(pair), pid_of(pair, number)
     with client_of(pair, 1 - number) as other, client_of(pair, number) as own:
-        assert is_right(other) and is_right(own)
+        assert is_correct(other) and is_correct(own)
         os.kill(before, signal.SIGKILL)
         for _ in range(20):
-            assert is_right(other)
-    eventually(lambda: pid_of(pair, number) != before, what="another process")
-    with client_of_soon(pair, number) as again:
-        assert is_right(again)
+            assert is_correct(other)
+    eventually(lambda: pid_of(pair, number) != before, what="the new process")
+    with client_of_restarted(pair, number) as reconnected:
+        assert is_correct(reconnected)
     assert worker_pid(pair) == worker
     text = page(pair, "/metrics")[1]
     assert f'iskander_process_starts_total{{process="{number}"}} 2.0' in text
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_process_that_is_asked_to_end_alone_is_replaced_and_the_worker_stays(
+def test_process_that_receives_sigterm_is_replaced_and_the_worker_stays(
     tmp_path: Path, number: int
 ) -> None:
     with gateways(tmp_path, 2, server={"drain_s": 0.5}) as pair:
@@ -165,14 +165,14 @@ def test_a_process_that_is_asked_to_end_alone_is_replaced_and_the_worker_stays(
             os.kill(before, signal.SIGTERM)
             eventually(lambda: f"process {number} ended with 0" in pair.text(), what="its end")
             for _ in range(20):
-                assert is_right(other)
-        with client_of_soon(pair, number) as again:
-            assert is_right(again)
+                assert is_correct(other)
+        with client_of_restarted(pair, number) as reconnected:
+            assert is_correct(reconnected)
         assert worker_pid(pair) == worker
 
 
-def client_of_soon(gateway: Gateway, number: int) -> Client:
-    """As `client_of`, once the process is there again."""
+def client_of_restarted(gateway: Gateway, number: int) -> Client:
+    """Waits for the process, then returns a client connected to it."""
 
     def find() -> Client | None:
         try:
@@ -180,37 +180,37 @@ def client_of_soon(gateway: Gateway, number: int) -> Client:
         except (AssertionError, flight.FlightUnavailableError, IskanderError):
             return None
 
-    found: Client = eventually(find, what=f"process {number}")
-    return found
+    client: Client = eventually(find, what=f"process {number}")
+    return client
 
 
-def test_a_killed_worker_comes_back_to_all(pair: Gateway) -> None:
+def test_killed_worker_is_replaced_for_all_processes(pair: Gateway) -> None:
     with client_of(pair, 0) as first, client_of(pair, 1) as second:
         before = worker_pid(pair)
         os.kill(before, signal.SIGKILL)
-        # Both know that process 0 starts another one, and wait for it.
-        eventually(lambda: comes_back(second) and comes_back(first), what="the worker at both")
+        # Both processes queue requests while process 0 starts a new worker.
+        eventually(lambda: is_served(second) and is_served(first), what="the new worker at both")
         assert worker_pid(pair) != before
 
 
 @pytest.mark.slow
-def test_a_rolling_restart_loses_nothing_and_keeps_the_worker(pair: Gateway) -> None:
+def test_rolling_restart_loses_no_request_and_keeps_the_worker(pair: Gateway) -> None:
     worker = worker_pid(pair)
     before = {pid_of(pair, number) for number in range(2)}
     stop = threading.Event()
     answered, failed = [0], []
 
-    def ask() -> None:
+    def send() -> None:
         while not stop.is_set():
             try:
                 with pair.client() as client:
-                    assert is_right(client)
+                    assert is_correct(client)
                 answered[0] += 1
             except Exception as error:
                 failed.append(error)
             stop.wait(0.01)
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads = [threading.Thread(target=send) for _ in range(2)]
     for thread in threads:
         thread.start()
     pair.signal(signal.SIGHUP)
@@ -220,8 +220,8 @@ def test_a_rolling_restart_loses_nothing_and_keeps_the_worker(pair: Gateway) -> 
     stop.set()
     for thread in threads:
         thread.join()
-    # A connection may have been on its way to a process that just closed its door: asked again by
-    # any client that retries, and nothing of it was accepted.
+    # A new connection can reach a process that has just closed its listener. The error is
+    # retryable, and no request was accepted.
     assert all(isinstance(each, flight.FlightUnavailableError | Draining) for each in failed), (
         failed
     )
@@ -231,8 +231,8 @@ def test_a_rolling_restart_loses_nothing_and_keeps_the_worker(pair: Gateway) -> 
     assert worker_pid(pair) == worker
 
 
-class Slow(threading.Thread):
-    """A batch of a second or more, asked of one process."""
+class SlowRequest(threading.Thread):
+    """A request to one process that runs for a second or more."""
 
     def __init__(self, gateway: Gateway, number: int) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Slow(threading.Thread):
 
 
 def has_work(gateway: Gateway) -> bool:
-    """Whether every process has a batch that waits or runs."""
+    """Whether every process has a queued or running batch."""
     return all(
         stats["lanes"]["slow/1"]["queue"]["requests"]
         or any(worker["in_flight"] for worker in stats["workers"])
@@ -256,81 +256,84 @@ def has_work(gateway: Gateway) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["parent", "everybody", "while it is replaced"])
-def test_a_stop_lets_every_process_finish(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["parent", "all processes", "during a restart"])
+def test_stop_waits_for_the_batches_of_every_process(tmp_path: Path, how: str) -> None:
     with gateways(tmp_path, 2) as gateway:
-        asked = [Slow(gateway, number) for number in (0, 1)]
+        requests = [SlowRequest(gateway, number) for number in (0, 1)]
         eventually(lambda: has_work(gateway), what="a batch of each process")
-        if how == "while it is replaced":
+        if how == "during a restart":
             gateway.signal(signal.SIGHUP)
-            eventually(lambda: "draining 1 streams" in gateway.text(), what="the first to drain")
-        pids = [pid_of(gateway, number) for number in (0, 1)] if how == "everybody" else []
+            eventually(
+                lambda: "draining 1 streams" in gateway.text(),
+                what="the drain of the first process",
+            )
+        pids = [pid_of(gateway, number) for number in (0, 1)] if how == "all processes" else []
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
         gateway.signal(signal.SIGTERM)
         assert gateway.wait() == 0
-        for each in asked:
+        for each in requests:
             each.join()
             assert each.result is not None
         assert not processes_of(gateway.runtime)
 
 
-def test_a_worker_that_hangs_on_a_siblings_batch_is_replaced(tmp_path: Path) -> None:
-    """Process 0, which has to end it, has nothing there itself."""
+def test_worker_that_hangs_in_a_batch_of_another_process_is_replaced(tmp_path: Path) -> None:
+    """Process 0 ends the worker, although it has no batch there."""
     with gateways(tmp_path, 2, workers={"hang_s": 1.0}) as gateway:
         before = worker_pid(gateway)
         with client_of(gateway, 1) as client:
             os.kill(before, signal.SIGSTOP)
-            assert is_right(client)
+            assert is_correct(client)
         assert worker_pid(gateway) != before
 
 
 @pytest.mark.slow
-def test_a_worker_whose_place_was_filled_meanwhile_makes_room(tmp_path: Path) -> None:
-    """It was busy for longer than a new process 0 waits for it."""
+def test_resumed_worker_is_ended_if_its_slot_is_taken(tmp_path: Path) -> None:
+    """It was suspended for longer than a new process 0 waits for it."""
     with gateways(tmp_path, 2, workers={"start_s": 5.0, "hang_s": 60.0}) as gateway:
-        busy, first = worker_pid(gateway), pid_of(gateway, 0)
-        os.kill(busy, signal.SIGSTOP)
+        suspended, first = worker_pid(gateway), pid_of(gateway, 0)
+        os.kill(suspended, signal.SIGSTOP)
         os.kill(first, signal.SIGKILL)
         eventually(
             lambda: any(
-                each.pid != busy and "iskander_worker" in each.cmdline()
+                each.pid != suspended and "iskander_worker" in each.cmdline()
                 for each in processes_of(gateway.runtime)
             ),
-            what="another worker",
+            what="the new worker",
         )
-        os.kill(busy, signal.SIGCONT)
-        with client_of_soon(gateway, 0) as client:
-            assert is_right(client)
-        assert worker_pid(gateway) != busy
+        os.kill(suspended, signal.SIGCONT)
+        with client_of_restarted(gateway, 0) as client:
+            assert is_correct(client)
+        assert worker_pid(gateway) != suspended
         eventually(
-            lambda: busy not in {each.pid for each in processes_of(gateway.runtime)},
-            what="the end of the one that was busy",
+            lambda: suspended not in {each.pid for each in processes_of(gateway.runtime)},
+            what="the end of the suspended worker",
         )
         for number in (0, 1):
-            with client_of_soon(gateway, number) as client:
-                assert is_right(client)
+            with client_of_restarted(gateway, number) as client:
+                assert is_correct(client)
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_start_again_takes_nothing_from_the_others(pair: Gateway) -> None:
+def test_failed_restart_of_one_process_does_not_affect_the_others(pair: Gateway) -> None:
     worker = worker_pid(pair)
     model = pair.folder / "ids" / "model.onnx"
     whole = model.read_bytes()
     with client_of(pair, 1) as client:
-        assert is_right(client)
+        assert is_correct(client)
         model.write_bytes(b"half of a model")
         os.kill(pid_of(pair, 0), signal.SIGKILL)
         eventually(lambda: "process 0 ended with 78" in pair.text(), what="its failure")
-        assert is_right(client)
+        assert is_correct(client)
         model.write_bytes(whole)
-        with client_of_soon(pair, 0) as again:
-            assert is_right(again)
-        assert is_right(client)
+        with client_of_restarted(pair, 0) as reconnected:
+            assert is_correct(reconnected)
+        assert is_correct(client)
     assert worker_pid(pair) == worker
 
 
-def test_what_takes_a_restart_is_not_replaced_by_halves(pair: Gateway) -> None:
+def test_rolling_restart_is_rejected_if_the_file_needs_a_full_restart(pair: Gateway) -> None:
     before = pid_of(pair, 1)
     text = pair.config.read_text()
     pair.config.write_text(text.replace("processes = 2", "processes = 3"))
@@ -343,34 +346,34 @@ def test_what_takes_a_restart_is_not_replaced_by_halves(pair: Gateway) -> None:
     assert pid_of(pair, 1) == before
 
 
-def test_a_process_comes_back_as_it_was_whatever_the_file_says_meanwhile(pair: Gateway) -> None:
+def test_replaced_process_keeps_the_original_configuration(pair: Gateway) -> None:
     worker, before = worker_pid(pair), pid_of(pair, 0)
     text = pair.config.read_text()
     assert 'groups = ["0"]' in text
     pair.config.write_text(text.replace('groups = ["0"]', 'groups = ["1"]'))
     os.kill(before, signal.SIGKILL)
-    eventually(lambda: pid_of(pair, 0) != before, what="another process")
-    with client_of_soon(pair, 0) as again:
-        assert is_right(again)
+    eventually(lambda: pid_of(pair, 0) != before, what="the new process")
+    with client_of_restarted(pair, 0) as reconnected:
+        assert is_correct(reconnected)
     assert worker_pid(pair) == worker
     assert page(pair, "/readyz")[0] == 200
 
 
-def test_one_alone_goes_on_when_it_is_asked_to_reload(tmp_path: Path) -> None:
+def test_single_process_keeps_serving_after_sighup(tmp_path: Path) -> None:
     with (
         running(tmp_path, served(tmp_path), workers={"groups": ["0"]}) as gateway,
         gateway.client() as client,
     ):
         gateway.signal(signal.SIGHUP)
         eventually(lambda: "a restart applies the file" in gateway.text(), what="the log line")
-        assert is_right(client)
+        assert is_correct(client)
 
 
-def test_readiness_and_metrics_speak_for_all(pair: Gateway) -> None:
+def test_readiness_and_metrics_cover_all_processes(pair: Gateway) -> None:
     assert page(pair, "/readyz") == (200, "ready\n")
     assert page(pair, "/livez") == (200, "ok\n")
     with client_of(pair, 0) as first, client_of(pair, 1) as second:
-        assert is_right(first) and is_right(second) and is_right(second)
+        assert is_correct(first) and is_correct(second) and is_correct(second)
     text = page(pair, "/metrics")[1]
     for number in (0, 1):
         assert f'iskander_process_up{{process="{number}"}} 1.0' in text
@@ -386,19 +389,19 @@ def test_readiness_and_metrics_speak_for_all(pair: Gateway) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_replaced_in_order_leaves_both(tmp_path: Path) -> None:
+def test_recycled_worker_leaves_both_processes(tmp_path: Path) -> None:
     with gateways(tmp_path, 2, workers={"recycle_batches": 20}) as gateway:
         before = worker_pid(gateway)
         with client_of(gateway, 0) as first, client_of(gateway, 1) as second:
             for value in range(60):
-                assert is_right(first, value) and is_right(second, value)
+                assert is_correct(first, value) and is_correct(second, value)
         assert worker_pid(gateway) != before
         assert all(
             stats["lanes"]["ids/1"]["completed"] == 60 for stats in by_process(gateway, 2).values()
         )
 
 
-def test_a_worker_of_a_service_manager_serves_all(tmp_path: Path) -> None:
+def test_worker_of_a_service_manager_serves_all_processes(tmp_path: Path) -> None:
     with gateways(tmp_path, 2, workers={"spawn": False}) as gateway:
         assert page(gateway, "/readyz")[0] == 503
         worker = WorkerProcess(gateway.attach_socket, tmp_path)
@@ -407,7 +410,7 @@ def test_a_worker_of_a_service_manager_serves_all(tmp_path: Path) -> None:
             eventually(lambda: page(gateway, "/readyz")[0] == 200, what="readiness of all")
             with client_of(gateway, 1) as client:
                 eventually(lambda: client.stats()["ready"], what="readiness")
-                assert is_right(client)
+                assert is_correct(client)
         finally:
             worker.process.terminate()
             assert worker.process.wait(20) == 0
@@ -415,7 +418,7 @@ def test_a_worker_of_a_service_manager_serves_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_processes_end_with_their_parent(tmp_path: Path) -> None:
+def test_processes_exit_with_their_parent(tmp_path: Path) -> None:
     gateway = Gateway(
         tmp_path, served(tmp_path), server={"processes": 2}, workers={"groups": ["0"]}
     )
@@ -424,7 +427,7 @@ def test_the_processes_end_with_their_parent(tmp_path: Path) -> None:
         gateway.start()
         os.kill(gateway.pid, signal.SIGKILL)
         gateway.wait()
-        eventually(lambda: not processes_of(gateway.runtime), what="the end of all")
+        eventually(lambda: not processes_of(gateway.runtime), what="the end of all processes")
     finally:
         gateway.end()
 
@@ -441,7 +444,7 @@ def test_the_processes_end_with_their_parent(tmp_path: Path) -> None:
         ({"processes": 0}, "processes", 78),
     ],
 )
-def test_what_processes_cannot_share_is_refused(
+def test_settings_that_processes_cannot_share_are_rejected(
     tmp_path: Path, server: dict[str, Any], words: str, code: int
 ) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), server={"processes": 2} | server)
@@ -453,28 +456,26 @@ def test_what_processes_cannot_share_is_refused(
         gateway.end()
 
 
-@pytest.mark.parametrize("of", ["server", "http", "inferential"])
-def test_a_port_that_is_taken_is_refused_even_by_one_that_shares_it(
-    tmp_path: Path, of: str
-) -> None:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        where = f"tcp://{address}" if of == "inferential" else address
+@pytest.mark.parametrize("section", ["server", "http", "inferential"])
+def test_port_in_use_is_rejected_despite_so_reuseport(tmp_path: Path, section: str) -> None:
+    with socket.socket() as occupied:
+        occupied.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        address = f"127.0.0.1:{occupied.getsockname()[1]}"
+        where = f"tcp://{address}" if section == "inferential" else address
         sections = {"server": {"processes": 2}}
-        sections.setdefault(of, {})["address"] = where  # type: ignore[assignment]
+        sections.setdefault(section, {})["address"] = where  # type: ignore[assignment]
         gateway = Gateway(tmp_path, served(tmp_path), **sections)
         try:
             gateway.start(is_ready=False)
             assert gateway.wait() == 78
-            assert f"{of}.address {address}: cannot listen: " in gateway.text()
+            assert f"{section}.address {address}: cannot listen: " in gateway.text()
         finally:
             gateway.end()
 
 
-def test_a_model_that_cannot_be_loaded_ends_all(tmp_path: Path) -> None:
+def test_unloadable_model_ends_all_processes(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "model.onnx").write_bytes(b"no model")
     broken = {"name": "broken", "path": str(tmp_path / "broken"), "intra_threads": 1}

@@ -1,4 +1,4 @@
-"""The snippets of docs/protocols.md, run as they stand against the quickstart's model."""
+"""The snippets of docs/protocols.md, run unchanged against the quickstart's model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.robots import address_of, ask, connected
 PAGE = (ROOT / "docs" / "protocols.md").read_text()
 GRPC, HTTP, ZMQ = "127.0.0.1:50051", "127.0.0.1:8000", "127.0.0.1:5555"
 KSERVE_PYTHON = os.environ.get("KSERVE_PYTHON", "")
-"""KServe's client wants an environment of its own: see test_oip_kserve.py."""
+"""KServe's client needs its own environment: see test_oip_kserve.py."""
 MODEL = {"name": "movielens-two-tower", "path": str(TWO_TOWER), "intra_threads": 1}
 WORKERS: dict[str, Any] = {"groups": ["0"], "reattach_s": 5.0}
 SNIPPETS = {
@@ -65,19 +65,23 @@ def command_of(language: str, code: str) -> list[str]:
     if "kserve" not in code:
         return [sys.executable, "-c", code]
     if not KSERVE_PYTHON:
-        pytest.skip("KSERVE_PYTHON names no Python that has KServe's client")
+        pytest.skip("KSERVE_PYTHON is not set to a Python with KServe's client")
     return [KSERVE_PYTHON, "-c", code]
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_a_snippet_runs_and_prints_scores(gateway: Gateway, name: str, tmp_path: Path) -> None:
+def test_snippet_runs_and_prints_scores(gateway: Gateway, name: str, tmp_path: Path) -> None:
     language, code = SNIPPETS[name]
     stats = gateway.stats()
-    asked = stats["inferential"]["address"].removeprefix("tcp://")
+    zmq_address = stats["inferential"]["address"].removeprefix("tcp://")
     assert any(address in code for address in (GRPC, HTTP, ZMQ))
-    for address, real in ((GRPC, gateway.address), (HTTP, stats["http_address"]), (ZMQ, asked)):
+    for address, real in (
+        (GRPC, gateway.address),
+        (HTTP, stats["http_address"]),
+        (ZMQ, zmq_address),
+    ):
         code = code.replace(address, real)
-    done = subprocess.run(
+    result = subprocess.run(
         command_of(language, code),
         capture_output=True,
         text=True,
@@ -85,17 +89,17 @@ def test_a_snippet_runs_and_prints_scores(gateway: Gateway, name: str, tmp_path:
         check=False,
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"\d\.\d", done.stdout)
-    assert "rror" not in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"\d\.\d", result.stdout)
+    assert "rror" not in result.stdout
 
 
-def test_every_client_has_its_snippet() -> None:
+def test_every_client_has_a_snippet() -> None:
     code = [snippet for _, snippet in SNIPPETS.values()]
     assert [mark for mark in CLIENTS if not any(mark in each for each in code)] == []
 
 
-def test_the_program_that_embeds_the_gateway_serves_and_prints_its_measures(
+def test_program_that_embeds_the_gateway_serves_and_prints_measurements(
     tmp_path: Path,
 ) -> None:
     (code,) = re.findall(r"^```py\n(.*?)^```", PAGE, re.M | re.S)
@@ -113,7 +117,7 @@ def test_the_program_that_embeds_the_gateway_serves_and_prints_its_measures(
         connected(address_of(gateway), "robot-7") as robot,
     ):
         model = robot.model("movielens-two-tower")
-        answer = ask(model, user_id=np.array(1), item_id=np.array(50), steps_remaining=3)
-        assert answer is not None
-    said = gateway.log.read_text()
-    assert re.search(r"^e2e_latency_ms \d+\.\d+ \{.*'client': 'robot-7'", said, re.M)
+        response = ask(model, user_id=np.array(1), item_id=np.array(50), steps_remaining=3)
+        assert response is not None
+    log = gateway.log.read_text()
+    assert re.search(r"^e2e_latency_ms \d+\.\d+ \{.*'client': 'robot-7'", log, re.M)

@@ -1,6 +1,6 @@
-"""One gateway and every protocol at once: each answer is its caller's own, in a drain as before it.
+"""All protocols at once on one gateway: correct results for each client, also in a drain.
 
-The clients of each way to ask run in a process of their own, `support/together_client.py`.
+The clients of each protocol run in their own process, `support/together_client.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from support.together_client import CLIENTS, WAYS, rows_of
 
 SUPPORT = Path(models.__file__).parent
 REQUESTS = 100
-"""Of each client, while all others send theirs."""
+"""Requests of each client, while all others send theirs."""
 REQUESTS_BEFORE_DRAIN = 20
 UNREAD = {"requests": 40, "bytes_each": 4 * MIB}
 WINDOW_LEAST = 4
-"""Requests of the unread stream that the server takes, with their results."""
-BATCHES_UNDER_WAY = 2
-"""That a worker may have been given before others came: one that runs and one that is next."""
+"""Requests of the unread stream that the server accepts, with their results."""
+BATCHES_IN_FLIGHT = 2
+"""Batches that the worker may have before it is suspended: one running, one next."""
 
 
 def start(folder: Path, **inferential: Any) -> contextlib.AbstractContextManager[Gateway]:
-    """A gateway with every port, one worker, and `broad` for a client that holds a drain up."""
+    """A gateway with all listeners, one worker, and the model `broad` to block a drain."""
     paths = {
         "ids": models.row_ids(folder / "ids"),
         "broad": models.identity(folder / "broad", TensorProto.FLOAT, ["rows", 64]),
@@ -52,8 +52,8 @@ def addresses(gateway: Gateway) -> dict[str, str]:
     return dict.fromkeys(WAYS, gateway.address) | by_http | by_robots
 
 
-def ids(gateway: Gateway) -> dict[str, Any]:
-    """What the lane has come to."""
+def ids_stats(gateway: Gateway) -> dict[str, Any]:
+    """Counts of the lane `ids/1`."""
     lane = gateway.stats()["lanes"]["ids/1"]
     return {"requests": 0, "completed": 0, "batches": 0} | lane
 
@@ -69,127 +69,135 @@ def references() -> Iterator[dict[str, ReferenceClient]]:
 
 
 @pytest.fixture
-def holder() -> Iterator[ReferenceClient]:
-    """A client that does not read, for whom a drain waits as long as the test looks at it."""
+def unread_client() -> Iterator[ReferenceClient]:
+    """A client that does not read, so the drain cannot finish."""
     reference = ReferenceClient(str(SUPPORT / "oip_client.py"))
     yield reference
     reference.close()
 
 
-def begin_load(references: dict[str, ReferenceClient], gateway: Gateway, requests: int) -> None:
-    """Let all clients send; none stops before all the others have had their answers."""
+def start_load(references: dict[str, ReferenceClient], gateway: Gateway, requests: int) -> None:
+    """Starts all clients and waits until each has `requests` responses."""
     for way, address in addresses(gateway).items():
         references[way].begin("load", way=way, address=address, requests=requests)
     assert [reference.facts() for reference in references.values()] == ["enough"] * len(WAYS)
 
 
-def hold(holder: ReferenceClient, gateway: Gateway) -> None:
-    """Have the server wait for the holder to read, once it is told to stop."""
-    assert holder.ask("stream_unread", address=gateway.address, **UNREAD) == "under way"
+def block_drain(unread_client: ReferenceClient, gateway: Gateway) -> None:
+    """Opens a stream with unread results; the drain waits for it."""
+    assert unread_client.run("stream_unread", address=gateway.address, **UNREAD) == "under way"
 
-    def is_held() -> bool:
+    def is_blocked() -> bool:
         lane = gateway.stats()["lanes"]["broad/1"]
         return bool(lane.get("completed", 0) >= WINDOW_LEAST)
 
-    eventually(is_held, what="answers that nobody reads")
+    eventually(is_blocked, what="unread results")
 
 
-def met(references: dict[str, ReferenceClient]) -> dict[str, list[Facts]]:
-    """What the clients of each way met; every answer was right, and the same over all protocols."""
-    found = {way: reference.facts() for way, reference in references.items()}
-    clients = [client for each in found.values() for client in each]
+def client_facts(references: dict[str, ReferenceClient]) -> dict[str, list[Facts]]:
+    """Facts of all clients, after a check that results are correct and equal in all protocols."""
+    facts = {way: reference.facts() for way, reference in references.items()}
+    clients = [client for each in facts.values() for client in each]
     assert [client["wrong"] for client in clients] == [[]] * len(WAYS) * CLIENTS
     assert len({client.get("same") for client in clients}) == 1, clients
     assert all("same" in client for client in clients)
-    return found
+    return facts
 
 
-def answered(found: dict[str, list[Facts]], way: str = "") -> int:
+def answered(facts: dict[str, list[Facts]], way: str = "") -> int:
     ways = [way] if way else WAYS
-    return sum(client["answered"] for each in ways for client in found[each])
+    return sum(client["answered"] for each in ways for client in facts[each])
 
 
-def test_every_answer_is_its_askers_own(
+def test_every_client_gets_its_own_results(
     tmp_path: Path, references: dict[str, ReferenceClient]
 ) -> None:
-    """Clients of all ways at once, with rows that all send and rows that nobody else sends."""
+    """Clients of all protocols at once; some rows are common to all, the others unique."""
     with start(tmp_path) as gateway:
-        begin_load(references, gateway, REQUESTS)
+        start_load(references, gateway, REQUESTS)
         for reference in references.values():
             reference.tell("stop")
-        found = met(references)
+        facts = client_facts(references)
 
-        assert {client["end"] for each in found.values() for client in each} == {"told"}
-        lane = ids(gateway)
-        assert lane["requests"] == lane["completed"] == answered(found)
+        assert {client["end"] for each in facts.values() for client in each} == {"told"}
+        lane = ids_stats(gateway)
+        assert lane["requests"] == lane["completed"] == answered(facts)
         assert lane["batches"] < lane["completed"]
         assert (lane["refused"], lane["failed"]) == ({}, {})
         idle = gateway.wait_idle()
-        assert idle["inferential"]["observations"] == {"answered": answered(found, "inferential")}
+        assert idle["inferential"]["observations"] == {"answered": answered(facts, "inferential")}
         assert idle["input_arena"]["leased_bytes"] == 0
 
 
 def test_requests_of_different_protocols_run_in_one_batch(
     tmp_path: Path, references: dict[str, ReferenceClient]
 ) -> None:
-    """One of each way comes while the worker is stopped; those that waited have one batch."""
+    """One request of each protocol arrives while the worker is suspended."""
     with start(tmp_path) as gateway:
         (worker,) = gateway.worker_pids()
         with suspended(worker):
             for number, (way, address) in enumerate(addresses(gateway).items(), 1):
                 references[way].begin("one", way=way, address=address, number=number)
-                eventually(lambda wanted=number: ids(gateway)["requests"] == wanted, what=way)
+                eventually(
+                    lambda expected=number: ids_stats(gateway)["requests"] == expected, what=way
+                )
         for number, way in enumerate(WAYS, 1):
-            wanted = 3 * rows_of(way, 0, 2 * number) + 1
-            assert references[way].facts() == wanted.tolist(), way
-        lane = ids(gateway)
+            expected = 3 * rows_of(way, 0, 2 * number) + 1
+            assert references[way].facts() == expected.tolist(), way
+        lane = ids_stats(gateway)
         assert lane["completed"] == len(WAYS)
-        assert lane["batches"] <= BATCHES_UNDER_WAY + 1
+        assert lane["batches"] <= BATCHES_IN_FLIGHT + 1
         gateway.wait_idle()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", ["metadata", "silent"])
-def test_a_drain_under_load_answers_all_that_was_accepted(
-    tmp_path: Path, references: dict[str, ReferenceClient], holder: ReferenceClient, errors: str
+def test_drain_under_load_completes_all_accepted_requests(
+    tmp_path: Path,
+    references: dict[str, ReferenceClient],
+    unread_client: ReferenceClient,
+    errors: str,
 ) -> None:
-    """Every client has a request in the server when the drain begins, and is refused the next.
+    """Each client has one accepted request when the drain begins; its next one is rejected.
 
-    The worker is stopped meanwhile, so that none slips through. Accepted is what the lane counted;
-    its clients have as many answers. One refusal a client, by name, is all that is not answered;
-    Inferential's are told nothing where the server is silent, and there its own count says it.
+    The worker is suspended meanwhile, so no request completes before the drain. The clients receive
+    as many responses as the lane accepted requests. With `errors = "silent"`, Inferential's clients
+    receive no error; the server's counter shows the rejections.
     """
-    told = {"silent": "unanswered"}.get(errors, "draining")
+    inferential_end = {"silent": "unanswered"}.get(errors, "draining")
     with start(tmp_path, errors=errors) as gateway:
-        begin_load(references, gateway, REQUESTS_BEFORE_DRAIN)
-        hold(holder, gateway)
+        start_load(references, gateway, REQUESTS_BEFORE_DRAIN)
+        block_drain(unread_client, gateway)
         (worker,) = gateway.worker_pids()
         with suspended(worker):
-            eventually(lambda: waiting(gateway) == len(WAYS) * CLIENTS, what="all to wait")
+            eventually(
+                lambda: open_requests(gateway) == len(WAYS) * CLIENTS,
+                what="a queued request of each client",
+            )
             gateway.signal(signal.SIGTERM)
             eventually(lambda: "draining" in gateway.text(), what="the drain")
-            accepted = ids(gateway)["requests"]
+            accepted = ids_stats(gateway)["requests"]
         finish_load(references, gateway, is_silent=errors == "silent")
-        require_none_lost(gateway, met(references), told, accepted)
-        end(holder, gateway)
+        require_no_losses(gateway, client_facts(references), inferential_end, accepted)
+        unblock_drain(unread_client, gateway)
 
 
 @pytest.mark.slow
-def test_a_drain_at_any_moment_answers_all_that_was_accepted(
-    tmp_path: Path, references: dict[str, ReferenceClient], holder: ReferenceClient
+def test_drain_at_any_moment_completes_all_accepted_requests(
+    tmp_path: Path, references: dict[str, ReferenceClient], unread_client: ReferenceClient
 ) -> None:
-    """As it comes: requests are being read, queued, run and written when the drain begins."""
+    """Requests are being read, queued, run and written when the drain begins."""
     with start(tmp_path, errors="metadata") as gateway:
-        begin_load(references, gateway, REQUESTS_BEFORE_DRAIN)
-        hold(holder, gateway)
+        start_load(references, gateway, REQUESTS_BEFORE_DRAIN)
+        block_drain(unread_client, gateway)
         gateway.signal(signal.SIGTERM)
         finish_load(references, gateway)
-        require_none_lost(gateway, met(references), "draining")
-        end(holder, gateway)
+        require_no_losses(gateway, client_facts(references), "draining")
+        unblock_drain(unread_client, gateway)
 
 
-def waiting(gateway: Gateway) -> int:
-    lane = ids(gateway)
+def open_requests(gateway: Gateway) -> int:
+    lane = ids_stats(gateway)
     requests: int = lane["requests"] - lane["completed"]
     return requests
 
@@ -197,40 +205,45 @@ def waiting(gateway: Gateway) -> int:
 def finish_load(
     references: dict[str, ReferenceClient], gateway: Gateway, *, is_silent: bool = False
 ) -> None:
-    """Let all clients go on until they are refused; whom nobody tells, until it has happened."""
+    """Lets all clients continue until they are rejected; silent ones until the server counts it."""
     for way, reference in references.items():
         if way == "inferential" and is_silent:
             eventually(
                 lambda: gateway.stats()["inferential"]["observations"].get("draining") == CLIENTS,
-                what="silent refusals",
+                what="silent rejections",
             )
             reference.tell("stop")
         else:
             reference.tell("until refused")
 
 
-def require_none_lost(
-    gateway: Gateway, found: dict[str, list[Facts]], told: str, accepted: int | None = None
+def require_no_losses(
+    gateway: Gateway,
+    facts: dict[str, list[Facts]],
+    inferential_end: str,
+    accepted: int | None = None,
 ) -> None:
-    """What the clients counted is what the server counted; it waits for the holder, no more."""
-    ends = {way: [client["end"] for client in each] for way, each in found.items()}
-    wanted = dict.fromkeys(WAYS, ["draining"] * CLIENTS)
-    assert ends == wanted | {"inferential": [told] * CLIENTS}
-    for client in (client for each in found.values() for client in each):
+    """Checks that clients and server count the same, and that only the unread stream is open."""
+    ends = {way: [client["end"] for client in each] for way, each in facts.items()}
+    expected = dict.fromkeys(WAYS, ["draining"] * CLIENTS)
+    assert ends == expected | {"inferential": [inferential_end] * CLIENTS}
+    for client in (client for each in facts.values() for client in each):
         assert client["sent"] == client["answered"] + 1
-    lane = ids(gateway)
-    assert lane["requests"] == lane["completed"] == answered(found)
+    lane = ids_stats(gateway)
+    assert lane["requests"] == lane["completed"] == answered(facts)
     assert accepted in (None, lane["requests"])
     assert lane["failed"] == {} and lane.get("withdrawn", 0) == 0
     observations = gateway.stats()["inferential"]["observations"]
-    assert observations == {"answered": answered(found, "inferential"), "draining": CLIENTS}
-    only_holder = "draining: 0 streams, 1 calls, 0 requests in queues, 0 batches in flight"
-    eventually(lambda: only_holder in gateway.text(), what="a drain that waits for one client")
+    assert observations == {"answered": answered(facts, "inferential"), "draining": CLIENTS}
+    only_unread_call = "draining: 0 streams, 1 calls, 0 requests in queues, 0 batches in flight"
+    eventually(
+        lambda: only_unread_call in gateway.text(), what="a drain that waits for the unread stream"
+    )
 
 
-def end(holder: ReferenceClient, gateway: Gateway) -> None:
-    """Let the server go, which was all that its drain waited for."""
-    holder.tell("read")
-    holder.facts()
+def unblock_drain(unread_client: ReferenceClient, gateway: Gateway) -> None:
+    """Reads the unread stream, so the drain ends."""
+    unread_client.tell("read")
+    unread_client.facts()
     assert gateway.wait() == 0
     assert "not drained in" not in gateway.text()

@@ -1,4 +1,4 @@
-"""Models whose data ends workers: moved to a worker of their own, then refused by name."""
+"""Models that end workers: isolated in a dedicated worker, then quarantined."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
         yield ready
 
 
-class Innocent(threading.Thread):
-    """A client of another model, which asks all the time."""
+class OtherClient(threading.Thread):
+    """A client of another model that sends requests continuously."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Innocent(threading.Thread):
         self.answered = 0
         self.errors: list[Exception] = []
 
-    def __enter__(self) -> Innocent:
+    def __enter__(self) -> OtherClient:
         self.start()
         return self
 
@@ -61,15 +61,15 @@ class Innocent(threading.Thread):
                     self.errors.append(error)
 
 
-def ask(gateway: Gateway, batch: pa.RecordBatch, model: str = "fragile") -> list[int]:
+def score(gateway: Gateway, batch: pa.RecordBatch, model: str = "fragile") -> list[int]:
     with gateway.client() as client:
-        found: list[int] = client.score(model, batch)["y"].to_pylist()
-        return found
+        result: list[int] = client.score(model, batch)["y"].to_pylist()
+        return result
 
 
-def is_poison(gateway: Gateway, model: str = "fragile", batch: pa.RecordBatch = BAD) -> str:
+def error_code(gateway: Gateway, model: str = "fragile", batch: pa.RecordBatch = BAD) -> str:
     with pytest.raises(IskanderError) as caught:
-        ask(gateway, batch, model)
+        score(gateway, batch, model)
     return caught.value.code
 
 
@@ -79,66 +79,71 @@ def shared_worker(gateway: Gateway) -> int:
     return int(pids[0])
 
 
-def test_a_model_that_ends_workers_is_isolated_and_then_refused(gateway: Gateway) -> None:
-    """Clients of another model get every answer meanwhile, at most later."""
-    with Innocent(gateway) as innocent:
-        # Two deaths of the first request, the third of the second: it moves.
-        assert is_poison(gateway) == PoisonedRequest.code
+def test_model_that_ends_workers_is_isolated_and_then_rejected(gateway: Gateway) -> None:
+    """Clients of another model get all responses meanwhile."""
+    with OtherClient(gateway) as other:
+        # The first request ends two workers and the second one more: the model is isolated.
+        assert error_code(gateway) == PoisonedRequest.code
         assert not gateway.stats()["lanes"]["fragile/1"]["isolated"]
-        assert is_poison(gateway) == PoisonedRequest.code
+        assert error_code(gateway) == PoisonedRequest.code
         assert gateway.stats()["lanes"]["fragile/1"]["isolated"]
-        assert ask(gateway, GOOD) == [-1, -4]
+        assert score(gateway, GOOD) == [-1, -4]
         eventually(lambda: shared_worker(gateway), what="the shared worker")
         pid = shared_worker(gateway)
-        # One death more there by the second request, two by the third: it is refused.
-        assert is_poison(gateway) in (PoisonedRequest.code, ModelQuarantined.code)
+        # The second request ends one more worker there and the third two: quarantine.
+        assert error_code(gateway) in (PoisonedRequest.code, ModelQuarantined.code)
         with pytest.raises(ModelQuarantined, match="`fragile/1` is in quarantine") as caught:
-            ask(gateway, GOOD)
+            score(gateway, GOOD)
         assert caught.value.retryable and caught.value.retry_after_ms == 2000
         stats = gateway.stats()
         assert stats["ready"] and "ended 3 workers" in stats["lanes"]["fragile/1"]["quarantine"]
         assert shared_worker(gateway) == pid
-        # Over, and one death is enough for the next, which is twice as long.
-        eventually(lambda: not gateway.stats()["lanes"]["fragile/1"]["quarantine"], what="its end")
-        assert ask(gateway, GOOD) == [-1, -4]
-        assert is_poison(gateway) in (PoisonedRequest.code, ModelQuarantined.code)
+        # After the quarantine, one more death starts the next, which is twice as long.
+        eventually(
+            lambda: not gateway.stats()["lanes"]["fragile/1"]["quarantine"],
+            what="the end of the quarantine",
+        )
+        assert score(gateway, GOOD) == [-1, -4]
+        assert error_code(gateway) in (PoisonedRequest.code, ModelQuarantined.code)
         with pytest.raises(ModelQuarantined) as caught:
-            ask(gateway, GOOD)
+            score(gateway, GOOD)
         assert caught.value.retry_after_ms == 4000
         assert shared_worker(gateway) == pid
-    assert innocent.errors == [] and innocent.answered > 10
+    assert other.errors == [] and other.answered > 10
 
 
 @pytest.mark.slow
-def test_an_operator_who_kills_workers_isolates_no_model(gateway: Gateway) -> None:
-    with Innocent(gateway) as innocent:
+def test_workers_killed_by_an_operator_isolate_no_model(gateway: Gateway) -> None:
+    with OtherClient(gateway) as other:
         for _ in range(4):
             pid = gateway.kill_worker()
-            eventually(lambda pid=pid: pid not in gateway.worker_pids() != [], what="another")
+            eventually(
+                lambda pid=pid: pid not in gateway.worker_pids() != [], what="the new worker"
+            )
     stats = gateway.stats()
     assert not any(lane["isolated"] for lane in stats["lanes"].values())
-    assert innocent.errors == []
+    assert other.errors == []
 
 
 @pytest.mark.slow
-def test_a_run_far_longer_than_any_before_is_taken_for_hung(gateway: Gateway) -> None:
-    """Long before `workers.hang_s`, here 30 s; the model then moves as one that crashes does."""
+def test_run_far_longer_than_earlier_ones_counts_as_hang(gateway: Gateway) -> None:
+    """Detected long before `workers.hang_s`, here 30 s; then isolated as after a crash."""
     with gateway.client() as client:
         for _ in range(20):
             client.score("slow", pa.record_batch({"x": [1]}))
-    with Innocent(gateway) as innocent:
+    with OtherClient(gateway) as other:
         endless = pa.record_batch({"x": [1 << 40]})
-        assert is_poison(gateway, "slow", endless) == PoisonedRequest.code
-        assert is_poison(gateway, "slow", endless) == PoisonedRequest.code
+        assert error_code(gateway, "slow", endless) == PoisonedRequest.code
+        assert error_code(gateway, "slow", endless) == PoisonedRequest.code
         assert gateway.stats()["lanes"]["slow/1"]["isolated"]
-    assert innocent.errors == []
+    assert other.errors == []
     silences = [int(ms) for ms in re.findall(r"silent for (\d+) ms", gateway.text())]
     assert len(silences) == 4 and max(silences) < 25_000
 
 
 @pytest.mark.slow
-def test_several_gateway_processes_isolate_a_model_together(tmp_path: Path) -> None:
-    """The first starts the isolated worker, whichever process has the callers; others follow."""
+def test_all_gateway_processes_isolate_a_model(tmp_path: Path) -> None:
+    """Process 0 starts the isolated worker, even if only another process has the callers."""
     server = {"processes": 2}
     with (
         running(tmp_path, served(tmp_path), workers=dict(WORKERS), server=server) as gateway,
@@ -156,6 +161,6 @@ def test_several_gateway_processes_isolate_a_model_together(tmp_path: Path) -> N
                 for stats in by_process(gateway, 2).values()
             )
 
-        eventually(is_isolated, what="an isolated worker for both")
+        eventually(is_isolated, what="an isolated worker at both processes")
         assert client.score("fragile", GOOD)["y"].to_pylist() == [-1, -4]
         assert client.score("ids", GOOD)["y"].to_pylist() == [4, 13]

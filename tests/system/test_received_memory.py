@@ -1,4 +1,4 @@
-"""The memory of a real gateway while clients send what it cannot use, and after they have gone."""
+"""Memory of the gateway under hostile messages, and after the clients disconnect."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def resident_bytes(gateway: Gateway) -> int:
 
 def connect(gateway: Gateway) -> socket.socket:
     host, _, port = gateway.address.rpartition(":")
-    found = socket.create_connection((host, int(port)), 20)
-    found.sendall(client.PREFACE + client.settings())
-    return found
+    connection = socket.create_connection((host, int(port)), 20)
+    connection.sendall(client.PREFACE + client.settings())
+    return connection
 
 
 def frames_of(stream_id: int, body: bytes, flags: int = 0) -> bytes:
-    """DATA frames with a body."""
+    """DATA frames of a body."""
     pieces = [body[at : at + MIB] for at in range(0, len(body), MIB)]
     last = len(pieces) - 1
     return b"".join(
@@ -71,67 +71,67 @@ def frames_of(stream_id: int, body: bytes, flags: int = 0) -> bytes:
     )
 
 
-def opening(stream_id: int, *extra: tuple[str, str]) -> bytes:
+def request_headers(stream_id: int, *extra: tuple[str, str]) -> bytes:
     return client.headers(stream_id, request_fields(INFER, extra), END_HEADERS)
 
 
-def is_well(gateway: Gateway) -> None:
-    """A small request of another connection is answered."""
-    with Wire(gateway.address) as opened:
-        opened.say(client.headers(1, request_fields(CHECK), END_HEADERS))
-        opened.say(data(1, message(b""), END_STREAM))
-        assert opened.answer(1).messages == [b"\x08\x01"]
+def require_response(gateway: Gateway) -> None:
+    """Sends a small request over another connection."""
+    with Wire(gateway.address) as connection:
+        connection.say(client.headers(1, request_fields(CHECK), END_HEADERS))
+        connection.say(data(1, message(b""), END_STREAM))
+        assert connection.answer(1).messages == [b"\x08\x01"]
 
 
-def half_received(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Messages of 3.9 MiB, each left one byte short, over three connections."""
+def incomplete_messages(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages of 3.9 MiB without their last byte, over three connections."""
     for _ in range(3):
-        opened = stack.enter_context(connect(gateway))
+        connection = stack.enter_context(connect(gateway))
         body = message(bytes(39 * MIB // 10))[:-1]
         for stream_id in range(1, 101, 2):
-            opened.sendall(opening(stream_id) + frames_of(stream_id, body))
+            connection.sendall(request_headers(stream_id) + frames_of(stream_id, body))
             yield
 
 
-def large_half_received(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Messages of 60 MiB, of which as much is sent as the windows take."""
+def large_incomplete_messages(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages of 60 MiB, sent as far as the flow-control windows allow."""
     for _ in range(3):
-        opened = stack.enter_context(connect(gateway))
+        connection = stack.enter_context(connect(gateway))
         body = message(bytes(60 * MIB))[: 4 * MIB]
         for stream_id in range(1, 41, 2):
-            opened.sendall(opening(stream_id) + frames_of(stream_id, body))
+            connection.sendall(request_headers(stream_id) + frames_of(stream_id, body))
             yield
 
 
-def compressed(stack: ExitStack, gateway: Gateway, bomb: bytes) -> Iterator[None]:
+def compressed_messages(stack: ExitStack, gateway: Gateway, bomb: bytes) -> Iterator[None]:
     for _ in range(10):
-        opened = stack.enter_context(Wire(gateway.address))
-        opened.say(opening(1, ("grpc-encoding", "gzip")))
-        opened.say(frames_of(1, message(bomb, 1), END_STREAM))
-        assert opened.answer(1).status in (Status.RESOURCE_EXHAUSTED, Status.INVALID_ARGUMENT)
+        connection = stack.enter_context(Wire(gateway.address))
+        connection.say(request_headers(1, ("grpc-encoding", "gzip")))
+        connection.say(frames_of(1, message(bomb, 1), END_STREAM))
+        assert connection.answer(1).status in (Status.RESOURCE_EXHAUSTED, Status.INVALID_ARGUMENT)
         yield
 
 
-def expanding(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Messages that expand to a gibibyte."""
+def expanding_messages(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages that expand to 1 GiB."""
     packer = zlib.compressobj(9, wbits=31)
     bomb = b"".join(packer.compress(bytes(16 * MIB)) for _ in range(64)) + packer.flush()
-    return compressed(stack, gateway, bomb)
+    return compressed_messages(stack, gateway, bomb)
 
 
-def broken(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+def bad_checksum(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     """Messages that expand to 60 MiB and end with a wrong checksum."""
     bomb = gzip.compress(bytes(60 * MIB))
-    return compressed(stack, gateway, bomb[:-8] + b"\0\0\0\0" + bomb[-4:])
+    return compressed_messages(stack, gateway, bomb[:-8] + b"\0\0\0\0" + bomb[-4:])
 
 
-def cut_off(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Messages that expand to 60 MiB and have no end."""
-    return compressed(stack, gateway, gzip.compress(bytes(60 * MIB))[:-100])
+def truncated(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Messages that expand to 60 MiB and are truncated."""
+    return compressed_messages(stack, gateway, gzip.compress(bytes(60 * MIB))[:-100])
 
 
-def bad_index(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Dictionaries of 12 MiB, and a batch with an index that is not in them."""
+def bad_dictionary_index(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Dictionaries of 12 MiB, and a batch with an index outside of them."""
     values = pa.array(np.arange(12 * MIB // 8))
     ids = pa.DictionaryArray.from_arrays(pa.array([1], pa.int32()), values)
     sent = wire.flight_messages("ids", [pa.RecordBatch.from_pydict({"x": ids})])
@@ -139,10 +139,10 @@ def bad_index(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     assert last != sent[-1]
     body = b"".join(map(message, [*sent[:-1], last]))
     for _ in range(6):
-        opened = stack.enter_context(Wire(gateway.address))
-        opened.say(client.headers(1, request_fields(wire.EXCHANGE), END_HEADERS))
-        opened.say(frames_of(1, body))
-        assert opened.answer(1).status == Status.INVALID_ARGUMENT
+        connection = stack.enter_context(Wire(gateway.address))
+        connection.say(client.headers(1, request_fields(wire.EXCHANGE), END_HEADERS))
+        connection.say(frames_of(1, body))
+        assert connection.answer(1).status == Status.INVALID_ARGUMENT
         yield
 
 
@@ -152,7 +152,7 @@ LENGTH = "inference-header-content-length: 10\r\n"
 
 
 def request(length: int | None, *extra: str) -> bytes:
-    """The head of a request with a binary body."""
+    """Head of a request with a binary body."""
     framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
     lines = ("POST /v2/models/ids/infer HTTP/1.1", "host: a", framing, *extra, "", "")
     return "\r\n".join(lines).encode()
@@ -163,8 +163,8 @@ def connect_http(stack: ExitStack, gateway: Gateway) -> socket.socket:
     return stack.enter_context(socket.create_connection((host, int(port)), 20))
 
 
-def send_some(wire: socket.socket, raw: bytes) -> None:
-    """Send what the server takes: where it refuses, or waits for memory, not all."""
+def send_most(wire: socket.socket, raw: bytes) -> None:
+    """Sends until the server rejects the message or stops reading."""
     wire.settimeout(1.0)
     with suppress(OSError):
         wire.sendall(raw)
@@ -175,17 +175,17 @@ def http_bodies(length: int | None) -> Attack:
         body = bytes(length - 1) if length else b"%x\r\n" % (7 * MIB) + bytes(7 * MIB) + b"\r\n"
         for _ in range(60):
             wire = connect_http(stack, gateway)
-            send_some(wire, request(length, LENGTH.strip()) + body)
+            send_most(wire, request(length, LENGTH.strip()) + body)
             yield
 
     return attack
 
 
 def http_pipelined(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Requests behind one that waits for its body's memory or worker."""
+    """Heads of large requests, each with a part of its body."""
     head = request(65 * MIB, LENGTH.strip())
     for _ in range(200):
-        send_some(connect_http(stack, gateway), head + bytes(2 * MIB))
+        send_most(connect_http(stack, gateway), head + bytes(2 * MIB))
         yield
 
 
@@ -200,8 +200,8 @@ def http_compressed(bomb: bytes, status: bytes) -> Attack:
     return attack
 
 
-def http_answers(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Answers of 8 MiB that nobody reads."""
+def http_unread_responses(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Unread responses of 8 MiB."""
     rows = MIB
     tensor = {"name": "x", "datatype": "INT64", "shape": [rows]}
     tensor["parameters"] = {"binary_data_size": 8 * rows}
@@ -209,7 +209,7 @@ def http_answers(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     length = f"inference-header-content-length: {len(head)}"
     for _ in range(40):
         wire = connect_http(stack, gateway)
-        send_some(wire, request(len(head) + 8 * rows, length) + head + bytes(8 * rows))
+        send_most(wire, request(len(head) + 8 * rows, length) + head + bytes(8 * rows))
         yield
 
 
@@ -222,12 +222,12 @@ def http_expanding(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     return http_compressed(bomb_of(1024 * MIB), b"413")(stack, gateway)
 
 
-def http_broken(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+def http_bad_checksum(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     bomb = bomb_of(60 * MIB)
     return http_compressed(bomb[:-8] + b"\0\0\0\0" + bomb[-4:], b"400")(stack, gateway)
 
 
-def http_known(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+def http_content_length(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
     return http_bodies(7 * MIB)(stack, gateway)
 
 
@@ -242,68 +242,70 @@ def zmtp_frame(size: int, *, is_last: bool) -> bytes:
     return bytes((2 if is_last else 3,)) + size.to_bytes(8, "big") + bytes(size)
 
 
-def zmtp_half(size: int, count: int) -> Attack:
-    """Messages of `size` bytes, each left one byte short."""
+def zmtp_incomplete(size: int, count: int) -> Attack:
+    """Messages of `size` bytes without their last byte."""
 
     def attack(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
         address = gateway.stats()["inferential"]["address"]
         raw = b"\1\0" + zmtp_frame(size, is_last=True)[:-1]
         for _ in range(count):
-            send_some(stack.enter_context(Peer(address)).socket, raw)
+            send_most(stack.enter_context(Peer(address)).socket, raw)
             yield
 
     return attack
 
 
 def zmtp_small(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    return zmtp_half(7 * MIB // 2, 100)(stack, gateway)
+    return zmtp_incomplete(7 * MIB // 2, 100)(stack, gateway)
 
 
 def zmtp_large(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    return zmtp_half(60 * MIB, 20)(stack, gateway)
+    return zmtp_incomplete(60 * MIB, 20)(stack, gateway)
 
 
-def zmtp_answers(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
-    """Answers of 4 MiB, eight to each peer, that nobody reads."""
+def zmtp_unread_responses(stack: ExitStack, gateway: Gateway) -> Iterator[None]:
+    """Unread responses of 4 MiB, eight for each peer."""
     address = gateway.stats()["inferential"]["address"]
     raw = Peer.message(b"", *observation("ids", {"x": np.zeros(MIB // 2, np.int64)}))
     for _ in range(16):
-        send_some(stack.enter_context(Peer(address)).socket, raw * 8)
+        send_most(stack.enter_context(Peer(address)).socket, raw * 8)
         yield
 
 
 ATTACKS = (
-    half_received,
-    large_half_received,
-    expanding,
-    broken,
-    cut_off,
-    bad_index,
-    http_known,
+    incomplete_messages,
+    large_incomplete_messages,
+    expanding_messages,
+    bad_checksum,
+    truncated,
+    bad_dictionary_index,
+    http_content_length,
     http_chunked,
     http_pipelined,
     http_expanding,
-    http_broken,
-    http_answers,
+    http_bad_checksum,
+    http_unread_responses,
     zmtp_small,
     zmtp_large,
-    zmtp_answers,
+    zmtp_unread_responses,
 )
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_received_bytes_stay_within_the_budget_and_go_back(
+def test_received_bytes_stay_within_the_budget_and_are_freed(
     gateway: Gateway, attack: Attack
 ) -> None:
-    is_well(gateway)
+    require_response(gateway)
     start = peak = resident_bytes(gateway)
     with ExitStack() as stack:
         for count, _ in enumerate(attack(stack, gateway)):
             peak = max(peak, resident_bytes(gateway))
             if count % 20 == 0:
-                is_well(gateway)
+                require_response(gateway)
         peak = max(peak, resident_bytes(gateway))
     assert peak - start <= BUDGET_BYTES + SLACK_BYTES
-    is_well(gateway)
-    eventually(lambda: resident_bytes(gateway) - start <= LEFT_BYTES, 30, "the memory went back")
-    is_well(gateway)
+    require_response(gateway)
+    eventually(
+        lambda: resident_bytes(gateway) - start <= LEFT_BYTES, 30, "the release of the memory"
+    )
+    require_response(gateway)

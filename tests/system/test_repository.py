@@ -1,4 +1,4 @@
-"""Models that come, change and go in a folder, while a real server serves."""
+"""Models added, changed and removed in the repository folder of a running server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from iskander._generated import oip_pb2
 from iskander.client import Client
 from iskander.errors import IskanderError, ModelMoved, ModelNotFound, NotReady, Unsupported
 
-JUDGE = str(Path(models.__file__).with_name("repository_client.py"))
+REFERENCE = str(Path(models.__file__).with_name("repository_client.py"))
 
 X = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 
@@ -45,13 +45,13 @@ def serving(
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[ReferenceClient]:
-    reference = ReferenceClient(JUDGE)
+    reference = ReferenceClient(REFERENCE)
     yield reference
     reference.close()
 
 
 def factor(client: Client, name: str = "m", version: str | None = None) -> int:
-    """Which model answers."""
+    """Factor of the model that served the request."""
     return int(client.score(name, X, version=version)["y"][0].as_py())
 
 
@@ -64,7 +64,7 @@ def reason(client: Client, title: str) -> str:
     return next(m["reason"] for m in client.models() if f"{m['name']}/{m['version']}" == title)
 
 
-def test_a_folder_is_followed(tmp_path: Path) -> None:
+def test_changes_of_the_folder_are_served(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
     with serving(tmp_path) as gateway, gateway.client() as client:
@@ -76,46 +76,49 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
         assert factor(client, "n") == 7
         folder.put("m", 2, 11)
         eventually(lambda: factor(client) == 11, what="the new version")
-        eventually(lambda: listed(client) == {"m/2": "ready", "n/1": "ready"}, what="the old to go")
+        eventually(
+            lambda: listed(client) == {"m/2": "ready", "n/1": "ready"},
+            what="the removal of the old version",
+        )
         folder.take("n")
-        eventually(lambda: "n/1" not in listed(client), what="the model to go")
+        eventually(lambda: "n/1" not in listed(client), what="the removal of the model")
         with pytest.raises(ModelNotFound, match="there is no model `n`; available: m"):
             factor(client, "n")
         assert client.health()["ready"]
 
 
 class Stream(threading.Thread):
-    """One stream that is never closed, and knows what it was answered."""
+    """One open stream that records its batches and results."""
 
     def __init__(self, gateway: Gateway, number: int, stop: threading.Event) -> None:
         super().__init__(name=f"stream {number}")
-        self._address, self._number, self._over = gateway.address, number, stop
+        self._address, self._number, self._stop_event = gateway.address, number, stop
         self.sent: list[int] = []
-        self.answers: list[list[int]] = []
+        self.results: list[list[int]] = []
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             with Client(self._address) as client:
                 for scored in client.stream("m", self._batches()):
-                    self.answers.append(scored["y"].to_pylist())
+                    self.results.append(scored["y"].to_pylist())
         except Exception as error:
             self.error = error
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        """Batches that nobody else sends, some in flight at once."""
+        """Batches unique to this stream, with several in flight."""
         turn = 0
-        while not self._over.is_set():
+        while not self._stop_event.is_set():
             turn += 1
             first = 1 + self._number * 1_000_000 + turn
-            time.sleep(0.005)  # Eight at full speed would leave the reloads nothing to run on.
+            time.sleep(0.005)  # Leaves CPU time for the reloads.
             self.sent.append(first)
             yield pa.record_batch({"x": pa.array([first, first + 7], pa.int64())})
 
 
 @pytest.mark.slow
-def test_under_load_twenty_reloads_lose_nothing_and_mix_nothing_up(tmp_path: Path) -> None:
-    """Eight streams stay open; each answer is that of its own rows by one of the models."""
+def test_reloads_under_load_lose_and_mix_up_no_results(tmp_path: Path) -> None:
+    """Eight streams stay open; each result has the stream's own rows and a single factor."""
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 2)
     stop = threading.Event()
@@ -124,7 +127,7 @@ def test_under_load_twenty_reloads_lose_nothing_and_mix_nothing_up(tmp_path: Pat
         try:
             for stream in streams:
                 stream.start()
-            eventually(lambda: all(stream.answers for stream in streams), what="the first answers")
+            eventually(lambda: all(stream.results for stream in streams), what="the first results")
             for turn in range(20):
                 folder.put("m", 1, 3 + turn)
                 eventually(lambda turn=turn: factor(client) == 3 + turn, what=f"reload {turn}")
@@ -135,9 +138,9 @@ def test_under_load_twenty_reloads_lose_nothing_and_mix_nothing_up(tmp_path: Pat
         seen = set()
         for stream in streams:
             assert stream.error is None
-            assert len(stream.answers) == len(stream.sent)
-            for first, answer in zip(stream.sent, stream.answers, strict=True):
-                factors = {answer[0] / first, answer[1] / (first + 7)}
+            assert len(stream.results) == len(stream.sent)
+            for first, values in zip(stream.sent, stream.results, strict=True):
+                factors = {values[0] / first, values[1] / (first + 7)}
                 assert len(factors) == 1 and factors <= {float(f) for f in range(2, 23)}
                 seen |= factors
         assert {2.0, 22.0} <= seen
@@ -147,34 +150,34 @@ def test_under_load_twenty_reloads_lose_nothing_and_mix_nothing_up(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_waits_when_its_model_is_replaced_is_answered_by_it(tmp_path: Path) -> None:
-    """The new one is found at once; the old one is given up when its queue is done."""
+def test_queued_requests_run_on_the_replaced_generation(tmp_path: Path) -> None:
+    """The new generation serves at once; the old one is unloaded when its queue is empty."""
     folder = Folder(tmp_path / "models")
     folder.say("m", "max_batch_rows = 1\n")
     folder.put("m", 1, models.slow(tmp_path / "slow", 40))
-    answers: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     with serving(tmp_path, groups=("0",)) as gateway, gateway.client() as client:
 
-        def ask(first: int) -> None:
+        def send(first: int) -> None:
             with gateway.client() as own:
                 batch = pa.record_batch({"x": pa.array([first], pa.int64())})
-                answers[first] = own.score("m", batch)["y"].to_pylist()
+                results[first] = own.score("m", batch)["y"].to_pylist()
 
-        callers = [threading.Thread(target=ask, args=(900 + n,), daemon=True) for n in range(16)]
+        callers = [threading.Thread(target=send, args=(900 + n,), daemon=True) for n in range(16)]
         for caller in callers:
             caller.start()
         queued = lambda: client.stats()["lanes"]["m/1"]["queued"]  # noqa: E731
         eventually(lambda: queued() >= 4, what="a queue")
         folder.put("m", 1, 5)
         eventually(lambda: "is draining" in gateway.text(), what="the change")
-        assert len(answers) < len(callers), "nothing waited when it was replaced"
+        assert len(results) < len(callers), "no request was queued at the replacement"
         assert factor(client) == 5
-        eventually(lambda: len(answers) == len(callers), within_s=60, what="every answer")
-        eventually(lambda: "unloaded generation" in gateway.text(), what="its worker without it")
-    assert answers == {900 + n: [900 + n] for n in range(16)}
+        eventually(lambda: len(results) == len(callers), within_s=60, what="all results")
+        eventually(lambda: "unloaded generation" in gateway.text(), what="the unload")
+    assert results == {900 + n: [900 + n] for n in range(16)}
 
 
-def test_what_does_not_load_leaves_the_old_one_and_says_why(tmp_path: Path) -> None:
+def test_failed_load_keeps_the_old_version_and_reports_the_reason(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
     with serving(tmp_path) as gateway, gateway.client() as client:
@@ -191,7 +194,9 @@ def test_what_does_not_load_leaves_the_old_one_and_says_why(tmp_path: Path) -> N
         assert health["ready"] and "version 2" in health["models"]["m"]["reason"]
         folder.put("m", 2, 7)
         eventually(lambda: factor(client) == 7, what="the repaired version")
-        eventually(lambda: listed(client) == {"m/2": "ready"}, what="the old to go")
+        eventually(
+            lambda: listed(client) == {"m/2": "ready"}, what="the removal of the old version"
+        )
 
 
 def broken_manifest(folder: Folder) -> Path:
@@ -200,8 +205,8 @@ def broken_manifest(folder: Folder) -> Path:
     return made
 
 
-def test_a_half_written_folder_is_not_loaded(tmp_path: Path) -> None:
-    """Neither one under another name, nor one without its marker."""
+def test_incomplete_folder_is_not_loaded(tmp_path: Path) -> None:
+    """Neither under a temporary name, nor without its marker."""
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
     (folder.root / "m" / "1" / ".complete").touch()
@@ -214,16 +219,16 @@ def test_a_half_written_folder_is_not_loaded(tmp_path: Path) -> None:
         folder.put("n", 1, 11)
         folder.put("o", 1, 13)
         (folder.root / "o" / "1" / ".complete").touch()
-        # What is whole is served by then, so that the others were looked at, too.
-        eventually(lambda: listed(client).get("o/1") == "ready", what="what is whole")
+        # A complete model is served, so the scan has seen the incomplete ones too.
+        eventually(lambda: listed(client).get("o/1") == "ready", what="the complete model")
         assert listed(client) == {"m/1": "ready", "o/1": "ready"}
         (target / "model.onnx").write_bytes((half / "model.onnx").read_bytes())
         (target / ".complete").touch()
-        eventually(lambda: factor(client) == 5, what="what has become whole")
+        eventually(lambda: factor(client) == 5, what="the completed version")
         assert "generation" in gateway.text() and "cannot serve" not in gateway.text()
 
 
-def test_versions_have_names_shares_and_a_default(
+def test_versions_have_aliases_splits_and_a_default(
     tmp_path: Path, reference: ReferenceClient
 ) -> None:
     folder = Folder(tmp_path / "models")
@@ -234,7 +239,7 @@ def test_versions_have_names_shares_and_a_default(
     with serving(tmp_path) as gateway, gateway.client() as client:
         assert factor(client) == factor(client, version="stable") == 3
         assert factor(client, version="canary") == factor(client, version="2") == 5
-        assert factor(client, version="3") == 7  # The policy's own.
+        assert factor(client, version="3") == 7  # Selected by the version policy.
         with pytest.raises(ModelNotFound, match="aliases: stable, canary"):
             factor(client, version="none")
         assert reference.run("factors", address=gateway.address) == [3]
@@ -243,54 +248,54 @@ def test_versions_have_names_shares_and_a_default(
         folder.say("m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 1, canary = 1}")
         keys = [f"user-{number}" for number in range(40)]
 
-        def drawn() -> list[int]:
-            return [one_of(client, key) for key in keys]
+        def selected() -> list[int]:
+            return [selected_by(client, key) for key in keys]
 
-        eventually(lambda: set(drawn()) == {3, 5}, what="the split")
-        chosen = drawn()
-        assert drawn() == chosen
-        assert reference.run("factors", address=gateway.address, keys=keys) == chosen
+        eventually(lambda: set(selected()) == {3, 5}, what="the split")
+        first = selected()
+        assert selected() == first
+        assert reference.run("factors", address=gateway.address, keys=keys) == first
         assert "1 of 2" in next(m for m in client.models() if m["version"] == "2")["routes"]
 
         folder.say("m", "aliases = {stable = 1, canary = 2}\nsplit = {stable = 0, canary = 1}")
-        eventually(lambda: set(drawn()) == {5}, what="all to go over")
+        eventually(lambda: set(selected()) == {5}, what="version 2 for all keys")
 
 
-def one_of(client: Client, key: str) -> int:
+def selected_by(client: Client, key: str) -> int:
     (scored,) = client.stream("m", [X], terms={"route_key": key})
     return int(scored["y"][0].as_py())
 
 
-def test_streams_move_with_an_equal_contract_and_end_with_another(tmp_path: Path) -> None:
+def test_streams_move_to_an_equal_contract_and_end_if_it_differs(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
-    more, is_over = threading.Semaphore(1), threading.Event()
+    next_batch, is_over = threading.Semaphore(1), threading.Event()
 
     def batches() -> Iterator[pa.RecordBatch]:
-        while more.acquire(timeout=60) and not is_over.is_set():
+        while next_batch.acquire(timeout=60) and not is_over.is_set():
             yield X
 
     with serving(tmp_path) as gateway, gateway.client() as client:
         with gateway.client() as other:
-            answers = other.stream("m", batches())
-            assert next(answers)["y"][0].as_py() == 3
+            results = other.stream("m", batches())
+            assert next(results)["y"][0].as_py() == 3
             folder.put("m", 1, 5)
             eventually(lambda: factor(client) == 5, what="the change")
-            more.release()
-            assert next(answers)["y"][0].as_py() == 5
+            next_batch.release()
+            assert next(results)["y"][0].as_py() == 5
             folder.put("m", 1, folder.make(7, TensorProto.FLOAT))
             eventually(lambda: "generation 2 of m/1: enough" in gateway.text(), what="the change")
-            more.release()
+            next_batch.release()
             with pytest.raises(ModelMoved, match=r"the contract of model .* differs") as caught:
-                next(answers)
+                next(results)
             assert caught.value.retryable
             is_over.set()
-            more.release()
+            next_batch.release()
         floats = pa.record_batch({"x": pa.array([1], pa.float32())})
         assert client.score("m", floats)["y"][0].as_py() == 7
 
 
-def test_models_come_and_go_by_calls_of_all_kinds(
+def test_models_are_loaded_and_unloaded_by_all_protocols(
     tmp_path: Path, reference: ReferenceClient
 ) -> None:
     folder = Folder(tmp_path / "models")
@@ -328,8 +333,8 @@ def test_models_come_and_go_by_calls_of_all_kinds(
         assert reference.run("control", address=address, call="unload", name="m") is None
         assert "m" not in {title[0] for title in reference.run("index", address=address)}
         assert reference.run("control", address=address, call="load", name="m") is None
-        answer = reference.run("unload_by_first_field", address=address, name="m")
-        assert oip_pb2.RepositoryModelUnloadResponse.FromString(bytes.fromhex(answer)) == (
+        response = reference.run("unload_by_first_field", address=address, name="m")
+        assert oip_pb2.RepositoryModelUnloadResponse.FromString(bytes.fromhex(response)) == (
             oip_pb2.RepositoryModelUnloadResponse(model_name="m", is_unloaded=True)
         )
         assert "m" not in {title[0] for title in reference.run("index", address=address)}
@@ -343,34 +348,34 @@ def test_models_come_and_go_by_calls_of_all_kinds(
             http.unload_model("n")
             assert [m["name"] for m in http.get_model_repository_index()] == ["o"]
 
-        said = command("load", "n", "--address", address)
-        assert (said.returncode, said.stdout) == (0, "n: version 1 served\n")
+        done = command("load", "n", "--address", address)
+        assert (done.returncode, done.stdout) == (0, "n: version 1 served\n")
         (folder.root / "n" / "1" / "model.onnx").write_bytes(b"broken")
-        said = command("load", "n", "--address", address)
-        assert said.returncode == 1 and "is no ONNX model" in said.stderr
+        done = command("load", "n", "--address", address)
+        assert done.returncode == 1 and "is no ONNX model" in done.stderr
         assert factor(client, "n") == 5
-        said = command("models", "--address", address)
-        assert "n/1: a change of it is not served" in said.stdout
-        said = command("unload", "n", "--version", "1", "--address", address)
-        assert (said.returncode, said.stdout) == (0, "n: version 1 unloaded\n")
+        done = command("models", "--address", address)
+        assert "n/1: a change of it is not served" in done.stdout
+        done = command("unload", "n", "--version", "1", "--address", address)
+        assert (done.returncode, done.stdout) == (0, "n: version 1 unloaded\n")
         assert command("unload", "n", "--address", address).returncode == 1
         gateway.wait_idle()
 
 
-def test_a_load_goes_on_when_its_caller_waits_no_longer(tmp_path: Path) -> None:
-    """Or the version before would be served beside the new one."""
+def test_load_completes_after_its_caller_times_out(tmp_path: Path) -> None:
+    """Otherwise both versions would be served."""
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
     settings = {"path": str(tmp_path / "models"), "control": "explicit", "load": ["m"]}
     with (
         running(tmp_path, [], repository=settings, workers={"count": 1}) as gateway,
         gateway.client() as client,
-        Client(gateway.address, timeout_s=0.5) as hasty,
+        Client(gateway.address, timeout_s=0.5) as impatient,
     ):
         folder.put("m", 2, 5)
         (worker,) = gateway.worker_pids()
         with suspended(worker), pytest.raises(IskanderError):
-            hasty.load("m")
+            impatient.load("m")
         eventually(lambda: listed(client) == {"m/2": "ready"}, what="the new version alone")
         assert factor(client) == 5
 
@@ -381,7 +386,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_configured_model_is_loaded_anew_by_a_call(tmp_path: Path) -> None:
+def test_configured_model_is_reloaded_by_a_call(tmp_path: Path) -> None:
     Folder(tmp_path / "models")
     path = scaled(tmp_path / "m", 3)
     with (
@@ -396,8 +401,8 @@ def test_a_configured_model_is_loaded_anew_by_a_call(tmp_path: Path) -> None:
             client.unload("m")
 
 
-def test_a_worker_that_comes_after_a_change_does_not_hold_anything_up(tmp_path: Path) -> None:
-    """It cannot have what the others serve; all of them get what is there now."""
+def test_worker_started_after_a_change_loads_the_current_files(tmp_path: Path) -> None:
+    """It cannot load the files that the others serve, so all workers load the current ones."""
     Folder(tmp_path / "models")
     path = scaled(tmp_path / "m", 3)
     with (
@@ -413,7 +418,7 @@ def test_a_worker_that_comes_after_a_change_does_not_hold_anything_up(tmp_path: 
         assert lanes["m/1"]["workers"] == 2
 
 
-def test_a_model_that_does_not_load_at_the_start_is_named_and_the_rest_is_served(
+def test_failed_load_at_the_start_is_reported_and_other_models_are_served(
     tmp_path: Path,
 ) -> None:
     folder = Folder(tmp_path / "models")
@@ -430,7 +435,7 @@ def test_a_model_that_does_not_load_at_the_start_is_named_and_the_rest_is_served
         assert factor(client, "n") == 5
 
 
-def test_each_of_several_processes_follows_the_folder(tmp_path: Path) -> None:
+def test_every_process_serves_changes_of_the_folder(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
     with (

@@ -1,4 +1,4 @@
-"""Models that come and go by calls, where the gateway is several processes."""
+"""Loading and unloading by calls, with several gateway processes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def factor(client: Client, name: str = "m") -> int:
     return int(client.score(name, X)["y"][0].as_py())
 
 
-def everywhere(gateway: Gateway, name: str) -> set[int | None]:
-    """What the processes answer; None where a model is not served."""
-    found: set[int | None] = set()
+def factors_everywhere(gateway: Gateway, name: str) -> set[int | None]:
+    """Factors of a model at all processes; None if it is not served."""
+    factors: set[int | None] = set()
     for number in range(PROCESSES):
         with client_of(gateway, number) as client:
             try:
-                found.add(factor(client, name))
+                factors.add(factor(client, name))
             except ModelNotFound:
-                found.add(None)
-    return found
+                factors.add(None)
+    return factors
 
 
 def pids(gateway: Gateway) -> dict[int, int]:
-    """Of all processes; empty while one of them does not listen."""
+    """Pids of all processes; empty while one of them does not listen."""
     with contextlib.suppress(AssertionError):
         return {number: each["pid"] for number, each in by_process(gateway, PROCESSES).items()}
     return {}
@@ -50,8 +50,8 @@ def pids(gateway: Gateway) -> dict[int, int]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     folder = Folder(tmp_path / "models")
-    for name, made in (("m", 3), ("n", 5), ("o", 7)):
-        folder.put(name, 1, made)
+    for name, value in (("m", 3), ("n", 5), ("o", 7)):
+        folder.put(name, 1, value)
     return folder
 
 
@@ -68,22 +68,22 @@ def gateway(tmp_path: Path, folder: Folder) -> Iterator[Gateway]:
         yield gateway
 
 
-def test_a_call_at_one_process_is_for_all(gateway: Gateway, folder: Folder) -> None:
-    """And answered when all have made the change."""
-    assert everywhere(gateway, "o") == {7} and everywhere(gateway, "m") == {None}
+def test_call_at_one_process_changes_all_processes(gateway: Gateway, folder: Folder) -> None:
+    """The response is sent when all processes have made the change."""
+    assert factors_everywhere(gateway, "o") == {7} and factors_everywhere(gateway, "m") == {None}
     with client_of(gateway, 1) as client:
         assert client.load("m") == ["1"]
-    assert everywhere(gateway, "m") == {3}
+    assert factors_everywhere(gateway, "m") == {3}
     folder.put("m", 2, 13)
     with client_of(gateway, 2) as client:
         assert client.load("m") == ["2"]
-    assert everywhere(gateway, "m") == {13}
+    assert factors_everywhere(gateway, "m") == {13}
     with client_of(gateway, 0) as client:
         assert client.unload("m") == ["2"]
-    assert everywhere(gateway, "m") == {None} and everywhere(gateway, "o") == {7}
+    assert factors_everywhere(gateway, "m") == {None} and factors_everywhere(gateway, "o") == {7}
 
 
-def test_what_does_not_load_here_is_loaded_nowhere(gateway: Gateway, folder: Folder) -> None:
+def test_failed_load_changes_no_process(gateway: Gateway, folder: Folder) -> None:
     with client_of(gateway, 1) as client:
         client.load("m")
         (folder.root / "m" / "1" / "model.onnx").write_bytes(b"broken")
@@ -91,13 +91,11 @@ def test_what_does_not_load_here_is_loaded_nowhere(gateway: Gateway, folder: Fol
             client.load("m")
         with pytest.raises(ModelNotFound):
             client.load("no-such-model")
-    assert everywhere(gateway, "m") == {3}
+    assert factors_everywhere(gateway, "m") == {3}
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_process_that_is_started_again_serves_what_was_asked_for(
-    gateway: Gateway, number: int
-) -> None:
+def test_restarted_process_serves_the_loaded_models(gateway: Gateway, number: int) -> None:
     with client_of(gateway, 2) as client:
         client.load("m")
         client.load("n")
@@ -105,30 +103,34 @@ def test_a_process_that_is_started_again_serves_what_was_asked_for(
         client.unload("o")
     before = pids(gateway)
     os.kill(before[number], signal.SIGKILL)
-    eventually(lambda: pids(gateway).get(number) not in (None, before[number]), 60.0, "another")
-    for name, found in (("m", 3), ("n", None), ("o", None)):
-        assert everywhere(gateway, name) == {found}
+    eventually(
+        lambda: pids(gateway).get(number) not in (None, before[number]), 60.0, "the new process"
+    )
+    for name, expected in (("m", 3), ("n", None), ("o", None)):
+        assert factors_everywhere(gateway, name) == {expected}
 
 
-def test_processes_that_are_replaced_serve_what_was_asked_for(gateway: Gateway) -> None:
+def test_replaced_processes_serve_the_loaded_models(gateway: Gateway) -> None:
     with client_of(gateway, 1) as client:
         client.load("m")
     before = set(pids(gateway).values())
     gateway.signal(signal.SIGHUP)
-    eventually(lambda: not before.intersection(pids(gateway).values() or before), 60.0, "new ones")
-    assert everywhere(gateway, "m") == {3}
+    eventually(
+        lambda: not before.intersection(pids(gateway).values() or before), 60.0, "the new processes"
+    )
+    assert factors_everywhere(gateway, "m") == {3}
 
 
-def test_a_gateway_that_is_started_anew_begins_with_its_settings(gateway: Gateway) -> None:
+def test_restarted_gateway_serves_the_configured_models(gateway: Gateway) -> None:
     with gateway.client() as client:
         client.load("m")
     assert gateway.stop() == 0
     gateway.start(is_ready=True)
-    assert everywhere(gateway, "m") == {None} and everywhere(gateway, "o") == {7}
+    assert factors_everywhere(gateway, "m") == {None} and factors_everywhere(gateway, "o") == {7}
 
 
-def test_calls_at_all_processes_at_once_have_one_order(gateway: Gateway) -> None:
-    """Whatever it is, all processes come to the same."""
+def test_concurrent_calls_at_all_processes_have_one_order(gateway: Gateway) -> None:
+    """All processes end in the same state."""
     clients = [client_of(gateway, number) for number in range(PROCESSES)]
 
     def change(client: Client, turn: int) -> None:
@@ -136,7 +138,7 @@ def test_calls_at_all_processes_at_once_have_one_order(gateway: Gateway) -> None
             try:
                 (client.load if (turn + step) % 2 else client.unload)("m")
             except ModelNotFound:
-                continue  # It is not loaded now: an unload has nothing to do.
+                continue  # Another call has unloaded it.
 
     threads = [
         threading.Thread(target=change, args=(client, turn)) for turn, client in enumerate(clients)
@@ -147,11 +149,11 @@ def test_calls_at_all_processes_at_once_have_one_order(gateway: Gateway) -> None
         thread.join()
     for client in clients:
         client.close()
-    assert len(everywhere(gateway, "m")) == 1
+    assert len(factors_everywhere(gateway, "m")) == 1
 
 
-def test_a_process_that_does_not_answer_is_told(gateway: Gateway) -> None:
-    """It has the change when it goes on: nothing of it is lost."""
+def test_suspended_process_makes_the_change_when_it_resumes(gateway: Gateway) -> None:
+    """The call waits for it."""
     stopped = pids(gateway)[2]
     with client_of(gateway, 1) as client:
         loading = threading.Thread(target=client.load, args=("m",))
@@ -161,4 +163,4 @@ def test_a_process_that_does_not_answer_is_told(gateway: Gateway) -> None:
             assert loading.is_alive()
         loading.join(30.0)
         assert not loading.is_alive()
-    assert everywhere(gateway, "m") == {3}
+    assert factors_everywhere(gateway, "m") == {3}

@@ -1,4 +1,4 @@
-"""A real client, a real gateway, real workers: right results, in order, of every type."""
+"""Results of a real client, gateway and workers: correct, in order, for every type."""
 
 from __future__ import annotations
 
@@ -67,28 +67,28 @@ def client(gateway: Gateway) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 127, 128, 1000, 65_536])
-def test_two_tower_equals_the_runtime_bit_for_bit(client: Client, rows: int) -> None:
+def test_two_tower_equals_onnx_runtime_bit_for_bit(client: Client, rows: int) -> None:
     random = np.random.default_rng(rows)
     users = random.integers(-5, 1000, rows)
     items = random.integers(-5, 200_000, rows)
     scored = client.score("two-tower", pa.record_batch({"user_id": users, "item_id": items}))
-    (wanted,) = models.in_process(models.TWO_TOWER, {"user_id": users, "item_id": items})
-    assert scored["score"].to_numpy().tobytes() == wanted.tobytes()
+    (expected,) = models.in_process(models.TWO_TOWER, {"user_id": users, "item_id": items})
+    assert scored["score"].to_numpy().tobytes() == expected.tobytes()
     assert scored["user_id"].to_numpy().tolist() == users.tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 77, 8192])
-def test_wide_equals_the_runtime_bit_for_bit(client: Client, rows: int) -> None:
+def test_wide_equals_onnx_runtime_bit_for_bit(client: Client, rows: int) -> None:
     features = np.random.default_rng(rows).normal(size=(rows, 64)).astype(np.float32)
     column = pa.FixedSizeListArray.from_arrays(features.reshape(-1), 64)
     scored = client.score("wide", pa.record_batch({"features": column}))
-    (wanted,) = models.in_process(models.WIDE, {"features": features})
-    assert scored["score"].to_numpy().tobytes() == wanted.tobytes()
+    (expected,) = models.in_process(models.WIDE, {"features": features})
+    assert scored["score"].to_numpy().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 1001])
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_every_dtype_comes_back_as_it_went(client: Client, name: str, rows: int) -> None:
+def test_every_dtype_is_returned_unchanged(client: Client, name: str, rows: int) -> None:
     random = np.random.default_rng(rows)
     values = (random.integers(0, 120, rows) % 2 == 0) if name == "bool" else None
     if values is None:
@@ -131,8 +131,8 @@ def test_zero_rows_give_zero_rows(client: Client) -> None:
     assert [b.num_rows for b in client.stream("ids", mixed)] == [0, 3, 0, 1]
 
 
-def test_a_stream_answers_each_batch_in_order_with_its_metadata(gateway: Gateway) -> None:
-    """Two hundred batches of mixed size, written while they are read, each with its own label."""
+def test_stream_returns_each_batch_in_order_with_its_metadata(gateway: Gateway) -> None:
+    """200 batches of mixed sizes, written while results are read, each with its own label."""
     client = flight.connect(f"grpc://{gateway.address}")
     writer, reader = client.do_exchange(flight.FlightDescriptor.for_path("ids"))
     sizes = [1 + (i * 37) % 500 for i in range(200)]
@@ -156,11 +156,11 @@ def test_a_stream_answers_each_batch_in_order_with_its_metadata(gateway: Gateway
         b"label %d" % index for index in range(200)
     ]
     for index, (chunk, rows) in enumerate(zip(chunks, sizes, strict=True)):
-        wanted = 3 * np.arange(index * 1000, index * 1000 + rows) + 1
-        assert chunk.data["y"].to_numpy().tolist() == wanted.tolist()
+        expected = 3 * np.arange(index * 1000, index * 1000 + rows) + 1
+        assert chunk.data["y"].to_numpy().tolist() == expected.tolist()
 
 
-def test_passthrough_of_any_type_comes_back_untouched(client: Client) -> None:
+def test_passthrough_columns_of_any_type_are_returned_unchanged(client: Client) -> None:
     columns = {
         "id": pa.array(["a", None, "ccc"]),
         "when": pa.array([1, 2, None], pa.timestamp("us", "UTC")),
@@ -194,7 +194,7 @@ def test_passthrough_of_any_type_comes_back_untouched(client: Client) -> None:
         assert scored.schema.names == [n for n in batch.schema.names if n != "x"] + ["y"]
 
 
-def test_dictionary_columns_as_input_and_changing_mid_stream(client: Client) -> None:
+def test_dictionary_inputs_and_dictionaries_that_change_in_a_stream(client: Client) -> None:
     kinds = [["a", "b", "a"], ["c", "a", "d"], ["c", "a", "d"]]
     batches = [
         pa.record_batch(
@@ -233,7 +233,7 @@ def test_compressed_streams(gateway: Gateway, compression: str) -> None:
 
 
 def test_large_batches_between_small_ones(client: Client) -> None:
-    """8 MB of numbers, which are copied in pieces: in order, whole, and the same as they were."""
+    """Batches of 8 MB are copied in chunks."""
     random = np.random.default_rng(5)
     shape = pa.list_(pa.list_(pa.float64(), 3), 2)
     batches = []
@@ -252,8 +252,8 @@ def test_large_batches_between_small_ones(client: Client) -> None:
 
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
-def test_large_batches_that_are_read_by_a_thread(gateway: Gateway, compression: str | None) -> None:
-    """7 MB of text, which is looked into, alone or compressed as well."""
+def test_large_batches_decoded_in_a_thread(gateway: Gateway, compression: str | None) -> None:
+    """7 MB of text that is validated, and decompressed if needed."""
     client = flight.connect(f"grpc://{gateway.address}")
     options = flight.FlightCallOptions(
         timeout=60, write_options=pa.ipc.IpcWriteOptions(compression=compression)
@@ -277,28 +277,28 @@ def test_large_batches_that_are_read_by_a_thread(gateway: Gateway, compression: 
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_descriptor_alone_or_on_the_schema_message(gateway: Gateway, is_alone: bool) -> None:
-    """C++ and Python clients send the descriptor by itself; Go, Java and Rust with the schema."""
+    """C++ and Python clients send the descriptor alone; Go, Java and Rust with the schema."""
     client = raw.RawClient(gateway.address)
     batch = pa.record_batch({"x": [1, 2]})
     schema = raw.schema_data(batch.schema)
     head = [raw.descriptor("ids", "1"), schema]
     frames = head if is_alone else [raw.descriptor("ids", "1") + schema]
-    answer = client.exchange([*frames, raw.batch_data(batch, app_metadata=b"m")])
+    response = client.exchange([*frames, raw.batch_data(batch, app_metadata=b"m")])
     client.close()
-    assert answer["code"] == "OK", answer
-    (scored,), metadata = raw.read_batches(answer["frames"])
+    assert response["code"] == "OK", response
+    (scored,), metadata = raw.read_batches(response["frames"])
     assert scored.to_pydict() == {"y": [4, 7]}
     assert metadata == [b"m"]
 
 
-def test_the_schema_comes_back_before_any_batch(gateway: Gateway) -> None:
+def test_schema_is_sent_before_any_batch(gateway: Gateway) -> None:
     client = raw.RawClient(gateway.address)
     frames = [raw.descriptor("ids"), raw.schema_data(pa.schema([("x", pa.int64())]))]
-    answer = client.exchange(frames)
+    response = client.exchange(frames)
     client.close()
-    assert answer["code"] == "OK"
-    assert len(answer["frames"]) == 1
-    assert raw.read_batches(answer["frames"])[0] == []
+    assert response["code"] == "OK"
+    assert len(response["frames"]) == 1
+    assert raw.read_batches(response["frames"])[0] == []
 
 
 def test_two_versions_and_the_highest_by_default(client: Client) -> None:
@@ -307,8 +307,8 @@ def test_two_versions_and_the_highest_by_default(client: Client) -> None:
     assert client.score("ids", batch.select(["x"]), version="1").column_names == ["y"]
 
 
-def test_a_client_that_stops_reading_stops_only_itself(gateway: Gateway) -> None:
-    """One stream is written to and never read; others go on, and memory does not grow with it."""
+def test_client_that_stops_reading_does_not_affect_others(gateway: Gateway) -> None:
+    """The unread stream gets backpressure, and its memory stays bounded."""
     stuck = flight.connect(f"grpc://{gateway.address}")
     writer, reader = stuck.do_exchange(flight.FlightDescriptor.for_path("ids"))
     batch = pa.record_batch({"x": np.arange(50_000)})
@@ -356,10 +356,10 @@ def test_discovery_and_actions(gateway: Gateway) -> None:
     }
     (health,) = client.do_action(flight.Action("health", b""))
     assert json.loads(health.body.to_pybytes())["models"]["wide"]["ready"] is True
-    contract, takes, gives = client.do_action(flight.Action("contract", b'{"model": "wide"}'))
+    contract, inputs, outputs = client.do_action(flight.Action("contract", b'{"model": "wide"}'))
     assert json.loads(contract.body.to_pybytes())["name"] == "wide"
-    assert pa.ipc.read_schema(takes.body) == pa.schema([("features", pa.list_(pa.float32(), 64))])
-    assert pa.ipc.read_schema(gives.body) == pa.schema([("score", pa.float32())])
+    assert pa.ipc.read_schema(inputs.body) == pa.schema([("features", pa.list_(pa.float32(), 64))])
+    assert pa.ipc.read_schema(outputs.body) == pa.schema([("score", pa.float32())])
     for call in (
         lambda: client.do_get(flight.Ticket(b"x")).read_all(),
         lambda: list(client.do_action(flight.Action("reboot", b""))),
@@ -375,19 +375,19 @@ def test_health_service_on_the_same_port(gateway: Gateway) -> None:
     client = raw.RawClient(gateway.address)
     check = "/grpc.health.v1.Health/Check"
     for name in ("", "two-tower", "two-tower/1"):
-        answer = client.call(check, [raw.field(1, name.encode()) if name else b""])
-        assert (answer["code"], answer["frames"]) == ("OK", [b"\x08\x01"])
-    answer = client.call(check, [raw.field(1, b"nobody")])
-    assert answer["code"] == "NOT_FOUND"
-    assert answer["trailers"]["iskander-code"] == "model_not_found"
+        response = client.call(check, [raw.field(1, name.encode()) if name else b""])
+        assert (response["code"], response["frames"]) == ("OK", [b"\x08\x01"])
+    response = client.call(check, [raw.field(1, b"unknown")])
+    assert response["code"] == "NOT_FOUND"
+    assert response["trailers"]["iskander-code"] == "model_not_found"
     watch = "/grpc.health.v1.Health/Watch"
-    answer = client.call(watch, [b""], cancel_after=1)
-    assert answer["frames"] == [b"\x08\x01"]
+    response = client.call(watch, [b""], cancel_after=1)
+    assert response["frames"] == [b"\x08\x01"]
     client.close()
 
 
-def test_two_workers_eight_streams_and_a_mix_of_sizes(tmp_path: Path) -> None:
-    """Every stream gets its own rows back, in order, whichever worker computed them."""
+def test_eight_streams_over_two_workers_with_mixed_batch_sizes(tmp_path: Path) -> None:
+    """Every stream gets its own results in order, from either worker."""
     ids = models.row_ids(tmp_path / "ids")
     served = [
         {"name": "ids", "path": str(ids), "intra_threads": 1},
@@ -408,7 +408,7 @@ def test_two_workers_eight_streams_and_a_mix_of_sizes(tmp_path: Path) -> None:
                         failures.append(f"stream {number}")
 
         def occupy() -> None:
-            """Keep one worker busy for a while, so that the other one has work too."""
+            """Keep one worker busy, so the other one gets work too."""
             with gateway.client() as client:
                 client.score("slow", pa.record_batch({"x": [2000]}))
 

@@ -1,4 +1,4 @@
-"""Workers that have a model map one copy of its weights: measured against copies of their own."""
+"""Shared weights: private memory of workers, validation of cache entries, cache limit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same through one layer: heavy enough to be shared."""
+    """The same with one layer, which is large enough to be shared."""
     return deep(tmp_path_factory.mktemp("light"), 1)
 
 
@@ -55,7 +55,7 @@ def deep(folder: Path, layers: int) -> Path:
     return folder
 
 
-def serve(folder: Path, model: Path, **loading: Any) -> Any:
+def serving(folder: Path, model: Path, **loading: Any) -> Any:
     folder.mkdir(exist_ok=True)
     entry = {"name": "deep", "path": str(model), "intra_threads": 1, "max_batch_rows": 64}
     loading.setdefault("cache", str(folder / "cache"))
@@ -69,12 +69,12 @@ def batch(rows: int = 24) -> pa.RecordBatch:
 
 def results(gateway: Gateway, count: int = 8) -> list[np.ndarray]:
     with gateway.client() as client:
-        found = client.stream("deep", [batch()] * count, timeout_s=60)
-        return [each["y"].flatten().to_numpy().reshape(-1, WIDTH) for each in found]
+        stream = client.stream("deep", [batch()] * count, timeout_s=60)
+        return [each["y"].flatten().to_numpy().reshape(-1, WIDTH) for each in stream]
 
 
 def private_bytes(pid: int) -> int:
-    """What a process has for itself alone."""
+    """Private memory of a process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
@@ -84,11 +84,11 @@ def entries(cache: Path) -> list[Path]:
 
 
 def test_two_workers_share_one_copy_of_the_weights(tmp_path: Path, heavy: Path) -> None:
-    """Each worker's private memory is less by nearly all of the weights, and results are equal."""
-    with serve(tmp_path / "own", heavy, share_weights=False) as gateway:
+    """Saves nearly all of the weights in each worker's private memory, with equal results."""
+    with serving(tmp_path / "own", heavy, share_weights=False) as gateway:
         own = results(gateway)
         private_own = [private_bytes(pid) for pid in gateway.worker_pids()]
-    with serve(tmp_path / "shared", heavy) as gateway:
+    with serving(tmp_path / "shared", heavy) as gateway:
         shared = results(gateway)
         private_shared = [private_bytes(pid) for pid in gateway.worker_pids()]
         assert all(not worker["notices"] for worker in gateway.stats()["workers"])
@@ -106,16 +106,16 @@ def test_two_workers_share_one_copy_of_the_weights(tmp_path: Path, heavy: Path) 
         assert np.array_equal(each, expected)
 
 
-def test_a_copy_that_was_changed_is_not_believed(tmp_path: Path, light: Path) -> None:
-    """One byte of the weights makes it no copy: it is made anew, and results are right."""
-    with serve(tmp_path, light) as gateway:
+def test_modified_cache_entry_is_rebuilt(tmp_path: Path, light: Path) -> None:
+    """The checksum of the weights does not match."""
+    with serving(tmp_path, light) as gateway:
         before = results(gateway, 1)
     (entry,) = entries(tmp_path / "cache")
     good = (entry / "weights.bin").read_bytes()
     with (entry / "weights.bin").open("r+b") as stream:
         stream.seek(LIGHT_BYTES // 2)
         stream.write(b"\xff" * 4)
-    with serve(tmp_path, light) as gateway:
+    with serving(tmp_path, light) as gateway:
         after = results(gateway, 1)
 
     assert np.array_equal(before[0], after[0])
@@ -124,21 +124,21 @@ def test_a_copy_that_was_changed_is_not_believed(tmp_path: Path, light: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["folder", "file", "link"])
-def test_a_copy_that_others_could_write_is_not_believed(
-    tmp_path: Path, light: Path, others: str
+def test_cache_entry_writable_by_others_is_not_used(
+    tmp_path: Path, light: Path, writable: str
 ) -> None:
-    with serve(tmp_path, light) as gateway:
+    with serving(tmp_path, light) as gateway:
         before = results(gateway, 1)
     cache = tmp_path / "cache"
     (entry,) = entries(cache)
-    if others == "folder":
+    if writable == "folder":
         cache.chmod(0o777)
-    elif others == "file":
+    elif writable == "file":
         (entry / "weights.bin").chmod(0o666)
     else:
         (entry / "weights.bin").rename(tmp_path / "elsewhere")
         (entry / "weights.bin").symlink_to(tmp_path / "elsewhere")
-    with serve(tmp_path, light) as gateway:
+    with serving(tmp_path, light) as gateway:
         after = results(gateway, 1)
         notices = [text for worker in gateway.stats()["workers"] for text in worker["notices"]]
         mapped = [
@@ -146,7 +146,7 @@ def test_a_copy_that_others_could_write_is_not_believed(
         ]
 
     assert np.array_equal(before[0], after[0])
-    if others == "folder":
+    if writable == "folder":
         assert mapped == [False, False]
         assert all("can be written by others" in text for text in notices) and len(notices) == 2
     else:
@@ -155,8 +155,8 @@ def test_a_copy_that_others_could_write_is_not_believed(
         assert not weights.is_symlink() and weights.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_model_whose_results_would_differ_keeps_its_own_weights(tmp_path: Path) -> None:
-    """Random numbers are never twice the same, so nothing can be shown: it is loaded as before."""
+def test_model_with_different_results_does_not_share_weights(tmp_path: Path) -> None:
+    """The results are random, so the comparison with the saved model fails."""
     weight = np.ones((1024, 1024), np.float32)
     folder = models.save(
         tmp_path / "random",
@@ -178,18 +178,18 @@ def test_a_model_whose_results_would_differ_keeps_its_own_weights(tmp_path: Path
     assert json.loads((kept / "entry.json").read_text())["note"]
 
 
-def test_the_folder_keeps_to_its_bytes(tmp_path: Path, light: Path) -> None:
-    """A model that is not used any more makes room for the next one."""
+def test_cache_folder_stays_within_its_limit(tmp_path: Path, light: Path) -> None:
+    """The entry of an unused model is deleted for the next one."""
     other = tmp_path / "other"
     other.mkdir()
     model = onnx.load(light / "model.onnx")
     model.graph.initializer[0].raw_data = bytes(WIDTH * WIDTH * 4)
     onnx.save(model, other / "model.onnx")
-    limit = int(2.5 * LIGHT_BYTES)  # A copy holds the weights twice: as they are, and packed.
-    with serve(tmp_path, light, cache_bytes=limit):
+    limit = int(2.5 * LIGHT_BYTES)  # An entry has the weights twice: plain and packed.
+    with serving(tmp_path, light, cache_bytes=limit):
         pass
     (first,) = entries(tmp_path / "cache")
-    with serve(tmp_path, other, cache_bytes=limit) as gateway:
+    with serving(tmp_path, other, cache_bytes=limit) as gateway:
         assert not results(gateway, 1)[0].any()
     (second,) = entries(tmp_path / "cache")
 

@@ -1,4 +1,4 @@
-"""Strings and bfloat16 through a real server: in, put together, taken apart, and out."""
+"""Strings and bfloat16 through a running server: inputs, batching, splitting and results."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ tensor = "y"
 column = "y"
 type = "binary"
 """
-PASSING = BINARY.replace("format = 1", 'format = 1\npassthrough = "all"').replace("binary", "utf8")
+PASSTHROUGH = BINARY.replace("format = 1", 'format = 1\npassthrough = "all"').replace(
+    "binary", "utf8"
+)
 
 
 def mixed(folder: Path, rows: Any = "rows") -> Path:
-    """Two strings, a boolean and a number in; the strings the other way round, and both, out."""
+    """A model of two strings, a boolean and a number, with its outputs in another order."""
     string, integer, boolean = TensorProto.STRING, TensorProto.INT64, TensorProto.BOOL
     return models.save(
         folder,
@@ -73,8 +75,8 @@ def cast(folder: Path, source: int, target: int) -> Path:
     )
 
 
-def halved(folder: Path) -> Path:
-    """A string and a bfloat16 in; the string, and the number as a float, out."""
+def string_and_bfloat16(folder: Path) -> Path:
+    """A model that returns a string as it is, and a bfloat16 as float32."""
     string, half, single = TensorProto.STRING, TensorProto.BFLOAT16, TensorProto.FLOAT
     return models.save(
         folder,
@@ -99,20 +101,20 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     string, bfloat16 = TensorProto.STRING, TensorProto.BFLOAT16
     binary = models.identity(folder / "binary", string, ["rows", 1])
     (binary / "manifest.toml").write_text(BINARY)
-    passing = models.identity(folder / "passing", string, ["rows"])
-    (passing / "manifest.toml").write_text(PASSING)
+    passthrough = models.identity(folder / "passing", string, ["rows"])
+    (passthrough / "manifest.toml").write_text(PASSTHROUGH)
     together = {"linger_us": 10_000_000, "refuse_late": False}
     paths: dict[str, tuple[Path, dict[str, Any]]] = {
         "echo": (models.identity(folder / "echo", string, ["rows"]), {}),
         "binary": (binary, {}),
-        "passing": (passing, {}),
+        "passing": (passthrough, {}),
         "mixed": (mixed(folder / "mixed"), {"max_batch_rows": 50}),
         "together": (mixed(folder / "together"), {"max_batch_rows": 12, "lane": together}),
         "fixed": (mixed(folder / "fixed", 4), {}),
         "number": (cast(folder / "number", string, TensorProto.INT64), {}),
         "text": (cast(folder / "text", TensorProto.INT64, string), {}),
         "half": (models.identity(folder / "half", bfloat16, ["rows", 2]), {"max_batch_rows": 5}),
-        "halved": (halved(folder / "halved"), {"max_batch_rows": 3}),
+        "halved": (string_and_bfloat16(folder / "halved"), {"max_batch_rows": 3}),
         "widened": (cast(folder / "widened", bfloat16, TensorProto.FLOAT), {}),
     }
     served = [
@@ -136,7 +138,7 @@ def client(gateway: Gateway) -> Iterator[Client]:
 
 
 def batch_of(rows: int, first: int = 0) -> pa.RecordBatch:
-    """For `mixed`: every value tells its row, and some are empty."""
+    """A batch for `mixed`: values identify their rows, and some strings are empty."""
     numbers = range(first, first + rows)
     pairs = [f"{n}é" if n % 3 else "" for n in numbers for _ in (0, 1)]
     return pa.record_batch(
@@ -149,13 +151,13 @@ def batch_of(rows: int, first: int = 0) -> pa.RecordBatch:
     )
 
 
-def assert_computed(sent: pa.RecordBatch, got: pa.RecordBatch) -> None:
-    got.validate(full=True)
-    assert got.schema.names == ["first", "next", "second", "unflag"]
-    assert got["first"].to_pylist() == sent["b"].to_pylist()
-    assert got["next"].to_pylist() == [n + 1 for n in sent["n"].to_pylist()]
-    assert got["second"].to_pylist() == sent["a"].to_pylist()
-    assert got["unflag"].to_pylist() == [not flag for flag in sent["flag"].to_pylist()]
+def require_computed(sent: pa.RecordBatch, result: pa.RecordBatch) -> None:
+    result.validate(full=True)
+    assert result.schema.names == ["first", "next", "second", "unflag"]
+    assert result["first"].to_pylist() == sent["b"].to_pylist()
+    assert result["next"].to_pylist() == [n + 1 for n in sent["n"].to_pylist()]
+    assert result["second"].to_pylist() == sent["a"].to_pylist()
+    assert result["unflag"].to_pylist() == [not flag for flag in sent["flag"].to_pylist()]
 
 
 @pytest.mark.parametrize(
@@ -171,15 +173,15 @@ def assert_computed(sent: pa.RecordBatch, got: pa.RecordBatch) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("model", ["echo", "binary"])
-def test_a_column_of_any_kind_of_strings(client: Client, model: str, kind: pa.DataType) -> None:
-    """Whatever it comes as, it goes back as the manifest says."""
+def test_every_string_type_is_accepted(client: Client, model: str, kind: pa.DataType) -> None:
+    """Results have the type of the manifest."""
     sent = pa.array(TEXTS).cast(pa.binary()).cast(kind)
 
-    (got,) = client.stream(model, [pa.record_batch({"x": sent})])
+    (result,) = client.stream(model, [pa.record_batch({"x": sent})])
 
-    got.validate(full=True)
-    assert got["y"].type == (pa.utf8() if model == "echo" else pa.binary())
-    assert got["y"].cast(pa.binary()).to_pylist() == [text.encode() for text in TEXTS]
+    result.validate(full=True)
+    assert result["y"].type == (pa.utf8() if model == "echo" else pa.binary())
+    assert result["y"].cast(pa.binary()).to_pylist() == [text.encode() for text in TEXTS]
 
 
 def test_dictionaries_and_slices(client: Client) -> None:
@@ -197,36 +199,36 @@ def test_dictionaries_and_slices(client: Client) -> None:
     assert second["y"].to_pylist() == ["yes", "maybe"]
 
 
-def test_a_dictionary_of_lists_of_strings(client: Client) -> None:
+def test_dictionary_of_lists_of_strings(client: Client) -> None:
     sent = batch_of(4)
     indices = pa.array([3, 3, 0, 1], pa.int8())
     encoded = pa.DictionaryArray.from_arrays(indices, sent["b"])
     encoded = sent.set_column(sent.schema.get_field_index("b"), "b", encoded)
     plain = sent.set_column(sent.schema.get_field_index("b"), "b", sent["b"].take(indices))
 
-    (got,) = client.stream("mixed", [encoded])
+    (result,) = client.stream("mixed", [encoded])
 
-    assert_computed(plain, got)
+    require_computed(plain, result)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 50])
-def test_strings_beside_numbers(client: Client, rows: int) -> None:
+def test_strings_and_numbers_in_one_batch(client: Client, rows: int) -> None:
     sent = batch_of(rows)
 
-    (got,) = client.stream("mixed", [sent])
+    (result,) = client.stream("mixed", [sent])
 
-    assert_computed(sent, got)
+    require_computed(sent, result)
 
 
-def test_a_request_of_many_rows_is_split(gateway: Gateway, client: Client) -> None:
-    """Pieces of 50 rows, put together again in their order; several streams of them at once."""
+def test_large_request_is_split_into_several_batches(gateway: Gateway, client: Client) -> None:
+    """Slices of 50 rows are reassembled in order; several requests are in flight."""
     before = gateway.stats()["lanes"]["mixed/1"].get("batches", 0)
     sent = [batch_of(rows, first) for rows, first in ((151, 0), (99, 1000), (50, 3), (120, 7))]
 
-    got = list(client.stream("mixed", sent))
+    result = list(client.stream("mixed", sent))
 
-    for ours, theirs in zip(sent, got, strict=True):
-        assert_computed(ours, theirs)
+    for batch, outcome in zip(sent, result, strict=True):
+        require_computed(batch, outcome)
     assert gateway.stats()["lanes"]["mixed/1"]["batches"] - before >= 8
 
 
@@ -234,37 +236,37 @@ def test_requests_of_several_clients_run_together(gateway: Gateway) -> None:
     before = gateway.stats()["lanes"]["together/1"].get("batches", 0)
     sent = [batch_of(3, 100 * index) for index in range(4)]
 
-    got = scored(gateway, "together", sent)
+    result = score_concurrently(gateway, "together", sent)
 
-    for ours, theirs in zip(sent, got, strict=True):
-        assert_computed(ours, theirs)
+    for batch, outcome in zip(sent, result, strict=True):
+        require_computed(batch, outcome)
     assert gateway.stats()["lanes"]["together/1"]["batches"] == before + 1
 
 
-def test_one_callers_long_result_costs_the_others_nothing(gateway: Gateway) -> None:
-    """It was in one batch with theirs."""
+def test_too_long_result_of_one_client_does_not_affect_others(gateway: Gateway) -> None:
+    """All requests are in one batch."""
     sent = [batch_of(3, 100 * index) for index in range(4)]
     long = pa.array(["short", "x" * (RESULT_BYTES + 1), ""])
     sent[2] = sent[2].set_column(sent[2].schema.get_field_index("a"), "a", long)
 
-    got = scored(gateway, "together", sent)
+    result = score_concurrently(gateway, "together", sent)
 
-    error = got.pop(2)
+    error = result.pop(2)
     assert isinstance(error, ExecutionFailed)
     assert "`second` has a string of 65 bytes, limit 64 (result_string_bytes" in error.message
-    for ours, theirs in zip([sent[0], sent[1], sent[3]], got, strict=True):
-        assert_computed(ours, theirs)
+    for batch, outcome in zip([sent[0], sent[1], sent[3]], result, strict=True):
+        require_computed(batch, outcome)
 
 
-def test_a_fixed_batch_is_filled_up_with_strings(client: Client) -> None:
+def test_fixed_batch_is_padded_with_strings(client: Client) -> None:
     sent = batch_of(3)
 
-    (got,) = client.stream("fixed", [sent])
+    (result,) = client.stream("fixed", [sent])
 
-    assert_computed(sent, got)
+    require_computed(sent, result)
 
 
-def test_strings_are_read_and_written_by_the_model(client: Client) -> None:
+def test_model_reads_and_writes_strings(client: Client) -> None:
     (numbers,) = client.stream("number", [pa.record_batch({"x": ["12", "-7"]})])
     (texts,) = client.stream("text", [pa.record_batch({"x": [12, -7]})])
 
@@ -276,20 +278,22 @@ def test_strings_are_read_and_written_by_the_model(client: Client) -> None:
 
 @pytest.mark.parametrize("other", [pa.utf8(), pa.list_(pa.utf8()), pa.list_(pa.utf8(), 2)], ids=str)
 @pytest.mark.parametrize("rows", [0, 3])
-def test_columns_pass_beside_strings(client: Client, other: pa.DataType, rows: int) -> None:
-    """Usual ones and one that pyarrow reads."""
+def test_passthrough_columns_with_string_inputs(
+    client: Client, other: pa.DataType, rows: int
+) -> None:
+    """Includes a type that only pyarrow decodes."""
     values = {pa.utf8(): ["p", None, ""]}.get(other, [["p", "q"], None, ["", "r"]])
     sent = pa.record_batch(
         {"k": pa.array(values, other), "x": ["é", "", "zz"], "n": [1.5, 2.5, None]}
     )[:rows]
 
-    (got,) = client.stream("passing", [sent])
+    (result,) = client.stream("passing", [sent])
 
-    got.validate(full=True)
-    assert got.schema.names == ["k", "n", "y"]
-    assert got["k"].to_pylist() == values[:rows]
-    assert got["n"].to_pylist() == [1.5, 2.5, None][:rows]
-    assert got["y"].to_pylist() == ["é", "", "zz"][:rows]
+    result.validate(full=True)
+    assert result.schema.names == ["k", "n", "y"]
+    assert result["k"].to_pylist() == values[:rows]
+    assert result["n"].to_pylist() == [1.5, 2.5, None][:rows]
+    assert result["y"].to_pylist() == ["é", "", "zz"][:rows]
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
@@ -303,14 +307,14 @@ def test_compressed_strings(gateway: Gateway, compression: str) -> None:
     packed = raw.field(2, bytes(messages[1].metadata)) + raw.field(1000, bytes(messages[1].body))
 
     with raw.RawClient(gateway.address) as client:
-        answer = client.exchange([raw.descriptor("echo") + raw.schema_data(batch.schema), packed])
+        response = client.exchange([raw.descriptor("echo") + raw.schema_data(batch.schema), packed])
 
-    (got,), _ = raw.read_batches(answer["frames"])
-    assert got["y"].to_pylist() == batch["x"].to_pylist()
+    (result,), _ = raw.read_batches(response["frames"])
+    assert result["y"].to_pylist() == batch["x"].to_pylist()
 
 
 @pytest.mark.parametrize("kind", [pa.utf8(), pa.binary(), pa.large_binary()], ids=str)
-def test_bytes_that_are_no_text_are_the_clients_fault(client: Client, kind: pa.DataType) -> None:
+def test_invalid_utf8_is_a_contract_error(client: Client, kind: pa.DataType) -> None:
     good, bad = b"fine", b"\xff\xfe"
     offsets = np.array([0, 4, 6], np.int64 if kind == pa.large_binary() else np.int32)
     buffers = [None, pa.py_buffer(offsets.tobytes()), pa.py_buffer(good + bad)]
@@ -320,49 +324,52 @@ def test_bytes_that_are_no_text_are_the_clients_fault(client: Client, kind: pa.D
         list(client.stream("echo", [batch]))
 
 
-def test_batches_of_one_header_have_strings_of_their_own(client: Client) -> None:
-    """The header says nothing of the results, and so nothing of it is remembered for them."""
+def test_batches_with_equal_headers_have_separate_strings(client: Client) -> None:
+    """A cached header must not determine the strings of results."""
     numbers = [[1, 2], [333333, -4], [5, 66], [0, 0]]
 
-    got = list(client.stream("text", [pa.record_batch({"x": each}) for each in numbers]))
+    result = list(client.stream("text", [pa.record_batch({"x": each}) for each in numbers]))
 
-    assert [each["y"].to_pylist() for each in got] == [list(map(str, each)) for each in numbers]
+    assert [each["y"].to_pylist() for each in result] == [list(map(str, each)) for each in numbers]
 
 
-def test_nulls_are_refused(client: Client) -> None:
+def test_nulls_are_rejected(client: Client) -> None:
     with pytest.raises(ContractError, match="1 nulls"):
         list(client.stream("echo", [pa.record_batch({"x": ["a", None]})]))
 
 
-def test_too_many_bytes_of_strings(client: Client) -> None:
-    """Both sides of the limit; as they come, and when a dictionary is looked up."""
-    just, over = ["y" * 32] * 128, ["y" * 32] * 129
-    others = [pa.array(over).dictionary_encode(), pa.array(over).cast(pa.large_utf8())]
+def test_string_bytes_above_the_limit_are_rejected(client: Client) -> None:
+    """At and above the limit, for plain columns and decoded dictionaries."""
+    at_limit, above_limit = ["y" * 32] * 128, ["y" * 32] * 129
+    others = [
+        pa.array(above_limit).dictionary_encode(),
+        pa.array(above_limit).cast(pa.large_utf8()),
+    ]
 
-    (got,) = client.stream("echo", [pa.record_batch({"x": just})])
-    assert got["y"].to_pylist() == just
-    for refused in (pa.array(over), *others):
+    (result,) = client.stream("echo", [pa.record_batch({"x": at_limit})])
+    assert result["y"].to_pylist() == at_limit
+    for column in (pa.array(above_limit), *others):
         with pytest.raises(LimitExceeded, match=f"4128 string bytes, limit {STRING_BYTES_MAX}"):
-            list(client.stream("echo", [pa.record_batch({"x": refused})]))
+            list(client.stream("echo", [pa.record_batch({"x": column})]))
 
 
 @pytest.mark.parametrize("kind", ["views", "dictionary", "dictionary of views"])
-def test_a_few_bytes_that_would_be_gigabytes(client: Client, kind: str) -> None:
-    """Every row is the same string; refused by what it would be, before it is made."""
+def test_repeated_strings_that_expand_to_gigabytes_are_rejected(client: Client, kind: str) -> None:
+    """Every row is the same string; the limit is checked before the expansion."""
     rows, length = 600_000, 4_000
-    # Of a view's 16 bytes those after its length say what it begins with, and where it is.
+    # A view has 16 bytes: length, prefix, buffer index and offset.
     view = np.array([length, int.from_bytes(b"yyyy", "little"), 0, 0], np.int32).tobytes()
     buffers = [None, pa.py_buffer(view * rows), pa.py_buffer(b"y" * length)]
     column = pa.Array.from_buffers(pa.string_view(), rows, buffers)
     if kind != "views":
-        once = column[:1] if kind == "dictionary of views" else pa.array(["y" * length])
-        column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int8), once)
+        values = column[:1] if kind == "dictionary of views" else pa.array(["y" * length])
+        column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int8), values)
 
     with pytest.raises(LimitExceeded, match=f"{rows * length} string bytes, limit"):
         list(client.stream("echo", [pa.record_batch({"x": column})]))
 
 
-def test_another_type_is_not_a_string(client: Client) -> None:
+def test_other_types_are_not_accepted_as_strings(client: Client) -> None:
     with pytest.raises(ContractError, match="column `x`: wanted utf8, got int64"):
         list(client.stream("echo", [pa.record_batch({"x": [1, 2]})]))
 
@@ -372,10 +379,10 @@ def test_another_type_is_not_a_string(client: Client) -> None:
     [(0, 3, 2), (-1, 1, 2), (0, 1, 100), (0, 2**31 - 1, 3), (5, 1, 3), (0, -1, 2)],
     ids=str,
 )
-def test_offsets_that_are_wrong(gateway: Gateway, offsets: tuple[int, ...]) -> None:
-    """They go backwards, begin before the bytes, or end behind them.
+def test_invalid_offsets_are_rejected(gateway: Gateway, offsets: tuple[int, ...]) -> None:
+    """Offsets that decrease, or are outside of the bytes.
 
-    The header is that of the batches before, so it is the body that is looked at each time.
+    The header equals the previous ones, so the check must read each body.
     """
     batch = pa.record_batch({"x": ["a", "b"]})
     _, body = raw.split(batch.serialize().to_pybytes())
@@ -384,31 +391,31 @@ def test_offsets_that_are_wrong(gateway: Gateway, offsets: tuple[int, ...]) -> N
     good, bad = raw.batch_data(batch), raw.batch_data(batch, body=forged)
     with raw.RawClient(gateway.address) as client:
         head = raw.descriptor("echo") + raw.schema_data(batch.schema)
-        answer = client.exchange([head, good, good, bad, good])
+        response = client.exchange([head, good, good, bad, good])
 
-    assert answer["code"] == "INVALID_ARGUMENT"
-    assert "malformed" in str(answer["trailers"])
-    (first, second), _ = raw.read_batches(answer["frames"])
+    assert response["code"] == "INVALID_ARGUMENT"
+    assert "malformed" in str(response["trailers"])
+    (first, second), _ = raw.read_batches(response["frames"])
     assert first["y"].to_pylist() == second["y"].to_pylist() == ["a", "b"]
 
 
-def test_offsets_that_begin_beyond_zero(gateway: Gateway) -> None:
-    """As other implementations of Arrow send what was cut out of a column."""
+def test_offsets_that_begin_above_zero(gateway: Gateway) -> None:
+    """Other implementations of Arrow send slices this way."""
     batch = pa.record_batch({"x": ["abcd", "ef"]})
     _, body = raw.split(batch.serialize().to_pybytes())
     cut = np.array([1, 3, 6], np.int32).tobytes() + body[12:]
 
     with raw.RawClient(gateway.address) as client:
         head = raw.descriptor("echo") + raw.schema_data(batch.schema)
-        answer = client.exchange([head, raw.batch_data(batch, body=cut)])
+        response = client.exchange([head, raw.batch_data(batch, body=cut)])
 
-    (got,), _ = raw.read_batches(answer["frames"])
-    assert got["y"].to_pylist() == ["bc", "def"]
+    (result,), _ = raw.read_batches(response["frames"])
+    assert result["y"].to_pylist() == ["bc", "def"]
 
 
 @pytest.mark.parametrize("form", ["raw", "typed"])
 def test_strings_of_the_open_inference_protocol(gateway: Gateway, form: str) -> None:
-    """On the wire each has its length in four bytes before it."""
+    """On the wire, a length of four bytes precedes each string."""
     a, b = ["🦎", "", "x"], ["p", "", "é", "q", "r", "s"]
     request = oip_pb2.ModelInferRequest(model_name="mixed")
     tensors = (("b", [3, 2], b), ("a", [3], a))
@@ -428,11 +435,11 @@ def test_strings_of_the_open_inference_protocol(gateway: Gateway, form: str) -> 
         request.raw_input_contents.extend([b"\1\0\1", numbers])
 
     with raw.RawClient(gateway.address) as client:
-        answer = client.call(
+        response = client.call(
             "/inference.GRPCInferenceService/ModelInfer", [request.SerializeToString()]
         )
 
-    response = oip_pb2.ModelInferResponse.FromString(answer["frames"][0])
+    response = oip_pb2.ModelInferResponse.FromString(response["frames"][0])
     assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in response.outputs] == [
         ("first", "BYTES", [3, 2]),
         ("next", "INT64", [3]),
@@ -455,14 +462,14 @@ BFLOAT16_METADATA = {
 }
 
 
-def halves(values: list[float]) -> np.ndarray:
+def bfloat16_of(values: list[float]) -> np.ndarray:
     """bfloat16 is the upper half of a float32."""
     return (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def test_bfloat16_is_named_in_the_schema(gateway: Gateway) -> None:
-    """By any Arrow implementation, in a field's metadata; and it comes back so."""
-    values = halves([1.5, -2.0, 0.0, float("inf"), 3.0, 1e30] * 4)
+def test_bfloat16_is_declared_in_field_metadata(gateway: Gateway) -> None:
+    """Any Arrow implementation can set the metadata; results have it too."""
+    values = bfloat16_of([1.5, -2.0, 0.0, float("inf"), 3.0, 1e30] * 4)
     named = pa.list_(pa.field("item", pa.uint16(), metadata=BFLOAT16_METADATA), 2)
     column = pa.FixedSizeListArray.from_arrays(pa.array(values), type=pa.list_(pa.uint16(), 2))
     batch = pa.record_batch([column], ["x"])
@@ -470,31 +477,31 @@ def test_bfloat16_is_named_in_the_schema(gateway: Gateway) -> None:
 
     with raw.RawClient(gateway.address) as client:
         head = raw.descriptor("half") + raw.schema_data(schema)
-        answer = client.exchange([head, raw.batch_data(batch)])
+        response = client.exchange([head, raw.batch_data(batch)])
 
-    (got,), _ = raw.read_batches(answer["frames"])
-    flat = got["y"].flatten()
+    (result,), _ = raw.read_batches(response["frames"])
+    flat = result["y"].flatten()
     storage = flat.storage if isinstance(flat, pa.ExtensionArray) else flat
     assert storage.to_pylist() == values.tolist()
 
 
-def test_bfloat16_is_what_the_model_reads(client: Client) -> None:
+def test_model_reads_bfloat16(client: Client) -> None:
     values = [1.5, -2.0, 0.0, 3.0]
-    column = pa.ExtensionArray.from_storage(BFloat16(), pa.array(halves(values)))
+    column = pa.ExtensionArray.from_storage(BFloat16(), pa.array(bfloat16_of(values)))
 
-    (got,) = client.stream("widened", [pa.record_batch({"x": column})])
+    (result,) = client.stream("widened", [pa.record_batch({"x": column})])
     (both,) = client.stream("halved", [pa.record_batch({"x": column, "s": ["a", "", "é", "b"]})])
 
-    assert got["y"].to_pylist() == both["y"].to_pylist() == values
+    assert result["y"].to_pylist() == both["y"].to_pylist() == values
     assert both["t"].to_pylist() == ["a", "", "é", "b"]
 
 
-def test_numbers_are_no_bfloat16(client: Client) -> None:
+def test_plain_integers_are_not_accepted_as_bfloat16(client: Client) -> None:
     with pytest.raises(ContractError, match="column `x`: wanted bfloat16, got uint16"):
         list(client.stream("widened", [pa.record_batch({"x": pa.array([1], pa.uint16())})]))
 
 
-def test_discovery_names_the_types(client: Client) -> None:
+def test_discovery_lists_string_and_bfloat16_types(client: Client) -> None:
     described = {model["name"]: model for model in client.models()}
 
     assert described["echo"]["outputs"] == [{"column": "y", "type": "utf8", "tensor": "y"}]
@@ -503,8 +510,8 @@ def test_discovery_names_the_types(client: Client) -> None:
     assert described["half"]["outputs"][0]["type"] == "fixed_size_list<bfloat16>[2]"
 
 
-def scored(gateway: Gateway, model: str, batches: list[pa.RecordBatch]) -> list[Any]:
-    """Each batch from a client of its own, all at once; what came of each."""
+def score_concurrently(gateway: Gateway, model: str, batches: list[pa.RecordBatch]) -> list[Any]:
+    """Sends each batch from its own client, all at once; returns the outcomes."""
     outcomes: list[Any] = [None] * len(batches)
 
     def score(index: int) -> None:

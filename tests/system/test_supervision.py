@@ -1,6 +1,6 @@
-"""Workers that hang, die again and again or are replaced in order, as callers and operators see it.
+"""Worker hangs, crash loops, quorum and recycling, as seen by clients and operators.
 
-Beside `test_failures`, where they die once.
+Single worker deaths are in `test_failures`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def state_of(gateway: Gateway, index: int = 0) -> str:
     return state
 
 
-def kill_again(gateway: Gateway, index: int = 0) -> None:
-    """SIGKILL the worker in a place, once it is ready; returns when that is known."""
+def kill_when_ready(gateway: Gateway, index: int = 0) -> None:
+    """SIGKILL the worker of a slot once it is ready; returns when the gateway has registered it."""
     eventually(lambda: state_of(gateway, index) == "ready", what="a ready worker")
     pid = gateway.kill_worker(index)
-    eventually(lambda: gateway.stats()["workers"][index]["pid"] != pid, what="its end")
+    eventually(lambda: gateway.stats()["workers"][index]["pid"] != pid, what="the worker's end")
 
 
-def test_a_model_that_does_not_return_leaves_a_stack(tmp_path: Path) -> None:
-    """Its worker is ended with a stack and the batch by name; the batch is not tried for ever."""
+def test_hanging_model_is_logged_with_a_stack(tmp_path: Path) -> None:
+    """The worker is ended with a stack and the batch id; the batch is retried only once."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE, hang_s=0.5)) as gateway:
         with gateway.client() as client, pytest.raises(PoisonedRequest):
             list(client.stream("slow", [pa.record_batch({"x": [10_000_000]})]))
@@ -68,11 +68,11 @@ def test_a_model_that_does_not_return_leaves_a_stack(tmp_path: Path) -> None:
     assert "ended by SIGABRT, which this gateway sent" in log
 
 
-def test_what_a_stopped_worker_had_is_run_elsewhere(tmp_path: Path) -> None:
-    """A stopped process takes no SIGABRT; it is killed all the same."""
+def test_requests_of_a_suspended_worker_run_on_another(tmp_path: Path) -> None:
+    """A suspended process does not handle SIGABRT, so SIGKILL follows."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO, hang_s=0.5)) as gateway:
         for index in (0, 1):
-            eventually(lambda index=index: state_of(gateway, index) == "ready", what="both")
+            eventually(lambda index=index: state_of(gateway, index) == "ready", what="both workers")
         first = gateway.worker_pids()[0]
         with suspended(first):
             assert [score(gateway) for _ in range(4)] == [[4, 7]] * 4
@@ -80,45 +80,45 @@ def test_what_a_stopped_worker_had_is_run_elsewhere(tmp_path: Path) -> None:
         assert "ended by SIGKILL, which this gateway sent" in gateway.text()
 
 
-def test_a_segmentation_fault_is_named(tmp_path: Path) -> None:
+def test_segmentation_fault_is_logged(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
         os.kill(gateway.worker_pids()[0], signal.SIGSEGV)
-        eventually(lambda: "ended by SIGSEGV" in gateway.text(), what="the signal's name")
+        eventually(lambda: "ended by SIGSEGV" in gateway.text(), what="the log line")
         gateway.wait_ready()
 
 
 @pytest.mark.slow
-def test_a_crash_loop_is_told_and_ended_by_good_service(tmp_path: Path) -> None:
+def test_crash_loop_is_reported_and_ends_with_steady_service(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE, crash_loop=2)) as gateway:
-        kill_again(gateway)
-        kill_again(gateway)
+        kill_when_ready(gateway)
+        kill_when_ready(gateway)
         assert state_of(gateway) == "crash loop"
-        told = eventually(lambda: health(gateway)["models"]["ids"].get("reason"), what="a reason")
-        assert told == "worker 0 is in a crash loop: 2 deaths in a row, the last by SIGKILL"
+        reason = eventually(lambda: health(gateway)["models"]["ids"].get("reason"), what="a reason")
+        assert reason == "worker 0 is in a crash loop: 2 deaths in a row, the last by SIGKILL"
         eventually(lambda: state_of(gateway) == "ready", what="the next start")
-        assert not health(gateway)["ready"], "it has not proved itself"
-        assert score(gateway) == [4, 7], "and yet it serves"
+        assert not health(gateway)["ready"], "no steady service yet"
+        assert score(gateway) == [4, 7], "serves while not ready"
         eventually(lambda: health(gateway)["ready"], what="a steady worker")
 
 
 @pytest.mark.slow
-def test_a_worker_without_its_model_is_told_as_such(tmp_path: Path) -> None:
-    """The model's file is gone when the worker is started again, and comes back."""
+def test_missing_model_file_is_reported(tmp_path: Path) -> None:
+    """The model file is missing when the worker restarts, and is restored later."""
     with running(tmp_path, served(tmp_path), workers=dict(ONE)) as gateway:
         file = tmp_path / "ids" / "model.onnx"
         file.rename(tmp_path / "away")
         gateway.kill_worker()
 
-        def is_told() -> bool:
+        def is_reported() -> bool:
             return "worker 0: model file" in str(health(gateway))
 
-        eventually(is_told, what="the reason")
+        eventually(is_reported, what="the reason")
         assert not health(gateway)["ready"]
         (tmp_path / "away").rename(file)
         gateway.wait_ready()
 
 
-def test_a_quorum_that_is_missed_is_not_ready_and_serves(tmp_path: Path) -> None:
+def test_server_without_quorum_is_not_ready_but_serves(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(TWO, quorum=2, hang_s=30)) as gateway:
         assert [health(gateway)["ready"], score(gateway)] == [True, [4, 7]]
         with suspended(gateway.worker_pids()[0]):
@@ -129,7 +129,7 @@ def test_a_quorum_that_is_missed_is_not_ready_and_serves(tmp_path: Path) -> None
         gateway.wait_ready()
 
 
-def test_a_quorum_that_can_never_be_met_is_refused(tmp_path: Path) -> None:
+def test_impossible_quorum_is_rejected(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE, quorum=2))
     try:
         gateway.start(is_ready=False)
@@ -139,7 +139,7 @@ def test_a_quorum_that_can_never_be_met_is_refused(tmp_path: Path) -> None:
         gateway.end()
 
 
-def test_the_only_worker_is_replaced_in_order_and_nobody_is_refused(tmp_path: Path) -> None:
+def test_only_worker_is_recycled_without_rejections(tmp_path: Path) -> None:
     with running(tmp_path, served(tmp_path), workers=dict(ONE, recycle_batches=40)) as gateway:
         outcomes: Counter[str] = Counter()
 
@@ -147,8 +147,8 @@ def test_the_only_worker_is_replaced_in_order_and_nobody_is_refused(tmp_path: Pa
             with gateway.client() as client:
                 for _ in range(50):
                     try:
-                        right = client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
-                        outcomes["right" if right else "WRONG"] += 1
+                        is_correct = client.score("ids", BATCH)["y"].to_pylist() == [4, 7]
+                        outcomes["right" if is_correct else "WRONG"] += 1
                     except Exception as error:
                         outcomes[repr(error)] += 1
 
@@ -162,27 +162,27 @@ def test_the_only_worker_is_replaced_in_order_and_nobody_is_refused(tmp_path: Pa
         assert "boot failure" not in gateway.text() and "crash" not in gateway.text()
 
 
-def test_workers_are_replaced_one_at_a_time(tmp_path: Path) -> None:
-    """Two that are due at once: there is always one that serves."""
+def test_workers_are_recycled_one_at_a_time(tmp_path: Path) -> None:
+    """Both are due at once; one of them always serves."""
     with running(tmp_path, served(tmp_path), workers=dict(TWO, recycle_batches=20)) as gateway:
         with gateway.client() as client:
             results = client.stream("ids", [BATCH] * 400)
             assert [batch["y"].to_pylist() for batch in results] == [[4, 7]] * 400
         eventually(
-            lambda: all(w["starts"] > 1 for w in gateway.stats()["workers"]), what="two new ones"
+            lambda: all(w["starts"] > 1 for w in gateway.stats()["workers"]), what="two new workers"
         )
         gateway.wait_ready()
         log = gateway.text()
-    is_leaving = False
+    is_recycling = False
     for line in log.splitlines():
         if "recycle due" in line:
-            assert not is_leaving, "a second one left before the first was replaced"
-            is_leaving = True
+            assert not is_recycling, "two workers were recycled at once"
+            is_recycling = True
         elif "is ready" in line:
-            is_leaving = False
+            is_recycling = False
 
 
-def test_a_lame_duck_takes_batches_and_says_that_it_is_not_ready(tmp_path: Path) -> None:
+def test_lame_duck_is_not_ready_but_serves(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, served(tmp_path), workers=dict(ONE), server={"lame_duck_s": 3.0})
     try:
         gateway.start()
@@ -199,15 +199,15 @@ def test_a_lame_duck_takes_batches_and_says_that_it_is_not_ready(tmp_path: Path)
         gateway.end()
 
 
-def test_nothing_is_imported_from_where_the_gateway_was_started(
+def test_no_module_is_imported_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its children would else run what lies there under the name of a module."""
-    here = tmp_path / "here"
-    here.mkdir()
+    """Otherwise files there with the name of a module would run in the child processes."""
+    directory = tmp_path / "here"
+    directory.mkdir()
     for name in ("iskander", "iskander_worker", "numpy", "msgspec"):
-        (here / f"{name}.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(here)
+        (directory / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(directory)
     served = [{"name": "m", "path": str(models.row_ids(tmp_path / "m")), "intra_threads": 1}]
 
     with running(tmp_path, served, server={"processes": 2}) as gateway, gateway.client() as client:

@@ -1,4 +1,4 @@
-"""Several models of ONNX in one worker: threads of their own, or one pool for all."""
+"""Thread pools of ONNX models in one worker: one for each model, or one for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support import models
 from support.processes import Gateway, running
 
-SEVERAL = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one cpu")
+SEVERAL_CPUS = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one cpu")
 COUNT = 4
 
 
@@ -23,7 +23,7 @@ def served(folder: Path) -> list[dict[str, Any]]:
 
 
 def threads_of(gateway: Gateway) -> int:
-    """Of the one worker, once every model has computed."""
+    """Number of threads of the only worker, after one request to every model."""
     with gateway.client() as client:
         for at in range(COUNT):
             result = client.score(f"ids{at}", pa.record_batch({"x": [1, 2]}))
@@ -32,15 +32,15 @@ def threads_of(gateway: Gateway) -> int:
     return len(os.listdir(f"/proc/{worker['pid']}/task"))
 
 
-@SEVERAL
+@SEVERAL_CPUS
 def test_one_pool_serves_all_models_of_a_worker(tmp_path: Path) -> None:
-    """Beyond the calling thread a pool has one for each further core: once, and not for each."""
-    found = {}
+    """A pool has one thread fewer than cores, because the calling thread works too."""
+    counts = {}
     for kind in ("model", "worker"):
         folder = tmp_path / kind
         folder.mkdir()
         workers = {"thread_pool": kind, "count": 1}
         with running(folder, served(folder), workers=workers) as gateway:
             cores = gateway.stats()["workers"][0]["cores"]
-            found[kind] = threads_of(gateway)
-    assert found["model"] - found["worker"] == (COUNT - 1) * (cores - 1)
+            counts[kind] = threads_of(gateway)
+    assert counts["model"] - counts["worker"] == (COUNT - 1) * (cores - 1)

@@ -1,4 +1,4 @@
-"""TLS, by unmodified clients: certificates of server and clients, and one that is replaced."""
+"""TLS with unmodified clients: server and client certificates, and their replacement."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from iskander.transport.acceptor import HANDSHAKES_MAX
 
 ROWS = pa.record_batch({"x": pa.array([1, 2, 3], pa.int64())})
 FLOAT, ELEMENTS = 1, 1024
-JUDGE = str(ROOT / "tests" / "support" / "access_client.py")
+REFERENCE = str(ROOT / "tests" / "support" / "access_client.py")
 FILES = {"certificate": "chain.pem", "key": "key.pem"}
 
 
 def sign(
     folder: Path, authority: trustme.CA, kind: trustme.KeyType = trustme.KeyType.ECDSA
 ) -> None:
-    """Put a certificate and its key where the server looks for them, each as a whole."""
-    made = authority.issue_cert("127.0.0.1", "localhost", key_type=kind)
+    """Writes a certificate and its key to the configured paths, each by a rename."""
+    issued = authority.issue_cert("127.0.0.1", "localhost", key_type=kind)
     for name, pem in (
-        ("chain.pem", b"".join(each.bytes() for each in made.cert_chain_pems)),
-        ("key.pem", made.private_key_pem.bytes()),
+        ("chain.pem", b"".join(each.bytes() for each in issued.cert_chain_pems)),
+        ("key.pem", issued.private_key_pem.bytes()),
     ):
         (folder / f".{name}").write_bytes(pem)
         (folder / f".{name}").replace(folder / name)
@@ -89,18 +89,18 @@ def gateway(folder: Path, roots: Path) -> Iterator[Gateway]:
         ready.wait_idle()
 
 
-def test_batches_of_megabytes_come_and_go_as_they_are(gateway: Gateway) -> None:
+def test_large_batches_are_returned_unchanged(gateway: Gateway) -> None:
     values = np.random.default_rng(7).random((2048, ELEMENTS), np.float32)
     rows = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), ELEMENTS)
     batch = pa.record_batch({"x": rows})
     assert batch.nbytes >= 8 * MIB
     with gateway.client() as client:
         for result in client.stream("same", [batch] * 4):
-            found = result.column(0).flatten().to_numpy()
-            assert np.array_equal(found, values.ravel())
+            received = result.column(0).flatten().to_numpy()
+            assert np.array_equal(received, values.ravel())
 
 
-def test_pyarrow_believes_who_signed(gateway: Gateway, roots: Path, folder: Path) -> None:
+def test_pyarrow_verifies_the_certificate(gateway: Gateway, roots: Path, folder: Path) -> None:
     address = f"grpc+tls://{gateway.address}"
     with flight.connect(address, tls_root_certs=roots.read_bytes()) as client:
         assert len(list(client.list_flights())) == 2
@@ -112,8 +112,8 @@ def test_pyarrow_believes_who_signed(gateway: Gateway, roots: Path, folder: Path
         list(client.list_flights(options=flight.FlightCallOptions(timeout=10)))
 
 
-def test_tritons_clients(gateway: Gateway, roots: Path) -> None:
-    reference = ReferenceClient(JUDGE)
+def test_triton_clients(gateway: Gateway, roots: Path) -> None:
+    reference = ReferenceClient(REFERENCE)
     over_grpc = {"address": gateway.address, "name": "infer", "model_name": "ids"}
     try:
         assert reference.run("call", **over_grpc, roots=str(roots)) == "ids"
@@ -130,53 +130,54 @@ def test_tritons_clients(gateway: Gateway, roots: Path) -> None:
     over_http.close()
 
 
-def test_a_socket_of_the_machine_stays_as_it_is(gateway: Gateway, folder: Path) -> None:
+def test_unix_socket_stays_without_tls(gateway: Gateway, folder: Path) -> None:
     with Client(f"unix:{folder}/plain.sock") as client:
         assert client.score("ids", ROWS).num_rows == 3
 
 
-def test_who_speaks_in_the_clear_is_not_heard(gateway: Gateway) -> None:
+def test_plaintext_clients_are_rejected(gateway: Gateway) -> None:
     with Client(gateway.address, timeout_s=5) as client, pytest.raises(NotReady):
         client.stats()
     address = gateway.stats()["http_address"]
-    connection = http.client.HTTPConnection(*where(address), timeout=20)
+    connection = http.client.HTTPConnection(*host_and_port(address), timeout=20)
     connection.request("GET", "/v2")
     with pytest.raises((http.client.BadStatusLine, ConnectionError)):
         connection.getresponse()
     connection.close()
 
 
-@pytest.mark.parametrize("said", [b"\x16\x03\x01\x02\x00", os.urandom(4096), b"GET / "])
-def test_what_is_no_handshake_costs_nobody_else_anything(gateway: Gateway, said: bytes) -> None:
-    """Its connection is closed, and nothing is logged."""
+@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x02\x00", os.urandom(4096), b"GET / "])
+def test_invalid_handshake_does_not_affect_other_clients(gateway: Gateway, raw: bytes) -> None:
+    """The connection is closed without a log line."""
     before = len(gateway.text())
-    with socket.create_connection(where(gateway.address), timeout=20) as peer:
-        peer.sendall(said)
+    with socket.create_connection(host_and_port(gateway.address), timeout=20) as peer:
+        peer.sendall(raw)
         with gateway.client() as client:
             assert client.score("ids", ROWS).num_rows == 3
         peer.shutdown(socket.SHUT_WR)
         peer.settimeout(20)
-        while peer.recv(4096):  # An alert, and the end.
+        while peer.recv(4096):  # An alert, then the end of the connection.
             pass
     assert len(gateway.text()) == before
 
 
-def test_handshakes_that_go_nowhere_hold_so_many_places_and_no_more(gateway: Gateway) -> None:
-    """Of both ports; who means it gets in meanwhile."""
+def test_unfinished_handshakes_are_limited(gateway: Gateway) -> None:
+    """Unfinished handshakes at both ports; complete ones succeed meanwhile."""
     process = psutil.Process(gateway.pid)
     before = process.num_fds()
     ports = (gateway.address, gateway.stats()["http_address"])
     silent: list[socket.socket] = []
-    # The oldest, but not of the source with most of them.
-    slow = socket.create_connection(where(ports[1]), 20, source_address=("127.0.0.2", 0))
+    # The oldest handshake, but from another source than most of them.
+    slow = socket.create_connection(host_and_port(ports[1]), 20, source_address=("127.0.0.2", 0))
     try:
         for _ in range(2 * HANDSHAKES_MAX):
-            silent += (socket.create_connection(where(port), timeout=20) for port in ports)
+            silent += (socket.create_connection(host_and_port(port), timeout=20) for port in ports)
             if len(silent) % 64 == 0:
                 with Client(gateway.address, tls=gateway.secrecy, timeout_s=10) as client:
                     assert client.stats()["ready"]
         eventually(
-            lambda: process.num_fds() < before + 2 * HANDSHAKES_MAX + 16, what="a bound of them"
+            lambda: process.num_fds() < before + 2 * HANDSHAKES_MAX + 16,
+            what="the limit of open handshakes",
         )
         slow.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -184,16 +185,16 @@ def test_handshakes_that_go_nowhere_hold_so_many_places_and_no_more(gateway: Gat
     finally:
         for peer in (*silent, slow):
             peer.close()
-    eventually(lambda: process.num_fds() < before + 16, what="their end")
+    eventually(lambda: process.num_fds() < before + 16, what="the end of the handshakes")
 
 
-def where(address: str) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
     host, port = address.split(":")
     return host, int(port)
 
 
-def test_versions_that_are_broken_are_not_spoken(gateway: Gateway, roots: Path) -> None:
-    for most, is_spoken in (
+def test_insecure_tls_versions_are_rejected(gateway: Gateway, roots: Path) -> None:
+    for version, is_accepted in (
         (ssl.TLSVersion.TLSv1_1, False),
         (ssl.TLSVersion.TLSv1_2, True),
         (ssl.TLSVersion.TLSv1_3, True),
@@ -202,10 +203,10 @@ def test_versions_that_are_broken_are_not_spoken(gateway: Gateway, roots: Path) 
         context.set_ciphers("DEFAULT:@SECLEVEL=0")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            context.minimum_version = context.maximum_version = most
+            context.minimum_version = context.maximum_version = version
         context.set_alpn_protocols(["h2"])
-        with socket.create_connection(where(gateway.address), timeout=20) as plain:
-            if not is_spoken:
+        with socket.create_connection(host_and_port(gateway.address), timeout=20) as plain:
+            if not is_accepted:
                 with pytest.raises(ssl.SSLError):
                     context.wrap_socket(plain, server_hostname="localhost")
                 continue
@@ -213,7 +214,7 @@ def test_versions_that_are_broken_are_not_spoken(gateway: Gateway, roots: Path) 
                 assert peer.selected_alpn_protocol() == "h2"
 
 
-def test_the_operators_tool(gateway: Gateway, roots: Path) -> None:
+def test_iskander_command(gateway: Gateway, roots: Path) -> None:
     command = [BIN / "iskander", "stats", "--json", "--address", gateway.address]
     done = subprocess.run(
         [*command, "--tls-roots", roots], capture_output=True, text=True, timeout=60, check=True
@@ -228,35 +229,35 @@ def test_the_operators_tool(gateway: Gateway, roots: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_certificate_that_is_replaced_is_shown_from_then_on(
+def test_replaced_certificate_is_used_for_new_connections(
     gateway: Gateway, roots: Path, folder: Path
 ) -> None:
-    """Connections that are open go on; a pair that does not fit is not taken; any kind of it is."""
+    """Open connections continue; a mismatched pair is ignored; any key type is accepted."""
     authority = trustme.CA()
     new_roots = roots_of(folder, authority, "new.pem")
     http_address = gateway.stats()["http_address"]
     old = [(folder / name).read_bytes() for name in FILES.values()]
 
-    def is_believed() -> bool:
+    def is_trusted() -> bool:
         with Client(gateway.address, tls=Tls(new_roots), timeout_s=5) as client:
             try:
                 return bool(client.stats()["ready"])
             except NotReady:
                 return False
 
-    with gateway.client() as open_before:
-        open_before.stats()
-        assert not is_believed()
+    with gateway.client() as open_client:
+        open_client.stats()
+        assert not is_trusted()
         try:
             (folder / "key.pem").write_bytes(b"no key")
-            eventually(lambda: "stay in use" in gateway.text(), what="the complaint")
+            eventually(lambda: "stay in use" in gateway.text(), what="the log line")
             assert gateway.stats()["ready"]
             sign(folder, authority, trustme.KeyType.RSA)
-            eventually(is_believed, what="the new certificate")
-            assert open_before.score("ids", ROWS).num_rows == 3
+            eventually(is_trusted, what="the new certificate")
+            assert open_client.score("ids", ROWS).num_rows == 3
             context = ssl.create_default_context(cafile=str(new_roots))
             over_http = http.client.HTTPSConnection(
-                *where(http_address), timeout=20, context=context
+                *host_and_port(http_address), timeout=20, context=context
             )
             over_http.request("GET", "/v2/health/live")
             assert over_http.getresponse().status == 200
@@ -264,20 +265,20 @@ def test_a_certificate_that_is_replaced_is_shown_from_then_on(
         finally:
             for name, raw in zip(FILES.values(), old, strict=True):
                 (folder / name).write_bytes(raw)
-    eventually(lambda: not is_believed(), what="the old certificate")
+    eventually(lambda: not is_trusted(), what="the old certificate")
 
 
-def test_clients_show_a_certificate_where_that_is_wanted(tmp_path: Path) -> None:
+def test_client_certificate_is_required_with_client_ca(tmp_path: Path) -> None:
     authority, clients = trustme.CA(), trustme.CA()
     sign(tmp_path, authority)
     roots = roots_of(tmp_path, authority)
     roots_of(tmp_path, clients, "clients.pem")
-    shown = clients.issue_cert("robot-7")
-    strangers = trustme.CA()
-    strange = strangers.issue_cert("robot-7")
-    for name, made in (("shown", shown), ("strange", strange)):
-        made.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / f"{name}.pem"))
-    secrecy = Tls(roots, tmp_path / "shown.pem", tmp_path / "shown.pem")
+    trusted = clients.issue_cert("robot-7")
+    other_clients = trustme.CA()
+    untrusted = other_clients.issue_cert("robot-7")
+    for name, issued in (("trusted", trusted), ("untrusted", untrusted)):
+        issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / f"{name}.pem"))
+    secrecy = Tls(roots, tmp_path / "trusted.pem", tmp_path / "trusted.pem")
     with running(
         tmp_path,
         [{"name": "ids", "path": str(row_ids(tmp_path / "ids"))}],
@@ -287,30 +288,30 @@ def test_clients_show_a_certificate_where_that_is_wanted(tmp_path: Path) -> None
     ) as gateway:
         with gateway.client() as client:
             assert client.score("ids", ROWS).num_rows == 3
-        other = tmp_path / "strange.pem"
-        stranger = Tls(roots, other, other)
-        for wrong in (Tls(roots), stranger):
+        other = tmp_path / "untrusted.pem"
+        untrusted_tls = Tls(roots, other, other)
+        for wrong in (Tls(roots), untrusted_tls):
             with (
                 Client(gateway.address, tls=wrong, timeout_s=5) as client,
                 pytest.raises(NotReady),
             ):
                 client.stats()
 
-        roots_of(tmp_path, strangers, "clients.pem")
+        roots_of(tmp_path, other_clients, "clients.pem")
 
-        def is_let_in() -> bool:
-            with Client(gateway.address, tls=stranger, timeout_s=5) as client:
+        def is_accepted() -> bool:
+            with Client(gateway.address, tls=untrusted_tls, timeout_s=5) as client:
                 try:
                     return bool(client.stats()["ready"])
                 except NotReady:
                     return False
 
-        eventually(is_let_in, what="those that are believed now")
+        eventually(is_accepted, what="the new client CA")
 
 
 @pytest.mark.slow
-def test_a_start_that_cannot_speak_it_says_why(tmp_path: Path) -> None:
-    """`check` and start refuse the same, with the same words."""
+def test_invalid_tls_settings_are_rejected_at_the_start(tmp_path: Path) -> None:
+    """`check` and the start report the same errors."""
     authority = trustme.CA()
     sign(tmp_path, authority)
     key = serialization.load_pem_private_key((tmp_path / "key.pem").read_bytes(), None)

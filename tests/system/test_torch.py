@@ -1,4 +1,4 @@
-"""Models of the backend `torch` behind a real server; skipped where PyTorch is not installed."""
+"""Models of the backend `torch` on a running server; skipped if PyTorch is not installed."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ WEIGHT = np.arange(12, dtype=np.float32).reshape(3, 4)
 BIAS = np.array([1, 2, 3], np.float32)
 
 
-def make(target: Path, how: str) -> None:
-    """Write a program in a process of its own: PyTorch does not share one with the tests."""
+def write_program(target: Path, source: str) -> None:
+    """Write a program in a child process, to keep PyTorch out of the tests' process."""
     target.parent.mkdir(parents=True, exist_ok=True)
     script = target.with_name("make.py")
-    script.write_text(MODULE + textwrap.dedent(how))
+    script.write_text(MODULE + textwrap.dedent(source))
     subprocess.run([sys.executable, str(script), str(target)], check=True, capture_output=True)
 
 
-def served(folder: Path, file: str, how: str, more: str = "", **settings: Any) -> dict[str, Any]:
-    """A model whose weights are those above."""
-    make(folder / file, how)
+def served(folder: Path, file: str, source: str, more: str = "", **settings: Any) -> dict[str, Any]:
+    """A model with the weights above."""
+    write_program(folder / file, source)
     save_file({"linear.weight": WEIGHT, "linear.bias": BIAS}, folder / "model.safetensors")
     (folder / "manifest.toml").write_text(MANIFEST.format(file=file, more=more))
     return {"name": folder.name, "path": str(folder), "backend": "torch", **settings}
@@ -93,18 +93,18 @@ def batch(rows: int) -> pa.RecordBatch:
 WEIGHTS = 'weights = "model.safetensors"'
 
 
-@pytest.mark.parametrize(("file", "how"), [("model.pt2", EXPORT), ("model.pt", SCRIPT)])
+@pytest.mark.parametrize(("file", "source"), [("model.pt2", EXPORT), ("model.pt", SCRIPT)])
 def test_programs_compute_with_weights_from_safetensors(
-    tmp_path: Path, file: str, how: str
+    tmp_path: Path, file: str, source: str
 ) -> None:
-    """Inputs are found by name, whatever the order of the manifest; any number of rows."""
-    table = served(tmp_path / "scaled", file, how, WEIGHTS)
+    """Inputs are matched by name, in any order of the manifest, for any number of rows."""
+    table = served(tmp_path / "scaled", file, source, WEIGHTS)
     with running(tmp_path, [table]) as gateway, gateway.client() as client:
         for rows in (1, 2, 7, 300):
             result = client.score("scaled", batch(rows))
             x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
-            wanted = (x @ WEIGHT.T + BIAS) * np.arange(rows, dtype=np.float32)[:, None]
-            np.testing.assert_allclose(result["logits"].to_pylist(), wanted, rtol=1e-5)
+            expected = (x @ WEIGHT.T + BIAS) * np.arange(rows, dtype=np.float32)[:, None]
+            np.testing.assert_allclose(result["logits"].to_pylist(), expected, rtol=1e-5)
             np.testing.assert_allclose(result["total"].to_pylist(), x.sum(1), rtol=1e-5)
         (worker,) = gateway.stats()["workers"]
         maps = Path(f"/proc/{worker['pid']}/maps").read_text()
@@ -113,8 +113,8 @@ def test_programs_compute_with_weights_from_safetensors(
         assert "onnxruntime" not in maps
 
 
-def refused(folder: Path, table: dict[str, Any]) -> str:
-    """What the server says to a model that it does not start with."""
+def log_of_failed_start(folder: Path, table: dict[str, Any]) -> str:
+    """Log of a server that rejects the model at the start."""
     gateway = Gateway(folder, [table])
     try:
         gateway.start(is_ready=False)
@@ -124,17 +124,17 @@ def refused(folder: Path, table: dict[str, Any]) -> str:
     return gateway.text()
 
 
-def test_a_manifest_that_says_other_than_the_program_is_refused(tmp_path: Path) -> None:
+def test_manifest_that_contradicts_the_program_is_rejected(tmp_path: Path) -> None:
     table = served(tmp_path / "scaled", "model.pt2", EXPORT)
     manifest = tmp_path / "scaled" / "manifest.toml"
     manifest.write_text(manifest.read_text().replace("[4]", "[5]"))
-    assert "`x` has the shape" in refused(tmp_path, table)
+    assert "`x` has the shape" in log_of_failed_start(tmp_path, table)
 
 
-def test_weights_that_are_not_the_program_s_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_program_are_rejected(tmp_path: Path) -> None:
     table = served(tmp_path / "scaled", "model.pt2", EXPORT, WEIGHTS)
     save_file({"linear.weight": WEIGHT}, tmp_path / "scaled" / "model.safetensors")
-    assert "lacks weights of the program" in refused(tmp_path, table)
+    assert "lacks weights of the program" in log_of_failed_start(tmp_path, table)
 
 
 EVIL = (
@@ -156,22 +156,22 @@ with zipfile.ZipFile(source) as whole, zipfile.ZipFile(sys.argv[1], "w") as chan
 )
 
 
-def test_a_program_that_would_unpickle_is_refused(tmp_path: Path) -> None:
+def test_program_with_a_pickle_is_rejected(tmp_path: Path) -> None:
     table = served(tmp_path / "evil", "model.pt2", EVIL)
-    text = refused(tmp_path, table)
+    text = log_of_failed_start(tmp_path, table)
     assert "it contains a pickle that imports" in text
     assert not (tmp_path / "evil" / "model.pt2.ran").exists()
 
 
-def test_a_program_s_failure_is_the_model_s(tmp_path: Path) -> None:
-    how = SCRIPT.replace("module", "Picky()")
-    picky = """
+def test_exception_in_the_program_fails_the_request(tmp_path: Path) -> None:
+    source = SCRIPT.replace("module", "Picky()")
+    failing = """
 class Picky(torch.nn.Module):
     def forward(self, x, scale):
         assert float(scale[0]) != 13.0, "not that one"
         return x[:, :3], x.sum(1)
 """
-    table = served(tmp_path / "picky", "model.pt", picky + how)
+    table = served(tmp_path / "picky", "model.pt", failing + source)
     with running(tmp_path, [table]) as gateway, gateway.client() as client:
         bad = batch(1).set_column(1, "scale", pa.array([13.0], pa.float32()))
         with pytest.raises(ExecutionFailed, match="not that one"):

@@ -1,4 +1,4 @@
-"""What the benchmarks decide: arrivals, verdicts, what changed beyond noise, pages, saturation."""
+"""Benchmark logic: arrivals, verdicts, comparisons, pages, and saturation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def results(*measurements: dict[str, Any]) -> Results:
 
 
 @pytest.mark.parametrize("pattern", ["poisson", "fixed"])
-def test_arrivals_have_their_rate_and_their_order(pattern: Pattern) -> None:
+def test_arrivals_have_the_rate_and_are_sorted(pattern: Pattern) -> None:
     due = arrivals_ns(pattern, 1000.0, 20.0, seed=3)
     assert due.dtype == np.int64
     assert 0 <= due[0] <= due[-1] < 20 * NS_PER_S
@@ -65,7 +65,7 @@ def test_arrivals_have_their_rate_and_their_order(pattern: Pattern) -> None:
     assert not np.array_equal(due, arrivals_ns(pattern, 1000.0, 20.0, seed=4))
 
 
-def test_poisson_gaps_are_exponential_and_fixed_ones_even() -> None:
+def test_poisson_gaps_are_exponential_and_fixed_gaps_are_even() -> None:
     gaps = np.diff(arrivals_ns("poisson", 500.0, 60.0, seed=1)) / NS_PER_S
     assert np.std(gaps) == pytest.approx(np.mean(gaps), rel=0.05)
     assert np.mean(gaps > 2 / 500) == pytest.approx(np.exp(-2), rel=0.1)
@@ -73,37 +73,37 @@ def test_poisson_gaps_are_exponential_and_fixed_ones_even() -> None:
     assert np.ptp(even) <= 1
 
 
-def test_ratios_are_taken_within_a_round_and_their_median_is_judged() -> None:
-    found = results(
+def test_verdict_is_the_median_of_ratios_per_round() -> None:
+    run = results(
         *(measurement("iskander", n, requests_per_s=value) for n, value in enumerate((10, 40, 90))),
         *(measurement("mosec", n, requests_per_s=value) for n, value in enumerate((10, 20, 30))),
     )
     goal = Goal(case=CASE, metric="requests_per_s", baseline="mosec", bound=2.0)
-    (verdict,) = check_goals(found, [goal])
+    (verdict,) = check_goals(run, [goal])
     assert verdict.rounds == [1.0, 2.0, 3.0]
     assert (verdict.value, verdict.word) == (2.0, "met")
     (missed,) = check_goals(
-        found, [Goal(case=CASE, metric="requests_per_s", baseline="mosec", bound=2.01)]
+        run, [Goal(case=CASE, metric="requests_per_s", baseline="mosec", bound=2.01)]
     )
     assert missed.word == "missed"
     (most,) = check_goals(
-        found,
+        run,
         [Goal(case=CASE, metric="requests_per_s", baseline="mosec", sense="most", bound=1.9)],
     )
     assert most.word == "missed"
 
 
-def test_what_was_not_measured_is_said_so_and_never_met() -> None:
-    found = results(measurement("iskander", 1), measurement("echo", 1, p99_us=None))
+def test_missing_measurements_are_reported_as_not_measured() -> None:
+    run = results(measurement("iskander", 1), measurement("echo", 1, p99_us=None))
     goals = [
         Goal(case=CASE, metric="p99_us", baseline="echo", sense="most", bound=9.0),
         Goal(case=CASE, metric="requests_per_s", baseline="triton", bound=0.0),
         Goal(case="another", metric="requests_per_s", baseline="echo", bound=0.0),
     ]
-    assert [verdict.word for verdict in check_goals(found, goals)] == ["not measured", "not measured"]
+    assert [verdict.word for verdict in check_goals(run, goals)] == ["not measured", "not measured"]
 
 
-def test_goals_name_cases_systems_and_figures_that_are_measured() -> None:
+def test_goals_refer_to_measured_cases_systems_and_metrics() -> None:
     cases = {case.name: case for case in SUITES["goals"]}
     for goal in GOALS:
         assert goal.system in cases[goal.case].systems
@@ -114,7 +114,7 @@ def test_goals_name_cases_systems_and_figures_that_are_measured() -> None:
         assert all(set(case.systems) <= set(SYSTEMS) for case in suite)
 
 
-def test_a_change_is_told_against_the_yardstick_and_beyond_noise() -> None:
+def test_change_is_relative_to_the_yardstick() -> None:
     before = results(
         *(measurement("echo", n, requests_per_s=1000.0) for n in range(3)),
         *(measurement("iskander", n, requests_per_s=300.0) for n in range(3)),
@@ -124,14 +124,14 @@ def test_a_change_is_told_against_the_yardstick_and_beyond_noise() -> None:
         *(measurement("iskander", n, requests_per_s=900.0) for n in range(3)),
     )
     changes = {(each.system, each.metric): each for each in compare.compare(before, faster_machine)}
-    ours = changes["iskander", "requests_per_s"]
-    assert (round(ours.factor, 3), ours.word, ours.yardstick) == (1.5, "better", "echo")
+    change = changes["iskander", "requests_per_s"]
+    assert (round(change.factor, 3), change.word, change.yardstick) == (1.5, "better", "echo")
     assert changes["iskander", "p50_us"].word == "same"
     assert changes["echo", "requests_per_s"].yardstick == ""
     assert "1.50" in compare.render(list(changes.values()))
 
 
-def test_a_change_within_the_spread_of_the_rounds_is_none() -> None:
+def test_change_within_the_spread_of_rounds_is_the_same() -> None:
     def noisy(*rates: float) -> Results:
         return results(
             *(measurement("echo", n) for n in range(3)),
@@ -144,18 +144,18 @@ def test_a_change_within_the_spread_of_the_rounds_is_none() -> None:
     assert "worse" in {change.word for change in worse}
 
 
-def test_a_file_is_written_as_the_figures_come_and_read_again(tmp_path: Path) -> None:
+def test_records_are_written_immediately_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.jsonl"
     records = write(path, [RUN, measurement("echo", 1), {"kind": "probe", "name": "start"}])
     next(records)
     next(records)
     assert len(path.read_text().splitlines()) == 2
     assert len(list(records)) == 1
-    found = read([path])
-    assert (found.cases, found.systems(CASE), len(found.probes)) == ([CASE], ["echo"], 1)
+    run = read([path])
+    assert (run.cases, run.systems(CASE), len(run.probes)) == ([CASE], ["echo"], 1)
 
 
-def test_files_of_different_machines_do_not_go_together(tmp_path: Path) -> None:
+def test_files_of_different_machines_are_not_merged(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     paths[0].write_text(json.dumps(RUN) + "\n")
     paths[1].write_text(json.dumps(RUN | {"machine": {"cpu": "other"}}) + "\n")
@@ -165,8 +165,8 @@ def test_files_of_different_machines_do_not_go_together(tmp_path: Path) -> None:
     assert read(paths).run["versions"]["commit"] == "abc, def"
 
 
-def test_what_two_files_measured_are_rounds_of_one(tmp_path: Path) -> None:
-    """A ratio is of one round of one of them."""
+def test_rounds_of_two_files_are_merged(tmp_path: Path) -> None:
+    """A ratio uses the values of one round of one file."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path, factor in zip(paths, (2, 3), strict=True):
         rounds = [
@@ -180,36 +180,40 @@ def test_what_two_files_measured_are_rounds_of_one(tmp_path: Path) -> None:
     assert (verdict.rounds, verdict.value) == ([2, 2, 3, 3], 2.5)
 
 
-def test_the_rounds_of_a_page_are_those_that_were_measured() -> None:
+def test_page_shows_the_measured_rounds() -> None:
     assert results(measurement("echo", 1), measurement("echo", 2)).rounds == "2"
-    once = [measurement("echo", 1), measurement("mosec", 1), measurement("mosec", 2)]
-    assert (results(*once).rounds, results().rounds) == ("1 to 2", "no")
+    measurements = [measurement("echo", 1), measurement("mosec", 1), measurement("mosec", 2)]
+    assert (results(*measurements).rounds, results().rounds) == ("1 to 2", "no")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "no json"])
-def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"not a record|no run"):
         read([path])
 
 
-def test_the_page_shows_goals_cases_probes_and_pictures(tmp_path: Path) -> None:
-    found = results(measurement("iskander", 1), measurement("mosec", 1, error_words="it broke"))
-    found.probes += [
+def test_page_shows_goals_cases_and_probes(tmp_path: Path) -> None:
+    run = results(measurement("iskander", 1), measurement("mosec", 1, error_words="it broke"))
+    run.probes += [
         {"kind": "probe", "name": "start", "seconds": 1.2},
         {"kind": "probe", "name": "ramp", "system": "iskander", "sustained_per_s": 4000.0},
     ]
-    page.write_page(found, tmp_path / "README.md", images=None)
+    page.write_page(run, tmp_path / "README.md", images=None)
     text = (tmp_path / "README.md").read_text()
     for words in (CASE, "missed |", "1.20", "4,000", "mosec: it broke", "isk-gateway 30"):
         assert words in text
 
 
-def test_latency_counts_only_what_is_known() -> None:
+def test_summary_of_tallies_with_and_without_requests() -> None:
     load = Load(workload=TWO_TOWER, rows=128, clients=4)
-    nothing = _sum_up(Tally(errors=4, error="x"), Span(0, NS_PER_S), load, {"client": 1.0}, 0.0)
-    assert (nothing["requests_per_s"], nothing["p50_us"], nothing["errors"]) == (0.0, None, 4)
+    no_requests = _sum_up(Tally(errors=4, error="x"), Span(0, NS_PER_S), load, {"client": 1.0}, 0.0)
+    assert (no_requests["requests_per_s"], no_requests["p50_us"], no_requests["errors"]) == (
+        0.0,
+        None,
+        4,
+    )
     tallies = [Tally(np.array([1000, 3000])), Tally(np.array([2000]), drops=2)]
     figures = _sum_up(
         merge(tallies), Span(0, 2 * NS_PER_S), load, {"client": 3e-6, "gateway": 6e-6}, 6e-6
@@ -220,23 +224,23 @@ def test_latency_counts_only_what_is_known() -> None:
     assert figures["client_cpu_us"] == pytest.approx(1.0)
 
 
-def test_a_load_is_sustained_while_answers_come_in_time() -> None:
-    good = {"requests": 990, "drops": 10, "errors": 0, "p99_us": 2000.0}
-    assert ramp.is_sustained(good)
-    for bad in ({"drops": 100}, {"errors": 1}, {"p99_us": 60_000.0}, {"p99_us": None},
+def test_load_is_sustained_while_responses_are_on_time() -> None:
+    sustained = {"requests": 990, "drops": 10, "errors": 0, "p99_us": 2000.0}
+    assert ramp.is_sustained(sustained)
+    for overload in ({"drops": 100}, {"errors": 1}, {"p99_us": 60_000.0}, {"p99_us": None},
                 {"requests": 0, "drops": 0}):  # fmt: skip
-        assert not ramp.is_sustained(good | bad)
+        assert not ramp.is_sustained(sustained | overload)
 
 
-def test_probes_are_held_against_their_bounds() -> None:
-    found = results()
-    found.probes += [{"name": "start", "seconds": 1.6}]
-    assert "missed" in probes.render(found)
-    assert ramp.render(found) == ""
+def test_probe_above_its_bound_is_missed() -> None:
+    run = results()
+    run.probes += [{"name": "start", "seconds": 1.6}]
+    assert "missed" in probes.render(run)
+    assert ramp.render(run) == ""
 
 
-def test_answers_that_are_not_the_models_stop_a_measurement() -> None:
-    class Wrong:
+def test_wrong_outputs_stop_a_measurement() -> None:
+    class WrongModel:
         def call(self, index: int) -> int:
             return index
 
@@ -245,11 +249,11 @@ def test_answers_that_are_not_the_models_stop_a_measurement() -> None:
 
         def close(self) -> None: ...
 
-    require_outputs(Wrong(), [np.array([0.0]), np.array([1.0])])
+    require_outputs(WrongModel(), [np.array([0.0]), np.array([1.0])])
     with pytest.raises(ValueError, match="batch 1"):
-        require_outputs(Wrong(), [np.array([0.0]), np.array([0.5])])
+        require_outputs(WrongModel(), [np.array([0.0]), np.array([0.5])])
 
 
-def test_no_more_processes_than_clients() -> None:
+def test_processes_are_limited_to_clients() -> None:
     case = SUITES["small"][0]
     assert with_processes(case, 4).load.processes == case.load.clients == 1

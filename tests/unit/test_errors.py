@@ -1,4 +1,4 @@
-"""Errors: stable codes, the same after a journey, and small enough for a gRPC trailer."""
+"""Errors: stable codes, wire form, and size limits for gRPC trailers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from iskander import errors
 from iskander.errors import MESSAGE_BYTES_MAX, Fault, IskanderError, shorten
 
 WIRE_BYTES_MAX = 2048
-"""Text and detail together; a peer that gets more in its headers drops the status."""
+"""Limit for text and detail together: peers drop the status above it."""
 
-# Literal on purpose: clients compare these, so a change here is a change of the interface.
+# Literal because clients compare them: a change here is a change of the interface.
 CODES = {
     "contract": (errors.ContractError, "client", False, "INVALID_ARGUMENT", None),
     "malformed": (errors.MalformedInput, "client", False, "INVALID_ARGUMENT", None),
@@ -81,7 +81,7 @@ HTTP = {
     "not_ready": 503,
     "draining": 503,
 }
-"""Of all others it is 500."""
+"""All other codes have HTTP status 500."""
 KINDS = [pytest.param(kind, id=code) for code, (kind, *_) in CODES.items()]
 
 
@@ -89,12 +89,12 @@ def subclasses(kind: type[IskanderError]) -> set[type[IskanderError]]:
     return {kind}.union(*(subclasses(child) for child in kind.__subclasses__()))
 
 
-def test_every_error_is_in_the_list_above() -> None:
-    """A new error needs a line here, so that its code is chosen once and on purpose."""
-    ours = {kind for kind in subclasses(IskanderError) if kind.__module__ == "iskander.errors"}
+def test_every_error_is_listed() -> None:
+    """A new error needs an entry here, because its code must not change later."""
+    defined = {kind for kind in subclasses(IskanderError) if kind.__module__ == "iskander.errors"}
 
-    assert {kind.code: kind for kind in ours} == {code: row[0] for code, row in CODES.items()}
-    assert len(ours) == len(CODES)
+    assert {kind.code: kind for kind in defined} == {code: row[0] for code, row in CODES.items()}
+    assert len(defined) == len(CODES)
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -106,30 +106,30 @@ def test_code_fault_retry_and_status_are_stable(code: str) -> None:
     assert kind.http_status == HTTP.get(code, 500)
 
 
-def test_every_fault_is_somebodys() -> None:
+def test_every_fault_is_used() -> None:
     assert {kind.fault for kind, *_ in CODES.values()} == set(Fault)
 
 
-def test_two_errors_cannot_have_one_code() -> None:
+def test_duplicate_code_is_an_assertion_error() -> None:
     with pytest.raises(AssertionError, match="contract"):
         type("Second", (IskanderError,), {}, code="contract", fault=Fault.CLIENT, status="ABORTED")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_is_the_same_after_a_journey(kind: type[IskanderError]) -> None:
-    """Through JSON, which is what clients get, and back."""
+def test_error_round_trips_through_json(kind: type[IskanderError]) -> None:
+    """Clients receive the error as JSON."""
     error = kind("column `a`: wanted b, got c", retry_after_ms=5, column="a", wanted=7)
 
-    again = IskanderError.from_wire(msgspec.json.decode(msgspec.json.encode(error.to_wire())))
+    decoded = IskanderError.from_wire(msgspec.json.decode(msgspec.json.encode(error.to_wire())))
 
-    assert type(again) is kind
-    assert again.message == str(again) == "column `a`: wanted b, got c"
-    assert again.fields == {"column": "a", "wanted": 7}
-    assert again.retry_after_ms == 5
-    assert again.to_wire() == error.to_wire()
+    assert type(decoded) is kind
+    assert decoded.message == str(decoded) == "column `a`: wanted b, got c"
+    assert decoded.fields == {"column": "a", "wanted": 7}
+    assert decoded.retry_after_ms == 5
+    assert decoded.to_wire() == error.to_wire()
 
 
-def test_the_wire_form_is_flat_and_leaves_out_what_is_not_known() -> None:
+def test_wire_form_is_flat_and_omits_unknown_fields() -> None:
     assert errors.Overloaded("full", model=None).to_wire() == {
         "code": "overloaded",
         "fault": "nobody",
@@ -138,44 +138,44 @@ def test_the_wire_form_is_flat_and_leaves_out_what_is_not_known() -> None:
     }
 
 
-def test_an_unknown_code_is_a_plain_error() -> None:
-    """An older program must not fail on the error of a newer one."""
-    again = IskanderError.from_wire({"code": "of the future", "message": "no", "hint": "wait"})
+def test_unknown_code_is_decoded_as_a_plain_error() -> None:
+    """An older client must accept errors of a newer server."""
+    decoded = IskanderError.from_wire({"code": "of the future", "message": "no", "hint": "wait"})
 
-    assert type(again) is IskanderError
-    assert (again.message, again.fields) == ("no", {"hint": "wait"})
+    assert type(decoded) is IskanderError
+    assert (decoded.message, decoded.fields) == ("no", {"hint": "wait"})
 
 
-def test_an_empty_wire_form_is_a_plain_error() -> None:
+def test_empty_wire_form_is_decoded_as_a_plain_error() -> None:
     assert type(IskanderError.from_wire({})) is IskanderError
 
 
-def largest(kind: type[IskanderError], letter: str) -> IskanderError:
-    endless = letter * 10_000
-    return kind(endless, retry_after_ms=2**31, model=endless, version=endless, wanted=2**62)
+def largest(kind: type[IskanderError], character: str) -> IskanderError:
+    long_text = character * 10_000
+    return kind(long_text, retry_after_ms=2**31, model=long_text, version=long_text, wanted=2**62)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_largest_error_of_each_kind_fits_a_trailer(kind: type[IskanderError]) -> None:
+def test_largest_error_of_each_kind_fits_in_a_trailer(kind: type[IskanderError]) -> None:
     assert len(msgspec.json.encode(largest(kind, "x").to_wire())) <= WIRE_BYTES_MAX
 
 
-@pytest.mark.parametrize("letter", ["é", "名", "😀", '"', "\\", "\n", "\x00", "\x7f"])
-def test_the_largest_error_fits_a_trailer_in_any_letters(letter: str) -> None:
-    """Names in errors are the client's, and JSON writes some letters with six times the bytes."""
-    error = largest(errors.ModelNotFound, letter)
+@pytest.mark.parametrize("character", ["é", "名", "😀", '"', "\\", "\n", "\x00", "\x7f"])
+def test_largest_error_fits_in_a_trailer_with_any_characters(character: str) -> None:
+    """Names come from the client, and JSON escapes can need six times the bytes."""
+    error = largest(errors.ModelNotFound, character)
 
     assert len(msgspec.json.encode(error.to_wire())) <= WIRE_BYTES_MAX
 
 
-def test_a_message_that_fits_is_not_touched() -> None:
+def test_short_message_is_unchanged() -> None:
     text = "é" * (MESSAGE_BYTES_MAX // 2)
 
     assert shorten(text) == text
 
 
-def test_what_has_no_utf_8_can_still_be_sent() -> None:
-    """A file's name may hold bytes that are no text, which Python shows as lone surrogates."""
+def test_lone_surrogates_can_be_encoded() -> None:
+    """File names can contain invalid UTF-8, which Python decodes to lone surrogates."""
     error = errors.ManifestError("no \udcff", column="\udcff")
 
     assert msgspec.json.encode(error.to_wire())
@@ -183,15 +183,15 @@ def test_what_has_no_utf_8_can_still_be_sent() -> None:
 
 @settings(deadline=None)
 @given(st.text(alphabet=string.ascii_letters + "é名😀\ud800", min_size=1), st.integers(1, 2000))
-def test_a_long_message_is_cut_between_letters(piece: str, times: int) -> None:
-    """By bytes of UTF-8: never longer than the limit, never half a letter, and it says so."""
+def test_long_message_is_truncated_between_characters(piece: str, times: int) -> None:
+    """The limit counts UTF-8 bytes, no character is split, and the text ends with `...`."""
     text = piece * times
 
     cut = shorten(text)
 
-    sendable = text.encode("utf-8", "replace").decode()
+    encodable = text.encode("utf-8", "replace").decode()
     assert len(cut.encode()) <= MESSAGE_BYTES_MAX
-    if cut != sendable:
+    if cut != encodable:
         assert cut.endswith("...")
-        assert sendable.startswith(cut[:-3])
+        assert encodable.startswith(cut[:-3])
         assert len(cut.encode()) > MESSAGE_BYTES_MAX - 6

@@ -203,7 +203,7 @@ class Converter:
         # With buckets, a lower bound by the smallest one; `_portions` checks the exact size.
         inputs, builders = self._plan.variants[0].inputs, self._plan.builders
         decoded = sum(spec.buffer_bytes(batch.num_rows) for spec in inputs)
-        decoded += sum(builder.shared_bytes(batch) for builder in builders)
+        decoded += sum(builder.view_index_bytes(batch) for builder in builders)
         require_limit("bytes", decoded, self._limits.bytes)
         # `nbytes` crashes the process for some types (pyarrow 26, null and union arrays).
         buffers = (buffer for column in batch.columns for buffer in column.buffers() if buffer)

@@ -27,6 +27,7 @@ from iskander.protocols.flight.plan import Plan
 from iskander.protocols.flight.shared_memory import SharedCodec
 from iskander.protocols.flight.split import SplitBatch, split_batch
 from iskander.protocols.stream_terms import StreamTerms
+from iskander.protocols.window import Window
 from iskander.repository.models import Models
 from iskander.scheduling.dispatch import Dispatcher
 from iskander.scheduling.input_arena import InputArena
@@ -156,8 +157,9 @@ class Exchange:
         self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
         self._codec: StreamCodec | None = None
         self.target = StreamTarget(find, models, self._terms.route_key)
-        self._window: deque[PendingBatch | SplitBatch | RejectedBatch] = deque()
-        self._window_bytes = self._dictionary_bytes = 0
+        self._window = Window(limits)
+        self._unwritten: deque[PendingBatch | SplitBatch | RejectedBatch] = deque()
+        self._dictionary_bytes = 0
         self._admission: asyncio.Task[None] | None = None
         self._preparations: set[asyncio.Task[None]] = set()
         self._is_reading = self._is_write_due = False
@@ -188,9 +190,9 @@ class Exchange:
                 self._admission.cancel()
             for preparation in self._preparations:
                 preparation.cancel()
-            for pending in self._window:
+            for pending in self._unwritten:
                 self._withdraw(pending)
-            self._window.clear()
+            self._unwritten.clear()
 
     def stop(self, error: IskanderError) -> None:
         """Stop reading; end the stream with an error after the results of accepted batches."""
@@ -234,11 +236,6 @@ class Exchange:
         request.error = error
         self._write_soon()
 
-    @property
-    def _is_full(self) -> bool:
-        limits, count = self._limits, len(self._window)
-        return count >= limits.window_batches or self._window_bytes >= limits.window_bytes
-
     def _read(self) -> None:
         """Process received messages until the window is full or an admission is pending."""
         if self._is_reading:
@@ -246,7 +243,9 @@ class Exchange:
         self._is_reading = True
         call = self._call
         try:
-            while call.has_input and not (self._is_ended or self._admission or self._is_full):
+            while call.has_input and not (
+                self._is_ended or self._admission or self._window.is_full
+            ):
                 raw = call.receive()
                 if raw is None:
                     if self._codec is None:
@@ -411,15 +410,15 @@ class Exchange:
         elif isinstance(pending, PendingBatch):
             self._dispatcher.withdraw(pending)
 
-    def _append(self, pending: PendingBatch | SplitBatch) -> None:
-        self._window.append(pending)
-        self._window_bytes += pending.held_bytes
+    def _append(self, pending: PendingBatch | SplitBatch | RejectedBatch) -> None:
+        self._unwritten.append(pending)
+        self._window.enter(pending.held_bytes)
 
     def _reject(self, error: IskanderError) -> None:
         """Put an in-band error in the window in place of its batch, or end the stream."""
         detach(error)
         if self._terms.is_in_band:
-            self._window.append(RejectedBatch(error))
+            self._append(RejectedBatch(error))
             self._write_soon()
         else:
             self._end(error)
@@ -436,14 +435,14 @@ class Exchange:
         self._is_write_due = False
         if self._finished.done():
             return None
-        window, call = self._window, self._call
+        unwritten, call = self._unwritten, self._call
         try:
-            while window and not call.is_blocked:
-                pending = window[0]
+            while unwritten and not call.is_blocked:
+                pending = unwritten[0]
                 if pending.response is None and pending.error is None:
                     break
-                window.popleft()
-                self._window_bytes -= pending.held_bytes
+                unwritten.popleft()
+                self._window.leave(pending.held_bytes)
                 assert self._codec is not None
                 if pending.error is None:
                     frames = self._codec.frames(pending.response)
@@ -456,7 +455,7 @@ class Exchange:
         except Exception:
             log.exception("stream: write failed")
             return self._finish_run(IskanderError("the server failed to write the stream"))
-        if self._is_ended and not window and not call.is_blocked:
+        if self._is_ended and not unwritten and not call.is_blocked:
             self._finish_run(self._end_error)
         elif call.has_input:
             self._read()

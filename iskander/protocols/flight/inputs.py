@@ -66,13 +66,15 @@ class InputBuilder:
         """Bytes of the entry's strings when decoded."""
         if not self.sent.is_text:
             return 0
-        return sum(arrays.written_bytes(arrays.pick(batch, path.indices)) for path in self.paths)
+        return sum(
+            arrays.decoded_text_bytes(arrays.pick(batch, path.indices)) for path in self.paths
+        )
 
-    def shared_bytes(self, batch: pa.RecordBatch) -> int:
+    def view_index_bytes(self, batch: pa.RecordBatch) -> int:
         """Memory to expand list views, which may share elements."""
         if not self.sent.is_ragged:
             return 0
-        return arrays.shared_bytes(arrays.pick(batch, self.paths[0].indices))
+        return arrays.view_index_bytes(arrays.pick(batch, self.paths[0].indices))
 
     def make(self, batch: pa.RecordBatch) -> BuiltTensor:
         """Read the entry's columns; raises ContractError for values the tensor cannot hold."""

@@ -32,6 +32,7 @@ from iskander.protocols.inferential.wire import (
     render_results,
 )
 from iskander.protocols.tensors import RequestTensors, read_inputs
+from iskander.protocols.window import Window
 from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import NEVER_NS, Request, Terms
 from iskander.transport.zmtp.connection import Connection
@@ -103,7 +104,8 @@ class Session:
         self._connection = connection
         self._limits = service.limits
         self._replies: dict[str, deque[_Pending | _Rejected]] = {}
-        self._window = self._window_bytes = self._failed = 0
+        self._window = Window(service.limits)
+        self._failed = 0
         self.unread_bytes = 0  # Unsent results; they are charged to the receive budget.
         self._admission: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -117,12 +119,7 @@ class Session:
     @property
     def is_full(self) -> bool:
         """Whether replies have to be sent before the next observation is read."""
-        return (
-            self._admission is not None
-            or self._window >= self._limits.window_batches
-            or self._window_bytes >= self._limits.window_bytes
-            or self._failed >= FAILED_MAX
-        )
+        return self._admission is not None or self._window.is_full or self._failed >= FAILED_MAX
 
     @property
     def has_work(self) -> bool:
@@ -170,7 +167,8 @@ class Session:
                 self._service.metrics.on_unsent(self.labels)
         self._replies.clear()
         self._service.budget.release(self.unread_bytes)
-        self._window = self._window_bytes = self._failed = self.unread_bytes = 0
+        self._window = Window(self._limits)
+        self._failed = self.unread_bytes = 0
         self._service.unregister(self)
 
     def deliver(self, request: Request, results: bytes | memoryview) -> None:
@@ -268,13 +266,11 @@ class Session:
 
     def _enter_window(self, pending: _Pending) -> None:
         self._replies.setdefault(pending.address.model, deque()).append(pending)
-        self._window += 1
-        self._window_bytes += pending.memory_bytes
+        self._window.enter(pending.memory_bytes)
         self._arm_expiry()
 
     def _leave_window(self, pending: _Pending) -> None:
-        self._window -= 1
-        self._window_bytes -= pending.memory_bytes
+        self._window.leave(pending.memory_bytes)
         if pending.body is not None:
             self.unread_bytes -= len(pending.body)
             self._service.budget.release(len(pending.body))

@@ -18,6 +18,7 @@ from iskander.errors import Draining, IskanderError, detach
 from iskander.protocols.oip.infer import Inference
 from iskander.protocols.oip.wire import in_stream, scan
 from iskander.protocols.stream_terms import StreamTerms
+from iskander.protocols.window import Window
 from iskander.transport.http2.call import Call, Message
 
 log = logging.getLogger("iskander.oip")
@@ -35,9 +36,9 @@ class InferStream:
         self._limits = limits
         self._terms = StreamTerms(call.metadata, call.deadline_ns, call.source)
         self._ends_on_error = STATUS_METADATA in call.metadata
+        self._window = Window(limits)
         # Private memory of each request in flight: its message and its response.
-        self._window: dict[asyncio.Task[list[Message]], int] = {}
-        self._window_bytes = 0
+        self._answers: dict[asyncio.Task[list[Message]], int] = {}
         self._moved = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._last_error: IskanderError = Draining(
@@ -51,13 +52,13 @@ class InferStream:
         try:
             await self._write_all()
         finally:
-            tasks = [self._reader, *self._window]
+            tasks = [self._reader, *self._answers]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             # Breaks the reference cycle of this frame, the tasks and their error.
             self._reader = None
-            self._window.clear()
+            self._answers.clear()
             tasks.clear()
 
     def drain(self) -> None:
@@ -77,7 +78,7 @@ class InferStream:
         """Read requests while the window has capacity."""
         # The message has no name here: that would keep the last one during the next read.
         while self._enter(await self._call.read()):
-            while self._is_full:
+            while self._window.is_full:
                 self._moved.clear()
                 await self._moved.wait()
 
@@ -86,40 +87,31 @@ class InferStream:
         if raw is None:
             return False
         answer = asyncio.create_task(self._answer(raw))
-        self._window[answer] = 0
-        self._hold(answer, len(raw))
+        self._answers[answer] = len(raw)
+        self._window.enter(len(raw))
         answer.add_done_callback(self._on_answer)
         return True
 
     def _on_answer(self, answer: asyncio.Task[list[Message]]) -> None:
-        if answer in self._window and not answer.cancelled() and answer.exception() is None:
-            self._hold(answer, sum(map(len, answer.result())))
+        if answer in self._answers and not answer.cancelled() and answer.exception() is None:
+            response_bytes = sum(map(len, answer.result()))
+            self._answers[answer] += response_bytes
+            self._window.hold(response_bytes)
         self._moved.set()
-
-    def _hold(self, answer: asyncio.Task[list[Message]], count: int) -> None:
-        self._window[answer] += count
-        self._window_bytes += count
 
     @property
     def _first(self) -> asyncio.Task[list[Message]]:
-        return next(iter(self._window))
-
-    @property
-    def _is_full(self) -> bool:
-        return (
-            len(self._window) >= self._limits.window_batches
-            or self._window_bytes >= self._limits.window_bytes
-        )
+        return next(iter(self._answers))
 
     async def _write_all(self) -> None:
         """Write each response in order, until the end of the stream."""
         assert self._reader is not None
         while True:  # No name for a task: it and its error would keep this frame.
-            if self._window and self._first.done():
+            if self._answers and self._first.done():
                 await self._call.write(*self._first.result())
-                self._window_bytes -= self._window.pop(self._first)
+                self._window.leave(self._answers.pop(self._first))
                 self._moved.set()
-            elif not self._window and self._reader.done():
+            elif not self._answers and self._reader.done():
                 if self._reader.cancelled():
                     raise self._last_error
                 return self._reader.result()

@@ -1,7 +1,7 @@
 """HTTP/1.1 connection: turns, timeouts, and charged memory.
 
-A read is parsed for a quantum of time. Input that is left waits in the turn scheduler while the
-socket is not read. Processor time without requests or bodies is limited.
+A read is parsed for a quantum of time. With input left, the connection stops reading and waits in
+the turn scheduler. Processor time without requests or bodies is limited.
 
 Runs on: gateway loop. Source: RFC 9112.
 """
@@ -43,7 +43,7 @@ REQUEST_CPU_NS: Final = NS_PER_MS
 BYTE_CPU_NS: Final = 2
 """Processor time granted per request and per body byte."""
 EVICT_BYTES_MIN: Final = 4096
-"""Connections with fewer charged bytes are not ended to free memory."""
+"""Connections with fewer charged bytes are not evicted."""
 
 log = logging.getLogger("iskander.http")
 
@@ -52,7 +52,7 @@ _MALFORMED: Final = msgspec.json.encode({"error": "malformed HTTP/1.1 request", 
 
 
 class _Flow(FlowControl):
-    """Resumes reading when the application took all input and the parser has none left."""
+    """Resumes reading once the application and the parser have processed all input."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -75,7 +75,7 @@ class _Flow(FlowControl):
 
 
 class _Buffer(ReceiveBuffer):
-    """Unparsed input; h11 limits incomplete heads only, this buffer limits complete ones too."""
+    """Unparsed input with limits on heads; h11 itself limits incomplete heads only."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         ends = [self._data.find(end, 0, HEAD_BYTES_MAX) for end in (b"\n\r\n", b"\n\n")]
@@ -94,7 +94,7 @@ class _Buffer(ReceiveBuffer):
 
 
 class _Parser(h11.Connection):
-    """Returns NEED_DATA at the end of a turn."""
+    """Parser that returns NEED_DATA at the end of a turn, even with input left."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, HEAD_BYTES_MAX)
@@ -110,7 +110,7 @@ class _Parser(h11.Connection):
         return len(self._receive_buffer)
 
     def begin_turn(self, until_ns: int) -> None:
-        """Return events until that time."""
+        """Let `next_event` return events until that time."""
         self._until_ns = until_ns
         self._countdown = CLOCK_EVENTS
         self.is_out_of_time = False
@@ -128,9 +128,9 @@ class _Parser(h11.Connection):
         elif type(event) is h11.Request:
             self.granted_ns += REQUEST_CPU_NS
             self.is_head = event.method == b"HEAD"
-            self._countdown = 0  # A head costs enough for a clock read after it.
+            self._countdown = 0  # A head costs much more than a clock read.
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
-                # A proxy may parse another body. Source: RFC 9112, section 6.1.
+                # A proxy may read a different body. Source: RFC 9112, section 6.1.
                 raise h11.RemoteProtocolError("Content-Length with Transfer-Encoding")
         return event
 
@@ -201,7 +201,7 @@ class Connection(H11Protocol):
         if self.scheme == "https" or cycle is None or cycle.more_body or cycle.response_complete:
             return None
         if self._half_closed is None:
-            self._half_closed = self.loop.call_later(HALF_CLOSED_S, self._close_half_closed)
+            self._half_closed = self.loop.call_later(HALF_CLOSED_S, self._abort_half_closed)
         return True
 
     def pause_writing(self) -> None:
@@ -260,7 +260,7 @@ class Connection(H11Protocol):
         return not self.transport.is_closing()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; it charges the input that it receives itself."""
+        """Run the application; input that it received is not charged here any more."""
 
         async def receive_and_release() -> Message:
             message = await receive()
@@ -271,11 +271,14 @@ class Connection(H11Protocol):
         await self._app(scope, receive_and_release, send)
 
     def evictable(self, now_ns: int) -> float:
-        """Return the charged memory in bytes times nanoseconds."""
+        """Return the charged bytes times the nanoseconds since the first of them."""
         return self._charged_bytes * float(now_ns - self._charged_ns)
 
     def evict(self) -> bool:
-        """End the connection if it holds enough; the application rejects bodies itself."""
+        """Abort the connection if its charge reaches `EVICT_BYTES_MIN`; return whether it did.
+
+        Bodies that the application received are evicted there.
+        """
         if self._charged_bytes < EVICT_BYTES_MIN or self.transport.is_closing():
             return False
         self._end("receive_memory")
@@ -286,6 +289,7 @@ class Connection(H11Protocol):
         """Do nothing: HTTP/1.1 connections reserve no memory."""
 
     def _update_charge(self) -> None:
+        """Charge the unparsed input, and the body that the application has not received."""
         if self.transport.is_closing():
             self._charge(0)
             return
@@ -296,13 +300,13 @@ class Connection(H11Protocol):
             self._head_ns = 0
 
     def _charge(self, size: int) -> None:
-        more, self._charged_bytes = size - self._charged_bytes, size
-        if more > 0:
-            if more == size:
+        change, self._charged_bytes = size - self._charged_bytes, size
+        if change > 0:
+            if change == size:
                 self._charged_ns = now_ns()
-            self._host.budget.charge(more)
-        elif more:
-            self._host.budget.release(-more)
+            self._host.budget.charge(change)
+        elif change:
+            self._host.budget.release(-change)
 
     @property
     def _is_idle(self) -> bool:
@@ -320,7 +324,7 @@ class Connection(H11Protocol):
         return 0 if not self._is_idle or self._is_waiting or self.unsent_bytes else self._idle_ns
 
     def enforce_timeouts(self, now: int) -> None:
-        """End the connection after a timeout of the client."""
+        """Abort the connection after a timeout of the client."""
         timeouts = self._host.timeouts
         if self._blocked_ns:
             name, since_ns, limit_s = "response", self._blocked_ns, timeouts.response_s
@@ -336,7 +340,7 @@ class Connection(H11Protocol):
             self._end(f"{name}_timeout")
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Start the idle time, or the linger time if the request body is incomplete."""
         self._idle_ns = now_ns()
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._lingering = self.loop.call_later(LINGER_S, self.transport.abort)
@@ -379,13 +383,14 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _close_half_closed(self) -> None:
+    def _abort_half_closed(self) -> None:
         """Abort a half-closed connection unless a response has started."""
         if self.cycle.response_started:
-            self._half_closed = self.loop.call_later(HALF_CLOSED_S, self._close_half_closed)
+            self._half_closed = self.loop.call_later(HALF_CLOSED_S, self._abort_half_closed)
         else:
             self.transport.abort()
 
     def _end(self, reason: str) -> None:
+        """Abort the connection; count the reason."""
         self._host.count_ended(reason)
         self.transport.abort()

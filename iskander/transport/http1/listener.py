@@ -21,7 +21,7 @@ from iskander.transport.connection_listener import ConnectionListener
 from iskander.transport.http1.connection import HEAD_BYTES_MAX, Connection
 
 CONNECTIONS_SLACK = 64
-"""Connections above the limit whose requests are rejected; more are closed."""
+"""Connections above the limit whose requests are rejected; further ones are closed."""
 _POLL_S = 0.01
 _ABORT_S = 1.0
 _NEVER_S = 86_400
@@ -32,7 +32,7 @@ class Http1Listener(ConnectionListener[Connection]):
     """Listener that passes requests to an ASGI application.
 
     Args:
-        app: Rejects requests with `is_surplus` in their scope.
+        app: Must reject a request if `is_surplus` in its scope is true.
         life_s: Maximum lifetime of a connection; None for no limit.
     """
 
@@ -50,7 +50,7 @@ class Http1Listener(ConnectionListener[Connection]):
         self.life_s = life_s
         self._state = ServerState()
         self._state.connections = self.connections  # type: ignore[assignment]
-        # Our handlers log application errors and answer 500.
+        # The application logs its own errors and answers 500.
         self._config = uvicorn.Config(
             app,
             ws="none",

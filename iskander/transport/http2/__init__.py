@@ -11,7 +11,7 @@
     response_headers     response header blocks and trailers
     frame_sender         outgoing frames: flow control, round robin over calls
     frames               frame encoding and parsing
-    rate_limit           limits on frames without payload and on CPU time without progress
+    rate_limit           limits on frames and CPU time without a message
     status               gRPC status codes
 
 Source: RFC 9113 (HTTP/2), RFC 7541 (HPACK, by the library `hpack`), gRPC over HTTP/2.

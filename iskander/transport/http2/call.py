@@ -48,7 +48,7 @@ class Call(CallReceiver):
         self.send_window = streams.output.call_window
         # Called when the call is closed; for handlers without a `task`.
         self.on_closed: Callable[[], None] | None = None
-        # Called when all sent messages have left; for handlers that do not `write`.
+        # Called when no data is blocked any more; for handlers that do not `write`.
         self.on_writable: Callable[[], None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._outbox: deque[memoryview] | None = None
@@ -68,7 +68,7 @@ class Call(CallReceiver):
 
     @property
     def source(self) -> Source:
-        """Source for the queues' fair share."""
+        """Source of the call's requests, for fair queueing."""
         return self._streams.source(self.grant.name)
 
     @property
@@ -84,7 +84,7 @@ class Call(CallReceiver):
         self._output.emit_block(self.stream_id, 0, headers.RESPONSE + headers.block(metadata))
 
     def send(self, *parts: Message) -> None:
-        """Send one message, the concatenation of these parts; they must not change any more."""
+        """Send or queue one message, the concatenation of the parts; they must not change later."""
         if self.is_over:
             return
         output = self._output
@@ -99,12 +99,16 @@ class Call(CallReceiver):
         self._enqueue(size, (memoryview(part) for part in (prefix, *parts) if part))
 
     def _enqueue(self, size: int, parts: Iterable[memoryview]) -> None:
+        """Charge data, and send it as flow control allows."""
         outbox = self._outbox
         if outbox is None:
             outbox = self._outbox = deque()
+        if not outbox:
             self._sent_ns = now_ns()
         self._outbox_bytes += size
         self._streams.budget.charge(size)
+        if self.is_over:
+            return  # The charge has evicted this call.
         outbox.extend(parts)
         self._output.enqueue(self)
 
@@ -121,13 +125,13 @@ class Call(CallReceiver):
         """Charge memory that the handler needs to process a message; may raise `Overloaded`."""
         budget = self._streams.budget
         if not budget.try_charge(size):
-            limit = f"limit {budget.limit_bytes:,} for all (`limits.receive_bytes`)"
+            limit = f"limit {budget.limit_bytes:,} for all connections (`limits.receive_bytes`)"
             message = f"receive memory exhausted: {size:,} bytes needed to read a message, {limit}"
             raise Overloaded(message, retry_after_ms=RETRY_MS)
         self.handler_bytes += size
 
     def release_memory(self, size: int) -> None:
-        """Release memory of `charge_memory`; the end of the call releases the rest."""
+        """Release memory charged by `charge_memory`; the end of the call releases the rest."""
         if not self.is_over:
             self.handler_bytes -= size
             self._streams.budget.release(size)
@@ -138,19 +142,20 @@ class Call(CallReceiver):
             await self.write(*parts)
 
     def try_answer(self, parts: Sequence[Message]) -> bool:
-        """Send the only response message and its status, if both can be sent now; whether sent."""
+        """Send the only response message and its status if possible now; return whether sent."""
         output, length = self._output, 0
         for part in parts:
             length += len(part)
-        is_early = self.is_over or self._has_sent_headers or not self.has_all_input
-        if is_early or not output.can_answer(self, length):
+        if self.is_over or self._has_sent_headers or not self.has_all_input:
+            return False
+        if not output.can_answer(self, length):
             return False
         output.answer(self, length, parts)
         self.close()
         return True
 
     async def read(self) -> Message | None:
-        """Wait for input, then `receive` it."""
+        """Wait for the next message; None at the end of input or of the call."""
         while not (self.has_input or self.is_over):
             waiter = self._loop.create_future()
             self.on_input = partial(_wake, waiter)
@@ -161,7 +166,7 @@ class Call(CallReceiver):
         return self.receive()
 
     async def write(self, *parts: Message) -> None:
-        """`send` a message, and wait until it has left."""
+        """Send a message, and wait until all of it is sent."""
         self.send(*parts)
         if self._outbox:
             waiter = self._loop.create_future()
@@ -172,7 +177,7 @@ class Call(CallReceiver):
                 self.on_writable = None
 
     def end(self, status: Status = Status.OK, message: str = "", metadata: Metadata = ()) -> None:
-        """Send the status, unless the call is over."""
+        """Send the status and close the call, unless it is over; unsent data is discarded."""
         if self.is_over:
             return
         block = headers.trailers(status, message, metadata)
@@ -188,7 +193,10 @@ class Call(CallReceiver):
         self.close()
 
     def close(self) -> None:
-        """Release the call's memory, and cancel its handler unless that has ended."""
+        """Close the call without a status: release its memory, and cancel its task.
+
+        The current task is not cancelled.
+        """
         if self.is_over:
             return
         self.is_over = True
@@ -219,7 +227,7 @@ class Call(CallReceiver):
             self.close()
 
     def next_parts(self, bytes_max: int) -> list[memoryview]:
-        """Remove and return the next bytes to send."""
+        """Remove and return the next bytes to send, at most `bytes_max`."""
         parts = []
         outbox = self._outbox
         while outbox and bytes_max:
@@ -234,13 +242,14 @@ class Call(CallReceiver):
         return parts
 
     def on_sent(self) -> None:
-        """All blocked data has been sent."""
+        """Release the memory of the blocked data: all of it is sent."""
         self._streams.budget.release(self._outbox_bytes)
         self._outbox_bytes = 0
         if self.on_writable is not None:
             self.on_writable()
 
     def _expire(self) -> None:
+        """End the call at its deadline."""
         error = RpcError(Status.DEADLINE_EXCEEDED, "call deadline exceeded")
         error = self._streams.host.add_details(self.path, error)
         self.end(error.status, error.message, error.trailers)

@@ -1,9 +1,9 @@
 """Request messages of a call: assembly from DATA frames, memory and flow-control window.
 
 The window is updated once the handler has read all messages, so a slow handler slows down the
-client. The receive budget is charged for partial messages as they arrive, small messages until they
-are read, and large ones until they are freed. A message larger than the window reserves its memory
-before the window is updated.
+client. A partial message is charged to the receive budget as it arrives. A small message stays
+charged until it is read, a large one until it is freed. A message larger than the window reserves
+its memory before the window is updated.
 
 Runs on: gateway loop. Source: gRPC over HTTP/2 (Length-Prefixed-Message).
 """
@@ -36,7 +36,7 @@ WINDOW_BYTES: Final = 4 << 20
 MESSAGES_PER_FEED: Final = 32
 """Messages, or pieces of one, processed between two checks of the clock."""
 QUEUED_COST: Final = 128
-"""Bytes charged for an unread message beside its own."""
+"""Bytes charged for an unread message in addition to its own."""
 
 Message: TypeAlias = bytes | memoryview
 
@@ -60,7 +60,7 @@ class CallReceiver:
         self.path = head.path
         self.has_all_input = False  # The client has ended its half of the stream.
         self.is_over = False  # The status is sent, or the connection is lost.
-        # Called when input arrives; for handlers that do not `read`.
+        # Called when input arrives or is decompressed; for handlers that do not `read`.
         self.on_input: Callable[[], None] | None = None
         self.began_ns = streams.now_ns  # Start of the partial message.
         self._encoding = head.encoding
@@ -81,7 +81,8 @@ class CallReceiver:
     def has_input(self) -> bool:
         """Whether `receive` can return a message, the end of input, or an error.
 
-        A compressed message is decompressed first; `on_input` is called when a thread has done it.
+        Starts to decompress a compressed message: a small one at once, a large one in a thread,
+        which calls `on_input` through the loop at its end.
         """
         if not self._messages:
             return False
@@ -90,7 +91,7 @@ class CallReceiver:
 
     @property
     def whole(self) -> Message | None:
-        """The only message of a complete input, without receiving it."""
+        """The only message of a complete input, which stays unread; otherwise None."""
         messages = self._messages
         if not self.has_all_input or len(messages) != 2:
             return None
@@ -103,7 +104,7 @@ class CallReceiver:
         return self._queued_bytes + (self._filled if self._partial is not None else 0)
 
     def receive(self) -> Message | None:
-        """The next message; None at the end of input or of the call. Requires `has_input`.
+        """Remove the next message; None at the end of input or of the call. Requires `has_input`.
 
         A message that is invalid, too large or out of memory raises `RpcError`.
         """
@@ -146,7 +147,7 @@ class CallReceiver:
         return True
 
     def feed_data(self, piece: memoryview) -> int:
-        """Process DATA payload; return the bytes consumed: fewer than all after many messages."""
+        """Process DATA payload, at most `MESSAGES_PER_FEED` messages; return the bytes consumed."""
         size = len(piece)
         if self._partial is None and not self._prefix and PREFIX_BYTES < size < TRACKED_BYTES_MIN:
             compressed, length = frames.read_prefix(piece)
@@ -166,7 +167,7 @@ class CallReceiver:
         return size - len(piece)
 
     def feed_eof(self) -> bool:
-        """Process the end of input; return whether `content-length` agrees."""
+        """Process the end of input; return whether `content-length` allows it."""
         self.has_all_input = True
         if self._content_left > 0:
             return False
@@ -188,7 +189,7 @@ class CallReceiver:
         self._received = 0
 
     def on_reserved(self) -> None:
-        """Continue a large message: its memory is reserved."""
+        """Continue a large message: its memory is reserved now."""
         self._is_waiting = False
         self._is_reserved = True
         self._progress_ns = now_ns()
@@ -216,7 +217,7 @@ class CallReceiver:
     def discard_input(self) -> None:
         """Discard everything received, now and later."""
         self._is_discarding = True
-        self._drop_partial()
+        self._end_partial()
         if self._decompression is not None:
             self._decompression.cancel()
         self._messages.clear()
@@ -256,7 +257,7 @@ class CallReceiver:
 
     def _fill(self, piece: memoryview) -> memoryview:
         """Add to the partial message; return the rest."""
-        # No local variable refers to it during the charge: if it is rejected, it is freed at once.
+        # No local variable refers to the message: if the charge rejects it, it is freed at once.
         assert self._partial is not None
         count = min(len(piece), len(self._partial) - self._filled)
         self._partial[self._filled : self._filled + count] = piece[:count]
@@ -274,7 +275,8 @@ class CallReceiver:
         return piece[count:]
 
     def _complete(self, message: Message) -> None:
-        self._drop_partial()
+        """Queue a complete message for the handler."""
+        self._end_partial()
         if message:
             self._streams.messages_received += 1
         else:
@@ -282,7 +284,7 @@ class CallReceiver:
         self._append(Compressed(message) if self._is_compressed else message)
 
     def _reserve(self) -> bool:
-        """Reserve memory for a message larger than the window; return whether it may continue."""
+        """Reserve memory if a message is larger than the window; return False if it must wait."""
         length = 0 if self._partial is None else len(self._partial)
         if length <= WINDOW_BYTES:
             return True
@@ -295,7 +297,7 @@ class CallReceiver:
         self._is_reserved = not self._is_waiting
         return self._is_reserved
 
-    def _drop_partial(self) -> None:
+    def _end_partial(self) -> None:
         """End the partial message: it is complete or discarded."""
         if self._partial is None:
             return
@@ -331,9 +333,9 @@ class CallReceiver:
             self._streams.budget.release(size)
 
     def _reject(self, error: RpcError, *, notify: bool = True) -> None:
-        """Discard later input; the handler receives the error after the unread messages."""
+        """Discard later input; queue the error behind the unread messages."""
         self._is_discarding = True
-        self._drop_partial()
+        self._end_partial()
         if not self._messages:
             self._uncharge_queued(self._queued_bytes)
         if notify:
@@ -355,13 +357,15 @@ class CallReceiver:
             if target is not None:
                 work = self._loop.run_in_executor(decompression.THREADS, result.finish, target)
                 self._decompression = work
-                work.add_done_callback(partial(self._on_result, target))
+                work.add_done_callback(partial(self._on_decompressed, target))
                 return False
             result = self._memory_error()
         self._replace_first(result)
         return True
 
-    def _on_result(self, target: TrackedArray, work: asyncio.Future[Message | RpcError]) -> None:
+    def _on_decompressed(
+        self, target: TrackedArray, work: asyncio.Future[Message | RpcError]
+    ) -> None:
         self._decompression = None
         if self._messages and isinstance(self._messages[0], Compressed):
             result = work.result()
@@ -372,6 +376,7 @@ class CallReceiver:
                 self.on_input()
 
     def _replace_first(self, result: Message | RpcError) -> None:
+        """Replace the compressed message by its result; an error ends the input."""
         if isinstance(result, RpcError):
             self._messages.clear()
             self._reject(result, notify=False)

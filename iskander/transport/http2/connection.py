@@ -35,12 +35,12 @@ OPENED_CALLS_MAX: Final = 4
 """Calls opened in a row before they are served."""
 TASKS_PER_TURN: Final = 4
 """Calls that start a task in one turn; the turn's clock does not include the work of tasks."""
-FREE_SETTINGS: Final = 16
-"""Settings in one frame at the cost of the frame alone."""
-FREE_CALLS: Final = 100
-"""Open calls whose windows a setting changes at the cost of a frame."""
+SETTINGS_PER_COST: Final = 16
+"""Settings in a frame that cost as much as one frame."""
+CALLS_PER_COST: Final = 100
+"""Open calls for which a change of the initial window costs as much as one frame."""
 WINDOW_COST: Final = 0.1
-"""Cost of a WINDOW_UPDATE that replies to no response frame."""
+"""Cost of a WINDOW_UPDATE that is not a reply to a response frame."""
 HTTP1_LINE_BYTES: Final = 4096
 """Part of the first read that is searched for an HTTP/1 request line."""
 _KEEPALIVE_PING: Final = b"iskalive"
@@ -68,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self._burst = ReadBurst(host.turns)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set up the sending half and the streams."""
+        """Set up the sender and the streams."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class.
         self.output = FrameSender(self._transport)
         self.streams = Streams(self.host, self.output, self._limiter, self._on_idle)
@@ -94,7 +94,7 @@ class Connection(asyncio.BufferedProtocol):
         self.output.resume()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """The read buffer, shared by all connections: no data stays in it between reads."""
+        """Return the read buffer, shared by all connections: it is empty between reads."""
         del sizehint
         return self.host.scratch
 
@@ -202,6 +202,7 @@ class Connection(asyncio.BufferedProtocol):
         self.abort()
 
     def _process(self, view: memoryview, until_ns: int) -> None:
+        """Process input until that time, and start to serve the opened calls."""
         self.streams.is_interrupted = False
         if self.output.is_closed:
             return
@@ -297,7 +298,7 @@ class Connection(asyncio.BufferedProtocol):
         return not (streams.is_interrupted or self.output.is_closed)
 
     def _keep_rest(self, view: memoryview, at: int) -> None:
-        """Keep unprocessed input, and the time since when a frame or header block is incomplete."""
+        """Keep unprocessed input, and the start time of an incomplete frame or header block."""
         is_left = at < len(view)
         if not (self.streams.block_reader.is_open or (is_left and not self.streams.is_interrupted)):
             self._incomplete_ns = 0
@@ -345,13 +346,13 @@ class Connection(asyncio.BufferedProtocol):
                 raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS ACK with a payload")
             return
         pairs = frames.read_settings(payload)
-        self._limiter.charge(self._read_ns, len(pairs) / FREE_SETTINGS)
+        self._limiter.charge(self._read_ns, len(pairs) / SETTINGS_PER_COST)
         # ACK first: the client accepts data of a larger window only after it.
         self.output.emit(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self.output.apply_settings(pairs)
         window = dict(pairs).get(frames.INITIAL_WINDOW_SIZE, self.output.call_window)
         if window != self.output.call_window:
-            self._limiter.charge(self._read_ns, len(self.calls) / FREE_CALLS)
+            self._limiter.charge(self._read_ns, len(self.calls) / CALLS_PER_COST)
             self.output.set_call_window(window, self.calls.values())
 
     def _on_ping(self, flags: int, stream_id: int, payload: memoryview) -> None:
@@ -385,6 +386,7 @@ class Connection(asyncio.BufferedProtocol):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, message)
 
     def _fail(self, error: ConnectionBroken) -> None:
+        """End the connection with GOAWAY after a connection error."""
         self.host.count_ended(error.reason)
         self.output.emit(frames.goaway(self.streams.last_id, error.code, str(error)))
         self._close()
@@ -398,5 +400,6 @@ class Connection(asyncio.BufferedProtocol):
         self.streams.close()
 
     def _on_idle(self) -> None:
+        """Close the connection after its last call, if it is shutting down."""
         if self._is_closing:
             self._transport.close()

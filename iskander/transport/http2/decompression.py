@@ -1,6 +1,6 @@
 """Decompression of messages: small ones inline, large ones in a thread pool.
 
-A few kilobytes may expand to 70 MB and cost 200 ms. The size of the result is limited in advance:
+70 kB may expand to 70 MB and cost 200 ms. The size of the result is limited in advance:
 gzip declares it at its end; a zlib message is assumed to have the largest size allowed. A thread
 writes the result in pieces into memory that is charged to the receive budget.
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 INLINE_BYTES_MAX: Final = 32_768
 """Limit on a result that is decompressed on the event loop: a tenth of a millisecond."""
 READ_BYTES: Final = 65_536
+"""Compressed bytes per step."""
 PIECE_BYTES: Final = 262_144
+"""Decompressed bytes per step of a thread."""
 NICENESS: Final = 10
 """Of the threads: the event loop and the workers have priority."""
 GZIP_BYTES_MIN: Final = 18
@@ -37,12 +39,12 @@ _WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 THREADS: Final = ThreadPoolExecutor(
     2, "inflate", lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 )
-"""Few threads: decompression bombs delay each other, and not the batches of other threads.
-Source: setpriority(2), C library/kernel differences: the priority is of a thread."""
+"""Few threads: decompression bombs delay each other and take little time from other threads.
+Source: setpriority(2), C library/kernel differences: the priority is per thread."""
 
 
 def start(raw: Message, encoding: str, bytes_max: int) -> Message | RpcError | Decompressor:
-    """Decompress a small message; return it, its error, or the unfinished `Decompressor`."""
+    """Decompress a small message; return it, its error, or the `Decompressor` of a large one."""
     try:
         decompressor = Decompressor(raw, encoding, bytes_max)
         message = decompressor.start()
@@ -84,8 +86,8 @@ class Decompressor:
             if self._inflater.eof:
                 return b"".join(self._pieces)
         if self._declared > self._bytes_max:
-            size = f"it declares {self._declared:,} bytes, limit {self._bytes_max:,}"
-            raise RpcError(Status.RESOURCE_EXHAUSTED, f"compressed message too large: {size}")
+            size = f"declares {self._declared:,} bytes, limit {self._bytes_max:,}"
+            raise RpcError(Status.RESOURCE_EXHAUSTED, f"compressed message {size}")
         return None
 
     def finish(self, target: np.ndarray) -> Message | RpcError:
@@ -106,6 +108,7 @@ class Decompressor:
             return RpcError(Status.UNAVAILABLE, "out of memory while decompressing a message")
 
     def _step(self, bytes_max: int) -> bytes:
+        """Decompress the next bytes, at most `bytes_max`, and check the limits."""
         inflater = self._inflater
         raw: Message = inflater.unconsumed_tail
         if not raw:
@@ -124,5 +127,5 @@ class Decompressor:
             raise RpcError(Status.INTERNAL, "compressed message larger than its declared size")
         has_more = bool(inflater.unused_data) or self._at < len(self._raw)
         if has_more if inflater.eof else not (raw or piece):
-            raise RpcError(Status.INTERNAL, "compressed data ends before or after its message")
+            raise RpcError(Status.INTERNAL, "compressed message truncated or with excess data")
         return piece

@@ -1,7 +1,7 @@
 """Sender of frames on one connection: flow control and round robin over calls.
 
-Data blocked by a flow-control window or a full socket stays with its call; later the calls send one
-frame each in turn.
+Data blocked by a flow-control window or a full socket stays with its call. When there is capacity,
+the blocked calls send one frame each in turn.
 
 Runs on: gateway loop. Source: RFC 9113, section 5.2 (flow control) and 6.9 (WINDOW_UPDATE); RFC
 7541, section 4.2 (the table's size).
@@ -48,7 +48,7 @@ _pack_trailers: Final = struct.Struct(f"!{_START_BYTES}sI{len(headers.OK)}s").pa
 
 
 class FrameSender:
-    """The sending half of a connection; once it `is_closed`, it discards what is sent."""
+    """The sending half of a connection; discards all output once it `is_closed`."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -68,7 +68,7 @@ class FrameSender:
         return not self.is_closed and self._transport.get_write_buffer_size() > 0
 
     def emit(self, raw: bytes) -> None:
-        """Send bytes without flow control."""
+        """Send bytes without flow control; abort if too many are unsent."""
         if self.is_closed:
             return
         self._transport.write(raw)
@@ -79,7 +79,7 @@ class FrameSender:
                 self._transport.abort()
 
     def emit_block(self, stream_id: int, flags: int, block: bytes) -> None:
-        """Send a header block; the first after a table size change starts with an update."""
+        """Send a header block, with a table size update if one is due."""
         self._response_frames += 1
         if self._table_update:
             block, self._table_update = self._table_update + block, b""
@@ -91,8 +91,8 @@ class FrameSender:
         return is_within_window and size <= self.frame_bytes and not self._is_paused
 
     def send(self, call: Call, size: int, parts: Sequence[Message]) -> None:
-        """Send a DATA frame; requires capacity."""
-        self._send(call, size, [frames.head(size, frames.DATA, 0, call.stream_id), *parts])
+        """Send a DATA frame with these parts; requires capacity."""
+        self._write_data(call, size, [frames.head(size, frames.DATA, 0, call.stream_id), *parts])
 
     def can_answer(self, call: Call, length: int) -> bool:
         """Whether a response of one message can be sent now."""
@@ -104,9 +104,11 @@ class FrameSender:
         high, low = size >> 16, size & 0xFFFF
         head = headers.RESPONSE
         start = _pack_headers(_RESPONSE_START, stream_id, head, high, low, stream_id, length)
-        self._send(call, size, [start, *parts, _pack_trailers(_OK_START, stream_id, headers.OK)])
+        self._write_data(
+            call, size, [start, *parts, _pack_trailers(_OK_START, stream_id, headers.OK)]
+        )
 
-    def _send(self, call: Call, size: int, raw: list[Message]) -> None:
+    def _write_data(self, call: Call, size: int, raw: list[Message]) -> None:
         """Write frames that contain one DATA frame of this size."""
         self._window -= size
         call.send_window -= size
@@ -124,7 +126,7 @@ class FrameSender:
         self._flush()
 
     def dequeue(self, call: Call) -> None:
-        """Forget a call that has nothing more to send."""
+        """Remove a closed call from the queue."""
         self._blocked.pop(call, None)
 
     def is_stalled(self, now_ns: int, response_s: float) -> bool:
@@ -179,16 +181,17 @@ class FrameSender:
         self._flush()
 
     def take_response_frames(self) -> int:
-        """Response frames sent since the last call, in units of 16 KiB."""
+        """Return the response frames since the last call; each 16 KiB of DATA adds one."""
         count, self._response_frames = self._response_frames, 0
         return count
 
     def close(self) -> None:
-        """Discard everything from now on."""
+        """Discard all later output."""
         self.is_closed = True
         self._blocked.clear()
 
     def _flush(self) -> None:
+        """Send the data of blocked calls, up to `FRAMES_PER_ITERATION` frames now."""
         blocked, left = self._blocked, FRAMES_PER_ITERATION
         while blocked and self._window > 0 and not self._is_paused:
             left -= 1
@@ -199,10 +202,10 @@ class FrameSender:
                 return
             call = next(iter(blocked))
             del blocked[call]
-            budget = min(self._window, call.send_window, self.frame_bytes)
-            if budget <= 0:
+            capacity = min(self._window, call.send_window, self.frame_bytes)
+            if capacity <= 0:
                 continue  # A WINDOW_UPDATE of the call queues it again.
-            parts = call.next_parts(budget)
+            parts = call.next_parts(capacity)
             size = sum(map(len, parts))
             self.send(call, size, parts)
             if call.is_blocked:

@@ -78,7 +78,7 @@ class ConnectionBroken(Exception):
 
 
 class StreamError(Exception):
-    """Stream error: the stream is reset with a code; the message is for the log."""
+    """Stream error: resets the stream with a code; the message is not sent."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -141,7 +141,8 @@ def goaway(last_stream_id: int, code: ErrorCode, message: str = "") -> bytes:
 def read_settings(payload: memoryview) -> list[tuple[int, int]]:
     """Read the identifiers and values of a SETTINGS frame."""
     if len(payload) % _SETTING.size:
-        raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
+        message = f"SETTINGS of {len(payload)} bytes, not a multiple of {_SETTING.size}"
+        raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, message)
     pairs: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
     for name, value in pairs:
         if name == INITIAL_WINDOW_SIZE and value > WINDOW_MAX:
@@ -162,7 +163,7 @@ def read_number(payload: memoryview, length: int = 4) -> int:
 
 
 def padding_bytes(view: memoryview, at: int, length: int) -> int:
-    """Padding of a DATA frame of `length` bytes, with the pad length byte at `at`."""
+    """Return the padding of a DATA frame of `length` bytes, including the pad length at `at`."""
     padding = 1 + view[at] if length else 1
     if padding > length:
         raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "padding longer than the payload")
@@ -170,7 +171,7 @@ def padding_bytes(view: memoryview, at: int, length: int) -> int:
 
 
 def unpadded(payload: memoryview, flags: int) -> memoryview:
-    """DATA or HEADERS payload without padding and priority."""
+    """Return a HEADERS payload without padding and priority."""
     if not flags & (PADDED | HAS_PRIORITY):
         return payload
     start, end = 0, len(payload)
@@ -185,7 +186,7 @@ def unpadded(payload: memoryview, flags: int) -> memoryview:
 
 
 def dependency(payload: memoryview, flags: int) -> int:
-    """The stream dependency of a HEADERS frame with priority; 0 without one."""
+    """Return the stream dependency of a HEADERS frame with priority; 0 if truncated."""
     at = 1 if flags & PADDED else 0
     if len(payload) < at + PRIORITY_BYTES:
         return 0

@@ -1,8 +1,8 @@
 """Request header blocks of one connection: assembly from frames, HPACK decoding, limits.
 
-`hpack` limits neither table size updates nor the length of integers nor the number of literals, so
-the representations of a block are counted before it is decoded. Errors are `ConnectionBroken`: the
-table is lost for later blocks.
+`hpack` does not limit table size updates, the length of integers or the number of literals, so each
+block is scanned before it is decoded. All errors are `ConnectionBroken`: after one, the dynamic
+table is not valid for later blocks.
 
 Runs on: gateway loop. Source: RFC 7541, sections 4.2, 5 and 6.
 """
@@ -31,7 +31,7 @@ CACHED_BLOCKS_MAX: Final = 16
 CACHED_BLOCK_BYTES_MAX: Final = 256
 """Limits of the cache of decoded blocks: most calls of a client start with the same bytes."""
 FIELD_COST_BYTES: Final = 32
-"""Decoding cost of a field beside its bytes."""
+"""Decoding cost of a field in addition to its bytes."""
 HUFFMAN_COST: Final = 8
 """Decoding cost of a Huffman-coded byte, in plain bytes."""
 
@@ -50,7 +50,7 @@ class Fields:
         return dict(self.pairs).get(":path", "")
 
     def request(self) -> RequestHeaders:
-        """Return the cached result of `read_request`."""
+        """Return the result of `read_request`, cached unless it is an error."""
         if self._request is None:
             self._request = read_request(self.pairs)
         return self._request
@@ -170,7 +170,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _text(raw: bytes) -> str:
-    """Decode any bytes: an error would lose the table for the other calls."""
+    """Decode as UTF-8, or else as Latin-1: an error would end the connection."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -19,13 +19,13 @@ log = logging.getLogger("iskander.http2")
 
 
 class Listener(ConnectionListener[Connection]):
-    """Listening sockets of a gRPC server; the resources that its connections share.
+    """Listening sockets of a gRPC server, and the shared resources of its connections.
 
     Args:
         serve: Handles a call in a task; returns or raises `RpcError`.
         serve_inline: Handles a call without a task; returns False if it needs one.
-        message_bytes: Largest request message, by the call's path.
-        calls_max: Open calls of one connection.
+        message_bytes: Returns the limit on request messages of a path.
+        calls_max: Limit on open calls per connection.
         add_details: Converts a transport error to the error format of the call's path.
     """
 
@@ -54,9 +54,9 @@ class Listener(ConnectionListener[Connection]):
         return sum(connection.has_unsent for connection in self.connections)
 
     def connection(self) -> Connection:
-        """Create the server's end of a connection."""
+        """Create the protocol object of a new connection."""
         return Connection(self)
 
     def on_aborted(self, count: int) -> None:
         """Log the connections that are aborted at the end of the drain."""
-        log.info("drain timeout: %d connections aborted", count)
+        log.info("connections aborted: %d still open after the drain", count)

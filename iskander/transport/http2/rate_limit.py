@@ -40,7 +40,7 @@ class RateLimiter:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message, "frame_rate")
 
     def charge_reply(self, now_ns: int, cost: float, response_frames: int) -> None:
-        """Charge a frame that is free as a reply to `response_frames` sent since the last call."""
+        """Charge a frame; `response_frames` sent since the last call make replies to them free."""
         free = min(self._free + response_frames * FREE_PER_RESPONSE_FRAME, BURST)
         if free >= cost:
             self._free = free - cost
@@ -49,7 +49,7 @@ class RateLimiter:
             self.charge(now_ns, cost)
 
     def charge_cpu(self, now_ns: int, used_ns: int) -> None:
-        """Charge CPU time of input processing; negative if messages earned more than was used."""
+        """Charge CPU time of input processing, negative if less than was granted for messages."""
         if not self._cpu.charge(now_ns, used_ns):
             message = f"CPU limit exceeded: {PER_S_NS // NS_PER_MS} ms/s without a message"
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, message, "cpu_time")

@@ -47,16 +47,21 @@ class NotGrpc(RpcError):
 
 
 class RequestHeaders:
-    """Request headers of a call; the metadata are all fields that the transport does not use."""
+    """Request headers of a call; metadata are the fields that the transport does not use."""
 
     def __init__(
-        self, path: str, timeout_ns: int | None, encoding: str, metadata: Metadata, length: int
+        self,
+        path: str,
+        timeout_ns: int | None,
+        encoding: str,
+        metadata: Metadata,
+        content_bytes: int,
     ) -> None:
         self.path = path
         self.timeout_ns = timeout_ns
         self.encoding = encoding
         self.metadata = metadata
-        self.content_bytes = length  # `content-length`; -1 without one.
+        self.content_bytes = content_bytes  # `content-length`; -1 without one.
 
 
 def read_request(fields: Sequence[tuple[str, str]]) -> RequestHeaders:
@@ -110,7 +115,7 @@ def _require_limits(fields: Sequence[tuple[str, str]]) -> None:
 
 
 def check_fields(fields: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Check the fields of a header block; return its pseudo-header fields."""
+    """Check the fields of a block; return its pseudo-header fields, or raise `StreamError`."""
     pseudo: dict[str, str] = {}
     is_regular = False
     for name, value in fields:

@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from iskander.transport.http2.listener import Listener
 
 FREE_BLOCK_BYTES: Final = 2048
-"""Decoding cost of a header block that is free, and the cost that counts as one frame."""
+"""Decoding cost that is free for a header block; each further such cost counts as a frame."""
 FRAGMENT_BYTES: Final = 256
 """A DATA frame with less payload and without END_STREAM is a fragment."""
 FRAGMENT_COST: Final = 0.25
+"""Cost of a fragment, in frames."""
 MESSAGE_CPU_NS: Final = 500 * NS_PER_US
 BYTE_CPU_NS: Final = 2
 """CPU time granted for a received message, and for a byte of one."""
 EARLY_ENDS_MAX: Final = 1024
-"""Remembered streams that the server ended before the client."""
+"""Remembered streams; above it, DATA and HEADERS are accepted on any closed stream."""
 CLOSED_PER_ITERATION: Final = 8
 """Calls of a lost connection closed in one event loop iteration; each may cancel a task."""
 _connection_numbers = itertools.count(1)
@@ -56,7 +57,7 @@ class Streams:
         self._source = Source(connection=self._connection_number)
         self.calls: dict[int, Call] = {}
         self.opened: list[Call] = []  # Not served yet.
-        self.tasks_started = 0  # For calls in this turn.
+        self.tasks_started = 0  # In this turn, for calls.
         self.messages_received = 0  # Of more than 0 bytes.
         self.last_id = self.now_ns = self._counted_messages = self._granted_messages = 0
         self._received = self._fed_bytes = 0
@@ -77,7 +78,7 @@ class Streams:
         return self._data_left > 0 or self._padding_left > 0
 
     def source(self, tenant: str) -> Source:
-        """Source of the requests of a call, for the queues' fair share."""
+        """Return the source of a call's requests, for fair queueing."""
         if tenant != self._tenant:
             self._tenant, self._source = tenant, Source(tenant, self._connection_number)
         return self._source
@@ -145,14 +146,14 @@ class Streams:
             self.reset(call.stream_id, ErrorCode.PROTOCOL_ERROR)
 
     def charge_reply(self, cost: float) -> None:
-        """Charge a frame that is free as a reply to response frames or after messages."""
+        """Charge a frame; response frames and received messages each make some frames free."""
         count = self.messages_received - self._counted_messages
         self._counted_messages = self.messages_received
-        frame_count = self.output.take_response_frames() + count
-        self._limiter.charge_reply(self.now_ns, cost, frame_count)
+        earned = self.output.take_response_frames() + count
+        self._limiter.charge_reply(self.now_ns, cost, earned)
 
     def take_granted_ns(self) -> int:
-        """CPU time granted for messages and bytes since the last call."""
+        """Return the CPU time granted for messages and bytes since the last call of this method."""
         count = self.messages_received - self._granted_messages
         self._granted_messages = self.messages_received
         size, self._fed_bytes = self._fed_bytes, 0
@@ -177,6 +178,7 @@ class Streams:
             self._limiter.charge(self.now_ns)
 
     def _end_block(self) -> None:
+        """Process a complete header block: request headers or trailers."""
         stream_id, is_last, fields = self.block_reader.end()
         if fields.cost_bytes > FREE_BLOCK_BYTES:
             self.charge_reply(fields.cost_bytes / FREE_BLOCK_BYTES - 1.0)
@@ -195,6 +197,7 @@ class Streams:
         self._end_input(call)
 
     def _open(self, stream_id: int, fields: Fields, *, is_last: bool) -> None:
+        """Open a call, or reject it; `is_last` means that no DATA follows."""
         self.last_id = stream_id
         try:
             request = fields.request()
@@ -262,7 +265,7 @@ class Streams:
         for call in opened:
             if not (call.is_over or self.host.serve_inline(call)):
                 self.tasks_started += 1
-                call.task = self.host.loop.create_task(_run(self.host, call))
+                call.task = self.host.loop.create_task(_serve(self.host, call))
             call.charge_unread()
 
     def remove(self, call: Call) -> None:
@@ -282,12 +285,12 @@ class Streams:
             call.check_timeouts(now)
 
     def evictable(self, now_ns: int) -> float:
-        """Releasable bytes, times the nanoseconds since their message began."""
+        """Return the releasable bytes times the nanoseconds since their message began, in total."""
         calls = self.calls.values()
         return float(sum(call.unread_bytes * (now_ns - call.began_ns) for call in calls))
 
     def evict(self) -> bool:
-        """Reject the input of the call with the most unread bytes; return whether there is one."""
+        """Reject the input of the call with the most unread bytes; return whether there was one."""
         largest = max(self.calls.values(), key=lambda call: call.unread_bytes, default=None)
         if largest is None or not largest.unread_bytes:
             return False
@@ -308,7 +311,8 @@ class Streams:
             self.host.loop.call_soon(self.close)
 
 
-async def _run(host: Listener, call: Call) -> None:
+async def _serve(host: Listener, call: Call) -> None:
+    """Run the handler of a call, then send its status."""
     try:
         await host.serve(call)
     except RpcError as error:

@@ -4,7 +4,7 @@ A large frame is read into its own buffer; a small one is copied from the shared
 the session is full, messages queue in a bounded backlog, so that a disconnect is still noticed;
 when the backlog is full, the socket is not read.
 
-A read is processed for a quantum of time; input that is left waits in the turn scheduler. Received
+A read is processed for a quantum of time; with input left, the connection takes turns. Received
 bytes are charged to the receive budget until the session takes them, large frames until freed.
 
 Runs on: gateway loop. Source: RFC 37/ZMTP 3.1; poll(2).
@@ -17,8 +17,8 @@ import select
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from iskander.clock import NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
-from iskander.transport.cpu_allowance import CpuAllowance
+from iskander.clock import NS_PER_MS, NS_PER_S, NS_PER_US, now_ns, thread_cpu_ns
+from iskander.transport.cpu_allowance import PER_S_NS, CpuAllowance
 from iskander.transport.receive_budget import MESSAGE_RATE_MIN, progress_ns
 from iskander.transport.turn_scheduler import QUANTUM_NS, ReadBurst
 from iskander.transport.zmtp import frames
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 PARTS_MAX: Final = 16
 COMMAND_BYTES_MAX: Final = 8192
 WRITE_BUFFER_BYTES: Final = 1 << 20
-"""High-water mark: above it, the session keeps its responses."""
+"""High-water mark of the write buffer; above it, the session keeps its responses."""
 JOINED_BYTES_MAX: Final = 65_536
 """Up to this size, one copy costs less than a write per part."""
 READ_BYTES_MAX: Final = 1 << 18
-"""Per read of a large frame: the first write to new memory costs time."""
+"""Limit on one read of a large frame: the first write to new memory is slow."""
 CLOCK_FRAMES: Final = 16
 """Frames without a complete message between two clock reads."""
 MESSAGE_CPU_NS: Final = 500 * NS_PER_US
@@ -46,11 +46,11 @@ BYTE_CPU_NS: Final = 2
 class Session(Protocol):
     """Consumer of a peer's messages."""
 
-    unread_bytes: int  # Charged responses, queued behind unread ones.
+    unread_bytes: int  # Charged bytes of queued responses.
 
     @property
     def is_full(self) -> bool:
-        """Whether it accepts no messages; it calls `Connection.resume` when it does again."""
+        """Whether it accepts no messages; calls `Connection.resume` when it accepts them again."""
 
     def on_message(self, parts: list[Part], arrived_ns: int) -> None:
         """Process a message; `arrived_ns` is its monotonic arrival time."""
@@ -63,10 +63,10 @@ class Session(Protocol):
         """Whether a message is unanswered or a response unsent."""
 
     def on_writable(self) -> None:
-        """The socket is writable again."""
+        """Send queued responses: the socket is writable again."""
 
     def on_lost(self) -> None:
-        """The connection is closed."""
+        """Withdraw the work of the closed connection."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -76,14 +76,14 @@ class Connection(asyncio.BufferedProtocol):
         self._host = host
         self._transport: asyncio.Transport
         self._session: Session | None = None
-        self._opened_ns = self._read_ns = self._paced_ns = self._message_ns = now_ns()
+        self._opened_ns = self._read_ns = self._progress_ns = self._message_ns = now_ns()
         self._blocked_ns = self._pinged_ns = 0
         self._is_greeted = self._can_ping = self._is_closed = False
-        self._is_waiting = self._is_behind = False
+        self._is_waiting = self._is_interrupted = False
         self._rest = b""
         self._partial = PartialFrame(self, host.budget, self._resume_reading)
         self._parts: list[Part] = []
-        self._parts_bytes = self._parts_small = 0
+        self._parts_bytes = self._small_bytes = 0
         self._backlog = Backlog()
         self._charged_bytes = self._granted_ns = 0
         self._cpu = CpuAllowance(self._opened_ns)
@@ -105,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.write(frames.GREETING)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Free the input and close the session."""
+        """Free the input and end the session."""
         del error
         self._is_closed = True
         self._host.forget(self)
@@ -137,7 +137,9 @@ class Connection(asyncio.BufferedProtocol):
         """Process the read for at most a quantum of time."""
         began_ns = self._read_ns = now_ns()
         is_partial = self._is_partial
-        self._paced_ns = progress_ns(self._paced_ns, began_ns, nbytes) if is_partial else began_ns
+        self._progress_ns = (
+            progress_ns(self._progress_ns, began_ns, nbytes) if is_partial else began_ns
+        )
         cpu_ns = thread_cpu_ns()
         self._pinged_ns = 0
         if self._partial.body is not None:
@@ -149,7 +151,7 @@ class Connection(asyncio.BufferedProtocol):
                 view, self._rest = memoryview(self._rest + view), b""
             self._parse(view, began_ns + QUANTUM_NS)
         ended_ns = now_ns()
-        if self._burst.is_long(began_ns, ended_ns, nbytes, QUANTUM_NS) or self._is_behind:
+        if self._burst.is_long(began_ns, ended_ns, nbytes, QUANTUM_NS) or self._is_interrupted:
             self._wait_turn(QUANTUM_NS - (ended_ns - began_ns))
         self._update_charge()
         self.note_cpu(thread_cpu_ns() - cpu_ns)
@@ -158,7 +160,7 @@ class Connection(asyncio.BufferedProtocol):
         """Process input until that time; return whether input is left."""
         self._is_waiting = False
         self._resume_input(until_ns)
-        self._is_waiting = self._is_behind and not self._is_closed
+        self._is_waiting = self._is_interrupted and not self._is_closed
         self._update_charge()
         return self._is_waiting
 
@@ -167,11 +169,13 @@ class Connection(asyncio.BufferedProtocol):
         granted_ns, self._granted_ns = self._granted_ns, 0
         self.wasted_ns = used_ns - granted_ns
         if not self._cpu.charge(now_ns(), self.wasted_ns) and not self._is_closed:
-            self._fail("peer used too much processor time without sending messages", "cpu_time")
+            self._fail(
+                f"CPU limit exceeded: {PER_S_NS // NS_PER_MS} ms/s without a message", "cpu_time"
+            )
         return not self._is_closed
 
     def send(self, parts: Sequence[Part]) -> None:
-        """Send a message; buffered while the socket is not writable."""
+        """Send a message; the transport buffers it while the socket is not writable."""
         if self._is_closed:
             return
         pieces = frames.message(parts)
@@ -186,7 +190,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if self._backlog or not self._transport.is_reading():
             self._resume_input(now_ns() + QUANTUM_NS)
-            if self._is_behind:
+            if self._is_interrupted:
                 self._wait_turn(0)
             self._update_charge()
 
@@ -197,18 +201,20 @@ class Connection(asyncio.BufferedProtocol):
             if now - self._opened_ns > timeouts.preface_s * NS_PER_S:
                 self._fail("no READY within `timeouts.preface_s`", "preface_timeout")
         elif self.is_blocked and now - self._blocked_ns > timeouts.response_s * NS_PER_S:
-            self._fail("responses unread for more than `timeouts.response_s`", "response_timeout")
+            limit = f"limit {timeouts.response_s:g} s (`timeouts.response_s`)"
+            self._fail(f"responses unread for too long: {limit}", "response_timeout")
         elif self._transport.is_reading():
             silent_s = (now - self._read_ns) / NS_PER_S
             if self._is_partial:
                 self.evict_stalled(now, int(timeouts.message_s * NS_PER_S))
             elif self._pinged_ns:
                 if now - self._pinged_ns > timeouts.keepalive_s * NS_PER_S:
-                    self._fail("no PONG within `timeouts.keepalive_s`", "keepalive_timeout")
+                    limit = f"limit {timeouts.keepalive_s:g} s (`timeouts.keepalive_s`)"
+                    self._fail(f"no PONG: {limit}", "keepalive_timeout")
             elif silent_s > timeouts.idle_s and self._can_ping and not self.is_blocked:
                 self._pinged_ns = now
                 self._transport.write(frames.command(frames.PING, b"\0\0"))
-        elif _is_hung_up(self._transport):
+        elif _is_disconnected(self._transport):
             self.abort()
 
     @property
@@ -239,34 +245,41 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def evictable(self, now_ns: int) -> float:
-        """Return the releasable bytes times the nanoseconds since the start of their message."""
+        """Return the releasable bytes times the nanoseconds since their message began."""
         unread = self._unread_bytes * float(now_ns - self._blocked_ns)
         return unread + self._received_bytes * float(now_ns - self._message_ns)
 
     def evict(self) -> bool:
-        """Reject the backlog, or end a connection with unread or partial messages."""
+        """Reject the backlog, or end the connection if other bytes outweigh it."""
         session, received, unread = self._session, self._received_bytes, self._unread_bytes
         if self._is_closed or not received + unread:
             return False
+        limit = (
+            f"limit {self._host.budget.limit_bytes:,} for all connections (`limits.receive_bytes`)"
+        )
         if unread > received:
-            self._fail("memory full of responses (`limits.receive_bytes`)", "unread_responses")
+            self._fail(
+                f"receive memory exhausted: {unread:,} unread bytes, {limit}", "unread_responses"
+            )
         elif session is not None and 2 * self._backlog.total_bytes > received:
             for parts in self._backlog.take_all():
                 session.refuse(parts)
             self._update_charge()
         else:
-            self._fail("memory full of messages (`limits.receive_bytes`)", "receive_memory")
+            self._fail(
+                f"receive memory exhausted: {received:,} bytes here, {limit}", "receive_memory"
+            )
         return True
 
     def evict_stalled(self, now_ns: int, stall_ns: int) -> None:
         """End the connection if a message is `stall_ns` behind the minimum rate."""
         is_read = not self._is_closed and self._transport.is_reading()
-        if is_read and self._is_partial and now_ns - self._paced_ns > stall_ns:
+        if is_read and self._is_partial and now_ns - self._progress_ns > stall_ns:
             self._fail(f"message slower than {MESSAGE_RATE_MIN} bytes/s", "message_timeout")
 
     @property
     def _unread_bytes(self) -> int:
-        """Responses that the peer does not read."""
+        """Bytes of responses that the peer does not read."""
         if self._session is None or not self.is_blocked:
             return 0
         return self._session.unread_bytes + self.unsent_bytes
@@ -282,12 +295,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def _update_charge(self) -> None:
         """Charge the input except large frames, which are charged as they arrive."""
-        size = self._parts_small + self._backlog.small_bytes + len(self._rest)
-        more, self._charged_bytes = size - self._charged_bytes, size
-        if more > 0:
-            self._host.budget.charge(more)
-        elif more:
-            self._host.budget.release(-more)
+        size = self._small_bytes + self._backlog.small_bytes + len(self._rest)
+        change, self._charged_bytes = size - self._charged_bytes, size
+        if change > 0:
+            self._host.budget.charge(change)
+        elif change:
+            self._host.budget.release(-change)
 
     def _drop_input(self) -> None:
         """Free all unprocessed input."""
@@ -295,12 +308,12 @@ class Connection(asyncio.BufferedProtocol):
         self._parts.clear()
         self._backlog.take_all()
         self._rest = b""
-        self._parts_bytes = self._parts_small = 0
+        self._parts_bytes = self._small_bytes = 0
         self._update_charge()
 
     def _parse(self, view: memoryview, until_ns: int) -> None:
         """Parse until the input or the turn ends, or the session is full."""
-        self._is_behind = False
+        self._is_interrupted = False
         if self._is_closed:
             return
         try:
@@ -311,7 +324,7 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(str(error), "protocol_error")
 
     def _read_greeting(self, view: memoryview) -> int | None:
-        """Return the offset of the frames; None while the greeting is incomplete."""
+        """Check and answer the greeting; return the offset of the frames, None if incomplete."""
         if self._is_greeted:
             return 0
         self._can_ping = frames.check_greeting(view)
@@ -324,16 +337,17 @@ class Connection(asyncio.BufferedProtocol):
         return frames.GREETING_BYTES
 
     def _parse_frames(self, view: memoryview, at: int, until_ns: int) -> None:
-        countdown, partial, began = CLOCK_FRAMES, self._partial, at
+        """Process the frames from offset `at`."""
+        countdown, partial, start_at = CLOCK_FRAMES, self._partial, at
         while not self._is_closed:
             if self._backlog.is_full or partial.is_reserving:
                 return self._keep_rest(view, at)
             countdown -= 1
-            # A complete message costs enough for a clock read.
-            if began < at < len(view) and (countdown < 0 or not self._parts):
+            # After a complete message too: it costs much more than a clock read.
+            if start_at < at < len(view) and (countdown < 0 or not self._parts):
                 countdown = CLOCK_FRAMES
                 if now_ns() >= until_ns:
-                    self._is_behind = True
+                    self._is_interrupted = True
                     return self._keep_rest(view, at)
             body = partial.body
             if body is not None:
@@ -359,13 +373,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def _resume_input(self, until_ns: int) -> None:
         """Pass the backlog to the session, then parse the rest of the last read."""
-        self._is_behind = False
+        self._is_interrupted = False
         backlog, session = self._backlog, self._session
         while session is not None and backlog and not (self._is_closed or session.is_full):
             parts, arrived_ns = backlog.pop()
             session.on_message(parts, arrived_ns)
             if backlog and now_ns() >= until_ns:
-                self._is_behind = True
+                self._is_interrupted = True
                 return
         if not (self._is_closed or self._transport.is_reading()):
             rest, self._rest = self._rest, b""
@@ -390,7 +404,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _resume_reading(self) -> None:
         if not (self._is_closed or self._is_waiting or self._transport.is_reading()):
-            self._read_ns = self._paced_ns = now_ns()
+            self._read_ns = self._progress_ns = now_ns()
             self._transport.resume_reading()
 
     def _require_limits(self, head: frames.Head) -> None:
@@ -402,8 +416,8 @@ class Connection(asyncio.BufferedProtocol):
         if len(self._parts) >= PARTS_MAX:
             raise ProtocolViolation(f"message of more than {PARTS_MAX} parts")
 
-    def _on_frame(self, flags: int, body: Part, small: int) -> None:
-        """Process a complete frame; `small` is its length unless charged on arrival."""
+    def _on_frame(self, flags: int, body: Part, small_bytes: int) -> None:
+        """Process a complete frame; `small_bytes` is its length, 0 if charged on arrival."""
         if flags & frames.COMMAND:
             return self._on_command(*frames.read_command(body))
         session = self._session
@@ -413,19 +427,20 @@ class Connection(asyncio.BufferedProtocol):
             self._message_ns = self._read_ns
         self._parts.append(body)
         self._parts_bytes += len(body)
-        self._parts_small += small
+        self._small_bytes += small_bytes
         if not flags & frames.MORE:
             self._on_message(session)
         return None
 
     def _on_message(self, session: Session) -> None:
+        """Pass a complete message to the session, or to the backlog if the session is full."""
         parts, self._parts = self._parts, []
-        size, small = self._parts_bytes, self._parts_small
-        self._parts_bytes = self._parts_small = 0
+        size, small_bytes = self._parts_bytes, self._small_bytes
+        self._parts_bytes = self._small_bytes = 0
         self._granted_ns += MESSAGE_CPU_NS + BYTE_CPU_NS * size
-        self._paced_ns = self._read_ns
+        self._progress_ns = self._read_ns
         if self._backlog or session.is_full:
-            self._backlog.append(parts, size, small, self._read_ns)
+            self._backlog.append(parts, size, small_bytes, self._read_ns)
         else:
             session.on_message(parts, self._read_ns)
 
@@ -440,14 +455,15 @@ class Connection(asyncio.BufferedProtocol):
             raise ProtocolViolation(f"unexpected command {name[:20]!r}")
 
     def _fail(self, message: str, reason: str) -> None:
+        """Abort the connection; report the message and count the reason."""
         self._host.on_broken(message)
         self._host.count_ended(reason)
         self.abort()
         self._drop_input()
 
 
-def _is_hung_up(transport: asyncio.Transport) -> bool:
-    """Return whether the peer of a paused socket has disconnected."""
+def _is_disconnected(transport: asyncio.Transport) -> bool:
+    """Return whether the peer has disconnected; for a paused socket."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))

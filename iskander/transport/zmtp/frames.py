@@ -42,7 +42,7 @@ class ProtocolViolation(Exception):
 
 
 class Head(NamedTuple):
-    """Frame header; `length` is the size of the body, `end` its offset."""
+    """Frame header; `length` is the size of the body, `end` the offset of the body."""
 
     flags: int
     length: int
@@ -50,7 +50,7 @@ class Head(NamedTuple):
 
 
 def check_greeting(raw: Part) -> bool:
-    """Check a partial or complete greeting; return whether it is of 3.1, which has PING."""
+    """Check a greeting, complete or not; return whether its version has PING (3.1 or later)."""
     if raw[:1] not in (b"", b"\xff") or (len(raw) >= SIGNATURE_BYTES and not raw[9] & 1):
         raise ProtocolViolation("not a ZMTP greeting")
     if len(raw) > SIGNATURE_BYTES and raw[SIGNATURE_BYTES] < 3:
@@ -116,7 +116,7 @@ def read_command(body: Part) -> tuple[bytes, bytes]:
 
 
 def read_identity(data: bytes) -> bytes:
-    """Read the identity from the data of READY; empty if absent."""
+    """Check the socket type in the data of READY; return the identity, empty if absent."""
     properties = read_properties(data)
     kind = properties.get("socket-type", b"")
     if kind not in PEERS:

@@ -22,7 +22,7 @@ KEEPALIVE = (
 
 
 class Listener(ConnectionListener[Connection]):
-    """Listening sockets and connections of peers.
+    """Listening sockets and connections of all peers.
 
     Args:
         open_session: Creates the session of a peer from its identity.

@@ -37,7 +37,7 @@ class PartialFrame:
         self.flags = self.filled = 0
         self.is_reserving = False  # Waits for its reservation; the socket is not read.
 
-    def begin(self, head: Head, begun: memoryview) -> None:
+    def begin(self, head: Head, received: memoryview) -> None:
         """Start a frame with the received bytes of its body."""
         length = head.length
         # Not cleared: unwritten pages use no memory.
@@ -48,11 +48,11 @@ class PartialFrame:
         if length > RESERVED_BYTES_MIN:
             self._reserved_bytes = array.charged_bytes = length
             self.is_reserving = not self._budget.reserve(self._holder, self, length)
-        self.body[: len(begun)] = begun
-        self.fill(len(begun))
+        self.body[: len(received)] = received
+        self.fill(len(received))
 
     def fill(self, count: int) -> None:
-        """Count and charge received bytes; above the limit this may end the frame."""
+        """Count and charge received bytes; above the limit, the charge may end the frame."""
         self.filled += count
         if self._array is not None and not self._reserved_bytes:
             self._array.charged_bytes += count
@@ -78,7 +78,7 @@ class PartialFrame:
 class Backlog:
     """Bounded queue of messages while the session is full, with arrival times.
 
-    `small_bytes` counts the parts that are not charged as they arrive.
+    `small_bytes` counts the bytes of parts that are not charged as they arrive.
     """
 
     def __init__(self) -> None:
@@ -93,17 +93,17 @@ class Backlog:
         """Whether to stop reading."""
         return self.total_bytes >= BACKLOG_BYTES or len(self._messages) >= BACKLOG_MESSAGES
 
-    def append(self, parts: list[Part], size: int, small: int, arrived_ns: int) -> None:
+    def append(self, parts: list[Part], size: int, small_bytes: int, arrived_ns: int) -> None:
         """Queue a message of `size` bytes."""
-        self._messages.append((parts, size, small, arrived_ns))
+        self._messages.append((parts, size, small_bytes, arrived_ns))
         self.total_bytes += size
-        self.small_bytes += small
+        self.small_bytes += small_bytes
 
     def pop(self) -> tuple[list[Part], int]:
         """Remove the oldest message; return its parts and arrival time."""
-        parts, size, small, arrived_ns = self._messages.popleft()
+        parts, size, small_bytes, arrived_ns = self._messages.popleft()
         self.total_bytes -= size
-        self.small_bytes -= small
+        self.small_bytes -= small_bytes
         return parts, arrived_ns
 
     def take_all(self) -> list[list[Part]]:

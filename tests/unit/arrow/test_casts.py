@@ -1,4 +1,4 @@
-"""Casts of numbers, held against Python's whole numbers and fractions."""
+"""Numeric casts, compared with Python integers and fractions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from iskander.arrow.casts import ValueLocation, Values, cast, rescale
 from iskander.errors import ContractError
 
 WHERE = ValueLocation("x")
-WHOLE = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 EXACT = {"float16": 2**11, "float32": 2**24, "float64": 2**53}
 
 
@@ -24,64 +24,66 @@ def limits_of(name: str) -> tuple[int, int]:
 
 
 def numbers_near_limits(name: str) -> st.SearchStrategy[int]:
-    """Any number of a type, and more often those that another type just holds or just does not."""
+    """Return a strategy for integers of a type, with more values at the limits of other types."""
     low, high = limits_of(name)
-    edges = {edge + step for each in WHOLE for edge in limits_of(each) for step in (-1, 0, 1)}
+    edges = {edge + step for each in INTEGERS for edge in limits_of(each) for step in (-1, 0, 1)}
     edges |= {
         sign * (each + step) for each in EXACT.values() for step in (0, 1) for sign in (1, -1)
     }
     return st.integers(low, high) | st.sampled_from([e for e in sorted(edges) if low <= e <= high])
 
 
-def taken(values: Values, wanted: str) -> list[Any] | None:
-    """What a cast makes; None where it refuses."""
+def cast_or_none(values: Values, expected: str) -> list[Any] | None:
+    """Return the cast values, or None if the cast is rejected."""
     try:
-        found: list[Any] = cast(values, wanted, WHERE).tolist()
+        actual: list[Any] = cast(values, expected, WHERE).tolist()
     except ContractError:
         return None
-    return found
+    return actual
 
 
-@given(st.data(), st.sampled_from(WHOLE), st.sampled_from(WHOLE))
+@given(st.data(), st.sampled_from(INTEGERS), st.sampled_from(INTEGERS))
 @settings(max_examples=60, deadline=None)
-def test_whole_numbers_are_the_same_or_refused(data: Any, source: str, target: str) -> None:
+def test_integer_casts_keep_the_values_or_are_rejected(data: Any, source: str, target: str) -> None:
     numbers = data.draw(st.lists(numbers_near_limits(source), min_size=1, max_size=5))
     low, high = limits_of(target)
     fits = all(low <= number <= high for number in numbers)
-    assert taken(Values(np.array(numbers, source)), target) == (numbers if fits else None)
+    assert cast_or_none(Values(np.array(numbers, source)), target) == (numbers if fits else None)
 
 
-@given(st.data(), st.sampled_from(WHOLE), st.sampled_from(sorted(EXACT)))
+@given(st.data(), st.sampled_from(INTEGERS), st.sampled_from(sorted(EXACT)))
 @settings(max_examples=60, deadline=None)
-def test_whole_numbers_are_exact_as_floats_or_refused(data: Any, source: str, target: str) -> None:
+def test_integer_to_float_casts_are_exact_or_rejected(data: Any, source: str, target: str) -> None:
     numbers = data.draw(st.lists(numbers_near_limits(source), min_size=1, max_size=5))
     with np.errstate(over="ignore"):
         floats = [float(np.array(number, source).astype(target)) for number in numbers]
     fits = all(np.isfinite(f) and int(f) == n for f, n in zip(floats, numbers, strict=True))
-    assert taken(Values(np.array(numbers, source)), target) == (floats if fits else None)
+    assert cast_or_none(Values(np.array(numbers, source)), target) == (floats if fits else None)
 
 
 @given(
     st.lists(st.floats() | st.integers(-(2**65), 2**65).map(float), min_size=1, max_size=5),
-    st.sampled_from(WHOLE),
+    st.sampled_from(INTEGERS),
 )
 @settings(max_examples=60, deadline=None)
-def test_floats_are_whole_and_in_range_or_refused(numbers: list[float], target: str) -> None:
+def test_float_to_integer_casts_are_exact_or_rejected(numbers: list[float], target: str) -> None:
     low, high = limits_of(target)
     fits = all(
         np.isfinite(number) and number == int(number) and low <= int(number) <= high
         for number in numbers
     )
-    wanted = [int(number) for number in numbers] if fits else None
-    assert taken(Values(np.array(numbers, np.float64)), target) == wanted
+    expected = [int(number) for number in numbers] if fits else None
+    assert cast_or_none(Values(np.array(numbers, np.float64)), target) == expected
 
 
-@pytest.mark.parametrize("target", WHOLE)
+@pytest.mark.parametrize("target", INTEGERS)
 @pytest.mark.parametrize("source", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
-def test_no_float_without_end_is_whole(number: float, source: str, target: str) -> None:
-    """The least int32 is beyond what a float16 can say, and as one it is infinite, too."""
-    assert taken(Values(np.array([0, number], source)), target) is None
+def test_infinite_and_nan_floats_are_not_cast_to_integers(
+    number: float, source: str, target: str
+) -> None:
+    """The int32 minimum exceeds the float16 range, so as a float16 it is infinite."""
+    assert cast_or_none(Values(np.array([0, number], source)), target) is None
 
 
 @given(
@@ -90,7 +92,7 @@ def test_no_float_without_end_is_whole(number: float, source: str, target: str) 
     st.sampled_from([1, 10, 24, 86_400 * 10**9]),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_scale_is_exact_or_refused(numbers: list[int], multiply: int, divide: int) -> None:
+def test_rescale_is_exact_or_rejected(numbers: list[int], multiply: int, divide: int) -> None:
     values = Values(np.array(numbers, np.int64))
     exact = [Fraction(number) * multiply / divide for number in numbers]
     is_whole = all(number % divide == 0 for number in numbers)
@@ -105,23 +107,23 @@ def test_a_scale_is_exact_or_refused(numbers: list[int], multiply: int, divide: 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
-def test_bfloat16_is_the_nearest(numbers: list[float]) -> None:
-    """Held against the conversion of ONNX's own helper."""
+def test_cast_to_bfloat16_rounds_to_the_nearest_value(numbers: list[float]) -> None:
+    """The reference is the conversion by the ONNX helper."""
     from onnx import TensorProto, helper
 
     half = helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
     data = np.array(numbers, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        wanted = data.astype(half)
-    lost = np.isfinite(data) & ~np.isfinite(wanted.astype(np.float32))
+        expected = data.astype(half)
+    overflows = np.isfinite(data) & ~np.isfinite(expected.astype(np.float32))
     try:
-        found = cast(Values(data), "bfloat16", WHERE)
+        actual = cast(Values(data), "bfloat16", WHERE)
     except ContractError:
-        assert lost.any()
+        assert overflows.any()
         return
-    assert not lost.any()
+    assert not overflows.any()
     is_nan = np.isnan(data)
-    assert (found[~is_nan] == wanted.view(np.uint16)[~is_nan]).all()
-    assert np.isnan(found[is_nan].view(half).astype(np.float32)).all()
-    back = cast(Values(found, is_bfloat16=True), "float32", WHERE)
-    np.testing.assert_array_equal(back, wanted.astype(np.float32))
+    assert (actual[~is_nan] == expected.view(np.uint16)[~is_nan]).all()
+    assert np.isnan(actual[is_nan].view(half).astype(np.float32)).all()
+    back = cast(Values(actual, is_bfloat16=True), "float32", WHERE)
+    np.testing.assert_array_equal(back, expected.astype(np.float32))

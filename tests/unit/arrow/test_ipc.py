@@ -1,4 +1,4 @@
-"""Arrow IPC headers: read as pyarrow wrote them, written as it reads them, and hostile ones."""
+"""Arrow IPC headers: reading, writing, malformed headers, and Arrow types as tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lists(item: pa.DataType, size: int, values: pa.Array) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(values, type=pa.list_(item, size))
 
 
-# Columns of five rows whose header alone says all.
+# Columns of five rows that are read from the header, without pyarrow.
 PLAIN = {
     "int64": pa.array([1, 2, 3, 4, 5]),
     "int8 with nulls": pa.array([1, None, 3, None, 5], pa.int8()),
@@ -62,7 +62,7 @@ PLAIN = {
     ),
 }
 
-# Columns that are left to pyarrow.
+# Columns that only pyarrow reads.
 OTHER = {
     "null": pa.nulls(ROWS),
     "list": pa.array([[1], [], None, [2, 3], [4]]),
@@ -81,7 +81,7 @@ def batch_of(*columns: pa.Array) -> pa.RecordBatch:
 
 
 def arrays_of(array: pa.Array) -> list[tuple[int, int]]:
-    """Length and null count of an array and its children, as a header lists them."""
+    """Return length and null count of an array and its children, in the order of a header."""
     if isinstance(array, pa.ExtensionArray):
         return arrays_of(array.storage)
     children = arrays_of(array.flatten()) if pa.types.is_fixed_size_list(array.type) else []
@@ -93,7 +93,7 @@ def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def messages(*batches: pa.RecordBatch, **options: Any) -> list[tuple[bytes, memoryview]]:
-    """Header and body of every message of a stream, after its schema."""
+    """Return header and body of each message of a stream after its schema."""
     sink = pa.BufferOutputStream()
     write_options = pa.ipc.IpcWriteOptions(**options)
     with pa.ipc.new_stream(sink, batches[0].schema, options=write_options) as writer:
@@ -108,7 +108,7 @@ def header_and_body(batch: pa.RecordBatch, **options: Any) -> tuple[bytes, memor
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_batchs_header_is_read_as_it_was_written(name: str) -> None:
+def test_batch_header_is_read_as_written(name: str) -> None:
     batch = batch_of(PLAIN[name], PLAIN["int64"], PLAIN[name])
 
     header, body = header_and_body(batch)
@@ -125,25 +125,25 @@ def test_a_batchs_header_is_read_as_it_was_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_columns_extent_is_what_pyarrow_writes(name: str) -> None:
+def test_extent_of_a_column_matches_pyarrow(name: str) -> None:
     header, _ = header_and_body(batch_of(PLAIN[name]))
     read = ipc.read_batch(header, ipc.read_message(header))
 
-    got = extent(PLAIN[name].type)
+    actual = extent(PLAIN[name].type)
 
-    assert got == Extent(len(read.nodes) // 2, len(read.buffers) // 2)
+    assert actual == Extent(len(read.nodes) // 2, len(read.buffers) // 2)
     assert [length for length, _ in pairs(read.nodes)] == [
         ROWS * level for level in levels(PLAIN[name].type)
     ]
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_a_column_that_needs_pyarrow_has_no_extent(name: str) -> None:
+def test_column_that_needs_pyarrow_has_no_extent(name: str) -> None:
     assert extent(OTHER[name].type) is None
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_compression_is_seen(codec: str) -> None:
+def test_compression_is_detected(codec: str) -> None:
     header, _ = header_and_body(batch_of(PLAIN["int64"]), compression=codec)
 
     assert ipc.read_batch(header, ipc.read_message(header)).is_compressed
@@ -151,7 +151,7 @@ def test_compression_is_seen(codec: str) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
 def test_zero_rows_and_zero_columns_are_read(rows: int) -> None:
-    """Fields at their default are left out of a flatbuffer, which is where 0 comes from."""
+    """A flatbuffer omits fields with their default value, 0."""
     header, _ = header_and_body(batch_of(PLAIN["int64"]).slice(0, rows))
     empty, _ = header_and_body(pa.RecordBatch.from_arrays([], names=[]))
 
@@ -170,8 +170,8 @@ def test_the_metadata_version_is_read(version: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize("is_big", [False, True])
-def test_a_schemas_byte_order_is_read(is_big: bool) -> None:
-    """pyarrow writes the machine's order, and leaves the field out; the other one is patched in."""
+def test_byte_order_of_a_schema_is_read(is_big: bool) -> None:
+    """pyarrow omits the field for the native byte order; the test patches the other one in."""
     header = bytearray(ipc.header_of(pa.schema([("a", pa.int64())]).serialize()))
     table = ipc.read_message(header).table
     vtable = table - struct.unpack_from("<i", header, table)[0]
@@ -185,7 +185,7 @@ def test_a_schemas_byte_order_is_read(is_big: bool) -> None:
 
 
 def test_dictionaries_are_read_with_their_ids_and_deltas() -> None:
-    """Given a stream whose dictionary grows, so that pyarrow writes a delta."""
+    """pyarrow writes a delta for the second batch because its dictionary is longer."""
     first = pa.DictionaryArray.from_arrays([0, 1], pa.array(["a", "b"]))
     grown = pa.DictionaryArray.from_arrays([2], pa.array(["a", "b", "ccc"]))
 
@@ -199,8 +199,8 @@ def test_dictionaries_are_read_with_their_ids_and_deltas() -> None:
     assert read == [(0, False, 2, 3), (0, True, 1, 3)]
 
 
-def test_a_dictionary_of_a_negative_length_is_malformed() -> None:
-    """pyarrow reads it, and then `len` of it fails without an exception's name."""
+def test_dictionary_with_negative_length_is_malformed() -> None:
+    """pyarrow accepts it, and a later `len` fails."""
     column = pa.DictionaryArray.from_arrays([0], pa.array(["a"] * 7))
     header = next(
         header
@@ -209,38 +209,38 @@ def test_a_dictionary_of_a_negative_length_is_malformed() -> None:
     )
     node, wrong = struct.pack("<qq", 7, 0), struct.pack("<qq", -7, 0)
     assert header.count(node) == 1
-    broken = header.replace(node, wrong)
+    malformed = header.replace(node, wrong)
 
     with pytest.raises(MalformedInput, match="negative length"):
-        ipc.read_dictionary(broken, ipc.read_message(broken))
+        ipc.read_dictionary(malformed, ipc.read_message(malformed))
 
 
 @pytest.mark.parametrize("body", [b"", b"x" * 64])
 @pytest.mark.parametrize("name", ["int64", "list", "string"])
-def test_an_encapsulated_message_has_its_body_on_a_boundary(name: str, body: bytes) -> None:
+def test_body_of_an_encapsulated_message_is_aligned(name: str, body: bytes) -> None:
     header, _ = header_and_body(batch_of(PLAIN[name]))
 
-    whole = ipc.encapsulate(header, body)
+    full = ipc.encapsulate(header, body)
 
-    assert (len(whole) - len(body)) % ALIGNMENT == 0
-    assert whole.endswith(body)
-    assert whole[:4] == ipc.CONTINUATION
-    assert ipc.header_of(pa.py_buffer(whole)).rstrip(b"\x00") == header.rstrip(b"\x00")
+    assert (len(full) - len(body)) % ALIGNMENT == 0
+    assert full.endswith(body)
+    assert full[:4] == ipc.CONTINUATION
+    assert ipc.header_of(pa.py_buffer(full)).rstrip(b"\x00") == header.rstrip(b"\x00")
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_pyarrow_reads_what_is_encapsulated(name: str) -> None:
+def test_pyarrow_reads_an_encapsulated_message(name: str) -> None:
     batch = batch_of(PLAIN[name])
 
-    whole = ipc.encapsulate(*header_and_body(batch))
+    full = ipc.encapsulate(*header_and_body(batch))
 
-    assert pa.ipc.read_record_batch(pa.py_buffer(whole), batch.schema).equals(batch)
+    assert pa.ipc.read_record_batch(pa.py_buffer(full), batch.schema).equals(batch)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
-def test_a_template_renders_what_pyarrow_reads(name: str, rows: int) -> None:
-    """Given the numbers of a batch that pyarrow wrote, its own header and the template's agree."""
+def test_pyarrow_reads_a_rendered_template(name: str, rows: int) -> None:
+    """With the numbers of a batch from pyarrow, the template's header equals pyarrow's header."""
     batch = batch_of(PLAIN["bool"], PLAIN[name]).slice(0, rows)
     header, body = header_and_body(batch)
     read = ipc.read_batch(header, ipc.read_message(header))
@@ -249,12 +249,12 @@ def test_a_template_renders_what_pyarrow_reads(name: str, rows: int) -> None:
     rendered = template.render(rows, list(read.nodes), list(read.buffers), len(body))
 
     assert ipc.read_batch(rendered, ipc.read_message(rendered)) == read
-    again = pa.ipc.read_record_batch(pa.py_buffer(ipc.encapsulate(rendered, body)), batch.schema)
-    again.validate(full=True)
-    assert again.equals(batch)
+    decoded = pa.ipc.read_record_batch(pa.py_buffer(ipc.encapsulate(rendered, body)), batch.schema)
+    decoded.validate(full=True)
+    assert decoded.equals(batch)
 
 
-def test_a_template_is_not_changed_by_what_it_renders() -> None:
+def test_rendering_does_not_change_the_template() -> None:
     template = ipc.BatchTemplate(batch_of(PLAIN["int64"]).schema)
 
     first = template.render(1, [1, 0], [0, 0, 0, 8], 64)
@@ -272,20 +272,22 @@ def test_a_template_is_not_changed_by_what_it_renders() -> None:
     ],
     ids=str,
 )
-def test_a_template_takes_no_memory_for_what_a_type_declares(declared: pa.DataType) -> None:
+def test_template_allocates_no_memory_for_the_declared_size_of_a_type(
+    declared: pa.DataType,
+) -> None:
     before = pa.default_memory_pool()
-    watched = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(watched)
+    counting_pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(counting_pool)
     try:
         template = ipc.BatchTemplate(pa.schema([("x", declared), ("y", pa.utf8())]))
     finally:
         pa.set_memory_pool(before)
-    assert watched.max_memory() < 1 << 16
+    assert counting_pool.max_memory() < 1 << 16
     arrays = 1 + str(declared).count("<")
     assert struct.calcsize(template._nodes.format) // 16 == arrays + 1
 
 
-# Hostile headers.
+# Malformed headers.
 
 HEADERS = [header_and_body(batch_of(column))[0] for column in PLAIN.values()]
 HEADERS += [ipc.header_of(batch_of(column).schema.serialize()) for column in PLAIN.values()]
@@ -293,7 +295,7 @@ HEADERS += [header for header, _ in messages(batch_of(OTHER["dictionary"]))]
 
 
 def read_all(header: bytes) -> None:
-    """Everything that is read of a header, whatever its kind says."""
+    """Call every reader on a header, whatever its kind."""
     message = ipc.read_message(header)
     for read in (ipc.read_batch, ipc.read_dictionary, ipc.is_big_endian):
         try:
@@ -304,7 +306,7 @@ def read_all(header: bytes) -> None:
 
 @st.composite
 def mutated(draw: st.DrawFn, headers: list[bytes]) -> bytes:
-    """A real header with a few words overwritten by extremes or anything, perhaps cut."""
+    """Return a valid header with a few words overwritten, and possibly truncated."""
     header = bytearray(draw(st.sampled_from(headers)))
     for _ in range(draw(st.integers(1, 4))):
         width = draw(st.sampled_from([1, 2, 4, 8]))
@@ -323,30 +325,30 @@ def mutated(draw: st.DrawFn, headers: list[bytes]) -> bytes:
 @example(b"\x00" * 4)
 @example(b"\xff" * 64)
 @given(st.binary(max_size=256))
-def test_random_bytes_are_malformed_and_nothing_else(header: bytes) -> None:
+def test_random_bytes_raise_only_malformed_input(header: bytes) -> None:
     with contextlib.suppress(MalformedInput):
         read_all(header)
 
 
 @settings(deadline=None, max_examples=500)
 @given(mutated(HEADERS))
-def test_mutated_headers_are_malformed_or_read(header: bytes) -> None:
+def test_mutated_headers_are_read_or_malformed(header: bytes) -> None:
     with contextlib.suppress(MalformedInput):
         read_all(header)
 
 
 @pytest.mark.parametrize("header", HEADERS[: len(PLAIN)], ids=list(PLAIN))
-def test_every_shorter_header_is_malformed_or_read(header: bytes) -> None:
-    whole = ipc.read_batch(header, ipc.read_message(header))
+def test_every_shorter_header_is_malformed_or_read_correctly(header: bytes) -> None:
+    full = ipc.read_batch(header, ipc.read_message(header))
     for length in range(len(header)):
         try:
             read = ipc.read_batch(header[:length], ipc.read_message(header[:length]))
         except MalformedInput:
             continue
-        assert read == whole
+        assert read == full
 
 
-def test_a_count_beyond_the_header_is_refused() -> None:
+def test_count_beyond_the_header_is_malformed() -> None:
     header = bytearray(header_and_body(batch_of(PLAIN["int64"]))[0])
     at = header.index(struct.pack("<Iqq", 1, ROWS, 0))
     struct.pack_into("<I", header, at, 2**32 - 1)
@@ -355,8 +357,8 @@ def test_a_count_beyond_the_header_is_refused() -> None:
         ipc.read_batch(header, ipc.read_message(header))
 
 
-def test_a_table_is_not_read_from_the_end() -> None:
-    """Given a whole vtable behind the header, at the place that Python calls a negative one."""
+def test_vtable_offset_behind_the_header_is_malformed() -> None:
+    """The vtable offset points behind the header, which Python would read as a negative index."""
     header = bytearray(header_and_body(batch_of(PLAIN["int64"]))[0])
     (root,) = struct.unpack_from("<I", header)
     vtable = root - struct.unpack_from("<i", header, root)[0]
@@ -394,7 +396,7 @@ def test_a_table_is_not_read_from_the_end() -> None:
         ),
     ],
 )
-def test_a_type_that_holds_a_tensor(arrow: pa.DataType, text: str) -> None:
+def test_arrow_type_as_a_tensor_type(arrow: pa.DataType, text: str) -> None:
     column_type = as_tensor(arrow)
 
     assert str(column_type) == text
@@ -416,16 +418,16 @@ def test_a_type_that_holds_a_tensor(arrow: pa.DataType, text: str) -> None:
     ],
     ids=str,
 )
-def test_a_type_in_which_strings_are_copied(arrow: pa.DataType, plain: pa.DataType) -> None:
-    """All of them are the same tensor, and only the plain ones lie as a body wants them."""
+def test_plain_type_of_a_column(arrow: pa.DataType, plain: pa.DataType) -> None:
+    """All are the same tensor, but only the plain types have the layout of a body."""
     assert plain_of(arrow) == plain
-    given, made = as_tensor(arrow), as_tensor(plain)
-    assert given is not None and made is not None
-    assert (given.dtype.onnx, given.shape) == (made.dtype.onnx, made.shape)
+    original, copied = as_tensor(arrow), as_tensor(plain)
+    assert original is not None and copied is not None
+    assert (original.dtype.onnx, original.shape) == (copied.dtype.onnx, copied.shape)
 
 
 def test_bfloat16_is_stored_as_uint16_only() -> None:
-    """A schema of anybody's may claim the name for another type."""
+    """A client's schema can use the extension name with another storage type."""
     name = {"ARROW:extension:name": "iskander.bfloat16", "ARROW:extension:metadata": ""}
     right, wrong = (
         pa.schema([pa.field("x", arrow, metadata=name)]).serialize()
@@ -454,7 +456,7 @@ def test_bfloat16_is_stored_as_uint16_only() -> None:
     ],
     ids=str,
 )
-def test_a_type_that_holds_none(arrow: pa.DataType) -> None:
+def test_arrow_type_without_a_tensor_type(arrow: pa.DataType) -> None:
     assert as_tensor(arrow) is None
 
 

@@ -1,4 +1,4 @@
-"""Ranks within groups: against a plain count, and in the corners."""
+"""Ranks within groups, compared with a direct count, and edge cases."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ROWS = st.lists(
 )
 
 
-def counted(values: list[float], groups: list[Any], order: str) -> list[int]:
-    """Row by row: one more than the rows of its group that come before it."""
+def counted_ranks(values: list[float], groups: list[Any], order: str) -> list[int]:
+    """Return for each row one plus the number of rows of its group before it."""
 
-    def before(a: int, b: int) -> bool:
+    def precedes(a: int, b: int) -> bool:
         x, y = values[a], values[b]
         if math.isnan(x) or math.isnan(y):
             return a < b if math.isnan(x) and math.isnan(y) else math.isnan(y)
@@ -36,20 +36,20 @@ def counted(values: list[float], groups: list[Any], order: str) -> list[int]:
         return (x > y) == (order == "descending")
 
     rows = range(len(values))
-    return [1 + sum(groups[a] == groups[b] and before(a, b) for a in rows) for b in rows]
+    return [1 + sum(groups[a] == groups[b] and precedes(a, b) for a in rows) for b in rows]
 
 
 @given(ROWS, st.sampled_from(["descending", "ascending"]))
 @settings(deadline=None)
-def test_a_rank_is_one_more_than_the_rows_before_it(rows: list[Any], order: str) -> None:
+def test_rank_equals_one_plus_preceding_rows(rows: list[Any], order: str) -> None:
     values, groups = [value for value, _ in rows], [group for _, group in rows]
-    got = ranks(np.array(values, np.float64), pa.array(groups, pa.utf8()), order)
-    assert got.dtype == np.int32
-    assert got.tolist() == counted(values, groups, order)
+    actual = ranks(np.array(values, np.float64), pa.array(groups, pa.utf8()), order)
+    assert actual.dtype == np.int32
+    assert actual.tolist() == counted_ranks(values, groups, order)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64", "int64", "float16", "float32"])
-def test_every_type_of_number_is_ranked(dtype: str) -> None:
+def test_every_numeric_type_is_ranked(dtype: str) -> None:
     values = np.array([1, 0, 2, 2], dtype)
     assert ranks(values, None, "descending").tolist() == [3, 4, 1, 2]
     assert ranks(values, None, "ascending").tolist() == [2, 1, 3, 4]
@@ -70,25 +70,25 @@ def test_every_type_of_number_is_ranked(dtype: str) -> None:
         pa.array(["y", "x", "x", "", ""]).slice(1),
     ],
 )
-def test_every_type_that_can_group_does(groups: pa.Array) -> None:
+def test_every_supported_group_type_groups(groups: pa.Array) -> None:
     assert can_group(groups.type)
     assert ranks(np.array([1, 2, 3, 4]), groups, "descending").tolist() == [2, 1, 2, 1]
 
 
-def test_groups_of_a_dictionary_are_never_written_out() -> None:
-    """Rows of one long name are a few bytes each, and not the name each."""
+def test_dictionary_groups_are_not_decoded() -> None:
+    """Decoding would copy the long name into every row."""
     index = np.zeros(1 << 17, np.int32)
     groups = pa.DictionaryArray.from_arrays(index, pa.array(["x" * 4096], pa.large_utf8()))
-    found, peak = peak_of(lambda: ranks(np.arange(len(index)), groups, "ascending"))
-    assert found[-1] == len(index)
+    actual, peak = peak_of(lambda: ranks(np.arange(len(index)), groups, "ascending"))
+    assert actual[-1] == len(index)
     assert peak < 32 << 20
 
 
-def test_what_cannot_group() -> None:
+def test_nested_types_cannot_group() -> None:
     kinds = [pa.list_(pa.int8()), pa.struct([("a", pa.int8())]), pa.map_(pa.utf8(), pa.utf8())]
     assert not any(map(can_group, kinds))
 
 
-def test_no_rows_have_no_ranks() -> None:
+def test_zero_rows_have_no_ranks() -> None:
     assert ranks(np.array([], np.float32), None, "descending").tolist() == []
     assert ranks(np.array([], np.float32), pa.array([], pa.utf8()), "ascending").tolist() == []

@@ -1,6 +1,7 @@
-"""Arrays as NumPy's: slices, nulls at every level, and encodings, none of them by way of a message.
+"""Conversion of Arrow arrays to NumPy: slices, nulls at every level, and encodings.
 
-A message of a slice has only what the slice sees; slices of other arrays have the rest, too.
+The arrays are sliced in memory, not storage an IPC message: a message has only the sliced values,
+but a slice in memory shares the buffers of the whole array.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from iskander.arrow.types import BFloat16
 from iskander.arrow.values import (
     decimals,
     decoded,
+    decoded_text_bytes,
     elements,
     find,
     lists,
@@ -26,7 +28,6 @@ from iskander.arrow.values import (
     take_decoded,
     text_buffers,
     text_lengths,
-    written_bytes,
 )
 
 KINDS = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view]
@@ -47,24 +48,24 @@ KINDS = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view]
 )
 def test_elements_of_a_slice(kind: pa.DataType) -> None:
     whole = pa.array([1, 0, None, 1, 0, 1, 1, 0, 1, None, 1], pa.int8())
-    through = {pa.timestamp("ns"): pa.int64(), pa.date32(): pa.int32()}.get(kind, pa.int8())
-    array = whole.cast(through).cast(kind)
-    found = elements(array.slice(1, 9))
-    assert found.valid is not None
-    assert found.valid.tolist() == [True, False] + [True] * 6 + [False]
-    assert found.data[found.valid].tolist() == [0, 1, 0, 1, 1, 0, 1]
+    storage = {pa.timestamp("ns"): pa.int64(), pa.date32(): pa.int32()}.get(kind, pa.int8())
+    array = whole.cast(storage).cast(kind)
+    actual = elements(array.slice(1, 9))
+    assert actual.valid is not None
+    assert actual.valid.tolist() == [True, False] + [True] * 6 + [False]
+    assert actual.data[actual.valid].tolist() == [0, 1, 0, 1, 1, 0, 1]
     assert elements(array.slice(3, 4)).valid is None
 
 
 def test_elements_of_lists_of_a_slice_with_nulls_at_every_level() -> None:
     kind = pa.list_(pa.list_(pa.int16(), 2), 2)
     array = pa.array([[[9, 9], [9, 9]], [[1, None], None], None, [[5, 6], [7, 8]]], kind)
-    found = elements(array.slice(1))
-    assert found.data.shape == (3, 2, 2) and found.valid is not None
-    assert found.valid.tolist() == [
+    actual = elements(array.slice(1))
+    assert actual.data.shape == (3, 2, 2) and actual.valid is not None
+    assert actual.valid.tolist() == [
         [[True, False], [False, False]], [[False] * 2] * 2, [[True] * 2] * 2,
     ]  # fmt: skip
-    assert found.data[found.valid].tolist() == [1, 5, 6, 7, 8]
+    assert actual.data[actual.valid].tolist() == [1, 5, 6, 7, 8]
     shaped = pa.ExtensionArray.from_storage(
         pa.fixed_shape_tensor(pa.int16(), [2]), pa.array([[1, 2], [3, 4]], pa.list_(pa.int16(), 2))
     )
@@ -75,27 +76,27 @@ def test_extensions_of_a_slice() -> None:
     small = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 7, None], pa.int8()))
     assert elements(small.slice(1, 2)).data.tolist() == [False, True]
     halves = pa.ExtensionArray.from_storage(BFloat16(), pa.array([1, 2, 3], pa.uint16()))
-    found = elements(halves.slice(1))
-    assert found.data.tolist() == [2, 3] and found.is_bfloat16
+    actual = elements(halves.slice(1))
+    assert actual.data.tolist() == [2, 3] and actual.is_bfloat16
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_lists_of_a_slice(kind: Any) -> None:
     array = pa.array([[9] * 5, [1, 2], None, [], [3]], kind(pa.int32())).slice(1)
-    found = lists(array)
-    assert found.lengths.tolist() == [2, 0, 0, 1]
+    actual = lists(array)
+    assert actual.lengths.tolist() == [2, 0, 0, 1]
     rows = [
-        take_decoded(found.elements, np.arange(start, start + length)).to_pylist()
-        for start, length in zip(found.starts, found.lengths, strict=True)
+        take_decoded(actual.elements, np.arange(start, start + length)).to_pylist()
+        for start, length in zip(actual.starts, actual.lengths, strict=True)
     ]
     assert rows == [[1, 2], [], [], [3]]
 
 
-def test_what_a_null_list_lies_over_is_not_its_own() -> None:
+def test_null_lists_have_no_valid_elements() -> None:
     mask = pa.array([True, False])
     pairs = pa.FixedSizeListArray.from_arrays(pa.array([1, 2, 3, 4]), 2, mask=mask)
-    seen = elements(pairs)
-    assert seen.valid is not None and seen.valid.tolist() == [[False, False], [True, True]]
+    actual = elements(pairs)
+    assert actual.valid is not None and actual.valid.tolist() == [[False, False], [True, True]]
     array = pa.ListArray.from_arrays(
         [0, 2, 4], pa.array([1, 2, 3, 4]), mask=pa.array([False, True])
     )
@@ -105,42 +106,42 @@ def test_what_a_null_list_lies_over_is_not_its_own() -> None:
 def test_encodings_of_a_slice() -> None:
     runs = pa.RunEndEncodedArray.from_arrays([2, 4, 7], pa.array(["a", None, "bcd"]))
     assert decoded(runs.slice(1, 4)).to_pylist() == ["a", None, None, "bcd"]
-    assert written_bytes(runs.slice(1, 4)) == 4 and written_bytes(runs) == 2 + 9
+    assert decoded_text_bytes(runs.slice(1, 4)) == 4 and decoded_text_bytes(runs) == 2 + 9
     words = pa.DictionaryArray.from_arrays(
         pa.array([1, 0, None, 1], pa.int8()), pa.array(["a", "bcd"], pa.string_view())
     )
     assert decoded(words.slice(1)).to_pylist() == [b"a", None, b"bcd"]
-    assert written_bytes(words.slice(1)) == 4
+    assert decoded_text_bytes(words.slice(1)) == 4
 
 
-def test_of_a_dictionary_only_what_is_taken_is_written_out() -> None:
-    """A list's elements may be very many of few entries, and it may be cut to its first."""
+def test_only_taken_dictionary_elements_are_decoded() -> None:
+    """A list column can have many elements of few dictionary entries, of which few are taken."""
     points = pa.array([[0.5] * 1000, [1.5] * 1000], pa.list_(pa.float32(), 1000))
     index = pa.array(np.arange(100_000, dtype=np.int32) % 2)
     words = pa.DictionaryArray.from_arrays(index, points)
-    found, peak = peak_of(lambda: take_decoded(words.slice(1), np.array([2, 1])))
-    assert [row[0].as_py() for row in found] == [1.5, 0.5]
+    actual, peak = peak_of(lambda: take_decoded(words.slice(1), np.array([2, 1])))
+    assert [row[0].as_py() for row in actual] == [1.5, 0.5]
     assert peak < 16 << 20
 
 
 @pytest.mark.parametrize("kind", [pa.utf8(), pa.large_binary(), pa.string_view(), pa.binary_view()])
 def test_text_of_a_slice(kind: pa.DataType) -> None:
     array = pa.array(["x" * 40, "a", None, "b" * 30], pa.utf8()).cast(kind).slice(1)
-    assert text_lengths(array).tolist() == [1, 0, 30] and written_bytes(array) == 31
+    assert text_lengths(array).tolist() == [1, 0, 30] and decoded_text_bytes(array) == 31
     pairs = pa.FixedSizeListArray.from_arrays(pa.array(["x", "yy", "z", "w" * 9]), 2)
-    assert written_bytes(pairs.slice(1)) == 10
+    assert decoded_text_bytes(pairs.slice(1)) == 10
     many = pa.ListViewArray.from_arrays([0, 0], [1, 2], pa.array(["ab", "c"]).cast(kind))
-    assert written_bytes(many) == 2 + 3
+    assert decoded_text_bytes(many) == 2 + 3
 
 
-def test_buffers_of_text_of_a_slice() -> None:
+def test_text_buffers_of_a_slice() -> None:
     ends, joined = text_buffers(pa.array([b"xx", b"a", b"bc"], pa.binary()).slice(1))
     offsets = np.frombuffer(ends, np.int32)
     assert [bytes(joined[a:b]) for a, b in pairwise(offsets)] == [b"a", b"bc"]
 
 
-def test_buffers_that_end_within_an_element() -> None:
-    """A client may send more bytes than its rows are, and any number of them."""
+def test_buffers_that_end_inside_an_element() -> None:
+    """A client can send more bytes than its rows need."""
     bits = pa.py_buffer(struct.pack("<iih", 7, 8, 9))
     ints = pa.Array.from_buffers(pa.int32(), 2, [None, bits])
     ints.validate(full=True)
@@ -153,12 +154,12 @@ def test_buffers_that_end_within_an_element() -> None:
     offsets, joined = text_buffers(text.slice(1))
     assert np.frombuffer(offsets, np.int32).tolist() == [1, 3] and bytes(joined) == b"abc"
     views = pa.py_buffer(struct.pack("<i12si12sh", 2, b"ab", 1, b"c", 9))
-    seen = pa.Array.from_buffers(pa.string_view(), 2, [None, views])
-    seen.validate(full=True)
-    assert text_lengths(seen).tolist() == [2, 1] and text_lengths(seen.slice(1)).tolist() == [1]
+    array = pa.Array.from_buffers(pa.string_view(), 2, [None, views])
+    array.validate(full=True)
+    assert text_lengths(array).tolist() == [2, 1] and text_lengths(array.slice(1)).tolist() == [1]
 
 
-def test_arrays_of_nothing_may_have_nothing_in_their_buffers() -> None:
+def test_empty_arrays_can_have_empty_buffers() -> None:
     empty = pa.py_buffer(b"")
     assert elements(pa.Array.from_buffers(pa.int32(), 0, [None, empty])).data.tolist() == []
     nothing = pa.Array.from_buffers(pa.string_view(), 0, [None, empty])
@@ -173,17 +174,17 @@ def test_unscaled_decimals_of_a_slice(width: int, scale: int) -> None:
     kind = getattr(pa, f"decimal{width}")(9, scale)
     step = Decimal(10) ** -scale
     array = pa.array([9 * step, -3 * step, None, 5 * step], kind).slice(1)
-    unscaled, found = decimals(array)
-    assert unscaled is not None and found == scale
+    unscaled, actual = decimals(array)
+    assert unscaled is not None and actual == scale
     assert (unscaled[0], unscaled[2]) == (-3, 5)
 
 
-def test_a_field_of_a_struct_in_a_slice() -> None:
+def test_struct_field_in_a_slice() -> None:
     inner = pa.struct([("b.c", pa.int8()), ("b", pa.struct([("c", pa.int8())]))])
     values = [{"b.c": 9, "b": None}, {"b.c": 1, "b": {"c": 2}}, None, {"b.c": None, "b": {"c": 4}}]
     batch = pa.record_batch({"a": pa.array(values, inner)}).slice(1)
     path = find(batch.schema, "a.b.c")
     assert path is not None and pick(batch, path.indices).to_pylist() == [1, None, None]
-    twice = pa.struct([("c", pa.int8()), ("c", pa.int8())])
-    assert find(pa.schema([("a", twice)]), "a.c") is None
+    duplicate = pa.struct([("c", pa.int8()), ("c", pa.int8())])
+    assert find(pa.schema([("a", duplicate)]), "a.c") is None
     assert find(pa.schema([("a", pa.int8())]), "a.b") is None

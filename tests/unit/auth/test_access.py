@@ -1,4 +1,4 @@
-"""Who may ask what: tokens, patterns of models, expiry, and a file that changes."""
+"""Authentication and authorization: tokens, model patterns, expiry, and token file reload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from iskander import file_watcher as following
+from iskander import file_watcher
 from iskander.auth import grants
 from iskander.auth.grants import ANONYMOUS, FULL_GRANT, Authenticator, Grant, bearer_token
 from iskander.auth.tokens import add_token, digest, read_tokens
@@ -23,7 +23,7 @@ from iskander.errors import ConfigError, PermissionDenied, Unauthenticated
 HASH = "0" * 64
 
 
-def shown(token: str, scheme: str = "Bearer") -> list[tuple[str, str]]:
+def headers(token: str, scheme: str = "Bearer") -> list[tuple[str, str]]:
     return [("x-other", "1"), ("authorization", f"{scheme} {token}")]
 
 
@@ -31,16 +31,16 @@ def basic(name: str, token: str) -> str:
     return base64.b64encode(f"{name}:{token}".encode()).decode()
 
 
-def granted(*models: str, manage: bool = False, name: str = "a") -> Grant:
+def new_grant(*models: str, manage: bool = False, name: str = "a") -> Grant:
     return Grant(name, models, may_manage=manage, refused=Counter())
 
 
-def opened(path: Path, *anonymous: str) -> Authenticator:
+def open_authenticator(path: Path, *anonymous: str) -> Authenticator:
     return Authenticator(AccessConfig(tokens=str(path), anonymous=anonymous), lambda: None)
 
 
 @pytest.mark.parametrize(
-    ("patterns", "model", "may"),
+    ("patterns", "model", "is_allowed"),
     [
         (("*",), "anything", True),
         (("two-tower",), "two-tower", True),
@@ -52,43 +52,43 @@ def opened(path: Path, *anonymous: str) -> Authenticator:
         ((), "demo", False),
     ],
 )
-def test_a_grant_is_for_the_models_of_its_patterns(
-    patterns: tuple[str, ...], model: str, may: bool
+def test_grant_allows_the_models_of_its_patterns(
+    patterns: tuple[str, ...], model: str, is_allowed: bool
 ) -> None:
-    grant = granted(*patterns)
+    grant = new_grant(*patterns)
     for _ in range(2):
-        if may:
+        if is_allowed:
             grant.require_model(model)
         else:
             with pytest.raises(PermissionDenied, match=f"`a` is not for model `{model}`"):
                 grant.require_model(model)
 
 
-def test_who_shows_nothing_is_told_to() -> None:
+def test_anonymous_error_names_the_required_header() -> None:
     with pytest.raises(Unauthenticated, match=r"`m` requires a token: send the header"):
-        granted(name=ANONYMOUS).require_model("m")
+        new_grant(name=ANONYMOUS).require_model("m")
     with pytest.raises(Unauthenticated, match="this call requires a token"):
-        granted("*", name=ANONYMOUS).require_token()
-    granted().require_token()
+        new_grant("*", name=ANONYMOUS).require_token()
+    new_grant().require_token()
 
 
-def test_what_may_be_loaded_is_what_may_be_asked() -> None:
-    granted("a*", manage=True).require_manage("ab")
+def test_manage_permission_is_limited_to_the_models_of_the_grant() -> None:
+    new_grant("a*", manage=True).require_manage("ab")
     with pytest.raises(PermissionDenied, match="not for model"):
-        granted("a*", manage=True).require_manage("b")
+        new_grant("a*", manage=True).require_manage("b")
     with pytest.raises(PermissionDenied, match="may not load or unload"):
-        granted("a*").require_manage("ab")
+        new_grant("a*").require_manage("ab")
 
 
-def test_a_grant_remembers_a_bounded_number_of_names() -> None:
-    """And none that is longer than a model's can be: a message may be full of one."""
-    grant = granted("a*")
+def test_cache_of_a_grant_is_bounded() -> None:
+    """Names longer than a model name can be are not cached: a client controls their length."""
+    grant = new_grant("a*")
     for number in range(grants.CACHED_MODELS_MAX * 2):
         grant.require_model(f"a{number}")
     assert len(grant._cache) <= grants.CACHED_MODELS_MAX
     with pytest.raises(PermissionDenied):
         grant.require_model("a" * 1_000_000)
-    granted("*").require_model("a" * 1_000_000)  # It will hear that there is no such model.
+    new_grant("*").require_model("a" * 1_000_000)  # The model lookup rejects it later.
     FULL_GRANT.require_model("a" * 1_000_000)
     assert max(map(len, grant._cache)) < 10 and not FULL_GRANT._cache
 
@@ -111,50 +111,51 @@ def test_a_grant_remembers_a_bounded_number_of_names() -> None:
         ("Bearer " + "x" * 10_000, "x" * (grants.CREDENTIALS_MAX - 7)),
     ],
 )
-def test_the_token_of_a_header(header: str, token: str) -> None:
+def test_token_is_read_from_the_header(header: str, token: str) -> None:
     assert bearer_token(header) == token
 
 
-def test_without_tokens_everybody_may_everything() -> None:
+def test_without_tokens_every_call_has_the_full_grant() -> None:
     access = Authenticator(AccessConfig(), lambda: None)
-    assert access.grant(()) is FULL_GRANT and access.grant(shown("x")) is FULL_GRANT
+    assert access.grant(()) is FULL_GRANT and access.grant(headers("x")) is FULL_GRANT
     access.start()
     assert access.stats() == {}
     FULL_GRANT.require_manage("any")
 
 
-def test_a_token_is_known_by_its_hash(tmp_path: Path) -> None:
+def test_tokens_are_stored_and_matched_as_hashes(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
     token = add_token(path, "scoring", ("two-*",))
     assert token not in path.read_text() and digest(token) in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
-    access = opened(path)
-    assert access.grant(shown(token)).name == "scoring"
-    assert access.grant(shown(basic("me", token), "Basic")).name == "scoring"
+    access = open_authenticator(path)
+    assert access.grant(headers(token)).name == "scoring"
+    assert access.grant(headers(basic("me", token), "Basic")).name == "scoring"
     for wrong in (token + "x", token[:-1], "", digest(token)):
         with pytest.raises(Unauthenticated, match="the token is unknown"):
-            access.grant(shown(wrong))
+            access.grant(headers(wrong))
     with pytest.raises(Unauthenticated, match="this server requires a token"):
         access.grant([("x", "y")])
     assert access.stats() == {"tokens": 1, "refused": {"unauthenticated": 5}}
 
 
-def test_who_shows_no_token_has_the_models_of_everybody(tmp_path: Path) -> None:
+def test_call_without_a_token_has_the_anonymous_grant(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
     add_token(path, "scoring", ("*",))
-    access = opened(path, "demo-*")
-    nobody = access.grant(())
-    assert nobody is access.anonymous and nobody.is_anonymous
-    nobody.require_model("demo-1")
+    access = open_authenticator(path, "demo-*")
+    anonymous = access.grant(())
+    assert anonymous is access.anonymous and anonymous.is_anonymous
+    anonymous.require_model("demo-1")
     with pytest.raises(Unauthenticated):
-        nobody.require_model("other")
+        anonymous.require_model("other")
     with pytest.raises(Unauthenticated, match="loading or unloading models requires a token"):
-        nobody.require_manage("demo-1")
+        anonymous.require_manage("demo-1")
     with pytest.raises(Unauthenticated, match="is unknown"):
-        access.grant(shown("wrong"))  # Who shows one that is not known is not taken for nobody.
+        # An unknown token does not fall back to the anonymous grant.
+        access.grant(headers("wrong"))
 
 
-def test_a_second_token_leaves_the_first_and_what_was_written_by_hand(tmp_path: Path) -> None:
+def test_second_token_keeps_the_first_and_manual_edits(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
     first = add_token(path, "a", ("*",))
     path.write_text("# Ours.\n" + path.read_text())
@@ -163,13 +164,13 @@ def test_a_second_token_leaves_the_first_and_what_was_written_by_hand(tmp_path: 
     assert path.read_text().startswith("# Ours.\n")
     assert path.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [path]
-    access = opened(path)
-    assert [access.grant(shown(token)).name for token in (first, second)] == ["a", "b"]
-    access.grant(shown(second)).require_manage("m")
+    access = open_authenticator(path)
+    assert [access.grant(headers(token)).name for token in (first, second)] == ["a", "b"]
+    access.grant(headers(second)).require_manage("m")
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"),
+    ("text", "message"),
     [
         ("[", "tokens.toml: "),
         ("x = 1", "unknown field `x`"),
@@ -181,25 +182,25 @@ def test_a_second_token_leaves_the_first_and_what_was_written_by_hand(tmp_path: 
         (f"[[tokens]]\nname = 'a'\nsha256 = '{HASH}'\n" * 2, "is listed 2 times"),
     ],
 )
-def test_a_file_that_says_what_it_may_not_is_refused(tmp_path: Path, text: str, rule: str) -> None:
+def test_invalid_token_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tokens.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=rule):
+    with pytest.raises(ConfigError, match=message):
         read_tokens(path)
 
 
-def test_tokens_that_are_added_at_once_are_all_there(tmp_path: Path) -> None:
+def test_concurrently_added_tokens_are_all_stored(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     path = tmp_path / "tokens.toml"
     path.symlink_to(tmp_path / "real" / "tokens.toml")
     with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda n: add_token(path, f"a{n}", ("*",)), range(24)))
+        tokens = list(threads.map(lambda n: add_token(path, f"a{n}", ("*",)), range(24)))
     assert path.is_symlink()
-    assert {token.sha256 for token in read_tokens(path)} == {digest(token) for token in made}
+    assert {token.sha256 for token in read_tokens(path)} == {digest(token) for token in tokens}
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
-def test_a_file_stays_its_owners(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change file owners")
+def test_file_owner_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
     add_token(path, "a", ("*",))
     os.chown(path, 65534, 65534)
@@ -207,7 +208,7 @@ def test_a_file_stays_its_owners(tmp_path: Path) -> None:
     assert (path.stat().st_uid, path.stat().st_gid) == (65534, 65534)
 
 
-def test_a_name_that_may_not_be_leaves_the_file(tmp_path: Path) -> None:
+def test_invalid_name_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "tokens.toml"
     add_token(path, "a", ("*",))
     before = path.read_text()
@@ -217,45 +218,45 @@ def test_a_name_that_may_not_be_leaves_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         add_token(tmp_path / "nowhere" / "tokens.toml", "a", ("*",))
     with pytest.raises(ConfigError, match="cannot be read"):
-        opened(tmp_path / "none.toml")
+        open_authenticator(tmp_path / "none.toml")
 
 
-def test_the_file_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asyncio.run(follow(tmp_path, monkeypatch))
+def test_changed_file_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(check_reload(tmp_path, monkeypatch))
 
 
-async def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "POLL_S", 0.01)
+async def check_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_watcher, "POLL_S", 0.01)
     path = tmp_path / "tokens.toml"
     first = add_token(path, "a", ("m",))
     changes: list[int] = []
     access = Authenticator(AccessConfig(tokens=str(path)), lambda: changes.append(len(changes)))
-    held = access.grant(shown(first))
+    grant = access.grant(headers(first))
     access.start()
     try:
         second = add_token(path, "b", ("*",))
         await until(lambda: access.tokens == 2)
-        assert access.grant(shown(second)).name == "b" and access.grant(shown(first)) is held
+        assert access.grant(headers(second)).name == "b" and access.grant(headers(first)) is grant
         path.write_text(path.read_text().replace('["m"]', '["n"]'))
         await until(lambda: len(changes) == 2)
         full = path.read_text()
-        held.require_model("n")  # A call that holds it has what the file says now.
+        grant.require_model("n")  # The grant of an open call is updated.
         with pytest.raises(PermissionDenied):
-            held.require_model("m")
+            grant.require_model("m")
         path.write_text("[")
         await asyncio.sleep(0.1)
-        held.require_model("n")
-        for _ in range(20):  # What is still being written is not half read.
+        grant.require_model("n")
+        for _ in range(20):  # A partly written file is not loaded.
             path.write_text("")
             path.write_text(full)
         await asyncio.sleep(0.1)
-        held.require_model("n")
+        grant.require_model("n")
         path.write_text("")
         await until(lambda: access.tokens == 0)
         with pytest.raises(Unauthenticated, match="expired or was revoked"):
-            held.require_model("n")
+            grant.require_model("n")
         with pytest.raises(Unauthenticated, match="is unknown"):
-            access.grant(shown(first))
+            access.grant(headers(first))
         path.unlink()
         await asyncio.sleep(0.1)
         assert changes[-1] == len(changes) - 1
@@ -263,12 +264,12 @@ async def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         access.stop()
 
 
-def test_a_token_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asyncio.run(expire(tmp_path, monkeypatch))
+def test_token_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(check_expiry(tmp_path, monkeypatch))
 
 
-async def expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "POLL_S", 0.01)
+async def check_expiry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_watcher, "POLL_S", 0.01)
     path = tmp_path / "tokens.toml"
     soon = datetime.datetime.fromtimestamp(time.time() + 0.3, datetime.UTC).isoformat()
     past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).isoformat()
@@ -280,15 +281,15 @@ async def expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     changes: list[int] = []
     access = Authenticator(AccessConfig(tokens=str(path)), lambda: changes.append(1))
-    held = access.grant(shown("soon"))
+    grant = access.grant(headers("soon"))
     with pytest.raises(Unauthenticated, match="expired or was revoked"):
-        access.grant(shown("past"))
+        access.grant(headers("past"))
     access.start()
     try:
-        await until(lambda: not held.is_valid)
+        await until(lambda: not grant.is_valid)
         assert changes == [1]
         with pytest.raises(Unauthenticated, match="expired or was revoked"):
-            access.grant(shown("soon"))
+            access.grant(headers("soon"))
     finally:
         access.stop()
 

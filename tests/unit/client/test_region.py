@@ -1,4 +1,4 @@
-"""A region's two ends: the client's ring of places, and the gateway that lends it."""
+"""Shared-memory regions: the client's ring of ranges, and the gateway's region server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from iskander.protocols.flight.regions import RegionServer
 
 KIB = 1024
 TIMEOUT_S = 5.0
-GONE_S = 5.0
+WAIT_S = 5.0
 
 
 # ---- The ring
@@ -56,25 +56,27 @@ GONE_S = 5.0
     st.lists(st.one_of(st.integers(1, 40), st.none()), max_size=200),
     st.integers(40, 100),
 )
-def test_places_never_overlap_and_are_freed_in_order(steps: list[int | None], size: int) -> None:
-    places: deque[tuple[int, int]] = deque()
+def test_ring_ranges_never_overlap_and_are_freed_in_order(
+    steps: list[int | None], size: int
+) -> None:
+    ranges: deque[tuple[int, int]] = deque()
     for length in steps:
         if length is None:
-            if places:
-                places.popleft()
+            if ranges:
+                ranges.popleft()
             continue
-        start = _free_start(places, length, size)
+        start = _free_start(ranges, length, size)
         if start is None:
-            # Then it is because of what is there: an empty ring has room for anything.
-            assert places
+            # An empty ring has space for any range up to its size.
+            assert ranges
             continue
         stop = start + length
         assert 0 <= start < stop <= size
-        assert all(stop <= first or last <= start for first, last in places)
-        places.append((start, stop))
+        assert all(stop <= first or last <= start for first, last in ranges)
+        ranges.append((start, stop))
 
 
-def test_a_ring_has_room_behind_and_before() -> None:
+def test_ring_uses_free_space_after_and_before_its_ranges() -> None:
     assert _free_start(deque(), 100, 100) == 0
     assert _free_start(deque([(0, 60)]), 40, 100) == 60
     assert _free_start(deque([(0, 60)]), 41, 100) is None
@@ -84,7 +86,7 @@ def test_a_ring_has_room_behind_and_before() -> None:
     assert _free_start(deque([(20, 100), (0, 20)]), 1, 100) is None
 
 
-def test_what_can_be_shared() -> None:
+def test_schemas_with_dictionaries_cannot_be_shared() -> None:
     word = pa.dictionary(pa.int8(), pa.string())
     for kind in (pa.float32(), pa.list_(pa.float32(), 3), pa.struct([("a", pa.string())])):
         assert can_share(pa.schema([("x", kind)]))
@@ -92,33 +94,33 @@ def test_what_can_be_shared() -> None:
         assert not can_share(pa.schema([("x", pa.int64()), ("y", kind)]))
 
 
-# ---- Both ends
+# ---- Client and server
 
 
 @contextlib.contextmanager
-def lending(
+def region_server(
     folder: Path, **settings: int
 ) -> Iterator[tuple[RegionServer, Path, Callable[..., object]]]:
-    """A lender in a loop of its own; what asks it runs a call there."""
+    """Run a region server in its own event loop; yields it, its path and `run_in_loop`."""
     path = folder / "memory"
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    def ask(call: Callable[[], object]) -> object:
-        async def asked() -> object:
+    def run_in_loop(call: Callable[[], object]) -> object:
+        async def run() -> object:
             return call()
 
-        return asyncio.run_coroutine_threadsafe(asked(), loop).result(TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(run(), loop).result(TIMEOUT_S)
 
     config = SharedMemoryConfig(path=str(path), **settings)
-    regions = ask(lambda: RegionServer(config, ServerConfig(), path))
+    regions = run_in_loop(lambda: RegionServer(config, ServerConfig(), path))
     assert isinstance(regions, RegionServer)
-    ask(regions.start)
+    run_in_loop(regions.start)
     try:
-        yield regions, path, ask
+        yield regions, path, run_in_loop
     finally:
-        ask(regions.close)
+        run_in_loop(regions.close)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -130,51 +132,51 @@ def batch_of(rows: int, seed: int = 0) -> pa.RecordBatch:
     return pa.record_batch([features, pa.array(range(rows))], names=["features", "id"])
 
 
-def read_at(loan: ClientSegment, message: bytes) -> pa.RecordBatch:
-    """The batch that a `Located` says, as Arrow reads it."""
-    located = read_body_location(message)
-    start, length = located.body
-    header = located.header
+def read_at(segment: ClientSegment, message: bytes) -> pa.RecordBatch:
+    """Read the batch at a body location with Arrow."""
+    location = read_body_location(message)
+    start, length = location.body
+    header = location.header
     prefix = b"\xff\xff\xff\xff" + len(header).to_bytes(4, "little")
     schema = batch_of(1).schema
     return pa.ipc.read_record_batch(
-        pa.py_buffer(prefix + header + bytes(SegmentRange(loan, start, start + length).read())),
+        pa.py_buffer(prefix + header + bytes(SegmentRange(segment, start, start + length).read())),
         schema,
     )
 
 
-def until(fact: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + GONE_S
-    while not fact():
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_batch_is_read_where_it_was_put(tmp_path: Path) -> None:
-    with lending(tmp_path) as (regions, path, ask):
+def test_put_batch_is_read_from_the_segment(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (regions, path, run_in_loop):
         region = Region(path, 512 * KIB, TIMEOUT_S)
         region.begin(batch_of(1).schema)
-        assert ask(lambda: dict(regions.allocated)) == {region.name: 512 * KIB}
+        assert run_in_loop(lambda: dict(regions.allocated)) == {region.name: 512 * KIB}
         assert len(region.name) == 32
-        loan = ask(lambda: regions.find(region.name))
-        assert isinstance(loan, ClientSegment)
+        segment = run_in_loop(lambda: regions.find(region.name))
+        assert isinstance(segment, ClientSegment)
         sent = [batch_of(6000, seed) for seed in range(3)]
         put = [region.put(batch, b"mine") for batch in sent]
         for batch, message in zip(sent, put, strict=True):
             assert message is not None
             assert read_body_location(message).app_metadata == b"mine"
-            assert read_at(loan, message).equals(batch)
-        # A slice is what it shows, no more.
+            assert read_at(segment, message).equals(batch)
+        # Only the rows of a slice are put.
         region.free()
-        part = region.put(sent[0].slice(100, 5000))
-        assert part is not None
-        assert read_at(loan, part).equals(sent[0].slice(100, 5000))
+        sliced = region.put(sent[0].slice(100, 5000))
+        assert sliced is not None
+        assert read_at(segment, sliced).equals(sent[0].slice(100, 5000))
         region.close()
-        until(lambda: not regions.allocated)
+        wait_until(lambda: not regions.allocated)
 
 
-def test_what_is_small_or_too_large_is_sent_otherwise(tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, path, _ask):
+def test_small_and_too_large_batches_are_not_put(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (_, path, _ask):
         region = Region(path, 128 * KIB, TIMEOUT_S)
         region.begin(batch_of(1).schema)
         assert batch_of(10).nbytes < WORTH_BYTES
@@ -184,66 +186,72 @@ def test_what_is_small_or_too_large_is_sent_otherwise(tmp_path: Path) -> None:
         region.close()
 
 
-def test_who_waits_for_a_place_goes_on_when_one_is_free_or_the_stream_ends(tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, path, _ask):
+def test_put_waits_until_space_is_free_or_waits_are_cancelled(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (_, path, _ask):
         region = Region(path, 160 * KIB, TIMEOUT_S)
         region.begin(batch_of(1).schema)
         assert region.put(batch_of(4000)) is not None
-        got: list[bytes | None] = []
-        waiting = threading.Thread(target=lambda: got.append(region.put(batch_of(4000, 1))))
-        waiting.start()
-        waiting.join(0.1)
-        assert waiting.is_alive()
+        results: list[bytes | None] = []
+        waiting_thread = threading.Thread(
+            target=lambda: results.append(region.put(batch_of(4000, 1)))
+        )
+        waiting_thread.start()
+        waiting_thread.join(0.1)
+        assert waiting_thread.is_alive()
         region.free()
-        waiting.join(TIMEOUT_S)
-        assert got[0] is not None
-        ending = threading.Thread(target=lambda: got.append(region.put(batch_of(4000, 2))))
-        ending.start()
+        waiting_thread.join(TIMEOUT_S)
+        assert results[0] is not None
+        cancelled_thread = threading.Thread(
+            target=lambda: results.append(region.put(batch_of(4000, 2)))
+        )
+        cancelled_thread.start()
         region.cancel_waits()
-        ending.join(TIMEOUT_S)
-        assert got[1] is None
+        cancelled_thread.join(TIMEOUT_S)
+        assert results[1] is None
         region.begin(batch_of(1).schema)
         assert region.put(batch_of(4000)) is not None
         region.close()
 
 
-def test_the_memory_cannot_be_taken_away(tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, path, _ask):
-        connection, lent, fd = request_region(path, 64 * KIB, TIMEOUT_S)
-        assert os.fstat(fd).st_size == lent.bytes == 64 * KIB
+def test_client_cannot_resize_or_seal_the_memory(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (_, path, _ask):
+        connection, grant, fd = request_region(path, 64 * KIB, TIMEOUT_S)
+        assert os.fstat(fd).st_size == grant.bytes == 64 * KIB
         for length in (0, 128 * KIB):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, length)
         with pytest.raises(PermissionError):
-            fcntl.fcntl(fd, 1033, 0)  # F_ADD_SEALS: nobody can make it unwritable either.
+            fcntl.fcntl(fd, 1033, 0)  # F_ADD_SEALS: clients cannot add a write seal.
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         os.close(fd)
         connection.close()
 
 
-def test_a_region_ends_with_its_connection(tmp_path: Path) -> None:
-    with lending(tmp_path) as (regions, path, ask):
+def test_region_is_removed_when_its_connection_closes(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (regions, path, run_in_loop):
         region = Region(path, 64 * KIB, TIMEOUT_S)
         assert region.is_attached
-        kept = ask(lambda: SegmentRange(regions.find(region.name), 0, 10))
+        kept = run_in_loop(lambda: SegmentRange(regions.find(region.name), 0, 10))
         region.close()
-        until(lambda: not regions.allocated)
+        wait_until(lambda: not regions.allocated)
         with pytest.raises(RegionNotFound, match="ends with the connection"):
-            ask(lambda: regions.find(region.name))
+            run_in_loop(lambda: regions.find(region.name))
         assert isinstance(kept, SegmentRange)
-        assert bytes(kept.read()) == bytes(10)  # What was on its way has its bytes still.
+        assert bytes(kept.read()) == bytes(10)  # A range in flight keeps its bytes.
 
 
-def test_a_client_sees_that_its_region_is_no_more(tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, path, _ask):
+def test_client_detects_a_closed_server(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (_, path, _ask):
         region = Region(path, 64 * KIB, TIMEOUT_S)
     assert not region.is_attached
     region.close()
 
 
-def test_bounds(tmp_path: Path) -> None:
-    with lending(tmp_path, region_bytes=128 * KIB, total_bytes=192 * KIB, regions=2) as lender:
-        regions, path, _ = lender
+def test_region_limits(tmp_path: Path) -> None:
+    with region_server(
+        tmp_path, region_bytes=128 * KIB, total_bytes=192 * KIB, regions=2
+    ) as server:
+        regions, path, _ = server
         for length in (128 * KIB + 1, 1 << 60):
             with pytest.raises(LimitExceeded, match="131072 bytes"):
                 Region(path, length, TIMEOUT_S)
@@ -258,7 +266,7 @@ def test_bounds(tmp_path: Path) -> None:
             Region(path, 4 * KIB, TIMEOUT_S)
         assert caught.value.retry_after_ms
         second.close()
-        until(lambda: len(regions.allocated) == 1)
+        wait_until(lambda: len(regions.allocated) == 1)
         Region(path, 4 * KIB, TIMEOUT_S).close()
         first.close()
 
@@ -267,47 +275,52 @@ def test_bounds(tmp_path: Path) -> None:
     "frame",
     [b"nonsense", b"\x80", encode({"bytes": "much"}), encode({"bytes": 1, "name": "/etc/passwd"})],
 )
-def test_nonsense_is_told_so_and_holds_nobody_up(tmp_path: Path, frame: bytes) -> None:
-    with lending(tmp_path) as (regions, path, _ask):
+def test_malformed_requests_get_an_error_and_do_not_block_others(
+    tmp_path: Path, frame: bytes
+) -> None:
+    with region_server(tmp_path) as (regions, path, _ask):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
             silent.connect(str(path))
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.settimeout(TIMEOUT_S)
                 peer.connect(str(path))
                 peer.sendall(frame)
-                lent = msgspec.msgpack.decode(peer.recv(4096), type=RegionGrant)
-                assert lent.error is not None
-                assert lent.error["code"] == "malformed"
+                grant = msgspec.msgpack.decode(peer.recv(4096), type=RegionGrant)
+                assert grant.error is not None
+                assert grant.error["code"] == "malformed"
                 assert peer.recv(1) == b""
             region = Region(path, 4 * KIB, TIMEOUT_S)
             silent.settimeout(TIMEOUT_S)
-            silent.recv(4096)  # It is let go after a second.
+            silent.recv(4096)  # The server closes it after one second.
         region.close()
-        until(lambda: not regions.allocated)
+        wait_until(lambda: not regions.allocated)
 
 
-def test_who_talks_on_loses_its_region(tmp_path: Path) -> None:
-    with lending(tmp_path) as (regions, path, _ask):
+def test_second_request_on_a_connection_removes_its_region(tmp_path: Path) -> None:
+    with region_server(tmp_path) as (regions, path, _ask):
         connection, _, fd = request_region(path, 4 * KIB, TIMEOUT_S)
         connection.sendall(encode(RegionRequest(4 * KIB)))
-        until(lambda: not regions.allocated)
+        wait_until(lambda: not regions.allocated)
         os.close(fd)
         connection.close()
 
 
-def test_nobody_lends_where_no_path_is_set(tmp_path: Path) -> None:
-    async def refused() -> None:
+def test_regions_are_unsupported_without_a_path(tmp_path: Path) -> None:
+    async def check() -> None:
         regions = RegionServer(SharedMemoryConfig(), ServerConfig(), tmp_path)
         regions.start()
         with pytest.raises(Unsupported, match=r"shared_memory\.path"):
             regions.describe()
         regions.close()
 
-    asyncio.run(refused())
+    asyncio.run(check())
 
 
-def test_a_path_that_another_process_has(tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, path, _ask), pytest.raises(ConfigError, match="another process"):
+def test_path_used_by_another_process_is_an_error(tmp_path: Path) -> None:
+    with (
+        region_server(tmp_path) as (_, path, _ask),
+        pytest.raises(ConfigError, match="another process"),
+    ):
 
         async def second() -> None:
             RegionServer(SharedMemoryConfig(path=str(path)), ServerConfig(), path).start()
@@ -315,53 +328,53 @@ def test_a_path_that_another_process_has(tmp_path: Path) -> None:
         asyncio.run(second())
 
 
-def test_an_answer_that_is_none() -> None:
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with here, there:
-        send_region(here, RegionGrant("name", 5))
-        frame, descriptors, _, _ = socket.recv_fds(there, 4096, 1)
+def test_grant_without_a_segment_has_no_descriptor() -> None:
+    local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with local, remote:
+        send_region(local, RegionGrant("name", 5))
+        frame, descriptors, _, _ = socket.recv_fds(remote, 4096, 1)
         assert not descriptors
         assert msgspec.msgpack.decode(frame, type=RegionGrant) == RegionGrant("name", 5)
 
 
-def test_a_loan_is_read_and_takes_no_memory_for_what_was_never_written() -> None:
-    loan = ClientSegment("iskander-test", 10 * KIB)
-    fd = os.dup(loan.fd)
-    assert bytes(SegmentRange(loan, 0, len(loan)).read()) == bytes(10 * KIB)
+def test_segment_reads_allocate_no_memory() -> None:
+    segment = ClientSegment("iskander-test", 10 * KIB)
+    fd = os.dup(segment.fd)
+    assert bytes(SegmentRange(segment, 0, len(segment)).read()) == bytes(10 * KIB)
     assert os.fstat(fd).st_blocks == 0
     os.pwrite(fd, b"here", 5000)
-    part = SegmentRange(loan, 4000, 6000)[1000:1004]
+    part = SegmentRange(segment, 4000, 6000)[1000:1004]
     assert (len(part), bytes(part.read())) == (4, b"here")
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
     os.pwrite(fd, bytes(range(256)) * 40, 0)
-    assert bytes(SegmentRange(loan, 255, 258).read()) == bytes([255, 0, 1])
-    assert bytes(part.read()) == bytes(SegmentRange(loan, 0, len(loan)).read()[5000:5004])
-    where = Path(f"/proc/self/fd/{loan.fd}")
-    del loan
-    assert where.exists()
+    assert bytes(SegmentRange(segment, 255, 258).read()) == bytes([255, 0, 1])
+    assert bytes(part.read()) == bytes(SegmentRange(segment, 0, len(segment)).read()[5000:5004])
+    link = Path(f"/proc/self/fd/{segment.fd}")
+    del segment
+    assert link.exists()
     assert bytes(part.read()) == bytes([136, 137, 138, 139])
     del part
-    assert not where.exists()
-    assert os.fstat(fd).st_blocks == 0  # Whoever has the descriptor still has no memory by it.
+    assert not link.exists()
+    assert os.fstat(fd).st_blocks == 0  # The remaining descriptor keeps no memory allocated.
     os.close(fd)
 
 
-def test_nothing_is_read_of_an_empty_range() -> None:
-    loan = ClientSegment("iskander-test", 8 * KIB)
-    for at in (0, 1, 4 * KIB, 8 * KIB):
-        assert bytes(SegmentRange(loan, at, at).read()) == b""
+def test_empty_range_reads_no_bytes() -> None:
+    segment = ClientSegment("iskander-test", 8 * KIB)
+    for offset in (0, 1, 4 * KIB, 8 * KIB):
+        assert bytes(SegmentRange(segment, offset, offset).read()) == b""
 
 
-def test_a_read_that_the_system_refuses_is_an_error() -> None:
-    loan = ClientSegment("iskander-test", KIB)
+def test_failed_read_is_a_segment_error() -> None:
+    segment = ClientSegment("iskander-test", KIB)
     with pytest.raises(SegmentError, match="shorter"):
-        loan.read_into(memoryview(bytearray(2)), KIB - 1)
-    fd, loan.fd = loan.fd, -1
+        segment.read_into(memoryview(bytearray(2)), KIB - 1)
+    fd, segment.fd = segment.fd, -1
     with pytest.raises(SegmentError, match="reading a client segment failed"):
-        SegmentRange(loan, 0, 1).read()
-    loan.fd = fd
+        SegmentRange(segment, 0, 1).read()
+    segment.fd = fd
 
 
-def test_frames_are_read_back() -> None:
+def test_region_request_round_trips() -> None:
     assert read_region_request(encode(RegionRequest(5))) == RegionRequest(5)

@@ -1,4 +1,4 @@
-"""Configurations of Inferential's own server, by its own declarations."""
+"""Import of configurations of the Inferential server, with its own declarations."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def is_address(bind: str) -> bool:
     return zmq_address(bind) is not None
 
 
-def imported(tmp_path: Path, text: str, name: str = "robots.yaml") -> Any:
+def import_text(tmp_path: Path, text: str, name: str = "robots.yaml") -> Any:
     file = tmp_path / name
     file.write_text(text)
     return import_inferential(read_inferential(file), is_address)
 
 
-def refused(tmp_path: Path, text: str, name: str = "robots.yaml") -> str:
+def rejection(tmp_path: Path, text: str, name: str = "robots.yaml") -> str:
     with pytest.raises(ConfigError) as error:
-        imported(tmp_path, text, name)
+        import_text(tmp_path, text, name)
     assert error.value.message.isprintable()
     return error.value.message
 
 
-def test_what_means_something_here_is_taken_over(tmp_path: Path) -> None:
-    """And what comes out is a configuration of this server."""
-    result = imported(tmp_path, ROBOTS)
+def test_supported_settings_are_imported(tmp_path: Path) -> None:
+    """The rendered result loads as a configuration of this server."""
+    result = import_text(tmp_path, ROBOTS)
     (tmp_path / "iskander.toml").write_text(render_import(result))
     config = load_config(tmp_path / "iskander.toml", environment={}).config
     (model,) = config.models
@@ -87,29 +87,29 @@ def test_what_means_something_here_is_taken_over(tmp_path: Path) -> None:
     ]
 
 
-def test_json_is_read_as_well(tmp_path: Path) -> None:
+def test_json_is_imported_like_yaml(tmp_path: Path) -> None:
     text = json.dumps(yaml.safe_load(ROBOTS))
-    assert imported(tmp_path, text, "robots.json") == imported(tmp_path, ROBOTS)
+    assert import_text(tmp_path, text, "robots.json") == import_text(tmp_path, ROBOTS)
 
 
-def test_what_a_file_does_not_say_is_as_it_was_there(tmp_path: Path) -> None:
-    theirs = InferentialConfig()
-    lanes = imported(tmp_path, "{}").sections["lanes"]
-    assert lanes["policy"] == theirs.scheduling.strategy
-    assert lanes["queue_requests"] == theirs.scheduling.max_queue_size
-    assert lanes["ttl_ms"] == theirs.scheduling.request_ttl_ms
-    assert lanes["overflow"] == theirs.scheduling.overflow_policy
-    assert lanes["patience_ms"] == theirs.clients.defaults.latency_budget_ms
-    address = imported(tmp_path, "{}").sections["inferential"]["address"]
-    assert address == theirs.transport.bind
+def test_omitted_settings_have_the_inferential_defaults(tmp_path: Path) -> None:
+    inferential_defaults = InferentialConfig()
+    lanes = import_text(tmp_path, "{}").sections["lanes"]
+    assert lanes["policy"] == inferential_defaults.scheduling.strategy
+    assert lanes["queue_requests"] == inferential_defaults.scheduling.max_queue_size
+    assert lanes["ttl_ms"] == inferential_defaults.scheduling.request_ttl_ms
+    assert lanes["overflow"] == inferential_defaults.scheduling.overflow_policy
+    assert lanes["patience_ms"] == inferential_defaults.clients.defaults.latency_budget_ms
+    address = import_text(tmp_path, "{}").sections["inferential"]["address"]
+    assert address == inferential_defaults.transport.bind
 
 
-def test_every_setting_of_theirs_is_taken_over_or_has_a_reason(tmp_path: Path) -> None:
-    every = InferentialConfig().model_dump()
-    every["ray"] = {"address": "auto"}
-    every["clients"]["known"] = [{"id": "7", "model": "policy", "latency_budget_ms": 20}]
-    every["models"]["known"] = {"policy": {"max_inflight": 4}}
-    result = import_inferential(every, is_address)
+def test_every_inferential_setting_is_imported_or_has_a_reason(tmp_path: Path) -> None:
+    all_settings = InferentialConfig().model_dump()
+    all_settings["ray"] = {"address": "auto"}
+    all_settings["clients"]["known"] = [{"id": "7", "model": "policy", "latency_budget_ms": 20}]
+    all_settings["models"]["known"] = {"policy": {"max_inflight": 4}}
+    result = import_inferential(all_settings, is_address)
     assert result.dropped
     assert {reason for _, reason in result.dropped} <= {*DROPPED.values()}
     text = render_import(result)
@@ -117,7 +117,7 @@ def test_every_setting_of_theirs_is_taken_over_or_has_a_reason(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "text, wanted",
+    "text, expected",
     [
         ("scheduling: {request_ttl_ms: soon}", 'scheduling.request_ttl_ms = "soon"'),
         ("scheduling: {max_queue_size: 0}", "scheduling.max_queue_size = 0"),
@@ -125,8 +125,8 @@ def test_every_setting_of_theirs_is_taken_over_or_has_a_reason(tmp_path: Path) -
         ("a: [", "is not YAML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, wanted: str) -> None:
-    assert wanted in refused(tmp_path, text)
+def test_error_names_the_wrong_setting(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in rejection(tmp_path, text)
 
 
 BATCHED = "scheduling: {strategy: batch_optimized, batch_optimized: {%s}}"
@@ -138,7 +138,7 @@ BATCHED_JSON = """
 
 
 @pytest.mark.parametrize(
-    "text, wanted",
+    "text, expected",
     [
         ("scheduling: {overflow_policy: [drop_oldest]}", "scheduling.overflow_policy: unknown"),
         ("scheduling: {overflow_policy: {drop_oldest: }}", "scheduling.overflow_policy: unknown"),
@@ -187,14 +187,12 @@ BATCHED_JSON = """
     ],
     ids=lambda text: text[:40],
 )
-def test_a_bad_file_is_one_line_that_says_which_key_and_why(
-    tmp_path: Path, text: str, wanted: str
-) -> None:
-    assert wanted in refused(tmp_path, text)
+def test_invalid_yaml_file_gives_a_one_line_error(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in rejection(tmp_path, text)
 
 
 @pytest.mark.parametrize(
-    "text, wanted",
+    "text, expected",
     [
         (BATCHED_JSON % "NaN", "scheduling.batch_optimized.max_wait_ms = NaN: expected a number"),
         (BATCHED_JSON % "Infinity", "max_wait_ms = Infinity: expected a number"),
@@ -208,8 +206,8 @@ def test_a_bad_file_is_one_line_that_says_which_key_and_why(
     ],
     ids=lambda text: text[:40],
 )
-def test_and_so_is_bad_json(tmp_path: Path, text: str, wanted: str) -> None:
-    assert wanted in refused(tmp_path, text, "robots.json")
+def test_invalid_json_file_gives_a_one_line_error(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in rejection(tmp_path, text, "robots.json")
 
 
 @pytest.mark.parametrize(
@@ -222,11 +220,11 @@ def test_and_so_is_bad_json(tmp_path: Path, text: str, wanted: str) -> None:
         ("", "models.known."),
     ],
 )
-def test_a_model_that_cannot_be_called_so_is_named_and_the_rest_is_taken(
+def test_model_with_an_invalid_name_is_reported_and_others_are_imported(
     tmp_path: Path, name: str, shown: str
 ) -> None:
     text = json.dumps({"models": {"known": {name: {}, "arm": {}}}})
-    result = imported(tmp_path, text, "robots.json")
+    result = import_text(tmp_path, text, "robots.json")
     assert result.models == ["arm"]
     assert f"#   {shown}: {UNNAMED}\n" in render_import(result)
 
@@ -244,8 +242,8 @@ def test_a_model_that_cannot_be_called_so_is_named_and_the_rest_is_taken(
         "tcp://*:99999",
     ],
 )
-def test_an_address_that_is_none_here_is_named(tmp_path: Path, bind: str) -> None:
-    result = imported(tmp_path, json.dumps({"transport": {"bind": bind}}), "robots.json")
+def test_unsupported_address_is_reported(tmp_path: Path, bind: str) -> None:
+    result = import_text(tmp_path, json.dumps({"transport": {"bind": bind}}), "robots.json")
     assert "address" not in result.sections["inferential"]
     assert ("transport.bind", UNREACHABLE) in result.dropped
 
@@ -253,23 +251,23 @@ def test_an_address_that_is_none_here_is_named(tmp_path: Path, bind: str) -> Non
 @pytest.mark.parametrize(
     "bind", ["tcp://*:1", "tcp://10.0.0.1:65535", "ipc:///a/b", "tcp://[::1]:5"]
 )
-def test_an_address_is_taken_over(tmp_path: Path, bind: str) -> None:
-    result = imported(tmp_path, json.dumps({"transport": {"bind": bind}}), "robots.json")
+def test_supported_address_is_imported(tmp_path: Path, bind: str) -> None:
+    result = import_text(tmp_path, json.dumps({"transport": {"bind": bind}}), "robots.json")
     assert result.sections["inferential"] == {"address": bind}
 
 
-def test_a_table_within_itself_is_refused() -> None:
+def test_recursive_table_is_rejected() -> None:
     table: dict[str, Any] = {}
     table["b"] = table
     with pytest.raises(ConfigError, match=r"^b\.b.*: nested deeper than 10 tables$"):
         import_inferential(table, is_address)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\0", "\x7f", "\u2028", "\ud800"])
-def test_a_key_stays_in_its_comment(end: str) -> None:
-    """One that ends its line would write settings of its author's into what comes out."""
+@pytest.mark.parametrize("line_break", ["\n", "\r", "\r\n", "\0", "\x7f", "\u2028", "\ud800"])
+def test_line_breaks_in_keys_stay_in_the_comment(line_break: str) -> None:
+    """A line break in a key would inject settings into the rendered file."""
     text = render_import(
-        import_inferential({f"robots{end}[server]{end}address = '*'": 7}, is_address)
+        import_inferential({f"robots{line_break}[server]{line_break}address = '*'": 7}, is_address)
     )
     assert set(tomllib.loads(text)) == {"inferential", "lanes"}
     (comment,) = (line for line in text.splitlines() if "robots" in line)
@@ -277,9 +275,9 @@ def test_a_key_stays_in_its_comment(end: str) -> None:
     assert comment.endswith(": there is no such setting")
 
 
-def test_a_few_aliases_and_empty_tables_are_fine(tmp_path: Path) -> None:
+def test_aliases_and_empty_tables_are_accepted(tmp_path: Path) -> None:
     text = "x: &x {max_inflight: 3}\nmodels: {known: {a: *x, b: {<<: *x}}}\nscheduling:\n"
-    result = imported(tmp_path, text)
+    result = import_text(tmp_path, text)
     assert result.models == ["a", "b"]
     assert dict(result.dropped) == {
         "x.max_inflight": "there is no such setting",
@@ -288,7 +286,7 @@ def test_a_few_aliases_and_empty_tables_are_fine(tmp_path: Path) -> None:
     }
 
 
-def test_the_longest_wait_is_that_of_a_lane() -> None:
+def test_longest_wait_equals_the_limit_of_a_lane() -> None:
     batches = {"max_wait_ms": WAIT_MS_MAX}
     raw = {"scheduling": {"strategy": "batch_optimized", "batch_optimized": batches}}
     linger_us = import_inferential(raw, is_address).sections["lanes"]["linger_us"]
@@ -314,10 +312,10 @@ VALUES = st.recursive(
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*SAME, *DROPPED, "models", "known", "\n"]), VALUES))
-def test_whatever_it_says_is_toml_or_an_error_of_one_line(said: dict[str, Any]) -> None:
-    """Settings of theirs with any value at all."""
+def test_any_values_give_toml_or_a_one_line_error(settings_by_path: dict[str, Any]) -> None:
+    """Inferential settings with random values."""
     raw: dict[str, Any] = {}
-    for path, value in said.items():
+    for path, value in settings_by_path.items():
         *tables, key = path.split(".")
         table = raw
         for name in tables:
@@ -332,15 +330,17 @@ def test_whatever_it_says_is_toml_or_an_error_of_one_line(said: dict[str, Any]) 
         tomllib.loads(render_import(result))
 
 
-def test_what_nobody_knows_is_named(tmp_path: Path) -> None:
-    result = imported(tmp_path, "scheduling: {strategy: mine}\nrobots: 7")
+def test_unknown_settings_are_reported(tmp_path: Path) -> None:
+    result = import_text(tmp_path, "scheduling: {strategy: mine}\nrobots: 7")
     assert dict(result.dropped) == {
         "scheduling.strategy": "unknown policy; iskander.embed accepts a scoring function",
         "robots": "there is no such setting",
     }
 
 
-def test_yaml_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_without_its_library_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **more: Any) -> Any:
@@ -350,5 +350,5 @@ def test_yaml_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"iskander\[inferential\]"):
-        imported(tmp_path, ROBOTS)
-    assert imported(tmp_path, "{}", "robots.json")
+        import_text(tmp_path, ROBOTS)
+    assert import_text(tmp_path, "{}", "robots.json")

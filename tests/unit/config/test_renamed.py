@@ -33,13 +33,13 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "iskander.toml"
 
 
-def test_each_new_name_is_a_setting_and_no_old_one_is() -> None:
+def test_only_the_new_names_are_settings() -> None:
     names = {setting.path for setting in settings()}
     assert set(RENAMED.values()) <= names
     assert not set(RENAMED) & names
 
 
-def test_old_names_are_accepted_with_a_warning_that_names_the_new_one(file: Path) -> None:
+def test_old_names_work_with_a_warning_that_gives_the_new_name(file: Path) -> None:
     file.write_text(OLD, "utf-8")
     loaded = load_config(
         file, overrides=("loading.trial_s=7",), environment={"ISKANDER_LOADING__TRIAL_BYTES": "9"}
@@ -59,7 +59,7 @@ def test_new_names_cause_no_warning(file: Path) -> None:
     assert load_config(file, environment={}).warnings == ()
 
 
-def test_both_names_of_a_setting_are_an_error(file: Path) -> None:
+def test_old_and_new_name_together_are_an_error(file: Path) -> None:
     text = f"[loading]\ntrial = true\nsandbox = true\n{MODEL}"
     file.write_text(text, "utf-8")
     for read in (lambda: load_config(file, environment={}), lambda: fix_file(file)):
@@ -68,7 +68,7 @@ def test_both_names_of_a_setting_are_an_error(file: Path) -> None:
     assert file.read_text("utf-8") == text
 
 
-def test_a_rewritten_file_keeps_its_comments_mode_and_link(file: Path) -> None:
+def test_rewritten_file_keeps_comments_mode_and_link(file: Path) -> None:
     real = file.with_name("real.toml")
     real.write_text(OLD, "utf-8")
     real.chmod(0o640)
@@ -98,7 +98,7 @@ def test_only_the_key_is_rewritten(file: Path, old: str, fixed: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[loading", '[loading]\n"tri\\u0061l" = true'])
-def test_a_file_that_cannot_be_rewritten_is_left(file: Path, text: str) -> None:
+def test_file_that_cannot_be_rewritten_is_unchanged(file: Path, text: str) -> None:
     file.write_text(text, "utf-8")
     with pytest.raises(ConfigError):
         fix_file(file)

@@ -1,4 +1,4 @@
-"""Settings: what is taken, what is refused and in which words, and who overrides whom."""
+"""Settings: valid and rejected values, error messages, precedence, and the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Load = Callable[..., Loaded]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Loads a text as a file, in an environment that is empty unless the test gives one."""
+    """Return a function that loads a text as a file, with an empty environment by default."""
 
     def load_text(text: str, *, environment: dict[str, str] | None = None, **more: Any) -> Loaded:
         file = tmp_path / "iskander.toml"
@@ -34,7 +34,7 @@ def load(tmp_path: Path) -> Load:
     return load_text
 
 
-def test_one_model_is_all_that_has_to_be_said(load: Load, tmp_path: Path) -> None:
+def test_one_model_is_a_complete_configuration(load: Load, tmp_path: Path) -> None:
     loaded = load(MODEL)
 
     model = ModelConfig(name="m", path=str(tmp_path / "m.onnx"), version="1")
@@ -42,16 +42,16 @@ def test_one_model_is_all_that_has_to_be_said(load: Load, tmp_path: Path) -> Non
     assert loaded.origins == {}
 
 
-def test_every_default_is_in_its_own_range(load: Load) -> None:
-    """By giving the defaults back as if they were the user's: msgspec does not check defaults."""
+def test_every_default_is_valid(load: Load) -> None:
+    """msgspec does not validate defaults, so the test converts them back as input."""
     model = ModelConfig(name="m", path="m.onnx", version="1")
     raw = msgspec.to_builtins(Config(models=(model,)))
 
     assert msgspec.convert(raw, Config) == Config(models=(model,))
 
 
-# Each line: what the file says, and the words of the refusal: path, value, rule.
-REFUSED = [
+# Each row: file text, path and value in the message, rule in the message.
+REJECTED = [
     ("", "there is nothing to serve", "no [[models]], and no repository.path"),
     ("models = []", "there is nothing to serve", "no [[models]], and no repository.path"),
     ("[repository]\nversions = 'newest'\n" + MODEL, 'repository.versions = "newest"', "latest:N"),
@@ -109,17 +109,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("text", "path_and_value", "rule"), REFUSED, ids=[f"{row[1]} {row[2]}" for row in REFUSED]
+    ("text", "path_and_value", "rule"), REJECTED, ids=[f"{row[1]} {row[2]}" for row in REJECTED]
 )
-def test_a_refusal_says_path_value_and_rule(
+def test_rejection_names_path_value_and_rule(
     load: Load, text: str, path_and_value: str, rule: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text)
 
-    where, _, why = caught.value.message.partition(path_and_value)
-    assert where == ""
-    assert rule in why
+    before, _, after = caught.value.message.partition(path_and_value)
+    assert before == ""
+    assert rule in after
 
 
 ACCEPTED = [
@@ -139,9 +139,7 @@ ACCEPTED = [
 @pytest.mark.parametrize(
     ("text", "path", "value"), ACCEPTED, ids=[f"{row[1]} {row[2]}" for row in ACCEPTED]
 )
-def test_what_stands_beside_the_refused_is_taken(
-    load: Load, text: str, path: str, value: object
-) -> None:
+def test_boundary_values_are_accepted(load: Load, text: str, path: str, value: object) -> None:
     loaded = load(text)
 
     section, key = path.split(".")
@@ -150,23 +148,23 @@ def test_what_stands_beside_the_refused_is_taken(
 
 
 @pytest.mark.parametrize(("name", "version"), [("a", "2"), ("A_b.c:d-1", "v1"), ("9" * 128, "")])
-def test_names_and_versions_that_are_taken(load: Load, name: str, version: str) -> None:
+def test_valid_names_and_versions(load: Load, name: str, version: str) -> None:
     model = load(f"[[models]]\nname = '{name}'\npath = 'p'\nversion = '{version}'").config.models[0]
 
     assert (model.name, model.version) == (name, version)
 
 
-ROOM = MIB  # Beside a batch's body, for its header.
+HEADER_SPACE = MIB  # Space for the header of a batch.
 CONTRADICTIONS = [
     (
-        f"[limits]\nbytes = 1000\nstring_bytes = 1\nmessage_bytes = {ROOM + 1000}",
-        f"[limits]\nbytes = 1000\nstring_bytes = 1\nmessage_bytes = {ROOM + 999}",
-        f"limits.message_bytes = {ROOM + 999} is less than limits.bytes",
+        f"[limits]\nbytes = 1000\nstring_bytes = 1\nmessage_bytes = {HEADER_SPACE + 1000}",
+        f"[limits]\nbytes = 1000\nstring_bytes = 1\nmessage_bytes = {HEADER_SPACE + 999}",
+        f"limits.message_bytes = {HEADER_SPACE + 999} is less than limits.bytes",
     ),
     (
-        f"[limits]\nbytes = 1000\nstring_bytes = 1\n[arena]\ninput_bytes = {ROOM + 1000}",
-        f"[limits]\nbytes = 1000\nstring_bytes = 1\n[arena]\ninput_bytes = {ROOM + 999}",
-        f"arena.input_bytes = {ROOM + 999} is less than limits.bytes",
+        f"[limits]\nbytes = 1000\nstring_bytes = 1\n[arena]\ninput_bytes = {HEADER_SPACE + 1000}",
+        f"[limits]\nbytes = 1000\nstring_bytes = 1\n[arena]\ninput_bytes = {HEADER_SPACE + 999}",
+        f"arena.input_bytes = {HEADER_SPACE + 999} is less than limits.bytes",
     ),
     (
         "[limits]\nbytes = 1000\nstring_bytes = 1\nwindow_bytes = 1000",
@@ -192,16 +190,16 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("accepted", "refused", "words"), CONTRADICTIONS, ids=[row[2] for row in CONTRADICTIONS]
+    ("accepted", "rejected", "message"), CONTRADICTIONS, ids=[row[2] for row in CONTRADICTIONS]
 )
-def test_settings_that_contradict_each_other_are_refused(
-    load: Load, accepted: str, refused: str, words: str
+def test_contradictory_settings_are_rejected(
+    load: Load, accepted: str, rejected: str, message: str
 ) -> None:
     """Both sides of each relation's boundary."""
     load(f"{accepted}\n{MODEL}")
 
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        load(f"{refused}\n{MODEL}")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(f"{rejected}\n{MODEL}")
 
 
 MODEL_CONTRADICTIONS = [
@@ -215,18 +213,18 @@ MODEL_CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("accepted", "refused", "words"), MODEL_CONTRADICTIONS)
-def test_model_settings_that_contradict_each_other_are_refused(
-    load: Load, accepted: str, refused: str, words: str
+@pytest.mark.parametrize(("accepted", "rejected", "message"), MODEL_CONTRADICTIONS)
+def test_contradictory_model_settings_are_rejected(
+    load: Load, accepted: str, rejected: str, message: str
 ) -> None:
     load(MODEL + accepted)
 
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        load(MODEL + refused)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(MODEL + rejected)
 
 
-def test_one_model_version_twice_is_refused(load: Load) -> None:
-    """Version 1 is what an unnumbered path is, so the second one collides without saying so."""
+def test_duplicate_model_version_is_rejected(load: Load) -> None:
+    """A model without a version number has version 1."""
     load(MODEL + MODEL + "version = 2")
 
     with pytest.raises(ConfigError, match=r"models\[1\]: duplicate of `m` version 1"):
@@ -247,18 +245,18 @@ def test_one_model_version_twice_is_refused(load: Load) -> None:
         ("models/m/7/model.onnx", 8, "8"),
     ],
 )
-def test_the_version_is_said_or_the_folders_number_or_one(
+def test_version_is_explicit_or_the_folder_number_or_one(
     load: Load, tmp_path: Path, path: str, version: str | int | None, expected: str
 ) -> None:
     (tmp_path / "folder" / "12").mkdir(parents=True)
-    said = "" if version is None else f"version = {version}"
+    version_line = "" if version is None else f"version = {version}"
 
-    model = load(f"[[models]]\nname = 'm'\npath = '{path}'\n{said}").config.models[0]
+    model = load(f"[[models]]\nname = 'm'\npath = '{path}'\n{version_line}").config.models[0]
 
     assert model.version == expected
 
 
-def test_a_models_path_is_relative_to_the_file(
+def test_model_path_is_relative_to_the_file(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
@@ -268,7 +266,7 @@ def test_a_models_path_is_relative_to_the_file(
     assert [model.path for model in models] == [str(tmp_path / "m.onnx"), "/abs/n.onnx"]
 
 
-def test_a_link_to_a_file_is_relative_to_what_it_points_at(tmp_path: Path) -> None:
+def test_model_path_is_relative_to_the_target_of_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "c.toml").write_text(MODEL)
     (tmp_path / "link.toml").symlink_to(tmp_path / "real" / "c.toml")
@@ -295,7 +293,7 @@ OVERRIDES = ("workers.count=3",)
         (MODEL, {}, (*OVERRIDES, "workers.count=4"), 4, {"workers.count": "--set"}),
     ],
 )
-def test_the_nearer_word_wins_and_its_origin_is_kept(
+def test_later_source_overrides_and_its_origin_is_recorded(
     load: Load,
     text: str,
     environment: dict[str, str],
@@ -326,10 +324,10 @@ def test_the_nearer_word_wins_and_its_origin_is_kept(
         ('workers.groups=["0", "1"]', "workers.groups", ("0", "1")),
     ],
 )
-def test_an_override_is_a_toml_value_or_else_text(
+def test_override_is_a_toml_value_or_plain_text(
     load: Load, override: str, path: str, value: object
 ) -> None:
-    """The same words as `--set` and as an environment variable."""
+    """`--set` and environment variables parse values alike."""
     name, _, text = override.partition("=")
     variable = "ISKANDER_" + name.strip().upper().replace(".", "__")
 
@@ -339,7 +337,7 @@ def test_an_override_is_a_toml_value_or_else_text(
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "message"),
     [
         ("limits.rows", "--set limits.rows: expected section.key=value"),
         ("", "expected section.key=value"),
@@ -353,24 +351,24 @@ def test_an_override_is_a_toml_value_or_else_text(
         ("limits.rows=0", "limits.rows = 0: Expected `int` >= 1"),
     ],
 )
-def test_an_override_that_means_nothing_is_refused(load: Load, override: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_invalid_override_is_rejected(load: Load, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load(MODEL, overrides=(override,))
 
 
-def test_the_environment_is_refused_like_the_file(load: Load) -> None:
+def test_unknown_setting_in_the_environment_is_rejected(load: Load) -> None:
     with pytest.raises(ConfigError, match="unknown field `rowz`"):
         load(MODEL, environment={"ISKANDER_LIMITS__ROWZ": "1"})
 
 
-def test_other_variables_are_not_ours(load: Load) -> None:
-    """No double underscore, or another prefix: a service manager may set what it likes."""
+def test_other_environment_variables_are_ignored(load: Load) -> None:
+    """Variables without a double underscore or with another prefix are ignored."""
     loaded = load(MODEL, environment={"ISKANDER_HOME": "/x", "LIMITS__ROWS": "1", "PATH": "/bin"})
 
     assert loaded.origins == {}
 
 
-def test_the_real_environment_is_read_where_none_is_given(
+def test_process_environment_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "c.toml").write_text(MODEL)
@@ -380,14 +378,14 @@ def test_the_real_environment_is_read_where_none_is_given(
 
 
 @pytest.mark.parametrize("raw", [b"[server\n", b"a = ", b"\xff\xfe", b"a = 1\na = 2\n"])
-def test_what_is_not_toml_is_refused_by_the_files_name(tmp_path: Path, raw: bytes) -> None:
+def test_invalid_toml_is_rejected_with_the_file_name(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "broken.toml").write_bytes(raw)
 
     with pytest.raises(ConfigError, match=r"^broken\.toml is not TOML"):
         load_config(tmp_path / "broken.toml", environment={})
 
 
-def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_missing_file_is_rejected_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^none\.toml cannot be read: No such file"):
         load_config(tmp_path / "none.toml", environment={})
 
@@ -395,20 +393,18 @@ def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("address", "addresses"), [('"a:1"', ("a:1",)), ('["a:1", "b:2"]', ("a:1", "b:2"))]
 )
-def test_addresses_are_a_tuple_however_they_were_written(
-    load: Load, address: str, addresses: tuple[str, ...]
-) -> None:
+def test_addresses_are_always_a_tuple(load: Load, address: str, addresses: tuple[str, ...]) -> None:
     assert load(f"[server]\naddress = {address}\n{MODEL}").config.addresses == addresses
 
 
 def uncommented_models(reference: str) -> str:
-    """The `[[models]]` part of the reference with its marks of comment taken off."""
+    """Return the `[[models]]` part of the reference without its comment marks."""
     part = reference[reference.index("# [[models]]") :]
     lines = (line.removeprefix("# ") for line in part.splitlines())
     return "\n".join(line for line in lines if re.match(r"\[\[|\w+ = (?!\.\.\.)", line))
 
 
-def test_the_reference_is_toml_and_equals_the_defaults() -> None:
+def test_reference_is_toml_with_the_defaults() -> None:
     reference = render_reference()
     model = ModelConfig(name="m", path="p")
 
@@ -421,14 +417,14 @@ def test_the_reference_is_toml_and_equals_the_defaults() -> None:
     assert msgspec.convert(raw_model | {"name": "m", "path": "p"}, ModelConfig) == model
 
 
-def test_the_reference_names_every_setting_once() -> None:
+def test_reference_lists_every_setting_once() -> None:
     reference = render_reference()
-    known = [setting.path for setting in settings()]
+    paths = [setting.path for setting in settings()]
 
     keys = re.findall(r"^(?:# )?(\w+) = ", reference, re.MULTILINE)
 
-    assert keys == [path.split(".")[1] for path in known]
-    assert len(set(known)) == len(known)
+    assert keys == [path.split(".")[1] for path in paths]
+    assert len(set(paths)) == len(paths)
 
 
 @pytest.mark.parametrize("setting", [pytest.param(s, id=s.path) for s in settings()])
@@ -438,8 +434,8 @@ def test_every_setting_has_a_sentence_and_a_type(setting: Any) -> None:
     assert setting.default is not None or setting.path.startswith("models.")
 
 
-def test_settings_are_those_of_the_structs() -> None:
-    """Read from the declarations themselves, so that none can be left out of the reference."""
+def test_settings_match_the_declared_fields() -> None:
+    """Every declared field must be in the reference."""
     declared = [
         f"{section.name}.{field.name}"
         for section in msgspec.structs.fields(Config)
@@ -465,9 +461,7 @@ def test_settings_are_those_of_the_structs() -> None:
         ),
     ],
 )
-def test_settings_of_a_model_that_could_have_no_effect_are_refused(
-    load: Load, text: str, rule: str
-) -> None:
+def test_model_settings_without_effect_are_rejected(load: Load, text: str, rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert caught.value.message == rule
@@ -485,7 +479,7 @@ def test_settings_of_a_model_that_could_have_no_effect_are_refused(
         ("python = 'bin/python'", 1),
     ],
 )
-def test_which_models_have_workers_of_their_own(
+def test_models_with_their_own_worker_pool(
     load: Load, tmp_path: Path, more: str, count: int
 ) -> None:
     (model,) = load(MODEL + more).config.models

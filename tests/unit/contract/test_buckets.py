@@ -1,4 +1,4 @@
-"""Rows in buckets by their length: each in the smallest that holds it, and back in its place."""
+"""Rows split into buckets by length, and results merged back into the order of the rows."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def read(contract: Contract, limits: LimitsConfig = LIMITS, **columns: pa.Array)
     schema, message = pa.ipc.MessageReader.open_stream(sink.getvalue())
     codec = StreamCodec(Plan(bytes(schema.metadata), contract, limits), limits)
     body = memoryview(bytes(message.body) if message.body else b"")
-    arrived = codec.decode(memoryview(bytes(message.metadata)), body, b"")
-    assert arrived is not None
-    return arrived
+    parsed = codec.decode(memoryview(bytes(message.metadata)), body, b"")
+    assert parsed is not None
+    return parsed
 
 
-def test_a_bucket_has_a_contract_of_its_own() -> None:
+def test_each_bucket_has_its_own_contract() -> None:
     contract = bucketed()
     assert buckets_of(contract) == BUCKETS
     shapes = [[spec.shape for spec in each.inputs] for each in variants(contract)]
@@ -84,20 +84,20 @@ def test_a_bucket_has_a_contract_of_its_own() -> None:
 
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20))
 @settings(max_examples=150, deadline=None)
-def test_every_row_is_in_the_smallest_bucket_that_holds_it(lengths: list[int]) -> None:
+def test_each_row_is_in_the_smallest_fitting_bucket(lengths: list[int]) -> None:
     contract = bucketed()
     rows = [[100 * row + at for at in range(length)] for row, length in enumerate(lengths)]
 
-    arrived = read(
+    parsed = read(
         contract,
         x=pa.array(rows, pa.list_(pa.int64())),
         i=pa.array(range(len(rows)), pa.int8()),
     )
 
-    assert sorted(np.concatenate([part.places for part in arrived.portions])) == list(
+    assert sorted(np.concatenate([part.places for part in parsed.portions])) == list(
         range(len(rows))
     )
-    for part in arrived.portions:
+    for part in parsed.portions:
         long = BUCKETS[part.bucket]
         x, m, n, i = part.tensors
         padded = np.frombuffer(x, np.int64).reshape(part.rows, long)
@@ -106,51 +106,51 @@ def test_every_row_is_in_the_smallest_bucket_that_holds_it(lengths: list[int]) -
         for place, row, kept, length in zip(
             part.places, padded, mask.reshape(padded.shape), np.frombuffer(n, np.int32), strict=True
         ):
-            wanted = rows[place][: BUCKETS[-1]]
-            assert length == len(wanted) and kept.sum() == len(wanted)
-            assert row.tolist() == wanted + [-1] * (long - len(wanted))
-            smaller = [size for size in BUCKETS if size >= len(wanted)]
+            expected = rows[place][: BUCKETS[-1]]
+            assert length == len(expected) and kept.sum() == len(expected)
+            assert row.tolist() == expected + [-1] * (long - len(expected))
+            smaller = [size for size in BUCKETS if size >= len(expected)]
             assert long == smaller[0]
 
 
-def test_one_long_row_costs_no_batch_its_memory() -> None:
-    """What counts is the bucket that each row is in, and not the largest."""
+def test_one_long_row_does_not_pad_the_other_rows() -> None:
+    """The memory limit applies to the bucket of each row, not to the largest bucket."""
     contract = bucketed(buckets=(1, 100_000))
     lists = pa.array([[1]] * 999 + [[1] * 5000], pa.list_(pa.int64()))
-    arrived = read(contract, x=lists, i=pa.array(range(1000)))
-    assert [part.rows for part in arrived.portions] == [999, 1]
+    parsed = read(contract, x=lists, i=pa.array(range(1000)))
+    assert [part.rows for part in parsed.portions] == [999, 1]
     with pytest.raises(LimitExceeded, match="bytes"):
         long = pa.array([[1] * 2] * 1000, pa.list_(pa.int64()))
         read(contract, x=long, i=pa.array(range(1000)))
 
 
-def test_a_row_is_in_one_bucket_with_all_its_lists() -> None:
+def test_all_lists_of_a_row_share_one_bucket() -> None:
     entries = [{"tensor": name, "column": name, "buckets": [1, 3]} for name in ("a", "b")]
     contract = contract_of(*entries, a=("int64", "n"), b=("int64", "n"))
-    arrived = read(contract, a=pa.array([[1], [2]]), b=pa.array([[1, 2], [2]]))
-    assert [(p.bucket, p.places.tolist()) for p in arrived.portions] == [(0, [1]), (1, [0])]
+    parsed = read(contract, a=pa.array([[1], [2]]), b=pa.array([[1, 2], [2]]))
+    assert [(p.bucket, p.places.tolist()) for p in parsed.portions] == [(0, [1]), (1, [0])]
     entries[1]["buckets"] = [1, 4]
     with pytest.raises(ManifestError, match="`a` and `b` have different buckets"):
         contract_of(*entries, a=("int64", "n"), b=("int64", "n"))
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"buckets": [4, 2]}, "not ascending"),
         ({"max_length": 5}, "its last bucket is 9"),
         ({"type": "int64"}, "is for lists"),
     ],
 )
-def test_buckets_that_cannot_be_meant(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ManifestError, match=words):
+def test_invalid_buckets_are_rejected(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
         bucketed(**keys)
 
 
 def spec(name: str, text: str) -> TensorSpec:
     kind = parse_column_type(text)
-    room = 99 if text.endswith("utf8") or "utf8>" in text else 0
-    return TensorSpec(name, name, kind, kind.shape, string_bytes=room)
+    string_bytes = 99 if text.endswith("utf8") or "utf8>" in text else 0
+    return TensorSpec(name, name, kind, kind.shape, string_bytes=string_bytes)
 
 
 OUTPUTS = (
@@ -163,10 +163,10 @@ RESULTS = Contract((spec("x", "int64"),), OUTPUTS)
 
 
 def body_of(places: np.ndarray) -> memoryview:
-    """Results that tell which rows of the batch they are of, as a worker leaves them."""
+    """Return a result body whose values encode the row numbers, in a worker's layout."""
     rows = len(places)
     copier = RowCopier(OUTPUTS)
-    made = []
+    parts = []
     for place in places:
         offsets, _ = body_layout(OUTPUTS, 1)
         texts = [[f"a{place}" * (place % 3)], [f"d{place}", "é" * (place % 2)]]
@@ -180,34 +180,34 @@ def body_of(places: np.ndarray) -> memoryview:
         ranges, end = copier.string_ranges(memoryview(raw), 1)
         for (start, stop), strings in zip(ranges, joined, strict=True):
             raw[start:stop] = b"".join(strings)
-        made.append((1, Rows(memoryview(raw)[:end], 1, 0)))
-    steps = copier.join(made)
+        parts.append((1, Rows(memoryview(raw)[:end], 1, 0)))
+    steps = copier.join(parts)
     while True:
         try:
             next(steps)
-        except StopIteration as done:
+        except StopIteration as stop:
             assert rows
-            body: memoryview = done.value
+            body: memoryview = stop.value
             return body
 
 
 @given(numbers=st.lists(st.integers(0, 3), min_size=1, max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_every_result_comes_back_to_its_row(numbers: list[int]) -> None:
-    """Results of requests that took the rows apart are those of the rows as they came."""
-    found = np.array(numbers)
-    places = [np.flatnonzero(found == number) for number in np.unique(found)]
-    whole = merge_results(RESULTS, places, [body_of(each) for each in places])
-    wanted = body_of(np.arange(len(numbers)))
+def test_merged_results_are_in_row_order(numbers: list[int]) -> None:
+    """Merged results of the portions equal the results of the unsplit batch."""
+    groups = np.array(numbers)
+    places = [np.flatnonzero(groups == number) for number in np.unique(groups)]
+    merged = merge_results(RESULTS, places, [body_of(each) for each in places])
+    expected = body_of(np.arange(len(numbers)))
     offsets = body_layout(OUTPUTS, len(numbers))[0]
     for index, each in enumerate(OUTPUTS):
         at, long = offsets[index], each.buffer_bytes(len(numbers))
         if not each.is_string:
-            assert bytes(whole[at : at + long]) == bytes(wanted[at : at + long])
+            assert bytes(merged[at : at + long]) == bytes(expected[at : at + long])
     copier = RowCopier(OUTPUTS)
     for index, which in ((0, 0), (3, 1)):
         texts = []
-        for body in (whole, wanted):
+        for body in (merged, expected):
             (start, stop) = copier.string_ranges(body, len(numbers))[0][which]
             count = len(numbers) * OUTPUTS[index].elements
             ends = body[offsets[index] :][: 4 * (count + 1)]
@@ -215,8 +215,8 @@ def test_every_result_comes_back_to_its_row(numbers: list[int]) -> None:
         assert texts[0] == texts[1]
 
 
-def test_tensors_are_as_long_as_a_bucket() -> None:
-    """Clients of tensor protocols have padded their rows themselves."""
+def test_tensors_must_have_the_length_of_a_bucket() -> None:
+    """Clients of tensor protocols pad their rows themselves."""
     contract = bucketed()
 
     def offered(long: int) -> list[Tensor]:
@@ -233,29 +233,29 @@ def test_tensors_are_as_long_as_a_bucket() -> None:
         read_inputs(contract, offered(5), LIMITS)
 
 
-def test_a_part_that_gets_room_when_its_batch_has_failed_gives_it_back() -> None:
-    """The failure was told while it waited, and what is not submitted nobody can withdraw."""
+def test_portion_admitted_after_its_batch_failed_releases_its_memory() -> None:
+    """The batch fails while a portion waits for memory, before that portion can be withdrawn."""
     lane = lane_of()
-    divided = SplitBatch(CONTRACT, (), lambda failed: None)
-    first, second, third = divided.requests = [request_of(lane) for _ in range(3)]
-    done: list[tuple[str, Request]] = []
+    split_batch = SplitBatch(CONTRACT, (), lambda failed: None)
+    first, second, third = split_batch.requests = [request_of(lane) for _ in range(3)]
+    events: list[tuple[str, Request]] = []
 
-    class Room:
+    class FakeArena:
         def admit(self, request: Request) -> bool:
             return request is first
 
         async def admit_later(self, request: Request) -> None:
             request.lease = Lease(0, 0, 64)
-            divided.fail(first, Superseded("a newer one came"))
+            split_batch.fail(first, Superseded("a newer one came"))
 
         def give_back(self, request: Request) -> None:
-            done.append(("given back", request))
+            events.append(("given back", request))
 
-    dispatcher = SimpleNamespace(submit=lambda request: done.append(("submitted", request)))
+    dispatcher = SimpleNamespace(submit=lambda request: events.append(("submitted", request)))
     stream: Any = SimpleNamespace(
-        _input_arena=Room(), _dispatcher=dispatcher, _append=lambda pending: None
+        _input_arena=FakeArena(), _dispatcher=dispatcher, _append=lambda pending: None
     )
-    asyncio.run(Exchange._admit_portions(stream, divided))
+    asyncio.run(Exchange._admit_portions(stream, split_batch))
 
-    assert done == [("submitted", first), ("given back", second)]
+    assert events == [("submitted", first), ("given back", second)]
     assert third.lease is None

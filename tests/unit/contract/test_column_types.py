@@ -1,7 +1,6 @@
-"""Columns of every type made into a model's tensors, and refused where they are not what it takes.
+"""Conversion of columns of every type to tensors, and rejected columns.
 
-A batch is written by pyarrow, read by the stream's codec, and what is to lie in the arena is held
-against NumPy.
+pyarrow writes a batch, the stream codec reads it, and the tensors are compared with NumPy.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ OUTPUT = OutputColumn(tensor="y", column="y", type="float32")
 
 
 def tensor(name: str, element: str, *trailing: Dimension) -> GraphTensor:
-    """An input of a graph, its element as a manifest names it."""
+    """Return an input of a graph; the element type has its name in a manifest."""
     return GraphTensor(name, BY_ARROW[element].onnx, ("rows", *trailing))
 
 
 def contract_of(
     *entries: InputColumn, passthrough: Passthrough = "all", **tensors: tuple[Any, ...]
 ) -> Contract:
-    """The contract of entries, and of a graph whose inputs are `name=(element, *trailing)`."""
+    """Compile a contract from entries and from graph inputs `name=(element, *trailing)`."""
     inputs = tuple(tensor(name, *shape) for name, shape in tensors.items())
     graph = Graph(inputs, (tensor("y", "float32"),))
     return compile_contract(Manifest(1, entries, (OUTPUT,), passthrough), graph)
@@ -57,33 +56,33 @@ def packed(*columns: str, **keys: Any) -> InputColumn:
 
 
 def read(contract: Contract, batch: pa.RecordBatch, limits: LimitsConfig = LIMITS) -> ParsedBatch:
-    """What the gateway makes of a batch."""
+    """Return a batch as the gateway parses it."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     codec: StreamCodec | None = None
-    arrived = None
+    parsed = None
     for message in pa.ipc.MessageReader.open_stream(sink.getvalue()):
         header = bytes(message.metadata)
         if codec is None:
             codec = StreamCodec(Plan(header, contract, limits), limits)
         else:
             body = memoryview(bytes(message.body) if message.body else b"")
-            arrived = codec.decode(memoryview(header), body, b"")
-    assert arrived is not None
-    return arrived
+            parsed = codec.decode(memoryview(header), body, b"")
+    assert parsed is not None
+    return parsed
 
 
-def tensors_of(contract: Contract, arrived: ParsedBatch) -> dict[str, Any]:
-    """The tensors that lie in a request, by name; strings as bytes."""
-    buffers = [arrived.body[start:stop] for start, stop in arrived.tensors]
-    if arrived.portions:
-        buffers = arrived.portions[0].tensors
+def tensors_of(contract: Contract, parsed: ParsedBatch) -> dict[str, Any]:
+    """Return the tensors of a request by name, with strings as bytes."""
+    buffers = [parsed.body[start:stop] for start, stop in parsed.tensors]
+    if parsed.portions:
+        buffers = parsed.portions[0].tensors
     joined = iter(buffers[len(contract.inputs) :])
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for spec, buffer in zip(contract.inputs, buffers, strict=False):
-        count = arrived.rows * spec.elements
-        shape = (arrived.rows, *spec.shape)
+        count = parsed.rows * spec.elements
+        shape = (parsed.rows, *spec.shape)
         if spec.is_string:
             array: Any = np.array(split_strings(buffer, next(joined), count), object)
         elif spec.type.dtype_name == "bool":
@@ -92,23 +91,23 @@ def tensors_of(contract: Contract, arrived: ParsedBatch) -> dict[str, Any]:
         else:
             array = np.frombuffer(buffer, spec.type.dtype.numpy)
         assert len(array) == count
-        found[spec.tensor] = array.reshape(shape)
-    return found
+        actual[spec.tensor] = array.reshape(shape)
+    return actual
 
 
-def made(contract: Contract, **columns: pa.Array) -> dict[str, Any]:
+def convert(contract: Contract, **columns: pa.Array) -> dict[str, Any]:
     batch = pa.record_batch(list(columns.values()), names=list(columns))
     return tensors_of(contract, read(contract, batch))
 
 
-def refusal(contract: Contract, **columns: pa.Array) -> str:
+def rejection(contract: Contract, **columns: pa.Array) -> str:
     with pytest.raises(ContractError) as caught:
-        made(contract, **columns)
+        convert(contract, **columns)
     return caught.value.message
 
 
 def numbers(kind: pa.DataType, values: list[Any]) -> pa.Array:
-    """A slice from the middle of an array, whose neighbours would be seen."""
+    """Return a slice from the middle of an array, so that wrong offsets read other values."""
     return pa.array([values[0], *values, values[-1]], kind).slice(1, len(values))
 
 
@@ -120,42 +119,44 @@ FLOATS = [(pa.float16(), "float16"), (pa.float32(), "float32"), (pa.float64(), "
 
 @pytest.mark.parametrize(("kind", "name"), [*SIGNED, *UNSIGNED, *FLOATS])
 def test_numbers_of_every_type_with_nulls_are_filled_and_masked(kind: Any, name: str) -> None:
-    """A slice with nulls everywhere: what stands for them, and where they were."""
+    """Fill values replace nulls, and the mask marks their positions."""
     values = [np.dtype(name).type(each) for each in (1, 2, 3)]
     array = numbers(kind, [values[0], None, values[1], None, values[2], None])
     contract = contract_of(entry(fill=7, nulls="mask", mask="m"), x=(name,), m=("bool",))
-    found = made(contract, x=array)
-    assert found["x"].tolist() == [1, 7, 2, 7, 3, 7] and found["x"].dtype == name
-    assert found["m"].tolist() == [True, False] * 3
+    actual = convert(contract, x=array)
+    assert actual["x"].tolist() == [1, 7, 2, 7, 3, 7] and actual["x"].dtype == name
+    assert actual["m"].tolist() == [True, False] * 3
 
 
 @pytest.mark.parametrize(("kind", "name"), FLOATS)
 def test_nulls_become_nan(kind: Any, name: str) -> None:
-    found = made(contract_of(entry(nulls="nan"), x=(name,)), x=numbers(kind, [None, np.float16(2)]))
-    assert np.isnan(found["x"][0]) and found["x"][1] == 2
+    actual = convert(
+        contract_of(entry(nulls="nan"), x=(name,)), x=numbers(kind, [None, np.float16(2)])
+    )
+    assert np.isnan(actual["x"][0]) and actual["x"][1] == 2
 
 
 def test_booleans_of_both_encodings() -> None:
     contract = contract_of(entry(fill=True), x=("bool",))
-    assert made(contract, x=numbers(pa.bool_(), [False, None]))["x"].tolist() == [False, True]
+    assert convert(contract, x=numbers(pa.bool_(), [False, None]))["x"].tolist() == [False, True]
     small = pa.ExtensionArray.from_storage(pa.bool8(), numbers(pa.int8(), [0, 5, None]))
-    assert made(contract, x=small)["x"].tolist() == [False, True, True]
+    assert convert(contract, x=small)["x"].tolist() == [False, True, True]
     plain = contract_of(entry(type="bool"), x=("bool",))
     assert not plain.sources
-    assert made(plain, x=small.slice(0, 2))["x"].tolist() == [False, True]
+    assert convert(plain, x=small.slice(0, 2))["x"].tolist() == [False, True]
 
 
-def test_bfloat16_by_its_extension() -> None:
+def test_bfloat16_extension_type() -> None:
     halves = pa.array([0x3F80, 0x4000, 0x4040], pa.uint16())
     array = pa.ExtensionArray.from_storage(BFloat16(), halves)
     same = contract_of(entry(type="bfloat16", fill=2.0), x=("bfloat16",))
-    assert made(same, x=array)["x"].tolist() == [0x3F80, 0x4000, 0x4040]
+    assert convert(same, x=array)["x"].tolist() == [0x3F80, 0x4000, 0x4040]
     wide = contract_of(entry(type="bfloat16", cast=True), x=("float32",))
-    assert made(wide, x=array)["x"].tolist() == [1.0, 2.0, 3.0]
+    assert convert(wide, x=array)["x"].tolist() == [1.0, 2.0, 3.0]
     narrow = contract_of(entry(type="float32", cast=True, nulls="nan"), x=("bfloat16",))
-    found = made(narrow, x=pa.array([1.0, None, float("inf"), 1.00390625], pa.float32()))["x"]
-    assert found.tolist() == [0x3F80, 0x7FC0, 0x7F80, 0x3F80]
-    assert "row 0" in refusal(
+    actual = convert(narrow, x=pa.array([1.0, None, float("inf"), 1.00390625], pa.float32()))["x"]
+    assert actual.tolist() == [0x3F80, 0x7FC0, 0x7F80, 0x3F80]
+    assert "row 0" in rejection(
         contract_of(entry(type="int32", cast=True), x=("bfloat16",)), x=pa.array([257], pa.int32())
     )
 
@@ -180,9 +181,9 @@ def test_bfloat16_by_its_extension() -> None:
         (pa.float32(), [0.5], "bool", 0),
     ],
 )
-def test_a_cast_that_loses_is_refused(kind: Any, values: Any, target: str, row: int) -> None:
+def test_lossy_cast_is_rejected(kind: Any, values: Any, target: str, row: int) -> None:
     contract = contract_of(entry(cast=True), x=(target,))
-    message = refusal(contract, x=numbers(kind, values))
+    message = rejection(contract, x=numbers(kind, values))
     assert f"column `x`: row {row} has" in message and target in message
 
 
@@ -198,66 +199,66 @@ def test_a_cast_that_loses_is_refused(kind: Any, values: Any, target: str, row: 
         (pa.float64(), [0.1, float("nan"), float("-inf")], "float32"),
     ],
 )
-def test_a_cast_that_keeps_is_taken(kind: Any, values: Any, target: str) -> None:
-    found = made(contract_of(entry(cast=True), x=(target,)), x=pa.array(values, kind))["x"]
-    np.testing.assert_array_equal(found, np.array(values, target))
+def test_exact_cast_is_accepted(kind: Any, values: Any, target: str) -> None:
+    actual = convert(contract_of(entry(cast=True), x=(target,)), x=pa.array(values, kind))["x"]
+    np.testing.assert_array_equal(actual, np.array(values, target))
 
 
-def test_a_null_is_no_value_that_could_be_lost() -> None:
-    """What lies in memory where a null is has no meaning, and none of it is looked at."""
+def test_memory_of_a_null_is_not_checked_by_a_cast() -> None:
+    """The memory of a null has no defined value and is not checked."""
     buffers = [pa.py_buffer(b"\x05"), pa.py_buffer(np.array([1, 2**40, 3]))]
     array = pa.Array.from_buffers(pa.int64(), 3, buffers)
-    assert made(contract_of(entry(cast=True, fill=9), x=("int8",)), x=array)["x"].tolist() == [
+    assert convert(contract_of(entry(cast=True, fill=9), x=("int8",)), x=array)["x"].tolist() == [
         1, 9, 3,
     ]  # fmt: skip
 
 
-def test_nothing_is_cast_that_the_manifest_does_not_say() -> None:
+def test_column_is_not_cast_without_the_manifest_setting() -> None:
     contract = contract_of(entry(fill=0), x=("int32",))
-    assert "column `x`: wanted int32, got int64" in refusal(contract, x=pa.array([1], pa.int64()))
+    assert "column `x`: wanted int32, got int64" in rejection(contract, x=pa.array([1], pa.int64()))
     exact = contract_of(entry(type="int64", cast=True), x=("int32",))
-    assert "wanted int64, got int16" in refusal(exact, x=pa.array([1], pa.int16()))
+    assert "wanted int64, got int16" in rejection(exact, x=pa.array([1], pa.int16()))
 
 
-def test_a_column_of_the_null_type_is_refused() -> None:
+def test_column_of_null_type_is_rejected() -> None:
     contract = contract_of(entry(nulls="nan"), x=("float32",))
-    assert "got null, which has no values" in refusal(contract, x=pa.nulls(3))
+    assert "got null, which has no values" in rejection(contract, x=pa.nulls(3))
 
 
-def test_nulls_are_refused_by_row() -> None:
+def test_rejection_of_nulls_names_the_first_row() -> None:
     array = pa.array([1, 2, None, None], pa.int64())
     plain = contract_of(entry(type="int64"), x=("int64",))
-    assert "2 nulls" in refusal(plain, x=array)
+    assert "2 nulls" in rejection(plain, x=array)
     cast = contract_of(entry(cast=True), x=("float32",))
-    assert "2 nulls, the first in row 2" in refusal(cast, x=array)
+    assert "2 nulls, the first in row 2" in rejection(cast, x=array)
 
 
-def test_columns_are_packed_in_the_order_of_the_manifest() -> None:
+def test_columns_are_packed_in_manifest_order() -> None:
     contract = contract_of(packed("b", "a", "c", cast=True, nulls="nan"), x=("float32", 3))
-    found = made(
+    actual = convert(
         contract,
         a=pa.array([1, 2, None], pa.int16()),
         c=pa.array([True, None, False]),
         b=pa.array([0.5, 1.5, 2.5], pa.float64()),
-        aside=pa.array(["x", "y", "z"]),
+        extra=pa.array(["x", "y", "z"]),
     )["x"]
     nan = float("nan")
-    np.testing.assert_array_equal(found, np.array([[0.5, 1, 1], [1.5, 2, nan], [2.5, nan, 0]]))
+    np.testing.assert_array_equal(actual, np.array([[0.5, 1, 1], [1.5, 2, nan], [2.5, nan, 0]]))
 
 
-def test_packed_columns_have_one_mask() -> None:
+def test_packed_columns_share_one_mask() -> None:
     contract = contract_of(
         packed("a", "b", nulls="mask", mask="m", fill=-1), x=("int64", 2), m=("float32", 2)
     )
-    found = made(contract, a=pa.array([1, None]), b=pa.array([3, 4]))
-    assert found["x"].tolist() == [[1, 3], [-1, 4]]
-    assert found["m"].tolist() == [[1.0, 1.0], [0.0, 1.0]]
+    actual = convert(contract, a=pa.array([1, None]), b=pa.array([3, 4]))
+    assert actual["x"].tolist() == [[1, 3], [-1, 4]]
+    assert actual["m"].tolist() == [[1.0, 1.0], [0.0, 1.0]]
 
 
 def test_packed_strings() -> None:
     contract = contract_of(packed("a", "b", fill="?"), x=("utf8", 2))
-    found = made(contract, a=pa.array(["1", None]), b=pa.array(["33", "4"], pa.large_utf8()))
-    assert found["x"].tolist() == [[b"1", b"33"], [b"?", b"4"]]
+    actual = convert(contract, a=pa.array(["1", None]), b=pa.array(["33", "4"], pa.large_utf8()))
+    assert actual["x"].tolist() == [[b"1", b"33"], [b"?", b"4"]]
 
 
 STRUCT = pa.struct([("age", pa.int32()), ("place", pa.struct([("zip.code", pa.int32())]))])
@@ -280,34 +281,34 @@ def test_struct_fields_by_path_with_nulls_at_every_level() -> None:
         x=("int32",),
         z=("int32",),
     )
-    found = made(contract, user=array)
-    assert found["x"].tolist() == [1, -1, -1, 4] and found["z"].tolist() == [10, -2, -2, -2]
+    actual = convert(contract, user=array)
+    assert actual["x"].tolist() == [1, -1, -1, 4] and actual["z"].tolist() == [10, -2, -2, -2]
     plain = contract_of(entry(column="user.age", type="int32"), x=("int32",))
-    assert "3 nulls" in refusal(plain, user=array.slice(1)) or True
-    assert made(plain, user=array.slice(0, 1))["x"].tolist() == [1]
-    assert made(plain, **{"user.age": pa.array([5], pa.int32())})["x"].tolist() == [5]
-    assert "column `user.age` is missing" in refusal(plain, user=pa.array([1]))
-    assert "column `user.age` is missing" in refusal(
+    assert "2 nulls" in rejection(plain, user=array.slice(1))
+    assert convert(plain, user=array.slice(0, 1))["x"].tolist() == [1]
+    assert convert(plain, **{"user.age": pa.array([5], pa.int32())})["x"].tolist() == [5]
+    assert "column `user.age` is missing" in rejection(plain, user=pa.array([1]))
+    assert "column `user.age` is missing" in rejection(
         plain, user=pa.array([{"name": 1}], pa.struct([("name", pa.int32())]))
     )
 
 
-def test_dictionaries_and_runs_stand_for_their_values() -> None:
+def test_dictionaries_and_run_ends_are_decoded() -> None:
     contract = contract_of(entry(fill=0.0, cast=True), x=("float64",))
     encoded = pa.array([5, None, 7, 5], pa.int32()).dictionary_encode()
-    assert made(contract, x=encoded.slice(1))["x"].tolist() == [0, 7, 5]
+    assert convert(contract, x=encoded.slice(1))["x"].tolist() == [0, 7, 5]
     runs = pa.RunEndEncodedArray.from_arrays([2, 3, 5], pa.array([1.5, None, 3.0]))
-    assert made(contract, x=runs)["x"].tolist() == [1.5, 1.5, 0, 3, 3]
-    assert made(contract, x=runs.slice(1, 3))["x"].tolist() == [1.5, 0, 3]
+    assert convert(contract, x=runs)["x"].tolist() == [1.5, 1.5, 0, 3, 3]
+    assert convert(contract, x=runs.slice(1, 3))["x"].tolist() == [1.5, 0, 3]
     plain = contract_of(entry(type="int64"), x=("int64",))
     runs = pa.RunEndEncodedArray.from_arrays([1, 3], pa.array([8, 9]))
-    assert made(plain, x=runs)["x"].tolist() == [8, 9, 9]
+    assert convert(plain, x=runs)["x"].tolist() == [8, 9, 9]
     text = contract_of(entry(type="utf8"), x=("utf8",))
     runs = pa.RunEndEncodedArray.from_arrays([1, 3], pa.array(["a", "bc"]))
-    assert made(text, x=runs)["x"].tolist() == [b"a", b"bc", b"bc"]
+    assert convert(text, x=runs)["x"].tolist() == [b"a", b"bc", b"bc"]
 
 
-def test_runs_of_text_are_counted_before_they_are_written_out() -> None:
+def test_run_end_encoded_text_is_limited_before_it_is_decoded() -> None:
     contract = contract_of(entry(type="utf8"), x=("utf8",))
     runs = pa.RunEndEncodedArray.from_arrays([1000], pa.array(["a" * 1000]))
     limits = LimitsConfig(string_bytes=100_000)
@@ -328,34 +329,34 @@ def test_timestamps_of_every_unit(unit: str, zone: str | None) -> None:
     array = pa.array([each and each.timestamp() for each in MOMENTS], pa.float64())
     array = pa.array([each and int(each.timestamp()) for each in MOMENTS], pa.timestamp("s"))
     array = array.cast(pa.timestamp(unit, zone))
-    whole = contract_of(entry(type="timestamp", unit="s", fill=0), x=("int64",))
-    assert made(whole, x=array)["x"].tolist() == [1709209815, 0, -86400]
+    full = contract_of(entry(type="timestamp", unit="s", fill=0), x=("int64",))
+    assert convert(full, x=array)["x"].tolist() == [1709209815, 0, -86400]
     hours = contract_of(entry(type="timestamp", unit="h", nulls="nan"), x=("float64",))
-    assert made(hours, x=array)["x"][0] == 1709209815 / 3600
+    assert convert(hours, x=array)["x"][0] == 1709209815 / 3600
     days = contract_of(entry(type="timestamp", unit="d", fill=0), x=("int64",))
-    assert "row 0 has" in refusal(days, x=array)
+    assert "row 0 has" in rejection(days, x=array)
     fine = contract_of(entry(type=f"timestamp[{unit}]", unit="ns", fill=0), x=("int64",))
-    assert made(fine, x=array)["x"][2] == -86_400 * 10**9
+    assert convert(fine, x=array)["x"][2] == -86_400 * 10**9
 
 
 def test_dates_times_and_durations() -> None:
-    def taken(kind: str, unit: str, target: str, array: pa.Array) -> list[Any]:
+    def converted(kind: str, unit: str, target: str, array: pa.Array) -> list[Any]:
         contract = contract_of(entry(type=kind, unit=unit), x=(target,))
-        found: list[Any] = made(contract, x=array)["x"].tolist()
-        return found
+        actual: list[Any] = convert(contract, x=array)["x"].tolist()
+        return actual
 
     day = [dt.date(1970, 1, 11)]
-    assert taken("date", "d", "int32", pa.array(day, pa.date32())) == [10]
-    assert taken("date", "h", "float32", pa.array(day, pa.date64())) == [240]
-    assert taken("date32", "s", "int64", pa.array(day, pa.date32())) == [864_000]
-    assert taken("time", "m", "float64", pa.array([90], pa.time32("s"))) == [1.5]
-    assert taken("time32[ms]", "ms", "int32", pa.array([90], pa.time32("ms"))) == [90]
-    assert taken("time64[ns]", "us", "int64", pa.array([9000], pa.time64("ns"))) == [9]
-    assert taken("duration", "s", "float64", pa.array([-1500], pa.duration("ms"))) == [-1.5]
+    assert converted("date", "d", "int32", pa.array(day, pa.date32())) == [10]
+    assert converted("date", "h", "float32", pa.array(day, pa.date64())) == [240]
+    assert converted("date32", "s", "int64", pa.array(day, pa.date32())) == [864_000]
+    assert converted("time", "m", "float64", pa.array([90], pa.time32("s"))) == [1.5]
+    assert converted("time32[ms]", "ms", "int32", pa.array([90], pa.time32("ms"))) == [90]
+    assert converted("time64[ns]", "us", "int64", pa.array([9000], pa.time64("ns"))) == [9]
+    assert converted("duration", "s", "float64", pa.array([-1500], pa.duration("ms"))) == [-1.5]
     far = contract_of(entry(type="timestamp", unit="ns"), x=("int64",))
-    assert "row 0" in refusal(far, x=pa.array([2**40], pa.timestamp("s")))
+    assert "row 0" in rejection(far, x=pa.array([2**40], pa.timestamp("s")))
     wrong = contract_of(entry(type="timestamp[s]", unit="s"), x=("int64",))
-    assert "wanted timestamp[s]" in refusal(wrong, x=pa.array([1], pa.timestamp("ms")))
+    assert "wanted timestamp[s]" in rejection(wrong, x=pa.array([1], pa.timestamp("ms")))
 
 
 @pytest.mark.parametrize(
@@ -365,20 +366,20 @@ def test_decimals_of_every_width(kind: pa.DataType) -> None:
     array = pa.array([Decimal("9.99"), Decimal("-12.34"), None, Decimal("5.00")], kind).slice(1)
     value = contract_of(entry(**{"type": "decimal", "conversion": "number"}, nulls="nan"),
                         x=("float64",))  # fmt: skip
-    np.testing.assert_array_equal(made(value, x=array)["x"], [-12.34, float("nan"), 5])
+    np.testing.assert_array_equal(convert(value, x=array)["x"], [-12.34, float("nan"), 5])
     cents = contract_of(entry(type=str(kind), conversion="unscaled", fill=0), x=("int64",))
-    assert made(cents, x=array)["x"].tolist() == [-1234, 0, 500]
-    whole = contract_of(entry(type="decimal", conversion="number", fill=1), x=("int32",))
-    assert made(whole, x=array.slice(1))["x"].tolist() == [1, 5]
-    assert "row 0 has -1234" in refusal(whole, x=array)
+    assert convert(cents, x=array)["x"].tolist() == [-1234, 0, 500]
+    full = contract_of(entry(type="decimal", conversion="number", fill=1), x=("int32",))
+    assert convert(full, x=array.slice(1))["x"].tolist() == [1, 5]
+    assert "row 0 has -1234" in rejection(full, x=array)
 
 
 def test_decimals_of_more_than_64_bits() -> None:
     array = pa.array([Decimal(2) ** 80], pa.decimal128(38, 2))
     value = contract_of(entry(type="decimal", conversion="number"), x=("float64",))
-    assert made(value, x=array)["x"].tolist() == [2.0**80]
-    whole = contract_of(entry(type="decimal", conversion="number"), x=("int64",))
-    assert "over 64 bits" in refusal(whole, x=array)
+    assert convert(value, x=array)["x"].tolist() == [2.0**80]
+    full = contract_of(entry(type="decimal", conversion="number"), x=("int64",))
+    assert "over 64 bits" in rejection(full, x=array)
 
 
 def test_dates_and_decimals_in_lists() -> None:
@@ -386,43 +387,43 @@ def test_dates_and_decimals_in_lists() -> None:
         entry(type="fixed_size_list<timestamp>[2]", unit="s", fill=-1), x=("int64", 2)
     )
     array = pa.array([[1, 2], [None, 4]], pa.list_(pa.timestamp("s"), 2))
-    assert made(moments, x=array)["x"].tolist() == [[1, 2], [-1, 4]]
+    assert convert(moments, x=array)["x"].tolist() == [[1, 2], [-1, 4]]
     shaped = pa.fixed_shape_tensor(pa.timestamp("s"), [2])
     array = pa.ExtensionArray.from_storage(shaped, array.slice(0, 1))
-    assert made(moments, x=array)["x"].tolist() == [[1, 2]]
+    assert convert(moments, x=array)["x"].tolist() == [[1, 2]]
     kind = pa.decimal128(5, 1)
     prices = contract_of(
         entry(type="fixed_size_list<decimal>[2]", conversion="number", fill=0.5),
         x=("float64", 2),
     )
     array = pa.array([[Decimal("1.5"), None], None], pa.list_(kind, 2))
-    assert made(prices, x=array)["x"].tolist() == [[1.5, 0.5], [0.5, 0.5]]
+    assert convert(prices, x=array)["x"].tolist() == [[1.5, 0.5], [0.5, 0.5]]
     ragged = contract_of(
         entry(type="list<decimal>", conversion="number", max_length=2), x=("float64", "n")
     )
     array = pa.array([[Decimal("1.5")], []], pa.list_(kind))
-    assert made(ragged, x=array)["x"].tolist() == [[1.5, 0], [0, 0]]
+    assert convert(ragged, x=array)["x"].tolist() == [[1.5, 0], [0, 0]]
 
 
-def test_lists_in_dictionaries_are_refused() -> None:
-    """They would be as many as the rows, each as long as the longest, however short the message."""
+def test_dictionary_of_lists_is_rejected() -> None:
+    """A short message could expand to the longest list in every row."""
     contract = contract_of(entry(type="list<int64>", max_length=2), x=("int64", "n"))
     array = pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array([[1, 2]]))
-    assert "wanted list<int64>, got dictionary" in refusal(contract, x=array)
+    assert "wanted list<int64>, got dictionary" in rejection(contract, x=array)
 
 
-def test_lists_of_fixed_size_are_cast_and_filled_element_by_element() -> None:
+def test_fixed_size_lists_are_cast_and_filled_per_element() -> None:
     contract = contract_of(
         entry(type="fixed_size_list<int32>[2]", cast=True, nulls="mask", mask="m", fill=0.5),
         x=("float32", 2),
         m=("int8", 2),
     )
     array = pa.array([[9, 9], [1, None], None, [3, 4]], pa.list_(pa.int32(), 2)).slice(1)
-    found = made(contract, x=array)
-    assert found["x"].tolist() == [[1, 0.5], [0.5, 0.5], [3, 4]]
-    assert found["m"].tolist() == [[1, 0], [0, 0], [1, 1]]
+    actual = convert(contract, x=array)
+    assert actual["x"].tolist() == [[1, 0.5], [0.5, 0.5], [3, 4]]
+    assert actual["m"].tolist() == [[1, 0], [0, 0], [1, 1]]
     shaped = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.int32(), [2]), array.slice(2))
-    assert made(contract, x=shaped)["x"].tolist() == [[3, 4]]
+    assert convert(contract, x=shaped)["x"].tolist() == [[3, 4]]
 
 
 LISTS = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view]
@@ -438,38 +439,40 @@ def test_ragged_rows_are_padded_with_mask_and_lengths(kind: Any) -> None:
         m=("bool", "long"),
         n=("int64",),
     )
-    found = made(contract, x=array)
-    assert found["x"].tolist() == [
+    actual = convert(contract, x=array)
+    assert actual["x"].tolist() == [
         [1, 2, 3, -1], [-1] * 4, [-1] * 4, [4, -1, -1, -1], [-2, 6, -1, -1],
     ]  # fmt: skip
-    assert found["m"].sum(axis=1).tolist() == [3, 0, 0, 1, 1]
-    assert found["n"].tolist() == [3, 0, 0, 1, 2]
+    assert actual["m"].sum(axis=1).tolist() == [3, 0, 0, 1, 1]
+    assert actual["n"].tolist() == [3, 0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("truncate", "kept"), [("head", [7, 8]), ("tail", [9, 10]), ("refuse", None)]
+    ("truncate", "expected"), [("head", [7, 8]), ("tail", [9, 10]), ("refuse", None)]
 )
 @pytest.mark.parametrize("kind", LISTS)
-def test_long_rows_are_cut_or_refused(truncate: Any, kept: list[int] | None, kind: Any) -> None:
+def test_long_rows_are_truncated_or_rejected(
+    truncate: Any, expected: list[int] | None, kind: Any
+) -> None:
     array = pa.array([[1], [7, 8, 9, 10]], kind(pa.float32()))
     contract = contract_of(entry(max_length=2, truncate=truncate), x=("float32", 2))
-    if kept is None:
+    if expected is None:
         assert (
             "row 1 has 4 elements, limit 2 (`max_length` in the manifest; 1 of 2 rows)"
-            in refusal(contract, x=array)
+            in rejection(contract, x=array)
         )
     else:
-        assert made(contract, x=array)["x"].tolist() == [[1, 0], kept]
+        assert convert(contract, x=array)["x"].tolist() == [[1, 0], expected]
 
 
 def test_ragged_errors_name_the_row_of_the_batch() -> None:
     contract = contract_of(entry(max_length=3, cast=True), x=("int8", 3))
     array = pa.array([[1], [], [1, 2, 300]], pa.list_(pa.int64()))
-    assert "row 2 has 300" in refusal(contract, x=array)
+    assert "row 2 has 300" in rejection(contract, x=array)
     array = pa.array([[1], [], [1, None]], pa.list_(pa.int64()))
-    assert "row 2" in refusal(contract, x=array)
+    assert "row 2" in rejection(contract, x=array)
     array = pa.array([[1], None], pa.list_(pa.int64()))
-    assert "1 nulls, the first in row 1" in refusal(contract, x=array)
+    assert "1 nulls, the first in row 1" in rejection(contract, x=array)
 
 
 def test_ragged_points_text_and_dictionaries() -> None:
@@ -479,38 +482,38 @@ def test_ragged_points_text_and_dictionaries() -> None:
         m=("float32", "n"),
     )
     array = pa.array([[[1, 2]], [[3, 4], [5, 6]]], pa.list_(pa.list_(pa.float32(), 2)))
-    found = made(points, x=array)
-    assert found["x"].tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
-    assert found["m"].tolist() == [[1, 0], [1, 1]]
-    words = contract_of(entry(max_length=2, padding="-", fill="?"), x=("utf8", 2))
+    actual = convert(points, x=array)
+    assert actual["x"].tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
+    assert actual["m"].tolist() == [[1, 0], [1, 1]]
+    message = contract_of(entry(max_length=2, padding="-", fill="?"), x=("utf8", 2))
     for kind in (pa.large_utf8(), pa.string_view(), pa.utf8()):
         text = pa.array([["a"], [], ["b", None]], pa.list_(kind))
-        assert made(words, x=text)["x"].tolist() == [[b"a", b"-"], [b"-", b"-"], [b"b", b"?"]]
+        assert convert(message, x=text)["x"].tolist() == [[b"a", b"-"], [b"-", b"-"], [b"b", b"?"]]
     codes = contract_of(entry(max_length=2), x=("int64", 2))
     child = pa.array([5, 7, 5], pa.int64()).dictionary_encode()
     array = pa.ListArray.from_arrays([0, 1, 3], child)
-    assert made(codes, x=array)["x"].tolist() == [[5, 0], [7, 5]]
+    assert convert(codes, x=array)["x"].tolist() == [[5, 0], [7, 5]]
 
 
-def test_what_padding_makes_is_counted_before_it_is_made() -> None:
+def test_padded_size_is_limited_before_it_is_allocated() -> None:
     contract = contract_of(entry(max_length=1 << 20), x=("float32", "n"))
     array = pa.array([[]] * 100, pa.list_(pa.float32()))
     with pytest.raises(LimitExceeded, match="bytes"):
-        made(contract, x=array)
+        convert(contract, x=array)
 
 
-def test_views_of_the_same_elements_are_counted_as_often_as_they_are_seen() -> None:
+def test_shared_elements_of_list_views_are_counted_per_view() -> None:
     contract = contract_of(entry(max_length=4096, truncate="head"), x=("int8", "n"))
     series, starts = pa.array([7] * 4096, pa.int8()), [0] * 4000
     views = pa.ListViewArray.from_arrays(starts, [2000] * 4000, series)
     with pytest.raises(LimitExceeded, match="bytes"):
-        made(contract, x=views)
+        convert(contract, x=views)
     windows = pa.ListViewArray.from_arrays([0, 1, 0], [3, 2, 1], pa.array([1, 2, 3], pa.int8()))
     contract = contract_of(entry(type="list<int8>"), x=("int8", 3))
-    assert made(contract, x=windows)["x"].tolist() == [[1, 2, 3], [2, 3, 0], [1, 0, 0]]
+    assert convert(contract, x=windows)["x"].tolist() == [[1, 2, 3], [2, 3, 0], [1, 0, 0]]
 
 
-def test_a_model_says_what_columns_it_is_sent() -> None:
+def test_request_schema_lists_the_columns_of_the_contract() -> None:
     contract = contract_of(
         packed("user.age", "user.rate", cast=True),
         entry(tensor="l", column="l", type="list<timestamp>", unit="s", max_length=2),
@@ -530,26 +533,26 @@ def test_a_model_says_what_columns_it_is_sent() -> None:
     assert request_schema(plain) == pa.schema({"a.b": pa.int64()})
 
 
-def test_no_rows() -> None:
+def test_batch_without_rows() -> None:
     contract = contract_of(entry(max_length=4, cast=True), x=("float32", 4))
     batch = pa.record_batch([pa.array([], pa.list_(pa.int8()))], names=["x"])
     assert read(contract, batch).rows == 0
 
 
-def test_what_passes_beside_comes_back_whole() -> None:
-    """Columns that no input needs are kept, whether their own header says all or not."""
+def test_passthrough_columns_do_not_change_the_tensors() -> None:
+    """Passthrough columns are kept, with and without an extent."""
     contract = contract_of(entry(fill=0), x=("int64",))
-    for aside in (pa.array([1.5, None]), pa.array([["a"], None]), None):
-        columns = {"x": pa.array([1, None])} | ({} if aside is None else {"aside": aside})
+    for extra in (pa.array([1.5, None]), pa.array([["a"], None]), None):
+        columns = {"x": pa.array([1, None])} | ({} if extra is None else {"aside": extra})
         batch = pa.record_batch(list(columns.values()), names=list(columns))
-        arrived = read(contract, batch)
-        assert arrived.rows == 2 and tensors_of(contract, arrived)["x"].tolist() == [1, 0]
+        parsed = read(contract, batch)
+        assert parsed.rows == 2 and tensors_of(contract, parsed)["x"].tolist() == [1, 0]
 
 
-def test_an_input_may_be_passed_through_by_name() -> None:
+def test_input_column_can_be_passed_through() -> None:
     contract = contract_of(entry(type="utf8"), passthrough=("x",), x=("utf8",))
     for kind in (pa.utf8(), pa.large_utf8(), pa.string_view()):
-        assert made(contract, x=pa.array(["a", "bc"], kind))["x"].tolist() == [b"a", b"bc"]
+        assert convert(contract, x=pa.array(["a", "bc"], kind))["x"].tolist() == [b"a", b"bc"]
 
 
 @given(
@@ -560,10 +563,10 @@ def test_an_input_may_be_passed_through_by_name() -> None:
     cut=st.integers(0, 3),
 )
 @settings(max_examples=150, deadline=None)
-def test_every_ragged_row_comes_back_by_its_mask(
+def test_lengths_recover_the_ragged_rows(
     rows: Any, most: int, truncate: Any, kind: Any, cut: int
 ) -> None:
-    """Padding undone by lengths gives the rows that were sent, cut as declared."""
+    """The lengths recover the sent rows, truncated as declared."""
     array = pa.array(rows, kind(pa.int16())).slice(min(cut, len(rows)))
     contract = contract_of(
         entry(
@@ -574,15 +577,15 @@ def test_every_ragged_row_comes_back_by_its_mask(
     )  # fmt: skip
     if not len(array):
         return
-    found = made(contract, x=array)
-    for row, padded, length in zip(array.to_pylist(), found["x"], found["n"], strict=True):
-        whole = row or []
-        wanted = whole[-most:] if truncate == "tail" else whole[:most]
-        got = [None if np.isnan(each) else int(each) for each in padded[:length]]
-        assert got == wanted and (padded[length:] == 1000).all()
+    actual = convert(contract, x=array)
+    for row, padded, length in zip(array.to_pylist(), actual["x"], actual["n"], strict=True):
+        full = row or []
+        expected = full[-most:] if truncate == "tail" else full[:most]
+        unpadded = [None if np.isnan(each) else int(each) for each in padded[:length]]
+        assert unpadded == expected and (padded[length:] == 1000).all()
 
 
-REFUSED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
+REJECTED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ("needs either `column` or `columns`", {"columns": ("a",)}, ("float32",)),
     ("needs a `unit`", {"type": "timestamp"}, ("int64",)),
     ("the key `unit`", {"type": "int64", "unit": "s"}, ("int64",)),
@@ -612,34 +615,34 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "keys", "shape"), REFUSED)
-def test_an_entry_that_cannot_be_meant_is_refused(
-    words: str, keys: dict[str, Any], shape: tuple[Any, ...]
+@pytest.mark.parametrize(("message", "keys", "shape"), REJECTED)
+def test_inconsistent_entry_is_rejected(
+    message: str, keys: dict[str, Any], shape: tuple[Any, ...]
 ) -> None:
     tensors = {"x": shape} | ({"m": ("bool",)} if keys.get("mask") == "m" else {})
     with pytest.raises(ManifestError) as caught:
         contract_of(entry(**keys), **tensors)
-    assert words in caught.value.message
+    assert message in caught.value.message
 
 
-def test_an_error_names_its_column() -> None:
+def test_error_names_the_column() -> None:
     with pytest.raises(IskanderError) as caught:
-        made(contract_of(entry(cast=True), x=("int8",)), x=pa.array([300]))
+        convert(contract_of(entry(cast=True), x=("int8",)), x=pa.array([300]))
     assert caught.value.to_wire()["column"] == "x"
 
 
-def test_a_batch_of_no_columns_has_a_header_that_can_be_read() -> None:
-    """What is left of a batch whose columns are all inputs."""
+def test_header_of_a_batch_without_columns_is_read() -> None:
+    """All columns of the batch are inputs, so no column remains."""
     empty = pa.RecordBatch.from_arrays([], schema=pa.schema([])).serialize()
     header = ipc.header_of(empty)
     assert ipc.read_batch(header, ipc.read_message(header)).nodes == ()
 
 
-def test_whole_numbers_are_looked_up_by_their_digits() -> None:
+def test_integers_are_looked_up_by_their_decimal_text() -> None:
     contract = contract_of(
         entry(type="int64", cast=True, vocabulary="zips.txt", fill="none"), x=("int64",)
     )
-    found = made(contract, x=pa.array([1, None, -30]))
-    assert found["x"].tolist() == [b"1", b"none", b"-30"]
+    actual = convert(contract, x=pa.array([1, None, -30]))
+    assert actual["x"].tolist() == [b"1", b"none", b"-30"]
     with pytest.raises(ManifestError, match="makes text of whole numbers"):
         contract_of(entry(type="float32", cast=True, vocabulary="a.txt"), x=("int64",))

@@ -1,4 +1,4 @@
-"""Contracts: which manifests and graphs fit together, and in which words the others are refused."""
+"""Contract compilation: matching and mismatching manifests and graphs, and body layout."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def manifest(
     )
 
 
-def taking(type_text: str) -> Manifest:
-    """A manifest whose only input is of that type."""
+def with_input(type_text: str) -> Manifest:
+    """Return a manifest with one input of this type."""
     return manifest(inputs=[InputColumn(column="x", type=type_text, tensor="x")])
 
 
-def making(type_text: str) -> Manifest:
-    """A manifest whose only output is of that type."""
+def with_output(type_text: str) -> Manifest:
+    """Return a manifest with one output of this type."""
     return manifest(outputs=[OutputColumn(tensor="y", column="y", type=type_text)])
 
 
-# Types, as manifests spell them.
+# Column types in manifests.
 
 TYPES = [
     ("float32", ColumnType("float32")),
@@ -91,7 +91,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize(("text", "column_type"), TYPES)
-def test_a_type_is_read(text: str, column_type: ColumnType) -> None:
+def test_column_type_is_parsed(text: str, column_type: ColumnType) -> None:
     assert parse_column_type(text) == column_type
 
 
@@ -129,7 +129,7 @@ def test_a_type_is_read(text: str, column_type: ColumnType) -> None:
         "fixed_shape_tensor<float32>[99999999999999999999]",
     ],
 )
-def test_a_type_that_is_none_is_refused_as_it_was_spelled(text: str) -> None:
+def test_invalid_type_is_rejected_with_its_text(text: str) -> None:
     with pytest.raises(ManifestError, match=re.escape(f"`{text}`")):
         parse_column_type(text)
 
@@ -147,13 +147,13 @@ COLUMN_TYPES = st.builds(
 
 @settings(deadline=None)
 @given(COLUMN_TYPES)
-def test_a_type_that_was_written_is_read_back(column_type: ColumnType) -> None:
+def test_column_type_round_trips_through_text(column_type: ColumnType) -> None:
     assert parse_column_type(str(column_type)) == column_type
 
 
 @settings(deadline=None)
 @given(st.text(alphabet="fixedsizelistshapetensor<>[](), _0123456789-\t", max_size=60))
-def test_any_other_text_is_a_manifest_error(text: str) -> None:
+def test_random_type_text_is_parsed_or_a_manifest_error(text: str) -> None:
     for wrapped in (text, f"fixed_shape_tensor<int8>[{text}]", f"fixed_size_list<int8>[{text}]"):
         try:
             column_type = parse_column_type(wrapped)
@@ -162,10 +162,10 @@ def test_any_other_text_is_a_manifest_error(text: str) -> None:
         assert all(size > 0 for size in column_type.shape)
 
 
-# What fits together.
+# Matching and mismatching types.
 
 FITS = [
-    # (graph's input shape, manifest's type, rows_fixed, the tensor's shape without rows)
+    # (shape in the graph, type in the manifest, rows_fixed, shape without rows)
     (("N",), "float32", None, ()),
     ((None,), "float32", None, ()),
     ((8,), "float32", 8, ()),
@@ -182,10 +182,10 @@ FITS = [
 
 
 @pytest.mark.parametrize(("shape", "type_text", "rows_fixed", "expected"), FITS)
-def test_an_input_that_fits(
+def test_matching_input_is_compiled(
     shape: Shape, type_text: str, rows_fixed: int | None, expected: tuple[int, ...]
 ) -> None:
-    contract = compile_contract(taking(type_text), graph(inputs=[tensor("x", *shape)]))
+    contract = compile_contract(with_input(type_text), graph(inputs=[tensor("x", *shape)]))
 
     (spec,) = contract.inputs
     assert (spec.column, spec.tensor, spec.shape) == ("x", "x", expected)
@@ -194,7 +194,7 @@ def test_an_input_that_fits(
 
 
 MISFITS = [
-    # (graph's input, manifest's type, wanted, got)
+    # (input of the graph, type in the manifest, expected in the message, actual in it)
     (tensor("x", "N"), "fixed_size_list<float32>[1]", "[N]", "fixed_size_list<float32>[1]"),
     (tensor("x", "N", 3), "float32", "[N, 3]", "float32"),
     (tensor("x", "N", "M"), "float32", "[N, M]", "float32"),
@@ -217,32 +217,32 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("found", "type_text", "wanted", "got"), MISFITS)
-def test_an_input_that_does_not_fit(
-    found: GraphTensor, type_text: str, wanted: str, got: str
+@pytest.mark.parametrize(("graph_tensor", "type_text", "expected", "actual"), MISFITS)
+def test_mismatching_input_is_rejected(
+    graph_tensor: GraphTensor, type_text: str, expected: str, actual: str
 ) -> None:
     with pytest.raises(ManifestError) as caught:
-        compile_contract(taking(type_text), graph(inputs=[found]))
+        compile_contract(with_input(type_text), graph(inputs=[graph_tensor]))
 
     message = caught.value.message
     assert "`x`" in message or "an input" in message
-    assert wanted in message and got in message
+    assert expected in message and actual in message
 
 
-@pytest.mark.parametrize(("found", "type_text", "wanted", "got"), MISFITS[:14])
-def test_an_output_that_does_not_fit(
-    found: GraphTensor, type_text: str, wanted: str, got: str
+@pytest.mark.parametrize(("graph_tensor", "type_text", "expected", "actual"), MISFITS[:14])
+def test_mismatching_output_is_rejected(
+    graph_tensor: GraphTensor, type_text: str, expected: str, actual: str
 ) -> None:
-    """What is refused for an input is refused for an output, in the same words."""
-    outputs = [msgspec.structs.replace(found, name="y")]
+    """Inputs and outputs have the same rules and messages."""
+    outputs = [msgspec.structs.replace(graph_tensor, name="y")]
 
     with pytest.raises(ManifestError, match="output `y`") as caught:
-        compile_contract(making(type_text), graph(inputs=[tensor("x", "N")], outputs=outputs))
+        compile_contract(with_output(type_text), graph(inputs=[tensor("x", "N")], outputs=outputs))
 
-    assert wanted in caught.value.message and got in caught.value.message
+    assert expected in caught.value.message and actual in caught.value.message
 
 
-def test_a_scalar_output_is_refused() -> None:
+def test_scalar_output_is_rejected() -> None:
     with pytest.raises(ManifestError, match="output `y` is a scalar"):
         compile_contract(manifest(), graph(inputs=[tensor("x", "N")], outputs=[tensor("y")]))
 
@@ -263,7 +263,7 @@ def test_inputs_share_their_batch_axis(shapes: list[Shape], rows_fixed: int | No
     assert compile_contract(None, graph(inputs=inputs)).rows_fixed == rows_fixed
 
 
-def test_inputs_with_different_fixed_rows_are_refused() -> None:
+def test_inputs_with_different_fixed_rows_are_rejected() -> None:
     with pytest.raises(ManifestError, match=r"different fixed numbers of rows: \[4, 5\]"):
         compile_contract(None, graph(inputs=[tensor("a", 5), tensor("b", 4)]))
 
@@ -287,19 +287,19 @@ def test_inputs_with_different_fixed_rows_are_refused() -> None:
         ([(4,)], (4, "M"), False),
     ],
 )
-def test_only_an_output_whose_shape_is_known_is_bound(
+def test_only_outputs_of_known_shape_are_bound(
     inputs: list[Shape], output: Shape, is_bound: bool
 ) -> None:
-    """A shape that depends on the data cannot be bound ahead, whatever the manifest says of it."""
+    """A shape that depends on the data cannot be bound, even if the manifest declares it."""
     type_text = "float32" if len(output) == 1 else "fixed_size_list<float32>[3]"
-    given_inputs = [tensor(f"x{index}", *shape) for index, shape in enumerate(inputs)]
+    graph_inputs = [tensor(f"x{index}", *shape) for index, shape in enumerate(inputs)]
     columns = [
-        InputColumn(column=each.name, type="float32", tensor=each.name) for each in given_inputs
+        InputColumn(column=each.name, type="float32", tensor=each.name) for each in graph_inputs
     ]
 
     contract = compile_contract(
-        msgspec.structs.replace(making(type_text), inputs=tuple(columns)),
-        graph(inputs=given_inputs, outputs=[tensor("y", *output)]),
+        msgspec.structs.replace(with_output(type_text), inputs=tuple(columns)),
+        graph(inputs=graph_inputs, outputs=[tensor("y", *output)]),
     )
 
     assert contract.outputs[0].is_bound is is_bound
@@ -307,19 +307,19 @@ def test_only_an_output_whose_shape_is_known_is_bound(
 
 
 @pytest.mark.parametrize(
-    ("shape", "output", "got"),
+    ("shape", "output", "actual"),
     [(("N",), 1, "any number"), (("N",), 7, "any number"), ((4,), 1, "4"), ((4,), 5, "4")],
 )
-def test_an_output_with_other_rows_than_the_inputs_is_refused(
-    shape: Shape, output: int, got: str
+def test_output_with_different_rows_than_the_inputs_is_rejected(
+    shape: Shape, output: int, actual: str
 ) -> None:
     with pytest.raises(ManifestError, match="output `y`") as caught:
         compile_contract(None, graph(inputs=[tensor("x", *shape)], outputs=[tensor("y", output)]))
 
-    assert f"always has {output} rows and the inputs have {got}" in caught.value.message
+    assert f"always has {output} rows and the inputs have {actual}" in caught.value.message
 
 
-def test_an_output_may_be_left_out_and_an_input_may_not() -> None:
+def test_manifest_can_omit_outputs_but_not_inputs() -> None:
     two = graph(
         inputs=[tensor("x", "N"), tensor("z", "N")], outputs=[tensor("y", "N"), tensor("w", "N")]
     )
@@ -333,9 +333,9 @@ def test_an_output_may_be_left_out_and_an_input_may_not() -> None:
     assert [spec.tensor for spec in contract.outputs] == ["y"]
 
 
-REFUSED: list[tuple[str, Manifest, str]] = [
+REJECTED: list[tuple[str, Manifest, str]] = [
     (
-        "an input that the graph has not",
+        "an input that is not in the graph",
         manifest(
             inputs=[
                 InputColumn(column="x", type="float32", tensor="x"),
@@ -345,7 +345,7 @@ REFUSED: list[tuple[str, Manifest, str]] = [
         "input tensor `q` is not in the graph, which has `x`",
     ),
     (
-        "an output that the graph has not",
+        "an output that is not in the graph",
         manifest(outputs=[OutputColumn(tensor="q", column="y", type="float32")]),
         "output tensor `q` is not in the graph, which has `y`, `w`",
     ),
@@ -355,8 +355,8 @@ REFUSED: list[tuple[str, Manifest, str]] = [
         "input `x` is nullable, and no tensor can hold a null",
     ),
     (
-        "a type that is none",
-        taking("interval"),
+        "an unknown type",
+        with_input("interval"),
         "Arrow type `interval` is not supported",
     ),
     (
@@ -365,7 +365,7 @@ REFUSED: list[tuple[str, Manifest, str]] = [
         "the manifest names no outputs",
     ),
     (
-        "an input column twice",
+        "a duplicate input column",
         manifest(
             inputs=[
                 InputColumn(column="x", type="float32", tensor="x"),
@@ -375,7 +375,7 @@ REFUSED: list[tuple[str, Manifest, str]] = [
         "[[inputs]] names the column `x` twice",
     ),
     (
-        "an input tensor twice",
+        "a duplicate input tensor",
         manifest(
             inputs=[
                 InputColumn(column="x", type="float32", tensor="x"),
@@ -385,7 +385,7 @@ REFUSED: list[tuple[str, Manifest, str]] = [
         "[[inputs]] names the tensor `x` twice",
     ),
     (
-        "an output column twice",
+        "a duplicate output column",
         manifest(
             outputs=[
                 OutputColumn(tensor="y", column="y", type="float32"),
@@ -395,12 +395,12 @@ REFUSED: list[tuple[str, Manifest, str]] = [
         "[[outputs]] names the column `y` twice",
     ),
     (
-        "a passed-through column twice",
+        "a duplicate passthrough column",
         manifest(passthrough=("id", "id")),
         "passthrough names the column `id` twice",
     ),
     (
-        "a passed-through column that is produced",
+        "a passthrough column that is also an output",
         manifest(passthrough=("id", "y")),
         "columns `y` are both passed through and produced",
     ),
@@ -408,29 +408,29 @@ REFUSED: list[tuple[str, Manifest, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("refused", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
+    ("bad_manifest", "message"), [row[1:] for row in REJECTED], ids=[row[0] for row in REJECTED]
 )
-def test_a_manifest_that_cannot_be_meant_is_refused(refused: Manifest, words: str) -> None:
-    found = graph(inputs=[tensor("x", "N")], outputs=[tensor("y", "N"), tensor("w", "N")])
+def test_inconsistent_manifest_is_rejected(bad_manifest: Manifest, message: str) -> None:
+    source = graph(inputs=[tensor("x", "N")], outputs=[tensor("y", "N"), tensor("w", "N")])
 
-    with pytest.raises(ManifestError, match=re.escape(words)):
-        compile_contract(refused, found)
+    with pytest.raises(ManifestError, match=re.escape(message)):
+        compile_contract(bad_manifest, source)
 
 
 @pytest.mark.parametrize("passthrough", ["all", "none", (), ("id", "x")])
-def test_a_passthrough_that_is_taken(passthrough: Passthrough) -> None:
-    """Columns that no tensor has, and inputs, which come back beside the results."""
+def test_valid_passthrough_is_kept(passthrough: Passthrough) -> None:
+    """Both extra columns and input columns can be passed through."""
     contract = compile_contract(manifest(passthrough=passthrough), graph(inputs=[tensor("x", "N")]))
 
     assert contract.passthrough == passthrough
 
 
-def test_a_graph_without_inputs_is_refused() -> None:
+def test_graph_without_inputs_is_rejected() -> None:
     with pytest.raises(ManifestError, match="no inputs"):
         compile_contract(manifest(), Graph((), (tensor("y", "N"),)))
 
 
-# Graphs that come without a manifest.
+# Graphs without a manifest.
 
 DERIVED = [
     (("N",), "float32"),
@@ -442,25 +442,25 @@ DERIVED = [
 
 
 @pytest.mark.parametrize(("shape", "type_text"), DERIVED)
-def test_a_graph_alone_is_a_manifest(shape: Shape, type_text: str) -> None:
-    found = graph(inputs=[tensor("x", *shape)], outputs=[tensor("y", *shape)])
+def test_manifest_is_derived_from_the_graph(shape: Shape, type_text: str) -> None:
+    source = graph(inputs=[tensor("x", *shape)], outputs=[tensor("y", *shape)])
 
-    assert derive_manifest(found) == Manifest(
+    assert derive_manifest(source) == Manifest(
         format=1,
         inputs=(InputColumn(column="x", type=type_text, tensor="x"),),
         outputs=(OutputColumn(tensor="y", column="y", type=type_text),),
     )
-    assert compile_contract(None, found) == compile_contract(derive_manifest(found), found)
+    assert compile_contract(None, source) == compile_contract(derive_manifest(source), source)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_element_type_can_be_derived(dtype: Any) -> None:
-    found = graph(inputs=[tensor("x", "N", 2, element=dtype.onnx)])
+    source = graph(inputs=[tensor("x", "N", 2, element=dtype.onnx)])
 
-    (spec,) = compile_contract(None, found).inputs
+    (spec,) = compile_contract(None, source).inputs
 
     if dtype.arrow == "binary":
-        # A graph's strings are text where no manifest says that they are bytes.
+        # Without a manifest, strings of a graph are text.
         dtype = BY_ARROW["utf8"]
     assert spec.type == ColumnType(dtype.arrow, (2,))
     assert spec.type.dtype is dtype
@@ -468,7 +468,7 @@ def test_every_element_type_can_be_derived(dtype: Any) -> None:
 
 @pytest.mark.parametrize("side", ["input", "output"])
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("graph_tensor", "message"),
     [
         (tensor("t", "N", "M"), "has the shape [N, M]"),
         (tensor("t", "N", None), "has the shape [N, ?]"),
@@ -477,41 +477,41 @@ def test_every_element_type_can_be_derived(dtype: Any) -> None:
         (tensor("t", "N", element="tensor(int4)"), "is a tensor(int4)"),
     ],
 )
-def test_what_a_graph_alone_does_not_say_is_asked_for(
-    side: str, found: GraphTensor, words: str
+def test_graph_that_needs_a_manifest_is_rejected_without_one(
+    side: str, graph_tensor: GraphTensor, message: str
 ) -> None:
     inputs, outputs = [tensor("x", "N")], [tensor("y", "N")]
     given_graph = Graph(
-        tuple([*inputs, found] if side == "input" else inputs),
-        tuple([*outputs, found] if side == "output" else outputs),
+        tuple([*inputs, graph_tensor] if side == "input" else inputs),
+        tuple([*outputs, graph_tensor] if side == "output" else outputs),
     )
 
-    with pytest.raises(ManifestError, match=re.escape(f"{side} `t` {words}")):
+    with pytest.raises(ManifestError, match=re.escape(f"{side} `t` {message}")):
         compile_contract(None, given_graph)
 
 
-def test_the_same_open_dimension_is_fine_with_a_manifest() -> None:
-    """The accepted case beside the refused one: the manifest says what the graph leaves open."""
+def test_open_dimension_is_accepted_with_a_manifest() -> None:
+    """The manifest declares the dimension that the graph leaves open."""
     contract = compile_contract(
-        taking("fixed_size_list<float32>[5]"), graph(inputs=[tensor("x", "N", "M")])
+        with_input("fixed_size_list<float32>[5]"), graph(inputs=[tensor("x", "N", "M")])
     )
 
     assert contract.inputs[0].shape == (5,)
 
 
-# Manifests as files.
+# Manifest files.
 
-# TOML has no way to write a surrogate, and nor has UTF-8.
+# TOML and UTF-8 cannot encode surrogates.
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
 @st.composite
 def contracts(draw: st.DrawFn) -> tuple[Contract, Graph]:
-    """A contract and the graph that it is of."""
+    """Return a contract and its graph."""
     names = draw(st.lists(NAMES, min_size=2, max_size=6, unique=True))
     split = draw(st.integers(1, len(names) - 1))
     leading = draw(st.sampled_from(["N", None, 4]))
-    specs, found = [], []
+    specs, tensors = [], []
     for name in names:
         column_type = draw(COLUMN_TYPES)
         shape = column_type.shape
@@ -519,22 +519,22 @@ def contracts(draw: st.DrawFn) -> tuple[Contract, Graph]:
             shape = (1,)
         is_input, is_string = len(specs) < split, not column_type.dtype.arrow_bits
         is_bound = is_input or (leading is not None and not is_string)
-        room = STRING_BYTES if is_string and not is_input else 0
-        specs.append(TensorSpec(name, f"tensor {name}", column_type, shape, is_bound, room))
-        found.append(GraphTensor(f"tensor {name}", column_type.dtype.onnx, (leading, *shape)))
+        string_bytes = STRING_BYTES if is_string and not is_input else 0
+        specs.append(TensorSpec(name, f"tensor {name}", column_type, shape, is_bound, string_bytes))
+        tensors.append(GraphTensor(f"tensor {name}", column_type.dtype.onnx, (leading, *shape)))
     has_strings = any(spec.is_string for spec in specs)
     assume(not has_strings or all(s.type.dtype_name != "bfloat16" for s in specs[split:]))
     passthrough = draw(st.sampled_from(["all", "none", ()]) | st.just((names[0],)))
     contract = Contract(
         tuple(specs[:split]), tuple(specs[split:]), passthrough, 4 if leading == 4 else None
     )
-    return contract, Graph(tuple(found[:split]), tuple(found[split:]))
+    return contract, Graph(tuple(tensors[:split]), tuple(tensors[split:]))
 
 
 @settings(deadline=None, max_examples=200)
 @given(contracts())
-def test_a_rendered_manifest_gives_the_same_contract(example: tuple[Contract, Graph]) -> None:
-    contract, found = example
+def test_rendered_manifest_compiles_to_the_same_contract(example: tuple[Contract, Graph]) -> None:
+    contract, source = example
 
     written = manifest(
         outputs=[
@@ -542,27 +542,27 @@ def test_a_rendered_manifest_gives_the_same_contract(example: tuple[Contract, Gr
             for spec in contract.outputs
         ]
     )
-    again = msgspec.toml.decode(render_manifest(contract, written), type=Manifest)
+    decoded = msgspec.toml.decode(render_manifest(contract, written), type=Manifest)
 
-    assert again.outputs == written.outputs
-    assert compile_contract(again, found) == contract
+    assert decoded.outputs == written.outputs
+    assert compile_contract(decoded, source) == contract
 
 
 @pytest.mark.parametrize(
     "name", ["a b", 'a"b', "a\\b", "a\nb", "é", "", "\x7f", *string.punctuation]
 )
-def test_any_name_survives_a_manifest(name: str) -> None:
-    found = graph(inputs=[tensor(name, "N")], outputs=[tensor(f"y{name}", "N")])
-    derived = derive_manifest(found)
+def test_any_name_round_trips_through_a_manifest(name: str) -> None:
+    source = graph(inputs=[tensor(name, "N")], outputs=[tensor(f"y{name}", "N")])
+    derived = derive_manifest(source)
 
-    text = render_manifest(compile_contract(derived, found), derived)
+    text = render_manifest(compile_contract(derived, source), derived)
 
-    again = msgspec.toml.decode(text, type=Manifest)
-    assert (again.inputs[0].column, again.outputs[0].tensor) == (name, f"y{name}")
+    decoded = msgspec.toml.decode(text, type=Manifest)
+    assert (decoded.inputs[0].column, decoded.outputs[0].tensor) == (name, f"y{name}")
 
 
-def test_a_manifest_is_read_from_beside_the_model(tmp_path: Path) -> None:
-    """Whether the configuration names the folder or the file."""
+def test_manifest_is_read_from_the_folder_of_the_model(tmp_path: Path) -> None:
+    """The configuration can name the folder or the file."""
     contract = compile_contract(None, graph(inputs=[tensor("x", "N")]))
     (tmp_path / "manifest.toml").write_text(render_manifest(contract, manifest()))
 
@@ -573,7 +573,7 @@ def test_a_manifest_is_read_from_beside_the_model(tmp_path: Path) -> None:
     assert model_file(tmp_path / "other.onnx") == tmp_path / "other.onnx"
 
 
-def test_a_model_without_a_manifest_has_none(tmp_path: Path) -> None:
+def test_missing_manifest_is_none(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
 
 
@@ -582,7 +582,7 @@ GOOD += '[[outputs]]\ntensor = "y"\ncolumn = "y"\ntype = "int8"\n'
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    ("raw", "message"),
     [
         (GOOD.replace("format = 1", "format = 2"), "format"),
         (GOOD.replace("format = 1\n", ""), "missing required field `format`"),
@@ -600,16 +600,16 @@ GOOD += '[[outputs]]\ntensor = "y"\ncolumn = "y"\ntype = "int8"\n'
     ],
     ids=lambda value: value[-40:],
 )
-def test_a_file_that_is_no_manifest_is_refused(tmp_path: Path, raw: str, words: str) -> None:
+def test_invalid_manifest_file_is_rejected(tmp_path: Path, raw: str, message: str) -> None:
     (tmp_path / "manifest.toml").write_text(raw)
 
-    with pytest.raises(ManifestError, match=re.escape(words)) as caught:
+    with pytest.raises(ManifestError, match=re.escape(message)) as caught:
         read_manifest(tmp_path)
 
     assert caught.value.message.startswith("manifest.toml")
 
 
-def test_the_manifest_beside_the_refused_ones_is_read(tmp_path: Path) -> None:
+def test_valid_manifest_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "manifest.toml").write_text('passthrough = ["id"]\n' + GOOD)
 
     read = read_manifest(tmp_path)
@@ -617,14 +617,14 @@ def test_the_manifest_beside_the_refused_ones_is_read(tmp_path: Path) -> None:
     assert read is not None and read.passthrough == ("id",)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_manifest_that_is_not_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "manifest.toml").write_bytes(b"\xff\xfe\x00")
 
     with pytest.raises(ManifestError, match=r"^manifest\.toml"):
         read_manifest(tmp_path)
 
 
-def test_a_manifest_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_manifest_that_is_a_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "manifest.toml").mkdir()
 
     with pytest.raises(ManifestError, match=r"manifest\.toml cannot be read: it is not a file"):
@@ -650,13 +650,13 @@ def test_columns_of_a_body_are_aligned_and_do_not_overlap(
     starts = [*offsets, end]
     assert len(offsets) == len(specs) and starts[0] == 0
     assert all(start % ALIGNMENT == 0 for start in starts)
-    for spec, start, following in zip(specs, starts, starts[1:], strict=False):
-        wanted, values = spec.buffer_bytes(rows), rows * spec.elements
+    for spec, start, next_start in zip(specs, starts, starts[1:], strict=False):
+        expected, values = spec.buffer_bytes(rows), rows * spec.elements
         if spec.is_string:
-            assert wanted == 4 * (values + 1)
+            assert expected == 4 * (values + 1)
         else:
-            assert 8 * wanted >= values * spec.type.dtype.arrow_bits > 8 * wanted - 8
-        assert 0 <= following - (start + wanted) < ALIGNMENT
+            assert 8 * expected >= values * spec.type.dtype.arrow_bits > 8 * expected - 8
+        assert 0 <= next_start - (start + expected) < ALIGNMENT
 
 
 @pytest.mark.parametrize(
@@ -675,7 +675,7 @@ def test_columns_of_a_body_are_aligned_and_do_not_overlap(
         (ColumnType("binary"), 3, 16),
     ],
 )
-def test_bytes_of_a_values_buffer(column_type: ColumnType, rows: int, length_bytes: int) -> None:
+def test_values_buffer_size(column_type: ColumnType, rows: int, length_bytes: int) -> None:
     assert TensorSpec("c", "t", column_type, column_type.shape).buffer_bytes(rows) == length_bytes
 
 
@@ -687,13 +687,13 @@ def test_bytes_of_a_values_buffer(column_type: ColumnType, rows: int, length_byt
         (GRAIN_BYTES // 4, 1, GRAIN_BYTES),
     ],
 )
-def test_a_model_needs_room_for_its_largest_batch(
+def test_largest_batch_must_fit_in_the_output_arena(
     rows_fixed: int | None, rows_max: int, output_bytes: int
 ) -> None:
-    """A row makes four bytes, and the batch fills whole grains; both sides of the limit."""
+    """A row has four bytes, and a batch uses whole grains; both sides of the limit."""
     shape = ("N",) if rows_fixed is None else (rows_fixed,)
-    found = graph(inputs=[tensor("x", *shape)], outputs=[tensor("y", *shape)])
-    contract = compile_contract(None, found)
+    source = graph(inputs=[tensor("x", *shape)], outputs=[tensor("y", *shape)])
+    contract = compile_contract(None, source)
 
     require_output_space(contract, rows_max, output_bytes)
     with pytest.raises(ManifestError, match=f"{output_bytes} bytes of results") as caught:
@@ -702,10 +702,10 @@ def test_a_model_needs_room_for_its_largest_batch(
     assert f"arena.output_bytes is {output_bytes - 1}" in caught.value.message
 
 
-def test_strings_in_results_need_room() -> None:
-    """Offsets, and every string at its longest; both sides of the limit."""
-    words = tensor("y", "N", 2, element="tensor(string)")
-    contract = compile_contract(None, graph(inputs=[tensor("x", "N")], outputs=[words]), 100)
+def test_result_strings_must_fit_in_the_output_arena() -> None:
+    """Space for offsets and for strings of the maximum length; both sides of the limit."""
+    message = tensor("y", "N", 2, element="tensor(string)")
+    contract = compile_contract(None, graph(inputs=[tensor("x", "N")], outputs=[message]), 100)
 
     require_output_space(contract, 10, 128 + 2048)
     with pytest.raises(
@@ -718,20 +718,20 @@ def test_strings_in_results_need_room() -> None:
     assert body_layout(contract.outputs, 10) == ([0], 128 + 2048)
 
 
-def test_bfloat16_cannot_come_out_of_a_graph_with_strings() -> None:
+def test_bfloat16_output_of_a_graph_with_strings_is_rejected() -> None:
     half = tensor("y", "N", element="tensor(bfloat16)")
-    words = tensor("x", "N", element="tensor(string)")
+    message = tensor("x", "N", element="tensor(string)")
 
     with pytest.raises(ManifestError, match=r"`y` is a tensor.bfloat16. of a graph with strings"):
-        compile_contract(None, graph(inputs=[words], outputs=[half]))
+        compile_contract(None, graph(inputs=[message], outputs=[half]))
 
     compile_contract(None, graph(inputs=[tensor("x", "N")], outputs=[half]))
 
 
 @settings(deadline=None)
 @given(st.integers(1, 4 * GRAIN_BYTES), st.integers(1, 4 * GRAIN_BYTES))
-def test_what_is_said_to_have_room_can_be_leased(rows: int, output_bytes: int) -> None:
-    """The rule for a model that is loaded and the arena that its batches go to must agree."""
+def test_accepted_output_space_can_be_leased(rows: int, output_bytes: int) -> None:
+    """The check at load time must agree with the arena's allocator."""
     outputs = (TensorSpec("y", "y", ColumnType("int8"), ()),)
     try:
         require_output_space(Contract((), outputs), rows, usable_bytes(output_bytes))

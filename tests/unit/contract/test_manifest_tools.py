@@ -1,4 +1,4 @@
-"""Manifests made of signatures and samples, and samples held against contracts column by column."""
+"""Manifests from signatures and samples, and comparison of samples with contracts."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ def sample(**columns: Any) -> Sample:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_key_of_a_manifest_has_a_type_and_a_sentence(table: str) -> None:
+def test_every_manifest_key_has_a_type_and_a_sentence(table: str) -> None:
     keys = list(keys_of(TABLES[table]))
 
     assert keys and all(key.type and key.sentence.endswith(".") for key in keys), keys
 
 
-def test_the_schema_knows_what_a_manifest_may_say() -> None:
+def test_json_schema_matches_the_manifest_decoder() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = manifest_schema()
-    good = {
+    valid = {
         "format": 1,
         "inputs": [{"tensor": "x", "column": "x", "nulls": "nan", "as": "number"}],
         "outputs": [{"tensor": "y", "column": "y", "type": "float32", "post": [{"top_k": 2}]}],
         "sha256": {"model.onnx": "0" * 64},
         "warm_up": {"values": "random", "low": 1.0},
     }
-    jsonschema.validate(good, schema)
-    for bad in (
-        good | {"format": 2},
-        good | {"unknown": 1},
-        good | {"sha256": {"model.onnx": "abc"}},
-        good | {"inputs": [{"column": "x"}]},
-        good | {"warm_up": {"values": "twos"}},
+    jsonschema.validate(valid, schema)
+    for invalid in (
+        valid | {"format": 2},
+        valid | {"unknown": 1},
+        valid | {"sha256": {"model.onnx": "abc"}},
+        valid | {"inputs": [{"column": "x"}]},
+        valid | {"warm_up": {"values": "twos"}},
     ):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(bad, schema)
+            jsonschema.validate(invalid, schema)
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(bad, Manifest)
+            msgspec.convert(invalid, Manifest)
 
 
-def test_a_signature_of_columns_is_a_manifest_that_can_be_read_again() -> None:
+def test_manifest_of_a_signature_can_be_rendered_and_read() -> None:
     inputs = [
         {"type": kind, "name": f"{kind} \u00e9", "required": True}
         for kind in ("boolean", "integer", "long", "float", "double", "string", "binary")
@@ -95,7 +95,7 @@ def tensor(**spec: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("document", "message"),
     [
         ([], "no signature"),
         ({"flavors": {}}, "no signature"),
@@ -110,12 +110,12 @@ def tensor(**spec: Any) -> list[dict[str, Any]]:
         ({"inputs": tensor(dtype="float32")}, "first axis is no batch"),
     ],
 )
-def test_a_signature_that_says_too_little_is_refused(document: Any, words: str) -> None:
-    with pytest.raises(ManifestError, match=words):
+def test_incomplete_signature_is_rejected(document: Any, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
         manifest_of_signature(document)
 
 
-def test_a_sample_is_explained_column_by_column() -> None:
+def test_explain_reports_each_column_of_a_sample() -> None:
     manifest = Manifest(
         format=1,
         inputs=(
@@ -126,36 +126,39 @@ def test_a_sample_is_explained_column_by_column() -> None:
         passthrough=("id",),
     )
     contract = compile_contract(manifest, GRAPH)
-    good = {
+    valid = {
         "user": pa.array([1, 2]),
         "a": pa.array([1.0, 2.0], pa.float32()),
         "b": pa.array([{"c": 1.0}, {"c": 2.0}], pa.struct([("c", pa.float32())])),
         "id": ["x", "y"],
     }
 
-    lines = explain(sample(**good), contract)
+    lines = explain(sample(**valid), contract)
     assert [(line.column, line.problem) for line in lines] == [
         ("user", ""),
         ("a", ""),
         ("b.c", ""),
         ("id", ""),
     ]
-    bad = good | {
+    invalid = valid | {
         "user": pa.array([1, None]),
         "a": pa.array([1.0, 2.0]),
         "when": [datetime.max] * 2,
     }
-    del bad["b"], bad["id"]
-    found = {line.column: line for line in explain(sample(**bad), contract)}
-    assert found["user"].problem.startswith("has 1 nulls, the first in row 1")
-    assert found["a"].problem == "wanted float32, got double"
-    assert (found["b.c"].found, found["b.c"].problem) == ("-", "is missing: wanted float32")
-    assert found["when"].problem == "neither an input nor passed through"
-    assert (found["id"].expected, found["id"].found) == ("passed through", "-")
+    del invalid["b"], invalid["id"]
+    lines_by_column = {line.column: line for line in explain(sample(**invalid), contract)}
+    assert lines_by_column["user"].problem.startswith("has 1 nulls, the first in row 1")
+    assert lines_by_column["a"].problem == "wanted float32, got double"
+    assert (lines_by_column["b.c"].found, lines_by_column["b.c"].problem) == (
+        "-",
+        "is missing: wanted float32",
+    )
+    assert lines_by_column["when"].problem == "neither an input nor passed through"
+    assert (lines_by_column["id"].expected, lines_by_column["id"].found) == ("passed through", "-")
 
 
-def test_a_manifest_for_a_sample_takes_it() -> None:
-    """By the columns' names, or all numbers packed; what is left passes, nulls become NaN."""
+def test_manifest_for_a_sample_accepts_the_sample() -> None:
+    """Columns match by name, or all numbers are packed into one input; others pass through."""
     named = sample(
         user=pa.array([1, 2], pa.int16()),
         x=pa.FixedSizeListArray.from_arrays(pa.array([1, 2, 3, 4], pa.float32()), 2),
@@ -184,13 +187,13 @@ def test_samples_are_read_from_parquet_and_arrow(tmp_path: Path, kind: str) -> N
     if file.suffix == ".parquet":
         pq.write_table(table, file)
     else:
-        make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-        with make(file, table.schema) as writer:
+        new_writer = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with new_writer(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=1000)
-    found = read_sample(file)
+    actual = read_sample(file)
 
-    assert found.batch.schema == table.schema
-    assert found.batch.num_rows == {"parquet": 65_536, "empty": 0}.get(kind, 1000)
+    assert actual.batch.schema == table.schema
+    assert actual.batch.num_rows == {"parquet": 65_536, "empty": 0}.get(kind, 1000)
     file.write_bytes(b"nothing of the kind")
     with pytest.raises(ManifestError, match="cannot be read as Parquet or Arrow"):
         read_sample(file)

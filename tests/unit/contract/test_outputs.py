@@ -1,4 +1,4 @@
-"""Outputs of a manifest: types, what is made of what, and in which words the rest is refused."""
+"""Outputs of a manifest: types, post-processing, assembled columns, and label files."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def read(outputs: str, more: str = "") -> Manifest:
     return msgspec.toml.decode(more + BEGIN + outputs, type=Manifest)
 
 
-def compiled(outputs: str, more: str = "") -> Contract:
+def compile_outputs(outputs: str, more: str = "") -> Contract:
     return compile_contract(read(outputs, more), GRAPH, labels=LABELS)
 
 
 def output(kind: str, **keys: str) -> str:
-    """An entry; values as TOML."""
+    """Return an `[[outputs]]` entry; values are TOML."""
     lines = [f"{key} = {value}" for key, value in keys.items()]
     return "\n".join(["[[outputs]]", 'column = "made"', f'type = "{kind}"', *lines, ""])
 
@@ -83,13 +83,13 @@ TOP = "fixed_size_list<struct<label: utf8, score: float32>>[2]"
         "list<fixed_size_list<struct<x: struct<y: bool>>>[2]>",
     ],
 )
-def test_a_type_is_read_as_it_is_written(text: str) -> None:
+def test_result_type_round_trips_through_text(text: str) -> None:
     assert str(parse_result_type(text)) == text
     loose = text.replace("<", " < ").replace(">", " > ").replace(",", " , ").replace("[", " [ ")
     assert str(parse_result_type(loose)) == text
 
 
-def test_the_leaves_of_a_type() -> None:
+def test_leaves_of_a_result_type() -> None:
     kind = parse_result_type("list<struct<a: fixed_size_list<int8>[4], b: struct<c: utf8>>>")
     assert kind is not None
     assert leaves_of(kind) == [
@@ -99,7 +99,7 @@ def test_the_leaves_of_a_type() -> None:
 
 
 @pytest.mark.parametrize("text", ["float32", "fixed_size_list<float32>[3]", "nonsense"])
-def test_a_type_of_one_tensor_is_anothers_to_read(text: str) -> None:
+def test_tensor_types_are_not_result_types(text: str) -> None:
     assert parse_result_type(text) is None
 
 
@@ -125,12 +125,12 @@ def test_a_type_of_one_tensor_is_anothers_to_read(text: str) -> None:
         "list<" * 100_000,
     ],
 )
-def test_a_type_that_cannot_be_read(text: str) -> None:
+def test_invalid_result_type_is_rejected(text: str) -> None:
     with pytest.raises(ManifestError):
         parse_result_type(text)
 
 
-# What is made.
+# Columns and tensors of an entry.
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_type_that_cannot_be_read(text: str) -> None:
         (of("truth", "float32", post='[{cast = "float32"}]'), "float32", ()),
     ],
 )
-def test_what_an_entry_makes(entry: str, kind: str | None, shape: tuple[int, ...]) -> None:
-    """A column of one tensor, which is called as the column is."""
-    contract = compiled(entry)
+def test_tensor_of_an_entry(entry: str, kind: str | None, shape: tuple[int, ...]) -> None:
+    """A column of one tensor gives the tensor its name."""
+    contract = compile_outputs(entry)
     (spec,) = contract.outputs
     assert (spec.column, spec.shape, spec.is_bound) == ("made", shape, False)
     assert kind is None or str(spec.type) == kind
@@ -167,19 +167,19 @@ def test_what_an_entry_makes(entry: str, kind: str | None, shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("name", ["maps", "named", "parts"])
-def test_a_sequence_is_no_column_by_itself(name: str) -> None:
+def test_sequence_needs_a_manifest(name: str) -> None:
     outputs = tuple(each for each in GRAPH.outputs if each.name == name)
     with pytest.raises(ManifestError, match="to a column with `keys` or `sequence`"):
         compile_contract(None, Graph(GRAPH.inputs, outputs))
 
 
-def test_labels_need_no_more_room_than_the_longest() -> None:
-    (spec,) = compiled(of("class", "utf8", labels='"labels.txt"')).outputs
+def test_string_bytes_of_labels_equal_the_longest_label() -> None:
+    (spec,) = compile_outputs(of("class", "utf8", labels='"labels.txt"')).outputs
     assert spec.string_bytes == len("ünï".encode())
 
 
-def test_top_k_is_labels_and_scores() -> None:
-    contract = compiled(of("logits", TOP, post="[{top_k = 2}]", labels='"labels.txt"'))
+def test_top_k_produces_labels_and_scores() -> None:
+    contract = compile_outputs(of("logits", TOP, post="[{top_k = 2}]", labels='"labels.txt"'))
     assert [(spec.tensor, str(spec.type)) for spec in contract.outputs] == [
         ("made.label", "fixed_size_list<utf8>[2]"),
         ("made.score", "fixed_size_list<float32>[2]"),
@@ -189,9 +189,9 @@ def test_top_k_is_labels_and_scores() -> None:
     assert column.source == "logits, top_k 2, labels labels.txt"
 
 
-def test_a_struct_of_several_tensors() -> None:
+def test_struct_of_several_tensors() -> None:
     fields = '{ a = {tensor = "class"}, "b.c" = {tensor = "logits", post = ["argmax"]} }'
-    contract = compiled(output("struct<a: int64, b: struct<c: int64>>", fields=fields))
+    contract = compile_outputs(output("struct<a: int64, b: struct<c: int64>>", fields=fields))
     assert [spec.tensor for spec in contract.outputs] == ["made.a", "made.b.c"]
     assert contract.columns[0].outputs == (0, 1)
 
@@ -208,10 +208,8 @@ def test_a_struct_of_several_tensors() -> None:
         (of("parts", "list<int64>", list_max="9", shape="[4]", post='["argmax"]'), (9,)),
     ],
 )
-def test_a_list_with_a_length_of_its_own_has_it_beside_it(
-    entry: str, shape: tuple[int, ...]
-) -> None:
-    contract = compiled(entry)
+def test_variable_list_has_a_length_tensor(entry: str, shape: tuple[int, ...]) -> None:
+    contract = compile_outputs(entry)
     values, length = contract.outputs
     assert (values.tensor, values.shape) == ("made", shape)
     assert (length.tensor, str(length.type), length.shape) == ("made.length", "int32", ())
@@ -220,26 +218,26 @@ def test_a_list_with_a_length_of_its_own_has_it_beside_it(
 
 def test_one_tensor_can_be_several_columns() -> None:
     more = '[[outputs]]\ncolumn = "raw"\ntype = "' + LIST + '"\ntensor = "logits"\n'
-    again = more.replace("raw", "again")
-    contract = compiled(of("logits", LIST, post='["softmax"]') + more + again)
+    third = more.replace("raw", "again")
+    contract = compile_outputs(of("logits", LIST, post='["softmax"]') + more + third)
     assert [spec.tensor for spec in contract.outputs] == ["made", "logits", "again"]
     assert not any(spec.is_bound for spec in contract.outputs)
 
 
-def test_so_many_results_and_no_more() -> None:
+def test_number_of_result_tensors_is_limited() -> None:
     def struct(count: int) -> str:
         names = [f"f{n}" for n in range(count)]
         kind = ", ".join(f"{name}: int64" for name in names)
         fields = ", ".join(f'{name} = {{tensor = "class"}}' for name in names)
         return output(f"struct<{kind}>", fields=f"{{{fields}}}")
 
-    assert len(compiled(struct(RESULTS_MAX)).outputs) == RESULTS_MAX
+    assert len(compile_outputs(struct(RESULTS_MAX)).outputs) == RESULTS_MAX
     with pytest.raises(ManifestError, match="the model has 4097 result tensors, limit 4096"):
-        compiled(struct(RESULTS_MAX + 1))
+        compile_outputs(struct(RESULTS_MAX + 1))
 
 
-def test_a_usual_model_has_no_columns_of_its_own() -> None:
-    contract = compiled(of("logits", LIST))
+def test_plain_output_is_bound_and_not_assembled() -> None:
+    contract = compile_outputs(of("logits", LIST))
     assert contract.columns == ()
     assert contract.outputs[0].is_bound
 
@@ -249,8 +247,8 @@ RANKED = of("score", "float64") + (
 )
 
 
-def test_a_rank_is_a_column_and_no_tensor() -> None:
-    contract = compiled(RANKED)
+def test_rank_is_a_column_without_a_tensor() -> None:
+    contract = compile_outputs(RANKED)
     assert len(contract.outputs) == 1
     assert contract.outputs[0].is_bound
     assert [column.outputs for column in contract.columns] == [(0,), (0,)]
@@ -264,14 +262,14 @@ MANY = {"columns": '["made", "id", "place"]', "passthrough": '["id"]'}
 @pytest.mark.parametrize(
     "order", ['"outputs_first"', '"passthrough_first"', '["made", "id", "place"]']
 )
-def test_an_order_of_columns(order: str) -> None:
-    contract = compiled(RANKED, f'passthrough = ["id"]\ncolumns = {order}\n')
-    wanted = msgspec.json.decode(order)
-    assert contract.column_order == (tuple(wanted) if isinstance(wanted, list) else wanted)
+def test_column_order(order: str) -> None:
+    contract = compile_outputs(RANKED, f'passthrough = ["id"]\ncolumns = {order}\n')
+    expected = msgspec.json.decode(order)
+    assert contract.column_order == (tuple(expected) if isinstance(expected, list) else expected)
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ('columns = ["made", "id"]\npassthrough = ["id"]', "does not name `place`"),
         ('columns = ["made", "place"]\npassthrough = ["id"]', "does not name `id`"),
@@ -282,12 +280,12 @@ def test_an_order_of_columns(order: str) -> None:
         ('passthrough = ["place"]', "both passed through and produced"),
     ],
 )
-def test_an_order_that_cannot_be_meant(more: str, words: str) -> None:
-    with pytest.raises(ManifestError, match=words):
-        compiled(RANKED, more + "\n")
+def test_invalid_column_order_is_rejected(more: str, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        compile_outputs(RANKED, more + "\n")
 
 
-REFUSED = [
+REJECTED = [
     (of("logits", LIST, list_max="3"), "are for a column `list"),
     (
         of("open", "list<float32>", list_max="9", post='["softmax"]'),
@@ -363,14 +361,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("outputs", "words"), REFUSED)
-def test_what_cannot_be_meant_is_refused(outputs: str, words: str) -> None:
-    with pytest.raises(ManifestError, match=words):
-        compiled(outputs)
+@pytest.mark.parametrize(("outputs", "message"), REJECTED)
+def test_inconsistent_output_is_rejected(outputs: str, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        compile_outputs(outputs)
 
 
 @pytest.mark.parametrize(
-    ("outputs", "words"),
+    ("outputs", "message"),
     [
         (of("logits", LIST, post='["softmx"]'), "post"),
         (of("logits", LIST, post="[{topk = 3}]"), "unknown field `topk`"),
@@ -385,11 +383,9 @@ def test_what_cannot_be_meant_is_refused(outputs: str, words: str) -> None:
         (output("int32", rank='{of = "a", order = "up"}'), "order"),
     ],
 )
-def test_keys_that_are_not_there_are_refused_by_name(
-    tmp_path: Path, outputs: str, words: str
-) -> None:
+def test_invalid_keys_are_rejected_by_name(tmp_path: Path, outputs: str, message: str) -> None:
     (tmp_path / "manifest.toml").write_text(BEGIN + outputs)
-    with pytest.raises(ManifestError, match=words):
+    with pytest.raises(ManifestError, match=message):
         read_manifest(tmp_path)
 
 
@@ -406,14 +402,14 @@ def test_keys_that_are_not_there_are_refused_by_name(
         RANKED,
     ],
 )
-def test_a_rendered_manifest_says_the_same(outputs: str) -> None:
+def test_rendered_manifest_is_equal(outputs: str) -> None:
     for more in ("", 'columns = "outputs_first"\n'):
-        contract, written = compiled(outputs, more), read(outputs, more)
-        again = msgspec.toml.decode(render_manifest(contract, written), type=Manifest)
-        assert again == written
+        contract, written = compile_outputs(outputs, more), read(outputs, more)
+        decoded = msgspec.toml.decode(render_manifest(contract, written), type=Manifest)
+        assert decoded == written
 
 
-# Files of labels.
+# Label files.
 
 
 def labels_of(folder: Path, raw: bytes, name: str = "labels.txt") -> tuple[str, ...]:
@@ -432,12 +428,12 @@ def labels_of(folder: Path, raw: bytes, name: str = "labels.txt") -> tuple[str, 
         ("a\u2028b\n".encode(), ("a\u2028b",)),
     ],
 )
-def test_a_line_is_a_label(tmp_path: Path, raw: bytes, lines: tuple[str, ...]) -> None:
+def test_each_line_is_a_label(tmp_path: Path, raw: bytes, lines: tuple[str, ...]) -> None:
     assert labels_of(tmp_path, raw) == lines
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    ("raw", "message"),
     [
         (b"", "is empty"),
         (b"\n" * (1 << 20) + b"a", "more than"),
@@ -445,28 +441,28 @@ def test_a_line_is_a_label(tmp_path: Path, raw: bytes, lines: tuple[str, ...]) -
         (b"a" * (LABELS_BYTES_MAX + 1), "more than"),
     ],
 )
-def test_labels_that_cannot_be_read(tmp_path: Path, raw: bytes, words: str) -> None:
-    with pytest.raises(ManifestError, match=words):
+def test_invalid_label_file_is_rejected(tmp_path: Path, raw: bytes, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
         labels_of(tmp_path, raw)
 
 
 @pytest.mark.parametrize("name", ["../labels.txt", "a/b", "/etc/hostname", "..", ".", "none"])
-def test_labels_are_beside_the_model(tmp_path: Path, name: str) -> None:
+def test_label_file_must_be_in_the_model_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(ManifestError, match="beside the model"):
         labels_of(tmp_path, b"a", name)
 
 
-def test_labels_of_somebody_else_are_not_read(tmp_path: Path) -> None:
+def test_linked_label_files_are_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     (tmp_path / "secret").write_text("secret\n")
     (folder / "link").symlink_to("../secret")
     os.link(tmp_path / "secret", folder / "twice")
-    for name, words in (("link", "is a link that leads out"), ("twice", "hard links")):
-        with pytest.raises(ManifestError, match=words):
+    for name, message in (("link", "is a link that leads out"), ("twice", "hard links")):
+        with pytest.raises(ManifestError, match=message):
             labels_of(folder, b"a", name)
 
 
-def test_a_model_without_labels_reads_none(tmp_path: Path) -> None:
+def test_model_without_labels_has_none(tmp_path: Path) -> None:
     empty: dict[str, Any] = {}
     assert read_labels(tmp_path, None) == read_labels(tmp_path, read(of("class", "int64"))) == empty

@@ -1,4 +1,4 @@
-"""Pipelines: which tensor goes where, and what does not fit."""
+"""Pipelines: connection of tensors between steps, rejected steps, and execution."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ DOUBLE = Graph((tensor("x", 2),), (tensor("y", 2), tensor("unused", 2)))
 SUM = Graph((tensor("a", 2), tensor("b", None)), (tensor("total", 2),))
 
 
-def test_what_no_step_makes_is_an_input_and_whatever_is_made_an_output() -> None:
+def test_unproduced_tensors_are_inputs_and_produced_ones_are_outputs() -> None:
     steps = (step("double"), step("sum", {"a": "y", "b": "x"}, {"total": "sum"}))
     flow = connect_steps(steps, (DOUBLE, SUM))
-    assert [joint.inputs for joint in flow.joints] == [{"x": "x"}, {"a": "y", "b": "x"}]
+    assert [step.inputs for step in flow.steps] == [{"x": "x"}, {"a": "y", "b": "x"}]
     assert flow.graph.inputs == (GraphTensor("x", "tensor(float)", ("rows", 2)),)
     assert [each.name for each in flow.graph.outputs] == ["y", "unused", "sum"]
 
 
 @pytest.mark.parametrize(
-    ("steps", "graphs", "told"),
+    ("steps", "graphs", "message"),
     [
         ((step("a"), step("a")), (DOUBLE, SUM), "two steps are called `a`"),
         ((step("a", {"z": "x"}),), (DOUBLE,), "has no `z` among its inputs, which are x"),
@@ -61,8 +61,8 @@ def test_what_no_step_makes_is_an_input_and_whatever_is_made_an_output() -> None
         ),
     ],
 )
-def test_steps_that_do_not_fit_are_refused(steps: Any, graphs: Any, told: str) -> None:
-    with pytest.raises(ManifestError, match=told):
+def test_inconsistent_steps_are_rejected(steps: Any, graphs: Any, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
         connect_steps(steps, graphs)
 
 
@@ -70,11 +70,11 @@ def model(compute: Any) -> Any:
     return SimpleNamespace(compute=compute, threads=1, providers=("test",))
 
 
-def double(arrays: Any, wanted: Any, run: Run) -> Any:
-    return {name: arrays["x"] * 2 for name in wanted}
+def double(arrays: Any, requested: Any, run: Run) -> Any:
+    return {name: arrays["x"] * 2 for name in requested}
 
 
-def total(arrays: Any, wanted: Any, run: Run) -> Any:
+def total(arrays: Any, requested: Any, run: Run) -> Any:
     return {"total": arrays["a"] + arrays["b"]}
 
 
@@ -83,7 +83,7 @@ def pipeline(*computes: Any) -> Pipeline:
     return Pipeline([model(each) for each in computes], connect_steps(steps, (DOUBLE, SUM)))
 
 
-def test_steps_are_computed_in_order_and_each_is_timed() -> None:
+def test_steps_run_in_order_and_are_timed() -> None:
     run, x = Run(), np.ones((3, 2), np.float32)
     results = pipeline(double, total).compute({"x": x}, ["total"], run)
     assert list(results) == ["total"]
@@ -91,27 +91,27 @@ def test_steps_are_computed_in_order_and_each_is_timed() -> None:
     assert [name for name, took_ns in run.steps if took_ns >= 0] == ["double", "sum"]
 
 
-def test_what_nobody_wants_is_not_computed() -> None:
-    def refuse(arrays: Any, wanted: Any, run: Run) -> Any:
+def test_step_without_requested_outputs_does_not_run() -> None:
+    def unexpected(arrays: Any, requested: Any, run: Run) -> Any:
         raise AssertionError
 
     run = Run()
-    pipeline(double, refuse).compute({"x": np.ones((1, 2))}, ["y"], run)
+    pipeline(double, unexpected).compute({"x": np.ones((1, 2))}, ["y"], run)
     assert [name for name, _ in run.steps] == ["double"]
 
 
-def test_a_failure_names_its_step() -> None:
-    def fail(arrays: Any, wanted: Any, run: Run) -> Any:
+def test_error_of_a_step_names_it() -> None:
+    def fail(arrays: Any, requested: Any, run: Run) -> Any:
         raise ExecutionFailed("no")
 
     with pytest.raises(ExecutionFailed, match="step `sum`: no"):
         pipeline(double, fail).compute({"x": np.ones((1, 2))}, ["total"], Run())
 
 
-def test_a_run_that_nobody_waits_for_ends_between_two_steps() -> None:
-    def give_up(arrays: Any, wanted: Any, run: Run) -> Any:
+def test_aborted_run_stops_before_the_next_step() -> None:
+    def abort(arrays: Any, requested: Any, run: Run) -> Any:
         run.abort()
-        return double(arrays, wanted, run)
+        return double(arrays, requested, run)
 
     with pytest.raises(Cancelled):
-        pipeline(give_up, total).compute({"x": np.ones((1, 2))}, ["total"], Run())
+        pipeline(abort, total).compute({"x": np.ones((1, 2))}, ["total"], Run())

@@ -1,4 +1,4 @@
-"""Rows between bodies: what NumPy would do with whole arrays, for every type and bit offset."""
+"""Copies of rows padding bodies, compared with NumPy for every type and bit offset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECS = st.lists(SPEC, min_size=1, max_size=4).map(tuple)
 
 
 def bits_of(spec: TensorSpec, body: bytes | memoryview, rows: int, offset: int) -> Any:
-    """A column as an array of bits, one line a row; so all types are compared alike."""
+    """Return a column as an array of bits, one line per row, so that all types compare alike."""
     width = spec.elements * spec.type.dtype.arrow_bits
     raw = np.frombuffer(body, np.uint8)[offset : offset + spec.buffer_bytes(rows)]
     return np.unpackbits(raw, bitorder="little")[: rows * width].reshape(rows, width)
@@ -35,8 +35,8 @@ def random_body(specs: tuple[TensorSpec, ...], rows: int, seed: int) -> bytearra
     return bytearray(np.random.default_rng(seed).integers(0, 256, length, np.uint8).tobytes())
 
 
-def ranges(specs: tuple[TensorSpec, ...], rows: int) -> Any:
-    """Which bits of a body are rows, and which are the space between columns."""
+def row_mask(specs: tuple[TensorSpec, ...], rows: int) -> Any:
+    """Return a mask of the bits of a body that belong to rows; others are padding."""
     mask = np.zeros(body_layout(specs, rows)[1] * 8, bool)
     for spec, offset in zip(specs, body_layout(specs, rows)[0], strict=True):
         start = offset * 8
@@ -46,15 +46,15 @@ def ranges(specs: tuple[TensorSpec, ...], rows: int) -> Any:
 
 @settings(deadline=None, max_examples=300)
 @given(st.data(), SPECS, st.integers(1, 40), st.integers(1, 40))
-def test_rows_arrive_and_nothing_else_changes(
+def test_copy_changes_only_the_target_rows(
     data: st.DataObject, specs: tuple[TensorSpec, ...], source_rows: int, target_rows: int
 ) -> None:
-    """Any rows of one body to any place in another; the target's other rows stay as they were."""
+    """Copy any rows to any position; all other rows of the target keep their values."""
     rows = data.draw(st.integers(0, min(source_rows, target_rows)))
     first = data.draw(st.integers(0, source_rows - rows))
     at = data.draw(st.integers(0, target_rows - rows))
     source, target = random_body(specs, source_rows, 1), random_body(specs, target_rows, 2)
-    before, given_source = bytes(target), bytes(source)
+    before, source_before = bytes(target), bytes(source)
 
     RowCopier(specs).copy(
         rows,
@@ -67,19 +67,19 @@ def test_rows_arrive_and_nothing_else_changes(
         body_layout(specs, target_rows)[0],
     )
     for spec, start, begin in zip(specs, from_offsets, to_offsets, strict=True):
-        wanted = bits_of(spec, before, target_rows, begin).copy()
-        wanted[at : at + rows] = bits_of(spec, source, source_rows, start)[first : first + rows]
-        assert np.array_equal(bits_of(spec, target, target_rows, begin), wanted)
-    between = ~ranges(specs, target_rows)
+        expected = bits_of(spec, before, target_rows, begin).copy()
+        expected[at : at + rows] = bits_of(spec, source, source_rows, start)[first : first + rows]
+        assert np.array_equal(bits_of(spec, target, target_rows, begin), expected)
+    padding = ~row_mask(specs, target_rows)
     changed = np.unpackbits(np.frombuffer(before, np.uint8) ^ np.frombuffer(target, np.uint8))
     is_set = changed.reshape(-1, 8)[:, ::-1].reshape(-1).astype(bool)
-    assert not (is_set & between).any()
-    assert source == given_source
+    assert not (is_set & padding).any()
+    assert source == source_before
 
 
 @settings(deadline=None, max_examples=150)
 @given(SPECS, st.integers(1, 20), st.integers(0, 20))
-def test_a_body_is_filled_up_with_its_last_row(
+def test_repeat_last_fills_the_body_with_its_last_row(
     specs: tuple[TensorSpec, ...], rows: int, more: int
 ) -> None:
     body = random_body(specs, rows + more, 3)
@@ -88,15 +88,15 @@ def test_a_body_is_filled_up_with_its_last_row(
     RowCopier(specs).repeat_last(memoryview(body), rows, rows + more)
 
     for spec, offset in zip(specs, body_layout(specs, rows + more)[0], strict=True):
-        was = bits_of(spec, before, rows + more, offset)
-        is_now = bits_of(spec, body, rows + more, offset)
-        assert np.array_equal(is_now[:rows], was[:rows])
-        assert np.array_equal(is_now[rows:], np.repeat(was[rows - 1 : rows], more, axis=0))
+        original = bits_of(spec, before, rows + more, offset)
+        after = bits_of(spec, body, rows + more, offset)
+        assert np.array_equal(after[:rows], original[:rows])
+        assert np.array_equal(after[rows:], np.repeat(original[rows - 1 : rows], more, axis=0))
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=lambda dtype: dtype.arrow)
-def test_values_of_every_type_come_out_as_they_went_in(dtype: Any) -> None:
-    """Through a batch of two requests and back, by NumPy's own types."""
+def test_values_of_every_type_are_copied_unchanged(dtype: Any) -> None:
+    """Two requests are copied into one batch and compared with the NumPy array."""
     spec = TensorSpec("x", "x", ColumnType(dtype.arrow, (3,)), (3,))
     copier = RowCopier((spec,))
     batch = memoryview(bytearray(copier.layout(7)[1]))
@@ -114,8 +114,8 @@ def test_values_of_every_type_come_out_as_they_went_in(dtype: Any) -> None:
     assert bytes(batch[: packed.nbytes]) == packed.tobytes()
 
 
-def test_booleans_begin_anywhere_in_a_byte() -> None:
-    """Every pair of bit offsets, and every length up to beyond two bytes."""
+def test_booleans_are_copied_at_every_bit_offset() -> None:
+    """All pairs of bit offsets, with lengths up to more than two bytes."""
     copier = RowCopier((TensorSpec("x", "x", ColumnType("bool"), ()),))
     bits = np.random.default_rng(4).integers(0, 2, 40).astype(np.uint8)
     source = memoryview(np.packbits(bits, bitorder="little").tobytes())
@@ -124,13 +124,13 @@ def test_booleans_begin_anywhere_in_a_byte() -> None:
             for rows in (0, 1, 7, 8, 9, 17):
                 target = memoryview(bytearray(b"\xff" * 64))
                 copier.copy(rows, Rows(source, 40, first), Rows(target, 40, at))
-                got = np.unpackbits(np.frombuffer(target, np.uint8), bitorder="little")
-                wanted = np.ones(512, np.uint8)
-                wanted[at : at + rows] = bits[first : first + rows]
-                assert np.array_equal(got, wanted), (first, at, rows)
+                actual = np.unpackbits(np.frombuffer(target, np.uint8), bitorder="little")
+                expected = np.ones(512, np.uint8)
+                expected[at : at + rows] = bits[first : first + rows]
+                assert np.array_equal(actual, expected), (first, at, rows)
 
 
-def test_layouts_are_remembered_up_to_a_number() -> None:
+def test_layout_cache_is_bounded() -> None:
     specs = (TensorSpec("x", "x", ColumnType("int64"), ()),)
     copier = RowCopier(specs)
 

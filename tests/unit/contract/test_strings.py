@@ -1,4 +1,4 @@
-"""Strings in bodies: put together and taken apart as plain Python would with lists of them."""
+"""Strings in bodies: joining and splitting, compared with Python lists."""
 
 from __future__ import annotations
 
@@ -39,68 +39,68 @@ SPEC = st.builds(
 SPECS = st.lists(SPEC, min_size=1, max_size=4).map(tuple)
 
 Column = list[Any]
-"""A list for each row: of bytes, or of numbers."""
+"""One list per row, of bytes or of numbers."""
 
 
 @st.composite
 def columns(draw: st.DrawFn, specs: tuple[TensorSpec, ...], rows: int) -> list[Column]:
-    found = []
+    drawn = []
     for spec in specs:
         if spec.is_string:
             value: Any = st.binary(max_size=5)
         else:
             value = st.integers(0, 1 if spec.type.dtype_name == "bool" else 127)
         row = st.lists(value, min_size=spec.elements, max_size=spec.elements)
-        found.append(draw(st.lists(row, min_size=rows, max_size=rows)))
-    return found
+        drawn.append(draw(st.lists(row, min_size=rows, max_size=rows)))
+    return drawn
 
 
 def body_of(specs: tuple[TensorSpec, ...], values: list[Column], skipped: bytes = b"") -> bytes:
-    """A body as the documentation describes it, with bytes before the first string of a column."""
-    body, behind = bytearray(), []
+    """Return a body in the documented layout, with `skipped` bytes before each column's strings."""
+    body, text_parts = bytearray(), []
     for spec, column in zip(specs, values, strict=True):
         flat = list(itertools.chain(*column))
         if spec.is_string:
             ends = itertools.accumulate(map(len, flat), initial=len(skipped))
             body += struct.pack(f"<{len(flat) + 1}i", *ends)
-            behind.append(skipped + b"".join(flat))
+            text_parts.append(skipped + b"".join(flat))
         elif spec.type.dtype_name == "bool":
             body += np.packbits(flat, bitorder="little").tobytes()
         else:
             body += np.array(flat, spec.type.dtype.numpy).tobytes()
         body += bytes(-len(body) % ALIGNMENT)
-    for strings in behind:
+    for strings in text_parts:
         body += strings + bytes(-len(strings) % ALIGNMENT)
     return bytes(body)
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.data(), SPECS, st.lists(st.integers(1, 9), min_size=1, max_size=4), st.binary(max_size=3))
-def test_rows_of_several_bodies_make_one(
+def test_rows_of_several_bodies_are_joined(
     data: st.DataObject, specs: tuple[TensorSpec, ...], sizes: list[int], skipped: bytes
 ) -> None:
-    """Any rows of each, in any order, as with lists."""
+    """Any range of rows of each body is joined."""
     copier = RowCopier(specs)
-    parts, wanted = [], [[] for _ in specs]  # type: ignore[var-annotated]
+    parts, expected = [], [[] for _ in specs]  # type: ignore[var-annotated]
     for rows in sizes:
         values = data.draw(columns(specs, rows))
         first = data.draw(st.integers(0, rows - 1))
         count = data.draw(st.integers(1, rows - first))
-        # What lies behind a body belongs to somebody else.
+        # Bytes behind a body are not part of it.
         body = memoryview(body_of(specs, values, skipped) + b"\xff" * 64)
         parts.append((count, Rows(body, rows, first)))
-        for column, more in zip(wanted, values, strict=True):
+        for column, more in zip(expected, values, strict=True):
             column.extend(more[first : first + count])
 
     joined = joined_by(copier, parts)
 
-    assert bytes(joined) == body_of(specs, wanted)
+    assert bytes(joined) == body_of(specs, expected)
     assert joined.nbytes == copier.string_ranges(joined, sum(count for count, _ in parts))[1]
 
 
 @in_loop
-async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
-    """Read by pyarrow as it lies in the arena, and its lease is as long as its strings."""
+async def test_request_with_strings_is_written_as_an_arrow_message() -> None:
+    """pyarrow reads the arena's bytes, and the lease includes the strings."""
     contract = Contract(
         inputs=(text_spec("a"), TensorSpec("n", "n", ColumnType("int64"), ()), text_spec("b", 2)),
         outputs=(TensorSpec("y", "y", ColumnType("float32"), ()),),
@@ -128,8 +128,8 @@ async def test_a_request_with_strings_is_written_as_an_arrow_message() -> None:
     input_arena.close()
 
 
-def test_rows_whose_results_no_offsets_could_say() -> None:
-    """Both sides of the limit: refused when the request is made, and not when it has run."""
+def test_rows_whose_results_exceed_32_bit_offsets_are_rejected() -> None:
+    """The limit is checked for the request, before it runs; both sides of the limit."""
     spec = TensorSpec("y", "y", ColumnType("utf8"), (2,), False, 1 << 20)
     inputs = (TensorSpec("x", "x", ColumnType("int8"), ()),)
     layouts = LayoutCache(Contract(inputs, (spec,)))
@@ -139,8 +139,8 @@ def test_rows_whose_results_no_offsets_could_say() -> None:
         layouts.for_rows(1024)
 
 
-def test_every_part_is_a_step_of_its_own() -> None:
-    """So that whoever joins large bodies can let others have their turn."""
+def test_join_yields_once_per_part() -> None:
+    """The caller can yield to the event loop between the parts of large bodies."""
     specs = (text_spec(),)
     body = memoryview(body_of(specs, [[[b"a"], [b"bc"]]]))
 
@@ -150,16 +150,16 @@ def test_every_part_is_a_step_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("offsets", [(0, 1, 200), (0, 1, -1), (5, 1, 2), (-1, 1, 2), (0, 1, 65)])
-def test_nothing_is_read_beyond_a_body(offsets: tuple[int, ...]) -> None:
-    """Whatever the offsets say; 64 bytes are there, of which the strings have two."""
+def test_offsets_outside_the_body_are_rejected(offsets: tuple[int, ...]) -> None:
+    """The body has 64 bytes for strings, of which two are used."""
     body = struct.pack("<3i", *offsets) + bytes(52) + b"ab" + bytes(62)
 
     with pytest.raises(AssertionError):
         joined_by(RowCopier((text_spec(),)), [(2, Rows(memoryview(body), 2, 0))])
 
 
-def test_more_strings_than_offsets_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides of the limit, in a batch and in a tensor."""
+def test_strings_beyond_the_column_limit_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of the limit, for a batch and for a tensor."""
     specs = (text_spec(),)
     part = (1, Rows(memoryview(body_of(specs, [[[b"four"]]])), 1, 0))
     monkeypatch.setattr(rows_module, "COLUMN_BYTES_MAX", 8)
@@ -174,7 +174,7 @@ def test_more_strings_than_offsets_can_say(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @given(st.lists(st.binary(max_size=9), max_size=20))
-def test_a_column_in_one_piece(strings: list[bytes]) -> None:
+def test_strings_to_body_and_back(strings: list[bytes]) -> None:
     body = strings_to_body(strings)
 
     offsets = np.frombuffer(body, np.int32, len(strings) + 1)
@@ -198,16 +198,16 @@ def test_no_strings_need_no_offsets() -> None:
         ((0, 1, 3), b"ab", MalformedInput),
     ],
 )
-def test_strings_that_no_model_can_take(
+def test_invalid_strings_are_rejected(
     offsets: tuple[int, ...], joined: bytes, error: type[Exception]
 ) -> None:
-    """Not text, or text that begins within a letter of its neighbour; or offsets that are wrong."""
+    """Invalid UTF-8, a string that begins inside a character, or invalid offsets."""
     with pytest.raises(error, match=r"^input `x`: "):
         require_strings("input `x`", 2, struct.pack("<3i", *offsets), joined)
 
 
-def test_strings_that_a_model_can_take() -> None:
-    """What lies before the first one is nobody's."""
+def test_valid_strings_are_accepted() -> None:
+    """Bytes before the first string are ignored."""
     require_strings("input `x`", 2, struct.pack("<3i", 1, 3, 7), b"\xff" + "é🦎".encode())
     require_strings("input `x`", 0, b"", b"")
 

@@ -1,11 +1,11 @@
-"""Counts: what was never counted is 0, and is not there for having been asked for."""
+"""Counters: missing names are 0, and reading them creates no entry."""
 
 from __future__ import annotations
 
 from iskander.measurement.counters import Counters
 
 
-def test_what_was_never_counted_is_nothing() -> None:
+def test_missing_counter_is_zero_and_creates_no_entry() -> None:
     counts = Counters()
     assert counts["requests"] == 0 and not counts
     counts["requests"] += 3

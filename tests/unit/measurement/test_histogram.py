@@ -1,4 +1,4 @@
-"""Histograms: what is counted where, and how far a percentile may be from the truth."""
+"""Histograms: ranges, exact aggregates, and the error of percentiles."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ VALUES = st.lists(st.integers(0, 50_000_000_000), min_size=1, max_size=200)
 PERCENTS = st.floats(0, 100)
 
 
-def filled(values: list[int], bounds: tuple[int, ...] = LATENCY_BOUNDS_NS) -> Histogram:
+def histogram_of(values: list[int], bounds: tuple[int, ...] = LATENCY_BOUNDS_NS) -> Histogram:
     histogram = Histogram(bounds)
     for value in values:
         histogram.record(value)
     return histogram
 
 
-def test_a_range_holds_its_upper_bound_and_not_its_lower_one() -> None:
-    histogram = filled([0, 10, 11, 20, 21, 1000], (10, 20))
+def test_range_includes_its_upper_bound_and_excludes_its_lower_bound() -> None:
+    histogram = histogram_of([0, 10, 11, 20, 21, 1000], (10, 20))
 
     assert histogram.counts == (2, 2, 2)
 
 
-def test_an_empty_histogram_is_all_zeros() -> None:
+def test_empty_histogram_is_all_zeros() -> None:
     histogram = Histogram((10, 20))
 
     assert (len(histogram), histogram.sum, histogram.min, histogram.max) == (0, 0, 0, 0)
@@ -38,8 +38,8 @@ def test_an_empty_histogram_is_all_zeros() -> None:
 
 @settings(deadline=None)
 @given(VALUES)
-def test_sum_count_least_and_greatest_are_exact(values: list[int]) -> None:
-    histogram = filled(values)
+def test_sum_count_min_and_max_are_exact(values: list[int]) -> None:
+    histogram = histogram_of(values)
 
     assert sum(histogram.counts) == len(histogram) == len(values)
     assert histogram.sum == sum(values)
@@ -47,8 +47,8 @@ def test_sum_count_least_and_greatest_are_exact(values: list[int]) -> None:
     assert histogram.mean == pytest.approx(sum(values) / len(values))
 
 
-def test_counts_that_were_read_do_not_change() -> None:
-    histogram = filled([1], (10,))
+def test_returned_counts_do_not_change() -> None:
+    histogram = histogram_of([1], (10,))
     before = histogram.counts
 
     histogram.record(1)
@@ -56,16 +56,16 @@ def test_counts_that_were_read_do_not_change() -> None:
     assert (sum(before), sum(histogram.counts)) == (1, 2)
 
 
-def test_values_in_one_range_are_taken_to_be_spread_evenly() -> None:
-    histogram = filled([*range(101, 201)], (100, 200, 400))
+def test_percentile_interpolates_within_a_range() -> None:
+    histogram = histogram_of([*range(101, 201)], (100, 200, 400))
 
     assert histogram.percentile(25) == pytest.approx(125)
     assert histogram.percentile(99) == pytest.approx(199)
 
 
-def test_a_percentile_is_found_in_the_range_that_it_is_in() -> None:
-    """Nine in ten below 100, the others between 200 and 400."""
-    histogram = filled([50] * 90 + [400] * 10, (100, 200, 400))
+def test_percentile_is_in_the_range_of_its_rank() -> None:
+    """90% of the values are below 100, and the others between 200 and 400."""
+    histogram = histogram_of([50] * 90 + [400] * 10, (100, 200, 400))
 
     assert histogram.percentile(90) <= 100
     assert histogram.percentile(91) > 200
@@ -74,44 +74,42 @@ def test_a_percentile_is_found_in_the_range_that_it_is_in() -> None:
 
 @settings(deadline=None)
 @given(VALUES, PERCENTS)
-def test_a_percentile_is_in_the_same_range_as_the_true_one(
-    values: list[int], percent: float
-) -> None:
-    """So it is off by no more than that range is wide; beyond the bounds, by the greatest value."""
-    place = min(max(math.ceil(len(values) * percent / 100), 1), len(values)) - 1
-    truth = sorted(values)[place]
-    index = bisect_left(LATENCY_BOUNDS_NS, truth)
+def test_percentile_is_in_the_range_of_the_true_value(values: list[int], percent: float) -> None:
+    """The error is at most the width of a range; the last range ends at the maximum."""
+    rank = min(max(math.ceil(len(values) * percent / 100), 1), len(values)) - 1
+    true_value = sorted(values)[rank]
+    index = bisect_left(LATENCY_BOUNDS_NS, true_value)
     low = LATENCY_BOUNDS_NS[index - 1] if index else 0
     high = LATENCY_BOUNDS_NS[index] if index < len(LATENCY_BOUNDS_NS) else max(values)
 
-    assert low <= filled(values).percentile(percent) <= high
+    assert low <= histogram_of(values).percentile(percent) <= high
 
 
 @settings(deadline=None)
 @given(VALUES, PERCENTS, PERCENTS)
-def test_percentiles_rise_and_stay_within_what_there_was(
+def test_percentiles_are_monotonic_between_min_and_max(
     values: list[int], one: float, other: float
 ) -> None:
-    histogram = filled(values)
+    histogram = histogram_of(values)
     low, high = histogram.percentile(min(one, other)), histogram.percentile(max(one, other))
 
     assert min(values) <= low <= high <= max(values)
 
 
 def test_equal_values_have_exact_percentiles() -> None:
-    """As batches of always the same rows have; half of a range's width would be half of them."""
-    histogram = filled([700] * 5, ROWS_BOUNDS)
+    """Batches of constant size are common, and half the width of a range is a large error."""
+    histogram = histogram_of([700] * 5, ROWS_BOUNDS)
 
     assert [histogram.percentile(percent) for percent in (0, 50, 99, 100)] == [700] * 4
 
 
-def test_bounds_must_rise() -> None:
+def test_bounds_must_increase() -> None:
     for bounds in ((), (10, 10), (20, 10)):
         with pytest.raises(AssertionError):
             Histogram(bounds)
 
 
-def test_latencies_from_50_us_to_10_s_are_told_apart() -> None:
+def test_latency_bounds_cover_50_us_to_10_s() -> None:
     """No bound is more than 5/3 of the one before it."""
     assert (LATENCY_BOUNDS_NS[0], LATENCY_BOUNDS_NS[-1]) == (50_000, 10_000_000_000)
     ratios = [high / low for low, high in pairwise(LATENCY_BOUNDS_NS)]

@@ -1,4 +1,4 @@
-"""The last points: what is kept, what a question finds, and what is refused."""
+"""Recent values: rings, queries, limits, and the `metrics` action."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B1 = {"model": "b", "version": "1"}
 
 
 class Clock:
-    """Stands where it was put."""
+    """Fake clock."""
 
     def __init__(self) -> None:
         self.now_ns = 1000 * NS_PER_S
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_summary_says_what_the_points_come_to() -> None:
+def test_summary_of_points() -> None:
     points = RecentValues()
     for value in range(1, 102):
         points.record("wait_ms", value, A1)
@@ -47,7 +47,7 @@ def test_a_summary_says_what_the_points_come_to() -> None:
     )
 
 
-def test_the_latest_point_is_the_last_recorded_and_not_the_greatest() -> None:
+def test_latest_point_is_the_last_recorded() -> None:
     points = RecentValues()
     for value in (3, 9, 5):
         points.record("wait_ms", value, A1)
@@ -55,7 +55,7 @@ def test_the_latest_point_is_the_last_recorded_and_not_the_greatest() -> None:
     assert points.query("wait_ms").latest == 5
 
 
-def test_a_percentile_between_two_points_is_in_proportion() -> None:
+def test_percentile_interpolates_between_two_points() -> None:
     points = RecentValues()
     for value in (0, 10):
         points.record("wait_ms", value, A1)
@@ -64,7 +64,7 @@ def test_a_percentile_between_two_points_is_in_proportion() -> None:
     assert (summary.p50, summary.p95) == (5.0, 9.5)
 
 
-def test_labels_are_a_filter_that_points_may_have_more_than() -> None:
+def test_query_filters_by_a_subset_of_labels() -> None:
     points = RecentValues()
     for labels, value in ((A1, 1), (A2, 2), (B1, 3)):
         points.record("wait_ms", value, labels)
@@ -76,7 +76,7 @@ def test_labels_are_a_filter_that_points_may_have_more_than() -> None:
     assert points.query("wait_ms", {"color": "a"}) == Summary()
 
 
-def test_a_window_leaves_out_what_is_older(clock: Clock) -> None:
+def test_window_excludes_older_points(clock: Clock) -> None:
     points = RecentValues()
     points.record("wait_ms", 1, A1)
     clock.pass_s(10)
@@ -89,7 +89,7 @@ def test_a_window_leaves_out_what_is_older(clock: Clock) -> None:
     assert points.query("wait_ms").count == 2
 
 
-def test_a_new_point_takes_the_place_of_the_oldest() -> None:
+def test_new_point_replaces_the_oldest() -> None:
     points = RecentValues(points_max=3)
     for value in range(10):
         points.record("wait_ms", value, A1)
@@ -98,7 +98,7 @@ def test_a_new_point_takes_the_place_of_the_oldest() -> None:
     assert (summary.count, summary.min, summary.max) == (3, 7, 9)
 
 
-def test_each_measure_has_a_ring_of_its_own() -> None:
+def test_each_name_has_its_own_ring() -> None:
     points = RecentValues(points_max=2)
     for value in (1, 2, 3):
         points.record("wait_ms", value, A1)
@@ -108,7 +108,7 @@ def test_each_measure_has_a_ring_of_its_own() -> None:
     assert points.query("run_ms").avg == 25.0
 
 
-def test_names_are_bounded_and_what_is_dropped_is_counted() -> None:
+def test_names_are_limited_and_dropped_points_are_counted() -> None:
     points = RecentValues(names_max=2)
     for name in ("a", "b", "c", "c", "a"):
         points.record(name, 1, A1)
@@ -117,30 +117,30 @@ def test_names_are_bounded_and_what_is_dropped_is_counted() -> None:
     assert points.query("c") == Summary()
 
 
-def answer(points: RecentValues, body: bytes) -> dict[str, Summary]:
+def run_action(points: RecentValues, body: bytes) -> dict[str, Summary]:
     return asyncio.run(points.answer(body))
 
 
-def test_the_action_answers_for_every_measure_or_the_one_that_is_named() -> None:
+def test_action_returns_every_name_or_the_requested_one() -> None:
     points = RecentValues()
     points.record("wait_ms", 1, A1)
     points.record("run_ms", 2, A1)
 
-    assert list(answer(points, b"")) == list(answer(points, b"{}")) == ["run_ms", "wait_ms"]
-    assert list(answer(points, b'{"name": "wait_ms"}')) == ["wait_ms"]
-    assert answer(points, b'{"name": "nothing"}') == {"nothing": Summary()}
+    assert list(run_action(points, b"")) == list(run_action(points, b"{}")) == ["run_ms", "wait_ms"]
+    assert list(run_action(points, b'{"name": "wait_ms"}')) == ["wait_ms"]
+    assert run_action(points, b'{"name": "nothing"}') == {"nothing": Summary()}
 
 
-def test_the_action_filters_and_its_answer_is_json(clock: Clock) -> None:
+def test_action_filters_and_returns_json(clock: Clock) -> None:
     points = RecentValues()
     points.record("wait_ms", 1, A1)
     clock.pass_s(60)
     points.record("wait_ms", 2, A1)
     points.record("wait_ms", 3, B1)
 
-    found = answer(points, b'{"labels": {"model": "a"}, "window_s": 30}')
+    result = run_action(points, b'{"labels": {"model": "a"}, "window_s": 30}')
 
-    assert msgspec.json.decode(msgspec.json.encode(found)) == {
+    assert msgspec.json.decode(msgspec.json.encode(result)) == {
         "wait_ms": {"count": 1, "avg": 2, "min": 2, "max": 2}
         | {"p50": 2, "p95": 2, "p99": 2, "latest": 2}
     }
@@ -161,13 +161,13 @@ def test_the_action_filters_and_its_answer_is_json(clock: Clock) -> None:
         b'{"nmae": "wait_ms"}',
     ],
 )
-def test_what_is_no_question_is_refused_by_name(body: bytes) -> None:
+def test_malformed_query_is_rejected(body: bytes) -> None:
     with pytest.raises(MalformedInput, match="action `metrics`: wanted"):
-        answer(RecentValues(), body)
+        run_action(RecentValues(), body)
 
 
 def test_labels_are_shared_and_not_copied() -> None:
-    """A copy for each point would cost more than the point."""
+    """A copy would be larger than the point."""
     points = RecentValues()
     points.record("wait_ms", 1, A1)
 

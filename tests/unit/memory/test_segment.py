@@ -1,6 +1,6 @@
-"""Segments: sealed against their makers and holders, and gone with the last descriptor.
+"""Segments: seals, mappings, backing memory, and release with the last descriptor.
 
-Creator and receiver are one process here: a duplicated descriptor is mapped again.
+One process is both creator and receiver: it maps a duplicate of the descriptor.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PAGE = mmap.PAGESIZE
 
 
 def open_fds() -> set[str]:
-    # The listing's own descriptor is in the listing; its link is gone afterwards.
+    # The listing includes its own descriptor, whose link no longer exists afterwards.
     return {fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")}
 
 
 @pytest.fixture(autouse=True)
-def _no_descriptor_is_left() -> Iterator[None]:
-    """Every test here gives back all descriptors; also those whose attach was refused."""
+def _no_descriptor_leaks() -> Iterator[None]:
+    """Check that each test closes all descriptors, also after a rejected attach."""
     before = open_fds()
     yield
     assert open_fds() == before
@@ -61,7 +61,7 @@ def read_only() -> Iterator[Segment]:
     segment.close()
 
 
-def test_both_sides_see_the_same_bytes(shared: Segment) -> None:
+def test_both_mappings_share_the_same_bytes(shared: Segment) -> None:
     other = Segment.attach(os.dup(shared.fd), 2 * PAGE, is_writable=True)
 
     shared.view[:5] = b"hello"
@@ -73,8 +73,8 @@ def test_both_sides_see_the_same_bytes(shared: Segment) -> None:
     other.close()
 
 
-def test_the_address_is_that_of_the_view(shared: Segment) -> None:
-    """Given what ctypes reads at the address, which must be what was written through the view."""
+def test_address_is_that_of_the_view(shared: Segment) -> None:
+    """ctypes must read at the address what the view wrote."""
     import ctypes
 
     shared.view[PAGE : PAGE + 4] = b"here"
@@ -83,25 +83,26 @@ def test_the_address_is_that_of_the_view(shared: Segment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "got"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (3 * PAGE - 1, 3 * PAGE)]
+    ("requested", "expected"),
+    [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (3 * PAGE - 1, 3 * PAGE)],
 )
-def test_a_segment_is_whole_pages_of_zeros(wanted: int, got: int) -> None:
-    segment = Segment.create("test", wanted)
+def test_segment_has_whole_zeroed_pages(requested: int, expected: int) -> None:
+    segment = Segment.create("test", requested)
 
-    assert len(segment) == len(segment.view) == os.fstat(segment.fd).st_size == got
-    assert bytes(segment.view) == bytes(got)
+    assert len(segment) == len(segment.view) == os.fstat(segment.fd).st_size == expected
+    assert bytes(segment.view) == bytes(expected)
     segment.close()
 
 
-def test_length_is_sealed_for_good(shared: Segment) -> None:
+def test_length_is_sealed_permanently(shared: Segment) -> None:
     assert fcntl.fcntl(shared.fd, GET_SEALS) == SHRINK | GROW | SEAL
     with pytest.raises(PermissionError):
         fcntl.fcntl(shared.fd, ADD_SEALS, FUTURE_WRITE)
 
 
 @pytest.mark.parametrize("length_bytes", [0, PAGE, 3 * PAGE])
-def test_no_holder_can_change_the_length(shared: Segment, length_bytes: int) -> None:
-    """Through the creator's descriptor and through the one that was handed over."""
+def test_no_descriptor_can_change_the_length(shared: Segment, length_bytes: int) -> None:
+    """Neither the creator's descriptor nor a receiver's can change the length."""
     other = os.dup(shared.fd)
     try:
         for fd in (shared.fd, other):
@@ -113,11 +114,11 @@ def test_no_holder_can_change_the_length(shared: Segment, length_bytes: int) -> 
     assert os.fstat(shared.fd).st_size == 2 * PAGE
 
 
-def test_a_read_only_segment_is_sealed_against_writers_to_come(read_only: Segment) -> None:
+def test_read_only_segment_has_a_future_write_seal(read_only: Segment) -> None:
     assert fcntl.fcntl(read_only.fd, GET_SEALS) == SHRINK | GROW | SEAL | FUTURE_WRITE
 
 
-def test_a_read_only_segment_stays_writable_for_its_maker(read_only: Segment) -> None:
+def test_read_only_segment_is_writable_by_its_creator(read_only: Segment) -> None:
     other = Segment.attach(os.dup(read_only.fd), 2 * PAGE, is_writable=False)
 
     read_only.view[:5] = b"hello"
@@ -126,13 +127,13 @@ def test_a_read_only_segment_stays_writable_for_its_maker(read_only: Segment) ->
     other.close()
 
 
-def test_a_read_only_segment_cannot_be_mapped_writable(read_only: Segment) -> None:
+def test_read_only_segment_cannot_be_mapped_writable(read_only: Segment) -> None:
     with pytest.raises(SegmentError, match="cannot be mapped"):
         Segment.attach(os.dup(read_only.fd), 2 * PAGE, is_writable=True)
 
 
-def test_a_read_only_segment_cannot_be_written_by_any_other_way(read_only: Segment) -> None:
-    """A worker has the descriptor itself, so the seal has to hold without our code."""
+def test_read_only_segment_cannot_be_written_through_its_descriptor(read_only: Segment) -> None:
+    """A worker has the descriptor, so the seal must hold without this program's code."""
     other = os.dup(read_only.fd)
     try:
         with pytest.raises(PermissionError):
@@ -145,7 +146,7 @@ def test_a_read_only_segment_cannot_be_written_by_any_other_way(read_only: Segme
         os.close(other)
 
 
-def test_a_view_that_was_mapped_for_reading_is_read_only(shared: Segment) -> None:
+def test_view_mapped_for_reading_is_read_only(shared: Segment) -> None:
     other = Segment.attach(os.dup(shared.fd), 2 * PAGE, is_writable=False)
 
     assert other.view.readonly
@@ -154,19 +155,19 @@ def test_a_view_that_was_mapped_for_reading_is_read_only(shared: Segment) -> Non
     other.close()
 
 
-def unsealed(length_bytes: int) -> int:
+def new_unsealed_fd(length_bytes: int) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, length_bytes)
     return fd
 
 
-def sealed_against(seals: int) -> Callable[[], int]:
-    def make() -> int:
-        fd = unsealed(PAGE)
+def fd_factory_with_seals(seals: int) -> Callable[[], int]:
+    def open_fd() -> int:
+        fd = new_unsealed_fd(PAGE)
         fcntl.fcntl(fd, ADD_SEALS, seals)
         return fd
 
-    return make
+    return open_fd
 
 
 def ordinary_file() -> int:
@@ -174,33 +175,33 @@ def ordinary_file() -> int:
 
 
 @pytest.mark.parametrize(
-    "make",
+    "open_fd",
     [
-        pytest.param(lambda: unsealed(PAGE), id="no seals"),
-        pytest.param(sealed_against(GROW), id="may shrink"),
-        pytest.param(sealed_against(SHRINK), id="may grow"),
+        pytest.param(lambda: new_unsealed_fd(PAGE), id="no seals"),
+        pytest.param(fd_factory_with_seals(GROW), id="can shrink"),
+        pytest.param(fd_factory_with_seals(SHRINK), id="can grow"),
         pytest.param(ordinary_file, id="a file"),
     ],
 )
-def test_what_its_maker_could_take_away_is_refused(make: Callable[[], int]) -> None:
+def test_descriptor_without_length_seals_is_rejected(open_fd: Callable[[], int]) -> None:
     with pytest.raises(SegmentError):
-        Segment.attach(make(), PAGE, is_writable=False)
+        Segment.attach(open_fd(), PAGE, is_writable=False)
 
 
-def test_a_descriptor_sealed_by_somebody_else_is_taken() -> None:
-    """The accepted case beside the refused ones: length sealed, whoever did it."""
-    segment = Segment.attach(sealed_against(SHRINK | GROW)(), PAGE, is_writable=True)
+def test_descriptor_sealed_by_other_code_is_accepted() -> None:
+    """A sealed length is sufficient, whoever sealed it."""
+    segment = Segment.attach(fd_factory_with_seals(SHRINK | GROW)(), PAGE, is_writable=True)
 
     assert len(segment) == PAGE
     segment.close()
 
 
-def test_a_segment_shorter_than_was_said_is_refused(shared: Segment) -> None:
+def test_segment_shorter_than_declared_is_rejected(shared: Segment) -> None:
     with pytest.raises(SegmentError, match=f"fewer than {2 * PAGE + 1} bytes"):
         Segment.attach(os.dup(shared.fd), 2 * PAGE + 1, is_writable=False)
 
 
-def test_close_gives_back_the_mapping_and_the_descriptor() -> None:
+def test_close_releases_the_mapping_and_the_descriptor() -> None:
     before = open_fds()
     segment = Segment.create("test", PAGE)
     fd, view = segment.fd, segment.view
@@ -214,31 +215,31 @@ def test_close_gives_back_the_mapping_and_the_descriptor() -> None:
         view[0]
 
 
-def test_what_still_looks_at_it_keeps_it_mapped() -> None:
+def test_remaining_view_keeps_the_mapping() -> None:
     segment = Segment.create("test", PAGE)
-    look = segment.view[:5]
+    part = segment.view[:5]
     segment.view[:5] = b"hello"
 
     segment.close()
 
-    assert bytes(look) == b"hello"
-    del segment, look
+    assert bytes(part) == b"hello"
+    del segment, part
     assert "iskander:test" not in Path("/proc/self/maps").read_text()
 
 
-def test_the_other_side_keeps_the_bytes_when_the_maker_has_closed() -> None:
-    maker = Segment.create("test", PAGE)
-    other = Segment.attach(os.dup(maker.fd), PAGE, is_writable=False)
-    maker.view[:5] = b"after"
+def test_receiver_keeps_the_bytes_after_the_creator_closes() -> None:
+    creator = Segment.create("test", PAGE)
+    other = Segment.attach(os.dup(creator.fd), PAGE, is_writable=False)
+    creator.view[:5] = b"after"
 
-    maker.close()
+    creator.close()
 
     assert bytes(other.view[:5]) == b"after"
     other.close()
 
 
-def test_a_segment_has_no_name_and_does_not_pass_through_exec() -> None:
-    """Nothing in /dev/shm to leak or to open; the descriptor closes itself in a child."""
+def test_segment_has_no_name_and_is_closed_by_exec() -> None:
+    """Nothing in /dev/shm can leak, and exec closes the descriptor."""
     label = f"label-{os.getpid()}"
     segment = Segment.create(label, PAGE)
 
@@ -248,7 +249,7 @@ def test_a_segment_has_no_name_and_does_not_pass_through_exec() -> None:
     segment.close()
 
 
-def test_what_the_system_has_not_got_is_refused_by_name() -> None:
+def test_failed_allocation_is_a_segment_error() -> None:
     with pytest.raises(SegmentError, match="creating a segment of"):
         Segment.create("test", 1 << 62)
 
@@ -258,42 +259,43 @@ def test_repr_shows_the_state_in_one_line(shared: Segment) -> None:
 
 
 def smaps(segment: Segment) -> dict[str, str]:
-    """What the kernel says of a segment's mapping here."""
+    """Return the smaps fields of a segment's mapping."""
     _, _, after = Path("/proc/self/smaps").read_text().partition(f"\n{segment.address:x}-")
     rows = (line.partition(":") for line in after.splitlines()[1:])
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for name, _, value in rows:
-        if name in found:
+        if name in fields:
             break
-        found[name] = value.strip()
-    return found
+        fields[name] = value.strip()
+    return fields
 
 
 NO_HUGE_PAGES = pytest.mark.skipif(
-    huge_pages_free() > 0 or transparent_rule() not in ("never", "deny"), reason="there are some"
+    huge_pages_free() > 0 or transparent_rule() not in ("never", "deny"),
+    reason="huge pages are available",
 )
 RESERVED_PAGES = pytest.mark.skipif(
-    huge_pages_free() < 3, reason="wants `sysctl vm.nr_hugepages=3`"
+    huge_pages_free() < 3, reason="needs `sysctl vm.nr_hugepages=3`"
 )
 TRANSPARENT_PAGES = pytest.mark.skipif(
     huge_pages_free() > 0 or transparent_rule() not in ("always", "within_size", "advise"),
-    reason="wants `advise` in shmem_enabled, and no reserved pages",
+    reason="needs `advise` in shmem_enabled, and no reserved pages",
 )
 
 
-def test_a_segment_is_plain_memory_unless_more_is_asked_for(shared: Segment) -> None:
+def test_segment_is_plain_memory_by_default(shared: Segment) -> None:
     assert shared.backing == Backing(2 * PAGE)
     assert str(shared.backing) == "0.0078125 MiB"
 
 
 @NO_HUGE_PAGES
-def test_without_huge_pages_it_is_small_ones_and_says_why() -> None:
+def test_without_huge_pages_a_segment_has_small_pages_and_a_notice() -> None:
     segment = Segment.create("test", HUGE_PAGE_BYTES + 1, BackingOptions(is_huge=True))
 
     assert len(segment) == 2 * HUGE_PAGE_BYTES
     assert segment.backing.huge_bytes == 0
-    (complaint,) = segment.backing.complaints
-    assert complaint == (
+    (notice,) = segment.backing.notices
+    assert notice == (
         "no reserved huge pages, Cannot allocate memory: 2 needed, 0 free "
         f"(vm.nr_hugepages); 0 MiB in transparent ones (shmem_enabled is {transparent_rule()})"
     )
@@ -303,7 +305,7 @@ def test_without_huge_pages_it_is_small_ones_and_says_why() -> None:
 
 
 @RESERVED_PAGES
-def test_reserved_huge_pages_are_taken_sealed_and_given_back() -> None:
+def test_reserved_huge_pages_are_used_sealed_and_released() -> None:
     free = huge_pages_free()
     options = BackingOptions(is_huge=True, is_locked=True)
     segment = Segment.create("test", HUGE_PAGE_BYTES + 1, options, is_read_only=True)
@@ -313,7 +315,7 @@ def test_reserved_huge_pages_are_taken_sealed_and_given_back() -> None:
     assert smaps(segment)["KernelPageSize"] == "2048 kB"
     assert huge_pages_free() == free - 2
     assert fcntl.fcntl(segment.fd, GET_SEALS) == SHRINK | GROW | SEAL | FUTURE_WRITE
-    # Asked for with the bytes that are used: a receiver maps whole pages all the same.
+    # The receiver requests the used bytes and maps whole pages.
     other = Segment.attach(os.dup(segment.fd), HUGE_PAGE_BYTES + 1, is_writable=False)
     assert len(other) == len(segment)
     segment.view[-1] = 7
@@ -328,28 +330,30 @@ def test_reserved_huge_pages_are_taken_sealed_and_given_back() -> None:
 
 
 @RESERVED_PAGES
-def test_more_than_is_reserved_is_small_pages_as_a_whole() -> None:
+def test_segment_larger_than_the_reserved_pages_has_only_small_pages() -> None:
     free = huge_pages_free()
     segment = Segment.create("test", (free + 1) * HUGE_PAGE_BYTES, BackingOptions(is_huge=True))
 
     assert segment.backing.huge_bytes == 0
-    assert f"{free + 1} needed, {free} free" in segment.backing.complaints[0]
+    assert f"{free + 1} needed, {free} free" in segment.backing.notices[0]
     segment.close()
     assert huge_pages_free() == free
 
 
 @TRANSPARENT_PAGES
-def test_transparent_huge_pages_are_taken_where_none_are_reserved() -> None:
+def test_transparent_huge_pages_are_used_without_reserved_pages() -> None:
     segment = Segment.create("test", 2 * HUGE_PAGE_BYTES, BackingOptions(is_huge=True))
 
     mapped = smaps(segment)["ShmemPmdMapped"]
     assert mapped == f"{segment.backing.huge_bytes >> 10} kB"
-    assert bool(segment.backing.complaints) is (segment.backing.huge_bytes < len(segment))
+    assert bool(segment.backing.notices) is (segment.backing.huge_bytes < len(segment))
     segment.close()
 
 
-@pytest.mark.skipif((lock_limit_bytes() or 4 * PAGE) < 4 * PAGE, reason="nothing may be locked")
-def test_a_locked_segment_is_locked() -> None:
+@pytest.mark.skipif(
+    (lock_limit_bytes() or 4 * PAGE) < 4 * PAGE, reason="the memory lock limit is too low"
+)
+def test_locked_segment_is_locked() -> None:
     segment = Segment.create("test", 2 * PAGE, BackingOptions(is_locked=True))
 
     assert segment.backing == Backing(2 * PAGE, is_locked=True)
@@ -358,11 +362,11 @@ def test_a_locked_segment_is_locked() -> None:
     segment.close()
 
 
-def test_the_kernel_says_on_which_nodes_a_segment_lies() -> None:
+def test_mapped_node_bytes_lists_the_nodes_of_a_segment() -> None:
     segment = Segment.create("test", 3 * PAGE, BackingOptions(node=0))
     if segment.backing.node is None:
         segment.close()
-        pytest.skip("no policy here")
+        pytest.skip("no memory policy on this system")
 
     node_bytes = mapped_node_bytes(segment.address)
 
@@ -372,27 +376,27 @@ def test_the_kernel_says_on_which_nodes_a_segment_lies() -> None:
     segment.close()
 
 
-def test_what_a_node_had_not_is_told_by_the_nodes_that_gave_it() -> None:
+def test_node_notice_names_the_nodes_that_supplied_memory() -> None:
     assert node_notice(1, {1: HUGE_PAGE_BYTES}) == node_notice(1, {}) == ""
     assert node_notice(1, {2: PAGE, 1: PAGE, 0: HUGE_PAGE_BYTES}) == (
-        "node 1 had not enough memory of this kind: 2 MiB of node 0, 0.00390625 MiB of node 2 was "
+        "not enough memory of this kind on node 1: 2 MiB of node 0, 0.00390625 MiB of node 2 was "
         "used"
     )
 
 
-def test_a_limit_of_the_cgroup_is_not_called_a_bad_address() -> None:
+def test_notice_for_efault_names_the_cgroup_limit() -> None:
     assert "their cgroup allows fewer: 1 needed" in huge_pages_notice(
         1, 0, OSError(errno.EFAULT, "Bad address")
     )
     assert "huge pages, no: 1 needed" in huge_pages_notice(1, 0, OSError(errno.ENOMEM, "no"))
 
 
-def test_a_node_that_is_not_there_costs_the_policy_only() -> None:
+def test_missing_node_leaves_the_segment_without_a_policy() -> None:
     segment = Segment.create("test", 2 * PAGE, BackingOptions(node=1000))
 
     assert segment.backing.node is None
-    (complaint,) = segment.backing.complaints
-    assert complaint.startswith("no memory policy for node 1000: mbind was refused with E")
+    (notice,) = segment.backing.notices
+    assert notice.startswith("no memory policy for node 1000: mbind was refused with E")
     segment.close()
 
 
@@ -400,11 +404,11 @@ def test_a_node_that_is_not_there_costs_the_policy_only() -> None:
     ("length_bytes", "pages"),
     [(0, 0), (1, 1), (HUGE_PAGE_BYTES, 1), (HUGE_PAGE_BYTES + 1, 2)],
 )
-def test_huge_pages_are_counted_whole(length_bytes: int, pages: int) -> None:
+def test_huge_pages_needed_rounds_up(length_bytes: int, pages: int) -> None:
     assert huge_pages_needed(length_bytes) == pages
 
 
-def test_reserved_pages_that_are_promised_are_not_free(tmp_path: Path) -> None:
+def test_reserved_but_unused_pages_are_not_free(tmp_path: Path) -> None:
     pool = tmp_path / "kernel/mm/hugepages/hugepages-2048kB"
     pool.mkdir(parents=True)
     (pool / "free_hugepages").write_text("5\n")
@@ -414,7 +418,7 @@ def test_reserved_pages_that_are_promised_are_not_free(tmp_path: Path) -> None:
     assert huge_pages_free(tmp_path / "none") == 0
 
 
-def test_the_rule_for_transparent_pages_is_the_one_in_brackets(tmp_path: Path) -> None:
+def test_transparent_rule_is_the_value_in_brackets(tmp_path: Path) -> None:
     rule = tmp_path / "kernel/mm/transparent_hugepage/shmem_enabled"
     rule.parent.mkdir(parents=True)
     rule.write_text("always within_size [advise] never deny force\n")

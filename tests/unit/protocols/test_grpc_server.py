@@ -1,4 +1,4 @@
-"""How a call ends: every error has its name beside its status, in the form its readers want."""
+"""Errors of failed gRPC calls: status, error code, and details for each protocol."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ FLIGHT = "/arrow.flight.protocol.FlightService/DoGet"
 OTHER = "/inference.GRPCInferenceService/ModelInfer"
 
 
-class PlayedCall(Call):
+class FakeCall(Call):
     def __init__(self, path: str) -> None:
         self.path, self.metadata = path, ()
 
 
-class PlayedServer(GrpcServer):
-    """Its methods end as they are told."""
+class FakeServer(GrpcServer):
+    """A server whose methods raise the given error."""
 
-    def __init__(self, ends_with: Exception) -> None:
+    def __init__(self, error: Exception) -> None:
         async def serve(_: Call) -> None:
-            raise ends_with
+            raise error
 
         self._methods = {FLIGHT: serve, OTHER: serve}
         self._flight_methods = {FLIGHT: serve}
         self._access = self
 
     def grant(self, *_: Any, **__: Any) -> None:
-        """Everybody may ask."""
+        """Allow every call."""
 
-    def outcome(self, path: str) -> RpcError:
-        with pytest.raises(RpcError) as ended:
-            asyncio.run(self._serve(PlayedCall(path)))
-        return ended.value
+    def serve_error(self, path: str) -> RpcError:
+        with pytest.raises(RpcError) as raised:
+            asyncio.run(self._serve(FakeCall(path)))
+        return raised.value
 
 
 def code_of(error: RpcError) -> Any:
     return dict(error.trailers)["iskander-code"]
 
 
-def test_an_unknown_method_is_unsupported() -> None:
-    ended = PlayedServer(AssertionError()).outcome("/no.such.Service/Call")
-    assert (ended.status, code_of(ended)) == (Status.UNIMPLEMENTED, "unsupported")
-    assert "/no.such.Service/Call" in ended.message
+def test_unknown_method_is_unsupported() -> None:
+    error = FakeServer(AssertionError()).serve_error("/no.such.Service/Call")
+    assert (error.status, code_of(error)) == (Status.UNIMPLEMENTED, "unsupported")
+    assert "/no.such.Service/Call" in error.message
 
 
 @pytest.mark.parametrize(
-    ("status", "named"),
+    ("status", "error_type"),
     [
         (Status.RESOURCE_EXHAUSTED, LimitExceeded),
         (Status.INTERNAL, MalformedInput),
@@ -74,59 +74,63 @@ def test_an_unknown_method_is_unsupported() -> None:
     ],
 )
 @pytest.mark.parametrize("path", [FLIGHT, OTHER])
-def test_what_the_transport_refuses_has_a_name(
-    path: str, status: Status, named: type[IskanderError]
+def test_transport_errors_get_an_error_code(
+    path: str, status: Status, error_type: type[IskanderError]
 ) -> None:
-    ended = PlayedServer(RpcError(status, "why")).outcome(path)
-    status_of = named.flight_status if path == FLIGHT and named.flight_status else named.status
-    assert (ended.status.name, code_of(ended), ended.message) == (status_of, named.code, "why")
+    error = FakeServer(RpcError(status, "why")).serve_error(path)
+    expected = (
+        error_type.flight_status
+        if path == FLIGHT and error_type.flight_status
+        else error_type.status
+    )
+    assert (error.status.name, code_of(error), error.message) == (expected, error_type.code, "why")
 
 
-def test_a_failure_of_ours_has_a_name_and_no_text() -> None:
-    ended = PlayedServer(ValueError("secret")).outcome(OTHER)
-    assert (ended.status, code_of(ended)) == (Status.INTERNAL, "internal")
-    assert "secret" not in ended.message
+def test_internal_error_has_a_code_and_hides_its_text() -> None:
+    error = FakeServer(ValueError("secret")).serve_error(OTHER)
+    assert (error.status, code_of(error)) == (Status.INTERNAL, "internal")
+    assert "secret" not in error.message
 
 
-def test_flight_has_the_detail_as_json_and_others_have_it_as_grpcs_own_message() -> None:
-    """grpc-go before 1.59 makes INTERNAL of an error whose detail is anything else."""
+def test_details_are_json_in_flight_and_a_grpc_status_elsewhere() -> None:
+    """grpc-go before 1.59 reports INTERNAL for an error with any other detail."""
     error = Overloaded("größer", retry_after_ms=3, model="m")
     flight, other = rpc_error(error, is_flight=True), rpc_error(error)
 
     assert (flight.status, other.status) == (Status.UNAVAILABLE, Status.RESOURCE_EXHAUSTED)
-    told = json.loads(dict(flight.trailers)["grpc-status-details-bin"])
-    assert (told["code"], told["model"]) == ("overloaded", "m")
+    detail_fields = json.loads(dict(flight.trailers)["grpc-status-details-bin"])
+    assert (detail_fields["code"], detail_fields["model"]) == ("overloaded", "m")
     info = raw.field(1, b"OVERLOADED") + raw.field(2, b"iskander")
-    for name, value in told.items():
+    for name, value in detail_fields.items():
         if name != "message":
-            text = value if isinstance(value, str) else json.dumps(value)
-            info += raw.field(3, raw.field(1, name.encode()) + raw.field(2, text.encode()))
+            encoded = value if isinstance(value, str) else json.dumps(value)
+            info += raw.field(3, raw.field(1, name.encode()) + raw.field(2, encoded.encode()))
     detail = raw.field(1, b"type.googleapis.com/google.rpc.ErrorInfo") + raw.field(2, info)
-    wanted = b"\x08\x08" + raw.field(2, "größer".encode()) + raw.field(3, detail)
-    assert dict(other.trailers)["grpc-status-details-bin"] == wanted
+    expected = b"\x08\x08" + raw.field(2, "größer".encode()) + raw.field(3, detail)
+    assert dict(other.trailers)["grpc-status-details-bin"] == expected
     assert dict(flight.trailers)["x-arrow-status"] == "5"
     assert "x-arrow-status" not in dict(other.trailers)
     assert "x-arrow-status" not in dict(rpc_error(ModelNotFound("m"), is_flight=True).trailers)
-    for ended in (flight, other):
-        assert dict(ended.trailers)["iskander-retry-after-ms"] == "3"
+    for each in (flight, other):
+        assert dict(each.trailers)["iskander-retry-after-ms"] == "3"
 
 
-def test_a_call_that_ends_before_its_message_is_malformed() -> None:
-    class Ended(PlayedCall):
+def test_call_that_ends_before_its_message_is_malformed() -> None:
+    class EndedCall(FakeCall):
         has_input = True
 
         def receive(self) -> Message | None:
             return None
 
-    async def never(*_: Any) -> None:
-        pytest.fail("it is answered")
+    async def handler(*_: Any) -> None:
+        pytest.fail("the call was answered")
 
     with pytest.raises(MalformedInput, match="before its message"):
-        asyncio.run(_with_message(never)(Ended(OTHER)))
+        asyncio.run(_with_message(handler)(EndedCall(OTHER)))
 
 
 @pytest.mark.parametrize(
-    ("path", "most"),
+    ("path", "limit"),
     [
         ("/inference.GRPCInferenceService/ModelInfer", 1 << 30),
         ("/inference.GRPCInferenceService/ModelStreamInfer", 1 << 30),
@@ -140,19 +144,19 @@ def test_a_call_that_ends_before_its_message_is_malformed() -> None:
         ("/grpc.health.v1.Health/Check", 1024),
     ],
 )
-def test_only_batches_may_be_large(path: str, most: int) -> None:
-    """What a protobuf runtime reads holds up all others meanwhile."""
-    assert _message_bytes(1 << 30, path) == most
+def test_only_batch_methods_accept_large_messages(path: str, limit: int) -> None:
+    """Parsing in the protobuf runtime blocks the event loop."""
+    assert _message_bytes(1 << 30, path) == limit
 
 
 @pytest.mark.parametrize("is_flight", [True, False])
 @pytest.mark.parametrize("letter", ["a", "%", "\x7f", "\n", "é", "🤖", '"'])
-def test_an_error_of_any_text_stays_below_what_grpc_takes(letter: str, is_flight: bool) -> None:
-    """In trailers of 8 KiB, whose bytes are percent-encoded and in base64."""
-    said = letter * 100_000
-    error = ModelNotFound(said, retry_after_ms=2**53, model=said, tensor=said, wanted=2**53)
-    ended = rpc_error(error, is_flight=is_flight)
-    size = len(quote(ended.message)) + 100
-    for name, value in ended.trailers:
+def test_error_of_any_text_fits_in_grpc_trailers(letter: str, is_flight: bool) -> None:
+    """The limit is 8 KiB, after percent-encoding and base64."""
+    text = letter * 100_000
+    error = ModelNotFound(text, retry_after_ms=2**53, model=text, tensor=text, wanted=2**53)
+    sent = rpc_error(error, is_flight=is_flight)
+    size = len(quote(sent.message)) + 100
+    for name, value in sent.trailers:
         size += len(name) + 32 + (len(value) * 4 // 3 if isinstance(value, bytes) else len(value))
     assert size < 8192

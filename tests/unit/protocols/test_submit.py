@@ -1,4 +1,4 @@
-"""The submitter: each request answered once, given up when its task is, refused by name, drained."""
+"""Request submitter: results, withdrawal, rejection, call limits and drain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 from support.input_arena import in_loop, turns
-from support.submitter import LIMITS, office
+from support.submitter import LIMITS, submitter_harness
 
 from iskander.clock import now_ns
 from iskander.config.schema import LimitsConfig
@@ -22,155 +22,155 @@ from iskander.scheduling.request import Terms
 
 
 @in_loop
-async def test_the_answer_is_what_the_worker_wrote() -> None:
-    async with office() as made:
-        asked = made.ask()
+async def test_infer_returns_the_worker_results() -> None:
+    async with submitter_harness() as harness:
+        task = harness.infer()
         await turns()
-        (request,) = made.dispatcher.submitted
-        body = bytes(made.input_arena.segment.view[request.body_offset :][:32])
+        (request,) = harness.dispatcher.submitted
+        body = bytes(harness.input_arena.segment.view[request.body_offset :][:32])
         assert np.frombuffer(body, np.int64).tolist() == [0, 1, 2, 3]
 
-        made.dispatcher.answer(request, b"results")
+        harness.dispatcher.answer(request, b"results")
 
-        assert await asked == b"results"
+        assert await task == b"results"
 
 
 @in_loop
-async def test_terms_and_the_calls_deadline_go_with_the_request() -> None:
-    async with office() as made:
+async def test_request_has_the_terms_and_the_call_deadline() -> None:
+    async with submitter_harness() as harness:
         terms = Terms(client="robot", is_named=True, priority=0, budget_ms=60_000)
         deadline_ns = now_ns() + 1_000_000_000
-        asked = made.ask(terms=terms, call_deadline_ns=deadline_ns)
+        task = harness.infer(terms=terms, call_deadline_ns=deadline_ns)
         await turns()
-        (request,) = made.dispatcher.submitted
+        (request,) = harness.dispatcher.submitted
         assert request.terms is terms and request.deadline_ns == deadline_ns
-        made.dispatcher.answer(request, b"")
-        await asked
+        harness.dispatcher.answer(request, b"")
+        await task
 
 
 @in_loop
-async def test_no_rows_are_answered_at_once() -> None:
-    async with office() as made:
-        assert await made.ask(0) == b""
-        assert not made.dispatcher.submitted
+async def test_zero_rows_are_answered_immediately() -> None:
+    async with submitter_harness() as harness:
+        assert await harness.infer(0) == b""
+        assert not harness.dispatcher.submitted
 
 
 @in_loop
-async def test_a_failure_is_raised_where_the_results_are_waited_for() -> None:
-    async with office() as made:
-        asked = made.ask()
+async def test_infer_raises_the_error_of_the_request() -> None:
+    async with submitter_harness() as harness:
+        task = harness.infer()
         await turns()
-        (request,) = made.dispatcher.submitted
+        (request,) = harness.dispatcher.submitted
         request.caller.fail(request, ExecutionFailed("no"))
         with pytest.raises(ExecutionFailed):
-            await asked
+            await task
 
 
 @in_loop
-async def test_a_task_that_is_cancelled_gives_its_request_up() -> None:
-    async with office() as made:
-        asked = made.ask()
+async def test_cancelled_task_withdraws_its_request() -> None:
+    async with submitter_harness() as harness:
+        task = harness.infer()
         await turns()
-        asked.cancel()
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
-        (request,) = made.dispatcher.submitted
-        assert made.dispatcher.withdrawn == [request]
-        # What comes too late meets nobody.
+            await task
+        (request,) = harness.dispatcher.submitted
+        assert harness.dispatcher.withdrawn == [request]
+        # Late responses are ignored.
         request.caller.deliver(request, memoryview(b"late"))
         request.caller.fail(request, ExecutionFailed("late"))
 
 
 @in_loop
-async def test_where_the_arena_is_full_a_request_waits_for_room() -> None:
-    async with office() as made:
+async def test_request_waits_for_space_in_a_full_arena() -> None:
+    async with submitter_harness() as harness:
         rows = (3 * GRAIN_BYTES - 1024) // 9 // 64 * 64
-        first, second = made.ask(rows), made.ask(rows)
+        first, second = harness.infer(rows), harness.infer(rows)
         await turns()
-        assert len(made.dispatcher.submitted) == 1
-        made.dispatcher.answer(made.dispatcher.submitted[0], b"first")
+        assert len(harness.dispatcher.submitted) == 1
+        harness.dispatcher.answer(harness.dispatcher.submitted[0], b"first")
         await turns()
-        made.dispatcher.answer(made.dispatcher.submitted[1], b"second")
+        harness.dispatcher.answer(harness.dispatcher.submitted[1], b"second")
         assert [await first, await second] == [b"first", b"second"]
 
 
 @in_loop
-async def test_what_the_lane_refuses_is_refused() -> None:
-    async with office() as made:
+async def test_rejections_by_the_lane_are_raised() -> None:
+    async with submitter_harness() as harness:
         with pytest.raises(DeadlineExceeded):
-            await made.ask(call_deadline_ns=1)
-        made.lane.workers.clear()
+            await harness.infer(call_deadline_ns=1)
+        harness.lane.workers.clear()
         with pytest.raises(NotReady):
-            await made.ask()
+            await harness.infer()
 
 
 @in_loop
-async def test_a_refused_request_keeps_its_tensors_no_longer() -> None:
-    """Without a collection, which comes late where messages are few and large."""
+async def test_rejected_request_frees_its_tensors() -> None:
+    """Without a garbage collection, which is rare with few large messages."""
     gc.collect()
     gc.disable()
     try:
-        async with office() as made:
+        async with submitter_harness() as harness:
             ids = np.arange(4)
-            held = weakref.ref(ids)
-            wanted = RequestTensors(4, [memoryview(ids).cast("B"), memoryview(b"\x00")])
+            reference = weakref.ref(ids)
+            inputs = RequestTensors(4, [memoryview(ids).cast("B"), memoryview(b"\x00")])
             with contextlib.suppress(DeadlineExceeded):
-                await made.submitter.infer(made.lane, wanted, call_deadline_ns=1)
-            del ids, wanted
-            assert held() is None
+                await harness.submitter.infer(harness.lane, inputs, call_deadline_ns=1)
+            del ids, inputs
+            assert reference() is None
     finally:
         gc.enable()
 
 
 @in_loop
-async def test_what_one_call_asks_keeps_no_other_call_out() -> None:
-    """A stream has a window of its own, and is one of the calls that may be open."""
-    async with office() as made:
-        with made.submitter.open_call():
-            asked = [made.ask() for _ in range(LIMITS.streams + 1)]
+async def test_requests_of_one_call_do_not_block_other_calls() -> None:
+    """A stream has its own window and counts as one open call."""
+    async with submitter_harness() as harness:
+        with harness.submitter.open_call():
+            tasks = [harness.infer() for _ in range(LIMITS.streams + 1)]
             await turns()
-            with made.submitter.open_call():
-                asked.append(made.ask())
+            with harness.submitter.open_call():
+                tasks.append(harness.infer())
                 await turns()
-            for request in made.dispatcher.submitted:
-                made.dispatcher.answer(request, b"")
-            assert [await each for each in asked] == [b""] * (LIMITS.streams + 2)
+            for request in harness.dispatcher.submitted:
+                harness.dispatcher.answer(request, b"")
+            assert [await each for each in tasks] == [b""] * (LIMITS.streams + 2)
 
 
 @in_loop
-async def test_more_calls_than_may_be_open_are_refused() -> None:
-    async with office() as made:
-        with made.submitter.open_call(), made.submitter.open_call():
-            with pytest.raises(Overloaded), made.submitter.open_call():
-                raise AssertionError("a third call is held")
-            assert len(made.submitter.calls) == 2
-        with made.submitter.open_call():
-            assert len(made.submitter.calls) == 1
+async def test_calls_above_the_limit_are_rejected() -> None:
+    async with submitter_harness() as harness:
+        with harness.submitter.open_call(), harness.submitter.open_call():
+            with pytest.raises(Overloaded), harness.submitter.open_call():
+                raise AssertionError("a third call was opened")
+            assert len(harness.submitter.calls) == 2
+        with harness.submitter.open_call():
+            assert len(harness.submitter.calls) == 1
 
 
 @in_loop
-async def test_a_drain_answers_what_was_accepted_and_takes_no_more() -> None:
-    async with office() as made:
-        told: list[str] = []
-        with made.submitter.open_call(lambda: told.append("drain")):
-            asked = made.ask()
+async def test_drain_answers_accepted_requests_and_rejects_new_ones() -> None:
+    async with submitter_harness() as harness:
+        events: list[str] = []
+        with harness.submitter.open_call(lambda: events.append("drain")):
+            task = harness.infer()
             await turns()
-            made.submitter.drain()
-            assert told == ["drain"]
+            harness.submitter.drain()
+            assert events == ["drain"]
             with pytest.raises(Draining):
-                await made.ask()
-            with pytest.raises(Draining), made.submitter.open_call():
-                raise AssertionError("a call is held")
-            made.dispatcher.answer(made.dispatcher.submitted[0], b"results")
-            assert await asked == b"results"
+                await harness.infer()
+            with pytest.raises(Draining), harness.submitter.open_call():
+                raise AssertionError("a call was opened")
+            harness.dispatcher.answer(harness.dispatcher.submitted[0], b"results")
+            assert await task == b"results"
 
 
 @in_loop
-async def test_one_caller_leaves_places_for_others() -> None:
-    """Of 32, four are for callers that hold less than four."""
+async def test_last_share_of_calls_is_reserved_for_other_callers() -> None:
+    """Four of 32 calls are reserved for callers with fewer than four."""
     limits = LimitsConfig(streams=32)
-    async with office() as made:
-        submitter = RequestSubmitter(made.input_arena, made.dispatcher, limits)
+    async with submitter_harness() as harness:
+        submitter = RequestSubmitter(harness.input_arena, harness.dispatcher, limits)
         with contextlib.ExitStack() as stack:
             for _ in range(28):
                 stack.enter_context(submitter.open_call(caller="greedy"))

@@ -1,4 +1,4 @@
-"""Tensors against a contract: what is taken, what is refused and by which name, what is given."""
+"""Request tensors against a contract: accepted inputs, errors, and result tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def flag_of(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 100])
-def test_inputs_are_taken_in_the_contracts_order_and_booleans_packed(rows: int) -> None:
+def test_inputs_follow_the_contract_order_with_packed_booleans(rows: int) -> None:
     x, flag = x_of(rows), flag_of(rows)
 
     offered = read_inputs(CONTRACT, [flag, x], LIMITS)
@@ -64,7 +64,7 @@ def test_inputs_are_taken_in_the_contracts_order_and_booleans_packed(rows: int) 
     assert [bytes(each) for each in offered.tensors] == [bytes(x.data), packed]
 
 
-def test_what_is_not_a_boolean_is_not_copied() -> None:
+def test_non_boolean_tensors_are_not_copied() -> None:
     x = x_of(4)
     offered = read_inputs(CONTRACT, [x, flag_of(4)], LIMITS)
     assert offered.tensors[0] is x.data
@@ -77,8 +77,8 @@ def n_of(rows: int) -> Tensor:
     return tensor("n", "INT64", np.arange(rows))
 
 
-def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None:
-    """In the contract's order, whatever its own; `read_inputs` references one of other lengths."""
+def test_request_of_equal_lengths_reuses_the_match() -> None:
+    """The result is in the contract's order. Other lengths need `read_inputs`."""
     first = read_inputs(PLAIN, [n_of(4), x_of(4)], LIMITS)
     fit = match_inputs(PLAIN, [first.tensors[1], first.tensors[0]], first)
     assert fit is not None and fit.contract is PLAIN
@@ -92,7 +92,7 @@ def test_the_next_request_like_one_that_fitted_is_taken_by_its_lengths() -> None
         assert fit.offered(raw) is None
 
 
-def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
+def test_matched_request_keeps_the_bucket() -> None:
     first = read_inputs(PLAIN, [n_of(4), x_of(4)], LIMITS)
     raw = [first.tensors[1], first.tensors[0]]
     fit = match_inputs(PLAIN, raw, RequestTensors(4, first.tensors, 3))
@@ -101,7 +101,7 @@ def test_a_request_like_one_of_another_bucket_is_of_that_bucket() -> None:
     assert offered is not None and offered.bucket == 3
 
 
-def test_what_is_made_of_a_tensor_fits_by_no_length() -> None:
+def test_converted_tensors_are_not_matched_by_length() -> None:
     x, flag = x_of(4), flag_of(4)
     assert (
         match_inputs(CONTRACT, [x.data, flag.data], read_inputs(CONTRACT, [x, flag], LIMITS))
@@ -111,28 +111,40 @@ def test_what_is_made_of_a_tensor_fits_by_no_length() -> None:
     assert match_inputs(PLAIN, [], typed) is None
 
 
-REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
-    "nothing": ([], ContractError, "`x` is missing"),
+REJECTED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
+    "no inputs": ([], ContractError, "`x` is missing"),
     "one missing": ([x_of(2)], ContractError, "`flag` is missing"),
-    "one too many": (
+    "extra input": (
         [x_of(2), flag_of(2), replace(x_of(2), name="w")],
         ContractError,
         "not a model input",
     ),
-    "another": ([x_of(2), replace(flag_of(2), name="flags")], ContractError, "`flag` is missing"),
-    "twice": ([x_of(2), x_of(2)], ContractError, "twice"),
+    "wrong name": (
+        [x_of(2), replace(flag_of(2), name="flags")],
+        ContractError,
+        "`flag` is missing",
+    ),
+    "duplicate": ([x_of(2), x_of(2)], ContractError, "twice"),
     "datatype": ([replace(x_of(2), datatype="INT32"), flag_of(2)], ContractError, "wanted FP32"),
-    "no datatype": (
+    "unknown datatype": (
         [replace(x_of(2), datatype="?" * 5000), flag_of(2)],
         ContractError,
         "wanted FP32",
     ),
     "rank": ([replace(x_of(2), shape=(4,)), flag_of(2)], ContractError, r"wanted FP32 \[4, 2\]"),
-    "no rank": ([replace(x_of(2), shape=()), flag_of(2)], ContractError, r"\[rows, 2\], got FP32"),
-    "trailing": ([replace(x_of(2), shape=(2, 3)), flag_of(2)], ContractError, r"\[2, 3\]"),
+    "no shape": (
+        [replace(x_of(2), shape=()), flag_of(2)],
+        ContractError,
+        r"\[rows, 2\], got FP32",
+    ),
+    "trailing shape": ([replace(x_of(2), shape=(2, 3)), flag_of(2)], ContractError, r"\[2, 3\]"),
     "negative trailing": ([replace(x_of(2), shape=(2, -2)), flag_of(2)], ContractError, "-2"),
-    "other rows": ([x_of(2), flag_of(3)], ContractError, r"`flag`: wanted BOOL \[2\]"),
-    "negative rows": ([replace(x_of(2), shape=(-2, 2)), flag_of(2)], MalformedInput, "rows, got"),
+    "different rows": ([x_of(2), flag_of(3)], ContractError, r"`flag`: wanted BOOL \[2\]"),
+    "negative rows": (
+        [replace(x_of(2), shape=(-2, 2)), flag_of(2)],
+        MalformedInput,
+        "rows, got",
+    ),
     "too few bytes": ([replace(x_of(2), shape=(3, 2)), flag_of(3)], MalformedInput, "24 bytes"),
     "too many bytes": ([replace(x_of(2), shape=(1, 2)), flag_of(1)], MalformedInput, "8 bytes"),
     "boolean bits": (
@@ -141,7 +153,7 @@ REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
         "9 bytes as BOOL, got 2",
     ),
     "rows": ([x_of(101), flag_of(101)], LimitExceeded, "101, limit 100 "),
-    "absurd rows": (
+    "huge row count": (
         [replace(x_of(1), shape=(1 << 62, 2)), flag_of(1)],
         LimitExceeded,
         "limit 100 ",
@@ -154,39 +166,39 @@ REFUSED: dict[str, tuple[list[Tensor], type[IskanderError], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_meet_the_contract_is_refused_by_name(name: str) -> None:
-    tensors, kind, says = REFUSED[name]
-    with pytest.raises(kind, match=says):
+@pytest.mark.parametrize("name", REJECTED)
+def test_inputs_that_violate_the_contract_are_rejected(name: str) -> None:
+    tensors, error, message = REJECTED[name]
+    with pytest.raises(error, match=message):
         read_inputs(CONTRACT, tensors, LIMITS)
 
 
 class CountedName(str):
-    """A name that counts how often one is compared with another."""
+    """A name that counts its comparisons."""
 
-    compared = 0
+    comparisons = 0
 
     def __eq__(self, other: object) -> bool:
-        CountedName.compared += 1
+        CountedName.comparisons += 1
         return str.__eq__(self, other)
 
     __hash__ = str.__hash__
 
 
 @pytest.mark.parametrize("name", ["t{0}", "t{0}" + "x" * 500, "t1"])
-def test_a_thousand_wrong_names_are_looked_at_once_and_a_few_are_told(name: str) -> None:
-    CountedName.compared, count = 0, 1000
+def test_many_wrong_names_are_compared_once_and_few_are_reported(name: str) -> None:
+    CountedName.comparisons, count = 0, 1000
     tensors = [replace(x_of(1), name=CountedName(name.format(n))) for n in range(count)]
 
     with pytest.raises(ContractError, match=r"`x` is missing; .*`t1") as caught:
         read_inputs(CONTRACT, tensors, LIMITS)
 
-    assert CountedName.compared < 10 * count
+    assert CountedName.comparisons < 10 * count
     assert caught.value.message.count(" is ") <= PROBLEMS_MAX
 
 
-def test_a_contract_without_a_fixed_trailing_shape_needs_none() -> None:
-    """A scalar for each row has the shape of the rows alone."""
+def test_scalar_input_has_no_trailing_axis() -> None:
+    """One scalar per row has the shape [rows]."""
     with pytest.raises(ContractError, match=r"wanted BOOL \[2\], got BOOL \[2, 1\]"):
         read_inputs(CONTRACT, [x_of(2), replace(flag_of(2), shape=(2, 1))], LIMITS)
 
@@ -197,10 +209,10 @@ def test_a_contract_without_a_fixed_trailing_shape_needs_none() -> None:
     shape=st.lists(st.integers(1, 3), max_size=3),
     seed=st.integers(0, 1000),
 )
-def test_what_is_given_back_is_what_was_taken(
+def test_inputs_and_results_round_trip(
     dtype: Dtype, rows: int, shape: list[int], seed: int
 ) -> None:
-    """Of every type: the arena's own bytes read as results are the tensor that went in."""
+    """The arena bytes of an input, read as a result, are the original tensor."""
     one = TensorSpec("t", "t", ColumnType(dtype.arrow, tuple(shape)), tuple(shape))
     contract = Contract(inputs=(one,), outputs=(one,))
     count = rows * math.prod(shape)
@@ -214,13 +226,13 @@ def test_what_is_given_back_is_what_was_taken(
     offsets, length = body_layout(contract.outputs, rows)
     body = bytearray(length)
     body[offsets[0] : offsets[0] + len(data)] = data
-    (got,) = result_tensors(contract, rows, bytes(body))
+    (actual,) = result_tensors(contract, rows, bytes(body))
 
-    assert (got.name, got.datatype, got.shape) == ("t", dtype.oip, (rows, *shape))
-    assert bytes(got.data) == raw
+    assert (actual.name, actual.datatype, actual.shape) == ("t", dtype.oip, (rows, *shape))
+    assert bytes(actual.data) == raw
 
 
-def test_results_are_given_in_the_contracts_order_each_from_its_place() -> None:
+def test_results_follow_the_contract_order_and_offsets() -> None:
     rows = 5
     (first, second), length = body_layout(CONTRACT.outputs, rows)
     y = np.random.default_rng(1).random(rows * 3) < 0.5
@@ -230,36 +242,36 @@ def test_results_are_given_in_the_contracts_order_each_from_its_place() -> None:
     body[first : first + len(packed)] = packed
     body[second : second + z.nbytes] = z.tobytes()
 
-    given = result_tensors(CONTRACT, rows, body)
+    results = result_tensors(CONTRACT, rows, body)
 
-    assert [(each.name, each.datatype, each.shape) for each in given] == [
+    assert [(each.name, each.datatype, each.shape) for each in results] == [
         ("y", "BOOL", (5, 3)),
         ("z", "INT16", (5,)),
     ]
-    assert bytes(given[0].data) == y.tobytes() and bytes(given[1].data) == z.tobytes()
+    assert bytes(results[0].data) == y.tobytes() and bytes(results[1].data) == z.tobytes()
 
 
 @given(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4), st.integers(0, 9))
-def test_places_are_where_what_is_given_lies(dtypes: list[Dtype], rows: int) -> None:
-    """And nowhere, where a result of them is no slice of the body."""
-    specs = [spec(f"t{at}", dtype.arrow, at + 1) for at, dtype in enumerate(dtypes)]
+def test_result_ranges_match_the_result_tensors(dtypes: list[Dtype], rows: int) -> None:
+    """None if a result is not a slice of the body, as with booleans and strings."""
+    specs = [spec(f"t{index}", dtype.arrow, index + 1) for index, dtype in enumerate(dtypes)]
     contract = Contract(inputs=(), outputs=tuple(specs))
-    there = result_ranges(contract, rows)
+    ranges = result_ranges(contract, rows)
     if any(dtype.oip in ("BOOL", "BYTES") for dtype in dtypes):
-        assert there is None
+        assert ranges is None
     else:
         body = np.random.default_rng(rows).bytes(body_layout(contract.outputs, rows)[1])
-        assert there is not None
-        assert [body[begin:end] for begin, end in there] == [
+        assert ranges is not None
+        assert [body[begin:end] for begin, end in ranges] == [
             bytes(each.data) for each in result_tensors(contract, rows, body)
         ]
 
 
-def test_no_rows_give_empty_tensors() -> None:
+def test_zero_rows_give_empty_tensors() -> None:
     assert [len(each.data) for each in result_tensors(CONTRACT, 0, b"")] == [0, 0]
 
 
-# Strings, in one piece as `strings_to_body` makes it.
+# Strings in the layout of `strings_to_body`.
 
 WORDS = Contract(
     inputs=(spec("a", "utf8", 2), spec("n", "int8"), spec("b", "binary")),
@@ -281,8 +293,8 @@ def offered_words(rows: int, **changes: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 12])
-def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
-    """The bytes of all of them come behind every input's own buffer."""
+def test_strings_are_split_into_offsets_and_bytes(rows: int) -> None:
+    """The string bytes of all inputs follow the fixed-width buffers of all inputs."""
     tensors = offered_words(rows)
 
     a, n, b, a_bytes, b_bytes = read_inputs(WORDS, tensors, LIMITS).tensors
@@ -294,7 +306,7 @@ def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "words_of_it"),
+    ("changed", "error", "message"),
     [
         (words("b", (2,), [b"\xff", b""]), ContractError, "input `b`: Invalid UTF8"),
         (words("b", (2,), [b"x"]), MalformedInput, "`b`: the data are not the 2 strings"),
@@ -318,21 +330,23 @@ def test_strings_are_taken_as_offsets_and_then_their_bytes(rows: int) -> None:
         (words("b", (2,), [b"x" * 500, b"y" * 501]), LimitExceeded, "string bytes, limit 1000"),
     ],
 )
-def test_strings_are_refused(changed: Tensor, error: type[IskanderError], words_of_it: str) -> None:
+def test_invalid_strings_are_rejected(
+    changed: Tensor, error: type[IskanderError], message: str
+) -> None:
     limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1000)
 
-    with pytest.raises(error, match=words_of_it):
+    with pytest.raises(error, match=message):
         read_inputs(WORDS, offered_words(2, b=changed), limits)
 
 
-def test_as_many_bytes_of_strings_as_may_be() -> None:
+def test_string_bytes_at_the_limit_are_accepted() -> None:
     limits = LimitsConfig(rows=100, bytes=4096, string_bytes=1004)
 
     read_inputs(WORDS, offered_words(2, b=words("b", (2,), [b"x" * 500, b"y" * 500])), limits)
 
 
-def test_strings_are_given_in_one_piece_each() -> None:
-    """From a body with a boolean between two of them, and what is behind it is not theirs."""
+def test_string_results_are_contiguous() -> None:
+    """The body has a boolean between two string columns, and unrelated bytes at its end."""
     c, d = strings_to_body([b"one", b""]), strings_to_body([b"p", b"qq", b"", "é".encode()])
     body = b"".join(
         each + bytes(-len(each) % 64) for each in (c[:12], b"\x02", d[:20], c[12:], d[20:])
@@ -346,7 +360,7 @@ def test_strings_are_given_in_one_piece_each() -> None:
     assert (second.datatype, second.shape) == ("BYTES", (2, 2))
 
 
-def test_no_rows_are_no_strings() -> None:
+def test_zero_rows_give_no_strings() -> None:
     first, _, second = result_tensors(WORDS, 0, b"")
 
     assert body_to_strings(first.data, 0) == body_to_strings(second.data, 0) == []

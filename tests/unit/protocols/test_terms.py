@@ -1,4 +1,4 @@
-"""What a Flight client says of its batches: headers, metadata, which goes first, what is wrong."""
+"""Terms of a Flight stream: headers, app_metadata, precedence and errors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FULL = {
     "timestamp_ns": WALL_NS - 7_000_000,
     "newest_wins": True,
 }
-OF_A_CALL = {name: value for name, value in FULL.items() if name != "timestamp_ns"}
-"""The time of an observation is one batch's."""
+CALL_TERMS = {name: value for name, value in FULL.items() if name != "timestamp_ns"}
+"""`timestamp_ns` applies to one batch."""
 FULL_TERMS = Terms(
     client="robot-7",
     is_named=True,
@@ -42,7 +42,7 @@ FULL_TERMS = Terms(
     age_ms=7.0,
     is_newest_wins=True,
 )
-WRONG: list[tuple[str, Any]] = [
+INVALID: list[tuple[str, Any]] = [
     ("client", ""),
     ("client", "x" * 129),
     ("priority", -1),
@@ -61,7 +61,7 @@ WRONG: list[tuple[str, Any]] = [
     ("newest_wins", "maybe"),
     ("deadline", 20),
 ]
-RIGHT: list[tuple[str, Any, str, Any]] = [
+VALID: list[tuple[str, Any, str, Any]] = [
     ("client", "x" * 128, "client", "x" * 128),
     ("priority", 9, "priority", 9),
     ("urgency", 1, "urgency", 1.0),
@@ -80,27 +80,27 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stream(deadline_ns: int | None = None, **headers: Any) -> StreamTerms:
-    """A stream whose call has these headers, as gRPC gives them: text, under names with dashes."""
-    named = [
+    """Returns the terms of a call with these headers in gRPC form: text, names with dashes."""
+    pairs = [
         (f"iskander-{name.replace('_', '-')}", str(value).lower() if value is True else str(value))
         for name, value in headers.items()
     ]
-    return StreamTerms([("user-agent", "x"), *named, ("x-bin", b"\xff")], deadline_ns)
+    return StreamTerms([("user-agent", "x"), *pairs, ("x-bin", b"\xff")], deadline_ns)
 
 
-def said(**terms: Any) -> bytes:
+def metadata_of(**terms: Any) -> bytes:
     return msgspec.json.encode({"iskander": terms})
 
 
-def test_who_says_nothing_gets_the_defaults_and_a_name_of_its_own() -> None:
+def test_stream_without_terms_gets_defaults_and_a_unique_client() -> None:
     first, second = stream().of(b""), stream().of(b"")
 
     assert first == Terms(client=first.client)
     assert not first.is_named and first.client != second.client
 
 
-def test_headers_are_the_terms_of_every_batch() -> None:
-    terms = stream(**OF_A_CALL)
+def test_headers_apply_to_every_batch() -> None:
+    terms = stream(**CALL_TERMS)
 
     assert terms.of(b"") == terms.of(b"anything") == replace(FULL_TERMS, age_ms=0.0)
     with pytest.raises(MalformedInput, match="applies to one batch"):
@@ -108,7 +108,7 @@ def test_headers_are_the_terms_of_every_batch() -> None:
 
 
 @pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
-def test_metadata_is_the_terms_of_its_batch(encode: Any) -> None:
+def test_metadata_applies_to_its_batch(encode: Any) -> None:
     terms = stream()
 
     assert terms.of(encode({"iskander": FULL, "other": [1, {"iskander": 5}]})) == FULL_TERMS
@@ -117,8 +117,8 @@ def test_metadata_is_the_terms_of_its_batch(encode: Any) -> None:
 
 @pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
 @pytest.mark.parametrize("name", FULL)
-def test_what_a_batch_says_goes_before_what_its_stream_says(name: str, encode: Any) -> None:
-    """One by one; what the batch leaves open is as the stream says. Also where it says 0."""
+def test_batch_terms_override_stream_terms(name: str, encode: Any) -> None:
+    """Each field separately, and also with the value 0."""
     other = {
         "client": "arm",
         "priority": 7,
@@ -130,19 +130,19 @@ def test_what_a_batch_says_goes_before_what_its_stream_says(name: str, encode: A
         "newest_wins": False,
     }
     field = {"deadline_ms": "budget_ms", "newest_wins": "is_newest_wins", "timestamp_ns": "age_ms"}
-    terms = stream(**OF_A_CALL).of(encode({"iskander": {name: other[name]}}))
+    terms = stream(**CALL_TERMS).of(encode({"iskander": {name: other[name]}}))
 
-    wanted = replace(FULL_TERMS, age_ms=0.0)  # A stamp is of one observation.
+    expected = replace(FULL_TERMS, age_ms=0.0)  # A timestamp applies to one batch.
     if name != "timestamp_ns":
-        wanted = replace(wanted, **{field.get(name, name): other[name]})
-    assert terms == wanted
+        expected = replace(expected, **{field.get(name, name): other[name]})
+    assert terms == expected
 
 
-def test_a_batch_may_name_a_client_where_its_stream_does_not() -> None:
+def test_batch_can_name_the_client_of_an_unnamed_stream() -> None:
     terms = stream()
 
-    assert terms.of(said(client="a")).is_named
-    assert terms.of(said(priority=3)) == Terms(client=terms.of(b"").client, priority=3)
+    assert terms.of(metadata_of(client="a")).is_named
+    assert terms.of(metadata_of(priority=3)) == Terms(client=terms.of(b"").client, priority=3)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +165,22 @@ def test_a_batch_may_name_a_client_where_its_stream_does_not() -> None:
         msgspec.msgpack.encode({1: "iskander"}),
     ],
 )
-def test_metadata_of_others_means_nothing(metadata: bytes) -> None:
+def test_unrelated_metadata_is_ignored(metadata: bytes) -> None:
     terms = stream(priority=4)
 
     assert terms.of(metadata) == terms.of(b"") and terms.of(metadata).priority == 4
 
 
 @given(st.binary(max_size=60), st.binary(max_size=60))
-def test_no_bytes_whatever_break_a_stream(before: bytes, after: bytes) -> None:
+def test_arbitrary_bytes_are_ignored(before: bytes, after: bytes) -> None:
     terms = StreamTerms([], None)
 
     assert terms.of(before + b"iskander" + after) == terms.of(b"")
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_what_is_ours_and_wrong_is_refused(name: str, value: Any) -> None:
-    """In headers and in metadata; and the error names it."""
+@pytest.mark.parametrize(("name", "value"), INVALID)
+def test_invalid_terms_are_rejected(name: str, value: Any) -> None:
+    """In headers and in metadata; the error names the field."""
     with pytest.raises(MalformedInput, match="the call's `iskander-` headers") as caught:
         stream(**{name: value})
     assert name in caught.value.message
@@ -197,19 +197,21 @@ def test_what_is_ours_and_wrong_is_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [5, "x", [1], True])
 @pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
-def test_terms_that_are_no_object_are_refused(encode: Any, value: Any) -> None:
+def test_terms_that_are_not_an_object_are_rejected(encode: Any, value: Any) -> None:
     with pytest.raises(MalformedInput):
         stream().of(encode({"iskander": value}))
 
 
-@pytest.mark.parametrize(("name", "value", "field", "wanted"), RIGHT)
-def test_the_other_side_of_every_bound(name: str, value: Any, field: str, wanted: Any) -> None:
-    if name in OF_A_CALL:
-        assert getattr(stream(**{name: value}).of(b""), field) == wanted
-    assert getattr(stream().of(said(**{name: value})), field) == wanted
+@pytest.mark.parametrize(("name", "value", "field", "expected"), VALID)
+def test_values_at_the_bounds_are_accepted(
+    name: str, value: Any, field: str, expected: Any
+) -> None:
+    if name in CALL_TERMS:
+        assert getattr(stream(**{name: value}).of(b""), field) == expected
+    assert getattr(stream().of(metadata_of(**{name: value})), field) == expected
 
 
-def test_an_unknown_field_of_any_name_is_refused() -> None:
+def test_unknown_field_is_rejected() -> None:
     with pytest.raises(MalformedInput):
         stream().of(b'{"iskander": {"$": 1}}')
 
@@ -218,54 +220,52 @@ def test_an_unknown_field_of_any_name_is_refused() -> None:
     ("headers", "is_in_band"),
     [({}, False), ({"errors": "end"}, False), ({"errors": "in-band"}, True)],
 )
-def test_errors_end_the_stream_or_take_a_results_place(
-    headers: dict[str, str], is_in_band: bool
-) -> None:
+def test_errors_header_selects_in_band_errors(headers: dict[str, str], is_in_band: bool) -> None:
     assert stream(**headers).is_in_band is is_in_band
 
 
-def test_errors_are_of_the_stream_and_of_no_batch() -> None:
+def test_errors_term_is_valid_only_in_headers() -> None:
     with pytest.raises(MalformedInput, match="errors"):
         stream(errors="somewhere")
     with pytest.raises(MalformedInput, match="errors"):
-        stream().of(said(errors="in-band"))
+        stream().of(metadata_of(errors="in-band"))
 
 
-def test_the_calls_deadline_is_a_moment() -> None:
+def test_stream_has_the_call_deadline() -> None:
     assert stream(deadline_ns=NOW_NS).deadline_ns == NOW_NS
     assert stream().deadline_ns == NEVER_NS
 
 
-def test_an_age_is_counted_from_its_stamp_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same metadata twice, a second later: it is not remembered with its age."""
-    terms, metadata = stream(), said(timestamp_ns=WALL_NS)
+def test_age_is_computed_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of metadata does not contain the age."""
+    terms, metadata = stream(), metadata_of(timestamp_ns=WALL_NS)
     assert terms.of(metadata).age_ms == 0
 
     monkeypatch.setattr(terms_module, "wall_ns", lambda: WALL_NS + 1_000_000_000)
     assert terms.of(metadata).age_ms == 1000
 
 
-def test_metadata_is_remembered_up_to_a_number() -> None:
+def test_metadata_cache_is_bounded() -> None:
     terms: Any = stream()
-    same = terms.of(said(priority=1))
-    assert terms.of(said(priority=1)) is same
+    first = terms.of(metadata_of(priority=1))
+    assert terms.of(metadata_of(priority=1)) is first
 
     for steps in range(3 * CACHE_MAX):
-        assert terms.of(said(steps_remaining=steps)).steps_remaining == steps
+        assert terms.of(metadata_of(steps_remaining=steps)).steps_remaining == steps
         assert len(terms._cache) <= CACHE_MAX
 
 
-def test_no_caller_is_called_as_one_of_another_token() -> None:
-    """And so can neither take its place nor its share."""
+def test_client_names_are_separate_for_each_token() -> None:
+    """A caller cannot use the queue position or quota of another token's client."""
     terms = StreamTerms([("iskander-client", "robot-7")], None, Source("fleet"))
     assert terms.of(b"").client == "fleet/robot-7"
     assert terms.of(b'{"iskander": {"client": "robot-8"}}').client == "fleet/robot-8"
-    assert terms.route_key == "robot-7"  # Versions with shares stay where they were.
-    nobody = StreamTerms([("iskander-client", "fleet/robot-7")], None, Source(ANONYMOUS))
-    assert nobody.of(b"").client == f"{ANONYMOUS}/fleet/robot-7"
+    assert terms.route_key == "robot-7"  # Routing by split ignores the token.
+    anonymous = StreamTerms([("iskander-client", "fleet/robot-7")], None, Source(ANONYMOUS))
+    assert anonymous.of(b"").client == f"{ANONYMOUS}/fleet/robot-7"
 
 
-def test_streams_without_a_name_are_clients_of_their_own() -> None:
+def test_unnamed_streams_are_separate_clients() -> None:
     one, other = (StreamTerms((), None, Source("fleet")).of(b"") for _ in range(2))
     assert one.client != other.client and one.client.startswith("fleet/stream ")
     assert not one.is_named and not other.is_named

@@ -1,4 +1,4 @@
-"""Which versions are wanted, which one a call means, and how a generation lives."""
+"""Version policy, routing, generation lifecycle, and scans of a repository."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ keys = st.text(max_size=40)
         ((), []),
     ],
 )
-def test_versions_are_numbers_and_the_policy_chooses(
+def test_policy_selects_versions_in_numeric_order(
     policy: str | tuple[int, ...], chosen: list[str]
 ) -> None:
     assert wanted_versions(["10", "9", "1", "2"], policy, Routing()) == chosen
 
 
-def test_what_something_leads_to_is_wanted_too() -> None:
+def test_routing_targets_are_wanted_versions() -> None:
     routing = Routing(default="stable", aliases={"stable": "2"}, split={"1": 1, "canary": 1})
     assert wanted_versions(["1", "2", "3"], "latest:1", routing) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
-    ("routing", "version", "means"),
+    ("routing", "version", "expected"),
     [
         (Routing(), None, None),
         (Routing(), "2", "2"),
@@ -67,19 +67,19 @@ def test_what_something_leads_to_is_wanted_too() -> None:
         (Routing(split={"1": 0, "2": 1}), None, "2"),
     ],
 )
-def test_which_version_a_call_means(
-    routing: Routing, version: str | None, means: str | None
+def test_version_selected_for_a_call(
+    routing: Routing, version: str | None, expected: str | None
 ) -> None:
-    assert routing.choose(version, "key", SERVED) == means
+    assert routing.choose(version, "key", SERVED) == expected
 
 
 @given(keys)
-def test_a_key_keeps_its_version(key: str) -> None:
+def test_split_is_stable_for_a_key(key: str) -> None:
     assert HALF.choose(None, key, SERVED) == HALF.choose(None, key, SERVED) in ("1", "2")
 
 
 @given(keys, st.floats(0.01, 100), st.floats(0.01, 100), st.floats(1, 10))
-def test_only_keys_of_who_loses_move_and_only_to_who_grows(
+def test_larger_weight_moves_keys_only_to_its_version(
     key: str, first: float, second: float, grown: float
 ) -> None:
     before = Routing(split={"1": first, "2": second, "3": 1.0}).choose(None, key, SERVED)
@@ -88,55 +88,55 @@ def test_only_keys_of_who_loses_move_and_only_to_who_grows(
 
 
 @given(keys)
-def test_a_version_that_goes_moves_its_own_keys_only(key: str) -> None:
+def test_removed_version_moves_only_its_own_keys(key: str) -> None:
     routing = Routing(split={"1": 20, "2": 30, "3": 50})
     before = routing.choose(None, key, SERVED)
     after = routing.choose(None, key, ("1", "3"))
     assert before in (after, "2")
 
 
-def test_shares_are_as_the_weights_say() -> None:
+def test_split_follows_the_weights() -> None:
     routing = Routing(split={"1": 90, "2": 10})
     drawn = [routing.choose(None, f"user-{n}", SERVED) for n in range(20_000)]
     assert 0.08 < drawn.count("2") / len(drawn) < 0.12
 
 
-def test_what_leads_to_a_version_is_told() -> None:
+def test_routes_to_a_version_are_listed() -> None:
     routing = Routing("stable", {"stable": "1", "canary": "2"}, {"stable": 90, "canary": 10})
     assert routing.routes_to("1") == ["stable", "default", "90 of 100"]
     assert routing.routes_to("2") == ["canary", "10 of 100"]
     assert routing.routes_to("3") == []
 
 
-def test_names_that_lead_nowhere_are_complained_about() -> None:
+def test_invalid_routing_is_reported() -> None:
     assert complaint_about(Routing("stable", {"stable": "1"}, {"stable": 1})) == ""
     assert "neither a version nor an alias" in complaint_about(Routing("stable"))
     assert "split" in complaint_about(Routing(split={"gone": 1}))
     assert "every weight is 0" in complaint_about(Routing(split={"1": 0}))
 
 
-def test_the_old_goes_when_all_of_the_new_is_there() -> None:
+def test_old_versions_retire_when_all_wanted_versions_are_served() -> None:
     assert move(["1"], ["2"], Routing()) == ([], True)
     assert move(["1", "2"], ["2"], Routing()) == (["1"], True)
     assert move(["1", "2"], [], Routing()) == (["1", "2"], True)
 
 
-def test_routes_change_when_all_that_they_lead_to_is_there() -> None:
+def test_routing_changes_when_all_its_targets_are_served() -> None:
     routing = Routing(aliases={"stable": "2"})
     assert move(["1"], ["1", "2"], routing) == ([], False)
     assert move(["1", "2"], ["1", "2", "3"], routing) == ([], True)
 
 
-def test_nothing_changes_while_names_lead_to_what_is_not_there() -> None:
-    """Neither routes nor versions: what they led to until now may be what would go."""
+def test_nothing_changes_while_routing_targets_are_missing() -> None:
+    """A version that would retire may be a target of the current routing."""
     routing = Routing(default="stable", aliases={"stable": "4"})
     assert move(["3"], ["3"], routing) == ([], False)
     assert move(["2", "3"], ["3"], routing) == ([], False)
     assert move(["3", "4"], ["4"], routing) == (["3"], True)
-    assert move(["3"], [], routing) == (["3"], True), "a model that goes takes its names along"
+    assert move(["3"], [], routing) == (["3"], True), "a removed model has no targets"
 
 
-def test_only_what_was_left_alone_is_followed() -> None:
+def test_only_states_of_two_equal_scans_are_applied() -> None:
     assert settled({}, {"a": 1}, {}) == {}
     assert settled({"a": 1}, {"a": 1}, {}) == {"a": 1}
     assert settled({"a": 1}, {"a": 2}, {"a": 1}) == {"a": 1}
@@ -145,7 +145,7 @@ def test_only_what_was_left_alone_is_followed() -> None:
     assert settled({}, {}, {"a": 2}) == {}
 
 
-def test_the_table_of_stages_is_one_way_and_forgets_what_is_gone() -> None:
+def test_generation_stages_are_one_way_and_end_with_an_unload() -> None:
     order = list(Stage)
     for stage, event in itertools.product(Stage, Event):
         following, actions = step(stage, event)
@@ -164,7 +164,7 @@ def fill(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_a_listing_has_numbers_below_names_and_passes_the_rest_over(tmp_path: Path) -> None:
+def test_scan_lists_numbered_versions_and_skips_other_entries(tmp_path: Path) -> None:
     fill(tmp_path / "m" / "1", model="a")
     fill(tmp_path / "m" / "10", model="b")
     fill(tmp_path / "m" / "01", model="c")
@@ -179,7 +179,7 @@ def test_a_listing_has_numbers_below_names_and_passes_the_rest_over(tmp_path: Pa
     assert list_models(tmp_path, ".complete") == {}
 
 
-def test_every_change_of_a_folder_makes_another_stamp(tmp_path: Path) -> None:
+def test_every_folder_change_changes_the_stamp(tmp_path: Path) -> None:
     folder = fill(tmp_path / "1", model="a")
     stamps = [stamp_of(folder)]
     (folder / "labels").write_text("x")
@@ -195,18 +195,18 @@ def test_every_change_of_a_folder_makes_another_stamp(tmp_path: Path) -> None:
     assert stamp_of(folder, "marker") == stamp_of(tmp_path / "none") == ""
 
 
-def test_a_models_own_settings_go_before_those_of_all(tmp_path: Path) -> None:
+def test_settings_of_a_model_override_the_defaults(tmp_path: Path) -> None:
     config = Config(lanes=msgspec.structs.replace(Config().lanes, linger_us=7))
     assert read_settings(tmp_path, "m", config).lane.linger_us == 7
-    said = 'aliases = {stable = 3}\ndefault = "stable"\nlane = {weight = 2.0}'
-    fill(tmp_path / "m", **{"model.toml": said})
+    text = 'aliases = {stable = 3}\ndefault = "stable"\nlane = {weight = 2.0}'
+    fill(tmp_path / "m", **{"model.toml": text})
     settings = read_settings(tmp_path, "m", config)
     assert (settings.lane.linger_us, settings.lane.weight) == (7, 2.0)
     assert routing_of(settings) == Routing("stable", {"stable": "3"}, {})
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"),
+    ("text", "message"),
     [
         ("name = 'a'", "`name` is defined by the folder"),
         ("path = 'a'", "`path` is defined by the folder"),
@@ -222,9 +222,7 @@ def test_a_models_own_settings_go_before_those_of_all(tmp_path: Path) -> None:
         ("# " + "x" * (1 << 16), "larger than"),
     ],
 )
-def test_settings_that_say_what_they_may_not_are_refused(
-    tmp_path: Path, text: str, rule: str
-) -> None:
+def test_invalid_model_settings_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     fill(tmp_path / "m", **{"model.toml": text})
-    with pytest.raises(ConfigError, match=rule):
+    with pytest.raises(ConfigError, match=message):
         read_settings(tmp_path, "m", Config())

@@ -1,4 +1,4 @@
-"""What a folder can do to those who read it: odd names, files that nobody may read or that move."""
+"""Repository folders with unusual names, unreadable files, and concurrent changes."""
 
 from __future__ import annotations
 
@@ -17,84 +17,82 @@ from iskander.config.models import ModelConfig
 from iskander.config.repository import RepositoryConfig
 from iskander.config.schema import Config
 from iskander.errors import ConfigError
-from iskander.repository import changes as following
-from iskander.repository import changes as watching
-from iskander.repository import scan as listing
-from iskander.repository import specs
+from iskander.repository import changes as changes_module
+from iskander.repository import scan, specs
 from iskander.repository.scan import ScannedModel, list_model, list_models, read_settings, stamp_of
 
-ODD = b"caf\xe9.txt"
-"""A name in Latin-1, which is no UTF-8."""
+NON_UTF8 = b"caf\xe9.txt"
+"""A Latin-1 file name that is not valid UTF-8."""
 
 
-def forbid(monkeypatch: pytest.MonkeyPatch, where: Path) -> None:
-    """Let the system refuse everything below a folder, as it does to others than its owner."""
+def deny_access(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Makes system calls below a folder fail, as for users without permissions."""
 
-    def refusing(call: Any) -> Any:
-        def refused(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(path, int) and Path(os.fsdecode(path)).is_relative_to(where):
+    def denying(call: Any) -> Any:
+        def denied(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(path, int) and Path(os.fsdecode(path)).is_relative_to(folder):
                 raise PermissionError(13, "Permission denied", str(path))
             return call(path, *args, **kwargs)
 
-        return refused
+        return denied
 
     for name in ("scandir", "stat"):
-        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+        monkeypatch.setattr(os, name, denying(getattr(os, name)))
 
 
-def test_a_name_that_is_no_utf8_is_a_name_like_others(tmp_path: Path) -> None:
+def test_non_utf8_file_name_is_part_of_the_stamp(tmp_path: Path) -> None:
     folder = scaled(tmp_path / "1", 3)
     before = stamp_of(folder)
-    odd = Path(os.fsdecode(os.fsencode(folder) + b"/" + ODD))
-    odd.write_text("x")
+    extra = Path(os.fsdecode(os.fsencode(folder) + b"/" + NON_UTF8))
+    extra.write_text("x")
     after = stamp_of(folder)
     assert before != after == stamp_of(folder)
-    odd.write_text("longer")
+    extra.write_text("longer")
     assert stamp_of(folder) not in (before, after)
     (folder / "manifest.toml").write_text("format = 1")
     spec = specs.model_spec(0, ModelConfig(name="m", path=str(folder)))
     assert spec.fingerprint.encode()
 
 
-def test_what_may_not_be_read_is_there_and_says_why(
+def test_unreadable_folder_stays_listed_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not taken for gone, and costs the others nothing."""
+    """It does not count as removed, and other models are not affected."""
     folder = Folder(tmp_path / "models")
     for name in ("m", "n"):
         folder.put(name, 1, 3)
         (folder.root / name / "1" / ".complete").touch()
-    whole = list_models(folder.root, ".complete")
+    readable = list_models(folder.root, ".complete")
     with monkeypatch.context() as patched:
-        forbid(patched, folder.root / "m" / "1")
+        deny_access(patched, folder.root / "m" / "1")
         listed = list_models(folder.root, ".complete")
-        assert listed["n"] == whole["n"]
-        assert list(listed["m"].versions) == ["1"] and listed["m"] != whole["m"]
+        assert listed["n"] == readable["n"]
+        assert list(listed["m"].versions) == ["1"] and listed["m"] != readable["m"]
         assert list_model(folder.root, "m", "").versions["1"]
     with monkeypatch.context() as patched:
-        forbid(patched, folder.root / "m")
+        deny_access(patched, folder.root / "m")
         listed = list_models(folder.root, ".complete")
-        assert listed["n"] == whole["n"]
+        assert listed["n"] == readable["n"]
         assert "Permission denied" in listed["m"].error
-    assert list_models(folder.root, ".complete") == whole
+    assert list_models(folder.root, ".complete") == readable
 
 
-def test_settings_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_settings_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "model.toml").write_text("x = " + "[" * 30_000)
     with pytest.raises(ConfigError, match=r"model\.toml"):
         read_settings(tmp_path, "m", Config())
 
 
-def test_settings_that_are_no_plain_file_are_not_waited_for(tmp_path: Path) -> None:
+def test_settings_in_a_fifo_are_rejected_without_blocking(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     os.mkfifo(tmp_path / "m" / "model.toml")
     with pytest.raises(ConfigError, match=r"model\.toml cannot be read: it is not a file"):
         read_settings(tmp_path, "m", Config())
 
 
-def test_settings_that_are_too_large_are_not_read_whole(tmp_path: Path) -> None:
-    """A sparse file takes no room on a disk, and all of it in memory."""
+def test_oversized_settings_are_rejected_without_a_full_read(tmp_path: Path) -> None:
+    """The sparse file has no blocks on disk, but a full read would fill memory."""
     (tmp_path / "m").mkdir()
     with (tmp_path / "m" / "model.toml").open("wb") as file:
         file.truncate(3 << 30)
@@ -107,16 +105,16 @@ def test_settings_that_are_too_large_are_not_read_whole(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("gone", ["listing", "stat"])
-def test_files_that_move_while_they_are_looked_at_are_a_named_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+@pytest.mark.parametrize("failing_call", ["listing", "stat"])
+def test_files_that_vanish_during_inspection_are_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call: str
 ) -> None:
     folder = scaled(tmp_path / "1", 3, TensorProto.INT64)
     (folder / "manifest.toml").write_text("format = 1")
 
-    class Moving(type(folder)):  # type: ignore[misc]
+    class VanishingPath(type(folder)):  # type: ignore[misc]
         def iterdir(self) -> Any:
-            if gone == "listing":
+            if failing_call == "listing":
                 raise FileNotFoundError(2, "No such file or directory")
             yield from super().iterdir()
 
@@ -126,60 +124,62 @@ def test_files_that_move_while_they_are_looked_at_are_a_named_error(
         def stat(self, **_: Any) -> Any:
             raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(specs, "model_file", lambda path, backend: Moving(folder / "model.onnx"))
+    monkeypatch.setattr(
+        specs, "model_file", lambda path, backend: VanishingPath(folder / "model.onnx")
+    )
     with pytest.raises(ConfigError, match="`m`"):
         specs.model_spec(0, ModelConfig(name="m", path=str(folder)))
 
 
-def test_a_look_that_fails_in_an_unknown_way_does_not_end_the_watch(
+def test_unexpected_scan_error_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next change is followed, and the log has what happened."""
-    seen = [KeyError("nobody thought of this"), {"m": ScannedModel("", {"1": "a"})}]
-    told: list[str] = []
+    """The error is logged, and the next change is reported."""
+    scans = [KeyError("unexpected error"), {"m": ScannedModel("", {"1": "a"})}]
+    reported: list[str] = []
 
-    async def two(*_: Any) -> AsyncIterator[None]:
+    async def two_changes(*_: Any) -> AsyncIterator[None]:
         yield
         yield
 
-    def look(*_: Any) -> Any:
-        found = seen[0] if len(seen) == 1 else seen.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def next_scan(*_: Any) -> Any:
+        result = scans[0] if len(scans) == 1 else scans.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
-    monkeypatch.setattr(following, "changes", two)
-    monkeypatch.setattr(following, "list_models", look)
+    monkeypatch.setattr(changes_module, "changes", two_changes)
+    monkeypatch.setattr(changes_module, "list_models", next_scan)
     settings = RepositoryConfig(path=str(tmp_path), settle_ms=10)
-    asyncio.run(following.follow(settings, {}, lambda name, _: told.append(name)))
-    assert told == ["m"]
-    assert "nobody thought of this" in caplog.text
+    asyncio.run(changes_module.follow(settings, {}, lambda name, _: reported.append(name)))
+    assert reported == ["m"]
+    assert "unexpected error" in caplog.text
 
 
-def test_a_name_that_the_watch_does_not_understand_does_not_end_it(
+def test_non_utf8_name_does_not_end_the_watch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What tells of changes knows UTF-8 only; the folder is looked at all the same."""
+    """The watcher library supports only UTF-8 names; the folder is still rescanned."""
 
     async def scenario() -> None:
-        turns = watching.changes(tmp_path, 0.1)
+        watch = changes_module.changes(tmp_path, 0.1)
         number = 0
         async with asyncio.timeout(20):
             while "cannot be watched" not in caplog.text:
                 number += 1
-                Path(os.fsdecode(os.fsencode(tmp_path) + b"/%d" % number + ODD)).touch()
-                await anext(turns)
-            await anext(turns)
-            await anext(turns)
-        await turns.aclose()
+                Path(os.fsdecode(os.fsencode(tmp_path) + b"/%d" % number + NON_UTF8)).touch()
+                await anext(watch)
+            await anext(watch)
+            await anext(watch)
+        await watch.aclose()
 
     asyncio.run(scenario())
 
 
-def test_a_folder_of_models_with_an_odd_entry_is_read(tmp_path: Path) -> None:
+def test_repository_with_unusual_entries_is_listed(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "models")
     folder.put("m", 1, 3)
     (folder.root / "loop").symlink_to(folder.root / "loop")
-    os.mkdir(os.fsencode(folder.root) + b"/" + ODD)
+    os.mkdir(os.fsencode(folder.root) + b"/" + NON_UTF8)
     assert list(list_models(folder.root, "")) == ["m"]
-    assert listing.list_model(folder.root, "loop", "").versions == {}
+    assert scan.list_model(folder.root, "loop", "").versions == {}

@@ -1,4 +1,4 @@
-"""What a start has yet to look at: who waits for it, and for how long."""
+"""Startup barrier: a change of a model waits until startup has begun with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from iskander.repository.repository import StartupBarrier
 
 
 @in_loop
-async def test_a_change_waits_until_the_start_has_begun_with_its_model() -> None:
+async def test_change_waits_until_startup_releases_its_model() -> None:
     barrier = StartupBarrier()
     order: list[str] = []
 
@@ -20,7 +20,7 @@ async def test_a_change_waits_until_the_start_has_begun_with_its_model() -> None
 
     changes = [asyncio.create_task(change(name)) for name in ("a", "b", "unknown")]
     await turns()
-    assert order == []  # The folder is not listed.
+    assert order == []  # The repository is not listed yet.
     barrier.expect("a")
     barrier.expect("b")
     barrier.all_expected()

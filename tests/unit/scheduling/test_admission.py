@@ -1,4 +1,4 @@
-"""Who may join a lane's queue: every refusal with its code, and both sides of every limit."""
+"""Admission to a lane's queue: every rejection with its code, both sides of every limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_MS = 10
 
 
 def open_lane(*, workers: int = 1, is_learned: bool = False, **settings: Any) -> Lane:
-    """A lane with workers; where it has learned its cost, a full batch of 8 takes 10 ms."""
+    """A lane with workers; with `is_learned`, a full batch of 8 rows takes 10 ms."""
     lane = lane_of(rows_max=8, **settings)
     for index in range(workers):
         lane.workers[index + 1] = Worker(SlotPlan(index, 0, (0,), None))
@@ -38,15 +38,15 @@ def open_lane(*, workers: int = 1, is_learned: bool = False, **settings: Any) ->
 
 
 def learn(lane: Lane, row_ns: int, base_ns: int) -> None:
-    """Let the lane's first worker have run some batches, just now."""
+    """Records recent runs of the first worker of a lane."""
     worker = lane.workers[1]
     lane.cost_of(worker)
     for rows in (8, 1, 8, 1, 8):
         lane.on_ran(worker, rows, row_ns * rows + base_ns, NOW)
 
 
-def refusal_of(lane: Lane, rows: int = 1, **terms: Any) -> IskanderError | None:
-    """Why a request that comes now is refused; None: it is not. It does not join."""
+def rejection_of(lane: Lane, rows: int = 1, **terms: Any) -> IskanderError | None:
+    """The rejection of a request that arrives now, or None; it is not queued."""
     try:
         lane.require_open(request_of(lane, rows, arrived_ns=NOW, **terms), NOW)
     except IskanderError as error:
@@ -59,14 +59,14 @@ def refusal_of(lane: Lane, rows: int = 1, **terms: Any) -> IskanderError | None:
 
 
 def code_of(lane: Lane, rows: int = 1, **terms: Any) -> str | None:
-    error = refusal_of(lane, rows, **terms)
+    error = rejection_of(lane, rows, **terms)
     return error and error.code
 
 
-def test_without_a_worker_nobody_is_admitted() -> None:
-    """But where one is being replaced in order, another comes soon."""
+def test_no_admission_without_a_worker() -> None:
+    """Except while a worker is being replaced."""
     lane = open_lane(workers=0)
-    error = refusal_of(lane)
+    error = rejection_of(lane)
     assert error is not None and (error.code, error.retryable) == ("not_ready", True)
     assert error.retry_after_ms
 
@@ -75,22 +75,24 @@ def test_without_a_worker_nobody_is_admitted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "more", "text"),
+    ("settings", "extra_rows", "text"),
     [
         ({"queue_requests": 4}, 1, "4 requests queued"),
         ({"queue_rows": 8}, 2, "8 rows queued"),
         ({"queue_bytes": 64}, 2, "64 bytes queued"),
     ],
 )
-def test_a_full_queue_is_refused(settings: dict[str, int], more: int, text: str) -> None:
-    """By requests, rows or bytes, and one less finds a place."""
+def test_request_to_a_full_queue_is_rejected(
+    settings: dict[str, int], extra_rows: int, text: str
+) -> None:
+    """By requests, rows or bytes; below the limit it is admitted."""
     lane = open_lane(policy="fifo", **settings)
     for _ in range(3):
         put(lane, 2, now_ns=NOW)
     assert code_of(lane, 2) is None
     put(lane, 2, now_ns=NOW)
 
-    error = refusal_of(lane, more)
+    error = rejection_of(lane, extra_rows)
 
     assert error is not None
     assert (error.code, error.retryable) == ("queue_full", True)
@@ -98,27 +100,27 @@ def test_a_full_queue_is_refused(settings: dict[str, int], more: int, text: str)
 
 
 @pytest.mark.parametrize(
-    ("settings", "fits", "too_large"), [({"queue_rows": 9}, 3, 4), ({"queue_bytes": 72}, 3, 4)]
+    ("settings", "fits", "too_many"), [({"queue_rows": 9}, 3, 4), ({"queue_bytes": 72}, 3, 4)]
 )
-def test_rows_and_bytes_of_the_newcomer_count(
-    settings: dict[str, int], fits: int, too_large: int
+def test_rows_and_bytes_of_the_new_request_count(
+    settings: dict[str, int], fits: int, too_many: int
 ) -> None:
     lane = open_lane(policy="fifo", **settings)
     put(lane, 6, now_ns=NOW)
 
     assert code_of(lane, fits) is None
-    assert code_of(lane, too_large) == "queue_full"
+    assert code_of(lane, too_many) == "queue_full"
 
 
-def test_a_client_may_have_only_so_many_outstanding() -> None:
-    """Also while they run; others are not affected; and with an answer there is a place again."""
+def test_outstanding_requests_of_a_client_are_bounded() -> None:
+    """Running requests count, other clients are unaffected, and finished requests do not count."""
     lane = open_lane(client_requests=2)
     first = put(lane, client="a", now_ns=NOW)
     assert code_of(lane, client="a") is None
     put(lane, client="a", now_ns=NOW)
     lane.take(first, 1)
 
-    error = refusal_of(lane, client="a")
+    error = rejection_of(lane, client="a")
     assert error is not None
     assert (error.code, error.retry_after_ms) == ("client_over_share", RETRY_UNKNOWN_MS)
     assert "`a` has 2 requests" in error.message
@@ -128,16 +130,16 @@ def test_a_client_may_have_only_so_many_outstanding() -> None:
     assert code_of(lane, client="a") is None
 
 
-def test_the_name_of_a_client_does_not_make_an_error_long() -> None:
+def test_client_name_is_shortened_in_errors() -> None:
     lane = open_lane(client_requests=1)
     put(lane, client="x" * 128, now_ns=NOW)
-    error = refusal_of(lane, client="x" * 128)
+    error = rejection_of(lane, client="x" * 128)
 
     assert error is not None and "x" * 65 not in error.message
 
 
 @pytest.mark.parametrize(
-    ("settings", "terms", "what"),
+    ("settings", "terms", "text"),
     [
         ({}, {"budget_ms": 0.0}, "deadline passed after 0.0 ms"),
         ({}, {"ttl_ms": 0.0}, "queue time limit passed"),
@@ -153,42 +155,40 @@ def test_the_name_of_a_client_does_not_make_an_error_long() -> None:
         ),
     ],
 )
-def test_whose_time_has_passed_is_refused(
-    settings: dict[str, float], terms: dict[str, float], what: str
+def test_expired_request_is_rejected(
+    settings: dict[str, float], terms: dict[str, float], text: str
 ) -> None:
-    error = refusal_of(open_lane(**settings), **terms)
+    error = rejection_of(open_lane(**settings), **terms)
 
     assert error is not None and error.code == "deadline_exceeded"
-    assert what in error.message
+    assert text in error.message
     assert code_of(open_lane(**settings), **{name: 4.9 for name in terms}) is None
 
 
 @pytest.mark.parametrize(("budget_ms", "code"), [(3.1, None), (2.9, "deadline_unreachable")])
-def test_a_deadline_that_one_run_alone_would_miss_is_unreachable(
-    budget_ms: float, code: str | None
-) -> None:
-    """One row takes 3 ms. Only what has a deadline, and only where the cost is known."""
+def test_deadline_shorter_than_one_run_is_unreachable(budget_ms: float, code: str | None) -> None:
+    """One row takes 3 ms. Applies only with a deadline, a learned cost and `refuse_late`."""
     assert code_of(open_lane(is_learned=True), budget_ms=budget_ms) == code
     assert code_of(open_lane(), budget_ms=budget_ms) is None
     assert code_of(open_lane(is_learned=True)) is None
     assert code_of(open_lane(is_learned=True, refuse_late=False), budget_ms=budget_ms) is None
 
 
-def test_when_the_worker_is_free_is_part_of_it() -> None:
+def test_deadline_is_unreachable_if_the_worker_is_busy_too_long() -> None:
     lane = open_lane(is_learned=True)
     lane.workers[1].busy_until_ns = NOW + 50 * MS
 
     assert code_of(lane, budget_ms=53.1) is None
-    error = refusal_of(lane, budget_ms=43.0)
+    error = rejection_of(lane, budget_ms=43.0)
     assert error is not None and error.code == "deadline_unreachable"
-    # It says by how much it would be late, and by when a retry may find it otherwise.
+    # The hint is the expected lateness.
     assert error.retry_after_ms == pytest.approx(10, abs=1)
 
 
-def test_a_deadline_behind_those_that_run_before_it_is_unreachable() -> None:
-    """Five full batches wait and take 50 ms; by arrival this one would be the sixth.
+def test_deadline_is_unreachable_behind_too_many_queued_rows() -> None:
+    """Five full batches are queued and take 50 ms; in order of arrival this is the sixth.
 
-    What is expected behind others is taken for an eighth more.
+    The estimate behind other requests has a margin of one eighth.
     """
     lane = open_lane(is_learned=True, policy="fifo")
     for _ in range(5):
@@ -198,8 +198,8 @@ def test_a_deadline_behind_those_that_run_before_it_is_unreachable() -> None:
     assert code_of(lane, 8, budget_ms=66.5) == "deadline_unreachable"
 
 
-def test_while_more_comes_than_can_be_done_the_queue_is_kept_shorter() -> None:
-    """After many refusals the same request is one too many; when they end, it is let in again."""
+def test_margin_grows_under_overload_and_shrinks_afterwards() -> None:
+    """After many late requests the same request is rejected; after many timely ones, admitted."""
     lane = open_lane(is_learned=True, policy="fifo")
     for _ in range(5):
         put(lane, 8, now_ns=NOW)
@@ -213,8 +213,8 @@ def test_while_more_comes_than_can_be_done_the_queue_is_kept_shorter() -> None:
     assert code_of(lane, 8, budget_ms=70.0) is None
 
 
-def test_what_runs_after_it_makes_no_deadline_unreachable() -> None:
-    """By deadline this one is the first of all, though five full batches wait."""
+def test_requests_with_later_deadlines_do_not_delay() -> None:
+    """In order of deadlines this request is the first, although five full batches are queued."""
     lane = open_lane(is_learned=True)
     for _ in range(5):
         put(lane, 8, now_ns=NOW)
@@ -222,8 +222,8 @@ def test_what_runs_after_it_makes_no_deadline_unreachable() -> None:
     assert code_of(lane, 8, budget_ms=10.5) is None
 
 
-def test_a_cost_that_is_old_refuses_nothing() -> None:
-    """Where everything is refused nothing runs, and what was learned wrongly would stay."""
+def test_outdated_cost_rejects_no_request() -> None:
+    """If all requests are rejected, nothing runs, and a wrong cost is never corrected."""
     lane = open_lane(is_learned=True)
 
     for later_ns, code in ((PROBE_NS - 1, "deadline_unreachable"), (PROBE_NS, None)):
@@ -234,51 +234,50 @@ def test_a_cost_that_is_old_refuses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "rows", "turns"),
+    ("workers", "rows", "rounds"),
     [(1, 0, 0), (1, 8, 1), (1, 9, 2), (2, 16, 1), (2, 17, 2), (0, 8, 1)],
 )
-def test_a_backlog_drains_in_turns_of_full_batches(workers: int, rows: int, turns: int) -> None:
+def test_backlog_drains_in_full_batches(workers: int, rows: int, rounds: int) -> None:
     backlog = Backlog(cost_of(1 * MS, 2 * MS), workers, 0)
 
-    assert backlog.drain_ns(Rules(8), rows) == pytest.approx(turns * RUN_MS * MS, rel=1e-6)
+    assert backlog.drain_ns(Rules(8), rows) == pytest.approx(rounds * RUN_MS * MS, rel=1e-6)
 
 
-def test_a_small_backlog_takes_what_it_is_run_with() -> None:
+def test_small_backlog_costs_its_padded_size() -> None:
     backlog = Backlog(cost_of(1 * MS, 2 * MS), 1, 0)
 
     assert backlog.drain_ns(Rules(8), 3) == pytest.approx(5 * MS, rel=1e-6)
     assert backlog.drain_ns(Rules(8, sizes=(8,)), 3) == pytest.approx(10 * MS, rel=1e-6)
 
 
-def test_when_to_come_back_grows_with_the_backlog() -> None:
-    """Half of it, by the learned cost; where nothing is known, a moment; never a long time."""
-    waits = []
+def test_retry_hint_grows_with_the_backlog() -> None:
+    """The predicted time to drain half of it."""
+    hints = []
     for requests in (1, 20, 200, 2000):
         limits = {"queue_requests": requests, "client_requests": 10**6}
         lane = open_lane(is_learned=True, policy="fifo", **limits)
         for _ in range(requests):
             put(lane, 2, now_ns=NOW)
-        error = refusal_of(lane)
+        error = rejection_of(lane)
         assert error is not None
-        waits.append(error.retry_after_ms)
+        hints.append(error.retry_after_ms)
 
-    assert waits == sorted(set(waits))
-    assert waits[2] == pytest.approx(400 / 2 / 8 * RUN_MS, rel=0.05)
+    assert hints == sorted(set(hints))
+    assert hints[2] == pytest.approx(400 / 2 / 8 * RUN_MS, rel=0.05)
 
 
-def test_when_to_come_back_is_bounded_and_a_guess_where_nothing_is_known() -> None:
+def test_retry_hint_is_bounded_and_has_a_default_without_a_cost() -> None:
     slow, unknown = open_lane(queue_requests=1), open_lane(queue_requests=1)
     learn(slow, 3_600_000 * MS, MS)
     for lane in (slow, unknown):
         put(lane, now_ns=NOW)
 
-    waits = [error.retry_after_ms for lane in (slow, unknown) if (error := refusal_of(lane))]
+    hints = [error.retry_after_ms for lane in (slow, unknown) if (error := rejection_of(lane))]
 
-    assert waits == [RETRY_MOST_MS, RETRY_UNKNOWN_MS]
+    assert hints == [RETRY_MOST_MS, RETRY_UNKNOWN_MS]
 
 
-def test_each_decision_by_itself() -> None:
-    """The functions that a lane asks, with the plainest of arguments."""
+def test_decision_functions_with_minimal_arguments() -> None:
     lane = open_lane()
     request = request_of(lane, budget_ms=5.0)
 
@@ -300,10 +299,10 @@ def test_each_decision_by_itself() -> None:
         ({"queue_requests": 0}, {"budget_ms": 1000.0}, 0),
     ],
 )
-def test_a_deadline_that_is_refused_for_time_is_counted_as_missed(
+def test_deadline_of_a_request_rejected_as_late_counts_as_missed(
     settings: dict[str, Any], terms: dict[str, float], missed: int
 ) -> None:
-    """And none where there was none, or where only the place was missing."""
+    """Not without a deadline, and not if the queue was full."""
     lane = open_lane(is_learned=True, **settings)
     with pytest.raises(IskanderError):
         lane.require_open(request_of(lane, arrived_ns=NOW, **terms), NOW)

@@ -1,4 +1,4 @@
-"""Which requests make the next batch, and why it is closed there."""
+"""Batch formation: selected requests, and the reason to close the batch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ WAITING = st.builds(
 )
 RULES = st.builds(
     lambda sizes, rows_max, preferred, *rest: Rules(
-        most := sizes[-1] if sizes else rows_max,
+        largest := sizes[-1] if sizes else rows_max,
         sizes,
-        tuple(size for size in preferred if size <= most),
+        tuple(size for size in preferred if size <= largest),
         *rest,
     ),
     st.sampled_from([(), (), (4, 32)]),
@@ -63,7 +63,7 @@ EXPECTED = st.lists(
     st.sampled_from([0, NOW - MS, NOW + 5 * MS]),
     EXPECTED,
 )
-def test_what_holds_for_every_batch(
+def test_invariants_of_every_batch(
     requests: list[Request],
     rules: Rules,
     cost: CostModel,
@@ -73,88 +73,88 @@ def test_what_holds_for_every_batch(
     queue = queue_of(*requests)
     begin_ns = max(NOW, free_ns)
 
-    def surely(rows: int) -> int:
+    def run_limit_ns(rows: int) -> int:
         return surely_ns(cost.predict_ns(rules.run_rows(rows)))
 
     batch = form(queue, rules, cost, now_ns=NOW, free_ns=free_ns, expected=expected)
 
     queue.validate()
     taken = [request for request, _ in batch.picks]
-    hopeless = [
+    late = [
         request
         for request in batch.doomed
-        if begin_ns + surely(min(request.rows, rules.rows_max)) > request.deadline_ns
+        if begin_ns + run_limit_ns(min(request.rows, rules.rows_max)) > request.deadline_ns
     ]
     assert rules.may_doom or not batch.doomed
-    if hopeless != batch.doomed or {*taken} & {*hopeless}:
-        require_given_up(batch, requests)
-        hopeless = []
-    # In the queue's order, with nobody left out but those who would be late even alone.
-    kept = [request for request in requests if request not in hopeless]
-    # Those of other shapes than the first are passed over.
-    fitting = [request for request in kept if request.shape == kept[0].shape]
-    assert taken == fitting[: len(taken)] and (taken or not kept)
+    if late != batch.doomed or {*taken} & {*late}:
+        require_valid_rejection(batch, requests)
+        late = []
+    # In queue order; only requests that are late even alone are left out.
+    kept = [request for request in requests if request not in late]
+    # Requests of other shapes than the first are skipped.
+    matching = [request for request in kept if request.shape == kept[0].shape]
+    assert taken == matching[: len(taken)] and (taken or not kept)
     if not taken:
         return
-    # Rows are counted, and only what is larger than any batch is split.
+    # Only requests larger than the largest batch are split.
     assert sum(rows_of(batch)) == batch.rows <= rules.rows_max
     assert rows_of(batch) == [min(request.rows, rules.rows_max) for request in taken]
     assert len({request.shape for request in taken}) == 1
     assert len(taken) == 1 or not any(request.is_alone for request in taken)
     earliest_ns = min(request.deadline_ns for request in taken)
     if len(taken) > 1 and cost.samples:
-        assert earliest_ns == NEVER_NS or begin_ns + surely(batch.rows) <= earliest_ns
-    # Kept only where it is not closed or its worker is busy, and never so long that a deadline
-    # would be missed, however late the timer is.
+        assert earliest_ns == NEVER_NS or begin_ns + run_limit_ns(batch.rows) <= earliest_ns
+    # Only an open batch, or one of a busy worker, is held, and a late timer does not make it miss
+    # its earliest deadline.
     assert batch.hold_ns == 0 or batch.hold_ns > NOW
-    if batch.hold_ns and not batch.is_kept:
+    if batch.hold_ns and not batch.reserves_worker:
         assert batch.reason in (Reason.LINGER, Reason.IDLE) and taken == kept
         timer_ns = LATE_NS if rules.linger_ns else EXPECTED_LATE_NS
-        late_ns = batch.hold_ns + surely(batch.rows) * bool(cost.samples)
+        late_ns = batch.hold_ns + run_limit_ns(batch.rows) * bool(cost.samples)
         assert earliest_ns == NEVER_NS or late_ns + timer_ns * bool(cost.samples) <= earliest_ns
 
 
-def require_given_up(batch: Formed, requests: list[Request]) -> None:
-    """Only from a batch that goes now and was closed by a deadline; those that are due first."""
+def require_valid_rejection(batch: Formed, requests: list[Request]) -> None:
+    """Only a batch that is sent now and closed by a deadline; the earliest deadlines only."""
     assert (batch.reason, batch.hold_ns) == (Reason.DEADLINE, 0)
-    left = [request for request in requests if request not in batch.doomed]
+    remaining = [request for request in requests if request not in batch.doomed]
     last_ns = max(request.deadline_ns for request in batch.doomed)
-    assert left and last_ns <= min(request.deadline_ns for request in left)
+    assert remaining and last_ns <= min(request.deadline_ns for request in remaining)
 
 
 @pytest.mark.parametrize("rules", [{"has_shapes": True}, {"linger_ns": MS}])
-def test_requests_of_other_shapes_are_passed_over(rules: dict[str, Any]) -> None:
+def test_requests_of_other_shapes_are_skipped(rules: dict[str, Any]) -> None:
     batch = formed(queue_of(*(waiting(n + 1, shape=n % 2) for n in range(6))), **rules)
     assert (rows_of(batch), batch.reason, batch.hold_ns) == ([1, 3, 5], Reason.SHAPE, 0)
 
 
-def test_rows_are_counted_and_not_requests() -> None:
+def test_batch_size_counts_rows() -> None:
     assert rows_of(formed(queue_of(30, 30, 4, 1))) == [30, 30, 4]
     assert rows_of(formed(queue_of(*[1] * 100))) == [1] * 64
 
 
 @pytest.mark.parametrize(("rows", "taken"), [(64, [64]), (65, [64]), (200, [64]), (63, [63])])
-def test_only_what_is_larger_than_any_batch_is_split(rows: int, taken: list[int]) -> None:
+def test_only_requests_larger_than_the_largest_batch_are_split(rows: int, taken: list[int]) -> None:
     assert rows_of(formed(queue_of(rows))) == taken
-    # Behind another it waits for a batch of its own, whole.
+    # Behind another request it waits whole for a later batch.
     assert rows_of(formed(queue_of(2, rows, 1))) == [2]
 
 
-def test_of_a_split_request_the_next_piece_is_taken() -> None:
+def test_split_request_continues_with_its_next_rows() -> None:
     request = waiting(150)
     queue = queue_of(request, 10)
-    pieces = []
+    batches = []
     while request.is_waiting:
         batch = formed(queue)
-        pieces.append([(each.rows, rows) for each, rows in batch.picks])
+        batches.append([(each.rows, rows) for each, rows in batch.picks])
         for each, rows in batch.picks:
             queue.take(each, rows)
 
-    assert pieces == [[(150, 64)], [(150, 64)], [(150, 22), (10, 10)]]
+    assert batches == [[(150, 64)], [(150, 64)], [(150, 22), (10, 10)]]
 
 
 @pytest.mark.parametrize(
-    ("requests", "more", "reason"),
+    ("requests", "options", "reason"),
     [
         ([64], {}, Reason.FULL),
         ([60, 5], {}, Reason.FULL),
@@ -167,44 +167,44 @@ def test_of_a_split_request_the_next_piece_is_taken() -> None:
         ([1, waiting(due_ns=NOW + span_ns(1))], {"cost": COST}, Reason.DEADLINE),
     ],
 )
-def test_why_a_batch_was_closed(requests: list[Any], more: dict[str, Any], reason: Reason) -> None:
-    batch = formed(queue_of(*requests), **more)
+def test_reason_to_close_a_batch(
+    requests: list[Any], options: dict[str, Any], reason: Reason
+) -> None:
+    batch = formed(queue_of(*requests), **options)
 
     assert (batch.reason, batch.hold_ns, batch.doomed) == (reason, 0, [])
 
 
 def test_every_reason_has_a_case() -> None:
-    (cases,) = (mark.args[1] for mark in test_why_a_batch_was_closed.pytestmark)
+    (cases,) = (mark.args[1] for mark in test_reason_to_close_a_batch.pytestmark)
 
     assert {reason for _, _, reason in cases} == set(Reason)
 
 
-@pytest.mark.parametrize(("early_ns", "taken"), [(0, 2), (1, 1)])
-def test_the_earliest_deadline_is_kept(early_ns: int, taken: int) -> None:
-    """Both sides: two rows are just in time; the first request's own deadline, or the second's."""
-    due = NOW + span_ns(2) - early_ns
+@pytest.mark.parametrize(("late_by_ns", "taken"), [(0, 2), (1, 1)])
+def test_earliest_deadline_closes_the_batch(late_by_ns: int, taken: int) -> None:
+    """Both sides: two rows are just in time for the deadline of either request."""
+    due = NOW + span_ns(2) - late_by_ns
 
     assert len(formed(queue_of(waiting(due_ns=due), 1), cost=COST).picks) == taken
     assert len(formed(queue_of(1, waiting(due_ns=due)), cost=COST).picks) == taken
 
 
-def test_where_nothing_is_known_deadlines_close_nothing() -> None:
+def test_deadlines_close_no_batch_without_a_learned_cost() -> None:
     batch = formed(queue_of(waiting(due_ns=NOW + 1), waiting(due_ns=NOW + 1)))
 
     assert (len(batch.picks), batch.doomed) == (2, [])
 
 
-@pytest.mark.parametrize(("early_ns", "is_doomed"), [(1, True), (0, False)])
-def test_what_would_be_late_in_a_batch_of_its_own_is_left_out(
-    early_ns: int, is_doomed: bool
-) -> None:
-    due_ns = NOW + span_ns(1) - early_ns
-    doomed, fine = waiting(due_ns=due_ns), waiting()
+@pytest.mark.parametrize(("late_by_ns", "is_doomed"), [(1, True), (0, False)])
+def test_request_that_is_late_even_alone_is_doomed(late_by_ns: int, is_doomed: bool) -> None:
+    due_ns = NOW + span_ns(1) - late_by_ns
+    doomed, timely = waiting(due_ns=due_ns), waiting()
 
-    batch = formed(queue_of(fine, doomed), cost=COST)
+    batch = formed(queue_of(timely, doomed), cost=COST)
     assert (batch.doomed == [doomed]) is is_doomed
     assert formed(queue_of(waiting(due_ns=due_ns)), cost=COST, may_doom=False).doomed == []
-    # When the worker is free is part of it.
+    # The time until the worker is free counts.
     request = waiting(due_ns=due_ns + 10 * MS)
     later = formed(queue_of(request), cost=COST, free_ns=NOW + 10 * MS)
     assert (later.doomed == [request]) is is_doomed
@@ -223,36 +223,32 @@ def test_what_would_be_late_in_a_batch_of_its_own_is_left_out(
         ([40, 1], [40]),
     ],
 )
-def test_a_batch_is_closed_at_the_largest_preferred_size_that_waits(
-    rows: list[int], taken: list[int]
-) -> None:
+def test_batch_is_closed_at_the_largest_preferred_size(rows: list[int], taken: list[int]) -> None:
     batch = formed(queue_of(*rows), preferred=(8, 16))
 
     assert rows_of(batch) == taken
     assert batch.reason == (Reason.IDLE if rows == [1] * 7 else Reason.FULL)
 
 
-def test_a_batch_whose_rows_cost_much_more_than_itself_is_full() -> None:
-    """Eight times its base and trip; with sizes to fill up to there is nothing to save."""
-    dear = cost_of(100_000, 101_000)
+def test_batch_is_full_when_its_rows_cost_much_more_than_its_base() -> None:
+    """Eight times its base, transport included; with fixed sizes there is nothing to save."""
+    costly = cost_of(100_000, 101_000)
 
-    assert rows_of(formed(queue_of(*[1] * 40), cost=dear)) == [1] * 20
-    assert rows_of(formed(queue_of(*[1] * 40), cost=dear, sizes=(64,))) == [1] * 40
+    assert rows_of(formed(queue_of(*[1] * 40), cost=costly)) == [1] * 20
+    assert rows_of(formed(queue_of(*[1] * 40), cost=costly, sizes=(64,))) == [1] * 40
 
 
 @pytest.mark.parametrize(
     ("rows", "run_rows"), [(1, 4), (4, 4), (5, 16), (16, 16), (17, 64), (64, 64)]
 )
-def test_a_batch_is_filled_up_to_the_next_size(rows: int, run_rows: int) -> None:
+def test_batch_is_padded_to_the_next_size(rows: int, run_rows: int) -> None:
     assert Rules(64, sizes=(4, 16, 64)).run_rows(rows) == run_rows
     assert Rules(64).run_rows(rows) == rows
 
 
-@pytest.mark.parametrize(("early_ns", "doomed"), [(1, 1), (0, 0)])
-def test_a_deadline_is_held_against_what_is_run_and_not_what_was_asked_for(
-    early_ns: int, doomed: int
-) -> None:
-    """Five rows are run as sixty-four."""
-    request = waiting(5, due_ns=NOW + span_ns(64) - early_ns)
+@pytest.mark.parametrize(("late_by_ns", "doomed"), [(1, 1), (0, 0)])
+def test_deadline_is_compared_with_the_padded_run(late_by_ns: int, doomed: int) -> None:
+    """Five rows are padded to 64."""
+    request = waiting(5, due_ns=NOW + span_ns(64) - late_by_ns)
 
     assert len(formed(queue_of(request), cost=COST, sizes=(4, 64)).doomed) == doomed

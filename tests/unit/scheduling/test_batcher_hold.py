@@ -1,4 +1,4 @@
-"""Until when a batch is kept: to linger, for an expected client, until its worker is free."""
+"""Hold of a batch: to linger, for an expected request, or until its worker is nearly free."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from iskander.scheduling.batcher import EXPECTED_LATE_NS, LATE_NS, LEAD_NS, LEAD
 from iskander.scheduling.cost import LEARNED_SAMPLES, CostModel
 
 AFTER = NOW + span_ns(1) + COST.predict_ns(1)
-"""When a run of one more row would end, after a batch of one that goes now."""
+"""End of a run of one more row, after a batch of one row that is sent now."""
 SOON = NOW + BASE // 2
 LATE = (SOON, AFTER - 1)
-"""A client that comes soon, and would be late by a nanosecond in a run of its own."""
+"""An expected request that would be 1 ns late in a separate run."""
 TIMELY = (SOON, AFTER)
 
 
-def test_linger_holds_until_the_oldest_has_waited_so_long() -> None:
+def test_linger_counts_from_the_oldest_request() -> None:
     queue = queue_of(waiting(queued_ns=NOW - MS), waiting(queued_ns=NOW - 2 * MS))
 
     assert formed(queue, linger_ns=5 * MS).hold_ns == NOW + 3 * MS
@@ -42,7 +42,7 @@ def test_linger_holds_until_the_oldest_has_waited_so_long() -> None:
 
 
 def test_linger_leaves_time_for_the_run_before_the_earliest_deadline() -> None:
-    """Both sides: the next nanosecond it goes."""
+    """Both sides, by 1 ns."""
     queue = queue_of(waiting(due_ns=NOW + 5 * MS), 1)
     latest_ns = NOW + 5 * MS - span_ns(2) - LATE_NS
 
@@ -53,77 +53,75 @@ def test_linger_leaves_time_for_the_run_before_the_earliest_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "late_ns"),
+    ("options", "late_ns"),
     [({"linger_ns": 50 * MS}, LATE_NS), ({"expected": [LATE]}, EXPECTED_LATE_NS)],
     ids=["linger", "expected"],
 )
-def test_what_was_held_is_still_in_time_when_the_timer_fires(
-    more: dict[str, Any], late_ns: int
-) -> None:
-    """As late as timers are, with the row of the client that came meanwhile."""
+def test_held_batch_is_in_time_with_a_late_timer(options: dict[str, Any], late_ns: int) -> None:
+    """The timer is as late as possible, and the expected request has arrived."""
     request = waiting(due_ns=SOON + span_ns(2) + late_ns)
-    held = formed(queue_of(request), cost=COST, **more)
+    held = formed(queue_of(request), cost=COST, **options)
     assert held.hold_ns >= SOON
 
-    others = [waiting()] * ("expected" in more)
+    others = [waiting()] * ("expected" in options)
     batch = formed(
         queue_of(waiting(due_ns=request.deadline_ns), *others),
         cost=COST,
-        **more,
+        **options,
         now_ns=held.hold_ns + late_ns,
     )
 
     assert (batch.doomed, batch.hold_ns, len(batch.picks)) == ([], 0, 1 + len(others))
 
 
-def test_where_nothing_is_known_linger_does_not_last_until_the_deadline() -> None:
+def test_linger_ends_before_the_deadline_without_a_learned_cost() -> None:
     batch = formed(queue_of(waiting(due_ns=NOW + 5 * MS)), linger_ns=50 * MS)
 
     assert NOW < batch.hold_ns < NOW + 5 * MS
 
 
 @pytest.mark.parametrize(("client", "hold_ns"), [(LATE, SOON), (TIMELY, 0)])
-def test_a_client_is_waited_for_only_where_it_would_be_late_otherwise(
+def test_batch_is_held_only_for_a_client_that_would_be_late_otherwise(
     client: tuple[int, int], hold_ns: int
 ) -> None:
-    """If it had to wait for this batch and then for a run of its own; both sides."""
+    """Late: if it waited for this batch and then for a separate run; both sides."""
     batch = formed(queue_of(waiting(due_ns=FAR)), cost=COST, expected=[client])
 
-    assert (batch.hold_ns, batch.reason, batch.is_kept) == (hold_ns, Reason.IDLE, False)
+    assert (batch.hold_ns, batch.reason, batch.reserves_worker) == (hold_ns, Reason.IDLE, False)
 
 
 @pytest.mark.parametrize(("early_ns", "hold_ns"), [(0, SOON), (1, 0)])
-def test_nothing_that_is_due_waits_for_one_that_is_expected(early_ns: int, hold_ns: int) -> None:
-    """With the other's row in it the run could end after the deadline, by a nanosecond."""
+def test_no_hold_that_risks_the_deadline_of_a_request(early_ns: int, hold_ns: int) -> None:
+    """With the expected row the run could end 1 ns after the deadline; both sides."""
     due_ns = SOON + EXPECTED_LATE_NS + span_ns(2) - early_ns
     batch = formed(queue_of(waiting(due_ns=due_ns)), cost=COST, expected=[LATE])
     assert (batch.hold_ns, len(batch.picks), batch.doomed) == (hold_ns, 1, [])
 
 
 @pytest.mark.parametrize(("early_ns", "is_held"), [(0, True), (1, False)])
-def test_the_earliest_deadline_of_all_in_a_batch_counts(early_ns: int, is_held: bool) -> None:
+def test_earliest_deadline_in_the_batch_limits_the_hold(early_ns: int, is_held: bool) -> None:
     due_ns = SOON + EXPECTED_LATE_NS + span_ns(4) - early_ns
     queue = queue_of(waiting(due_ns=FAR), waiting(), waiting(due_ns=due_ns))
 
     assert bool(formed(queue, cost=COST, expected=[LATE]).hold_ns) is is_held
 
 
-@pytest.mark.parametrize("before", [0, 1, 5])
+@pytest.mark.parametrize("earlier", [0, 1, 5])
 @pytest.mark.parametrize(("early_ns", "hold_ns"), [(0, SOON), (1, 0)])
-def test_with_those_who_are_expected_before_everybody_is_in_time(
-    before: int, early_ns: int, hold_ns: int
+def test_hold_accounts_for_requests_that_are_expected_earlier(
+    earlier: int, early_ns: int, hold_ns: int
 ) -> None:
-    """They will be in the batch too, though it is not held for them."""
-    due_ns = SOON + EXPECTED_LATE_NS + span_ns(2 + before) - early_ns
-    expected = [(SOON - 10 + index, FAR) for index in range(before)]
+    """They join the batch too, although it is not held for them."""
+    due_ns = SOON + EXPECTED_LATE_NS + span_ns(2 + earlier) - early_ns
+    expected = [(SOON - 10 + index, FAR) for index in range(earlier)]
 
     batch = formed(queue_of(waiting(due_ns=due_ns)), cost=COST, expected=[*expected, LATE])
 
     assert (batch.hold_ns, batch.doomed) == (hold_ns, [])
 
 
-def test_the_first_who_would_be_late_is_waited_for() -> None:
-    """And when it has come, or is not to come any more, the next."""
+def test_hold_is_for_the_first_client_that_would_be_late() -> None:
+    """After its arrival, or its expected time, the hold is for the next one."""
     queue = queue_of(waiting(due_ns=FAR))
     later = (SOON + 7, AFTER - 1)
 
@@ -134,8 +132,8 @@ def test_the_first_who_would_be_late_is_waited_for() -> None:
     assert formed(queue, cost=COST, expected=[TIMELY]).hold_ns == 0
 
 
-def test_nobody_is_waited_for_who_would_be_late_all_the_same() -> None:
-    """Both sides: it comes soon, and is due just when the batch with its row would end."""
+def test_no_hold_for_a_client_that_would_be_late_anyway() -> None:
+    """Both sides: its deadline is the end of the batch with its row, or 1 ns earlier."""
     queue = queue_of(waiting(due_ns=FAR))
     due_ns = SOON + span_ns(2)
 
@@ -144,8 +142,8 @@ def test_nobody_is_waited_for_who_would_be_late_all_the_same() -> None:
         assert batch.hold_ns == hold_ns
 
 
-def test_nobody_is_waited_for_whose_moment_has_passed() -> None:
-    """Both sides, and on the way to it."""
+def test_no_hold_after_the_expected_time() -> None:
+    """Both sides, and earlier."""
     queue = queue_of(waiting(due_ns=FAR))
 
     for now_ns, hold_ns in ((NOW + 1, SOON), (SOON - 1, SOON), (SOON, 0), (SOON + 1, 0)):
@@ -154,8 +152,8 @@ def test_nobody_is_waited_for_whose_moment_has_passed() -> None:
 
 
 @pytest.mark.parametrize(("rows_max", "is_held"), [(4, True), (3, False)])
-def test_nobody_is_waited_for_whose_row_would_find_no_place(rows_max: int, is_held: bool) -> None:
-    """With one who is expected before; both sides."""
+def test_no_hold_if_the_expected_row_does_not_fit(rows_max: int, is_held: bool) -> None:
+    """Together with a request that is expected earlier; both sides."""
     batch = formed(
         queue_of(waiting(2, due_ns=FAR)),
         cost=COST,
@@ -167,7 +165,7 @@ def test_nobody_is_waited_for_whose_row_would_find_no_place(rows_max: int, is_he
 
 
 @pytest.mark.parametrize("requests", [[1], [1, 1], [waiting(is_alone=True)]])
-def test_only_requests_with_deadlines_wait_for_one_that_is_expected(requests: list[Any]) -> None:
+def test_no_hold_for_requests_without_a_deadline(requests: list[Any]) -> None:
     assert formed(queue_of(*requests), cost=COST, expected=[LATE]).hold_ns == 0
 
 
@@ -180,14 +178,14 @@ def test_only_requests_with_deadlines_wait_for_one_that_is_expected(requests: li
         [waiting(due_ns=FAR, is_alone=True)],
         [waiting(due_ns=FAR), waiting(due_ns=NOW + span_ns(1))],
     ],
-    ids=["full", "shape", "alone behind", "alone", "deadline"],
+    ids=["full", "shape", "alone second", "alone", "deadline"],
 )
-def test_what_is_closed_waits_for_nobody(requests: list[Any]) -> None:
+def test_closed_batch_is_not_held(requests: list[Any]) -> None:
     assert formed(queue_of(*requests), cost=COST, expected=[LATE]).hold_ns == 0
 
 
 @pytest.mark.parametrize("samples", range(LEARNED_SAMPLES + 1))
-def test_nobody_is_waited_for_by_a_cost_that_is_not_learned(samples: int) -> None:
+def test_no_hold_before_the_cost_is_learned(samples: int) -> None:
     """Both sides of the number of runs."""
     cost = CostModel()
     for rows in (1, 16, 1, 16)[:samples]:
@@ -198,16 +196,16 @@ def test_nobody_is_waited_for_by_a_cost_that_is_not_learned(samples: int) -> Non
     assert bool(batch.hold_ns) is (samples == LEARNED_SAMPLES)
 
 
-def test_a_worker_that_is_free_before_the_client_comes_waits_for_it_too() -> None:
-    """No batch goes to it ahead of time then; both sides."""
+def test_batch_of_a_busy_worker_is_held_for_a_client_expected_later() -> None:
+    """The batch is not sent ahead of time then; both sides."""
     queue = queue_of(waiting(due_ns=FAR))
     at_ns = NOW + 2 * MS
 
     for free_ns, is_held in ((at_ns - 1, True), (at_ns, False)):
         batch = formed(queue, cost=COST, free_ns=free_ns, expected=[(at_ns, at_ns + 2 * BASE)])
         assert (batch.hold_ns == at_ns) is is_held
-        assert batch.is_kept is not is_held
-    # Whether it would be late is reckoned from when the worker is free.
+        assert batch.reserves_worker is not is_held
+    # Lateness counts from the time at which the worker is free.
     due_ns = NOW + MS + span_ns(1) + COST.predict_ns(1)
     at_ns = NOW + MS + BASE // 2
     for early_ns in (0, 1):
@@ -216,14 +214,14 @@ def test_a_worker_that_is_free_before_the_client_comes_waits_for_it_too() -> Non
         assert (batch.hold_ns == at_ns) is bool(early_ns)
 
 
-def test_a_batch_that_gains_by_growing_is_kept_until_its_worker_is_nearly_free() -> None:
+def test_growing_batch_is_kept_until_its_worker_is_nearly_free() -> None:
     free_ns = NOW + 10 * MS
     kept_ns = free_ns - LEAD_NS - int(LEAD_SHARE * COST.predict_ns(1))
     queue = queue_of(1)
 
     for now_ns, hold_ns in ((NOW, kept_ns), (kept_ns - 1, kept_ns), (kept_ns, 0)):
         batch = formed(queue, cost=COST, free_ns=free_ns, now_ns=now_ns)
-        assert (batch.hold_ns, batch.is_kept) == (hold_ns, bool(hold_ns))
+        assert (batch.hold_ns, batch.reserves_worker) == (hold_ns, bool(hold_ns))
 
 
 @pytest.mark.parametrize(
@@ -235,20 +233,20 @@ def test_a_batch_that_gains_by_growing_is_kept_until_its_worker_is_nearly_free()
         ([waiting(is_alone=True)], COST),
         ([waiting(), waiting(shape=1)], COST),
     ],
-    ids=["full", "unknown", "dear rows", "alone", "closed"],
+    ids=["full", "unknown", "costly rows", "alone", "closed"],
 )
-def test_a_batch_that_gains_nothing_goes_ahead_of_time(
+def test_batch_that_gains_nothing_is_sent_ahead_of_time(
     requests: list[Any], cost: CostModel
 ) -> None:
     assert formed(queue_of(*requests), cost=cost, free_ns=NOW + 10 * MS).hold_ns == 0
 
 
-def test_one_with_a_deadline_is_kept_though_its_rows_are_dear() -> None:
-    """One that is due sooner may come, and the worker could not begin before."""
+def test_batch_with_a_deadline_is_kept_despite_costly_rows() -> None:
+    """A request with an earlier deadline may arrive before the worker can begin."""
     cost, free_ns = cost_of(MS, MS), NOW + 10 * MS
     batch = formed(queue_of(waiting(2, due_ns=NOW + 50 * MS)), cost=cost, free_ns=free_ns)
 
-    assert NOW < batch.hold_ns < free_ns and batch.is_kept
+    assert NOW < batch.hold_ns < free_ns and batch.reserves_worker
 
 
 @pytest.mark.parametrize(
@@ -260,9 +258,9 @@ def test_one_with_a_deadline_is_kept_though_its_rows_are_dear() -> None:
     ],
     ids=["full", "shape", "deadline"],
 )
-def test_one_with_a_deadline_is_kept_though_it_is_closed(requests: list[Any]) -> None:
-    """For the same reason; and nobody in it is given up before it has to go."""
+def test_batch_with_a_deadline_is_kept_although_it_is_closed(requests: list[Any]) -> None:
+    """For the same reason; none of its requests is doomed before it must be sent."""
     batch = formed(queue_of(*requests), cost=COST, free_ns=NOW + 10 * MS)
 
-    assert NOW < batch.hold_ns < NOW + 10 * MS and batch.is_kept
+    assert NOW < batch.hold_ns < NOW + 10 * MS and batch.reserves_worker
     assert (batch.doomed, rows_of(batch)) == ([], [requests[0].rows])

@@ -1,4 +1,4 @@
-"""What batches cost, learned from runs: noise, outliers, one size only, and lasting changes."""
+"""Cost model learned from runs: noise, outliers, a single batch size, lasting changes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ROW_NS, BASE_NS = 2_000, 150_000
 def runs(
     seed: int, *, factor: float = 1.0, noise: float = 0.1, outliers: float = 0.0
 ) -> Iterator[tuple[int, int]]:
-    """Runs of mixed sizes without end."""
-    chance = random.Random(seed)
+    """Endless runs of mixed sizes."""
+    rng = random.Random(seed)
     while True:
-        rows = chance.choice(SIZES)
-        run_ns = factor * (ROW_NS * rows + BASE_NS) * chance.uniform(1 - noise, 1 + noise)
-        yield rows, int(run_ns * (50 if chance.random() < outliers else 1))
+        rows = rng.choice(SIZES)
+        run_ns = factor * (ROW_NS * rows + BASE_NS) * rng.uniform(1 - noise, 1 + noise)
+        yield rows, int(run_ns * (50 if rng.random() < outliers else 1))
 
 
 def learned(seed: int, count: int = 100) -> CostModel:
@@ -33,14 +33,14 @@ def learned(seed: int, count: int = 100) -> CostModel:
     return cost
 
 
-def test_before_the_first_run_nothing_is_known() -> None:
+def test_prediction_is_zero_before_the_first_run() -> None:
     cost = CostModel()
 
     assert (cost.predict_ns(1), cost.predict_ns(1000), cost.samples) == (0, 0, 0)
 
 
-def test_the_first_run_is_expected_again() -> None:
-    """And something of it is the batch's: more rows are expected to cost more, but not as many."""
+def test_first_run_is_the_first_prediction() -> None:
+    """A part of it is the fixed cost: more rows cost more, but less than in proportion."""
     cost = CostModel()
     cost.observe(10, 1_000_000)
 
@@ -49,7 +49,7 @@ def test_the_first_run_is_expected_again() -> None:
     assert 0 < cost.predict_ns(1) < 1_000_000
 
 
-def test_exact_runs_of_two_sizes_tell_both_parts() -> None:
+def test_exact_runs_of_two_sizes_give_both_parts() -> None:
     cost = CostModel()
     for rows in (1, 100, 1, 100, 1, 100):
         cost.observe(rows, ROW_NS * rows + BASE_NS)
@@ -59,7 +59,7 @@ def test_exact_runs_of_two_sizes_tell_both_parts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_both_parts_are_found_in_noisy_runs_of_mixed_sizes(seed: int) -> None:
+def test_both_parts_are_learned_from_noisy_runs(seed: int) -> None:
     cost = learned(seed, 200)
 
     assert cost.row_ns == pytest.approx(ROW_NS, rel=0.15)
@@ -69,7 +69,7 @@ def test_both_parts_are_found_in_noisy_runs_of_mixed_sizes(seed: int) -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 10**9), st.integers(1, 80))
-def test_one_size_only_passes_through_the_mean(rows: int, run_ns: int, count: int) -> None:
+def test_single_size_predicts_the_mean(rows: int, run_ns: int, count: int) -> None:
     cost = CostModel()
     for _ in range(count):
         cost.observe(rows, run_ns)
@@ -78,33 +78,39 @@ def test_one_size_only_passes_through_the_mean(rows: int, run_ns: int, count: in
     assert cost.row_ns * rows == pytest.approx(cost.base_ns, rel=1e-6)
 
 
-def ratios(seed: int, *, calm: int) -> list[float]:
-    """Expectations over costs, while one run in twenty takes fifty times as long."""
-    cost, source, found = learned(seed, calm), runs(seed, noise=0.0, outliers=0.05), []
+def ratios(seed: int, *, runs_before: int) -> list[float]:
+    """Predictions divided by costs, while one run in twenty takes fifty times as long."""
+    cost, source, observed_ratios = (
+        learned(seed, runs_before),
+        runs(seed, noise=0.0, outliers=0.05),
+        [],
+    )
     for count in range(1000):
         cost.observe(*next(source))
         if count >= 20:
-            found.append(cost.predict_ns(16) / (ROW_NS * 16 + BASE_NS))
-    return found
+            observed_ratios.append(cost.predict_ns(16) / (ROW_NS * 16 + BASE_NS))
+    return observed_ratios
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_one_run_in_twenty_that_takes_fifty_times_as_long_changes_little(seed: int) -> None:
-    """Never more than twice what a batch costs, and less than half more on average."""
-    found = ratios(seed, calm=20)
+def test_outliers_change_the_prediction_little(seed: int) -> None:
+    """Predictions stay below twice the cost, and below 1.5 times on average."""
+    observed_ratios = ratios(seed, runs_before=20)
 
-    assert min(found) > 0.8 and max(found) < 2.0
-    assert sum(found) / len(found) < 1.5
+    assert min(observed_ratios) > 0.8 and max(observed_ratios) < 2.0
+    assert sum(observed_ratios) / len(observed_ratios) < 1.5
 
 
-def test_an_outlier_among_the_first_runs_changes_as_little() -> None:
+def test_early_outliers_change_the_prediction_little() -> None:
     for seed in range(20):
-        found = ratios(seed, calm=0)
-        assert max(found) < 2.0 and sum(found) / len(found) < 1.5, seed
+        observed_ratios = ratios(seed, runs_before=0)
+        assert max(observed_ratios) < 2.0 and sum(observed_ratios) / len(observed_ratios) < 1.5, (
+            seed
+        )
 
 
-def test_a_first_run_that_was_slow_is_soon_forgotten() -> None:
-    """Memory was touched for the first time, code was made: fifty times the usual."""
+def test_slow_first_run_is_soon_forgotten() -> None:
+    """Page faults and compilation can make it fifty times slower."""
     cost = CostModel()
     cost.observe(1, 50_000_000)
     for _ in range(5):
@@ -114,18 +120,18 @@ def test_a_first_run_that_was_slow_is_soon_forgotten() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 2, 5])
-def test_a_lasting_change_is_learned_within_thirty_runs(factor: float) -> None:
-    """To within a quarter: another model of machine, a neighbour that came to stay."""
+def test_lasting_change_is_learned_within_thirty_runs(factor: float) -> None:
+    """To within a quarter. Example: another process loads the machine."""
     cost = learned(1)
     for _, run in zip(range(30), runs(2, factor=factor), strict=False):
         cost.observe(*run)
 
-    wanted = factor * (ROW_NS * 16 + BASE_NS)
-    assert cost.predict_ns(16) == pytest.approx(wanted, rel=0.25)
+    expected = factor * (ROW_NS * 16 + BASE_NS)
+    assert cost.predict_ns(16) == pytest.approx(expected, rel=0.25)
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 2, 5, 10])
-def test_a_lasting_change_is_learned(factor: float) -> None:
+def test_lasting_change_is_learned(factor: float) -> None:
     cost = learned(1)
     for _, run in zip(range(600), runs(2, factor=factor), strict=False):
         cost.observe(*run)
@@ -134,8 +140,8 @@ def test_a_lasting_change_is_learned(factor: float) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 1 << 20), st.integers(-5, 1 << 45)), min_size=1))
-def test_no_runs_whatever_make_a_cost_negative(observed: list[tuple[int, int]]) -> None:
-    """Nor one that falls with the rows; and each run counts."""
+def test_cost_is_never_negative(observed: list[tuple[int, int]]) -> None:
+    """It does not decrease with the rows, and each run counts."""
     cost = CostModel()
     for rows, run_ns in observed:
         cost.observe(rows, run_ns)
@@ -145,7 +151,7 @@ def test_no_runs_whatever_make_a_cost_negative(observed: list[tuple[int, int]]) 
     assert cost.samples == len(observed)
 
 
-def test_large_batches_that_are_faster_than_small_ones_have_no_negative_slope() -> None:
+def test_faster_large_batches_give_no_negative_slope() -> None:
     cost = CostModel()
     for _ in range(LEARNED_SAMPLES + 1):
         cost.observe(1, 1_000_000)
@@ -162,7 +168,7 @@ def test_repr_shows_both_parts() -> None:
     assert repr(cost) == "<CostModel 50 ns x rows + 500 ns>"
 
 
-def test_the_slowest_run_is_known_after_enough_runs_and_forgotten_slowly() -> None:
+def test_slowest_run_is_known_after_enough_runs_and_forgotten_slowly() -> None:
     cost = CostModel()
     for _ in range(HANG_SAMPLES - 1):
         cost.observe(4, 1000)

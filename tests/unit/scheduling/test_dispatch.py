@@ -1,7 +1,7 @@
-"""Dispatch: who gets which batch, and who is told what became of it; exactly once.
+"""Dispatcher: batches for workers, and exactly one result or error for each request.
 
-The workers are real but for their processes: this process stands for each of them, on a clock of
-the test's own (`support/simulation.py`).
+Workers are real except for their processes, which are simulated on a virtual clock
+(`support/simulation.py`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def worker(gateway: Simulation) -> SimulatedWorker:
     return gateway.start()
 
 
-def ask(gateway: Simulation, *rows: int, lane: int = 0) -> list[tuple[Request, RecordingCaller]]:
-    """Requests that come in one turn of the loop; what can be sent has been when this returns."""
-    asked = [gateway.ask(lane, each, first=100 * index) for index, each in enumerate(rows)]
+def submit(gateway: Simulation, *rows: int, lane: int = 0) -> list[tuple[Request, RecordingCaller]]:
+    """Submits requests in one loop iteration, and runs it."""
+    submitted = [
+        gateway.submit_rows(lane, each, first=100 * index) for index, each in enumerate(rows)
+    ]
     gateway.loop.turn()
-    return asked
+    return submitted
 
 
 def values_of(caller: RecordingCaller) -> list[int]:
@@ -45,34 +47,34 @@ def values_of(caller: RecordingCaller) -> list[int]:
     return np.frombuffer(result, np.int64).tolist()
 
 
-def is_right(asked: tuple[Request, RecordingCaller], first: int) -> bool:
-    """It has exactly the rows that it asked with."""
-    request, caller = asked
-    wanted = list(range(first, first + request.rows))
-    return not caller.errors and values_of(caller)[: request.rows] == wanted
+def has_own_rows(submitted: tuple[Request, RecordingCaller], first: int) -> bool:
+    """Whether the results are exactly the rows of the request."""
+    request, caller = submitted
+    expected = list(range(first, first + request.rows))
+    return not caller.errors and values_of(caller)[: request.rows] == expected
 
 
 def rows_of(execute: Execute) -> list[int]:
     return [each.rows for each in execute.slices]
 
 
-def test_a_request_goes_to_a_worker_as_it_lies_in_the_arenas(
-    gateway: Simulation, worker: SimulatedWorker
-) -> None:
-    ((request, _),) = ask(gateway, 5, lane=1)
+def test_execute_message_refers_to_the_arenas(gateway: Simulation, worker: SimulatedWorker) -> None:
+    ((request, _),) = submit(gateway, 5, lane=1)
 
-    (flight,) = worker.in_flight.values()
-    wanted = Slice(request.body_offset, 5, 0, 5, flight.output.offset)
-    assert worker.sent == [Execute(1, 1, 5, (wanted,))]
-    assert [part.request for part in flight.parts] == [request]
+    (batch,) = worker.in_flight.values()
+    expected = Slice(request.body_offset, 5, 0, 5, batch.output.offset)
+    assert worker.sent == [Execute(1, 1, 5, (expected,))]
+    assert [part.request for part in batch.parts] == [request]
     assert not len(gateway.lanes[1].queue) and request.running == 1
 
 
-def test_what_comes_in_one_turn_goes_in_one_batch_and_one_frame(
+def test_requests_of_one_loop_iteration_share_batches_and_one_frame(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """Nothing goes out before the turn is over; and three batches' rows go as two, in order."""
-    asked = [gateway.ask(0, rows, first=100 * index) for index, rows in enumerate((3, 4, 1, 6))]
+    """Nothing is sent before the iteration ends; four requests fill two batches, in order."""
+    submitted = [
+        gateway.submit_rows(0, rows, first=100 * index) for index, rows in enumerate((3, 4, 1, 6))
+    ]
     assert worker.sent == []
 
     gateway.loop.turn()
@@ -81,41 +83,41 @@ def test_what_comes_in_one_turn_goes_in_one_batch_and_one_frame(
     assert worker.wire.frames == 1
     for execute in list(worker.sent):
         gateway.done(worker, execute)
-    assert all(is_right(each, 100 * index) for index, each in enumerate(asked))
+    assert all(has_own_rows(each, 100 * index) for index, each in enumerate(submitted))
     assert gateway.is_clean()
 
 
-def test_a_request_larger_than_a_batch_is_answered_whole(
+def test_request_larger_than_a_batch_is_split_and_reassembled(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """Its pieces come back in another order, beside rows of others."""
-    large, small = ask(gateway, 20, 3)
+    """Its batches complete out of order, and one has rows of another request."""
+    large, small = submit(gateway, 20, 3)
     gateway.done(worker, worker.sent[1])
-    assert large[1].told == 0
+    assert large[1].outcome_count == 0
     for execute in (worker.sent[0], worker.sent[2]):
         gateway.done(worker, execute)
 
     assert [rows_of(execute) for execute in worker.sent] == [[8], [8], [4, 3]]
-    assert is_right(large, 0) and is_right(small, 100)
+    assert has_own_rows(large, 0) and has_own_rows(small, 100)
     assert len(large[1].results[0]) == gateway.lanes[0].layout(20).output_bytes
     assert gateway.is_clean()
 
 
-def test_a_batch_is_filled_up_to_what_the_model_is_run_with() -> None:
+def test_batch_is_padded_to_the_next_size() -> None:
     with Simulation(lane_of(0, rows_max=16, pad_to=(4, 16))) as gateway:
         worker = gateway.start()
-        asked = ask(gateway, 2, 3)
+        submitted = submit(gateway, 2, 3)
         gateway.done(worker, worker.sent[0])
 
         assert (worker.sent[0].rows, rows_of(worker.sent[0])) == (16, [2, 3])
-        assert is_right(asked[0], 0) and is_right(asked[1], 100)
+        assert has_own_rows(submitted[0], 0) and has_own_rows(submitted[1], 100)
         assert gateway.lanes[0].metrics.batch_rows.sum == 5
 
 
-def test_results_are_delivered_and_everything_is_given_back(
+def test_results_are_delivered_and_resources_released(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    ((request, caller),) = ask(gateway, 4)
+    ((request, caller),) = submit(gateway, 4)
 
     gateway.done(worker, worker.sent[0])
 
@@ -127,10 +129,10 @@ def test_results_are_delivered_and_everything_is_given_back(
 
 
 @pytest.mark.parametrize("code", ["contract", "limit", "internal", "cancelled"])
-def test_a_failure_is_told_by_its_code_and_everything_is_given_back(
+def test_failed_batch_gives_its_error_code_and_releases_resources(
     gateway: Simulation, worker: SimulatedWorker, code: str
 ) -> None:
-    ((_, caller),) = ask(gateway, 2)
+    ((_, caller),) = submit(gateway, 2)
     gateway.dispatcher.on_failed(worker, Failed(worker.sent[0].batch_id, code, "no"))
 
     assert caller.codes == [code]
@@ -139,40 +141,40 @@ def test_a_failure_is_told_by_its_code_and_everything_is_given_back(
 
 
 @pytest.mark.parametrize("code", ["execution_failed", "contract", "limit"])
-def test_what_failed_together_is_tried_again_alone_and_only_the_guilty_is_told(
+def test_requests_of_a_failed_batch_are_retried_one_by_one(
     gateway: Simulation, worker: SimulatedWorker, code: str
 ) -> None:
-    """The third of four has a value that the model, or a vocabulary before it, refuses."""
+    """The model, or a vocabulary before it, rejects a value of the third of four requests."""
     worker.reference = lambda values: code if 200 in values else None
     worker.play()
-    asked = ask(gateway, 2, 2, 2, 2)
+    submitted = submit(gateway, 2, 2, 2, 2)
     gateway.loop.run(100 * MS)
 
     assert [rows_of(execute) for execute in worker.sent] == [[2, 2, 2, 2], [2], [2], [2], [2]]
-    assert asked[2][1].codes == [code]
-    assert all(is_right(asked[index], 100 * index) for index in (0, 1, 3))
+    assert submitted[2][1].codes == [code]
+    assert all(has_own_rows(submitted[index], 100 * index) for index in (0, 1, 3))
     assert gateway.lanes[0].counts["retried"] == 4 and gateway.is_clean()
 
 
-def test_of_a_split_request_that_fails_every_piece_is_forgotten(
+def test_failed_split_request_drops_all_its_parts(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """One piece is done, one fails, and the third is still to be sent."""
-    ((request, caller),) = ask(gateway, 24)
+    """One part is done, one fails, and the third is queued."""
+    ((request, caller),) = submit(gateway, 24)
     gateway.dispatcher.on_failed(worker, Failed(worker.sent[0].batch_id, "execution_failed", "no"))
     assert caller.codes == ["execution_failed"]
     assert request.lease is not None, "a worker still reads it"
 
     gateway.done(worker, worker.sent[1])
 
-    assert len(worker.sent) == 2 and caller.told == 1 and gateway.is_clean()
+    assert len(worker.sent) == 2 and caller.outcome_count == 1 and gateway.is_clean()
 
 
-def test_credits_bound_what_is_sent(gateway: Simulation, worker: SimulatedWorker) -> None:
-    """One more goes out for each one that comes back, and no more."""
-    asked = ask(gateway, *[8] * (CREDITS + 3))
+def test_credits_bound_sent_batches(gateway: Simulation, worker: SimulatedWorker) -> None:
+    """Each completed batch permits one more."""
+    submitted = submit(gateway, *[8] * (CREDITS + 3))
     assert len(worker.sent) == gateway.dispatcher.in_flight == CREDITS
-    assert list(gateway.lanes[0].queue) == [request for request, _ in asked[CREDITS:]]
+    assert list(gateway.lanes[0].queue) == [request for request, _ in submitted[CREDITS:]]
 
     gateway.done(worker, worker.sent[0])
 
@@ -180,76 +182,76 @@ def test_credits_bound_what_is_sent(gateway: Simulation, worker: SimulatedWorker
     assert [execute.batch_id for execute in worker.sent] == list(range(1, CREDITS + 2))
 
 
-def test_work_is_spread_over_the_workers(gateway: Simulation) -> None:
-    """Most credits first: everyone has one batch before anyone has two."""
+def test_batches_are_spread_over_the_workers(gateway: Simulation) -> None:
+    """Most credits first: each worker gets one batch before any gets two."""
     workers = [gateway.start() for _ in range(3)]
 
-    ask(gateway, 8, 8, 8)
+    submit(gateway, 8, 8, 8)
     assert [len(worker.sent) for worker in workers] == [1, 1, 1]
-    ask(gateway, *[8] * 6)
+    submit(gateway, *[8] * 6)
     assert [len(worker.sent) for worker in workers] == [2, 2, 2]
     assert len(gateway.lanes[0].queue) == 3
 
 
-def test_a_lane_that_cannot_send_does_not_hold_back_another(gateway: Simulation) -> None:
+def test_blocked_lane_does_not_block_another(gateway: Simulation) -> None:
     busy, free = gateway.start(0), gateway.start(1)
-    ask(gateway, *[8] * (CREDITS + 1))
+    submit(gateway, *[8] * (CREDITS + 1))
 
-    ask(gateway, 1, lane=1)
+    submit(gateway, 1, lane=1)
 
     assert len(busy.sent) == CREDITS
     assert [execute.model for execute in free.sent] == [1]
 
 
-def test_a_worker_gets_only_models_that_it_has(gateway: Simulation) -> None:
+def test_worker_serves_only_lanes_of_its_models(gateway: Simulation) -> None:
     gateway.start(0)
 
     assert gateway.lanes[0].is_ready and not gateway.lanes[1].is_ready
     with pytest.raises(NotReady):
-        gateway.ask(1)
+        gateway.submit_rows(1)
 
 
-def test_a_full_output_arena_waits_for_what_comes_back() -> None:
-    """There is a credit, but no room for results; the room that comes back is used."""
+def test_batch_waits_for_space_in_the_output_arena() -> None:
+    """The worker has a credit, but no space for results until a batch completes."""
     with Simulation(lane_of(0, rows_max=1024)) as gateway:
         worker = gateway.start(output_bytes=2 * GRAIN_BYTES)
-        ask(gateway, 1024, 1024)
+        submit(gateway, 1024, 1024)
         assert (len(worker.sent), worker.credits) == (1, CREDITS - 1)
 
         gateway.done(worker, worker.sent[0])
         assert len(worker.sent) == 2
 
 
-def test_a_batch_has_no_more_requests_than_their_results_have_room() -> None:
-    """Each request's results are rounded up, so that many small ones take more than one large."""
+def test_batch_is_limited_by_the_output_arena() -> None:
+    """Results are rounded up for each request, so many small ones need more than one large."""
     with Simulation(lane_of(0, rows_max=1024)) as gateway:
         worker = gateway.start(output_bytes=GRAIN_BYTES)
-        asked = ask(gateway, *[1] * 100)
+        submitted = submit(gateway, *[1] * 100)
         assert rows_of(worker.sent[0]) == [1] * (GRAIN_BYTES // 64)
         worker.play()
         gateway.loop.run(100 * MS)
 
-        assert all(is_right(each, 100 * index) for index, each in enumerate(asked))
+        assert all(has_own_rows(each, 100 * index) for index, each in enumerate(submitted))
 
 
-def test_a_full_output_arena_of_one_worker_is_no_reason_to_wait_for_it() -> None:
-    """Both workers have one credit left, and only the second has room for the results."""
+def test_batch_goes_to_another_worker_if_an_output_arena_is_full() -> None:
+    """Both workers have one credit left; only the second has space for the results."""
     with Simulation(lane_of(0, rows_max=1024)) as gateway:
         full = gateway.start(output_bytes=2 * GRAIN_BYTES)
-        ask(gateway, 1024)
+        submit(gateway, 1024)
         other = gateway.start()
-        ask(gateway, 1024)
+        submit(gateway, 1024)
         assert (full.credits, other.credits) == (CREDITS - 1, CREDITS - 1)
-        ask(gateway, 1024)
+        submit(gateway, 1024)
 
         assert (len(full.sent), len(other.sent)) == (1, 2)
 
 
 @pytest.mark.parametrize("kind", ["done", "failed"])
-def test_a_late_message_is_counted_and_dropped(gateway: Simulation, kind: str) -> None:
-    """A batch that is not in flight at this worker, though it is at another: nothing happens."""
+def test_late_message_is_counted_and_dropped(gateway: Simulation, kind: str) -> None:
+    """The batch is in flight at another worker, or at none."""
     first, second = gateway.start(), gateway.start()
-    asked = ask(gateway, 8, 8)
+    submitted = submit(gateway, 8, 8)
     (execute,) = second.sent
 
     for batch_id in (execute.batch_id, 0, 99):
@@ -259,49 +261,47 @@ def test_a_late_message_is_counted_and_dropped(gateway: Simulation, kind: str) -
             gateway.dispatcher.on_failed(first, Failed(batch_id, "contract", "no"))
 
     assert gateway.dispatcher.counts["late_messages"] == 3
-    assert [caller.told for _, caller in asked] == [0, 0]
+    assert [caller.outcome_count for _, caller in submitted] == [0, 0]
     assert first.credits == second.credits == CREDITS - 1
 
 
-def test_an_answer_that_comes_twice_is_late_the_second_time(
-    gateway: Simulation, worker: SimulatedWorker
-) -> None:
-    ((_, caller),) = ask(gateway, 1)
+def test_duplicate_response_is_late(gateway: Simulation, worker: SimulatedWorker) -> None:
+    ((_, caller),) = submit(gateway, 1)
     for _ in range(2):
         gateway.done(worker, worker.sent[0])
 
-    assert caller.told == 1 and worker.credits == CREDITS
+    assert caller.outcome_count == 1 and worker.credits == CREDITS
     assert gateway.dispatcher.counts["late_messages"] == 1
 
 
-def test_a_caller_that_cannot_take_its_results_costs_nobody_else_anything(
+def test_exception_in_deliver_does_not_affect_other_requests(
     gateway: Simulation, worker: SimulatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[object] = []
     # A kept traceback would hold a view of the arena.
     monkeypatch.setattr(dispatch.log, "exception", lambda *args: logged.append(args))
-    (bad, good) = ask(gateway, 1, 1)
+    (bad, good) = submit(gateway, 1, 1)
 
-    def refuse(*_: object) -> None:
+    def fail_to_deliver(*_: object) -> None:
         raise ValueError("no")
 
-    bad[1].deliver = refuse  # type: ignore[method-assign]
+    bad[1].deliver = fail_to_deliver  # type: ignore[method-assign]
     gateway.done(worker, worker.sent[0])
 
-    assert bad[1].codes == ["internal"] and is_right(good, 100)
+    assert bad[1].codes == ["internal"] and has_own_rows(good, 100)
     assert gateway.is_clean()
     assert len(logged) == 1
 
 
-def test_what_has_expired_is_refused_and_never_sent(
+def test_expired_request_is_rejected_and_never_sent(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """While it waits for a credit, at the moment that its client named; the others go on."""
-    ask(gateway, 8, 8)
-    _, timely = gateway.ask(0, 1, ttl_ms=50.0)
-    _, late = gateway.ask(0, 1, ttl_ms=5.0)
+    """It expires while it waits for a credit; the other requests are unaffected."""
+    submit(gateway, 8, 8)
+    _, timely = gateway.submit_rows(0, 1, ttl_ms=50.0)
+    _, late = gateway.submit_rows(0, 1, ttl_ms=5.0)
     gateway.loop.run(4 * MS)
-    assert (timely.told, late.told) == (0, 0)
+    assert (timely.outcome_count, late.outcome_count) == (0, 0)
     gateway.loop.run(2 * MS)
 
     assert (timely.codes, late.codes) == ([], ["deadline_exceeded"])
@@ -310,13 +310,13 @@ def test_what_has_expired_is_refused_and_never_sent(
     assert rows_of(worker.sent[-1]) == [1] and len(gateway.input_arena.arena) == 2
 
 
-def test_what_cannot_be_in_time_any_more_is_refused_when_its_turn_comes(
+def test_request_that_cannot_meet_its_deadline_is_rejected_at_its_turn(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """It was admitted while nothing was known of the model's cost: 10 ms."""
+    """It was admitted before the cost of the model, 10 ms, was learned."""
     worker.cost = lambda execute: 10 * MS
-    ask(gateway, 8, 8)
-    _, doomed = gateway.ask(0, 1, budget_ms=5.0)
+    submit(gateway, 8, 8)
+    _, doomed = gateway.submit_rows(0, 1, budget_ms=5.0)
     gateway.loop.turn()
     gateway.done(worker, worker.sent[0])
 
@@ -324,70 +324,70 @@ def test_what_cannot_be_in_time_any_more_is_refused_when_its_turn_comes(
     assert len(worker.sent) == 2 and len(gateway.input_arena.arena) == 1
 
 
-def test_what_nobody_will_come_back_to_is_refused(
+def test_reject_queued_rejects_the_requests_of_one_lane(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """Only of the lane that was named; both have requests that wait."""
-    ask(gateway, *[8] * CREDITS)
-    ((_, refused),) = ask(gateway, 1)
-    ((_, kept),) = ask(gateway, 1, lane=1)
+    submit(gateway, *[8] * CREDITS)
+    ((_, rejected),) = submit(gateway, 1)
+    ((_, kept),) = submit(gateway, 1, lane=1)
 
     gateway.dispatcher.reject_queued(gateway.lanes[0], NotReady("gone", retry_after_ms=1))
 
-    assert (refused.codes, kept.codes) == (["not_ready"], [])
-    assert refused.errors[0].retry_after_ms is not None
+    assert (rejected.codes, kept.codes) == (["not_ready"], [])
+    assert rejected.errors[0].retry_after_ms is not None
     assert len(gateway.lanes[1].queue) == 1 and len(gateway.input_arena.arena) == CREDITS + 1
 
 
-def test_a_client_that_is_answered_may_ask_again(
+def test_outstanding_count_falls_with_every_outcome(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """What is outstanding of a client falls with every kind of end."""
-    asked = [gateway.ask(0, 8, client="a")[0] for _ in range(4)]
+    submitted = [gateway.submit_rows(0, 8, client="a")[0] for _ in range(4)]
     gateway.loop.turn()
     assert gateway.lanes[0].outstanding == {"a": 4}
     gateway.done(worker, worker.sent[0])
     gateway.dispatcher.on_failed(worker, Failed(worker.sent[1].batch_id, "contract", "no"))
-    for request in asked[2:]:
+    for request in submitted[2:]:
         gateway.dispatcher.withdraw(request)
 
     assert gateway.lanes[0].outstanding == {}
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_due_first_goes_first_whichever_worker_is_free(seed: int) -> None:
-    """Full batches, so that each goes by itself; two workers of different speed."""
+def test_earliest_deadline_is_sent_first_to_any_free_worker(seed: int) -> None:
+    """Full batches, so that each request is sent alone; the workers differ in speed."""
     draw = random.Random(seed)
     with Simulation(lane_of(0, rows_max=8)) as gateway:
         workers = [gateway.start(), gateway.start()]
         gateway.loop.run(10 * MS)
         for _ in range(2 * CREDITS):
-            gateway.ask(0, 8)
+            gateway.submit_rows(0, 8)
         gateway.loop.turn()
-        asked = [gateway.ask(0, 8, budget_ms=draw.uniform(1000, 2000))[0] for _ in range(40)]
+        submitted = [
+            gateway.submit_rows(0, 8, budget_ms=draw.uniform(1000, 2000))[0] for _ in range(40)
+        ]
         gateway.loop.turn()
         for worker, run_ns in zip(workers, (3 * MS, 7 * MS), strict=True):
             worker.cost = lambda execute, run_ns=run_ns: run_ns
             worker.play()
         gateway.loop.run(1000 * MS)
 
-        places = {request.body_offset: request for request in asked}
+        by_offset = {request.body_offset: request for request in submitted}
         sent = sorted((e for w in workers for e in w.ran), key=lambda execute: execute.batch_id)
-        order = [places[e.slices[0].input_offset] for e in sent[2 * CREDITS :]]
-        assert order == sorted(asked, key=lambda request: request.deadline_ns)
+        order = [by_offset[e.slices[0].input_offset] for e in sent[2 * CREDITS :]]
+        assert order == sorted(submitted, key=lambda request: request.deadline_ns)
         assert all(len(worker.ran) > CREDITS for worker in workers)
 
 
 @pytest.mark.parametrize(("base_ns", "first"), [(10_000, 1), (1_000_000, 3)])
-def test_an_idle_worker_begins_at_once_where_batches_are_brief(base_ns: int, first: int) -> None:
-    """The rest of the turn goes together; where a batch is costly, all of it does."""
+def test_idle_worker_gets_a_brief_batch_at_once(base_ns: int, first: int) -> None:
+    """The other requests of the iteration share a batch; costly batches wait for all of them."""
     with Simulation(lane_of(0, rows_max=64)) as gateway:
         worker = gateway.start()
         for rows in (1, 16, 1, 16):
             gateway.lanes[0].cost_of(worker)
             gateway.lanes[0].on_ran(worker, rows, base_ns + 1000 * rows, gateway.loop.now_ns)
         for _ in range(3):
-            gateway.ask(0, 1)
+            gateway.submit_rows(0, 1)
         assert [len(e.slices) for e in worker.sent] == ([1] if first == 1 else [])
         gateway.loop.turn()
 

@@ -1,4 +1,4 @@
-"""A fair queue: the backlog of one source delays its own requests, and nobody else's for long."""
+"""Fair queue: a backlog of one source delays other sources only briefly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATTACKER, INNOCENT = Source(connection=1), Source(connection=2)
 
 
 class Queue:
-    """A fair queue whose ranks are given, by default in the order of arrival."""
+    """A fair queue with given ranks, by default in order of arrival."""
 
     def __init__(self, quantum_rows: int = 1) -> None:
         self.queue = WaitingQueue(is_fair=True)
@@ -39,13 +39,13 @@ class Queue:
 
     def put(self, source: Source, rows: int = 1, rank: float | None = None) -> Request:
         self.number += 1
-        request = self.newcomer(source, rows, self.number if rank is None else rank)
+        request = self.new_request(source, rows, self.number if rank is None else rank)
         request.number = self.number
         self.queue.put(request)
         self.queue.validate()
         return request
 
-    def newcomer(self, source: Source, rows: int = 1, rank: float = 0) -> Request:
+    def new_request(self, source: Source, rows: int = 1, rank: float = 0) -> Request:
         request = request_of(LANE, rows, source=source)
         request.rank, request.expires_ns = rank, NEVER_NS
         return request
@@ -56,16 +56,16 @@ class Queue:
         self.queue.validate()
         return request
 
-    def rows_until(self, wanted: Request, rows: int = 1 << 30) -> int:
-        """Rows that are served before the first of a request."""
+    def rows_until(self, target: Request, rows: int = 1 << 30) -> int:
+        """Rows that are served before the first row of a request."""
         before = 0
-        while next(iter(self.queue)) is not wanted:
+        while next(iter(self.queue)) is not target:
             before += min(next(iter(self.queue)).waiting_rows, rows)
             self.serve(rows)
         return before
 
 
-def test_a_backlog_delays_only_its_own_source() -> None:
+def test_backlog_delays_only_its_own_source() -> None:
     queue = Queue()
     for _ in range(100):
         queue.put(ATTACKER, 64)
@@ -75,8 +75,8 @@ def test_a_backlog_delays_only_its_own_source() -> None:
     assert queue.rows_until(late) == 0
 
 
-def test_a_source_with_one_request_waits_for_little_of_many_backlogs() -> None:
-    """Ten sources with a hundred large requests each: it does not wait for one of each."""
+def test_single_request_waits_for_little_of_many_backlogs() -> None:
+    """Ten sources have a hundred large requests each; it does not wait for one of each."""
     queue = Queue(quantum_rows=64)
     for number in range(1000):
         queue.put(Source(connection=100 + number % 10), 64)
@@ -87,8 +87,8 @@ def test_a_source_with_one_request_waits_for_little_of_many_backlogs() -> None:
     assert queue.rows_until(late) <= 2 * 64
 
 
-def test_within_a_share_ranks_decide() -> None:
-    """Sources that are not ahead of their share are served by deadline, whoever they are."""
+def test_rank_decides_within_the_share() -> None:
+    """Sources that are not ahead of their share are served by deadline."""
     queue = Queue(quantum_rows=100)
     second = queue.put(ATTACKER, rank=20)
     third = queue.put(Source(connection=3), rank=30)
@@ -97,15 +97,15 @@ def test_within_a_share_ranks_decide() -> None:
     assert [queue.serve() for _ in range(3)] == [first, second, third]
 
 
-def test_a_source_serves_its_own_requests_by_rank() -> None:
+def test_requests_of_one_source_are_served_by_rank() -> None:
     queue = Queue()
     later, sooner = queue.put(ATTACKER, rank=2), queue.put(ATTACKER, rank=1)
 
     assert [queue.serve(), queue.serve()] == [sooner, later]
 
 
-def test_no_deadline_buys_more_than_a_round() -> None:
-    """A source whose requests are always the most urgent has its share and a round."""
+def test_urgency_gains_at_most_one_round() -> None:
+    """A source whose requests are always the most urgent gets its share plus one round."""
     queue, served = Queue(quantum_rows=8), {ATTACKER: 0, INNOCENT: 0}
     for _ in range(200):
         queue.put(ATTACKER, rank=0)
@@ -118,7 +118,7 @@ def test_no_deadline_buys_more_than_a_round() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=2, max_size=5))
-def test_backlogged_sources_get_the_same_rows(sizes: list[list[int]]) -> None:
+def test_backlogged_sources_get_equal_rows(sizes: list[list[int]]) -> None:
     queue, served = Queue(), dict.fromkeys((Source(connection=n) for n in range(len(sizes))), 0)
     for source, each in zip(served, sizes, strict=True):
         for number in range(60):
@@ -130,8 +130,8 @@ def test_backlogged_sources_get_the_same_rows(sizes: list[list[int]]) -> None:
         assert max(served.values()) - min(served.values()) <= max(map(max, sizes)) + 1
 
 
-def test_a_tenant_has_one_share_whatever_it_connects() -> None:
-    """Nine connections of one token get as much as the one of another."""
+def test_tenant_has_one_share_for_all_its_connections() -> None:
+    """Nine connections of one token get as much as one connection of another."""
     queue, served = Queue(), {"many": 0, "one": 0}
     for number in range(9 * 60):
         queue.put(Source("many", number % 9))
@@ -143,7 +143,7 @@ def test_a_tenant_has_one_share_whatever_it_connects() -> None:
     assert abs(served["many"] - served["one"]) <= 10
 
 
-def test_who_was_away_has_saved_nothing() -> None:
+def test_idle_source_saves_up_no_share() -> None:
     queue = Queue()
     for _ in range(60):
         queue.put(ATTACKER)
@@ -157,8 +157,8 @@ def test_who_was_away_has_saved_nothing() -> None:
     assert 4 <= order.count(INNOCENT) <= 6
 
 
-def test_who_had_more_does_not_lose_that_by_an_empty_queue() -> None:
-    """A source that always has one request waiting is not a newcomer each time."""
+def test_source_stays_charged_after_its_queue_is_empty() -> None:
+    """A source with one queued request at a time does not count as new each time."""
     queue, served = Queue(), {ATTACKER: 0, INNOCENT: 0}
     for _ in range(40):
         queue.put(INNOCENT)
@@ -172,7 +172,7 @@ def test_who_had_more_does_not_lose_that_by_an_empty_queue() -> None:
     assert served[ATTACKER] <= served[INNOCENT] + 2 * 8
 
 
-def test_an_endless_series_of_new_sources_does_not_starve_a_backlog() -> None:
+def test_new_sources_do_not_starve_a_backlog() -> None:
     queue, served = Queue(), 0
     for _ in range(50):
         queue.put(ATTACKER)
@@ -183,7 +183,7 @@ def test_an_endless_series_of_new_sources_does_not_starve_a_backlog() -> None:
     assert served >= 10
 
 
-def test_sources_that_are_away_are_remembered_up_to_a_number() -> None:
+def test_number_of_remembered_idle_sources_is_bounded() -> None:
     shares = FairShare()
     busy = shares.enter(INNOCENT)
     for number in range(2 * SOURCES_MAX):
@@ -196,31 +196,31 @@ def test_sources_that_are_away_are_remembered_up_to_a_number() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=40), st.integers(0, 4))
-def test_the_rows_before_a_newcomer_are_not_underestimated_by_more_than_a_request(
+def test_rows_before_is_low_by_at_most_one_request_per_source(
     waiting: list[tuple[int, int]], served: int
 ) -> None:
-    """What late refusal goes by, against what is then served."""
+    """Compares the estimate for late rejections with the rows that are served."""
     queue = Queue(quantum_rows=5)
     for connection, rows in waiting:
         queue.put(Source(connection=connection), rows)
     for _ in range(min(served, len(waiting))):
         queue.serve()
-    newcomer = queue.newcomer(INNOCENT, rank=queue.number + 1)
-    expected = queue.queue.rows_before(newcomer)
-    newcomer.number = queue.number + 1
-    queue.queue.put(newcomer)
+    new_request = queue.new_request(INNOCENT, rank=queue.number + 1)
+    expected = queue.queue.rows_before(new_request)
+    new_request.number = queue.number + 1
+    queue.queue.put(new_request)
 
-    before = queue.rows_until(newcomer)
+    before = queue.rows_until(new_request)
 
     assert before <= expected + 5 * 9
 
 
-def test_a_fair_queue_is_not_filled_by_one_source() -> None:
-    """By requests; what is left is for others, and for each of them a part."""
+def test_one_source_cannot_fill_a_fair_queue() -> None:
+    """The rest is reserved for others, a part for each of them."""
     lane = lane_of(queue_requests=900, client_requests=10_000)
     lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
-    taken = dict.fromkeys(range(20), 0)
-    for connection in taken:
+    admitted = dict.fromkeys(range(20), 0)
+    for connection in admitted:
         while True:
             request = request_of(lane, source=Source(connection=connection))
             try:
@@ -228,16 +228,16 @@ def test_a_fair_queue_is_not_filled_by_one_source() -> None:
             except QueueFull:
                 break
             lane.put(request, 0)
-            taken[connection] += 1
+            admitted[connection] += 1
 
-    assert taken[0] == 800
-    assert all(taken[connection] for connection in taken if connection < 3)
-    assert sum(taken.values()) < 900
+    assert admitted[0] == 800
+    assert all(admitted[connection] for connection in admitted if connection < 3)
+    assert sum(admitted.values()) < 900
     with pytest.raises(QueueFull, match="are reserved for other clients"):
         lane.require_open(request_of(lane, source=Source(connection=0)), 0)
 
 
-def test_nobody_gives_way_to_a_source_that_holds_more() -> None:
+def test_source_that_holds_more_evicts_only_its_own_requests() -> None:
     lane = lane_of(queue_requests=128, client_requests=10_000, overflow="drop_oldest")
     innocent = put(lane, source=INNOCENT)
     for _ in range(200):
@@ -251,7 +251,7 @@ def learned(row_ns: int, base_ns: int) -> CostModel:
     return cost_of(row_ns, base_ns)
 
 
-def test_a_slice_is_as_long_as_it_may_be_or_worth_its_batch() -> None:
+def test_slice_rows_follow_from_the_learned_cost() -> None:
     assert slice_rows(CostModel()) == 0
     assert slice_rows(learned(1000, 1)) == pytest.approx(SLICE_NS / 1000, rel=0.01)
     assert slice_rows(learned(1000, 10 * MS)) == pytest.approx(10 * MS / 1000, rel=0.01)
@@ -260,7 +260,7 @@ def test_a_slice_is_as_long_as_it_may_be_or_worth_its_batch() -> None:
     assert not is_brief(CostModel(), 1)
 
 
-def test_whose_requests_are_brief_is_known_for_a_while() -> None:
+def test_sources_of_brief_requests_are_remembered_for_a_limited_time() -> None:
     brief = BriefRequests()
     assert not brief.has_other(ATTACKER, 0)
     brief.note(ATTACKER, 0)
@@ -282,8 +282,8 @@ def sliced_lane() -> tuple[Lane, Worker]:
     return lane, worker
 
 
-def test_a_large_request_runs_in_slices_while_others_send_brief_ones() -> None:
-    """And as one where nobody else does, or only others with large ones."""
+def test_large_request_runs_in_slices_while_other_sources_send_brief_ones() -> None:
+    """It runs in one batch if no other source does."""
     lane, worker = sliced_lane()
     large = put(lane, 60_000, source=ATTACKER)
     brief = BriefRequests()
@@ -298,7 +298,7 @@ def test_a_large_request_runs_in_slices_while_others_send_brief_ones() -> None:
     assert formed.rows == pytest.approx(SLICE_NS / 1000, rel=0.01)
 
 
-def test_the_next_slice_is_kept_until_the_worker_is_nearly_free() -> None:
+def test_next_slice_is_kept_until_the_worker_is_nearly_free() -> None:
     lane, worker = sliced_lane()
     put(lane, 60_000, source=ATTACKER)
     brief = BriefRequests()
@@ -308,16 +308,16 @@ def test_the_next_slice_is_kept_until_the_worker_is_nearly_free() -> None:
 
     formed = lane.form(worker, 0, brief)
 
-    assert 3 * MS < formed.hold_ns < 4 * MS and formed.is_kept
+    assert 3 * MS < formed.hold_ns < 4 * MS and formed.reserves_worker
 
 
-def test_a_brief_request_does_not_wait_for_the_rest_of_a_large_one() -> None:
+def test_brief_request_does_not_wait_for_the_rest_of_a_large_one() -> None:
     lane, worker = sliced_lane()
     brief = BriefRequests()
     put(lane, 60_000, source=ATTACKER)
     brief.note(INNOCENT, 0)
     for request, rows in lane.form(worker, 0, brief).picks:
         lane.take(request, rows)
-    newcomer = put(lane, 128, source=INNOCENT)
+    new_request = put(lane, 128, source=INNOCENT)
 
-    assert lane.form(worker, 0, brief).picks == [(newcomer, 128)]
+    assert lane.form(worker, 0, brief).picks == [(new_request, 128)]

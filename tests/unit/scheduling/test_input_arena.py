@@ -1,4 +1,4 @@
-"""The way into shared memory: what is written, who waits in which order, and that nothing leaks."""
+"""Input arena: written messages, rejections before a lease, and released leases."""
 
 from __future__ import annotations
 
@@ -41,17 +41,15 @@ def lane() -> Lane:
 
 @pytest.fixture
 def input_arena() -> Iterator[InputArena]:
-    """An arena of a few grains, whose waiters wait for ever."""
+    """An arena of a few grains with a very long wait limit."""
     input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
     yield input_arena
     input_arena.close()
 
 
 @in_loop
-async def test_a_request_is_written_as_an_arrow_message(
-    input_arena: InputArena, lane: Lane
-) -> None:
-    """Given two columns, what lies in the arena is read by pyarrow as the batch that they are."""
+async def test_request_is_written_as_an_arrow_message(input_arena: InputArena, lane: Lane) -> None:
+    """pyarrow reads the message in the arena as a batch that equals the two columns."""
     batch = pa.record_batch(
         [pa.array([3, 1, 2], pa.int64()), pa.array([True, False, True])],
         schema=input_schema(CONTRACT),
@@ -74,7 +72,7 @@ async def test_a_request_is_written_as_an_arrow_message(
 
 
 @in_loop
-async def test_a_lane_without_workers_is_refused_before_anything_is_leased(
+async def test_request_without_a_worker_is_rejected_before_a_lease(
     input_arena: InputArena, lane: Lane
 ) -> None:
     lane.workers.clear()
@@ -87,7 +85,7 @@ async def test_a_lane_without_workers_is_refused_before_anything_is_leased(
 
 
 @in_loop
-async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> None:
+async def test_request_to_a_full_queue_is_rejected_before_a_lease(lane: Lane) -> None:
     """Both sides of the limit."""
     input_arena = InputArena((QUEUE_REQUESTS + 1) * GRAIN_BYTES, FOR_EVER)
     for _ in range(QUEUE_REQUESTS):
@@ -101,15 +99,16 @@ async def test_a_full_queue_is_refused_before_anything_is_leased(lane: Lane) -> 
 
 
 @in_loop
-async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lane) -> None:
-    """Both sides of the limit, which is by the rows and not by what they take."""
+async def test_request_with_too_large_results_is_rejected_before_a_lease(lane: Lane) -> None:
+    """Both sides of the limit; the size follows from the number of rows."""
     request = request_of(lane)
-    most = request.layout.output_bytes
-    for result_bytes in (most - 1, most):
+    output_bytes = request.layout.output_bytes
+    for result_bytes in (output_bytes - 1, output_bytes):
         input_arena = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig(result_bytes=result_bytes))
-        if result_bytes < most:
-            says = rf"{request.rows} rows make {most} .* {result_bytes} \(`limits.result_bytes`\)"
-            with pytest.raises(LimitExceeded, match=says) as caught:
+        if result_bytes < output_bytes:
+            size = rf"{request.rows} rows make {output_bytes} .* "
+            message = rf"{size}{result_bytes} \(`limits.result_bytes`\)"
+            with pytest.raises(LimitExceeded, match=message) as caught:
                 input_arena.admit(request)
             assert not caught.value.retryable and input_arena.arena.leased_bytes == 0
         else:
@@ -118,10 +117,10 @@ async def test_too_large_results_are_refused_before_anything_is_leased(lane: Lan
 
 
 @in_loop
-async def test_what_is_admitted_and_what_is_refused_is_heard_once(
+async def test_admitted_and_rejected_requests_are_observed_once(
     input_arena: InputArena, lane: Lane
 ) -> None:
-    """A client's rhythm is known by when its requests came, whatever came of them."""
+    """The rhythm of a client includes its rejected requests."""
     terms = Terms(client="robot", is_named=True)
     intervals = [samples for _, _, samples in lane.arrivals.clients()]
     for is_open in (True, False, True, False, False):
@@ -137,7 +136,7 @@ async def test_what_is_admitted_and_what_is_refused_is_heard_once(
 
 
 @in_loop
-async def test_a_lease_is_given_back_once(input_arena: InputArena, lane: Lane) -> None:
+async def test_lease_is_released_once(input_arena: InputArena, lane: Lane) -> None:
     request = request_of(lane)
     await admit(input_arena, request)
 
@@ -150,7 +149,7 @@ async def test_a_lease_is_given_back_once(input_arena: InputArena, lane: Lane) -
 
 
 @in_loop
-async def test_a_write_that_fails_gives_its_lease_back(input_arena: InputArena, lane: Lane) -> None:
+async def test_failed_write_releases_its_lease(input_arena: InputArena, lane: Lane) -> None:
     request = request_of(lane)
     request.tensors.pop()
 
@@ -161,8 +160,8 @@ async def test_a_write_that_fails_gives_its_lease_back(input_arena: InputArena, 
 
 
 STEPS = st.lists(
-    st.tuples(st.just("ask"), st.integers(1, GRAINS))
-    | st.tuples(st.sampled_from(["cancel", "give back"]), st.integers(0, 7))
+    st.tuples(st.just("submit"), st.integers(1, GRAINS))
+    | st.tuples(st.sampled_from(["cancel", "release"]), st.integers(0, 7))
     | st.tuples(st.just("turn"), st.just(0)),
     max_size=40,
 )
@@ -170,48 +169,51 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=150)
 @given(STEPS)
-def test_no_order_of_events_loses_room(steps: list[tuple[str, int]]) -> None:
-    """Given any asking, cancelling and giving back, within a turn or over several: no leak."""
+def test_no_order_of_events_leaks_arena_space(steps: list[tuple[str, int]]) -> None:
+    """Submissions, cancellations and releases, in one loop iteration or in several."""
     asyncio.run(_play(steps))
 
 
 async def _play(steps: list[tuple[str, int]]) -> None:
     lane = open_lane()
     input_arena = InputArena(GRAINS * GRAIN_BYTES, FOR_EVER)
-    asked: list[tuple[Request, asyncio.Task[None]]] = []
+    submitted: list[tuple[Request, asyncio.Task[None]]] = []
     try:
         for step, number in steps:
-            if step == "ask":
+            if step == "submit":
                 request = request_of(lane, number)
-                asked.append((request, asyncio.create_task(admit(input_arena, request))))
+                submitted.append((request, asyncio.create_task(admit(input_arena, request))))
             elif step == "turn":
                 await turns()
             else:
-                _cancel_or_give_back(input_arena, asked, step, number)
+                _cancel_or_release(input_arena, submitted, step, number)
             input_arena.arena.validate()
-        while any(not task.done() for _, task in asked) or _holders(asked):
-            for request in _holders(asked):
+        while any(not task.done() for _, task in submitted) or _holders(submitted):
+            for request in _holders(submitted):
                 input_arena.give_back(request)
             await turns()
-        assert all(task.cancelled() or task.exception() is None for _, task in asked)
+        assert all(task.cancelled() or task.exception() is None for _, task in submitted)
         input_arena.arena.validate()
         assert input_arena.arena.leased_bytes == 0
     finally:
-        for _, task in asked:
+        for _, task in submitted:
             task.cancel()
         await turns()
         input_arena.close()
 
 
-def _holders(asked: list[tuple[Request, asyncio.Task[None]]]) -> list[Request]:
-    return [request for request, _ in asked if request.lease is not None]
+def _holders(submitted: list[tuple[Request, asyncio.Task[None]]]) -> list[Request]:
+    return [request for request, _ in submitted if request.lease is not None]
 
 
-def _cancel_or_give_back(
-    input_arena: InputArena, asked: list[tuple[Request, asyncio.Task[None]]], step: str, number: int
+def _cancel_or_release(
+    input_arena: InputArena,
+    submitted: list[tuple[Request, asyncio.Task[None]]],
+    step: str,
+    number: int,
 ) -> None:
-    waiting, holding = [task for _, task in asked if not task.done()], _holders(asked)
+    waiting, holding = [task for _, task in submitted if not task.done()], _holders(submitted)
     if step == "cancel" and waiting:
         waiting[number % len(waiting)].cancel()
-    elif step == "give back" and holding:
+    elif step == "release" and holding:
         input_arena.give_back(holding[number % len(holding)])

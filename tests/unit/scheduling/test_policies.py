@@ -1,4 +1,4 @@
-"""The order of a lane's queue: each policy's formula, and how long anything may be overtaken."""
+"""Scheduling policies: rank formulas, and the bound on overtaking."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PATIENCE_MS = 20
 PATIENCE = PATIENCE_MS * MS
 LANE = lane_of(ttl_ms=0)
 
-# How much later than another a request may come and still go first, in patiences; the promise
-# that waiting ends. Under `deadline_aware` that is so for requests without a deadline; what has one
-# is passed by nothing that comes after it. `round_robin` counts in rows, and has tests of its own.
+# Bound on overtaking: how much later a request may arrive and still run first, in units of
+# `patience_ms`. With `deadline_aware` it applies to requests without a deadline; a request with one
+# is not overtaken by arrivals after its deadline. `round_robin` counts rows and has its own tests.
 BOUNDS = {
     "fifo": 0,
     "batch_optimized": 0,
@@ -53,18 +53,18 @@ def rank_of(name: str, arrived_ns: int = 0, period_ns: int = 0, **terms: Any) ->
 
 @pytest.mark.parametrize("name", ["fifo", "batch_optimized"])
 @given(terms=TERMS, arrived_ns=st.integers(0, 1 << 50))
-def test_by_arrival_and_nothing_else(name: str, terms: dict[str, Any], arrived_ns: int) -> None:
+def test_rank_is_the_arrival_time(name: str, terms: dict[str, Any], arrived_ns: int) -> None:
     assert rank_of(name, arrived_ns, **terms) == arrived_ns
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100 * PATIENCE_MS)), min_size=2))
 def test_earliest_deadline_first_is_exact(
-    asked: list[tuple[int, int]],
+    requests: list[tuple[int, int]],
 ) -> None:
-    """Whatever else is said, requests with deadlines are in the order of these."""
+    """Priority and urgency do not change the order of requests with deadlines."""
     ranked = sorted(
         (rank_of("deadline_aware", at * MS, budget_ms=budget, priority=at % 10, urgency=1.0), at, b)
-        for at, budget in asked
+        for at, budget in requests
         for b in [budget]
     )
 
@@ -73,14 +73,14 @@ def test_earliest_deadline_first_is_exact(
 
 
 @pytest.mark.parametrize("name", ["model_deadline", "tiered_deadline"])
-def test_a_far_deadline_counts_as_ten_patiences(name: str) -> None:
-    ranks = {rank_of(name, 7, budget_ms=10 * PATIENCE_MS + more) for more in (0, 1, 10_000)}
+def test_far_deadline_counts_as_ten_times_patience(name: str) -> None:
+    ranks = {rank_of(name, 7, budget_ms=10 * PATIENCE_MS + extra) for extra in (0, 1, 10_000)}
 
     assert len(ranks) == 1 and max(ranks) <= 7 + 20 * PATIENCE
 
 
 @pytest.mark.parametrize(
-    ("terms", "patiences"),
+    ("terms", "factor"),
     [
         ({"priority": 0}, 1),
         ({"priority": 9}, 10),
@@ -94,10 +94,8 @@ def test_a_far_deadline_counts_as_ten_patiences(name: str) -> None:
         ({"priority": 3, "urgency": 0.25, "steps_remaining": 0}, 1.5),
     ],
 )
-def test_without_a_deadline_patience_stands_for_one(
-    terms: dict[str, Any], patiences: float
-) -> None:
-    assert rank_of("deadline_aware", 3, **terms) == 3 + int(patiences * PATIENCE)
+def test_rank_without_a_deadline_uses_patience(terms: dict[str, Any], factor: float) -> None:
+    assert rank_of("deadline_aware", 3, **terms) == 3 + int(factor * PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +113,10 @@ def test_without_a_deadline_patience_stands_for_one(
     ],
 )
 @pytest.mark.parametrize("budget_ms", [None, 5, 50])
-def test_a_models_deadline_shrinks_with_its_weights(
+def test_model_deadline_shrinks_with_the_weights(
     terms: dict[str, Any], period: float, score: float, budget_ms: int | None
 ) -> None:
-    """45 for cadence, 25 for urgency, 15 for steps, 10 for priority; nine tenths of it in all."""
+    """Weights: cadence 45, urgency 25, steps 15, priority 10; at most 9/10 of the budget."""
     budget_ns = PATIENCE if budget_ms is None else budget_ms * MS
 
     rank = rank_of("model_deadline", 3, int(period * budget_ns), budget_ms=budget_ms, **terms)
@@ -127,7 +125,7 @@ def test_a_models_deadline_shrinks_with_its_weights(
 
 
 @given(terms=TERMS)
-def test_tiers_are_ten_patiences_apart(terms: dict[str, Any]) -> None:
+def test_tiers_differ_by_ten_times_patience(terms: dict[str, Any]) -> None:
     tier = terms["priority"] * 10 * PATIENCE
 
     assert rank_of("priority_tiered", 5, **terms) == 5 + tier
@@ -136,21 +134,21 @@ def test_tiers_are_ten_patiences_apart(terms: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-@given(old=TERMS, new=TERMS, more=st.integers(0, 1 << 50))
-def test_nobody_is_overtaken_by_what_comes_after_the_bound(
-    name: str, old: dict[str, Any], new: dict[str, Any], more: int
+@given(old=TERMS, new=TERMS, extra=st.integers(0, 1 << 50))
+def test_request_is_not_overtaken_by_arrivals_after_the_bound(
+    name: str, old: dict[str, Any], new: dict[str, Any], extra: int
 ) -> None:
-    """An endless stream of anything, as urgent as may be, passes a request for that long only."""
+    """An endless stream of the most urgent requests overtakes a request only until the bound."""
     bound_ns = BOUNDS[name] * PATIENCE
     if name == "deadline_aware" and old["budget_ms"] is not None:
         bound_ns = int(old["budget_ms"] * MS)
 
-    assert rank_of(name, 0, **old) <= rank_of(name, bound_ns + more, **new)
+    assert rank_of(name, 0, **old) <= rank_of(name, bound_ns + extra, **new)
 
 
 @pytest.mark.parametrize("name", [name for name, bound in BOUNDS.items() if bound])
-def test_the_bound_is_one_that_is_reached(name: str) -> None:
-    """What is least urgent is overtaken by what is most, up to a hundredth before the bound."""
+def test_bound_on_overtaking_is_reached(name: str) -> None:
+    """The most urgent request overtakes the least urgent one until 1% before the bound."""
     least = {"priority": 9, "budget_ms": None if name == "deadline_aware" else 3_600_000}
     most = {"priority": 0, "urgency": 1.0, "steps_remaining": 0, "budget_ms": 0}
     before = int(0.99 * BOUNDS[name] * PATIENCE)
@@ -158,8 +156,8 @@ def test_the_bound_is_one_that_is_reached(name: str) -> None:
     assert rank_of(name, before, **most) < rank_of(name, 0, **least)
 
 
-def test_an_endless_stream_of_urgent_requests_ends_for_who_waits() -> None:
-    """By a queue that serves one while two urgent ones come: when the one without haste runs."""
+def test_endless_stream_of_urgent_requests_does_not_starve_a_request() -> None:
+    """Two urgent requests arrive for each one that is served."""
     for name, bound in BOUNDS.items():
         policy, queue = policy_of(name), WaitingQueue()
         victim = request_of(LANE, priority=9)
@@ -173,7 +171,7 @@ def test_an_endless_stream_of_urgent_requests_ends_for_who_waits() -> None:
             serve(queue, policy)
             now_ns += PATIENCE // 10
             assert number < 20_000
-        # It waits for those that came before the bound, at the rate at which they are served.
+        # It waits for the requests that arrived before the bound, at the rate of service.
         assert now_ns <= 2 * bound * PATIENCE + PATIENCE, name
 
 
@@ -192,7 +190,7 @@ def serve(queue: WaitingQueue, policy: Policy) -> Request:
 
 
 def serve_backlogged(rows: dict[str, list[int]], rounds: int) -> list[dict[str, int]]:
-    """Rows served to clients that always have three requests waiting, after each round."""
+    """Rows served to each client after each round; each always has three requests queued."""
     policy, queue, served = policy_of("round_robin"), WaitingQueue(), dict.fromkeys(rows, 0)
     number, history = 0, []
     for turn in range(rounds):
@@ -209,16 +207,16 @@ def serve_backlogged(rows: dict[str, list[int]], rounds: int) -> list[dict[str, 
 
 
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=2, max_size=5))
-def test_rows_of_clients_differ_by_one_request_at_most(sizes: list[list[int]]) -> None:
-    """Clients with small and large requests, who always have some waiting, are served alike."""
+def test_served_rows_of_clients_differ_by_at_most_one_request(sizes: list[list[int]]) -> None:
+    """Clients with small and with large requests, all of them with a backlog."""
     clients = {f"c{index}": each for index, each in enumerate(sizes)}
 
     for served in serve_backlogged(clients, 60):
         assert max(served.values()) - min(served.values()) <= max(map(max, sizes))
 
 
-def test_a_client_that_sends_more_gets_no_more() -> None:
-    """One has a hundred requests waiting and others a few; each gets its turn in each round."""
+def test_client_that_sends_more_gets_no_more() -> None:
+    """One client has a hundred requests queued, the others three; each is served in each round."""
     policy, queue = policy_of("round_robin"), WaitingQueue()
     clients = ["greedy"] * 100 + ["a"] * 3 + ["b"] * 3
     for number, client in enumerate(clients):
@@ -229,8 +227,8 @@ def test_a_client_that_sends_more_gets_no_more() -> None:
     assert [first.count(client) for client in ("greedy", "a", "b")] == [3, 3, 3]
 
 
-def test_a_client_that_was_away_has_saved_nothing() -> None:
-    """While it was idle the other one was served; from now on they take turns."""
+def test_idle_client_saves_up_no_share() -> None:
+    """The other client was served in the meantime; from then on they alternate."""
     policy, queue = policy_of("round_robin"), WaitingQueue()
     for number in range(40):
         enqueue(queue, policy, request_of(LANE, client="busy"), number)
@@ -244,7 +242,7 @@ def test_a_client_that_was_away_has_saved_nothing() -> None:
     assert abs(order.count("back") - order.count("busy")) <= 2
 
 
-def test_a_client_with_one_request_waits_for_one_of_each_other() -> None:
+def test_single_request_waits_for_at_most_one_of_each_client() -> None:
     policy, queue = policy_of("round_robin"), WaitingQueue()
     others = [f"c{index}" for index in range(10)]
     for number in range(100):
@@ -261,7 +259,7 @@ def test_a_client_with_one_request_waits_for_one_of_each_other() -> None:
     assert before - 1 <= len(others)
 
 
-def test_clients_are_remembered_up_to_a_number() -> None:
+def test_number_of_remembered_clients_is_bounded() -> None:
     policy: Any = policy_of("round_robin")
     for number in range(2 * CLIENTS_MAX):
         request = request_of(LANE, client=f"c{number}")
@@ -273,7 +271,7 @@ def test_clients_are_remembered_up_to_a_number() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_has_its_name(name: str) -> None:
+def test_policies_are_found_by_name(name: str) -> None:
     policy = policy_of(name)
 
     assert type(policy) is POLICIES[name]
@@ -281,7 +279,7 @@ def test_every_policy_has_its_name(name: str) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
-    """Have installed packages offer these policies."""
+    """Makes installed packages provide these policies."""
 
     def entry_points(*, group: str) -> EntryPoints:
         assert group == "iskander.policies"
@@ -290,13 +288,13 @@ def install(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
     monkeypatch.setattr(policies, "entry_points", entry_points)
 
 
-def test_an_installed_policy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_of_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, mine="iskander.scheduling.policies:RoundRobin")
 
     assert isinstance(policy_of("mine"), policies.RoundRobin)
 
 
-def test_an_unknown_policy_is_refused_and_the_known_are_named(
+def test_unknown_policy_is_rejected_with_the_known_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, mine="iskander.scheduling.policies:RoundRobin")

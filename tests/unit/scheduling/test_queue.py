@@ -1,4 +1,4 @@
-"""A lane's queue: all its orders hold the same requests, and agree with the plainest list."""
+"""Queue of a lane: all its orders hold the same requests and agree with a sorted list."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def waiting_of(number: int, rank: int = 0, rows: int = 1, *, priority: int = 1) 
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A queue beside a list of what should be in it, which is sorted whenever it is looked at."""
+    """A queue and a list of its requests, which is sorted at each comparison."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue = WaitingQueue()
         self.waiting: list[Request] = []
-        self.out: list[Request] = []
+        self.removed: list[Request] = []
         self.rows: dict[int, int] = {}
         self.numbers = 0
         self.now_ns = 0
@@ -42,13 +42,13 @@ class QueueMachine(RuleBasedStateMachine):
         rank=st.integers(0, 5),
         rows=st.integers(1, 9),
         priority=st.integers(0, 2),
-        lives=st.integers(1, 20) | st.none(),
+        ttl_ns=st.integers(1, 20) | st.none(),
     )
-    def put(self, rank: int, rows: int, priority: int, lives: int | None) -> None:
+    def put(self, rank: int, rows: int, priority: int, ttl_ns: int | None) -> None:
         self.numbers += 1
         request = waiting_of(self.numbers, rank, rows, priority=priority)
-        if lives is not None:
-            request.expires_ns = self.now_ns + lives
+        if ttl_ns is not None:
+            request.expires_ns = self.now_ns + ttl_ns
         self.queue.put(request)
         self.waiting.append(request)
         self.rows[request.number] = rows
@@ -69,12 +69,12 @@ class QueueMachine(RuleBasedStateMachine):
         request = self.pick(index)
         self.queue.remove(request)
         self.waiting.remove(request)
-        self.out.append(request)
+        self.removed.append(request)
 
     @precondition(lambda self: self.waiting)
     @rule(index=st.integers(0, 99), rows=st.integers(1, 9))
-    def wait_for_more_pieces(self, index: int, rows: int) -> None:
-        """Rows come back from a worker while others of the request still wait."""
+    def put_back_rows(self, index: int, rows: int) -> None:
+        """Rows return from a worker while other rows of the request are queued."""
         request = self.pick(index)
         self.queue.remove(request)
         request.todo.append((100, rows))
@@ -83,10 +83,10 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.put(request)
         else:
             self.waiting.remove(request)
-            self.out.append(request)
+            self.removed.append(request)
 
     def is_in_order(self, request: Request) -> bool:
-        """Whether no later one of its priority waits; see the machine below for the others."""
+        """Whether no later request of its priority is queued."""
         return not any(
             other.number > request.number and other.terms.priority == request.terms.priority
             for other in self.waiting
@@ -131,8 +131,8 @@ TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_request_leaves_with_its_last_rows() -> None:
-    """Rows of it that came back are taken piece by piece, none with those of another piece."""
+def test_request_leaves_with_its_last_rows() -> None:
+    """Returned ranges of rows are taken one by one and not merged."""
     queue = WaitingQueue()
     request = waiting_of(1, rows=10)
     request.todo = [(4, 3), (0, 2)]
@@ -146,7 +146,7 @@ def test_a_request_leaves_with_its_last_rows() -> None:
     assert (request.is_waiting, queue.rows, queue.bytes, request.todo) == (False, 0, 0, [])
 
 
-def test_of_equal_rank_the_one_that_was_admitted_first_runs_first() -> None:
+def test_equal_ranks_run_in_order_of_admission() -> None:
     queue = WaitingQueue()
     later, sooner = waiting_of(2, rank=7), waiting_of(1, rank=7)
     queue.put(later)
@@ -155,26 +155,26 @@ def test_of_equal_rank_the_one_that_was_admitted_first_runs_first() -> None:
     assert list(queue) == [sooner, later]
 
 
-def test_who_does_not_wait_cannot_be_removed() -> None:
+def test_only_a_queued_request_can_be_removed() -> None:
     queue = WaitingQueue()
-    one, stranger = waiting_of(1), waiting_of(1)
-    queue.put(one)
+    queued, other = waiting_of(1), waiting_of(1)
+    queue.put(queued)
 
     with pytest.raises(AssertionError):
-        queue.remove(stranger)
+        queue.remove(other)
     with pytest.raises(AssertionError):
-        queue.put(one)
-    assert list(queue) == [one]
+        queue.put(queued)
+    assert list(queue) == [queued]
 
 
-@pytest.mark.parametrize(("now_ns", "gone"), [(4, 0), (5, 1), (6, 1)])
-def test_what_expires_now_has_expired(now_ns: int, gone: int) -> None:
-    """Both sides of the moment."""
+@pytest.mark.parametrize(("now_ns", "count"), [(4, 0), (5, 1), (6, 1)])
+def test_request_expires_at_its_expiry_time(now_ns: int, count: int) -> None:
+    """Both sides."""
     queue = WaitingQueue()
     request = waiting_of(1)
     request.expires_ns = 5
     queue.put(request)
     queue.put(waiting_of(2))
 
-    assert queue.expired(now_ns) == [request][:gone]
-    assert queue.next_expiry_ns == (NEVER_NS if gone else 5)
+    assert queue.expired(now_ns) == [request][:count]
+    assert queue.next_expiry_ns == (NEVER_NS if count else 5)

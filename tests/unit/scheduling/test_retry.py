@@ -1,4 +1,4 @@
-"""Who runs again after a failure or a loss, who runs alone, and who gets the error."""
+"""Retry policy for failed and lost batches: retry, retry alone, or error."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ def request_() -> Request:
 @pytest.mark.parametrize(
     "error", [ExecutionFailed("no"), ContractError("no"), LimitExceeded("no"), IskanderError("no")]
 )
-def test_what_failed_together_runs_again_alone(request_: Request, error: IskanderError) -> None:
-    """Whatever it was: the rows of one may be to blame, and its words are not for the others."""
+def test_request_of_a_failed_shared_batch_is_retried_alone(
+    request_: Request, error: IskanderError
+) -> None:
+    """Another request may be the cause, and the text of its error is private to it."""
     assert after_failure(request_, error, is_shared=True) is None
     assert request_.is_alone
 
 
-def test_what_failed_alone_gets_the_error(request_: Request) -> None:
+def test_request_that_failed_alone_gets_the_error(request_: Request) -> None:
     error = ExecutionFailed("no")
 
     assert after_failure(request_, error, is_shared=False) is error
@@ -32,23 +34,21 @@ def test_what_failed_alone_gets_the_error(request_: Request) -> None:
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_batch_that_nobody_waits_for_is_not_tried_again(
-    request_: Request, is_shared: bool
-) -> None:
+def test_cancelled_batch_is_not_retried(request_: Request, is_shared: bool) -> None:
     error = Cancelled("no")
     assert after_failure(request_, error, is_shared=is_shared) is error
     assert not request_.is_alone
 
 
-def test_what_was_not_running_is_not_blamed(request_: Request) -> None:
-    """However many workers die with its batch waiting behind another."""
+def test_request_that_was_not_running_is_not_blamed(request_: Request) -> None:
+    """Regardless of how many workers die while its batch waits behind another."""
     for _ in range(3 * KILLS_MAX):
         assert after_loss(request_, was_running=False) is None
 
     assert (request_.kills, request_.is_alone) == (0, False)
 
 
-def test_what_was_running_runs_alone_and_then_not_again(request_: Request) -> None:
+def test_running_request_is_retried_alone_and_then_poisoned(request_: Request) -> None:
     for kills in range(1, KILLS_MAX):
         assert after_loss(request_, was_running=True) is None
         assert (request_.kills, request_.is_alone) == (kills, True)
@@ -60,17 +60,17 @@ def test_what_was_running_runs_alone_and_then_not_again(request_: Request) -> No
     assert f"{KILLS_MAX} workers died" in error.message and "`m0/1`" in error.message
 
 
-def test_a_loss_between_two_kills_changes_nothing(request_: Request) -> None:
+def test_loss_between_two_kills_does_not_reset_the_count(request_: Request) -> None:
     after_loss(request_, was_running=True)
     assert after_loss(request_, was_running=False) is None
 
     assert after_loss(request_, was_running=True) is not None
 
 
-def test_what_is_lost_again_and_again_is_given_up_though_nothing_blames_it(
+def test_repeatedly_lost_request_is_poisoned_without_blame(
     request_: Request,
 ) -> None:
-    """A worker may die before its beat says what it runs."""
+    """A worker may die before its heartbeat names the batch."""
     for _ in range(LOSSES_MAX - 1):
         assert after_loss(request_, was_running=False) is None
 

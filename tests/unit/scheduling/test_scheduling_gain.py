@@ -1,6 +1,6 @@
-"""What scheduling gains, on a simulated fleet: fewer missed deadlines at the same load.
+"""Scheduling gain on a simulated fleet: fewer missed deadlines at the same load.
 
-The simulation runs the server's own scheduling code in virtual time (benchmarks/scheduling), so
+The simulation runs the scheduling code of the server in virtual time (`benchmarks/scheduling`), so
 the counts are the same on every machine.
 """
 
@@ -22,7 +22,7 @@ WARM_UP_NS = NS_PER_S
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[str, Any]:
-    """The same trace under three schedulings; runs take exactly what they cost."""
+    """The same trace with three schedulers; run times have no noise."""
     trace = fleet(ROBOTS, SECONDS, SEED)
     unnamed = simulation.unnamed(trace)
     cases = {
@@ -30,11 +30,11 @@ def worlds() -> dict[str, Any]:
         "deadline_aware": ("deadline_aware", unnamed),
         "held": ("deadline_aware", trace),
     }
-    made = {}
-    for name, (policy, asked) in cases.items():
+    simulated = {}
+    for name, (policy, arrivals) in cases.items():
         model = simulation.Model(BASE_NS, ROW_NS, ROWS_MAX, LaneConfig(policy=policy))
-        made[name] = simulation.World([model], asked, seed=SEED).run(noise=0.0)
-    return made
+        simulated[name] = simulation.World([model], arrivals, seed=SEED).run(noise=0.0)
+    return simulated
 
 
 def missed(world: Any) -> int:
@@ -45,19 +45,19 @@ def after_warm_up(world: Any) -> list[Any]:
     return [o for o in world.outcomes if o.arrival.at_ns >= world.began_ns + WARM_UP_NS]
 
 
-def test_fewer_deadlines_are_missed_than_by_arrival(worlds: dict[str, Any]) -> None:
+def test_deadline_aware_misses_fewer_deadlines_than_fifo(worlds: dict[str, Any]) -> None:
     assert missed(worlds["deadline_aware"]) < missed(worlds["fifo"])
     assert missed(worlds["held"]) < missed(worlds["fifo"])
 
 
-def test_the_rhythm_of_clients_makes_it_fewer_still(worlds: dict[str, Any]) -> None:
-    """Clients with names are waited for, those without are not; nothing else differs."""
+def test_holds_for_named_clients_miss_fewer_deadlines_still(worlds: dict[str, Any]) -> None:
+    """Batches are held for named clients only; nothing else differs."""
     assert sum(lane.holds for lane in worlds["deadline_aware"].lanes.values()) == 0
     assert sum(lane.holds for lane in worlds["held"].lanes.values()) > 0
     assert missed(worlds["held"]) < missed(worlds["deadline_aware"])
 
 
-def test_nobody_is_late_for_having_been_held(worlds: dict[str, Any]) -> None:
+def test_no_held_request_misses_its_deadline(worlds: dict[str, Any]) -> None:
     held = [outcome for outcome in after_warm_up(worlds["held"]) if outcome.was_held]
     assert held
     assert [outcome for outcome in held if outcome.is_missed] == []

@@ -1,4 +1,4 @@
-"""When the loop looks again."""
+"""Wake-ups of the dispatcher: alarm and busy polling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from iskander.clock import NS_PER_MS, now_ns
-from iskander.scheduling import wakeup as waking
+from iskander.scheduling import wakeup
 from iskander.scheduling.request import NEVER_NS
 from iskander.scheduling.wakeup import Alarm, BusyPolling
 
@@ -22,30 +22,30 @@ def run(test: Any) -> Any:
     return asyncio.run(bounded())
 
 
-def test_the_sooner_moment_counts_and_rings_once() -> None:
+def test_alarm_fires_once_at_the_earliest_time() -> None:
     async def test() -> list[int]:
-        rung: list[int] = []
-        alarm = Alarm(lambda: rung.append(now_ns()))
+        fired_ns: list[int] = []
+        alarm = Alarm(lambda: fired_ns.append(now_ns()))
         now = now_ns()
         alarm.set(now + 500 * NS_PER_MS, now)
         alarm.set(now + 20 * NS_PER_MS, now)
         alarm.set(now + 300 * NS_PER_MS, now)
         alarm.set(NEVER_NS, now)
         await asyncio.sleep(0.1)
-        assert len(rung) == 1
-        assert rung[0] >= now + 20 * NS_PER_MS
-        # And it can be set again, for later too.
+        assert len(fired_ns) == 1
+        assert fired_ns[0] >= now + 20 * NS_PER_MS
+        # It can be set again, also to a later time.
         now = now_ns()
         alarm.set(now + NS_PER_MS, now)
         await asyncio.sleep(0.05)
-        return rung
+        return fired_ns
 
     assert len(run(test)) == 2
 
 
-def test_an_alarm_that_is_cleared_is_silent() -> None:
+def test_cleared_alarm_does_not_fire() -> None:
     async def test() -> None:
-        alarm = Alarm(lambda: pytest.fail("it rang"))
+        alarm = Alarm(lambda: pytest.fail("the alarm fired"))
         now = now_ns()
         alarm.set(now + NS_PER_MS, now)
         alarm.clear()
@@ -57,22 +57,22 @@ def test_an_alarm_that_is_cleared_is_silent() -> None:
 
 @pytest.fixture
 def yields(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    found: list[int] = []
-    real = os.sched_yield
+    called_ns: list[int] = []
+    sched_yield = os.sched_yield
 
-    def counted() -> None:
-        found.append(now_ns())
-        real()
+    def record_and_yield() -> None:
+        called_ns.append(now_ns())
+        sched_yield()
 
-    monkeypatch.setattr(os, "sched_yield", counted)
-    return found
+    monkeypatch.setattr(os, "sched_yield", record_and_yield)
+    return called_ns
 
 
-def test_a_loop_is_kept_awake_for_a_spell_after_the_last_work(
+def test_busy_polling_lasts_for_the_spell_after_the_last_work(
     yields: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0
-    monkeypatch.setattr(waking, "now_ns", lambda: now)
+    monkeypatch.setattr(wakeup, "now_ns", lambda: now)
 
     async def turns(count: int) -> int:
         before = len(yields)
@@ -85,7 +85,7 @@ def test_a_loop_is_kept_awake_for_a_spell_after_the_last_work(
         polling = BusyPolling(3)
         polling.note(now)
         polling.note(now)
-        assert await turns(5) == 5  # One each, however often there was work.
+        assert await turns(5) == 5  # One yield per iteration, regardless of the number of notes.
         now = 2000
         polling.note(now)
         now = 4999
@@ -98,7 +98,7 @@ def test_a_loop_is_kept_awake_for_a_spell_after_the_last_work(
     run(test)
 
 
-def test_it_sleeps_without_a_spell(yields: list[int]) -> None:
+def test_no_busy_polling_with_a_spell_of_zero(yields: list[int]) -> None:
     async def test() -> None:
         polling = BusyPolling(0)
         polling.note(now_ns())

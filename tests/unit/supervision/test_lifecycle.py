@@ -1,4 +1,4 @@
-"""The life of a worker, as a table: every pair of state and event, and every walk through it."""
+"""Worker lifecycle: the transition of every state and event, and random event sequences."""
 
 from __future__ import annotations
 
@@ -31,33 +31,32 @@ COUNTS = {Action.COUNT_BOOT, Action.COUNT_CRASH}
 STARTS = {Action.SPAWN_LATER, Action.SPAWN_NEXT}
 
 
-def walk(events: list[Event], state: State = State.ABSENT) -> tuple[State, list[Action]]:
-    done: list[Action] = []
+def apply_events(events: list[Event], state: State = State.ABSENT) -> tuple[State, list[Action]]:
+    performed: list[Action] = []
     for event in events:
         state, actions = step(state, event)
-        done += actions
-    return state, done
+        performed += actions
+    return state, performed
 
 
-def test_the_tables_are_whole() -> None:
+def test_tables_are_complete_and_consistent() -> None:
     validate()
 
 
 @pytest.mark.parametrize(("state", "event"), PAIRS)
-def test_every_pair_is_in_the_table_or_ignored(state: State, event: Event) -> None:
-    """In exactly one of the two, and `step` says what is there."""
+def test_every_pair_is_in_exactly_one_table(state: State, event: Event) -> None:
     assert ((state, event) in TABLE) is not ((state, event) in IGNORED)
     assert step(state, event) == TABLE.get((state, event), (state, ()))
 
 
 @pytest.mark.parametrize(("state", "event"), PAIRS)
-def test_a_pair_that_nothing_is_said_of_is_a_mistake(
+def test_missing_pair_fails_in_step_and_validate(
     state: State, event: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken out of the tables, any pair makes both `step` and `validate` fail: no default."""
+    """There is no default transition."""
     pair = (state, event)
     monkeypatch.setattr(
-        lifecycle, "TABLE", {key: line for key, line in TABLE.items() if key != pair}
+        lifecycle, "TABLE", {key: rule for key, rule in TABLE.items() if key != pair}
     )
     monkeypatch.setattr(lifecycle, "IGNORED", IGNORED - {pair})
     with pytest.raises(AssertionError, match="no transition for event"):
@@ -67,17 +66,16 @@ def test_a_pair_that_nothing_is_said_of_is_a_mistake(
 
 
 @pytest.mark.parametrize("pair", TABLE, ids=lambda pair: f"{pair[0]}, {pair[1]}")
-def test_no_line_of_the_table_can_be_spared(
+def test_pair_in_both_tables_fails_validation(
     pair: tuple[State, Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line that also stands in IGNORED is a contradiction that `validate` finds."""
     monkeypatch.setattr(lifecycle, "IGNORED", IGNORED | {pair})
     with pytest.raises(AssertionError, match="2 rules instead of 1"):
         validate()
 
 
 @pytest.mark.parametrize(
-    ("pair", "line", "words"),
+    ("pair", "rule", "message"),
     [
         ((State.READY, Event.LOST), (State.ABSENT, (Action.SPAWN_LATER,)), "close for work"),
         (
@@ -97,14 +95,14 @@ def test_no_line_of_the_table_can_be_spared(
         ((State.LOADING, Event.LOADED), (State.READY, ()), "open for work"),
     ],
 )
-def test_a_table_that_makes_no_sense_is_refused(
+def test_validation_rejects_an_inconsistent_rule(
     pair: tuple[State, Event],
-    line: tuple[State, tuple[Action, ...]],
-    words: str,
+    rule: tuple[State, tuple[Action, ...]],
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(TABLE, pair, line)
-    with pytest.raises(AssertionError, match=words):
+    monkeypatch.setitem(TABLE, pair, rule)
+    with pytest.raises(AssertionError, match=message):
         validate()
 
 
@@ -112,13 +110,13 @@ def test_every_action_is_used() -> None:
     assert {action for _, actions in TABLE.values() for action in actions} == set(Action)
 
 
-def test_every_state_can_be_reached() -> None:
+def test_every_state_is_reachable() -> None:
     assert reachable(State.ABSENT, Event) == set(State)
 
 
 @pytest.mark.parametrize("state", sorted(ATTACHED))
-def test_a_loss_always_detaches(state: State) -> None:
-    """Whatever a process was doing, its batches fail and its memory is unmapped."""
+def test_loss_of_an_attached_worker_detaches_it(state: State) -> None:
+    """DETACH fails its batches and unmaps its memory."""
     following, actions = step(state, Event.LOST)
 
     assert Action.DETACH in actions
@@ -126,12 +124,12 @@ def test_a_loss_always_detaches(state: State) -> None:
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - set(ATTACHED)))
-def test_nobody_is_lost_who_is_not_there(state: State) -> None:
+def test_loss_without_an_attached_process_is_ignored(state: State) -> None:
     assert step(state, Event.LOST) == (state, ())
 
 
-def test_a_crash_closes_before_it_detaches_and_spawns_after() -> None:
-    """Closed first, so that the batches that come back cannot be sent to the same worker again."""
+def test_crash_closes_then_detaches_then_spawns() -> None:
+    """CLOSE is first: reclaimed batches must not be sent to the same worker again."""
     assert step(State.READY, Event.LOST) == (
         State.ABSENT,
         (Action.CLOSE, Action.DETACH, Action.COUNT_CRASH, Action.SPAWN_LATER),
@@ -149,10 +147,10 @@ def test_a_crash_closes_before_it_detaches_and_spawns_after() -> None:
         (State.STOPPING, Event.LOST, None),
     ],
 )
-def test_an_end_before_the_models_are_loaded_is_a_boot_failure(
+def test_exit_before_load_is_a_boot_failure_and_later_a_crash(
     state: State, event: Event, count: Action | None
 ) -> None:
-    """And one after it a crash; an end that was asked for is neither, and needs no pause."""
+    """A requested exit counts as neither and has no backoff."""
     _, actions = step(state, event)
 
     assert COUNTS & set(actions) == ({count} if count else set())
@@ -160,22 +158,21 @@ def test_an_end_before_the_models_are_loaded_is_a_boot_failure(
     assert (Action.SPAWN_NEXT in actions) == (state is State.LEAVING)
 
 
-def test_a_place_in_a_crash_loop_is_filled_like_any_other() -> None:
-    state, actions = walk([Event.LOOPED, Event.SPAWN_DUE, Event.ATTACHED, Event.LOADED])
+def test_slot_in_crash_loop_starts_a_worker_like_an_absent_one() -> None:
+    state, actions = apply_events([Event.LOOPED, Event.SPAWN_DUE, Event.ATTACHED, Event.LOADED])
     assert state is State.READY and Action.OPEN in actions
     assert step(State.LOOPING, Event.ATTACHED) == step(State.ABSENT, Event.ATTACHED)
     assert step(State.READY, Event.STEADY) == (State.READY, (Action.RESET_FAILURES,))
 
 
-def test_only_a_ready_worker_was_opened_and_is_closed_when_it_goes() -> None:
-    """Open and closed as the two sides of one edge: into READY opens, out of it closes."""
+def test_open_only_on_entry_to_ready_and_close_only_on_exit() -> None:
     for (state, _), (following, actions) in TABLE.items():
         assert (Action.OPEN in actions) == (state is not following is State.READY)
         if state is State.READY is not following:
             assert (actions[1] if actions[0] is Action.KEEP_OPEN else actions[0]) is Action.CLOSE
 
 
-def test_only_absent_places_are_filled() -> None:
+def test_spawn_only_in_slots_without_a_process() -> None:
     assert [pair for pair, (_, actions) in TABLE.items() if Action.SPAWN in actions] == [
         (State.ABSENT, Event.SPAWN_DUE),
         (State.LOOPING, Event.SPAWN_DUE),
@@ -183,8 +180,7 @@ def test_only_absent_places_are_filled() -> None:
 
 
 @pytest.mark.parametrize("state", State)
-def test_every_way_out_of_a_place_leads_back_to_ready(state: State) -> None:
-    """No state without STOP is a trap: a worker can always be replaced by one that works."""
+def test_ready_is_reachable_from_every_state_before_a_stop(state: State) -> None:
     if state in ENDING:
         assert State.READY not in reachable(state, Event)
     else:
@@ -193,7 +189,7 @@ def test_every_way_out_of_a_place_leads_back_to_ready(state: State) -> None:
 
 @pytest.mark.parametrize("state", State)
 def test_stop_always_leads_to_stopped(state: State) -> None:
-    """After STOP, whatever comes: STOPPED, or STOPPING until the process is gone."""
+    """STOPPING lasts until the process has exited."""
     stopping, actions = step(state, Event.STOP)
 
     assert not STARTS & set(actions)
@@ -203,43 +199,45 @@ def test_stop_always_leads_to_stopped(state: State) -> None:
 
 
 @pytest.mark.parametrize(("state", "event"), PAIRS)
-def test_nothing_is_started_after_a_stop(state: State, event: Event) -> None:
+def test_no_start_after_a_stop(state: State, event: Event) -> None:
     for later in reachable(step(state, Event.STOP)[0], Event):
         _, actions = step(later, event)
 
         assert not {Action.SPAWN, Action.LOAD, Action.OPEN, *STARTS} & set(actions)
 
 
-def test_nothing_stops_without_a_stop() -> None:
+def test_ending_states_need_a_stop() -> None:
     states = reachable(State.ABSENT, set(Event) - {Event.STOP})
 
     assert states == set(State) - ENDING
 
 
 @pytest.mark.parametrize("state", [State.STARTING, State.LOADING, State.STOPPING])
-def test_what_takes_too_long_is_killed(state: State) -> None:
-    """Killed and waited for: the state changes with the end of the process, not before."""
+def test_timeout_kills_the_process(state: State) -> None:
+    """The state changes when the process has exited, not at the kill."""
     assert step(state, Event.TIMED_OUT) == (state, (Action.KILL,))
 
 
-def test_what_hangs_with_a_batch_is_aborted_and_then_killed() -> None:
-    """Closed first, so that it gets no more; told once, whatever it does after that."""
-    state, actions = walk([Event.HUNG, Event.HUNG, Event.LEFT, Event.TIMED_OUT], State.READY)
+def test_hung_worker_is_closed_aborted_once_and_then_killed() -> None:
+    """CLOSE is first: the worker must get no more batches."""
+    state, actions = apply_events(
+        [Event.HUNG, Event.HUNG, Event.LEFT, Event.TIMED_OUT], State.READY
+    )
 
     assert state is State.HUNG
     assert actions == [Action.CLOSE, Action.ABORT, Action.KILL]
 
 
 @pytest.mark.parametrize("state", [State.LEAVING, State.STOPPING])
-def test_a_worker_that_hangs_while_it_drains_is_ended_too(state: State) -> None:
-    _, actions = walk([Event.HUNG, Event.TIMED_OUT], state)
+def test_worker_that_hangs_during_drain_is_aborted_and_killed(state: State) -> None:
+    _, actions = apply_events([Event.HUNG, Event.TIMED_OUT], state)
 
     assert actions == [Action.ABORT, Action.KILL]
 
 
 @pytest.mark.parametrize("event", [Event.LEFT, Event.RECYCLE_DUE])
-def test_a_worker_that_is_replaced_in_order_is_drained_once(event: Event) -> None:
-    """Requests may wait before it is closed, so that none finds neither a worker nor a promise."""
+def test_recycled_worker_is_drained_once(event: Event) -> None:
+    """KEEP_OPEN is before CLOSE: no request is rejected in between."""
     leaving, actions = step(State.READY, event)
 
     assert leaving is State.LEAVING
@@ -249,16 +247,16 @@ def test_a_worker_that_is_replaced_in_order_is_drained_once(event: Event) -> Non
     assert step(State.LOADING, Event.LEFT) == (State.LEAVING, (Action.DRAIN,))
 
 
-def test_a_life_without_trouble() -> None:
-    state, actions = walk([Event.SPAWN_DUE, Event.ATTACHED, Event.LOADED])
+def test_lifecycle_without_failures() -> None:
+    state, actions = apply_events([Event.SPAWN_DUE, Event.ATTACHED, Event.LOADED])
     assert (state, actions) == (State.READY, [Action.SPAWN, Action.LOAD, Action.OPEN])
 
-    state, actions = walk([Event.STOP, Event.LOST, Event.EXITED], state)
+    state, actions = apply_events([Event.STOP, Event.LOST, Event.EXITED], state)
     assert (state, actions) == (State.STOPPED, [Action.CLOSE, Action.DRAIN, Action.DETACH])
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_worker_and_tries_again_later() -> None:
-    state, actions = walk([Event.ATTACHED, Event.LOAD_FAILED, Event.LOST, Event.EXITED])
+def test_failed_load_kills_the_worker_and_restarts_it_after_a_backoff() -> None:
+    state, actions = apply_events([Event.ATTACHED, Event.LOAD_FAILED, Event.LOST, Event.EXITED])
 
     assert state is State.ABSENT
     assert actions == [
@@ -270,10 +268,10 @@ def test_a_model_that_cannot_be_loaded_ends_the_worker_and_tries_again_later() -
     ]
 
 
-def test_one_death_is_answered_once() -> None:
-    """The end of the socket and the end of the process are two events about one death."""
+def test_death_reported_by_two_events_is_handled_once() -> None:
+    """LOST is the end of the socket, EXITED the end of the process."""
     for events in ([Event.LOST, Event.EXITED], [Event.EXITED, Event.LOST]):
-        _, actions = walk(events, State.READY)
+        _, actions = apply_events(events, State.READY)
 
         assert actions.count(Action.SPAWN_LATER) == 1
         assert actions.count(Action.DETACH) == 1
@@ -281,9 +279,9 @@ def test_one_death_is_answered_once() -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(EVENTS)
-def test_any_walk_balances_its_actions(events: list[Event]) -> None:
-    """Given any order of events, everything that was begun is ended at most once, in order."""
-    state, actions = walk(events)
+def test_actions_balance_in_any_event_sequence(events: list[Event]) -> None:
+    """Each LOAD and each OPEN is undone at most once, in order."""
+    state, actions = apply_events(events)
 
     assert state in State
     attached, is_open = 0, False
@@ -305,11 +303,11 @@ def test_any_walk_balances_its_actions(events: list[Event]) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000))
-def test_backoff_grows_up_to_its_bound(deaths: int) -> None:
+def test_backoff_is_monotonic_and_bounded(deaths: int) -> None:
     assert BACKOFF_FIRST_S <= backoff_s(deaths) <= backoff_s(deaths + 1) <= BACKOFF_MAX_S
 
 
-def test_backoff_doubles_and_then_stays() -> None:
-    waits = [backoff_s(deaths) for deaths in range(1, 11)]
+def test_backoff_doubles_up_to_its_maximum() -> None:
+    backoffs = [backoff_s(deaths) for deaths in range(1, 11)]
 
-    assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10, 10])
+    assert backoffs == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10, 10])

@@ -1,4 +1,4 @@
-"""Placement: which worker gets which cpus, what the gateway keeps, and what is said of the rest."""
+"""Placement plan: cpus of each worker and of the gateway, and notes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(
 
 
 def rows(slots: list[SlotPlan]) -> list[tuple[int, str, int, int | None]]:
-    """Group, cpus, physical cores and node of each."""
+    """Returns group, cpus, physical cores and node of each slot."""
     return [(each.group, render_cpu_list(each.cpus), each.cores, each.node) for each in slots]
 
 
@@ -57,7 +57,7 @@ def rows(slots: list[SlotPlan]) -> list[tuple[int, str, int, int | None]]:
         ),
     ],
 )  # fmt: skip
-def test_auto_is_a_worker_for_each_node(
+def test_auto_plans_a_worker_for_each_node(
     name: str, slots: list[tuple[int, str, int, int | None]]
 ) -> None:
     planned = plan(config(), recorded_topology(name))
@@ -84,7 +84,7 @@ def test_auto_is_a_worker_for_each_node(
         ),
     ],
 )  # fmt: skip
-def test_l3_is_a_worker_for_each_domain(
+def test_l3_plans_a_worker_for_each_domain(
     name: str, slots: list[tuple[int, str, int, int | None]]
 ) -> None:
     planned = plan(config("l3"), recorded_topology(name))
@@ -94,7 +94,7 @@ def test_l3_is_a_worker_for_each_domain(
     assert planned.notes == ()
 
 
-def test_l3_goes_by_node_where_no_cache_is_told_of_and_says_so() -> None:
+def test_l3_without_cache_information_uses_nodes_with_a_note() -> None:
     planned = plan(config("l3"), recorded_topology("8 nodes, in a cpuset"))
 
     assert [slot.node for slot in planned.slots] == [0, 1, 2, 3, 6, 7]
@@ -113,7 +113,7 @@ def test_l3_goes_by_node_where_no_cache_is_told_of_and_says_so() -> None:
     ],
     ids=["halves", "in the order given", "over two nodes", "sorted"],
 )
-def test_groups_can_be_named(
+def test_groups_can_be_listed(
     groups: tuple[str, ...], topology: Topology, slots: list[tuple[str, int | None]]
 ) -> None:
     planned = plan(config(groups), topology).slots
@@ -122,7 +122,7 @@ def test_groups_can_be_named(
     assert [slot.group for slot in planned] == list(range(len(groups)))
 
 
-def test_a_group_over_two_nodes_is_told_of() -> None:
+def test_group_over_two_nodes_has_a_note() -> None:
     (note,) = plan(config(("0", "1-2")), make_topology(2, 2)).notes
 
     assert note.startswith("group 1 spans the NUMA nodes 0, 1:")
@@ -135,13 +135,13 @@ def test_a_group_over_two_nodes_is_told_of() -> None:
         (make_topology(1, 5), 2, ["0-1", "2-4"]),
         (make_topology(1, 5), 3, ["0", "1-2", "3-4"]),
         (make_topology(1, 5), 5, ["0", "1", "2", "3", "4"]),
-        # Siblings are 0 and 4, 1 and 5, ...: they stay together while there are cores enough.
+        # SMT siblings (0 and 4, 1 and 5, ...) stay together while there are enough cores.
         (make_topology(1, 4, threads=2), 2, ["0-1,4-5", "2-3,6-7"]),
         (make_topology(1, 4, threads=2), 3, ["0,4", "1,5", "2-3,6-7"]),
         (make_topology(1, 4, threads=2), 4, ["0,4", "1,5", "2,6", "3,7"]),
         (make_topology(1, 4, threads=2), 5, ["0", "4", "1,5", "2,6", "3,7"]),
         (make_topology(1, 2, threads=2), 4, ["0", "2", "1", "3"]),
-        # Neighbours by cache, not by number.
+        # Cores of one L3 domain stay together.
         (make_topology(1, 2, domains=2, threads=2), 2, ["0-1,4-5", "2-3,6-7"]),
     ],
 )
@@ -154,7 +154,7 @@ def test_workers_of_one_group_share_its_cores(
     assert [render_cpu_list(slot.cpus) for slot in planned] == shares
 
 
-def test_siblings_that_were_parted_are_told_of() -> None:
+def test_split_smt_siblings_have_a_note() -> None:
     topology = make_topology(1, 4, threads=2)
 
     assert plan(config(count=4), topology).notes == ()
@@ -164,7 +164,7 @@ def test_siblings_that_were_parted_are_told_of() -> None:
     assert note == "worker 0 and worker 1 share a physical core: its cpus are 0,4"
 
 
-def test_an_odd_worker_goes_to_the_first_groups() -> None:
+def test_extra_workers_are_in_the_first_groups() -> None:
     planned = plan(config(count=5), make_topology(3, 4)).slots
 
     assert [slot.group for slot in planned] == [0, 0, 1, 1, 2]
@@ -181,7 +181,7 @@ def test_an_odd_worker_goes_to_the_first_groups() -> None:
         ("1 node, SMT, offline cpus", "0,8", "1,3-4,6-7,9-12,15"),
     ],
 )
-def test_auto_keeps_one_core_for_the_gateway(name: str, gateway: str, first: str) -> None:
+def test_auto_reserves_one_core_for_the_gateway(name: str, gateway: str, first: str) -> None:
     planned = plan(config(cores="auto"), recorded_topology(name))
 
     assert render_cpu_list(planned.gateway) == gateway
@@ -189,8 +189,8 @@ def test_auto_keeps_one_core_for_the_gateway(name: str, gateway: str, first: str
     assert planned.notes == ()
 
 
-def test_auto_takes_the_core_of_a_node_that_can_spare_it() -> None:
-    """The first node has two cores that may be used, the second three."""
+def test_auto_reserves_a_core_on_a_node_with_enough_cores() -> None:
+    """The first node has two usable cores, the second three."""
     topology = make_topology(2, 4).only({0, 1, 4, 5, 6})
 
     planned = plan(config(cores="auto"), topology)
@@ -199,7 +199,7 @@ def test_auto_takes_the_core_of_a_node_that_can_spare_it() -> None:
     assert [slot.cpus for slot in planned.slots] == [(0, 1), (5, 6)]
 
 
-def test_auto_keeps_a_whole_core_for_each_gateway_process() -> None:
+def test_auto_reserves_a_core_for_each_gateway_process() -> None:
     topology = make_topology(2, 6, threads=2)
 
     planned = plan(config(cores="auto", processes=3), topology)
@@ -211,7 +211,7 @@ def test_auto_keeps_a_whole_core_for_each_gateway_process() -> None:
 
 
 @pytest.mark.parametrize("name", ["1 node", "1 node, SMT", "8 nodes, in a cpuset"])
-def test_auto_takes_no_core_where_there_are_few_and_says_so(name: str) -> None:
+def test_auto_reserves_no_core_on_a_small_machine_with_a_note(name: str) -> None:
     planned = plan(config(cores="auto"), recorded_topology(name))
 
     assert planned.gateway == ()
@@ -221,7 +221,7 @@ def test_auto_takes_no_core_where_there_are_few_and_says_so(name: str) -> None:
     )
 
 
-def test_auto_beside_named_groups_takes_a_core_that_they_leave() -> None:
+def test_auto_with_listed_groups_reserves_an_unused_core() -> None:
     topology = make_topology(1, 4, threads=2)
 
     assert plan(config(("0-1,4,6",), cores="auto"), topology).gateway == (3, 7)
@@ -230,7 +230,7 @@ def test_auto_beside_named_groups_takes_a_core_that_they_leave() -> None:
     assert "workers.groups leaves no whole core free" in left.notes[0]
 
 
-def test_cores_of_the_gateway_can_be_named() -> None:
+def test_gateway_cores_can_be_listed() -> None:
     planned = plan(config(cores="4,0"), make_topology(1, 4, threads=2))
 
     assert planned.gateway == (0, 4)
@@ -238,13 +238,13 @@ def test_cores_of_the_gateway_can_be_named() -> None:
     assert planned.notes == ()
 
 
-def test_a_core_shared_with_the_gateway_is_told_of() -> None:
+def test_core_shared_with_the_gateway_has_a_note() -> None:
     planned = plan(config(cores="0"), make_topology(1, 4, threads=2))
 
     assert planned.notes == ("the gateway and worker 0 share a physical core: its cpus are 0,4",)
 
 
-def test_a_worker_prefers_its_node_where_the_gateway_has_the_other() -> None:
+def test_worker_has_its_node_when_the_gateway_has_the_other() -> None:
     (slot,) = plan(config(cores="0-1"), make_topology(2, 2)).slots
 
     assert (slot.cpus, slot.node) == ((2, 3), 1)
@@ -260,7 +260,7 @@ def test_a_worker_prefers_its_node_where_the_gateway_has_the_other() -> None:
     st.sampled_from(["auto", "l3"]),
     st.sampled_from(["", "auto"]),
 )
-def test_every_cpu_is_in_one_place(  # noqa: PLR0917
+def test_every_allowed_cpu_is_assigned_once(  # noqa: PLR0917
     data: st.DataObject,
     nodes: int,
     domains: int,
@@ -269,10 +269,10 @@ def test_every_cpu_is_in_one_place(  # noqa: PLR0917
     groups: str,
     gateway: str,
 ) -> None:
-    """Any machine, any part of it that may be used, any number of workers that it can hold."""
-    whole = make_topology(nodes, cores, domains=domains, threads=threads)
-    allowed = data.draw(st.sets(st.sampled_from(sorted(whole.numbers)), min_size=1))
-    topology = whole.only(allowed)
+    """Any machine, any allowed cpus, any number of workers that fits."""
+    machine = make_topology(nodes, cores, domains=domains, threads=threads)
+    allowed = data.draw(st.sets(st.sampled_from(sorted(machine.numbers)), min_size=1))
+    topology = machine.only(allowed)
     rest = topology.only(allowed - set(plan(config(groups, cores=gateway), topology).gateway))
     parts = list((rest.nodes if groups == "auto" else rest.domains).values())
     most = min(len(cpus) for cpus in parts)
@@ -280,27 +280,27 @@ def test_every_cpu_is_in_one_place(  # noqa: PLR0917
 
     planned = plan(config(groups, count, gateway), topology)
 
-    held = [planned.gateway, *(slot.cpus for slot in planned.slots)]
-    assert sorted(cpu for cpus in held for cpu in cpus) == sorted(allowed)
+    assigned = [planned.gateway, *(slot.cpus for slot in planned.slots)]
+    assert sorted(cpu for cpus in assigned for cpu in cpus) == sorted(allowed)
     assert len(planned.slots) == count
     assert all(slot.cpus for slot in planned.slots)
     assert all(len(topology.only(slot.cpus).nodes) == 1 for slot in planned.slots)
     for group, cpus in enumerate(parts):
-        mine = [slot for slot in planned.slots if slot.group == group]
-        assert {cpu for slot in mine for cpu in slot.cpus} == set(cpus)
+        group_slots = [slot for slot in planned.slots if slot.group == group]
+        assert {cpu for slot in group_slots for cpu in slot.cpus} == set(cpus)
         physical = topology.only(cpus).cores
-        if len(mine) <= len(physical):
-            assert all(any(set(core) <= set(slot.cpus) for slot in mine) for core in physical), (
-                "siblings apart"
-            )
-            assert sum(slot.cores for slot in mine) == len(physical)
-            assert max(p.cores for p in mine) - min(p.cores for p in mine) <= 1
+        if len(group_slots) <= len(physical):
+            assert all(
+                any(set(core) <= set(slot.cpus) for slot in group_slots) for core in physical
+            ), "split siblings"
+            assert sum(slot.cores for slot in group_slots) == len(physical)
+            assert max(p.cores for p in group_slots) - min(p.cores for p in group_slots) <= 1
         else:
-            assert all(slot.cores == 1 for slot in mine), "parts of two cores"
+            assert all(slot.cores == 1 for slot in group_slots), "cpus of two cores"
     assert set(planned.gateway) in [set(), *map(set, topology.cores)]
 
 
-REFUSED = [
+INVALID = [
     (config(("0-4",)), make_topology(1, 4), 'workers.groups[0] = "0-4"', "cpus [4]"),
     (config(("0-4",)), make_topology(1, 4), "may use 0-3", "may not use"),
     (config(("0", "9,10")), make_topology(1, 4), 'workers.groups[1] = "9,10"', "cpus [9, 10]"),
@@ -326,26 +326,26 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("config", "topology", "where", "why"), REFUSED, ids=[row[3] for row in REFUSED]
+    ("config", "topology", "setting", "reason"), INVALID, ids=[row[3] for row in INVALID]
 )
-def test_a_plan_that_cannot_be_is_refused(
-    config: Config, topology: Topology, where: str, why: str
+def test_impossible_plan_is_rejected(
+    config: Config, topology: Topology, setting: str, reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(where)) as caught:
+    with pytest.raises(ConfigError, match=re.escape(setting)) as caught:
         plan(config, topology)
 
-    assert why in caught.value.message
+    assert reason in caught.value.message
 
 
-def test_a_quorum_beyond_the_plan_is_refused() -> None:
-    wanted = Config(workers=WorkersConfig(quorum=2), models=(ModelConfig(name="m", path="p"),))
+def test_quorum_above_the_worker_count_is_rejected() -> None:
+    with_quorum = Config(workers=WorkersConfig(quorum=2), models=(ModelConfig(name="m", path="p"),))
 
     with pytest.raises(ConfigError, match=r"workers.quorum = 2 can never be met"):
-        plan(wanted, make_topology(1, 4))
+        plan(with_quorum, make_topology(1, 4))
 
 
 @pytest.mark.parametrize(
-    ("accepted", "refused"),
+    ("accepted", "rejected"),
     [
         ({"intra_threads": 2}, {"intra_threads": 3}),
         (
@@ -358,21 +358,21 @@ def test_a_quorum_beyond_the_plan_is_refused() -> None:
         ),
     ],
 )
-def test_more_threads_than_cpus_are_refused(
-    accepted: dict[str, int], refused: dict[str, int]
+def test_more_threads_than_cpus_are_rejected(
+    accepted: dict[str, int], rejected: dict[str, int]
 ) -> None:
-    """Workers of two cores each; the threads within an operator and those of others add up."""
+    """Each worker has two cores. Intra-op and inter-op threads add up."""
     topology = make_topology(1, 4)
     plan(config(count=2, **accepted), topology)
 
     with pytest.raises(ConfigError, match=r"models\[0\] \(`m`\)") as caught:
-        plan(config(count=2, **refused), topology)
+        plan(config(count=2, **rejected), topology)
 
     assert "3 compute threads, and worker 0 has 2 cpus" in caught.value.message
 
 
-def test_siblings_are_no_threads_unless_they_are_asked_for() -> None:
-    """Two cores of two: two compute threads by themselves, with room for two more."""
+def test_default_threads_are_one_for_each_core() -> None:
+    """Two cores with two cpus each: two compute threads by default, four at most."""
     topology = make_topology(1, 2, threads=2)
 
     (slot,) = plan(config(inter_threads=3, parallel_execution=True), topology).slots
@@ -382,14 +382,16 @@ def test_siblings_are_no_threads_unless_they_are_asked_for() -> None:
         plan(config(inter_threads=4, parallel_execution=True), topology)
 
 
-def test_the_narrowest_worker_counts() -> None:
-    """Five cores for two workers: the second has the third core, and the first decides."""
+def test_smallest_worker_limits_the_threads() -> None:
+    """Five cores for two workers: the first has two, the second three."""
     with pytest.raises(ConfigError, match="worker 0 has 2 cpus"):
         plan(config(count=2, intra_threads=3), make_topology(1, 5))
 
 
-def with_own(*own: dict[str, Any], count: int = 0, has_shared: bool = True) -> Config:
-    """A model for the workers of all, and some with workers of their own."""
+def config_with_own_workers(
+    *own: dict[str, Any], count: int = 0, has_shared: bool = True
+) -> Config:
+    """A model for the shared workers, and models with workers of their own."""
     shared = [ModelConfig(name="m", path="p", version="1")] if has_shared else []
     others = [
         ModelConfig(name=f"own{at}", path="p", version="1", backend="python", **settings)
@@ -402,8 +404,10 @@ def pools(slots: list[SlotPlan]) -> list[tuple[int, str, str]]:
     return [(each.index, each.pool, render_cpu_list(each.cpus)) for each in slots]
 
 
-def test_workers_of_a_model_take_cores_from_the_end_and_the_others_share_the_rest() -> None:
-    planned = plan(with_own({"workers": 2}, {"intra_threads": 2}), make_topology(1, 8))
+def test_own_workers_take_the_last_cores_and_shared_workers_the_rest() -> None:
+    planned = plan(
+        config_with_own_workers({"workers": 2}, {"intra_threads": 2}), make_topology(1, 8)
+    )
     assert pools(planned.slots) == [
         (0, "", "0-3"),
         (1, "own0/1", "7"),
@@ -413,8 +417,8 @@ def test_workers_of_a_model_take_cores_from_the_end_and_the_others_share_the_res
     assert planned.notes == ()
 
 
-def test_workers_of_models_go_to_the_groups_in_turn() -> None:
-    planned = plan(with_own({"workers": 3}), make_topology(2, 4))
+def test_own_workers_are_distributed_over_groups_in_turn() -> None:
+    planned = plan(config_with_own_workers({"workers": 3}), make_topology(2, 4))
     assert pools(planned.slots) == [
         (0, "", "0-1"),
         (1, "", "4-6"),
@@ -425,19 +429,19 @@ def test_workers_of_models_go_to_the_groups_in_turn() -> None:
     assert [each.node for each in planned.slots] == [0, 1, 0, 1, 0]
 
 
-def test_too_few_cores_are_shared_and_said() -> None:
-    planned = plan(with_own({"workers": 2}), make_topology(1, 2))
+def test_too_few_cores_are_shared_with_a_note() -> None:
+    planned = plan(config_with_own_workers({"workers": 2}), make_topology(1, 2))
     assert pools(planned.slots) == [(0, "", "0"), (1, "own0/1", "1"), (2, "own0/1", "1")]
     assert planned.notes == (
         "a worker of model `own0` shares cores with others: group 0 has too few for all",
     )
 
 
-def test_without_models_for_all_there_are_no_workers_of_all() -> None:
-    planned = plan(with_own({}, has_shared=False), make_topology(1, 2))
+def test_no_shared_workers_without_shared_models() -> None:
+    planned = plan(config_with_own_workers({}, has_shared=False), make_topology(1, 2))
     assert pools(planned.slots) == [(0, "own0/1", "1")]
 
 
-def test_threads_beyond_the_cores_of_a_model_s_own_workers_are_refused() -> None:
+def test_more_threads_than_cpus_of_own_workers_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"`own0`.*make 3 compute threads, and worker 1 has 2"):
-        plan(with_own({"intra_threads": 3}), make_topology(1, 2))
+        plan(config_with_own_workers({"intra_threads": 3}), make_topology(1, 2))

@@ -1,4 +1,4 @@
-"""Topology: recordings of other machines, read as a process there would read the machine."""
+"""CPU topology, read from the sysfs trees of recorded machines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(machine: Machine, folder: Path, allowed: str = "") -> Topology:
         ("0-1,", (0, 1)),
     ],
 )
-def test_a_cpu_list_is_read_as_the_kernel_writes_it(text: str, cpus: tuple[int, ...]) -> None:
+def test_cpu_list_of_the_kernel_is_parsed(text: str, cpus: tuple[int, ...]) -> None:
     assert parse_cpu_list(text) == cpus
 
 
@@ -39,14 +39,14 @@ def test_a_cpu_list_is_read_as_the_kernel_writes_it(text: str, cpus: tuple[int, 
     "text",
     ["a", "-1", "3-1", "1-2-3", "0x1", "1;2", "65536", "0-99999999999", "1.5", "0-3 8", "2-"],
 )
-def test_what_is_no_cpu_list_is_refused(text: str) -> None:
+def test_invalid_cpu_list_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         parse_cpu_list(text)
 
 
 @settings(deadline=None)
 @given(st.sets(st.integers(0, 300)))
-def test_a_cpu_list_read_back_is_the_same_cpus(cpus: set[int]) -> None:
+def test_cpu_list_round_trip(cpus: set[int]) -> None:
     assert parse_cpu_list(render_cpu_list(cpus)) == tuple(sorted(cpus))
 
 
@@ -54,12 +54,12 @@ def test_a_cpu_list_read_back_is_the_same_cpus(cpus: set[int]) -> None:
     ("cpus", "text"),
     [((), ""), ((3,), "3"), ((1, 0), "0-1"), ((0, 1, 2, 8, 10, 11), "0-2,8,10-11")],
 )
-def test_a_cpu_list_is_written_with_every_run_as_a_range(cpus: tuple[int, ...], text: str) -> None:
+def test_cpu_list_is_written_as_ranges(cpus: tuple[int, ...], text: str) -> None:
     assert render_cpu_list(cpus) == text
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_allowed_cpu_has_its_place_and_no_other_cpu_has(name: str) -> None:
+def test_topology_has_every_allowed_cpu_once_and_no_other(name: str) -> None:
     allowed = parse_cpu_list(MACHINES[name].allowed)
 
     topology = recorded_topology(name)
@@ -86,7 +86,7 @@ def test_every_allowed_cpu_has_its_place_and_no_other_cpu_has(name: str) -> None
     ],
 )
 def test_nodes_are_those_with_allowed_cpus(name: str, nodes: dict[int, str]) -> None:
-    """None of memory only, none outside of the cpuset; a cpu is of one node, whatever is said."""
+    """No memory-only nodes, and none outside the cpuset; each cpu has one node."""
     topology = recorded_topology(name)
 
     assert {node: render_cpu_list(cpus) for node, cpus in topology.nodes.items()} == nodes
@@ -101,7 +101,7 @@ def test_nodes_are_those_with_allowed_cpus(name: str, nodes: dict[int, str]) -> 
         ("nodes of memory only", [0, 1, 2, 3]),
     ],
 )
-def test_nodes_are_in_the_order_of_their_numbers(name: str, nodes: list[int]) -> None:
+def test_nodes_are_ordered_by_number(name: str, nodes: list[int]) -> None:
     assert list(recorded_topology(name).nodes) == nodes
 
 
@@ -115,11 +115,11 @@ def test_nodes_are_in_the_order_of_their_numbers(name: str, nodes: list[int]) ->
         # Without an L3 cache a node is a domain.
         ("1 node, no caches", ["0-1"]),
         ("8 nodes, in a cpuset", ["0-1", "2-3", "5", "6", "12-13", "14-15"]),
-        # A cache of two nodes is a domain of each.
+        # A cache that spans two nodes is a domain in each.
         ("a cache across nodes", [f"{first}-{first + 3}" for first in range(0, 64, 4)]),
     ],
 )
-def test_an_l3_domain_is_what_shares_a_cache_in_a_node(name: str, domains: list[str]) -> None:
+def test_l3_domain_is_the_cpus_of_a_node_that_share_a_cache(name: str, domains: list[str]) -> None:
     topology = recorded_topology(name)
 
     assert list(map(render_cpu_list, topology.domains.values())) == domains
@@ -127,7 +127,7 @@ def test_an_l3_domain_is_what_shares_a_cache_in_a_node(name: str, domains: list[
     assert topology.has_l3 is bool(MACHINES[name].domains)
 
 
-def test_a_node_of_chiplets_has_several_domains() -> None:
+def test_chiplet_node_has_several_domains() -> None:
     topology = recorded_topology("8 nodes, SMT, chiplets")
 
     assert topology.nodes[0] == parse_cpu_list("0-5,48-53")
@@ -147,27 +147,27 @@ def test_a_node_of_chiplets_has_several_domains() -> None:
         ("1 node, SMT, offline cpus", [(0, 8), (4, 12), (1, 9), (3, 11), (7, 15), (6,), (10,)]),
     ],
 )
-def test_siblings_are_a_core(name: str, cores: list[tuple[int, ...]]) -> None:
+def test_smt_siblings_form_a_core(name: str, cores: list[tuple[int, ...]]) -> None:
     assert recorded_topology(name).cores == cores
 
 
 @pytest.mark.parametrize("siblings", ["core_cpus_list", "thread_siblings_list"])
-def test_siblings_have_two_names(siblings: str, tmp_path: Path) -> None:
+def test_both_sysfs_names_of_siblings_are_read(siblings: str, tmp_path: Path) -> None:
     machine = MACHINES["1 node, SMT"]._replace(siblings=siblings)
 
     assert read(machine, tmp_path).cores == [(0, 2), (1, 3)]
 
 
-def test_a_container_that_has_one_thread_of_each_core(tmp_path: Path) -> None:
-    """A cpuset over both nodes: of core 0 the second thread only, of core 1 both."""
+def test_cpuset_with_some_of_the_siblings(tmp_path: Path) -> None:
+    """A cpuset over both nodes: one sibling of core 0, both siblings of core 1."""
     topology = read(MACHINES["2 nodes, SMT"], tmp_path, allowed="1,16-17,24")
 
     assert topology.nodes == {0: (1, 16, 17), 1: (24,)}
     assert topology.cores == [(16,), (1, 17), (24,)]
 
 
-def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
-    """A sandbox without sysfs: one node, one domain, and every cpu a core."""
+def test_machine_without_sysfs_is_one_node_and_one_domain(tmp_path: Path) -> None:
+    """A sandbox may have no sysfs; each cpu is then a core."""
     topology = read_topology({1, 3}, tmp_path)
 
     assert topology.nodes == topology.domains == {0: (1, 3)}
@@ -175,14 +175,14 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     assert not topology.has_l3
 
 
-def test_nodes_that_leave_out_some_cpus_are_not_believed(tmp_path: Path) -> None:
+def test_incomplete_node_lists_are_ignored(tmp_path: Path) -> None:
     machine = Machine({1: "0-1"}, "0-3", [], [])
 
     assert read(machine, tmp_path).nodes == {0: (0, 1, 2, 3)}
 
 
 @pytest.mark.parametrize("name", ["cpulist", "shared_cpu_list", "thread_siblings_list"])
-def test_a_file_with_nonsense_counts_as_none(name: str, tmp_path: Path) -> None:
+def test_malformed_file_is_treated_as_missing(name: str, tmp_path: Path) -> None:
     folder = write_sysfs(MACHINES["2 nodes"], tmp_path)
     for path in folder.rglob(name):
         path.write_text("0-\n")
@@ -193,17 +193,17 @@ def test_a_file_with_nonsense_counts_as_none(name: str, tmp_path: Path) -> None:
     assert len(topology.cores) == 16
 
 
-def test_a_part_keeps_its_place() -> None:
+def test_subset_keeps_node_and_domain_numbers() -> None:
     topology = make_topology(2, 2, domains=2, threads=2)
 
-    part = topology.only({4, 5, 12, 13})
+    subset = topology.only({4, 5, 12, 13})
 
-    assert (part.nodes, part.domains) == ({1: (4, 5, 12, 13)}, {2: (4, 5, 12, 13)})
-    assert part.cores == [(4, 12), (5, 13)]
+    assert (subset.nodes, subset.domains) == ({1: (4, 5, 12, 13)}, {2: (4, 5, 12, 13)})
+    assert subset.cores == [(4, 12), (5, 13)]
 
 
-def test_the_machine_that_runs_this_has_a_topology() -> None:
-    """The real tree, which no recorded one can stand for."""
+def test_topology_of_the_test_machine() -> None:
+    """Reads the real sysfs tree."""
     allowed = os.sched_getaffinity(0)
     topology = read_topology(allowed)
 

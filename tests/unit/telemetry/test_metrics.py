@@ -1,4 +1,4 @@
-"""Metrics: declared as Prometheus wants them, read where counted, on a page that parses."""
+"""Metrics: naming conventions, values, and the rendered page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page(observed: MetricSources, *, is_openmetrics: bool = False) -> str:
 
 
 def scrape(observed: MetricSources, *, is_openmetrics: bool = False) -> Samples:
-    """Every sample, by its name and its labels."""
+    """Returns all samples by name and labels."""
     parse = parse_openmetrics if is_openmetrics else parse_text
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -46,14 +46,14 @@ def key(name: str, **labels: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     return f"iskander_{name}", tuple(sorted(labels.items()))
 
 
-def of_m(name: str, **labels: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Of the lane that `make_lane` makes."""
+def lane_key(name: str, **labels: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Returns the key of a sample of `make_lane()`."""
     return key(name, model="m", version="1", **labels)
 
 
 @pytest.mark.parametrize("metric", DECLARED, ids=lambda metric: metric.name)
-def test_a_metric_is_named_as_prometheus_wants_it(metric: metrics.Metric[Any]) -> None:
-    """Prefix, base unit last, `_total` for counters only; a sentence for people."""
+def test_metric_name_follows_prometheus_conventions(metric: metrics.Metric[Any]) -> None:
+    """A prefix, the base unit last, `_total` for counters only, and a help sentence."""
     assert re.fullmatch(r"iskander(_[a-z]+)+", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")
     if metric.unit in metrics.BASE_UNITS:
@@ -67,24 +67,24 @@ def test_no_metric_is_declared_twice() -> None:
 
 
 @pytest.mark.parametrize("is_openmetrics", [False, True])
-def test_every_metric_is_on_the_page_with_the_labels_that_it_declares(is_openmetrics: bool) -> None:
+def test_page_has_every_metric_with_its_declared_labels(is_openmetrics: bool) -> None:
     lane = make_lane(refused__queue_full=1, failed__poisoned=1)
     lane.costs[0] = CostModel()
     lane.metrics.on_stepped((("embed", 1000),))
 
-    found: dict[str, set[str]] = {}
+    rendered: dict[str, set[str]] = {}
     for name, labels in scrape(observe([lane]), is_openmetrics=is_openmetrics):
         base = re.sub(r"_(bucket|sum|count)$", "", name)
-        found.setdefault(base, set()).update(label for label, _ in labels if label != "le")
+        rendered.setdefault(base, set()).update(label for label, _ in labels if label != "le")
 
-    assert found == {
+    assert rendered == {
         metric.name: {*scope_labels, *metric.labels}
         for _, scope_labels, declared in SCOPES
         for metric in declared
     }
 
 
-def test_counts_of_a_lane_are_read_where_they_are_counted() -> None:
+def test_lane_counters() -> None:
     lane = make_lane(
         requests=10,
         rows=1280,
@@ -101,32 +101,32 @@ def test_counts_of_a_lane_are_read_where_they_are_counted() -> None:
 
     samples = scrape(observe([lane]))
 
-    assert samples[of_m("requests_total")] == 10
-    assert samples[of_m("rows_total")] == 1280
-    assert samples[of_m("batches_total")] == 4
-    assert samples[of_m("requests_ended_total", outcome="completed")] == 7
-    assert samples[of_m("requests_ended_total", outcome="withdrawn")] == 2
-    assert samples[of_m("requests_retried_total")] == 1
-    assert samples[of_m("refusals_total", code="queue_full")] == 3
-    assert samples[of_m("failures_total", code="poisoned")] == 1
-    assert samples[of_m("deadlines_total", result="hit")] == 5
-    assert samples[of_m("deadlines_total", result="missed")] == 2
-    assert samples[of_m("batches_closed_total", reason="full")] == 3
+    assert samples[lane_key("requests_total")] == 10
+    assert samples[lane_key("rows_total")] == 1280
+    assert samples[lane_key("batches_total")] == 4
+    assert samples[lane_key("requests_ended_total", outcome="completed")] == 7
+    assert samples[lane_key("requests_ended_total", outcome="withdrawn")] == 2
+    assert samples[lane_key("requests_retried_total")] == 1
+    assert samples[lane_key("refusals_total", code="queue_full")] == 3
+    assert samples[lane_key("failures_total", code="poisoned")] == 1
+    assert samples[lane_key("deadlines_total", result="hit")] == 5
+    assert samples[lane_key("deadlines_total", result="missed")] == 2
+    assert samples[lane_key("batches_closed_total", reason="full")] == 3
 
 
-def test_what_is_known_beforehand_is_there_at_zero() -> None:
-    """So that a rate over its first occurrence is right."""
+def test_known_label_values_start_at_zero() -> None:
+    """Otherwise a rate misses the first occurrence."""
     samples = scrape(observe([make_lane()]))
 
     reasons = ("full", "idle", "linger", "deadline", "shape", "alone")
     assert {f"closed.{reason}" for reason in reasons} == set(Reason)
     for reason in reasons:
-        assert samples[of_m("batches_closed_total", reason=reason)] == 0
-    assert samples[of_m("deadlines_total", result="missed")] == 0
+        assert samples[lane_key("batches_closed_total", reason=reason)] == 0
+    assert samples[lane_key("deadlines_total", result="missed")] == 0
     assert samples[key("worker_ends_total", worker="0", how="crash")] == 0
 
 
-def test_reading_counts_leaves_no_trace_in_them() -> None:
+def test_rendering_does_not_change_the_counts() -> None:
     lane = make_lane()
 
     page(observe([lane]))
@@ -134,35 +134,35 @@ def test_reading_counts_leaves_no_trace_in_them() -> None:
     assert lane.counts == {}
 
 
-def test_a_histogram_is_in_seconds_and_counts_up_to_each_bound() -> None:
+def test_histogram_is_cumulative_and_in_seconds() -> None:
     lane = make_lane()
     for value_ns in (50_000, 60_000, 2_000_000, 20_000_000_000):
         lane.metrics.wait_ns.record(value_ns)
 
     samples = scrape(observe([lane]))
 
-    assert samples[of_m("wait_seconds_bucket", le="5e-05")] == 1
-    assert samples[of_m("wait_seconds_bucket", le="7.5e-05")] == 2
-    assert samples[of_m("wait_seconds_bucket", le="0.0015")] == 2
-    assert samples[of_m("wait_seconds_bucket", le="0.002")] == 3
-    assert samples[of_m("wait_seconds_bucket", le="10.0")] == 3
-    assert samples[of_m("wait_seconds_bucket", le="+Inf")] == 4
-    assert samples[of_m("wait_seconds_count")] == 4
-    assert samples[of_m("wait_seconds_sum")] == pytest.approx(20.00211)
+    assert samples[lane_key("wait_seconds_bucket", le="5e-05")] == 1
+    assert samples[lane_key("wait_seconds_bucket", le="7.5e-05")] == 2
+    assert samples[lane_key("wait_seconds_bucket", le="0.0015")] == 2
+    assert samples[lane_key("wait_seconds_bucket", le="0.002")] == 3
+    assert samples[lane_key("wait_seconds_bucket", le="10.0")] == 3
+    assert samples[lane_key("wait_seconds_bucket", le="+Inf")] == 4
+    assert samples[lane_key("wait_seconds_count")] == 4
+    assert samples[lane_key("wait_seconds_sum")] == pytest.approx(20.00211)
 
 
-def test_the_rows_of_batches_are_rows() -> None:
+def test_batch_size_histogram_is_in_rows() -> None:
     lane = make_lane()
     lane.metrics.batch_rows.record(128)
 
     samples = scrape(observe([lane]))
 
-    assert samples[of_m("batch_rows_bucket", le="64.0")] == 0
-    assert samples[of_m("batch_rows_bucket", le="128.0")] == 1
-    assert samples[of_m("batch_rows_sum")] == 128
+    assert samples[lane_key("batch_rows_bucket", le="64.0")] == 0
+    assert samples[lane_key("batch_rows_bucket", le="128.0")] == 1
+    assert samples[lane_key("batch_rows_sum")] == 128
 
 
-def test_a_learned_cost_is_in_seconds_for_each_worker() -> None:
+def test_cost_model_is_in_seconds_for_each_worker() -> None:
     lane = make_lane()
     cost = lane.costs[3] = CostModel()
     for rows in (100, 200, 300, 400):
@@ -170,11 +170,11 @@ def test_a_learned_cost_is_in_seconds_for_each_worker() -> None:
 
     samples = scrape(observe([lane]))
 
-    assert samples[of_m("cost_row_seconds", worker="3")] == pytest.approx(cost.row_ns / 1e9)
-    assert samples[of_m("cost_base_seconds", worker="3")] == pytest.approx(cost.base_ns / 1e9)
+    assert samples[lane_key("cost_row_seconds", worker="3")] == pytest.approx(cost.row_ns / 1e9)
+    assert samples[lane_key("cost_base_seconds", worker="3")] == pytest.approx(cost.base_ns / 1e9)
 
 
-def test_a_worker_is_in_one_state() -> None:
+def test_worker_has_exactly_one_state() -> None:
     samples = scrape(observe([], [make_worker(0), make_worker(1, State.LOOPING)]))
 
     for index, state in ((0, State.READY), (1, State.LOOPING)):
@@ -183,7 +183,7 @@ def test_a_worker_is_in_one_state() -> None:
         assert sum(states.values()) == 1
 
 
-def test_what_a_worker_has_and_did() -> None:
+def test_worker_gauges_and_counters() -> None:
     worker = make_worker(2)
     worker.output_arena.lease(4096)
     worker.batches = 9
@@ -203,8 +203,8 @@ def test_what_a_worker_has_and_did() -> None:
     assert samples[key("worker_cpu_seconds_total", worker="2")] > 0
 
 
-def test_what_memory_the_arenas_are() -> None:
-    """Of both kinds, apart: huge pages and a lock are two things."""
+def test_arena_backing() -> None:
+    """Huge pages and locking are independent."""
     worker = make_worker(2)
     worker.backing = Backing(4 * MIB, is_locked=True)
     worker.notices.extend(["no huge pages", "not pinned"])
@@ -218,7 +218,7 @@ def test_what_memory_the_arenas_are() -> None:
     assert samples[key("worker_notices", worker="2")] == 2
 
 
-def test_a_place_without_a_process_has_no_memory() -> None:
+def test_slot_without_a_process_has_no_usage() -> None:
     worker = make_worker()
     worker.pid = 0
 
@@ -228,7 +228,7 @@ def test_a_place_without_a_process_has_no_memory() -> None:
     assert samples[key("worker_cpu_seconds_total", worker="0")] == 0
 
 
-def test_the_gateway_itself() -> None:
+def test_gateway_metrics() -> None:
     arena = Arena(2 * MIB)
     arena.lease(8192)
     observed = observe(
@@ -250,7 +250,7 @@ def test_the_gateway_itself() -> None:
     assert [dict(labels)["version"] for name, labels in samples if "build" in name] == [__version__]
 
 
-def test_readiness_is_of_each_model_and_of_all() -> None:
+def test_readiness_of_each_model_and_of_the_gateway() -> None:
     observed = observe([make_lane("a"), make_lane("b", is_ready=False)])
 
     samples = scrape(observed)
@@ -262,10 +262,9 @@ def test_readiness_is_of_each_model_and_of_all() -> None:
 
 
 @pytest.mark.parametrize("is_openmetrics", [False, True])
-def test_a_page_made_in_many_turns_is_one_page(
+def test_page_rendered_in_many_turns_equals_one_rendered_at_once(
     is_openmetrics: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each metric is named once, its samples follow it, and the end is at the end."""
     lanes = [make_lane(f"m{index}") for index in range(40)]
     observed = observe(lanes, [make_worker(index) for index in range(5)])
     in_turns = page(observed, is_openmetrics=is_openmetrics).splitlines()
@@ -280,8 +279,8 @@ def test_a_page_made_in_many_turns_is_one_page(
     assert len([line for line in in_turns if line.startswith("# TYPE")]) == len(DECLARED)
 
 
-def test_others_have_their_turn_while_a_page_is_made() -> None:
-    """Fifty lanes are thousands of samples; no turn writes more than those of two histograms."""
+def test_rendering_yields_to_the_event_loop() -> None:
+    """Fifty lanes have thousands of samples; a turn renders at most those of two histograms."""
     observed = observe([make_lane(f"m{index}") for index in range(50)])
     longest = 0
 
@@ -298,14 +297,13 @@ def test_others_have_their_turn_while_a_page_is_made() -> None:
     assert longest < 72
 
 
-def test_a_label_may_hold_what_a_model_may_be_called() -> None:
-    """And more: nothing in a name ends a line or a quote."""
+def test_labels_are_escaped() -> None:
     name = 'a"b\\c\nd'
 
     assert scrape(observe([make_lane(name)]))[key("rows_total", model=name, version="1")] == 0
 
 
-def test_steps_of_a_model_are_told_apart_and_bounded() -> None:
+def test_pipeline_steps_are_separate_and_bounded() -> None:
     lane = make_lane()
     lane.metrics.on_stepped((("embed", 1000), ("rank", 2000)))
     lane.metrics.on_stepped((("embed", 3000),))

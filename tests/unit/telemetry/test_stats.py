@@ -1,4 +1,4 @@
-"""What `stats` answers, and how `iskander stats` prints it."""
+"""Stats of the gateway, and the tables of `iskander stats`."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ NS_PER_MS = 1_000_000
 
 
 def collect(observed: MetricSources) -> dict[str, Any]:
-    """As a client gets it."""
-    answer: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(stats.collect(observed)))
-    return answer
+    """Returns the stats after a JSON round trip, as a client receives them."""
+    response: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(stats.collect(observed)))
+    return response
 
 
 def lane_of(lane: Lane) -> dict[str, Any]:
-    found: dict[str, Any] = collect(observe([lane]))["lanes"][lane.title]
-    return found
+    result: dict[str, Any] = collect(observe([lane]))["lanes"][lane.title]
+    return result
 
 
-def test_the_gateway() -> None:
+def test_gateway_stats() -> None:
     arena = Arena(2 * MIB)
     arena.lease(1)
-    answer = collect(
+    response = collect(
         observe([], streams={1, 2}, counts=Counter(late_messages=3), input_arena=arena)
     )
 
-    assert (answer["pid"], answer["streams"], answer["late_messages"]) == (os.getpid(), 2, 3)
-    assert (answer["ready"], answer["reasons"]) == (True, [])
-    assert answer["input_arena"] == {
+    assert (response["pid"], response["streams"], response["late_messages"]) == (os.getpid(), 2, 3)
+    assert (response["ready"], response["reasons"]) == (True, [])
+    assert response["input_arena"] == {
         "capacity_bytes": 2 * MIB,
         "leased_bytes": 4096,
         "leases": 1,
@@ -54,43 +54,43 @@ def test_the_gateway() -> None:
     }
 
 
-def test_what_memory_the_arenas_are_and_what_was_refused() -> None:
+def test_arena_backing_and_notices() -> None:
     worker = make_worker(3)
     worker.backing = Backing(4 * MIB, 2 * MIB, is_locked=True, node=1)
     worker.notices.extend(["no policy", "not pinned"])
-    backing = Backing(8 * MIB, 6 * MIB, is_locked=True, complaints=("too few",))
+    backing = Backing(8 * MIB, 6 * MIB, is_locked=True, notices=("too few",))
 
-    answer = collect(observe([], [worker], input_backing=backing))
+    response = collect(observe([], [worker], input_backing=backing))
 
-    arena, (found,) = answer["input_arena"], answer["workers"]
+    arena, (result,) = response["input_arena"], response["workers"]
     assert (arena["huge_bytes"], arena["locked"], arena["notices"]) == (6 * MIB, True, ["too few"])
-    assert (found["output_huge_bytes"], found["output_locked"]) == (2 * MIB, True)
-    assert (found["output_node"], found["notices"]) == (1, ["no policy", "not pinned"])
-    assert render_stats(answer)[-3:] == [
+    assert (result["output_huge_bytes"], result["output_locked"]) == (2 * MIB, True)
+    assert (result["output_node"], result["notices"]) == (1, ["no policy", "not pinned"])
+    assert render_stats(response)[-3:] == [
         "input arena: too few",
         "worker 3: no policy",
         "worker 3: not pinned",
     ]
 
 
-def test_where_a_worker_runs() -> None:
+def test_worker_placement() -> None:
     worker = Worker(SlotPlan(0, 1, (4, 5, 12, 13), 1, cores=2, domains=(2,)))
 
-    (answer,) = collect(observe([], [worker]))["workers"]
+    (response,) = collect(observe([], [worker]))["workers"]
 
-    assert (answer["group"], answer["cpus"], answer["node"]) == (1, [4, 5, 12, 13], 1)
-    assert (answer["cores"], answer["domains"]) == (2, [2])
-
-
-def test_why_it_is_not_ready() -> None:
-    answer = collect(observe([make_lane("a"), make_lane("b", is_ready=False)]))
-
-    assert answer["ready"] is False
-    assert [reason.partition(":")[0] for reason in answer["reasons"]] == ["model `b/1`"]
-    assert [answer["lanes"][title]["ready"] for title in ("a/1", "b/1")] == [True, False]
+    assert (response["group"], response["cpus"], response["node"]) == (1, [4, 5, 12, 13], 1)
+    assert (response["cores"], response["domains"]) == (2, [2])
 
 
-def test_counts_of_a_lane_are_there_flat_and_grouped() -> None:
+def test_readiness_and_reasons() -> None:
+    response = collect(observe([make_lane("a"), make_lane("b", is_ready=False)]))
+
+    assert response["ready"] is False
+    assert [reason.partition(":")[0] for reason in response["reasons"]] == ["model `b/1`"]
+    assert [response["lanes"][title]["ready"] for title in ("a/1", "b/1")] == [True, False]
+
+
+def test_lane_counts_are_flat_and_grouped() -> None:
     lane = lane_of(
         make_lane(
             requests=9,
@@ -115,18 +115,18 @@ def test_latencies_are_in_milliseconds() -> None:
         lane.metrics.wait_ns.record(value * NS_PER_MS)
         lane.metrics.run_ns.record(5 * NS_PER_MS)
 
-    found = lane_of(lane)
+    result = lane_of(lane)
 
-    wait = found["latency_ms"]["wait"]
+    wait = result["latency_ms"]["wait"]
     assert (wait["count"], wait["mean"], wait["max"]) == (100, 50.5, 100)
     assert wait["p50"] == pytest.approx(50, abs=1)
     assert wait["p99"] == pytest.approx(99, abs=1)
-    assert found["latency_ms"]["run"]["p99"] == 5
-    assert found["latency_ms"]["total"]["count"] == 0
-    assert found["run_ms"] == 500
+    assert result["latency_ms"]["run"]["p99"] == 5
+    assert result["latency_ms"]["total"]["count"] == 0
+    assert result["run_ms"] == 500
 
 
-def test_batch_sizes_by_what_they_come_up_to() -> None:
+def test_batch_sizes_are_counted_by_upper_bound() -> None:
     lane = make_lane()
     for rows in (1, 100, 128, 129, 1 << 21):
         lane.metrics.batch_rows.record(rows)
@@ -137,7 +137,7 @@ def test_batch_sizes_by_what_they_come_up_to() -> None:
     assert (rows["count"], rows["min"], rows["max"]) == (5, 1, 1 << 21)
 
 
-def test_costs_are_of_each_worker() -> None:
+def test_cost_model_of_each_worker() -> None:
     lane = make_lane()
     lane.costs[0] = CostModel()
     lane.costs[2] = cost = CostModel()
@@ -152,35 +152,35 @@ def test_costs_are_of_each_worker() -> None:
     assert costs["2"]["samples"] == 4
 
 
-def test_only_the_clients_known_best_are_listed() -> None:
+def test_only_clients_with_the_most_samples_are_listed() -> None:
     lane = make_lane()
     for index in range(50):
         for turn in range(SAMPLES_LEAST + 1 + index):
             lane.arrivals.observe(f"client-{index}", turn * 20 * NS_PER_MS, 0)
 
-    found = lane_of(lane)
+    result = lane_of(lane)
 
-    assert found["cadence_clients"] == 50
-    assert len(found["cadence"]) == stats.CADENCES_MAX
-    assert found["cadence"][0] == {"client": "client-49", "period_ms": 20, "samples": 53}
+    assert result["cadence_clients"] == 50
+    assert len(result["cadence"]) == stats.CADENCES_MAX
+    assert result["cadence"][0] == {"client": "client-49", "period_ms": 20, "samples": 53}
 
 
-def test_a_worker_and_its_story() -> None:
+def test_worker_stats_and_history() -> None:
     worker = make_worker(1, State.LOOPING)
     worker.exit_counts["crash"] = 5
     worker.batches = 12
 
-    (answer,) = collect(observe([], [worker]))["workers"]
+    (response,) = collect(observe([], [worker]))["workers"]
 
-    assert (answer["index"], answer["state"], answer["batches"]) == (1, "crash loop", 12)
-    assert (answer["incarnation"], answer["pid"], answer["starts"]) == (8, os.getpid(), 1)
-    assert (answer["in_flight"], answer["credits"], answer["ends"]) == (0, 2, {"crash": 5})
-    assert answer["resident_bytes"] > MIB
-    assert answer["story"][0].endswith(" ms ago: attached, loading")
+    assert (response["index"], response["state"], response["batches"]) == (1, "crash loop", 12)
+    assert (response["incarnation"], response["pid"], response["starts"]) == (8, os.getpid(), 1)
+    assert (response["in_flight"], response["credits"], response["ends"]) == (0, 2, {"crash": 5})
+    assert response["resident_bytes"] > MIB
+    assert response["history"][0].endswith(" ms ago: attached, loading")
 
 
 def busy_lane(name: str) -> Lane:
-    """As much as there may be of everything."""
+    """A lane with the largest values that the table must fit."""
     lane = make_lane(
         name,
         "20240131",
@@ -200,7 +200,7 @@ def busy_lane(name: str) -> Lane:
     return lane
 
 
-def test_the_table_of_a_busy_server_fits_100_columns() -> None:
+def test_table_of_a_busy_server_fits_100_columns() -> None:
     worker = make_worker(999, State.LOOPING)
     worker.batches = 123_456_789_012
     worker.starts = 123_456
@@ -215,7 +215,7 @@ def test_the_table_of_a_busy_server_fits_100_columns() -> None:
 
 
 def test_counts_have_at_most_five_digits() -> None:
-    """And say with a letter what was left out."""
+    """Larger counts have a unit letter."""
     shown = [
         render_stats(collect(observe([make_lane("ids", requests=count)])))[4].split()[5]
         for count in (0, 99_999, 100_000, 99_999_999, 100_000_000, 123_456_789_012_345)
@@ -224,7 +224,7 @@ def test_counts_have_at_most_five_digits() -> None:
     assert shown == ["0", "99999", "100k", "99999k", "100M", "123T"]
 
 
-def test_the_table_says_what_an_operator_looks_for() -> None:
+def test_table_shows_readiness_rejections_and_history() -> None:
     lane = make_lane("ids", requests=12, refused__queue_full=3, closed__idle=4)
     text = "\n".join(render_stats(collect(observe([lane, make_lane("b", is_ready=False)]))))
 
@@ -234,7 +234,7 @@ def test_the_table_says_what_an_operator_looks_for() -> None:
     assert "attached, loading" in text
 
 
-def test_the_table_of_a_server_that_did_nothing_is_a_table() -> None:
+def test_table_of_an_idle_server() -> None:
     lines = render_stats(collect(observe([make_lane("ids")])))
 
     assert lines[1] == "ready"
@@ -243,7 +243,7 @@ def test_the_table_of_a_server_that_did_nothing_is_a_table() -> None:
     )
 
 
-def test_columns_are_aligned_texts_left_and_numbers_right() -> None:
+def test_table_aligns_text_left_and_numbers_right() -> None:
     assert render_table(("a", "n"), [("long", "1"), ("b", "234")], numbers_from=1) == [
         "a       n",
         "long    1",

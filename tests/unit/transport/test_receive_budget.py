@@ -1,4 +1,4 @@
-"""The memory of large messages: its charge, and its pages."""
+"""Memory of large messages: charge until freed, and page size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("size", [1, 5 * MIB, MMAP_THRESHOLD_BYTES])
-def test_memory_is_charged_until_its_last_view_is_gone(size: int) -> None:
+def test_memory_is_charged_until_its_last_view_is_freed(size: int) -> None:
     budget = ReceiveBudget(1 << 30)
     array = budget.charged_array(size)
     assert array is not None
@@ -26,15 +26,15 @@ def test_memory_is_charged_until_its_last_view_is_gone(size: int) -> None:
     assert budget.used_bytes == 0
 
 
-def test_memory_that_is_mapped_anew_has_small_pages() -> None:
-    """A huge page is cleared in one step, and the loop waits for it."""
+def test_newly_mapped_memory_has_small_pages() -> None:
+    """Clearing a huge page blocks the event loop."""
     array = ReceiveBudget(1 << 30).array(2 * MMAP_THRESHOLD_BYTES)
     array[:] = 1
     assert huge_bytes(array) == 0
 
 
 def huge_bytes(array: TrackedArray) -> int:
-    """Of the mapping that has the array in it. Source: proc(5), `smaps`."""
+    """Returns the huge-page bytes of the array's mapping. Source: proc(5), `smaps`."""
     address = array.ctypes.data
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

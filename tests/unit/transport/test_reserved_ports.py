@@ -1,4 +1,4 @@
-"""Ports that are held: they stay the gateway's own, whether or not one of its processes listens."""
+"""Reserved ports: other processes cannot bind them, even if no gateway process listens."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def listen(address: str, *, is_shared: bool) -> socket.socket:
     return bound
 
 
-def test_settings_name_the_ports_that_were_taken(ports: ReservedPorts) -> None:
+def test_configuration_contains_the_reserved_ports(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
-    taken = ports.with_reserved_ports(CONFIG)
-    found = [*taken.server.address, taken.http.address]
-    assert list(taken.server.address) == ports.addresses
-    assert len(set(found)) == 3 and ANY not in found
-    assert ports.with_reserved_ports(CONFIG) == taken
+    reserved = ports.with_reserved_ports(CONFIG)
+    addresses = [*reserved.server.address, reserved.http.address]
+    assert list(reserved.server.address) == ports.addresses
+    assert len(set(addresses)) == 3 and ANY not in addresses
+    assert ports.with_reserved_ports(CONFIG) == reserved
 
 
-def test_nobody_else_gets_a_held_port_while_no_process_listens(ports: ReservedPorts) -> None:
+def test_reserved_port_cannot_be_bound_while_no_process_listens(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
     for address in (*ports.addresses, ports.with_reserved_ports(CONFIG).http.address):
         with pytest.raises(OSError, match="in use"):
@@ -56,10 +56,10 @@ def test_nobody_else_gets_a_held_port_while_no_process_listens(ports: ReservedPo
 
 @pytest.mark.parametrize("setting", ["server.address", "http.address", "inferential.address"])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_port_where_somebody_listens_is_refused_by_its_setting(
+def test_port_in_use_is_reported_with_its_setting(
     ports: ReservedPorts, setting: str, *, is_shared: bool
 ) -> None:
-    """Also where another gateway of several processes does."""
+    """A shared port may belong to another gateway with several processes."""
     with listen(ANY, is_shared=is_shared) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         config = {
@@ -73,7 +73,7 @@ def test_a_port_where_somebody_listens_is_refused_by_its_setting(
             asyncio.run(ports.hold(config))
 
 
-def test_a_port_is_free_when_it_is_let_go(ports: ReservedPorts) -> None:
+def test_port_is_free_after_close(ports: ReservedPorts) -> None:
     asyncio.run(ports.hold(CONFIG))
     ports.close()
     listen(ports.addresses[0], is_shared=False).close()

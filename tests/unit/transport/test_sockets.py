@@ -1,4 +1,4 @@
-"""Sockets with a path: what is at the path first, and what is left."""
+"""Unix socket paths: existing files, and removal at release."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from iskander.errors import ConfigError
 from iskander.transport.sockets import BoundPath
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_existing_file_is_not_replaced(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("dear")
     with pytest.raises(ConfigError, match=r"notes\.txt: path exists and is not a socket"):
@@ -21,7 +21,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [notes]
 
 
-def test_a_link_is_left_alone(tmp_path: Path) -> None:
+def test_existing_link_is_not_replaced(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is not a socket"):
@@ -29,7 +29,7 @@ def test_a_link_is_left_alone(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_the_socket_of_one_that_is_gone_is_replaced(tmp_path: Path) -> None:
+def test_socket_of_an_exited_process_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "gateway.sock"
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(path))
@@ -42,7 +42,7 @@ def test_the_socket_of_one_that_is_gone_is_replaced(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_what_took_the_sockets_place_is_left_alone(tmp_path: Path) -> None:
+def test_release_keeps_a_file_that_replaced_the_socket(tmp_path: Path) -> None:
     path = tmp_path / "gateway.sock"
     bound = BoundPath(path, ServerConfig())
     bound.socket.close()

@@ -1,4 +1,4 @@
-"""Connections by source: which one gives way, in a bounded number of steps."""
+"""Connections by source, and the bounded search for a connection to evict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from iskander.transport.sources import EXAMINED_MAX, SourceTable, source_of
         (socket.AF_INET6, ("fe80::1%eth0", 5, 0, 2), "fe80::"),
     ],
 )
-def test_a_source_is_what_one_client_has(family: int, address: object, source: str) -> None:
+def test_source_of_an_address(family: int, address: object, source: str) -> None:
     assert source_of(family, address) == source
 
 
@@ -29,7 +29,7 @@ def idle_since(times: dict[str, int]) -> Callable[[str], int]:
     return lambda item: times.get(item, 0)
 
 
-def filled(**counts: int) -> SourceTable[str]:
+def table_with(**counts: int) -> SourceTable[str]:
     table: SourceTable[str] = SourceTable()
     for source, count in counts.items():
         for number in range(count):
@@ -38,49 +38,49 @@ def filled(**counts: int) -> SourceTable[str]:
 
 
 def test_items_are_counted_by_source() -> None:
-    table = filled(a=2, b=1)
+    table = table_with(a=2, b=1)
     assert (len(table), table.count("a"), table.count("b"), table.count("c")) == (3, 2, 1, 0)
     assert table.remove("a", "a0") and not table.remove("a", "a0") and not table.remove("c", "c0")
     assert (len(table), table.count("a")) == (2, 1)
     assert table.remove("a", "a1") and table.count("a") == 0
 
 
-def test_the_oldest_idle_item_of_the_source_with_most_is_found() -> None:
-    table = filled(few=2, most=4)
+def test_oldest_idle_item_of_the_largest_source_is_returned() -> None:
+    table = table_with(few=2, most=4)
     times = {"few0": 1, "few1": 2, "most0": 9, "most1": 0, "most2": 5, "most3": 7}
     assert table.oldest_idle(idle_since(times)) == "most2"
     assert table.oldest_idle(idle_since(times), "few") == "few0"
     table.remove("most", "most2")
     table.remove("most", "most3")
     table.remove("most", "most0")
-    # The other source has more now.
+    # The other source is larger now.
     assert table.oldest_idle(idle_since(times)) == "few0"
 
 
-def test_where_the_source_with_most_is_busy_the_next_one_gives() -> None:
-    table = filled(a=3, b=2)
+def test_next_source_is_searched_if_the_largest_is_busy() -> None:
+    table = table_with(a=3, b=2)
     assert table.oldest_idle(idle_since({"b1": 5})) == "b1"
     assert table.oldest_idle(idle_since({})) is None
     assert table.oldest_idle(idle_since({"b1": 5}), "a") is None
 
 
-def test_of_sources_with_as_many_the_oldest_item_gives_way() -> None:
-    table = filled(a=1, b=1, c=1)
+def test_oldest_item_is_returned_among_sources_of_equal_size() -> None:
+    table = table_with(a=1, b=1, c=1)
     assert table.oldest_idle(idle_since({"a0": 3, "b0": 1, "c0": 2})) == "b0"
 
 
 @pytest.mark.parametrize("counts", [{"a": 5000}, {f"s{number}": 1 for number in range(5000)}])
-def test_a_search_looks_at_few_items_and_comes_to_all_of_them(counts: dict[str, int]) -> None:
-    table = filled(**counts)
-    seen: list[str] = []
+def test_each_search_examines_few_items_and_continues_with_the_next(counts: dict[str, int]) -> None:
+    table = table_with(**counts)
+    examined: list[str] = []
 
     def busy(item: str) -> int:
-        seen.append(item)
+        examined.append(item)
         return 0
 
     assert table.oldest_idle(busy) is None
-    assert len(seen) == EXAMINED_MAX
-    while len(set(seen)) < 5000:
-        before = len(set(seen))
+    assert len(examined) == EXAMINED_MAX
+    while len(set(examined)) < 5000:
+        before = len(set(examined))
         table.oldest_idle(busy)
-        assert len(set(seen)) == min(before + EXAMINED_MAX, 5000)
+        assert len(set(examined)) == min(before + EXAMINED_MAX, 5000)

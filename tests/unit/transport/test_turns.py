@@ -1,4 +1,4 @@
-"""Turns of connections with input left over: order, shares, and what a long step costs."""
+"""Turns of connections with unprocessed input: order, shares, pauses and read bursts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from iskander.transport.turn_scheduler import (
 
 
 class Clock:
-    """Time that passes only where a connection works."""
+    """A clock that advances only during the steps of a connection."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ns = 0
@@ -29,12 +29,12 @@ class Clock:
         monkeypatch.setattr(turns, "thread_cpu_ns", lambda: self.ns)
 
 
-class Worker:
-    """A connection with steps of work left over.
+class FakeConnection:
+    """A connection with unprocessed steps of work.
 
     Attributes:
         log: Name of each connection that had a turn.
-        used_ns: As it was told.
+        used_ns: CPU time that the scheduler charged.
     """
 
     deficit_ns = wasted_ns = 0
@@ -61,30 +61,29 @@ def test_connections_take_turns_until_their_input_is_processed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @in_loop
-    async def play() -> None:
+    async def run() -> None:
         clock, log = Clock(monkeypatch), list[str]()
         scheduler = TurnScheduler(asyncio.get_running_loop())
         for name in "abc":
-            scheduler.wait(Worker(clock, log, name, 3, QUANTUM_NS))
+            scheduler.wait(FakeConnection(clock, log, name, 3, QUANTUM_NS))
         while scheduler._waiting:
             await asyncio.sleep(0)
         assert sorted(log) == list("aaabbbccc")
         assert log[:3] == list("abc")
 
-    play()
+    run()
 
 
-def test_a_turn_of_the_loop_serves_as_many_as_its_time_allows(
+def test_turns_per_loop_iteration_are_limited_by_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What others have to do comes between."""
 
     @in_loop
-    async def play() -> None:
+    async def run() -> None:
         clock, log = Clock(monkeypatch), list[str]()
         scheduler = TurnScheduler(asyncio.get_running_loop())
         for number in range(10):
-            scheduler.wait(Worker(clock, log, str(number), 20, QUANTUM_NS // 2))
+            scheduler.wait(FakeConnection(clock, log, str(number), 20, QUANTUM_NS // 2))
         counts = []
         while scheduler._waiting:
             before = len(log)
@@ -93,18 +92,18 @@ def test_a_turn_of_the_loop_serves_as_many_as_its_time_allows(
         assert max(counts) <= TURN_NS // QUANTUM_NS + 1
         assert all(log.count(str(number)) == 10 for number in range(10))
 
-    play()
+    run()
 
 
-def test_a_connection_whose_steps_are_long_waits_for_as_long(
+def test_connection_with_long_steps_gets_fewer_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @in_loop
-    async def play() -> None:
+    async def run() -> None:
         clock, log = Clock(monkeypatch), list[str]()
         scheduler = TurnScheduler(asyncio.get_running_loop())
-        long = Worker(clock, log, "long", 100, 10 * QUANTUM_NS)
-        short = Worker(clock, log, "short", 100, QUANTUM_NS)
+        long = FakeConnection(clock, log, "long", 100, 10 * QUANTUM_NS)
+        short = FakeConnection(clock, log, "short", 100, QUANTUM_NS)
         scheduler.wait(long)
         scheduler.wait(short)
         while len(log) < 60:
@@ -112,61 +111,61 @@ def test_a_connection_whose_steps_are_long_waits_for_as_long(
         assert 3 <= log.count("long") <= 8
         assert log.count("short") == 60 - log.count("long")
 
-    play()
+    run()
 
 
-def test_a_connection_that_is_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_connection_gets_a_turn_in_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     @in_loop
-    async def play() -> None:
+    async def run() -> None:
         clock, log = Clock(monkeypatch), list[str]()
         scheduler = TurnScheduler(asyncio.get_running_loop())
-        scheduler.wait(Worker(clock, log, "a", 5, 10 * QUANTUM_NS))
+        scheduler.wait(FakeConnection(clock, log, "a", 5, 10 * QUANTUM_NS))
         for _ in range(5):
             await asyncio.sleep(0)
         assert log == ["a"] * 5 and not scheduler._waiting
 
-    play()
+    run()
 
 
-def test_processor_time_is_told_and_a_connection_that_ended_is_dropped(
+def test_cpu_time_is_charged_and_ended_connection_is_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @in_loop
-    async def play() -> None:
+    async def run() -> None:
         clock, log = Clock(monkeypatch), list[str]()
         scheduler = TurnScheduler(asyncio.get_running_loop())
-        one = Worker(clock, log, "a", 100, QUANTUM_NS)
-        scheduler.wait(one)
+        connection = FakeConnection(clock, log, "a", 100, QUANTUM_NS)
+        scheduler.wait(connection)
         await asyncio.sleep(0)
-        one.is_ended = True
+        connection.is_ended = True
         await asyncio.sleep(0)
-        assert one.used_ns == [QUANTUM_NS, QUANTUM_NS]
+        assert connection.used_ns == [QUANTUM_NS, QUANTUM_NS]
         assert not scheduler._waiting
 
-    play()
+    run()
 
 
 @in_loop
-async def test_a_turn_that_delivers_nothing_for_long_is_followed_by_a_pause(
+async def test_wasted_cpu_time_is_followed_by_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also of a connection that is alone: what others will send is not known."""
+    """The pause also applies to a single connection: others may send at any time."""
     loop, log = asyncio.get_running_loop(), list[str]()
     scheduler = TurnScheduler(loop)
-    one = Worker(Clock(monkeypatch), log, "a", 2, 10 * QUANTUM_NS)
-    one.wasted_ns = 20 * WASTED_NS_MAX
-    begun_s = loop.time()
-    scheduler.wait(one)
+    connection = FakeConnection(Clock(monkeypatch), log, "a", 2, 10 * QUANTUM_NS)
+    connection.wasted_ns = 20 * WASTED_NS_MAX
+    started_s = loop.time()
+    scheduler.wait(connection)
     await asyncio.sleep(0)
     assert log == ["a"] and not scheduler._waiting
     while len(log) < 2:
         await asyncio.sleep(0.001)
-    assert loop.time() - begun_s >= 0.019
+    assert loop.time() - started_s >= 0.019
 
 
 @in_loop
 async def test_reads_close_together_are_one_burst() -> None:
-    """libuv reads a socket again and again in one turn."""
+    """libuv reads one socket several times in one loop iteration."""
     burst = ReadBurst(TurnScheduler(asyncio.get_running_loop()))
     at_ns, long_after = GAP_NS * 10, 0
     for number in range(20):
@@ -174,15 +173,15 @@ async def test_reads_close_together_are_one_burst() -> None:
             long_after = number
             break
         at_ns += 100 + 100
-    # After half of the limit the turns are counted, and the burst with them.
+    # Above half of the limit, loop iterations are counted, and the burst may end with one.
     assert 5 <= long_after <= 8
     at_ns += GAP_NS + 101
     assert not burst.is_long(at_ns, at_ns + 100, 0, 1000)
 
 
 @in_loop
-async def test_reads_close_together_of_different_turns_are_no_burst() -> None:
-    """A busy loop goes round in a few microseconds."""
+async def test_reads_of_different_iterations_are_no_burst() -> None:
+    """An iteration of a busy loop takes a few microseconds."""
     burst = ReadBurst(TurnScheduler(asyncio.get_running_loop()))
     at_ns = GAP_NS * 10
     for _ in range(100):
@@ -192,8 +191,8 @@ async def test_reads_close_together_of_different_turns_are_no_burst() -> None:
 
 
 @in_loop
-async def test_large_reads_of_one_turn_are_one_burst_however_long_each_takes() -> None:
-    """The memory that a frame is read into may be new: a read then takes milliseconds."""
+async def test_large_reads_of_one_iteration_are_one_burst_at_any_duration() -> None:
+    """A read into newly allocated memory takes milliseconds."""
     burst, size = ReadBurst(TurnScheduler(asyncio.get_running_loop())), LARGE_READ_BYTES
     at_ns = GAP_NS * 10
     assert not burst.is_long(at_ns, at_ns + 10, size, QUANTUM_NS)
@@ -205,8 +204,8 @@ async def test_large_reads_of_one_turn_are_one_burst_however_long_each_takes() -
 
 
 @in_loop
-async def test_a_client_that_asks_again_as_soon_as_it_is_answered_has_no_long_burst() -> None:
-    """Its next request comes 100 us after the one before was processed, in another turn."""
+async def test_immediate_next_requests_are_no_long_burst() -> None:
+    """Each request arrives 100 us after the previous one was processed, in a new iteration."""
     burst = ReadBurst(TurnScheduler(asyncio.get_running_loop()))
     at_ns = GAP_NS * 10
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Which backend a model names, what one run is, and what is held against the contract."""
+"""Backend lookup, runs, and validation of outputs against the contract."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def spec(name: str) -> Any:
     return SimpleNamespace(backend=name)
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """A backend `mine` as another distribution would bring it."""
+def install_backend(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """Adds a backend `mine`, as another distribution does."""
     entry = EntryPoint("mine", value, backends.ENTRY_POINTS)
     monkeypatch.setattr(backends, "entry_points", lambda group: [entry])
 
 
-def test_a_backend_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_unknown_backend_is_rejected_with_the_installed_ones() -> None:
     with pytest.raises(ManifestError, match=r"no backend `caffe` is installed; installed: .*onnx"):
         load_model(spec("caffe"), 1)
 
 
-def test_a_backend_can_come_with_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, "types:SimpleNamespace")
+def test_backend_of_another_distribution_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_backend(monkeypatch, "types:SimpleNamespace")
     monkeypatch.setattr("types.SimpleNamespace", lambda spec, cores: (spec.backend, cores))
     assert load_model(spec("mine"), 3) == ("mine", 3)
 
 
-def test_a_backend_whose_library_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, "no_such_library:load")
+def test_missing_library_of_a_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_backend(monkeypatch, "no_such_library:load")
     with pytest.raises(ManifestError, match=r"`mine` cannot be imported: .*no_such_library"):
         load_model(spec("mine"), 1)
 
 
-def test_a_run_given_up_ends_the_runtime_s_too() -> None:
+def test_abort_terminates_the_native_run() -> None:
     run = Run()
     run.native = SimpleNamespace(terminate=False)
     run.abort()
@@ -60,7 +60,7 @@ def test_a_run_given_up_ends_the_runtime_s_too() -> None:
     assert run.native.terminate
 
 
-def test_a_run_given_up_before_the_runtime_sees_it_is_ended_all_the_same() -> None:
+def test_abort_before_the_native_run_terminates_it() -> None:
     from iskander_worker.backends.onnx_binding import options_of
 
     run = Run()
@@ -68,10 +68,10 @@ def test_a_run_given_up_before_the_runtime_sees_it_is_ended_all_the_same() -> No
     assert options_of(run).terminate
 
 
-def computed(outputs: dict[str, np.ndarray], error: BaseException | None = None) -> np.ndarray:
-    """The body of results of a batch of three rows, for which a model returned `outputs`."""
+def run_outputs(outputs: dict[str, np.ndarray], error: BaseException | None = None) -> np.ndarray:
+    """Returns the result body of a batch of three rows, for a model that returns `outputs`."""
 
-    def compute(arrays: Arrays, wanted: Sequence[str], run: Run) -> Arrays:
+    def compute(arrays: Arrays, names: Sequence[str], run: Run) -> Arrays:
         if error is not None:
             raise error
         return outputs
@@ -90,9 +90,9 @@ def computed(outputs: dict[str, np.ndarray], error: BaseException | None = None)
     return body[:24].view(np.float32).reshape(3, 2)
 
 
-def test_an_output_is_written_where_it_belongs_however_it_lies_in_memory() -> None:
+def test_non_contiguous_output_is_copied_to_the_body() -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
-    assert (computed({"y": values[:, ::2]}) == values[:, ::2]).all()
+    assert (run_outputs({"y": values[:, ::2]}) == values[:, ::2]).all()
 
 
 @pytest.mark.parametrize(
@@ -103,41 +103,41 @@ def test_an_output_is_written_where_it_belongs_however_it_lies_in_memory() -> No
         ({"y": np.zeros((3, 2), np.float64)}, "has dtype float64, expected float32"),
     ],
 )
-def test_an_output_that_is_not_as_the_contract_says_is_refused(
+def test_output_that_violates_the_contract_is_rejected(
     outputs: dict[str, np.ndarray], message: str
 ) -> None:
     with pytest.raises(ExecutionFailed, match=message):
-        computed(outputs)
+        run_outputs(outputs)
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, MemoryError, OverflowError])
-def test_what_steps_cannot_compute_fails_its_run_and_not_the_worker(kind: type[Exception]) -> None:
-    """What a graph makes of a caller's rows is known to nobody before."""
+def test_error_in_a_computation_fails_the_run_and_not_the_worker(kind: type[Exception]) -> None:
+    """Such an error may depend on a caller's rows."""
     with pytest.raises(ExecutionFailed, match=rf"computing this batch failed: {kind.__name__}: so"):
-        computed({}, kind("so"))
+        run_outputs({}, kind("so"))
 
 
 @pytest.mark.parametrize("error", [AssertionError("a"), ContractError("b"), Cancelled("c")])
-def test_what_has_a_name_and_what_this_program_got_wrong_stay_what_they_are(
+def test_assertions_and_iskander_errors_are_not_wrapped(
     error: Exception,
 ) -> None:
     with pytest.raises(type(error)) as caught:
-        computed({}, error)
+        run_outputs({}, error)
     assert caught.value is error
 
 
-def test_provider_options_go_to_their_provider(
+def test_provider_options_are_passed_to_their_provider(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from iskander_worker.backends import onnx
 
-    taken: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
 
-    def refuse(file: Any, options: Any, **arguments: Any) -> None:
-        taken.update(arguments)
+    def fail(file: Any, options: Any, **arguments: Any) -> None:
+        passed.update(arguments)
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(onnx.ort, "InferenceSession", refuse)
+    monkeypatch.setattr(onnx.ort, "InferenceSession", fail)
     monkeypatch.setattr(onnx.ort, "preload_dlls", lambda directory: None)
     monkeypatch.setattr(onnx.ort, "get_available_providers", lambda: [*onnx.PROVIDERS.values()])
     spec = model_spec(
@@ -147,5 +147,5 @@ def test_provider_options_go_to_their_provider(
     )
     with pytest.raises(ManifestError, match="no such device"):
         onnx.load(spec, 1)
-    assert taken["providers"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    assert taken["provider_options"] == [{"device_id": "1"}, {}]
+    assert passed["providers"] == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert passed["provider_options"] == [{"device_id": "1"}, {}]

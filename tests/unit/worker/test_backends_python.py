@@ -1,4 +1,4 @@
-"""The files of a model and the columns of a class: what is found in them, and what is refused."""
+"""Python backend: weight files, tensors as columns, and errors of model classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARRAYS = {
 }
 
 
-def test_arrays_become_columns_and_come_back() -> None:
+def test_arrays_round_trip_through_columns() -> None:
     batch = to_batch(ARRAYS)
     assert batch.schema.types == [
         pa.list_(pa.float32(), 2),
@@ -38,20 +38,20 @@ def test_arrays_become_columns_and_come_back() -> None:
         pa.utf8(),
         pa.list_(pa.uint64(), 1),
     ]
-    back = from_batch(batch, list(ARRAYS))
+    restored = from_batch(batch, list(ARRAYS))
     for name, array in ARRAYS.items():
-        assert back[name].dtype == array.dtype
-        assert back[name].tolist() == array.tolist()
+        assert restored[name].dtype == array.dtype
+        assert restored[name].tolist() == array.tolist()
 
 
-def test_numbers_are_not_copied_on_either_way() -> None:
+def test_numeric_arrays_are_not_copied() -> None:
     batch = to_batch(ARRAYS)
     address = ARRAYS["f"].ctypes.data
     assert batch.column("f").flatten().buffers()[1].address == address
     assert from_batch(batch, ["f"])["f"].ctypes.data == address
 
 
-def test_a_sliced_batch_and_a_tensor_column_are_taken() -> None:
+def test_sliced_batches_and_tensor_columns_are_accepted() -> None:
     batch = to_batch(ARRAYS).slice(1, 2)
     assert from_batch(batch, ["deep"])["deep"].tolist() == ARRAYS["deep"][1:].tolist()
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(ARRAYS["deep"])
@@ -60,7 +60,7 @@ def test_a_sliced_batch_and_a_tensor_column_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         ({"y": 1}, "returned a dict"),
         (pa.record_batch({"z": [1]}), "the columns z, expected y once"),
@@ -70,12 +70,12 @@ def test_a_sliced_batch_and_a_tensor_column_are_taken() -> None:
         (pa.record_batch({"y": pa.array([[1]])}), r"list<item: int64>, which is no tensor"),
     ],
 )
-def test_what_is_no_tensor_is_refused(batch: Any, told: str) -> None:
-    with pytest.raises(ExecutionFailed, match=told):
+def test_invalid_result_batch_is_rejected(batch: Any, message: str) -> None:
+    with pytest.raises(ExecutionFailed, match=message):
         from_batch(batch, ["y"])
 
 
-def test_weights_are_read_as_safetensors_wrote_them(tmp_path: Path) -> None:
+def test_weights_of_safetensors_are_read(tmp_path: Path) -> None:
     weights = {"w": ARRAYS["f"], "empty": np.zeros((0, 4), np.int64), "h": ARRAYS["h"]}
     save_file(weights, tmp_path / "w.safetensors", metadata={"from": "a test"})
     read = load_safetensors(tmp_path / "w.safetensors")
@@ -85,7 +85,7 @@ def test_weights_are_read_as_safetensors_wrote_them(tmp_path: Path) -> None:
         assert not read[name].flags.writeable
 
 
-def stored(path: Path, header: Any, data: bytes = bytes(16)) -> Path:
+def write_weights(path: Path, header: Any, data: bytes = bytes(16)) -> Path:
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
     return path
@@ -112,19 +112,19 @@ def tensor(kind: str, shape: list[int], first: int, last: int) -> dict[str, Any]
         {"w": tensor("F32", [2], 0, 8), "v": tensor("F32", [2], 4, 12)},
     ],
 )
-def test_weights_that_say_what_cannot_be_are_refused(tmp_path: Path, header: Any) -> None:
+def test_inconsistent_weights_header_is_rejected(tmp_path: Path, header: Any) -> None:
     with pytest.raises(ManifestError, match=r"`w.bin`"):
-        inspect_safetensors(stored(tmp_path / "w.bin", header))
+        inspect_safetensors(write_weights(tmp_path / "w.bin", header))
 
 
 @pytest.mark.parametrize("raw", [b"", b"123", (2**60).to_bytes(8, "little"), b"\x20" + bytes(9)])
-def test_a_file_that_is_no_weights_is_refused(tmp_path: Path, raw: bytes) -> None:
+def test_invalid_weights_file_is_rejected(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "w.bin").write_bytes(raw)
     with pytest.raises(ManifestError, match="no safetensors file"):
         inspect_safetensors(tmp_path / "w.bin")
 
 
-def test_whatever_a_class_raises_is_the_models_failure(tmp_path: Path) -> None:
+def test_any_exception_of_a_model_class_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "manifest.toml").write_text(
         "format = 1\ninputs = []\noutputs = []\n"
         '[graph.inputs]\nx = "float32"\n[graph.outputs]\ny = "float32"\n'

@@ -1,4 +1,4 @@
-"""A batch that is one whole request runs where it lies; its binding is kept for a while."""
+"""Reuse of bindings for batches that consist of one whole request."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from iskander.memory.segment import Segment
 ROWS = 4
 
 
-class PlayedBinding:
+class FakeBinding:
     def __init__(self, own_bytes: int) -> None:
         self.own_bytes = own_bytes
 
     def run(self, run: Run) -> None:
-        """Nothing is computed."""
+        """Computes nothing."""
 
 
-class PlayedSession:
-    """Counts what is bound.
+class FakeSession:
+    """Records bindings.
 
     Attributes:
-        bound: Addresses of inputs, in the order in which they were bound.
-        own_bytes: Of the next binding.
+        bound: Input addresses in the order of binding.
+        own_bytes: Size of the next binding.
     """
 
     inputs, outputs = RowCopier(CONTRACT.inputs), RowCopier(CONTRACT.outputs)
@@ -40,54 +40,54 @@ class PlayedSession:
         self.bound: list[int] = []
         self.own_bytes = 0
 
-    def bucket(self, number: int) -> PlayedSession:
+    def bucket(self, number: int) -> FakeSession:
         return self
 
-    def bind(self, rows: int, input_address: int, output_address: int) -> PlayedBinding:
+    def bind(self, rows: int, input_address: int, output_address: int) -> FakeBinding:
         self.bound.append(input_address)
-        return PlayedBinding(self.own_bytes)
+        return FakeBinding(self.own_bytes)
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Executor, PlayedSession]]:
+def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Executor, FakeSession]]:
     monkeypatch.setattr(executor, "BINDINGS_MAX", 2)
     source, target = Segment.create("in", 1 << 16), Segment.create("out", 1 << 16)
-    runner, session = Executor(source, target), PlayedSession()
+    runner, session = Executor(source, target), FakeSession()
     runner.sessions[0] = session  # type: ignore[assignment]
     yield runner, session
     source.close()
     target.close()
 
 
-def run(runner: Executor, place: int) -> None:
-    """Run a request that lies at one of some places."""
-    each = Slice(place * 4096, ROWS, 0, ROWS, 0)
+def run(runner: Executor, position: int) -> None:
+    """Runs a request at a position of the input arena, in units of 4096 bytes."""
+    each = Slice(position * 4096, ROWS, 0, ROWS, 0)
     runner.execute(Execute(1, 0, ROWS, (each,)), Run())
 
 
-def test_a_binding_is_made_once_for_its_place(played: tuple[Executor, PlayedSession]) -> None:
-    runner, session = played
-    for place in (0, 1, 0, 1, 0):
-        run(runner, place)
+def test_binding_is_reused_for_the_same_position(harness: tuple[Executor, FakeSession]) -> None:
+    runner, session = harness
+    for position in (0, 1, 0, 1, 0):
+        run(runner, position)
     assert len(session.bound) == 2
 
 
-def test_the_oldest_makes_room(played: tuple[Executor, PlayedSession]) -> None:
-    runner, session = played
-    for place in (0, 1, 0, 2, 1, 2):
-        run(runner, place)
+def test_oldest_binding_is_evicted(harness: tuple[Executor, FakeSession]) -> None:
+    runner, session = harness
+    for position in (0, 1, 0, 2, 1, 2):
+        run(runner, position)
     assert len(session.bound) == 3
     run(runner, 0)
     assert len(session.bound) == 4
 
 
-def test_one_that_is_too_large_to_keep_makes_none_go(
-    played: tuple[Executor, PlayedSession],
+def test_oversized_binding_is_not_kept_and_evicts_nothing(
+    harness: tuple[Executor, FakeSession],
 ) -> None:
-    runner, session = played
-    for place in (0, 1):
-        run(runner, place)
+    runner, session = harness
+    for position in (0, 1):
+        run(runner, position)
     session.own_bytes = BINDING_BYTES_MAX + 1
-    for place in (2, 2, 0, 1):
-        run(runner, place)
+    for position in (2, 2, 0, 1):
+        run(runner, position)
     assert len(session.bound) == 4

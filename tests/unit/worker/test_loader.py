@@ -1,4 +1,4 @@
-"""What a worker answers to a load, whatever ended it."""
+"""Results of loads that fail, and damaged warm-up samples."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from iskander.errors import ManifestError
 
 
 class PanicException(BaseException):
-    """As a library in Rust raises it."""
+    """The panic of a Rust extension, which is not a subclass of Exception."""
 
 
-class Wordless(Exception):
-    """An error whose words cannot be had."""
+class UnprintableError(Exception):
+    """An error whose conversion to text fails."""
 
     def __str__(self) -> str:
-        raise ValueError("no words")
+        raise ValueError("no text")
 
 
-def answer_of(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
-    """What is sent to the gateway for a load that ends so."""
+def load_result(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
+    """Returns the message to the gateway for a load that raises an error."""
 
     def fail(spec: Any, cores: int) -> None:
         raise error
@@ -42,10 +42,10 @@ def answer_of(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
     loads = loading.LoadQueue(1)
     attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
     loads.put(attachment, model_spec(Path("/m"), key=7))
-    done = eventually(loads.get, what="its end")
+    result = eventually(loads.get, what="end of the load")
     assert not loads.is_busy
-    ((answer),) = done[1]
-    return answer
+    ((response),) = result[1]
+    return response
 
 
 @pytest.mark.parametrize(
@@ -60,26 +60,26 @@ def answer_of(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Any:
         AssertionError("a library's"),
         PanicException("called `unwrap()` on a `None` value"),
         SystemExit(3),
-        Wordless(),
+        UnprintableError(),
     ],
 )
-def test_what_a_library_raises_is_the_loads_failure(
+def test_any_library_exception_fails_the_load(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
-    answer = answer_of(monkeypatch, error)
+    response = load_result(monkeypatch, error)
 
-    assert isinstance(answer, LoadFailed) and answer.model == 7 and answer.code == "manifest"
-    assert answer.message.startswith(f"it cannot be loaded: {type(error).__name__}")
+    assert isinstance(response, LoadFailed) and response.model == 7 and response.code == "manifest"
+    assert response.message.startswith(f"it cannot be loaded: {type(error).__name__}")
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_an_error_with_a_name_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = answer_of(monkeypatch, ManifestError("it is wrong"))
+def test_iskander_error_is_reported_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    response = load_result(monkeypatch, ManifestError("it is wrong"))
 
-    assert (answer.code, answer.message) == ("manifest", "it is wrong")
+    assert (response.code, response.message) == ("manifest", "it is wrong")
 
 
-def test_an_assertion_of_this_programs_own_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_assertion_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = loading.LoadQueue(1)
     attachment: Any = SimpleNamespace(executor=SimpleNamespace(sessions={}))
 
@@ -89,12 +89,12 @@ def test_an_assertion_of_this_programs_own_ends_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loading, "Session", fail)
     loads.put(attachment, model_spec(Path("/m")))
     with pytest.raises(AssertionError):
-        eventually(loads.get, what="its end")
+        eventually(loads.get, what="end of the load")
 
 
 @pytest.mark.parametrize("damage", ["deflate", "header"])
-def test_a_damaged_sample_is_named(tmp_path: Path, damage: str) -> None:
-    """Packed bytes that cannot be unpacked; an array of 2^50 numbers with four of them there."""
+def test_damaged_sample_is_rejected(tmp_path: Path, damage: str) -> None:
+    """Invalid deflate data, and an array of 2^50 elements with data for four."""
     file = tmp_path / "s.npz"
     if damage == "deflate":
         np.savez_compressed(file, x=np.arange(4000))
@@ -112,6 +112,6 @@ def test_a_damaged_sample_is_named(tmp_path: Path, damage: str) -> None:
         read_arrays(tmp_path, "s.npz")
 
 
-def test_a_long_error_is_cut_before_it_is_searched() -> None:
+def test_long_error_text_is_truncated_before_paths_are_removed() -> None:
     assert len(error_text(ValueError("/" * 200_000))) <= 4000
     assert error_text(ValueError("at /a/b.cc:12 it failed\nstack")) == "at <source> it failed"

@@ -1,4 +1,4 @@
-"""Which files an ONNX model names, which of them may be opened, and what they have to be."""
+"""Files of an ONNX model: external tensors, confinement of paths, and sha256 pins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from iskander.varint import encode_varint
 LARGE = 1 << 40
 
 
-def outside(name: str, location: str, offset: int, length: int) -> TensorProto:
+def external_weight(name: str, location: str, offset: int, length: int) -> TensorProto:
     tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[max(length // 4, 1)])
     tensor.data_location = TensorProto.EXTERNAL
     entries = {"location": location, "offset": str(offset)} | (
@@ -36,7 +36,7 @@ def outside(name: str, location: str, offset: int, length: int) -> TensorProto:
 
 
 def model(*weights: TensorProto) -> onnx.ModelProto:
-    """Weights of the graph, of a subgraph's node, of a constant and of a function's."""
+    """A model with weights in graph, subgraph, constant, sparse initializer and function."""
     first, second, third, fourth, fifth = weights
     body = helper.make_graph([], "body", [], [], [second])
     sparse = onnx.SparseTensorProto(values=fourth)
@@ -50,19 +50,23 @@ def model(*weights: TensorProto) -> onnx.ModelProto:
     return helper.make_model(graph, functions=[function])
 
 
-def test_every_place_of_a_tensor_is_found() -> None:
-    wanted = [(f"w{n}.bin", 64 * n, 4 * n) for n in range(5)]
-    raw = model(*(outside(f"w{n}", *each) for n, each in enumerate(wanted))).SerializeToString()
+def test_external_tensors_are_found_everywhere_in_a_model() -> None:
+    expected = [(f"w{n}.bin", 64 * n, 4 * n) for n in range(5)]
+    raw = model(
+        *(external_weight(f"w{n}", *each) for n, each in enumerate(expected))
+    ).SerializeToString()
 
-    assert sorted(external_tensors(memoryview(raw), "m")) == wanted
+    assert sorted(external_tensors(memoryview(raw), "m")) == expected
 
 
-def test_files_are_found_bounded_and_hashed(tmp_path: Path) -> None:
+def test_files_are_listed_hashed_and_limited_in_size(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "w.bin").write_bytes(bytes(range(200)))
-    weights = [outside(f"w{n}", "sub/w.bin", 8 * n, 8) for n in range(4)]
+    weights = [external_weight(f"w{n}", "sub/w.bin", 8 * n, 8) for n in range(4)]
     file = tmp_path / "model.onnx"
-    file.write_bytes(model(*weights, outside("w4", "sub/w.bin", 100, 0)).SerializeToString())
+    file.write_bytes(
+        model(*weights, external_weight("w4", "sub/w.bin", 100, 0)).SerializeToString()
+    )
 
     files = inspect_files(file, LARGE)
 
@@ -74,8 +78,10 @@ def test_files_are_found_bounded_and_hashed(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_a_damaged_model_is_refused_or_read_and_nothing_else(data: st.DataObject) -> None:
-    raw = bytearray(model(*(outside(f"w{n}", "w", n, 4) for n in range(5))).SerializeToString())
+def test_damaged_model_is_parsed_or_rejected(data: st.DataObject) -> None:
+    raw = bytearray(
+        model(*(external_weight(f"w{n}", "w", n, 4) for n in range(5))).SerializeToString()
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     del raw[data.draw(st.integers(1, len(raw))) :]
@@ -86,7 +92,7 @@ def test_a_damaged_model_is_refused_or_read_and_nothing_else(data: st.DataObject
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "reason"),
     [
         ("../a", "leads out"),
         ("/etc/passwd", "leads out"),
@@ -101,7 +107,7 @@ def test_a_damaged_model_is_refused_or_read_and_nothing_else(data: st.DataObject
         ("twice", "2 names"),
     ],
 )
-def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str, words: str) -> None:
+def test_paths_outside_the_folder_are_rejected(tmp_path: Path, name: str, reason: str) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     (tmp_path / "a").write_bytes(b"secret")
@@ -110,21 +116,21 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str, words:
     (folder / "circle").symlink_to("circle")
     os.link(tmp_path / "a", folder / "twice")
 
-    with pytest.raises(ManifestError, match=words):
+    with pytest.raises(ManifestError, match=reason):
         path_inside(folder, name)
 
 
-def test_a_link_within_the_folder_is_a_name_like_any_other(tmp_path: Path) -> None:
+def test_link_within_the_folder_is_followed(tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(b"1")
     (tmp_path / "link").symlink_to("w")
 
     assert path_inside(tmp_path, "link").read_bytes() == b"1"
 
 
-def test_pins_hold_every_file_or_say_which_not(tmp_path: Path) -> None:
+def test_pins_cover_every_file_or_name_the_missing_one(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(bytes(64))
     (tmp_path / "labels.txt").write_text("cat\ndog\n")
-    weights = [outside(f"w{n}", "w.bin", 0, 4) for n in range(5)]
+    weights = [external_weight(f"w{n}", "w.bin", 0, 4) for n in range(5)]
     (tmp_path / "model.onnx").write_bytes(model(*weights).SerializeToString())
     files = inspect_files(tmp_path / "model.onnx", LARGE)
     labels = hashlib.sha256(b"cat\ndog\n").hexdigest()
@@ -140,7 +146,7 @@ def test_pins_hold_every_file_or_say_which_not(tmp_path: Path) -> None:
         )
 
 
-def test_a_model_without_weights_outside_is_one_file(tmp_path: Path) -> None:
+def test_model_without_external_weights_is_one_file(tmp_path: Path) -> None:
     weight = helper.make_tensor("w", TensorProto.FLOAT, [4], np.ones(4))
     graph = helper.make_graph([], "g", [], [], [weight])
     (tmp_path / "model.onnx").write_bytes(helper.make_model(graph).SerializeToString())
@@ -148,53 +154,53 @@ def test_a_model_without_weights_outside_is_one_file(tmp_path: Path) -> None:
     assert list(inspect_files(tmp_path / "model.onnx", LARGE).paths) == ["model.onnx"]
 
 
-def message(number: int, body: bytes) -> bytes:
+def field(number: int, body: bytes) -> bytes:
     return encode_varint(number << 3 | 2) + encode_varint(len(body)) + body
 
 
-def test_a_tag_that_protobuf_would_cut_is_refused() -> None:
-    """Cut to 32 bits it is the graph; read whole it is a field that nobody knows."""
-    graph = message(5, outside("w", "../x", 0, 4).SerializeToString())
+def test_tag_above_32_bits_is_rejected() -> None:
+    """Cut to 32 bits, as protobuf does, it is the tag of the graph."""
+    graph = field(5, external_weight("w", "../x", 0, 4).SerializeToString())
     raw = encode_varint((7 << 3 | 2) | 1 << 32) + encode_varint(len(graph)) + graph
 
     with pytest.raises(ManifestError, match="invalid data at byte"):
         external_tensors(memoryview(raw), "m")
 
 
-def test_a_model_is_walked_whatever_its_file_is_called(tmp_path: Path) -> None:
-    weights = [outside(f"w{n}", "../x", 0, 4) for n in range(5)]
+def test_model_is_parsed_for_any_file_name(tmp_path: Path) -> None:
+    weights = [external_weight(f"w{n}", "../x", 0, 4) for n in range(5)]
     (tmp_path / "model.pb").write_bytes(model(*weights).SerializeToString())
 
     with pytest.raises(ManifestError, match="leads out"):
         inspect_files(tmp_path / "model.pb", LARGE)
 
 
-def test_a_tensor_says_once_where_it_lies() -> None:
-    tensor = outside("w", "a", 0, 4)
+def test_duplicate_location_is_rejected() -> None:
+    tensor = external_weight("w", "a", 0, 4)
     tensor.external_data.add(key="location", value="b")
-    raw = message(7, message(5, tensor.SerializeToString()))
+    raw = field(7, field(5, tensor.SerializeToString()))
 
     with pytest.raises(ManifestError, match="two entries `location`"):
         external_tensors(memoryview(raw), "m")
 
 
 @pytest.mark.parametrize(
-    ("limit", "words"),
+    ("limit", "reason"),
     [
         ("FIELDS_MAX", "too many fields, limit 8"),
         ("TENSORS_MAX", "too many external tensors, limit 8"),
     ],
 )
-def test_a_walk_has_its_end(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
+def test_parser_limits(monkeypatch: pytest.MonkeyPatch, limit: str, reason: str) -> None:
     monkeypatch.setattr(external, limit, 8)
-    raw = message(7, 9 * message(5, outside("w", "a", 0, 4).SerializeToString()))
+    raw = field(7, 9 * field(5, external_weight("w", "a", 0, 4).SerializeToString()))
 
-    with pytest.raises(ManifestError, match=words):
+    with pytest.raises(ManifestError, match=reason):
         external_tensors(memoryview(raw), "m")
 
 
-def test_a_walk_takes_no_more_memory_where_there_is_more_to_walk() -> None:
-    raw = memoryview(message(7, 100_000 * message(1, b"")))
+def test_parser_memory_does_not_grow_with_the_model() -> None:
+    raw = memoryview(field(7, 100_000 * field(1, b"")))
     tracemalloc.start()
     try:
         assert external_tensors(raw, "m") == []
@@ -205,18 +211,18 @@ def test_a_walk_takes_no_more_memory_where_there_is_more_to_walk() -> None:
     assert peak < 100_000
 
 
-def test_a_folder_is_confined_where_one_is_wanted_and_never_the_models_own(tmp_path: Path) -> None:
+def test_folder_paths_are_confined_and_not_the_model_folder_itself(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "self").symlink_to(".")
     (tmp_path / "away").symlink_to("/etc")
 
     assert path_inside(tmp_path, "sub", is_folder_allowed=True) == tmp_path / "sub"
-    for name, words in (
+    for name, reason in (
         (".", "own folder"),
         ("self", "own folder"),
         ("away", "leads out"),
         ("a\0b", "leads out"),
         ("a" * 300, "File name too long"),
     ):
-        with pytest.raises(ManifestError, match=words):
+        with pytest.raises(ManifestError, match=reason):
             path_inside(tmp_path, name, is_folder_allowed=True)

@@ -1,4 +1,4 @@
-"""Operator libraries, signatures, packed weights and warm-up samples: what is taken for what."""
+"""Opening of models: operator libraries, signatures, packed weights, warm-up, cache."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from iskander.control.messages import LoadingSpec, ModelSpec
 from iskander.errors import ManifestError
 
 
-def test_operator_libraries_come_from_the_servers_list_only(tmp_path: Path) -> None:
+def test_only_allowed_operator_libraries_are_loaded(tmp_path: Path) -> None:
     library = tmp_path / "ops.so"
     library.write_bytes(b"")
     path = str(library)
 
     assert libraries_of((), (path,)) == ()
     assert libraries_of((path,), (path,)) == (path,)
-    for wanted, allowed, words in (
+    for requested, allowed, message in (
         ((path,), (), "allows none"),
         ((path,), ("other",), "allows other"),
         (("json",), ("json",), "no package here with"),
         (("no_such_package",), ("no_such_package",), "no package here"),
         (("/no/such.so",), ("/no/such.so",), "not found on this machine"),
     ):
-        with pytest.raises(ManifestError, match=words):
-            libraries_of(wanted, allowed)
+        with pytest.raises(ManifestError, match=message):
+            libraries_of(requested, allowed)
 
 
-def test_a_signature_is_of_these_bytes_by_this_key(tmp_path: Path) -> None:
+def test_signature_must_match_bytes_and_key(tmp_path: Path) -> None:
     ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
     key, other = ed25519.Ed25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()
     public = base64.b64encode(key.public_key().public_bytes_raw()).decode()
@@ -69,8 +69,8 @@ def test_a_signature_is_of_these_bytes_by_this_key(tmp_path: Path) -> None:
             require_signature(tmp_path, public)
 
 
-def test_packed_weights_are_moved_to_where_kernels_read_them(tmp_path: Path) -> None:
-    """Bytes stay the same, what lay right stays where it is, all else of the model too."""
+def test_packed_weights_are_aligned(tmp_path: Path) -> None:
+    """Packed bytes, aligned blobs and the rest of the model stay unchanged."""
     raw = np.random.default_rng(1).bytes(1000)
     (tmp_path / "w").write_bytes(raw)
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [], [])
@@ -84,20 +84,20 @@ def test_packed_weights_are_moved_to_where_kernels_read_them(tmp_path: Path) -> 
 
     align_weights(tmp_path / "m", tmp_path / "w")
 
-    found = onnx.load(tmp_path / "m", load_external_data=False)
+    result = onnx.load(tmp_path / "m", load_external_data=False)
     weights = (tmp_path / "w").read_bytes()
-    first, second = (tensor.external_data[1].value for tensor in found.graph.initializer)
+    first, second = (tensor.external_data[1].value for tensor in result.graph.initializer)
     assert first == "Gemm+1|64;100;7" and weights[:1000] == raw
     kernel, *blobs = second.split("|")
-    places = [tuple(map(int, blob.split(";"))) for blob in blobs]
-    assert kernel == "MatMul+2" and [place[1:] for place in places] == [(300, 0), (0, 9)]
-    assert all(place[0] % 64 == 0 for place in places)
-    assert weights[places[0][0] :][:300] == raw[65:365]
-    for tensor in (*found.graph.initializer, *model.graph.initializer):
+    positions = [tuple(map(int, blob.split(";"))) for blob in blobs]
+    assert kernel == "MatMul+2" and [position[1:] for position in positions] == [(300, 0), (0, 9)]
+    assert all(position[0] % 64 == 0 for position in positions)
+    assert weights[positions[0][0] :][:300] == raw[65:365]
+    for tensor in (*result.graph.initializer, *model.graph.initializer):
         tensor.external_data[1].value = ""
-    assert found == model
-    found.graph.initializer[0].external_data[1].value = "something else"
-    (tmp_path / "m").write_bytes(found.SerializeToString())
+    assert result == model
+    result.graph.initializer[0].external_data[1].value = "something else"
+    (tmp_path / "m").write_bytes(result.SerializeToString())
     with pytest.raises(ManifestError, match="have an unknown format"):
         align_weights(tmp_path / "m", tmp_path / "w")
 
@@ -110,35 +110,35 @@ def spec(name: str, type_text: str, shape: tuple[int, ...] = ()) -> TensorSpec:
 
 
 @given(rows=st.integers(1, 20), values=st.sampled_from(["ones", "zeros", "random"]))
-def test_a_body_gives_back_the_arrays_that_it_was_made_of(rows: int, values: str) -> None:
+def test_arrays_round_trip_through_a_body(rows: int, values: str) -> None:
     specs = tuple(spec(f"t{n}", name, (n % 3,) if n % 2 else ()) for n, name in enumerate(TYPES))
     arrays = warm_up.generate_inputs(specs, rows, WarmUp(values=values, low=-3, high=300))  # type: ignore[arg-type]
     body = warm_up.to_body(specs, rows, arrays)
-    found = warm_up.from_body(specs, rows, body)
+    result = warm_up.from_body(specs, rows, body)
 
     for each in specs:
-        wanted, got = arrays[each.tensor], found[each.tensor]
+        expected, actual = arrays[each.tensor], result[each.tensor]
         if each.is_string:
-            assert [text.decode() for text in got.flat] == list(wanted.flat)
+            assert [text.decode() for text in actual.flat] == list(expected.flat)
         elif each.type.dtype_name == "bfloat16":
-            assert (got.view(np.uint32) >> 16).astype(np.uint16).tobytes() == wanted.tobytes()
+            assert (actual.view(np.uint32) >> 16).astype(np.uint16).tobytes() == expected.tobytes()
         else:
-            assert got.dtype == wanted.dtype and np.array_equal(got, wanted)
+            assert actual.dtype == expected.dtype and np.array_equal(actual, expected)
 
 
-def test_random_values_lie_between_their_bounds_and_within_their_type() -> None:
+def test_random_values_are_within_their_bounds_and_type() -> None:
     specs = (spec("f", "float32"), spec("i", "int8"), spec("u", "uint8"))
-    found = warm_up.generate_inputs(
+    result = warm_up.generate_inputs(
         specs, 500, WarmUp(values="random", low=-2.5, high=200.5, seed=4)
     )
 
-    assert found["f"].min() >= -2.5 and found["f"].max() <= 200.5 and len(set(found["f"])) > 100
-    assert found["i"].min() == -2 and found["i"].max() == 127
-    assert found["u"].min() == 0 and found["u"].max() == 200
+    assert result["f"].min() >= -2.5 and result["f"].max() <= 200.5 and len(set(result["f"])) > 100
+    assert result["i"].min() == -2 and result["i"].max() == 127
+    assert result["u"].min() == 0 and result["u"].max() == 200
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('sha256 = {"model.onnx" = "12"}', "sha256"),
         ("[warm_up]\nlow = 2\nhigh = 1", "low = 2 is above warm_up.high"),
@@ -147,15 +147,14 @@ def test_random_values_lie_between_their_bounds_and_within_their_type() -> None:
         ("[warm_up]\nabsolute = -1.0", "absolute"),
     ],
 )
-def test_a_manifest_that_says_nonsense_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_manifest_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "manifest.toml").write_text(f"format = 1\ninputs = []\noutputs = []\n{text}\n")
-    with pytest.raises(ManifestError, match=words):
+    with pytest.raises(ManifestError, match=message):
         read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["manifest.toml", "manifest.toml.sig"])
-def test_a_manifest_that_never_ends_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    """A pipe that nobody writes to, in the place of a file."""
+def test_manifest_in_a_fifo_is_rejected_without_blocking(tmp_path: Path, name: str) -> None:
     public = base64.b64encode(bytes(32)).decode()
     (tmp_path / "manifest.toml").write_text("format = 1\n")
     (tmp_path / name).unlink(missing_ok=True)
@@ -169,7 +168,7 @@ def test_a_manifest_that_never_ends_is_not_waited_for(tmp_path: Path, name: str)
 
 
 class Signer:
-    """A key, and what it signs."""
+    """Signs manifests with a generated key."""
 
     def __init__(self) -> None:
         ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
@@ -178,7 +177,7 @@ class Signer:
         self.loading = LoadingSpec(public_key=public)
 
     def sign(self, folder: Path, more: str, *pinned: str) -> None:
-        """Write a manifest that pins these files."""
+        """Writes a signed manifest that pins files."""
         pins = ", ".join(
             f'"{name}" = "{hashlib.sha256((folder / name).read_bytes()).hexdigest()}"'
             for name in pinned
@@ -188,11 +187,11 @@ class Signer:
         (folder / "manifest.toml.sig").write_bytes(self._key.sign(raw))
 
 
-def model(spec: ModelSpec, cores: int, source: ModelSource) -> Any:
+def open_stub_model(spec: ModelSpec, cores: int, source: ModelSource) -> Any:
     return SimpleNamespace(notices=(), close=lambda: None)
 
 
-def test_a_signed_graph_pins_every_file_that_its_manifest_names(tmp_path: Path) -> None:
+def test_signed_manifest_must_pin_every_file_it_names(tmp_path: Path) -> None:
     signer, folder = Signer(), row_ids(tmp_path / "m")
     for name in ("labels.txt", "words.txt", "s.npz", "r.npz"):
         (folder / name).write_text("one\n")
@@ -203,16 +202,16 @@ def test_a_signed_graph_pins_every_file_that_its_manifest_names(tmp_path: Path) 
     )
     spec = model_spec(folder, loading=signer.loading)
     names = ["model.onnx", "labels.txt", "words.txt", "s.npz", "r.npz"]
-    for left_out in names:
-        signer.sign(folder, more, *(name for name in names if name != left_out))
-        with pytest.raises(ManifestError, match=f"pins no sha256 of `{left_out}`"):
-            open_model(spec, 1, model, "1")
+    for unpinned in names:
+        signer.sign(folder, more, *(name for name in names if name != unpinned))
+        with pytest.raises(ManifestError, match=f"pins no sha256 of `{unpinned}`"):
+            open_model(spec, 1, open_stub_model, "1")
     signer.sign(folder, more, *names)
-    open_model(spec, 1, model, "1")
+    open_model(spec, 1, open_stub_model, "1")
 
 
-def test_a_signed_folder_has_nothing_that_its_signature_does_not_cover(tmp_path: Path) -> None:
-    """Not a manifest below, not a folder behind a link that an import could prefer to a file."""
+def test_signed_folder_has_no_unpinned_files_or_linked_folders(tmp_path: Path) -> None:
+    """An import could prefer a linked folder to a pinned file of the same name."""
     signer, folder = Signer(), tmp_path / "m"
     (folder / "step").mkdir(parents=True)
     (folder / "step" / "manifest.toml").write_text("format = 1\n")
@@ -231,66 +230,66 @@ def test_a_signed_folder_has_nothing_that_its_signature_does_not_cover(tmp_path:
         require_trusted(spec)
 
 
-@pytest.mark.parametrize("when", ["in the trial", "in the opening"])
-def test_what_was_found_of_other_files_is_not_kept(
+@pytest.mark.parametrize("when", ["during the sandboxed load", "during the load"])
+def test_result_of_replaced_files_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """A file is exchanged after it was hashed: the next load tries the new one out by itself."""
+    """A file is replaced after the hash; the next load runs in the sandbox again."""
     folder = row_ids(tmp_path / "m")
     spec = model_spec(folder, loading=LoadingSpec(is_sandboxed=True, cache=str(tmp_path / "cache")))
-    happens, tried, closed = [when], [], []
+    replacements, sandboxed, closed = [when], [], []
 
-    def exchange(now: str) -> None:
-        if now in happens:
-            happens.remove(now)
+    def replace_file(now: str) -> None:
+        if now in replacements:
+            replacements.remove(now)
             (folder / "model.onnx").write_bytes((folder / "model.onnx").read_bytes() + b"\x12\x00")
 
-    def try_out(*_: Any, **__: Any) -> Verdict:
-        tried.append(1)
-        exchange("in the trial")
+    def stub_sandbox(*_: Any, **__: Any) -> Verdict:
+        sandboxed.append(1)
+        replace_file("during the sandboxed load")
         return Verdict()
 
-    def make(spec: ModelSpec, cores: int, source: ModelSource) -> Any:
-        exchange("in the opening")
+    def open_stub(spec: ModelSpec, cores: int, source: ModelSource) -> Any:
+        replace_file("during the load")
         return SimpleNamespace(notices=(), close=lambda: closed.append(1))
 
-    monkeypatch.setattr(opening, "load_in_sandbox", try_out)
+    monkeypatch.setattr(opening, "load_in_sandbox", stub_sandbox)
     with pytest.raises(ManifestError, match=r"its file `model\.onnx` was changed during the load"):
-        open_model(spec, 1, make, "1")
-    assert len(closed) == (when == "in the opening")
-    open_model(spec, 1, make, "1")
-    open_model(spec, 1, make, "1")
-    assert len(tried) == 2
+        open_model(spec, 1, open_stub, "1")
+    assert len(closed) == (when == "during the load")
+    open_model(spec, 1, open_stub, "1")
+    open_model(spec, 1, open_stub, "1")
+    assert len(sandboxed) == 2
 
 
-def test_a_trial_has_what_is_left_of_the_time_and_is_not_blamed_for_it(
+def test_sandboxed_load_gets_the_remaining_time_and_its_timeout_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock says that others had the entry for nearly all of it."""
+    """By the clock, other workers held the lock of the entry for most of the time."""
     spec = model_spec(
         row_ids(tmp_path / "m"),
         loading=LoadingSpec(is_sandboxed=True, sandbox_s=60.0, cache=str(tmp_path / "cache")),
     )
-    given: list[float] = []
-    late = Verdict(refusal="it was late", is_late=True)
+    timeouts_s: list[float] = []
+    verdict = Verdict(refusal="it was late", is_late=True)
 
-    def try_out(*_: Any, seconds: float, **__: Any) -> Verdict:
-        given.append(seconds)
-        return late
+    def stub_sandbox(*_: Any, seconds: float, **__: Any) -> Verdict:
+        timeouts_s.append(seconds)
+        return verdict
 
-    monkeypatch.setattr(opening, "load_in_sandbox", try_out)
-    find, passed_ns = opening.WeightStore.find, 50 * opening.clock.NS_PER_S
+    monkeypatch.setattr(opening, "load_in_sandbox", stub_sandbox)
+    find, delay_ns = opening.WeightStore.find, 50 * opening.clock.NS_PER_S
 
-    def find_late(self: Any, key: str) -> Any:
-        now_ns = opening.clock.now_ns() + passed_ns
+    def find_delayed(self: Any, key: str) -> Any:
+        now_ns = opening.clock.now_ns() + delay_ns
         monkeypatch.setattr(opening.clock, "now_ns", lambda: now_ns)
         return find(self, key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(opening.WeightStore, "find", find_late)
+        patch.setattr(opening.WeightStore, "find", find_delayed)
         with pytest.raises(ManifestError, match="it was late"):
-            open_model(spec, 1, model, "1")
-    assert given[-1] <= 10
-    late = Verdict()
-    open_model(spec, 1, model, "1")
-    assert len(given) == 2
+            open_model(spec, 1, open_stub_model, "1")
+    assert timeouts_s[-1] <= 10
+    verdict = Verdict()
+    open_model(spec, 1, open_stub_model, "1")
+    assert len(timeouts_s) == 2

@@ -1,4 +1,4 @@
-"""Text looked up in a vocabulary: numbers, one-hot rows, and what is unknown."""
+"""Vocabulary lookup: line numbers, one-hot rows, and unknown values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from iskander.errors import ContractError, ManifestError
 LINES = ("red", "green", "")
 
 
-def looked_up(
+def lookup(
     text: Any, lines: tuple[str, ...] = LINES, element: str = "int64",
     trailing: tuple[Dimension, ...] = (), **keys: Any,
 ) -> np.ndarray:  # fmt: skip
-    """What a graph is given for a tensor of text."""
+    """Returns the input of the graph for a tensor of text."""
     entry = {"tensor": "x", "column": "c", "vocabulary": "words.txt"} | keys
     output = {"tensor": "y", "column": "y", "type": "float32"}
     manifest = msgspec.convert({"format": 1, "inputs": [entry], "outputs": [output]}, Manifest)
@@ -35,40 +35,40 @@ def looked_up(
     )
     contract = compile_contract(manifest, graph)
     assert contract.inputs[0].is_string
-    seen: dict[str, np.ndarray] = {}
+    received: dict[str, np.ndarray] = {}
 
     def compute(arrays: Arrays, _wanted: Any, _run: Run) -> Arrays:
-        seen.update(arrays)
+        received.update(arrays)
         return {}
 
     lookups = Vocabularies(contract, graph, {"words.txt": lines})
     lookups.around(compute)({"x": np.array(text, object)}, ["y"], Run())
-    return seen["x"]
+    return received["x"]
 
 
-def test_numbers_of_lines() -> None:
-    found = looked_up(["", "red", "green"])
-    assert found.tolist() == [2, 0, 1] and found.dtype == np.int64
-    assert looked_up(["green"], element="int32").dtype == np.int32
+def test_values_become_line_numbers() -> None:
+    result = lookup(["", "red", "green"])
+    assert result.tolist() == [2, 0, 1] and result.dtype == np.int64
+    assert lookup(["green"], element="int32").dtype == np.int32
 
 
-def test_one_hot_rows_have_as_many_places_as_the_graph() -> None:
-    found = looked_up(["", "red"], trailing=(4,), element="float", one_hot=True)
-    assert found.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]] and found.dtype == np.float32
-    found = looked_up(["no"], trailing=("n",), element="bool", one_hot=True, unknown=3)
-    assert found.tolist() == [[False, False, False, True]]
+def test_one_hot_rows_have_the_width_of_the_graph_input() -> None:
+    result = lookup(["", "red"], trailing=(4,), element="float", one_hot=True)
+    assert result.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]] and result.dtype == np.float32
+    result = lookup(["no"], trailing=("n",), element="bool", one_hot=True, unknown=3)
+    assert result.tolist() == [[False, False, False, True]]
 
 
-def test_lists_of_words() -> None:
-    found = looked_up(
+def test_lists_of_values() -> None:
+    result = lookup(
         [["red", ""], ["?", "green"]], type="list<utf8>", max_length=2, trailing=(2,), unknown=9
     )
-    assert found.tolist() == [[0, 2], [9, 1]]
+    assert result.tolist() == [[0, 2], [9, 1]]
 
 
-def test_an_unknown_word_is_its_callers_fault() -> None:
+def test_unknown_value_is_a_contract_error() -> None:
     with pytest.raises(ContractError, match=r"`c` has `blue`.*`words.txt` \(1 of 2 values\)"):
-        looked_up(["red", "blue"])
+        lookup(["red", "blue"])
 
 
 LIST = {"type": "list<utf8>", "max_length": 3, "trailing": (3,)}
@@ -76,7 +76,7 @@ MASKED = {"nulls": "mask", "mask": "m"}
 
 
 @pytest.mark.parametrize(
-    ("words", "lines", "keys"),
+    ("message", "lines", "keys"),
     [
         ("has the padding ``", ("red",), LIST),
         ("has the padding `PAD`", LINES, LIST | {"padding": "PAD"}),
@@ -87,20 +87,20 @@ MASKED = {"nulls": "mask", "mask": "m"}
         ("has the fill `none`", LINES, LIST | {"fill": "none"}),
     ],
 )
-def test_what_the_server_puts_in_has_to_be_in_the_vocabulary(
-    words: str, lines: Any, keys: dict[str, Any]
+def test_padding_and_fill_must_be_in_the_vocabulary(
+    message: str, lines: Any, keys: dict[str, Any]
 ) -> None:
-    """Or every row with it is refused, as if the client had sent it."""
-    with pytest.raises(ManifestError, match=rf"{words}, which is not in.*no `unknown`"):
-        looked_up(["red"], lines, **keys)
+    """Otherwise requests fail for a value that the client did not send."""
+    with pytest.raises(ManifestError, match=rf"{message}, which is not in.*no `unknown`"):
+        lookup(["red"], lines, **keys)
     shape: Any = [["red"]] if "type" in keys else ["red"]
     for more, known in ((("PAD", "none", ""), {}), ((), {"unknown": 7})):
-        found = looked_up(shape, (*dict.fromkeys((*lines, *more)),), **keys, **known)
-        assert found.reshape(-1).tolist() == [0]
+        result = lookup(shape, (*dict.fromkeys((*lines, *more)),), **keys, **known)
+        assert result.reshape(-1).tolist() == [0]
 
 
 @pytest.mark.parametrize(
-    ("words", "lines", "keys"),
+    ("message", "lines", "keys"),
     [
         ("a line twice", ("a", "a"), {}),
         ("has 3 numbers, and the graph accepts 2", LINES,
@@ -112,6 +112,6 @@ def test_what_the_server_puts_in_has_to_be_in_the_vocabulary(
         ("looks up text", LINES, {"type": "float32"}),
     ],
 )  # fmt: skip
-def test_a_vocabulary_that_does_not_fit(words: str, lines: Any, keys: dict[str, Any]) -> None:
-    with pytest.raises(ManifestError, match=words):
-        looked_up(["red"], lines, **keys)
+def test_mismatched_vocabulary_is_rejected(message: str, lines: Any, keys: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match=message):
+        lookup(["red"], lines, **keys)

@@ -1,4 +1,4 @@
-"""What a folder of optimised models believes, keeps, and gives up."""
+"""Cache of optimized models: validation, eviction, and locking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from iskander import clock
 from iskander.errors import ConfigError, ManifestError
 
 
-def make(store: WeightStore, key: str, length: int = 1000, **notes: str) -> None:
+def add_entry(store: WeightStore, key: str, length: int = 1000, **notes: str) -> None:
     with store.locked(key, clock.now_ns(), alone=True):
         folder = store.prepare(key)
         for name in (MODEL, WEIGHTS):
@@ -27,9 +27,9 @@ def store(tmp_path: Path) -> WeightStore:
     return WeightStore(tmp_path / "cache", 1 << 20)
 
 
-def test_an_entry_is_found_as_it_was_added(store: WeightStore, tmp_path: Path) -> None:
+def test_added_entry_is_found(store: WeightStore, tmp_path: Path) -> None:
     assert store.find("k") is None
-    make(store, "k")
+    add_entry(store, "k")
     entry = store.find("k")
 
     assert entry is not None and entry.model == tmp_path / "cache" / "k" / MODEL
@@ -37,10 +37,10 @@ def test_an_entry_is_found_as_it_was_added(store: WeightStore, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("notes", [{"note": "why"}, {"refusal": "how"}])
-def test_an_entry_that_is_no_copy_keeps_no_files(
+def test_entry_with_a_note_or_refusal_has_no_model_files(
     store: WeightStore, tmp_path: Path, notes: dict[str, str]
 ) -> None:
-    make(store, "k", **notes)
+    add_entry(store, "k", **notes)
     entry = store.find("k")
 
     assert entry is not None and entry.model is None
@@ -53,10 +53,10 @@ def test_an_entry_that_is_no_copy_keeps_no_files(
 
 @pytest.mark.parametrize("name", [RECORD, MODEL, WEIGHTS])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove", "writable", "link", "twice"])
-def test_a_damaged_entry_is_none(
+def test_damaged_entry_is_not_found(
     store: WeightStore, tmp_path: Path, name: str, damage: str
 ) -> None:
-    make(store, "k")
+    add_entry(store, "k")
     file = tmp_path / "cache" / "k" / name
     raw = bytearray(file.read_bytes())
     if damage == "cut":
@@ -77,10 +77,8 @@ def test_a_damaged_entry_is_none(
     assert store.find("k") is None
 
 
-def test_a_record_of_other_files_or_another_format_is_none(
-    store: WeightStore, tmp_path: Path
-) -> None:
-    make(store, "k")
+def test_record_of_other_files_or_format_is_not_found(store: WeightStore, tmp_path: Path) -> None:
+    add_entry(store, "k")
     record = tmp_path / "cache" / "k" / RECORD
     text = record.read_text()
     for changed in (
@@ -92,47 +90,49 @@ def test_a_record_of_other_files_or_another_format_is_none(
         assert store.find("k") is None
 
 
-def test_the_least_recently_used_go_first_and_never_one_that_is_held(tmp_path: Path) -> None:
+def test_least_recently_used_unlocked_entry_is_evicted(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "cache", 7000)
     for key in ("a", "b", "c"):
-        make(store, key)
+        add_entry(store, key)
         os.utime(tmp_path / "cache" / key / RECORD, ns=(0, ord(key)))
     store.find("a")
     with store.locked("b", clock.now_ns()):
-        make(store, "d")
+        add_entry(store, "d")
         assert store.find("b") is not None and store.find("c") is None
-    make(store, "e")
+    add_entry(store, "e")
 
     kept = {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()}
     assert kept == {"b", "d", "e"}
     assert {path.name for path in (tmp_path / "cache").glob("*.lock")} >= {"d.lock", "e.lock"}
 
 
-def test_what_was_left_half_made_is_cleared(store: WeightStore, tmp_path: Path) -> None:
+def test_incomplete_entry_is_removed(store: WeightStore, tmp_path: Path) -> None:
     with store.locked("dead", clock.now_ns(), alone=True):
         (store.prepare("dead") / MODEL).write_bytes(b"half")
-    make(store, "k")
+    add_entry(store, "k")
 
     assert not (tmp_path / "cache" / ".new-dead").exists()
     assert store.find("k") is not None
 
 
-def test_one_makes_and_the_others_wait_until_their_deadline(store: WeightStore) -> None:
-    made: list[str] = []
+def test_one_worker_creates_an_entry_and_others_wait_until_their_deadline(
+    store: WeightStore,
+) -> None:
+    created: list[str] = []
 
-    def take(name: str) -> None:
+    def find_or_create(name: str) -> None:
         with store.locked("k", clock.now_ns() + 20 * clock.NS_PER_S, alone=True):
             if store.find("k") is None:
-                made.append(name)
+                created.append(name)
                 store.prepare("k")
                 store.add("k")
 
-    threads = [threading.Thread(target=take, args=(str(n),)) for n in range(4)]
+    threads = [threading.Thread(target=find_or_create, args=(str(n),)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1
+    assert len(created) == 1
     with (
         store.locked("k", clock.now_ns()),
         store.locked("k", clock.now_ns()),
@@ -142,7 +142,7 @@ def test_one_makes_and_the_others_wait_until_their_deadline(store: WeightStore) 
         pass
 
 
-def test_a_folder_that_others_write_is_refused(tmp_path: Path) -> None:
+def test_folder_writable_by_others_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     for folder in (tmp_path / "open", tmp_path / "open" / "below"):
@@ -153,10 +153,10 @@ def test_a_folder_that_others_write_is_refused(tmp_path: Path) -> None:
         WeightStore(tmp_path / "file", 1)
 
 
-def test_a_copy_that_is_larger_than_the_folder_may_be_is_not_kept(tmp_path: Path) -> None:
-    """Only that it was made and is too large, so that it is not made again."""
+def test_copy_above_the_cache_limit_is_not_kept(tmp_path: Path) -> None:
+    """The entry keeps only a note, so that the copy is not created again."""
     store = WeightStore(tmp_path / "cache", 1500)
-    make(store, "k")
+    add_entry(store, "k")
     entry = store.find("k")
 
     assert entry is not None and entry.model is None

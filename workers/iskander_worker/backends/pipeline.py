@@ -41,7 +41,7 @@ class Pipeline:
 
     def __init__(self, models: Sequence[Model], flow: ConnectedSteps) -> None:
         self._models = models
-        self._joints = flow.joints
+        self._joints = flow.steps
         self.graph = flow.graph
         self.threads = max(model.threads for model in models)
         self.providers = tuple(dict.fromkeys(each for model in models for each in model.providers))

@@ -120,7 +120,7 @@ class ReceivedBody:
         try:
             yield
         finally:
-            self._budget.give_back(count)
+            self._budget.release(count)
 
     async def read(self, receive: Receive, length: int | None, bytes_max: int) -> memoryview:
         """Read a complete body; `length` is its Content-Length."""

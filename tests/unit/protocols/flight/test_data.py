@@ -1,4 +1,4 @@
-"""FlightData by hand: read and written as a protobuf runtime would, whatever the bytes are."""
+"""FlightData messages, compared with a protobuf runtime, and malformed bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from iskander.protocols.flight.data import data_head, read_flight_data, schema_f
 
 
 def flight_data_message() -> Any:
-    """The message class that protobuf makes of Flight.proto's FlightData."""
+    """Returns a protobuf message class with the fields of FlightData."""
     file = descriptor_pb2.FileDescriptorProto(name="reference.proto", syntax="proto3")
     message = file.message_type.add(name="FlightData")
     fields = {"descriptor": 1, "data_header": 2, "app_metadata": 3, "data_body": 1000}
@@ -28,13 +28,13 @@ def flight_data_message() -> Any:
 
 
 FlightData = flight_data_message()
-# Lengths on both sides of every varint length that a test can afford.
+# Lengths around the bounds of the one-byte and two-byte varints.
 BYTES = st.binary(max_size=300) | st.sampled_from([0, 1, 127, 128, 16383, 16384]).map(bytes)
 
 
 @settings(deadline=None)
 @given(descriptor=st.none() | BYTES, header=BYTES, app_metadata=BYTES, body=BYTES)
-def test_what_protobuf_writes_is_read(
+def test_protobuf_messages_are_read(
     descriptor: bytes | None, header: bytes, app_metadata: bytes, body: bytes
 ) -> None:
     message = FlightData(data_header=header, app_metadata=app_metadata, data_body=body)
@@ -48,10 +48,10 @@ def test_what_protobuf_writes_is_read(
 
 @settings(deadline=None)
 @given(header=BYTES, app_metadata=BYTES, parts=st.lists(BYTES, max_size=4))
-def test_protobuf_reads_what_is_written(
+def test_written_messages_are_read_by_protobuf(
     header: bytes, app_metadata: bytes, parts: list[bytes]
 ) -> None:
-    """The body is given in parts, as results and passed-through columns lie in two places."""
+    """The body has parts: results and passed-through columns are in separate buffers."""
     views = [memoryview(part) for part in parts]
 
     raw = b"".join((data_head(header, app_metadata, sum(map(len, parts))), *views))
@@ -64,13 +64,13 @@ def test_protobuf_reads_what_is_written(
 
 
 @given(BYTES)
-def test_protobuf_reads_a_schema_message(header: bytes) -> None:
+def test_schema_message_is_read_by_protobuf(header: bytes) -> None:
     message = FlightData.FromString(schema_frame(header))
 
     assert (message.data_header, message.data_body) == (header, b"")
 
 
-def test_header_and_body_are_views_and_no_copies() -> None:
+def test_header_and_body_are_views() -> None:
     raw = data_head(b"head", b"", 4) + b"body"
 
     data = read_flight_data(raw)
@@ -88,8 +88,8 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_fields_are_passed_over(name: str) -> None:
-    """Before, between and after the known ones, as a newer client may send them."""
+def test_unknown_fields_are_ignored(name: str) -> None:
+    """Before, between and after the known fields; a newer client can send them."""
     unknown = UNKNOWN[name]
     raw = unknown + schema_frame(b"head") + unknown + b"\xc2\x3e\x04body" + unknown
     assert FlightData.FromString(raw).data_body == b"body"
@@ -99,7 +99,7 @@ def test_unknown_fields_are_passed_over(name: str) -> None:
     assert (bytes(data.header), bytes(data.body)) == (b"head", b"body")
 
 
-def test_the_last_of_a_repeated_field_counts() -> None:
+def test_last_occurrence_of_a_field_is_used() -> None:
     raw = schema_frame(b"first") + schema_frame(b"second")
 
     assert read_flight_data(raw).header == FlightData.FromString(raw).data_header == b"second"
@@ -109,10 +109,10 @@ def test_the_last_of_a_repeated_field_counts() -> None:
     "raw",
     [
         pytest.param(b"\x12\x05head", id="a length beyond the end"),
-        pytest.param(b"\x12", id="a tag alone"),
-        pytest.param(b"\x12\x80", id="half a length"),
+        pytest.param(b"\x12", id="a tag without a value"),
+        pytest.param(b"\x12\x80", id="a truncated length"),
         pytest.param(b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", id="a length of 2^64"),
-        pytest.param(b"\x80" * 11 + b"\x01", id="a tag without end"),
+        pytest.param(b"\x80" * 11 + b"\x01", id="an unterminated tag"),
         pytest.param(b"\x02\x00", id="field 0"),
         pytest.param(b"\x92\x80\x80\x80\x80\x00\x04head", id="a tag of six bytes"),
         pytest.param(b"\x92\x80\x80\x80\x10\x04head", id="a tag beyond 32 bits"),
@@ -120,24 +120,24 @@ def test_the_last_of_a_repeated_field_counts() -> None:
         pytest.param(b"\x14", id="the end of a group"),
         pytest.param(b"\x16", id="wire type 6"),
         pytest.param(b"\x17", id="wire type 7"),
-        pytest.param(b"\x21" + bytes(7), id="half a fixed64"),
-        pytest.param(b"\x25" + bytes(3), id="half a fixed32"),
+        pytest.param(b"\x21" + bytes(7), id="a truncated fixed64"),
+        pytest.param(b"\x25" + bytes(3), id="a truncated fixed32"),
     ],
 )
-def test_what_is_no_message_is_refused(raw: bytes) -> None:
+def test_invalid_messages_are_rejected(raw: bytes) -> None:
     with pytest.raises(MalformedInput, match="not a FlightData message"):
         read_flight_data(raw)
 
 
-WHOLE = data_head(b"h" * 200, b"meta", 300) + b"b" * 300
+MESSAGE = data_head(b"h" * 200, b"meta", 300) + b"b" * 300
 
 
-def test_a_message_cut_anywhere_is_refused_or_ends_with_a_field() -> None:
-    whole = read_flight_data(WHOLE)
+def test_truncated_message_is_rejected_or_ends_at_a_field() -> None:
+    whole = read_flight_data(MESSAGE)
 
-    for length in range(len(WHOLE)):
+    for length in range(len(MESSAGE)):
         with contextlib.suppress(MalformedInput):
-            cut = read_flight_data(WHOLE[:length])
+            cut = read_flight_data(MESSAGE[:length])
             assert bytes(cut.header) in (b"", bytes(whole.header))
             assert bytes(cut.body) in (b"", bytes(whole.body))
 
@@ -145,18 +145,18 @@ def test_a_message_cut_anywhere_is_refused_or_ends_with_a_field() -> None:
 @settings(deadline=None, max_examples=500)
 @example(b"")
 @given(st.binary(max_size=200))
-def test_random_bytes_are_malformed_and_nothing_else(raw: bytes) -> None:
+def test_random_bytes_raise_only_malformed_input(raw: bytes) -> None:
     with contextlib.suppress(MalformedInput):
         data = read_flight_data(raw)
         assert len(data.header) + len(data.body) + len(data.app_metadata) <= len(raw)
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=4))
+@given(st.lists(st.tuples(st.integers(0, len(MESSAGE) - 1), st.integers(0, 255)), max_size=4))
 def test_mutated_messages_are_malformed_or_read(changes: list[tuple[int, int]]) -> None:
-    raw = bytearray(WHOLE)
-    for at, value in changes:
-        raw[at] = value
+    raw = bytearray(MESSAGE)
+    for index, value in changes:
+        raw[index] = value
 
     with contextlib.suppress(MalformedInput):
         read_flight_data(bytes(raw))

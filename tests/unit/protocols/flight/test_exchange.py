@@ -1,4 +1,4 @@
-"""A Flight stream's end: what is kept of it."""
+"""Memory of a Flight stream after its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from iskander.errors import LimitExceeded
 from iskander.protocols.flight.exchange import Exchange
 
 
-def exchange(call: Any) -> Exchange:
+def exchange_of(call: Any) -> Exchange:
     unused: Any = None
     return Exchange(
         call,
@@ -28,12 +28,12 @@ def exchange(call: Any) -> Exchange:
     )
 
 
-async def ended() -> weakref.ref[Exchange]:
-    """A stream that ended with an error, which nothing here keeps."""
+async def failed_stream() -> weakref.ref[Exchange]:
+    """Returns a weak reference to a stream that ended with an error."""
     call = SimpleNamespace(
         metadata=(), deadline_ns=None, source=Source(), has_input=False, is_blocked=False
     )
-    stream = exchange(call)
+    stream = exchange_of(call)
     asyncio.get_running_loop().call_soon(stream._end, LimitExceeded("too large"))
     try:
         await stream.run()
@@ -42,17 +42,17 @@ async def ended() -> weakref.ref[Exchange]:
     raise AssertionError("the stream ended without its error")
 
 
-def test_the_error_that_ended_a_stream_does_not_keep_the_stream() -> None:
-    """Its traceback has the stream's frames: kept there, both wait for a garbage collection."""
+def test_error_does_not_keep_its_stream_alive() -> None:
+    """The traceback references the stream; as a cycle, both would wait for a garbage collection."""
 
-    async def play() -> None:
+    async def run_test() -> None:
         gc.collect()
         gc.disable()
         try:
-            left = await ended()
+            reference = await failed_stream()
             await asyncio.sleep(0)
-            assert left() is None
+            assert reference() is None
         finally:
             gc.enable()
 
-    asyncio.run(play())
+    asyncio.run(run_test())

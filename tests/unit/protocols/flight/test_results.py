@@ -1,4 +1,4 @@
-"""Lists, structs, ranks and the order of columns in a Flight response: pyarrow reads what comes."""
+"""Lists, structs, ranks and column order in Flight responses, read by pyarrow."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ PARTS = (
 )
 
 
-def answer(
+def response_of(
     contract: Contract, batch: pa.RecordBatch, results: bytes
 ) -> tuple[Plan, pa.RecordBatch]:
-    """What a client reads of the response to one batch."""
+    """Returns the plan and the response to one batch, read by pyarrow."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     schema, *rest = pa.ipc.MessageReader.open_stream(sink.getvalue())
     plan = Plan(bytes(schema.metadata), contract, LIMITS)
     codec = StreamCodec(plan, LIMITS)
-    (arrived,) = filter(
+    (parsed,) = filter(
         None, (codec.decode(memoryview(m.metadata), memoryview(m.body), b"") for m in rest)
     )
     stream = [ipc.encapsulate(plan.response_header)]
-    for frame in codec.frames(codec.prepare(arrived, results)):
+    for frame in codec.frames(codec.prepare(parsed, results)):
         data = read_flight_data(b"".join(map(bytes, frame)))
         stream.append(ipc.encapsulate(data.header, data.body))
-    (read,) = pa.ipc.open_stream(b"".join(stream))
-    read.validate(full=True)
-    return plan, read
+    (response,) = pa.ipc.open_stream(b"".join(stream))
+    response.validate(full=True)
+    return plan, response
 
 
 def body_of(specs: tuple[TensorSpec, ...], *columns: Any) -> bytes:
@@ -76,17 +76,17 @@ def body_of(specs: tuple[TensorSpec, ...], *columns: Any) -> bytes:
 
 @given(st.integers(1, 9), st.integers(0, 1000))
 @settings(deadline=None, max_examples=30)
-def test_values_come_to_their_own_row(rows: int, first: int) -> None:
-    """Lists of structs with lists in them, beside a column that is passed through."""
+def test_nested_values_belong_to_their_row(rows: int, first: int) -> None:
+    """Lists of structs with nested lists, together with a passthrough column."""
     numbers = np.arange(first, first + rows)
     scores = numbers[:, None, None] * 100 + np.arange(6).reshape(3, 2)
     indices = numbers[:, None] * 10 + np.arange(3)
     contract = Contract((X,), PARTS, "all", columns=(TOP,))
     batch = pa.record_batch({"id": pa.array(numbers), "x": pa.array(numbers)})
-    _, got = answer(contract, batch, body_of(PARTS, scores, indices))
-    assert got.schema.names == ["id", "top"]
-    assert pa.types.is_list(got.schema.field("top").type)
-    for number, row in zip(got["id"].to_pylist(), got["top"].to_pylist(), strict=True):
+    _, response = response_of(contract, batch, body_of(PARTS, scores, indices))
+    assert response.schema.names == ["id", "top"]
+    assert pa.types.is_list(response.schema.field("top").type)
+    for number, row in zip(response["id"].to_pylist(), response["top"].to_pylist(), strict=True):
         assert [each["index"] for each in row] == [number * 10 + i for i in range(3)]
         assert [each["score"] for each in row] == [
             [number * 100 + 2 * i, number * 100 + 2 * i + 1] for i in range(3)
@@ -95,19 +95,19 @@ def test_values_come_to_their_own_row(rows: int, first: int) -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=30)
-def test_a_list_has_only_the_entries_that_are_meant(lengths: list[int]) -> None:
+def test_list_has_the_declared_number_of_entries(lengths: list[int]) -> None:
     parts = (spec("made", "fixed_size_list<fixed_size_list<int64>[2]>[3]"), spec("n", "int32"))
     column = ResultColumn("made", "list<fixed_size_list<int64>[2]>", (0, 1), "")
     contract = Contract((X,), parts, "none", columns=(column,))
     rows = len(lengths)
     values = np.arange(6 * rows).reshape(rows, 3, 2)
     batch = pa.record_batch({"x": pa.array(range(rows), pa.int64())})
-    _, got = answer(contract, batch, body_of(parts, values, lengths))
-    wanted = [row[:length].tolist() for row, length in zip(values, lengths, strict=True)]
-    assert got["made"].to_pylist() == wanted
+    _, response = response_of(contract, batch, body_of(parts, values, lengths))
+    expected = [row[:length].tolist() for row, length in zip(values, lengths, strict=True)]
+    assert response["made"].to_pylist() == expected
 
 
-def test_a_struct_with_strings() -> None:
+def test_struct_with_strings() -> None:
     parts = (spec("made.a", "utf8", 8), spec("made.b", "int64"))
     column = ResultColumn("made", "struct<a: utf8, b: int64>", (0, 1), "")
     contract = Contract((X,), parts, "none", columns=(column,))
@@ -117,14 +117,14 @@ def test_a_struct_with_strings() -> None:
     body[: 3 * 4] = text[: 3 * 4]
     body[offsets[1] : offsets[1] + 16] = np.array([7, 8]).tobytes()
     body += text[3 * 4 :] + bytes(64 - len(text[3 * 4 :]))
-    _, got = answer(contract, pa.record_batch({"x": pa.array([1, 2])}), bytes(body))
-    assert got["made"].to_pylist() == [{"a": "yes", "b": 7}, {"a": "ü", "b": 8}]
+    _, response = response_of(contract, pa.record_batch({"x": pa.array([1, 2])}), bytes(body))
+    assert response["made"].to_pylist() == [{"a": "yes", "b": 7}, {"a": "ü", "b": 8}]
 
 
-def test_no_rows_have_the_types_all_the_same() -> None:
+def test_zero_rows_keep_the_output_schema() -> None:
     contract = Contract((X,), PARTS, "none", columns=(TOP,))
-    _, got = answer(contract, pa.record_batch({"x": pa.array([], pa.int64())}), b"")
-    assert (got.num_rows, got.schema) == (0, output_schema(contract))
+    _, response = response_of(contract, pa.record_batch({"x": pa.array([], pa.int64())}), b"")
+    assert (response.num_rows, response.schema) == (0, output_schema(contract))
 
 
 ORDERS: list[tuple[ColumnOrder, list[str]]] = [
@@ -137,20 +137,20 @@ ORDERS: list[tuple[ColumnOrder, list[str]]] = [
 
 @pytest.mark.parametrize(("order", "names"), ORDERS)
 @pytest.mark.parametrize("is_plain", [True, False])
-def test_columns_come_in_the_order_of_the_manifest(
+def test_columns_follow_the_manifest_order(
     order: ColumnOrder, names: list[str], is_plain: bool
 ) -> None:
-    """Whether the response is made of the worker's bytes, or put together anew."""
+    """In plain responses, made from the worker's bytes, and in converted ones."""
     outputs = (SCORE, spec("mask", "fixed_size_list<int8>[2]"))
     contract = Contract((X,), outputs, ("id", "name", "gone"), column_order=order)
     text = pa.array(["a", None, "c"])
     name = text if is_plain else text.dictionary_encode()
     batch = pa.record_batch({"id": pa.array([7, 8, 9]), "x": pa.array([1, 2, 3]), "name": name})
     results = body_of(outputs, [0.5, 1, 2], [[1, 2], [3, 4], [5, 6]])
-    plan, got = answer(contract, batch, results)
+    plan, response = response_of(contract, batch, results)
     assert plan.is_response_plain == is_plain
-    assert got.schema.names == names
-    assert got.to_pydict() | {} == {
+    assert response.schema.names == names
+    assert response.to_pydict() | {} == {
         "id": [7, 8, 9],
         "name": ["a", None, "c"],
         "score": [0.5, 1, 2],
@@ -160,30 +160,30 @@ def test_columns_come_in_the_order_of_the_manifest(
 
 @pytest.mark.parametrize("passthrough", ["all", "none", ("query",)])
 @pytest.mark.parametrize("is_encoded", [True, False])
-def test_a_rank_counts_within_a_column_of_the_request(passthrough: Any, is_encoded: bool) -> None:
-    """Which comes back only where it is passed through."""
+def test_rank_groups_by_a_request_column(passthrough: Any, is_encoded: bool) -> None:
+    """The response has the column only if it is passed through."""
     columns = (PLACE, ResultColumn("score", "float32", (0,), ""))
     contract = Contract((X,), (SCORE,), passthrough, columns=columns)
     query = pa.array(["a", "b", "a", None])
     query = query.dictionary_encode() if is_encoded else query
     batch = pa.record_batch({"x": pa.array([1, 2, 3, 4]), "query": query})
-    _, got = answer(contract, batch, body_of((SCORE,), [1, 2, 3, 4]))
-    assert got["place"].to_pylist() == [2, 1, 1, 1]
-    assert ("query" in got.schema.names) == (passthrough != "none")
+    _, response = response_of(contract, batch, body_of((SCORE,), [1, 2, 3, 4]))
+    assert response["place"].to_pylist() == [2, 1, 1, 1]
+    assert ("query" in response.schema.names) == (passthrough != "none")
     if passthrough != "none":
-        assert got["query"].to_pylist() == ["a", "b", "a", None]
+        assert response["query"].to_pylist() == ["a", "b", "a", None]
 
 
-def test_a_rank_can_count_within_an_input_or_all_rows() -> None:
-    for within, wanted in (("x", [1, 2, 1]), ("", [2, 3, 1])):
+def test_rank_groups_by_an_input_or_over_all_rows() -> None:
+    for within, expected in (("x", [1, 2, 1]), ("", [2, 3, 1])):
         rank = ResultColumn("place", "int32", (0,), "", Rank("score", within))
         contract = Contract((X,), (SCORE,), "none", columns=(rank,))
         batch = pa.record_batch({"x": pa.array([5, 5, 6])})
-        _, got = answer(contract, batch, body_of((SCORE,), [2, 1, 3]))
-        assert got["place"].to_pylist() == wanted
+        _, response = response_of(contract, batch, body_of((SCORE,), [2, 1, 3]))
+        assert response["place"].to_pylist() == expected
 
 
-def test_an_error_takes_the_place_of_a_result_that_is_put_together() -> None:
+def test_in_band_error_replaces_an_assembled_result() -> None:
     columns = (PLACE, ResultColumn("top", TOP.type, (1, 2), ""))
     contract = Contract((X,), (SCORE, *PARTS), "all", columns=columns)
     schema = pa.schema([("x", pa.int64()), ("query", pa.utf8())])
@@ -192,11 +192,11 @@ def test_an_error_takes_the_place_of_a_result_that_is_put_together() -> None:
     data = read_flight_data(b"".join(map(bytes, frame)))
     assert b"execution_failed" in data.app_metadata
     stream = ipc.encapsulate(plan.response_header) + ipc.encapsulate(data.header, data.body)
-    (read,) = pa.ipc.open_stream(stream)
-    assert (read.num_rows, read.schema.names) == (0, ["query", "place", "top"])
+    (response,) = pa.ipc.open_stream(stream)
+    assert (response.num_rows, response.schema.names) == (0, ["query", "place", "top"])
 
 
-def test_a_column_that_would_be_passed_through_and_made() -> None:
+def test_passthrough_column_with_a_result_name_is_rejected() -> None:
     contract = Contract((X,), PARTS, "all", columns=(TOP,))
     schema = pa.schema([("x", pa.int64()), ("top", pa.int8())])
     with pytest.raises(ContractError, match="would be passed through and are also results"):

@@ -1,4 +1,4 @@
-"""Batches whose bodies are in memory that their client can change at any time."""
+"""Batches with bodies in shared memory that the client can change at any time."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def spec(name: str, type_text: str) -> TensorSpec:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_kept() -> Iterator[None]:
-    """The codec knows how to find the memory of whoever has the codec."""
+def collect_garbage() -> Iterator[None]:
+    """The codec and its `SharedStream` reference each other."""
     yield
     gc.collect()
 
 
-class Shared:
-    """A stream's codec over a region of our own."""
+class SharedStream:
+    """A stream's codec and its shared-memory region."""
 
     def __init__(self, batch: pa.RecordBatch, *inputs: TensorSpec, **options: object) -> None:
         sink = pa.BufferOutputStream()
@@ -53,44 +53,44 @@ class Shared:
             for each in pa.ipc.MessageReader.open_stream(sink.getvalue())
         ]
         contract = Contract(inputs or (spec("x", "int64"),), (spec("y", "float32"),), "all", None)
-        self.loan = ClientSegment(
+        self.region = ClientSegment(
             "iskander-test", 256 + sum(len(body) + 64 for _, body in self.messages)
         )
-        self.is_lent = True
+        self.is_open = True
         self.codec = SharedCodec(Plan(schema[0], contract, LIMITS), LIMITS, self.find)
 
     def find(self) -> ClientSegment:
-        if not self.is_lent:
-            raise RegionNotFound("gone")
-        return self.loan
+        if not self.is_open:
+            raise RegionNotFound("closed")
+        return self.region
 
     def fill(self, value: int) -> None:
-        """As a client may at any time."""
-        os.pwrite(self.loan.fd, bytes([value]) * len(self.loan), 0)
+        """Overwrite the region, as a client can at any time."""
+        os.pwrite(self.region.fd, bytes([value]) * len(self.region), 0)
 
-    def located(self, number: int = -1, at: int = 72) -> bytes:
-        """The message that says where a batch is, after it was put there."""
+    def locate(self, number: int = -1, offset: int = 72) -> bytes:
+        """Write a batch into the region and return the message with its location."""
         header, body = self.messages[number]
-        os.pwrite(self.loan.fd, body, at)
-        return carrier(BodyLocation(header, (at, len(body)), b"mine"))
+        os.pwrite(self.region.fd, body, offset)
+        return location_message(BodyLocation(header, (offset, len(body)), b"mine"))
 
     def read(self, raw: bytes) -> ParsedBatch:
-        arrived = self.codec.read(raw)
-        assert arrived is not None
-        return arrived
+        parsed = self.codec.read(raw)
+        assert parsed is not None
+        return parsed
 
 
-def carrier(located: object) -> bytes:
-    """FlightData with nothing but `app_metadata`."""
-    said = encode(located)
-    return b"\x1a" + encode_varint(len(said)) + said
+def location_message(location: object) -> bytes:
+    """FlightData with only `app_metadata`."""
+    encoded = encode(location)
+    return b"\x1a" + encode_varint(len(encoded)) + encoded
 
 
-def values(arrived: ParsedBatch, number: int = 0) -> bytes:
-    if arrived.portions:
-        return bytes(arrived.portions[0].tensors[number])
-    start, stop = arrived.tensors[number]
-    part = arrived.body[start:stop]
+def values(parsed: ParsedBatch, number: int = 0) -> bytes:
+    if parsed.portions:
+        return bytes(parsed.portions[0].tensors[number])
+    start, stop = parsed.tensors[number]
+    part = parsed.body[start:stop]
     return bytes(part.read() if isinstance(part, SegmentRange) else part)
 
 
@@ -98,18 +98,18 @@ def numbers(rows: int = ROWS) -> pa.RecordBatch:
     return pa.record_batch([pa.array(range(rows))], names=["x"])
 
 
-def test_tensors_of_fixed_width_are_read_where_they_are() -> None:
-    shared = Shared(numbers())
-    for _ in range(2):  # Of a header that is new, and of one that is known.
-        raw = shared.located()
-        assert shared.codec.is_quick(raw)
-        arrived = shared.read(raw)
-        assert arrived.rows == ROWS
-        assert arrived.app_metadata == b"mine"
-        assert values(arrived) == np.arange(ROWS).tobytes()
-        assert isinstance(arrived.body, SegmentRange)
-        shared.fill(0)
-        assert values(arrived) == bytes(8 * ROWS)
+def test_fixed_width_tensors_are_read_in_place() -> None:
+    stream = SharedStream(numbers())
+    for _ in range(2):  # The second pass uses the cached header.
+        raw = stream.locate()
+        assert stream.codec.is_quick(raw)
+        parsed = stream.read(raw)
+        assert parsed.rows == ROWS
+        assert parsed.app_metadata == b"mine"
+        assert values(parsed) == np.arange(ROWS).tobytes()
+        assert isinstance(parsed.body, SegmentRange)
+        stream.fill(0)
+        assert values(parsed) == bytes(8 * ROWS)
 
 
 @pytest.mark.parametrize(
@@ -138,82 +138,89 @@ def test_tensors_of_fixed_width_are_read_where_they_are() -> None:
             {},
         ),
     ],
-    ids=["strings in", "strings passed", "compressed", "older metadata", "lists passed", "passed"],
+    ids=[
+        "string input",
+        "string passthrough",
+        "compressed",
+        "V4 metadata",
+        "list passthrough",
+        "nullable passthrough",
+    ],
 )
-def test_what_is_looked_into_or_comes_back_is_copied_first(
+def test_validated_and_passed_through_data_is_copied_first(
     batch: pa.RecordBatch, inputs: tuple[TensorSpec, ...], options: dict[str, object]
 ) -> None:
-    shared = Shared(batch, *inputs, **options)
-    arrived = shared.read(shared.located())
-    assert isinstance(arrived.body, memoryview)
-    before = values(arrived)
-    kept = [column.to_pylist() for column in arrived.passthrough]
-    shared.fill(255)
-    assert values(arrived) == before
-    assert [column.to_pylist() for column in arrived.passthrough] == kept
+    stream = SharedStream(batch, *inputs, **options)
+    parsed = stream.read(stream.locate())
+    assert isinstance(parsed.body, memoryview)
+    before = values(parsed)
+    kept = [column.to_pylist() for column in parsed.passthrough]
+    stream.fill(255)
+    assert values(parsed) == before
+    assert [column.to_pylist() for column in parsed.passthrough] == kept
 
 
-def test_a_response_that_waits_keeps_no_lent_memory() -> None:
-    shared = Shared(numbers())
-    waiting = shared.read(shared.located()).without_inputs()
+def test_waiting_response_does_not_keep_the_region() -> None:
+    stream = SharedStream(numbers())
+    waiting = stream.read(stream.locate()).without_inputs()
     assert waiting.rows == ROWS
-    where = f"/proc/self/fd/{shared.loan.fd}"
-    shared.loan = ClientSegment("iskander-test", 8)
-    assert not os.path.lexists(where)
+    path = f"/proc/self/fd/{stream.region.fd}"
+    stream.region = ClientSegment("iskander-test", 8)
+    assert not os.path.lexists(path)
 
 
-def test_dictionaries_are_copied_too() -> None:
+def test_dictionaries_are_copied() -> None:
     batch = pa.record_batch(
         [pa.array([1, 2]), pa.array(["a", "b"]).dictionary_encode()], names=["x", "d"]
     )
-    shared = Shared(batch)
-    assert shared.codec.read(shared.located(0)) is None
-    shared.fill(255)
-    (column,) = shared.read(shared.located(1)).passthrough
+    stream = SharedStream(batch)
+    assert stream.codec.read(stream.locate(0)) is None
+    stream.fill(255)
+    (column,) = stream.read(stream.locate(1)).passthrough
     assert column.to_pylist() == ["a", "b"]
 
 
-def test_a_batch_may_still_come_with_its_body() -> None:
-    shared = Shared(numbers())
-    header, body = shared.messages[-1]
+def test_batch_with_an_inline_body_is_read() -> None:
+    stream = SharedStream(numbers())
+    header, body = stream.messages[-1]
     raw = data_head(header, b"mine", len(body)) + body
-    assert shared.codec.is_quick(raw)
-    assert values(shared.read(raw)) == np.arange(ROWS).tobytes()
+    assert stream.codec.is_quick(raw)
+    assert values(stream.read(raw)) == np.arange(ROWS).tobytes()
 
 
-def test_a_large_body_is_large_wherever_it_is() -> None:
+def test_large_body_in_a_region_is_not_quick() -> None:
     rows = WHOLE_BYTES // 8 + 1
-    shared = Shared(numbers(rows))
-    raw = shared.located()
+    stream = SharedStream(numbers(rows))
+    raw = stream.locate()
     assert len(raw) < 1000
-    assert not shared.codec.is_quick(raw)
-    shared.read(raw)
-    assert shared.codec.is_quick(raw)  # Known, and so not looked into.
+    assert not stream.codec.is_quick(raw)
+    stream.read(raw)
+    assert stream.codec.is_quick(raw)  # Its header is cached.
 
 
-def hostile(body: tuple[int, int]) -> tuple[Shared, bytes]:
-    shared = Shared(numbers())
-    shared.located()
-    return shared, carrier(BodyLocation(shared.messages[-1][0], body))
+def invalid_location(body: tuple[int, int]) -> tuple[SharedStream, bytes]:
+    stream = SharedStream(numbers())
+    stream.locate()
+    return stream, location_message(BodyLocation(stream.messages[-1][0], body))
 
 
 @pytest.mark.parametrize(
     "body", [(-1, 800), (0, -1), (1 << 40, 800), (0, 1 << 40), (0, 1 << 62), (1 << 62, 1 << 62)]
 )
-def test_places_that_are_not_in_the_region(body: tuple[int, int]) -> None:
-    shared, raw = hostile(body)
+def test_body_outside_the_region_is_rejected(body: tuple[int, int]) -> None:
+    stream, raw = invalid_location(body)
     with pytest.raises(MalformedInput, match="of a region of"):
-        shared.codec.read(raw)
+        stream.codec.read(raw)
 
 
-def test_a_place_that_is_too_short() -> None:
-    shared, raw = hostile((0, 8 * ROWS - 1))
+def test_body_range_that_is_too_short_is_rejected() -> None:
+    stream, raw = invalid_location((0, 8 * ROWS - 1))
     with pytest.raises(MalformedInput):
-        shared.codec.read(raw)
+        stream.codec.read(raw)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "location",
     [
         {},
         {"header": b"x"},
@@ -223,43 +230,43 @@ def test_a_place_that_is_too_short() -> None:
         {"header": b"x", "body": [0, 1], "path": "/etc/passwd"},
     ],
 )
-def test_places_that_are_none(said: dict[str, object]) -> None:
-    shared = Shared(numbers())
-    raw = carrier(said)
-    for look in (shared.codec.is_quick, shared.codec.read):
+def test_invalid_body_locations_are_rejected(location: dict[str, object]) -> None:
+    stream = SharedStream(numbers())
+    raw = location_message(location)
+    for method in (stream.codec.is_quick, stream.codec.read):
         with pytest.raises(IskanderError) as caught:
-            look(raw)
-            shared.codec.read(raw)
+            method(raw)
+            stream.codec.read(raw)
         assert isinstance(caught.value, MalformedInput)
 
 
-def test_limits_hold_there_too() -> None:
-    shared = Shared(numbers())
-    for header_bytes, said in ((HEADER_BYTES_MAX + 1, "header"), (3 << 20, "body location")):
-        with pytest.raises(LimitExceeded, match=said):
-            shared.codec.read(carrier(BodyLocation(bytes(header_bytes), (0, 1))))
+def test_header_and_location_limits_apply() -> None:
+    stream = SharedStream(numbers())
+    for header_bytes, message in ((HEADER_BYTES_MAX + 1, "header"), (3 << 20, "body location")):
+        with pytest.raises(LimitExceeded, match=message):
+            stream.codec.read(location_message(BodyLocation(bytes(header_bytes), (0, 1))))
 
 
-def test_dictionaries_are_bounded_before_they_are_read() -> None:
+def test_large_dictionary_is_rejected_before_it_is_read() -> None:
     words = pa.array([str(index) for index in range(100)]).dictionary_encode()
     batch = pa.record_batch([pa.array(range(100)), words], names=["x", "d"])
-    shared = Shared(batch)
-    header, body = shared.messages[0]
-    shared.loan = ClientSegment("iskander-test", LIMITS.bytes + len(body) + 8)
+    stream = SharedStream(batch)
+    header, body = stream.messages[0]
+    stream.region = ClientSegment("iskander-test", LIMITS.bytes + len(body) + 8)
     for _ in range(3):
         with pytest.raises(LimitExceeded):
-            shared.codec.read(carrier(BodyLocation(header, (0, LIMITS.bytes + 1))))
-    assert not shared.codec._converter.reader._parts
+            stream.codec.read(location_message(BodyLocation(header, (0, LIMITS.bytes + 1))))
+    assert not stream.codec._converter.reader._parts
 
 
-def test_a_region_that_is_gone() -> None:
-    shared = Shared(numbers())
-    raw = shared.located()
-    shared.is_lent = False
+def test_closed_region_is_rejected() -> None:
+    stream = SharedStream(numbers())
+    raw = stream.locate()
+    stream.is_open = False
     with pytest.raises(RegionNotFound):
-        shared.codec.read(raw)
+        stream.codec.read(raw)
 
 
-def test_a_message_with_nothing() -> None:
+def test_empty_message_is_rejected() -> None:
     with pytest.raises(MalformedInput, match="no record batch"):
-        Shared(numbers()).codec.read(b"")
+        SharedStream(numbers()).codec.read(b"")

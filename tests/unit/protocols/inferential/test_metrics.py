@@ -1,4 +1,4 @@
-"""Points of what came of observations: which measure, with which labels."""
+"""Metric points of failed observations: measure and labels."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROBOT = {"client": "robot-7"}
 
 
 def points(
-    happen: Callable[[InferentialMetrics], None],
+    record: Callable[[InferentialMetrics], None],
 ) -> tuple[dict[str, list[dict[str, str]]], InferentialMetrics]:
-    """The labels of each measure's points, and the metrics."""
+    """Returns the labels of each measure's points, and the metrics."""
     recent = RecentValues()
     metrics = InferentialMetrics(recent)
-    happen(metrics)
+    record(metrics)
     return {
         name: [dict(labels) for _, _, labels in recent.ring(name)] for name in recent.names()
     }, metrics
@@ -53,32 +53,32 @@ def points(
         ),
     ],
 )
-def test_a_refusal_is_a_point_of_one_measure(
+def test_rejection_is_recorded_in_one_measure(
     error: IskanderError, measure: str, labels: dict[str, str]
 ) -> None:
-    found, metrics = points(lambda metrics: metrics.on_rejected(ROBOT, "arm", error))
-    assert found == {measure: [labels]}
+    actual, metrics = points(lambda metrics: metrics.on_rejected(ROBOT, "arm", error))
+    assert actual == {measure: [labels]}
     assert metrics.outcomes == {error.code: 1} and metrics.last_error == "x"
 
 
 @pytest.mark.parametrize(
-    ("happen", "outcome"),
+    ("record", "outcome"),
     [(InferentialMetrics.on_late, "late"), (InferentialMetrics.on_unsent, "unsent")],
 )
-def test_results_that_reach_nobody_are_errors_of_sending(
-    happen: Callable[[InferentialMetrics, dict[str, str]], None], outcome: str
+def test_undelivered_results_are_recorded_as_send_errors(
+    record: Callable[[InferentialMetrics, dict[str, str]], None], outcome: str
 ) -> None:
-    found, metrics = points(lambda metrics: happen(metrics, ROBOT))
-    assert found == {"send_errors": [ROBOT]}
+    actual, metrics = points(lambda metrics: record(metrics, ROBOT))
+    assert actual == {"send_errors": [ROBOT]}
     assert metrics.outcomes == {outcome: 1}
 
 
-def test_a_message_of_nobody_has_no_client() -> None:
-    found, _ = points(lambda metrics: metrics.on_malformed(MalformedInput("x")))
-    assert found == {"observation_errors": [{}]}
+def test_malformed_message_has_no_client_label() -> None:
+    actual, _ = points(lambda metrics: metrics.on_malformed(MalformedInput("x")))
+    assert actual == {"observation_errors": [{}]}
 
 
-def test_a_model_of_any_length_makes_a_label_of_some() -> None:
-    found, _ = points(lambda metrics: metrics.on_rejected(ROBOT, "m" * 10_000, ModelNotFound("x")))
-    (labels,) = found["dispatch_errors"]
+def test_long_model_name_is_truncated_in_its_label() -> None:
+    actual, _ = points(lambda metrics: metrics.on_rejected(ROBOT, "m" * 10_000, ModelNotFound("x")))
+    (labels,) = actual["dispatch_errors"]
     assert labels["model"] == "m" * 100

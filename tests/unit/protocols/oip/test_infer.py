@@ -1,4 +1,4 @@
-"""A request from its bytes to those of its response: what the submitter is asked, what becomes of it."""
+"""One OIP request, from its message to the response: submission, caches and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIRST, SECOND = np.arange(3), np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
 class ScriptedSubmitter(RequestSubmitter):
-    """Answers everything with the same results, and keeps how it was asked."""
+    """A submitter that records requests and returns the same results for all."""
 
     def __init__(self) -> None:
         self.limits = LimitsConfig()
@@ -60,37 +60,37 @@ class OneModel(Models):
         self.serve(lane_of(contract=CONTRACT))
 
 
-class Memory:
-    """What a call knows of its caller and its memory.
+class FakeCall:
+    """A call's grant and memory charges.
 
     Attributes:
-        used: Bytes that are taken now.
-        taken: Each time that some were.
+        used: Bytes charged now.
+        charges: Sizes of all charges.
     """
 
     grant = FULL_GRANT
 
     def __init__(self, limit: int) -> None:
         self.used, self.limit = 0, limit
-        self.taken: list[int] = []
+        self.charges: list[int] = []
 
     def charge_memory(self, size: int) -> None:
         if self.used + size > self.limit:
             raise Overloaded("no memory")
         self.used += size
-        self.taken.append(size)
+        self.charges.append(size)
 
     def release_memory(self, size: int) -> None:
         self.used -= size
 
 
-class Played:
+class Harness:
     def __init__(self, memory: int = 1 << 30) -> None:
-        self.call: Any = Memory(memory)
+        self.call: Any = FakeCall(memory)
         self.submitter = ScriptedSubmitter()
         self.inference = Inference(OneModel(), self.submitter)
 
-    async def ask(
+    async def infer_once(
         self, *, deadline_ns: int | None = None, is_streamed: bool = False, **values: Any
     ) -> oip_pb2.ModelInferResponse:
         request = oip_pb2.ModelInferRequest(
@@ -108,8 +108,8 @@ class Played:
 
 
 @in_loop
-async def test_a_response_has_all_outputs_in_the_contracts_order() -> None:
-    response = await Played().ask(id="seven")
+async def test_response_has_all_outputs_in_contract_order() -> None:
+    response = await Harness().infer_once(id="seven")
     assert (response.model_name, response.model_version, response.id) == ("m0", "1", "seven")
     assert [(each.name, each.datatype, list(each.shape)) for each in response.outputs] == [
         ("first", "INT64", [3]),
@@ -118,53 +118,55 @@ async def test_a_response_has_all_outputs_in_the_contracts_order() -> None:
     assert list(response.raw_output_contents) == [FIRST.tobytes(), SECOND.tobytes()]
 
 
-@pytest.mark.parametrize("wanted", [["second"], ["second", "first"], ["first"]])
+@pytest.mark.parametrize("names", [["second"], ["second", "first"], ["first"]])
 @in_loop
-async def test_outputs_that_are_wanted_come_in_the_order_of_the_wish(wanted: list[str]) -> None:
-    """Also when the same was asked without a wish before, and when it is asked again."""
-    played = Played()
-    await played.ask()
+async def test_requested_outputs_are_returned_in_requested_order(names: list[str]) -> None:
+    """Also after the same request without outputs, and for a repeated request."""
+    harness = Harness()
+    await harness.infer_once()
     by_name = {"first": FIRST.tobytes(), "second": SECOND.tobytes()}
     for _ in range(2):
-        response = await played.ask(outputs=[{"name": name} for name in wanted])
-        assert [each.name for each in response.outputs] == wanted
-        assert list(response.raw_output_contents) == [by_name[name] for name in wanted]
+        response = await harness.infer_once(outputs=[{"name": name} for name in names])
+        assert [each.name for each in response.outputs] == names
+        assert list(response.raw_output_contents) == [by_name[name] for name in names]
 
 
 @in_loop
-async def test_the_desk_is_told_the_terms_and_the_calls_deadline() -> None:
-    played = Played()
-    await played.ask(deadline_ns=77, parameters={"timeout": {"int64_param": 5000}})
-    await played.ask()
-    first, second = played.submitter.submitted
+async def test_submitter_receives_terms_and_call_deadline() -> None:
+    harness = Harness()
+    await harness.infer_once(deadline_ns=77, parameters={"timeout": {"int64_param": 5000}})
+    await harness.infer_once()
+    first, second = harness.submitter.submitted
     assert (first["call_deadline_ns"], first["terms"].budget_ms) == (77, 5.0)
     assert (second["call_deadline_ns"], second["terms"].budget_ms) == (NEVER_NS, None)
     assert first["terms"].urgency == second["terms"].urgency == 0.5
 
 
 @in_loop
-async def test_tensors_reach_the_desk_without_a_copy() -> None:
-    played = Played()
+async def test_submitter_receives_tensors_without_a_copy() -> None:
+    harness = Harness()
     message = oip_pb2.ModelInferRequest(
         model_name="m0",
         inputs=[{"name": "x", "datatype": "INT64", "shape": [3]}],
         raw_input_contents=[FIRST.tobytes()],
     ).SerializeToString()
-    held = bytearray(message)
-    await played.inference.answer(scan(held, LimitsConfig()), StreamTerms((), None), played.call)
-    held[-1] = 1
-    (tensor,) = played.submitter.submitted[0]["offered"].tensors
+    buffer = bytearray(message)
+    await harness.inference.answer(
+        scan(buffer, LimitsConfig()), StreamTerms((), None), harness.call
+    )
+    buffer[-1] = 1
+    (tensor,) = harness.submitter.submitted[0]["offered"].tensors
     assert tensor[-1] == 1
 
 
 @in_loop
-async def test_a_streams_last_response_says_so_where_that_is_wanted() -> None:
-    played = Played()
-    wish = {"triton_enable_empty_final_response": {"bool_param": True}}
-    streamed = await played.ask(is_streamed=True, parameters=wish)
+async def test_final_response_flag_is_set_on_request_in_streams() -> None:
+    harness = Harness()
+    parameters = {"triton_enable_empty_final_response": {"bool_param": True}}
+    streamed = await harness.infer_once(is_streamed=True, parameters=parameters)
     assert streamed.parameters["triton_final_response"].bool_param
-    assert not (await played.ask(is_streamed=True)).parameters
-    assert not (await played.ask(parameters=wish)).parameters
+    assert not (await harness.infer_once(is_streamed=True)).parameters
+    assert not (await harness.infer_once(parameters=parameters)).parameters
 
 
 @pytest.mark.parametrize(
@@ -176,88 +178,90 @@ async def test_a_streams_last_response_says_so_where_that_is_wanted() -> None:
     ],
 )
 @in_loop
-async def test_what_is_not_there_is_refused_before_the_desk(
+async def test_unknown_models_and_outputs_are_rejected_before_submission(
     values: dict[str, Any], error: type[IskanderError]
 ) -> None:
-    played = Played()
+    harness = Harness()
     with pytest.raises(error):
-        await played.ask(**values)
-    assert not played.submitter.submitted
+        await harness.infer_once(**values)
+    assert not harness.submitter.submitted
 
 
 @in_loop
-async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And neither a large head nor one that is refused is kept."""
-    played = Played()
+async def test_request_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large heads and rejected requests are not cached."""
+    harness = Harness()
     for number in range(REMEMBERED_MAX + 10):
-        await played.ask(parameters={f"p{number}": {"bool_param": True}})
-    remembered = played.inference._requests
-    assert len(remembered) == 10
-    await played.ask(parameters={"p" * 5000: {"bool_param": True}})
+        await harness.infer_once(parameters={f"p{number}": {"bool_param": True}})
+    cache = harness.inference._requests
+    assert len(cache) == 10
+    await harness.infer_once(parameters={"p" * 5000: {"bool_param": True}})
     with pytest.raises(IskanderError):
-        await played.ask(parameters={"priority": {"string_param": "high"}})
-    assert len(remembered) == 10
+        await harness.infer_once(parameters={"priority": {"string_param": "high"}})
+    assert len(cache) == 10
 
-    monkeypatch.setattr(oip_infer, "read_head", lambda *_: pytest.fail("it is read again"))
-    await played.ask(parameters={f"p{REMEMBERED_MAX}": {"bool_param": True}}, id="another")
+    monkeypatch.setattr(oip_infer, "read_head", lambda *_: pytest.fail("the head was read again"))
+    await harness.infer_once(parameters={f"p{REMEMBERED_MAX}": {"bool_param": True}}, id="another")
 
 
 @in_loop
-async def test_a_request_like_one_before_is_held_against_its_lengths_alone(
+async def test_repeated_request_is_checked_by_its_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And one with other lengths against the contract, whatever was before it."""
-    played = Played()
-    await played.ask()
+    """A request with other lengths is checked against the contract."""
+    harness = Harness()
+    await harness.infer_once()
     for length in (16, 32, 0):
         with pytest.raises(MalformedInput, match=f"24 bytes as INT64, got {length}"):
-            await played.ask(raw_input_contents=[bytes(length)])
+            await harness.infer_once(raw_input_contents=[bytes(length)])
     with pytest.raises(MalformedInput, match="need one each"):
-        await played.ask(raw_input_contents=[FIRST.tobytes()] * 2)
+        await harness.infer_once(raw_input_contents=[FIRST.tobytes()] * 2)
     typed = {"name": "x", "datatype": "INT64", "shape": [3], "contents": {"int64_contents": FIRST}}
-    await played.ask(inputs=[typed], raw_input_contents=[])
+    await harness.infer_once(inputs=[typed], raw_input_contents=[])
 
-    monkeypatch.setattr(oip_infer, "read_inputs", lambda *_: pytest.fail("it is looked at again"))
-    await played.ask(raw_input_contents=[(FIRST + 7).tobytes()], id="another")
-    (tensor,) = played.submitter.submitted[-1]["offered"].tensors
+    monkeypatch.setattr(
+        oip_infer, "read_inputs", lambda *_: pytest.fail("the inputs were read again")
+    )
+    await harness.infer_once(raw_input_contents=[(FIRST + 7).tobytes()], id="another")
+    (tensor,) = harness.submitter.submitted[-1]["offered"].tensors
     assert bytes(tensor) == (FIRST + 7).tobytes()
 
 
 @in_loop
-async def test_a_request_like_one_before_is_held_against_the_models_new_contract() -> None:
-    played = Played()
-    await played.ask()
-    lane = played.inference._models.find_loaded("m0", None, "")
+async def test_repeated_request_is_checked_against_a_new_contract() -> None:
+    harness = Harness()
+    await harness.infer_once()
+    lane = harness.inference._models.find_loaded("m0", None, "")
     lane.contract = replace(CONTRACT, inputs=(spec("x", "float64"),))
     with pytest.raises(ContractError, match="wanted FP64"):
-        await played.ask()
+        await harness.infer_once()
 
 
 @in_loop
-async def test_a_model_that_was_loaded_anew_is_not_answered_by_what_is_remembered() -> None:
-    played = Played()
-    await played.ask()
-    lane = played.inference._models.find_loaded("m0", None, "")
+async def test_reloaded_model_does_not_use_cached_response_layouts() -> None:
+    harness = Harness()
+    await harness.infer_once()
+    lane = harness.inference._models.find_loaded("m0", None, "")
     renamed = tuple(replace(each, tensor=f"new {each.tensor}") for each in CONTRACT.outputs)
     lane.contract = replace(CONTRACT, outputs=renamed)
-    response = await played.ask()
+    response = await harness.infer_once()
     assert [each.name for each in response.outputs] == ["new first", "new second"]
 
 
 @in_loop
-async def test_kinds_of_responses_that_are_remembered_are_bounded() -> None:
-    played = Played()
+async def test_response_layout_cache_is_bounded() -> None:
+    harness = Harness()
     for rows in range(3, REMEMBERED_MAX + 13):
-        await played.ask(
+        await harness.infer_once(
             inputs=[{"name": "x", "datatype": "INT64", "shape": [rows]}],
             raw_input_contents=[bytes(8 * rows)],
         )
-    assert len(played.inference._layouts) == 10
+    assert len(harness.inference._layouts) == 10
 
 
 @in_loop
-async def test_large_typed_contents_take_their_memory_before_they_are_read() -> None:
-    """8 bytes for each number of one byte, and as much again where they are joined."""
+async def test_large_typed_contents_are_charged_before_they_are_read() -> None:
+    """Eight bytes for each one-byte number, and the same again to join them."""
     count = 300_000
     typed: dict[str, Any] = {
         "inputs": [
@@ -270,18 +274,18 @@ async def test_large_typed_contents_take_their_memory_before_they_are_read() -> 
         ],
         "raw_input_contents": [],
     }
-    played = Played()
-    await played.ask(**typed)
-    assert played.call.used == 0 and len(played.call.taken) == 1
-    assert played.call.taken[0] >= 2 * 8 * count
-    small = Played(memory=8 * count)
+    harness = Harness()
+    await harness.infer_once(**typed)
+    assert harness.call.used == 0 and len(harness.call.charges) == 1
+    assert harness.call.charges[0] >= 2 * 8 * count
+    small = Harness(memory=8 * count)
     with pytest.raises(Overloaded):
-        await small.ask(**typed)
+        await small.infer_once(**typed)
     assert not small.submitter.submitted and small.call.used == 0
 
 
 @in_loop
-async def test_small_contents_take_no_memory() -> None:
-    played = Played(memory=0)
-    await played.ask()
-    assert played.submitter.submitted and not played.call.taken
+async def test_small_contents_are_not_charged() -> None:
+    harness = Harness(memory=0)
+    await harness.infer_once()
+    assert harness.submitter.submitted and not harness.call.charges

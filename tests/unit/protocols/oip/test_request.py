@@ -1,4 +1,4 @@
-"""A request's head read: parameters and terms, inputs and outputs, and what is not offered."""
+"""The head of an OIP request: parameters, terms, inputs, outputs and errors."""
 
 from __future__ import annotations
 
@@ -41,63 +41,65 @@ def read(head: bytes) -> ParsedRequest:
     return read_head(head, COLUMNS)
 
 
-def taken_of(
+def read_tensors(
     message: bytes, raw: list[memoryview], strings_max: int, *shape: int, **limits: int
 ) -> list[Tensor]:
-    """The tensors for a model with such inputs: numbers of the shape [3], unless it is said.
+    """Returns the tensors for a model with these inputs: by default numbers of the shape [3].
 
-    The raw contents are left where they are.
+    The raw contents are not copied.
     """
     scanned = scan(message, LimitsConfig())
     scanned.raw = raw
-    asked = read(scanned.head)
+    parsed = read(scanned.head)
     of_numbers, of_strings = ColumnType("int64", shape or (3,)), ColumnType("binary", ())
     contract = Contract(
         inputs=tuple(
             TensorSpec(name, name, of_strings, ())
             if datatype == "BYTES" and strings_max
             else TensorSpec(name, name, of_numbers, of_numbers.shape)
-            for name, datatype, _ in asked.inputs
+            for name, datatype, _ in parsed.inputs
         ),
         outputs=(),
     )
-    return tensors_of(asked, scanned, contract, LimitsConfig(**{"rows": strings_max or 9} | limits))
+    return tensors_of(
+        parsed, scanned, contract, LimitsConfig(**{"rows": strings_max or 9} | limits)
+    )
 
 
-def test_what_a_request_asks_for() -> None:
-    asked = read(head_of(model_version="3", inputs=[X, FLAG], outputs=[{"name": "y"}]))
-    assert (asked.model, asked.version, asked.terms) == ("m", "3", None)
-    assert asked.inputs == [("x", "INT64", (2, 3)), ("flag", "BOOL", (2,))]
-    assert asked.outputs == ("y",) and not asked.needs_final_flag
+def test_request_head_is_parsed() -> None:
+    parsed = read(head_of(model_version="3", inputs=[X, FLAG], outputs=[{"name": "y"}]))
+    assert (parsed.model, parsed.version, parsed.terms) == ("m", "3", None)
+    assert parsed.inputs == [("x", "INT64", (2, 3)), ("flag", "BOOL", (2,))]
+    assert parsed.outputs == ("y",) and not parsed.needs_final_flag
 
 
-def test_no_version_is_the_default_one() -> None:
+def test_missing_version_is_none() -> None:
     assert read(head_of()).version is None
 
 
-def test_raw_contents_go_to_the_inputs_in_order() -> None:
+def test_raw_contents_are_assigned_in_input_order() -> None:
     message = head_of(inputs=[X, FLAG])
     x, flag = memoryview(bytes(48)), memoryview(bytes(2))
-    assert taken_of(message, [x, flag], 0) == [
+    assert read_tensors(message, [x, flag], 0) == [
         Tensor("x", "INT64", (2, 3), x),
         Tensor("flag", "BOOL", (2,), flag),
     ]
 
 
-def test_typed_contents_are_taken_where_nothing_is_raw() -> None:
+def test_typed_contents_are_read_without_raw_contents() -> None:
     flag = FLAG | {"contents": {"bool_contents": [True, False]}}
-    x, taken = taken_of(head_of(inputs=[X, flag]), [], 0)
-    assert bytes(x.data) == b"" and bytes(taken.data) == b"\x01\x00"
+    x, flag_tensor = read_tensors(head_of(inputs=[X, flag]), [], 0)
+    assert bytes(x.data) == b"" and bytes(flag_tensor.data) == b"\x01\x00"
 
 
 @pytest.mark.parametrize("raw", [1, 3])
-def test_raw_contents_that_are_not_one_for_each_input_are_refused(raw: int) -> None:
+def test_wrong_number_of_raw_contents_is_rejected(raw: int) -> None:
     message = head_of(inputs=[X, FLAG])
     with pytest.raises(MalformedInput, match=f"2 inputs have {raw} raw contents"):
-        taken_of(message, [memoryview(b"")] * raw, 0)
+        read_tensors(message, [memoryview(b"")] * raw, 0)
 
 
-def test_raw_and_typed_contents_are_not_mixed() -> None:
+def test_mixed_raw_and_typed_contents_are_rejected() -> None:
     inputs = [X, FLAG | {"contents": {"bool_contents": [True]}}]
     scanned = scan(head_of(inputs=inputs, raw_input_contents=[b"raw"]), LimitsConfig())
     with pytest.raises(MalformedInput, match="`flag` has typed contents beside raw ones"):
@@ -109,40 +111,40 @@ STRINGS = [b"one", b"", b"three"]
 
 
 @pytest.mark.parametrize("is_raw", [False, True])
-def test_strings_are_put_together_where_so_many_may_be(*, is_raw: bool) -> None:
+def test_strings_are_converted_only_within_the_limit(*, is_raw: bool) -> None:
     words = WORDS if is_raw else WORDS | {"contents": {"bytes_contents": STRINGS}}
     raw = [memoryview(raw_strings(STRINGS))] if is_raw else []
     message = head_of(inputs=[words])
-    (taken,) = taken_of(message, raw, 3)
-    assert body_to_strings(taken.data, 3) == STRINGS
-    (left,) = taken_of(message, raw, 2)
-    assert left.data is raw[0] if is_raw else not left.data
+    (converted,) = read_tensors(message, raw, 3)
+    assert body_to_strings(converted.data, 3) == STRINGS
+    (unconverted,) = read_tensors(message, raw, 2)
+    assert unconverted.data is raw[0] if is_raw else not unconverted.data
 
 
-def test_strings_that_are_not_as_many_as_the_shape_says_are_refused() -> None:
+def test_wrong_string_count_is_rejected() -> None:
     message = head_of(inputs=[WORDS | {"contents": {"bytes_contents": STRINGS * 2}}])
     with pytest.raises(MalformedInput, match="shape has 3 strings, got 6"):
-        taken_of(message, [], 10)
+        read_tensors(message, [], 10)
 
 
 REGION = {"parameters": {"shared_memory_region": {"string_param": "r"}}}
-REFUSED: dict[str, tuple[dict[str, Any], type[IskanderError]]] = {
+REJECTED: dict[str, tuple[dict[str, Any], type[IskanderError]]] = {
     "shared memory": ({"inputs": [X | REGION]}, Unsupported),
     "results in shared memory": ({"outputs": [{"name": "y"} | REGION]}, Unsupported),
-    "classes": (
+    "classification": (
         {"outputs": [{"name": "y", "parameters": {"classification": {"int64_param": 1}}}]},
         Unsupported,
     ),
-    "an output twice": ({"outputs": [{"name": "y"}, {"name": "y"}]}, ContractError),
+    "duplicate output": ({"outputs": [{"name": "y"}, {"name": "y"}]}, ContractError),
     "a sequence": ({"parameters": {"sequence_id": {"int64_param": 7}}}, Unsupported),
     "a named sequence": ({"parameters": {"sequence_id": {"string_param": "s"}}}, Unsupported),
-    "a sequence's end": ({"parameters": {"sequence_end": {"bool_param": True}}}, Unsupported),
+    "a sequence end": ({"parameters": {"sequence_end": {"bool_param": True}}}, Unsupported),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
-    values, kind = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_unsupported_options_are_rejected(name: str) -> None:
+    values, kind = REJECTED[name]
     with pytest.raises(kind):
         read(head_of(**values))
 
@@ -155,22 +157,22 @@ TOO_MANY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", TOO_MANY)
-def test_more_than_a_batch_has_is_refused(what: str) -> None:
-    with pytest.raises(LimitExceeded, match=rf"has \d+ {what}, limit \d+"):
-        read(head_of(**TOO_MANY[what]))
+@pytest.mark.parametrize("case", TOO_MANY)
+def test_more_items_than_the_limit_are_rejected(case: str) -> None:
+    with pytest.raises(LimitExceeded, match=rf"has \d+ {case}, limit \d+"):
+        read(head_of(**TOO_MANY[case]))
 
 
-def test_as_many_as_a_batch_has_are_taken() -> None:
+def test_items_at_the_limit_are_accepted() -> None:
     names = [f"y{number}" for number in range(COLUMNS)]
-    asked = read(
+    parsed = read(
         head_of(
             inputs=[X | {"shape": [1] * 17}] * COLUMNS,
             outputs=[{"name": name} for name in names],
             parameters={name: {"bool_param": True} for name in names},
         )
     )
-    assert len(asked.inputs) == COLUMNS and asked.outputs == tuple(names)
+    assert len(parsed.inputs) == COLUMNS and parsed.outputs == tuple(names)
 
 
 def typed(shape: list[int], count: int) -> dict[str, Any]:
@@ -180,31 +182,33 @@ def typed(shape: list[int], count: int) -> dict[str, Any]:
 LARGE: dict[str, tuple[list[dict[str, Any]], type[IskanderError], str]] = {
     "rows": ([typed([10, 3], 30)], LimitExceeded, "10 rows, limit 9 "),
     "bytes": ([typed([9, 3], 27)] * 4, LimitExceeded, "108 bytes, limit 100 "),
-    "beside a negative shape": (
+    "with a negative shape": (
         [typed([-9, 30], 1), typed([9, 30], 270)],
         LimitExceeded,
         "270 bytes, limit 100 ",
     ),
     "elements": ([typed([2, 3], 7)], MalformedInput, "shape has 6 elements, got 7"),
-    "no rows": ([typed([-1, 3], 3)], MalformedInput, "-3 elements"),
-    "nothing": ([typed([], 3)], MalformedInput, "shape has 1 elements, got 3"),
+    "negative rows": ([typed([-1, 3], 3)], MalformedInput, "-3 elements"),
+    "scalar": ([typed([], 3)], MalformedInput, "shape has 1 elements, got 3"),
 }
 
 
-@pytest.mark.parametrize("what", LARGE)
-def test_typed_contents_are_held_against_the_limits_before_they_are_read(
-    what: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", LARGE)
+def test_typed_contents_are_limited_before_they_are_read(
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, kind, text = LARGE[what]
-    monkeypatch.setattr(oip_typed, "_varints", lambda *_: pytest.fail("it is read"))
+    inputs, kind, text = LARGE[case]
+    monkeypatch.setattr(oip_typed, "_varints", lambda *_: pytest.fail("the contents were read"))
     with pytest.raises(kind, match=text):
-        taken_of(head_of(inputs=inputs), [], 0, bytes=100)
+        read_tensors(head_of(inputs=inputs), [], 0, bytes=100)
 
 
 def test_typed_contents_that_fit_no_input_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oip_typed._Reader, "numbers", lambda *_: pytest.fail("it is read"))
-    (left,) = taken_of(head_of(inputs=[typed([1, 90], 90)]), [], 0)
-    assert left.shape == (1, 90) and not left.data
+    monkeypatch.setattr(
+        oip_typed._Reader, "numbers", lambda *_: pytest.fail("the contents were read")
+    )
+    (unconverted,) = read_tensors(head_of(inputs=[typed([1, 90], 90)]), [], 0)
+    assert unconverted.shape == (1, 90) and not unconverted.data
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_typed_contents_that_fit_no_input_are_not_read(monkeypatch: pytest.Monke
         ("INT64", [AT_ONCE + 1], AT_ONCE_BYTES + 1, False),
     ],
 )
-def test_many_strings_and_long_ones_are_for_a_thread(
+def test_many_or_long_strings_are_read_in_a_thread(
     datatype: str, shape: list[int], length: int, *, is_slow: bool
 ) -> None:
     head = head_of(inputs=[{"name": "x", "datatype": datatype, "shape": shape}])
@@ -226,7 +230,7 @@ def test_many_strings_and_long_ones_are_for_a_thread(
     assert is_for_thread(read(head), scanned) is is_slow
 
 
-def test_what_is_no_request_is_malformed() -> None:
+def test_invalid_message_is_malformed() -> None:
     with pytest.raises(MalformedInput):
         read(b"\x0a\xff")
 
@@ -248,7 +252,7 @@ def test_parameters_of_every_kind_are_plain_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "expected"),
     [
         ({}, None),
         ({"priority": 0, "timeout": 0}, None),
@@ -270,8 +274,10 @@ def test_parameters_of_every_kind_are_plain_values() -> None:
         ),
     ],
 )
-def test_terms_in_parameters(parameters: dict[str, Any], said: ClientTerms | None) -> None:
-    assert parse_terms(parameters) == said
+def test_terms_are_read_from_parameters(
+    parameters: dict[str, Any], expected: ClientTerms | None
+) -> None:
+    assert parse_terms(parameters) == expected
 
 
 @pytest.mark.parametrize(
@@ -290,12 +296,12 @@ def test_terms_in_parameters(parameters: dict[str, Any], said: ClientTerms | Non
         {"iskander_": 1},
     ],
 )
-def test_terms_that_are_none_are_refused(parameters: dict[str, Any]) -> None:
+def test_invalid_terms_are_rejected(parameters: dict[str, Any]) -> None:
     with pytest.raises(MalformedInput):
         parse_terms(parameters)
 
 
-def test_a_timeout_beyond_a_day_is_refused_by_its_name() -> None:
+def test_timeout_above_a_day_is_rejected_by_name() -> None:
     with pytest.raises(MalformedInput, match=r"`timeout`.*limit 86400000000 us") as caught:
         parse_terms({"timeout": 86_400_000_001})
     assert "deadline" not in caught.value.message

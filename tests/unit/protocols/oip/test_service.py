@@ -1,4 +1,4 @@
-"""Questions about models, whatever state they are in and whatever runs them."""
+"""Readiness, metadata, configuration and statistics of models over OIP."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from iskander.repository.peers import Peers
 from iskander.repository.routing import Routing
 
 
-class NoDesk(RequestSubmitter):
+class NullSubmitter(RequestSubmitter):
     def __init__(self) -> None:
         self.limits = LimitsConfig()
 
 
-class NoSiblings(Peers):
+class NullPeers(Peers):
     def __init__(self) -> None:
         pass
 
 
-def asked(models: Models, name: str, model: str, version: str = "") -> Any:
+def response_of(models: Models, name: str, model: str, version: str = "") -> Any:
     request = getattr(oip_pb2, f"{name}Request")(name=model, version=version)
-    return OipService(models, NoDesk(), NoSiblings()).answer(name, request, FULL_GRANT)
+    return OipService(models, NullSubmitter(), NullPeers()).answer(name, request, FULL_GRANT)
 
 
 def unloaded(*, is_pending: bool) -> Models:
@@ -48,28 +48,26 @@ def unloaded(*, is_pending: bool) -> Models:
 
 @pytest.mark.parametrize("is_pending", [False, True])
 @pytest.mark.parametrize("version", ["", "2"])
-def test_a_model_that_is_loading_or_does_not_load_is_not_ready(
-    version: str, *, is_pending: bool
-) -> None:
+def test_loading_or_failed_model_is_not_ready(version: str, *, is_pending: bool) -> None:
     models = unloaded(is_pending=is_pending)
-    assert asked(models, "ModelReady", "m").ready
-    assert not asked(models, "ModelReady", "n", version).ready
+    assert response_of(models, "ModelReady", "m").ready
+    assert not response_of(models, "ModelReady", "n", version).ready
     with pytest.raises(NotReady):
-        asked(models, "ModelMetadata", "n", version)
+        response_of(models, "ModelMetadata", "n", version)
 
 
 @pytest.mark.parametrize(("model", "version"), [("nobody", ""), ("m", "2"), ("n", "3")])
-def test_an_unknown_model_is_not_found(model: str, version: str) -> None:
+def test_unknown_model_is_not_found(model: str, version: str) -> None:
     with pytest.raises(ModelNotFound):
-        asked(unloaded(is_pending=True), "ModelReady", model, version)
+        response_of(unloaded(is_pending=True), "ModelReady", model, version)
 
 
-def test_statistics_are_of_the_version_that_an_alias_means() -> None:
+def test_statistics_resolve_aliases() -> None:
     models = models_of([make_lane("m", "1"), make_lane("m", "2"), make_lane("n")])
     models.route("m", Routing(aliases={"stable": "1"}))
 
-    def versions(*of: str) -> list[tuple[str, str]]:
-        stats = asked(models, "ModelStatistics", *of).model_stats
+    def versions(*names: str) -> list[tuple[str, str]]:
+        stats = response_of(models, "ModelStatistics", *names).model_stats
         return [(each.name, each.version) for each in stats]
 
     assert versions("m", "stable") == versions("m", "1") == [("m", "1")]
@@ -80,7 +78,7 @@ def test_statistics_are_of_the_version_that_an_alias_means() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "platform", "named", "file"),
+    ("backend", "platform", "reported", "file"),
     [
         ("onnx", "onnxruntime_onnx", "onnxruntime", "model.onnx"),
         ("python", "", "python", "model.py"),
@@ -89,14 +87,16 @@ def test_statistics_are_of_the_version_that_an_alias_means() -> None:
         ("of_our_own", "", "of_our_own", ""),
     ],
 )
-def test_a_model_says_what_runs_it(backend: str, platform: str, named: str, file: str) -> None:
+def test_metadata_and_config_name_the_backend(
+    backend: str, platform: str, reported: str, file: str
+) -> None:
     lane = make_lane("m")
     lane.model = msgspec.structs.replace(lane.model, backend=backend)
     lane.set_contract(CONTRACT)
     models = models_of([lane])
 
-    assert asked(models, "ModelMetadata", "m").platform == platform
-    config = asked(models, "ModelConfig", "m").config
+    assert response_of(models, "ModelMetadata", "m").platform == platform
+    config = response_of(models, "ModelConfig", "m").config
     assert (config.platform, config.backend, config.default_model_filename) == (
-        platform, named, file,
+        platform, reported, file,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A stream of requests: what is refused is answered, and is not kept."""
+"""OIP request streams: rejected requests are answered and freed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from iskander.protocols.submit import RequestSubmitter
 from iskander.repository.models import Models
 from iskander.transport.http2.call import Call, Message
 
-NOBODYS = oip_pb2.ModelInferRequest(model_name="nobody", id="seven").SerializeToString()
-TOO_MANY = b"\x2a\x00" * 5000
-BROKEN = b"\x0b" * 100
+UNKNOWN_MODEL = oip_pb2.ModelInferRequest(model_name="nobody", id="seven").SerializeToString()
+TOO_MANY_FIELDS = b"\x2a\x00" * 5000
+MALFORMED = b"\x0b" * 100
 
 
-class NoDesk(RequestSubmitter):
+class NullSubmitter(RequestSubmitter):
     def __init__(self) -> None:
         self.limits = LimitsConfig()
 
 
-class PlayedCall(Call):
-    """A client that sends the same message again and again, and reads everything."""
+class FakeCall(Call):
+    """A client that sends one message repeatedly and reads all responses."""
 
     deadline_ns = None
     grant = FULL_GRANT
@@ -40,14 +40,14 @@ class PlayedCall(Call):
 
     def __init__(self, raw: bytes, count: int, *, ends_on_error: bool) -> None:
         self.metadata = (STATUS_METADATA,) if ends_on_error else ()
-        self.raw, self.left = raw, count
+        self.raw, self.remaining = raw, count
         self.sent: list[weakref.ref[np.ndarray]] = []
         self.written: list[bytes] = []
 
     async def read(self) -> Message | None:
-        if not self.left:
+        if not self.remaining:
             return None
-        self.left -= 1
+        self.remaining -= 1
         message = np.frombuffer(bytearray(self.raw), np.uint8)
         self.sent.append(weakref.ref(message))
         return message.data
@@ -56,12 +56,12 @@ class PlayedCall(Call):
         self.written.append(b"".join(parts))
 
     @property
-    def kept(self) -> int:
+    def kept_messages(self) -> int:
         return sum(each() is not None for each in self.sent)
 
 
 def stream_of(call: Call) -> InferStream:
-    return InferStream(call, Inference(Models(), NoDesk()), LimitsConfig())
+    return InferStream(call, Inference(Models(), NullSubmitter()), LimitsConfig())
 
 
 @pytest.fixture
@@ -74,14 +74,14 @@ def _no_collections() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_collections")
 @pytest.mark.parametrize(
     ("raw", "code"),
-    [(NOBODYS, "model_not_found"), (TOO_MANY, "limit"), (BROKEN, "malformed")],
+    [(UNKNOWN_MODEL, "model_not_found"), (TOO_MANY_FIELDS, "limit"), (MALFORMED, "malformed")],
 )
 @in_loop
-async def test_a_request_that_is_refused_is_not_kept(raw: bytes, code: str) -> None:
-    call = PlayedCall(raw, 20, ends_on_error=False)
+async def test_rejected_request_is_freed(raw: bytes, code: str) -> None:
+    call = FakeCall(raw, 20, ends_on_error=False)
     await stream_of(call).run()
 
-    assert len(call.written) == 20 and call.kept == 0
+    assert len(call.written) == 20 and call.kept_messages == 0
     response = oip_pb2.ModelStreamInferResponse.FromString(call.written[-1])
     assert response.error_message
     assert response.infer_response.parameters["iskander-code"].string_param == code
@@ -89,13 +89,13 @@ async def test_a_request_that_is_refused_is_not_kept(raw: bytes, code: str) -> N
 
 @pytest.mark.usefixtures("_no_collections")
 @in_loop
-async def test_a_stream_that_ends_with_an_error_keeps_nothing() -> None:
-    call = PlayedCall(NOBODYS, 20, ends_on_error=True)
+async def test_stream_that_ends_with_an_error_frees_its_requests() -> None:
+    call = FakeCall(UNKNOWN_MODEL, 20, ends_on_error=True)
     try:
         await stream_of(call).run()
     except IskanderError as error:
         assert isinstance(error, ModelNotFound)
     else:
-        pytest.fail("it goes on")
+        pytest.fail("the stream did not end")
 
-    assert not call.written and len(call.sent) > 1 and call.kept == 0
+    assert not call.written and len(call.sent) > 1 and call.kept_messages == 0

@@ -1,4 +1,4 @@
-"""Strings in raw tensors: there and back, malformed in every way, and what many of them cost."""
+"""Strings in raw tensors: conversion, malformed data and memory use."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ STRINGS = st.lists(st.binary(max_size=300), max_size=10)
 
 
 @given(STRINGS)
-def test_strings_come_as_a_body_has_them(values: list[bytes]) -> None:
+def test_raw_strings_are_converted_to_the_body_layout(values: list[bytes]) -> None:
     body = raw_to_body(memoryview(raw_strings(values)), len(values))
     assert bytes(body) == strings_to_body(values)
 
 
-def test_more_strings_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    for at_once in (1, 2, 3, 100):
-        monkeypatch.setattr(oip_strings, "AT_ONCE", at_once)
+def test_strings_are_converted_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chunk_strings in (1, 2, 3, 100):
+        monkeypatch.setattr(oip_strings, "AT_ONCE", chunk_strings)
         values = [b"x" * (number % 5) for number in range(100)]
         body = raw_to_body(memoryview(raw_strings(values)), len(values))
         assert bytes(body) == strings_to_body(values)
 
 
 @given(STRINGS)
-def test_strings_go_as_they_came(values: list[bytes]) -> None:
+def test_body_strings_are_converted_to_raw_strings(values: list[bytes]) -> None:
     body = memoryview(strings_to_body(values))
     assert bytes(body_to_raw(body, len(values))) == raw_strings(values)
 
 
 @pytest.mark.parametrize(
-    ("raw", "count", "says"),
+    ("raw", "count", "message"),
     [
         (b"", 1, "1 strings need more than 0 bytes"),
         (b"", -2, "a shape of -2 strings is negative"),
@@ -51,13 +51,13 @@ def test_strings_go_as_they_came(values: list[bytes]) -> None:
         (b"\x00\x00\x00\x00", 0, "4 bytes follow after 0 strings"),
     ],
 )
-def test_bytes_that_are_not_so_many_strings_are_refused(raw: bytes, count: int, says: str) -> None:
-    with pytest.raises(MalformedInput, match=says):
+def test_bytes_with_a_wrong_string_count_are_rejected(raw: bytes, count: int, message: str) -> None:
+    with pytest.raises(MalformedInput, match=message):
         raw_to_body(memoryview(raw), count)
 
 
 @given(st.binary(max_size=60), st.integers(0, 10))
-def test_any_bytes_are_strings_or_malformed(raw: bytes, count: int) -> None:
+def test_arbitrary_bytes_are_strings_or_malformed(raw: bytes, count: int) -> None:
     try:
         body = raw_to_body(memoryview(raw), count)
     except MalformedInput:
@@ -66,13 +66,13 @@ def test_any_bytes_are_strings_or_malformed(raw: bytes, count: int) -> None:
     assert raw_strings(strings) == raw and len(strings) == count
 
 
-def test_many_short_strings_take_a_few_times_their_bytes() -> None:
-    """An object for each would take sixty times as much."""
+def test_memory_for_many_short_strings_is_bounded() -> None:
+    """One object for each string would take sixty times as much."""
     count = 200_000
     raw = memoryview(bytes(4 * count))
     tracemalloc.start()
     body = raw_to_body(raw, count)
-    most = tracemalloc.get_traced_memory()[1]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert not np.frombuffer(body, np.int32).any() and len(body) == 4 * count + 4
-    assert most < 6 * len(raw)
+    assert peak_bytes < 6 * len(raw)

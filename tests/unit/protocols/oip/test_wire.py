@@ -1,4 +1,4 @@
-"""Requests taken apart without a copy, responses put together from parts; anything else refused."""
+"""Scanning of OIP requests without a copy, and assembly of responses from parts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ requests = st.builds(
 
 
 @given(requests)
-def test_a_request_is_its_parts(request: oip_pb2.ModelInferRequest) -> None:
+def test_scan_splits_a_request_into_head_and_tensors(request: oip_pb2.ModelInferRequest) -> None:
     scanned = scanned_of(request.SerializeToString())
 
     assert [bytes(each) for each in scanned.raw] == list(request.raw_input_contents)
@@ -57,8 +57,7 @@ def test_a_request_is_its_parts(request: oip_pb2.ModelInferRequest) -> None:
     assert head == request
 
 
-def test_tensors_are_where_they_came() -> None:
-    """No copy: what changes in the message changes in them."""
+def test_raw_tensors_are_views_of_the_message() -> None:
     message = np.frombuffer(bytearray(RAW), np.uint8)
     (first, _) = scanned_of(message.data).raw
     at = RAW.index(bytes(range(256)))
@@ -66,7 +65,7 @@ def test_tensors_are_where_they_came() -> None:
     assert first[0] == 99 and len(first) == 2560
 
 
-def test_fields_come_in_any_order_and_the_last_id_counts() -> None:
+def test_fields_are_accepted_in_any_order_and_the_last_id_is_used() -> None:
     pieces = [
         oip_pb2.ModelInferRequest(raw_input_contents=[b"one"]),
         oip_pb2.ModelInferRequest(id="old"),
@@ -81,21 +80,21 @@ def test_fields_come_in_any_order_and_the_last_id_counts() -> None:
     assert (head.model_name, head.model_version) == ("model", "2")
 
 
-def test_fields_that_are_not_known_are_left_where_they_are() -> None:
-    """A number, four bytes and eight bytes under numbers that the protocol has not."""
-    more = b"\x98\x06\x05" + b"\xa5\x06abcd" + b"\xa9\x06abcdefgh"
-    scanned = scanned_of(more + RAW)
-    assert scanned.head.startswith(more) and len(scanned.raw) == 2
+def test_unknown_fields_stay_in_the_head() -> None:
+    """A varint, a fixed32 and a fixed64 with unknown field numbers."""
+    unknown = b"\x98\x06\x05" + b"\xa5\x06abcd" + b"\xa9\x06abcdefgh"
+    scanned = scanned_of(unknown + RAW)
+    assert scanned.head.startswith(unknown) and len(scanned.raw) == 2
 
 
-def test_the_same_request_with_other_tensors_has_the_same_head() -> None:
+def test_requests_with_other_tensors_have_equal_heads() -> None:
     other = oip_pb2.ModelInferRequest.FromString(RAW)
     other.id = "request 8"
     other.raw_input_contents[0] = b"others"
     assert scanned_of(other.SerializeToString()).head == scanned_of(RAW).head
 
 
-def test_as_many_fields_are_taken_as_a_request_with_so_many_columns_has() -> None:
+def test_request_with_the_maximum_of_columns_is_accepted() -> None:
     whole = oip_pb2.ModelInferRequest(
         model_name="m",
         model_version="1",
@@ -113,9 +112,9 @@ def test_as_many_fields_are_taken_as_a_request_with_so_many_columns_has() -> Non
     [b"\x3a\x00", b"\x1a\x00", b"\x2a\x00", b"\x32\x00", b"\x22\x00", b"\x98\x06\x05"],
     ids=["raw", "id", "input", "output", "parameter", "unknown"],
 )
-def test_more_fields_are_refused_before_they_are_walked(field: bytes) -> None:
+def test_too_many_fields_are_rejected_before_they_are_read(field: bytes) -> None:
     with pytest.raises(LimitExceeded, match=r"request has over \d+ fields"):
-        scanned_of(field * 50 + b"\x0b")  # What is behind them is no request, and is not looked at.
+        scanned_of(field * 50 + b"\x0b")  # The invalid end is not read.
 
 
 INPUT = oip_pb2.ModelInferRequest.InferInputTensor
@@ -123,11 +122,11 @@ PARAMETERS = {f"p{number}": {"string_param": "v" * 1000} for number in range(110
 LARGE_HEADS: dict[str, dict[str, Any]] = {
     "name": {"model_name": "m" * (HEAD_BYTES_MAX + 1)},
     "shape": {"inputs": [{"shape": [1 << 62] * 120_000}]},
-    "input's parameters": {"inputs": [{"parameters": PARAMETERS}]},
-    "beside contents": {
+    "input parameters": {"inputs": [{"parameters": PARAMETERS}]},
+    "name with contents": {
         "inputs": [{"contents": {"int_contents": [1] * 9}, "name": "x" * HEAD_BYTES_MAX}]
     },
-    "contents beside raw ones": {
+    "typed and raw contents": {
         "inputs": [{"contents": {"bytes_contents": [b"s" * HEAD_BYTES_MAX]}}],
         "raw_input_contents": [b"raw"],
     },
@@ -137,9 +136,9 @@ LARGE_HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", LARGE_HEADS)
-def test_a_head_is_large_by_typed_contents_only(what: str) -> None:
-    raw = oip_pb2.ModelInferRequest(**LARGE_HEADS[what]).SerializeToString()
+@pytest.mark.parametrize("case", LARGE_HEADS)
+def test_head_without_typed_contents_is_limited(case: str) -> None:
+    raw = oip_pb2.ModelInferRequest(**LARGE_HEADS[case]).SerializeToString()
     with pytest.raises(LimitExceeded):
         scanned_of(raw)
 
@@ -154,12 +153,12 @@ TYPED = {"int64_contents": [1, -1, 1 << 40], "bytes_contents": [b"s" * 300]}
     ),
     texts,
 )
-def test_typed_contents_are_taken_out(inputs: list[Any], request_id: str) -> None:
+def test_typed_contents_are_removed_from_the_head(inputs: list[Any], request_id: str) -> None:
     request = oip_pb2.ModelInferRequest(model_name="m", id=request_id, inputs=inputs)
     scanned = scanned_of(request.SerializeToString())
 
-    got = [contents_of(scanned.typed[number]) for number in sorted(scanned.typed)]
-    assert got == [each.contents for each in inputs if each.HasField("contents")]
+    actual = [contents_of(scanned.typed[number]) for number in sorted(scanned.typed)]
+    assert actual == [each.contents for each in inputs if each.HasField("contents")]
     assert all(inputs[number].HasField("contents") for number in scanned.typed)
     for each in inputs:
         each.ClearField("contents")
@@ -171,8 +170,7 @@ def contents_of(raw: memoryview) -> oip_pb2.InferTensorContents:
     return oip_pb2.InferTensorContents.FromString(bytes(raw))
 
 
-def test_typed_contents_are_where_they_came() -> None:
-    """No copy: what changes in the message changes in them."""
+def test_typed_contents_are_views_of_the_message() -> None:
     contents = {"fp32_contents": [1.5] * 9}
     request = oip_pb2.ModelInferRequest(id="i", inputs=[{"name": "x", "contents": contents}] * 2)
     message = np.frombuffer(bytearray(request.SerializeToString()), np.uint8)
@@ -181,13 +179,13 @@ def test_typed_contents_are_where_they_came() -> None:
     assert [set(each) for each in typed.values()] == [{99}, {99}]
 
 
-def test_contents_that_come_twice_are_refused() -> None:
+def test_duplicate_contents_are_rejected() -> None:
     inner = INPUT(name="x", contents=TYPED).SerializeToString() * 2
     with pytest.raises(MalformedInput, match="its contents twice"):
         scanned_of(b"\x2a" + encode_varint(len(inner)) + inner)
 
 
-def test_what_is_around_contents_is_left() -> None:
+def test_fields_around_typed_contents_stay_in_the_head() -> None:
     pieces = [INPUT(name="x"), INPUT(contents=TYPED), INPUT(shape=[7])]
     inner = b"".join(piece.SerializeToString() for piece in pieces)
     scanned = scanned_of(b"\x2a" + encode_varint(len(inner)) + inner)
@@ -196,7 +194,7 @@ def test_what_is_around_contents_is_left() -> None:
     assert bare == INPUT(name="x", shape=[7])
 
 
-def test_typed_contents_come_before_and_behind_an_id() -> None:
+def test_typed_contents_are_accepted_before_and_after_the_id() -> None:
     request = oip_pb2.ModelInferRequest(id="i", inputs=[{"name": "x", "contents": TYPED}])
     raw = request.SerializeToString()
     scanned = scanned_of(raw * 2)
@@ -204,7 +202,7 @@ def test_typed_contents_come_before_and_behind_an_id() -> None:
     assert scanned.head == oip_pb2.ModelInferRequest(inputs=[{"name": "x"}] * 2).SerializeToString()
 
 
-def test_the_same_request_with_other_numbers_has_the_same_head() -> None:
+def test_requests_with_other_typed_contents_have_equal_heads() -> None:
     heads = {
         scanned_of(
             oip_pb2.ModelInferRequest(
@@ -216,7 +214,7 @@ def test_the_same_request_with_other_numbers_has_the_same_head() -> None:
     assert len(heads) == 1
 
 
-def test_beside_raw_contents_typed_ones_are_left_to_be_refused() -> None:
+def test_typed_contents_stay_in_the_head_together_with_raw_contents() -> None:
     request = oip_pb2.ModelInferRequest(
         inputs=[{"name": "x", "contents": TYPED}], raw_input_contents=[b"raw"]
     )
@@ -225,7 +223,7 @@ def test_beside_raw_contents_typed_ones_are_left_to_be_refused() -> None:
     assert oip_pb2.ModelInferRequest.FromString(scanned.head).inputs == request.inputs
 
 
-def test_typed_contents_may_be_large() -> None:
+def test_typed_contents_can_be_large() -> None:
     contents = {"bytes_contents": [b"s" * (HEAD_BYTES_MAX + 1)]}
     request = oip_pb2.ModelInferRequest(
         model_name="m", inputs=[{"name": "x", "contents": contents}] * 2
@@ -236,20 +234,20 @@ def test_typed_contents_may_be_large() -> None:
 
 
 @pytest.mark.parametrize("contents", [b"", b"\x2a\x00"])
-def test_many_fields_of_inputs_are_refused(contents: bytes) -> None:
+def test_too_many_input_fields_are_rejected(contents: bytes) -> None:
     inner = contents + b"\x08\x00" * 1000
     with pytest.raises(LimitExceeded, match=r"inputs have over \d+ fields"):
         scanned_of(b"\x2a" + encode_varint(len(inner)) + inner)
 
 
 @pytest.mark.parametrize("end", [b"\x2a\x85", b"\x2b", b"\x2a\x02\x0b", b"\x2a\x02\x2a\x01"])
-def test_inputs_that_are_broken_are_refused(end: bytes) -> None:
+def test_malformed_inputs_are_rejected(end: bytes) -> None:
     with pytest.raises(MalformedInput):
         scanned_of(b"\x2a\x02\x2a\x00" + end)
 
 
-def is_taken(raw: bytes) -> bool:
-    """Whether a message is a request to us; if so it is the one that protobuf reads."""
+def is_accepted(raw: bytes) -> bool:
+    """Returns whether a message is accepted; if so, it equals the request that protobuf reads."""
     try:
         scanned = scanned_of(raw)
         head = oip_pb2.ModelInferRequest.FromString(scanned.head)
@@ -271,10 +269,10 @@ def is_request(raw: bytes) -> bool:
     return True
 
 
-def test_a_request_that_is_cut_short_is_taken_only_where_it_is_one() -> None:
-    taken = [length for length in range(len(RAW)) if is_taken(RAW[:length])]
-    assert taken == [length for length in range(len(RAW)) if is_request(RAW[:length])]
-    assert 0 < len(taken) < 10
+def test_truncated_request_is_accepted_only_if_it_is_valid() -> None:
+    accepted = [length for length in range(len(RAW)) if is_accepted(RAW[:length])]
+    assert accepted == [length for length in range(len(RAW)) if is_request(RAW[:length])]
+    assert 0 < len(accepted) < 10
 
 
 @given(st.binary(max_size=200))
@@ -292,12 +290,12 @@ def test_a_request_that_is_cut_short_is_taken_only_where_it_is_one() -> None:
 @example(b"\x00\x00")
 @example(b"\xaa\x80\x80\x80\x80\x00\x04\x2a\x02\x10\x05")
 @example(b"\x82\x80\x80\x80\x10\x00")
-def test_any_bytes_are_the_request_that_protobuf_reads_or_none(raw: bytes) -> None:
-    is_taken(raw)
+def test_any_bytes_are_read_as_by_protobuf_or_rejected(raw: bytes) -> None:
+    is_accepted(raw)
 
 
 @given(texts, st.lists(st.binary(max_size=300), max_size=4))
-def test_a_response_is_put_together(request_id: str, tensors: list[bytes]) -> None:
+def test_response_is_assembled(request_id: str, tensors: list[bytes]) -> None:
     head = oip_pb2.ModelInferResponse(model_name="m", outputs=[{"name": "y", "shape": [3]}])
     parts: list[Message] = [with_id(head.SerializeToString(), request_id.encode())]
     for tensor in tensors:
@@ -312,6 +310,6 @@ def test_a_response_is_put_together(request_id: str, tensors: list[bytes]) -> No
 
 
 @given(st.integers(0, (1 << 63) - 1))
-def test_numbers_are_protobufs(value: int) -> None:
+def test_varints_equal_those_of_protobuf(value: int) -> None:
     message = oip_pb2.StatisticDuration(ns=value).SerializeToString()
     assert message == (b"\x10" + encode_varint(value) if value else b"")

@@ -1,4 +1,4 @@
-"""A connection and its calls, against a client that says whatever it likes."""
+"""HTTP/2 connections and their calls, against a client that sends arbitrary frames."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
 from iskander.errors import DeadlineExceeded
 from iskander.protocols import grpc_errors, grpc_server
-from iskander.transport import turn_scheduler as turns_of_loop
+from iskander.transport import turn_scheduler
 from iskander.transport.connection_listener import SCRATCH_BYTES
 from iskander.transport.http2 import connection, frames
 from iskander.transport.http2.call import Call, Message
@@ -57,10 +57,10 @@ from iskander.transport.http2.status import RpcError, Status
 from iskander.transport.http2.streams import BYTE_CPU_NS, MESSAGE_CPU_NS
 
 TIMEOUTS = TimeoutsConfig()
-GREETING_NS = int(TIMEOUTS.preface_s * NS_PER_S)
+PREFACE_NS = int(TIMEOUTS.preface_s * NS_PER_S)
 HEADERS_NS = int(TIMEOUTS.headers_s * NS_PER_S)
 IDLE_NS = int(TIMEOUTS.idle_s * NS_PER_S)
-PING_NS = int(TIMEOUTS.keepalive_s * NS_PER_S)
+KEEPALIVE_NS = int(TIMEOUTS.keepalive_s * NS_PER_S)
 WINDOW_DEFAULT = 65_535
 ODD = range(1, 1601, 2)
 FRAME_DEFAULT = 16_384
@@ -73,12 +73,12 @@ async def echo(call: Call) -> None:
 
 
 class Reader:
-    """A handler that keeps what it reads, and what reading came to.
+    """Handler that records the messages of its call, and their end.
 
     Attributes:
-        messages: Read so far.
-        has_ended: After the last message.
-        error: Instead of a next one.
+        messages: Messages read.
+        has_ended: Whether the end of the input was read.
+        error: Error of the last read.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Reader:
 
 
 def writer(*messages: bytes) -> Callable[[Call], asyncio.Future[None]]:
-    """A handler that writes without being asked."""
+    """Returns a handler that writes messages without reading."""
 
     async def write(call: Call) -> None:
         for each in messages:
@@ -110,40 +110,38 @@ def compressed(raw: bytes, encoding: str) -> bytes:
     return gzip.compress(raw) if encoding == "gzip" else zlib.compress(raw)
 
 
-def calls_kept(peer: Peer) -> list[Call]:
-    """Wherever they are."""
+def calls_in_memory(peer: Peer) -> list[Call]:
+    """Returns the calls of a connection that are not garbage-collected."""
     gc.collect()
-    found = [each for each in gc.get_objects() if type(each) is Call]
-    return [call for call in found if call._streams is peer.connection.streams]
+    calls = [each for each in gc.get_objects() if type(each) is Call]
+    return [call for call in calls if call._streams is peer.connection.streams]
 
 
-def waiting(peer: Peer) -> int:
-    """Calls that have something to send and no room for it."""
+def blocked_calls(peer: Peer) -> int:
+    """Returns the number of calls with bytes to send and no window."""
     return len(peer.connection.output._blocked)
 
-
-# The beginning.
 
 INVALID_PREFACE = frames.goaway(0, frames.ErrorCode.PROTOCOL_ERROR, "invalid connection preface")
 
 
 @in_loop
-async def test_the_server_says_what_it_takes_to_who_has_greeted() -> None:
+async def test_server_sends_settings_after_the_preface() -> None:
     peer = Peer(greets=False, calls_max=7)
     assert peer.heard() == []
     peer.say(PREFACE)
-    found = peer.heard()
+    sent = peer.heard()
 
-    assert [each.kind for each in found] == [SETTINGS, WINDOW_UPDATE]
-    pairs = [found[0].payload[at : at + 6] for at in range(0, len(found[0].payload), 6)]
-    said = {int.from_bytes(pair[:2]): int.from_bytes(pair[2:]) for pair in pairs}
-    assert said == {3: 7, 4: WINDOW_BYTES, 5: MIB, 6: 16_384}
-    assert found[1].number == WINDOW_MAX - WINDOW_DEFAULT
+    assert [each.kind for each in sent] == [SETTINGS, WINDOW_UPDATE]
+    pairs = [sent[0].payload[at : at + 6] for at in range(0, len(sent[0].payload), 6)]
+    values = {int.from_bytes(pair[:2]): int.from_bytes(pair[2:]) for pair in pairs}
+    assert values == {3: 7, 4: WINDOW_BYTES, 5: MIB, 6: 16_384}
+    assert sent[1].number == WINDOW_MAX - WINDOW_DEFAULT
 
 
 @pytest.mark.parametrize("cut", [1, 2, 23, 24, 25])
-def test_a_preface_that_comes_in_pieces(cut: int) -> None:
-    async def play() -> None:
+def test_preface_in_several_reads(cut: int) -> None:
+    async def run() -> None:
         peer = Peer(echo, greets=False)
         call = client.headers(1) + data(1, message(b"hello"), END_STREAM)
         peer.say(PREFACE, client.settings(), call, cut=cut)
@@ -151,70 +149,69 @@ def test_a_preface_that_comes_in_pieces(cut: int) -> None:
         assert peer.answer() == ([{**peer.answer().blocks[0]}, {"grpc-status": "0"}], [b"hello"],
                                  None, True)  # fmt: skip
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("received", "response"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 505 "),
         (b"\x16\x03\x01\x02\x00\x01", INVALID_PREFACE),
         (b"PRI * HTTP/2.1\r\n", INVALID_PREFACE),
     ],
 )
-def test_what_is_not_http2_is_told_so_and_goes(said: bytes, answer: bytes) -> None:
-    async def play() -> None:
+def test_invalid_preface_is_answered_and_closes_the_connection(
+    received: bytes, response: bytes
+) -> None:
+    async def run() -> None:
         peer = Peer(greets=False)
         start = len(peer.transport.written)
-        peer.say(said)
-        assert bytes(peer.transport.written[start:]).startswith(answer)
+        peer.say(received)
+        assert bytes(peer.transport.written[start:]).startswith(response)
         assert peer.transport.is_closed
         await turns()
         assert not peer.host.connections
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
-async def test_a_client_that_never_says_what_it_speaks_goes() -> None:
+async def test_connection_without_a_preface_is_aborted_after_a_timeout() -> None:
     peer = Peer(greets=False)
     peer.say(PREFACE[:5])
-    peer.connection.enforce_timeouts(now_ns() + GREETING_NS // 2)
+    peer.connection.enforce_timeouts(now_ns() + PREFACE_NS // 2)
     assert not peer.transport.is_aborted
-    peer.connection.enforce_timeouts(now_ns() + GREETING_NS + NS_PER_S)
+    peer.connection.enforce_timeouts(now_ns() + PREFACE_NS + NS_PER_S)
     assert peer.transport.is_aborted
 
 
 @in_loop
-async def test_a_silent_client_is_asked_and_goes_where_it_does_not_answer() -> None:
+async def test_idle_connection_is_pinged_and_aborted_without_a_pong() -> None:
     peer = Peer()
     later = now_ns() + IDLE_NS + NS_PER_S
     peer.connection.enforce_timeouts(later)
     assert len(peer.heard(PING)) == 1
-    peer.connection.enforce_timeouts(later + PING_NS)
+    peer.connection.enforce_timeouts(later + KEEPALIVE_NS)
     assert not peer.transport.is_aborted
-    peer.connection.enforce_timeouts(later + PING_NS + 1)
+    peer.connection.enforce_timeouts(later + KEEPALIVE_NS + 1)
     assert peer.transport.is_aborted
 
 
 @in_loop
-async def test_a_silent_client_that_answers_stays() -> None:
+async def test_idle_connection_that_answers_the_ping_stays_open() -> None:
     peer = Peer()
     later = now_ns() + IDLE_NS + NS_PER_S
     peer.connection.enforce_timeouts(later)
     peer.say(ping(peer.heard(PING)[0].payload, client.ACK))
-    peer.connection.enforce_timeouts(later + PING_NS + 1)
+    peer.connection.enforce_timeouts(later + KEEPALIVE_NS + 1)
     assert not peer.transport.is_aborted
 
 
-# Messages in.
-
-
 @pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
-def test_a_call_in_reads_of_any_size(cut: int) -> None:
+def test_call_in_reads_of_any_size(cut: int) -> None:
     sent = [b"", b"a", b"bc" * 700, b""]
 
-    async def play() -> None:
+    async def run() -> None:
         reader = Reader()
         peer = Peer(reader)
         raw = b"".join(map(message, sent))
@@ -222,14 +219,14 @@ def test_a_call_in_reads_of_any_size(cut: int) -> None:
         await turns()
         assert reader.messages == sent and reader.has_ended
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 def test_messages_cut_at_every_boundary() -> None:
     sent = [b"first", b"", b"x"]
     raw = b"".join(map(message, sent))
 
-    async def play(at: int) -> None:
+    async def run(at: int) -> None:
         reader = Reader()
         peer = Peer(reader)
         peer.open()
@@ -238,7 +235,7 @@ def test_messages_cut_at_every_boundary() -> None:
         assert reader.messages == sent and reader.has_ended
 
     for at in range(len(raw) + 1):
-        asyncio.run(play(at))
+        asyncio.run(run(at))
 
 
 SIZES = st.one_of(st.integers(0, 20), st.integers(0, 3000), st.sampled_from([65_536, 300_000]))
@@ -252,7 +249,7 @@ SIZES = st.one_of(st.integers(0, 20), st.integers(0, 3000), st.sampled_from([65_
     cut=st.integers(50, 5000),
     windows=st.tuples(st.integers(1, 70_000), st.sampled_from([16_384, 40_000])),
 )
-def test_what_is_read_is_what_was_sent_and_comes_back_by_another_librarys_rules(
+def test_messages_round_trip_with_the_h2_library(
     sizes: list[int],
     frame_sizes: list[int],
     paddings: list[int | None],
@@ -262,7 +259,7 @@ def test_what_is_read_is_what_was_sent_and_comes_back_by_another_librarys_rules(
     sent = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
     raw = b"".join(map(message, sent))
 
-    async def play() -> None:
+    async def run() -> None:
         reader = Reader()
 
         async def serve(call: Call) -> None:
@@ -284,18 +281,18 @@ def test_what_is_read_is_what_was_sent_and_comes_back_by_another_librarys_rules(
             at, turn = at + count, turn + 1
             await reference.exchange(cut)
         reference.h2.send_data(1, b"", end_stream=True)
-        await reference.until_over(cut)
+        await reference.until_ended(cut)
 
         assert reader.messages == sent and reader.has_ended
         assert client.split_messages(bytes(reference.body)) == sent
         assert reference.trailers["grpc-status"] == "0"
-        assert not peer.calls and not waiting(peer)
+        assert not peer.calls and not blocked_calls(peer)
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 class ReferenceClient:
-    """The client of another library, which raises where the server breaks a rule."""
+    """Client of the `h2` library, which raises an error if the server violates the protocol."""
 
     def __init__(self, peer: Peer, *, window: int, frame_bytes: int) -> None:
         self.peer = peer
@@ -311,12 +308,12 @@ class ReferenceClient:
         self._seen = 0
 
     async def exchange(self, cut: int) -> None:
-        """Bring what each has to say to the other."""
+        """Transfers the pending bytes in both directions."""
         self.peer.say(self.h2.data_to_send(), cut=cut)
         await turns()
         written = self.peer.transport.written
-        fresh, self._seen = bytes(written[self._seen :]), len(written)
-        for event in self.h2.receive_data(fresh):
+        received, self._seen = bytes(written[self._seen :]), len(written)
+        for event in self.h2.receive_data(received):
             match event:
                 case h2.events.DataReceived():
                     self.body += event.data
@@ -329,24 +326,24 @@ class ReferenceClient:
                     raise AssertionError(event)
         self.peer.say(self.h2.data_to_send(), cut=cut)
 
-    async def until_over(self, cut: int) -> None:
+    async def until_ended(self, cut: int) -> None:
         for _ in range(1000):
             if self.is_over:
                 return
             await self.exchange(cut)
-        raise AssertionError("the call does not end")
+        raise AssertionError("the call did not end")
 
 
 @in_loop
-async def test_a_message_of_several_windows() -> None:
+async def test_message_of_several_windows() -> None:
     reader = Reader()
     peer = Peer(reader, message_bytes=16 * MIB)
     sent = bytes(range(256)) * (10 * MIB // 256) + b"end"
     raw = message(sent)
     peer.open()
     for at in range(0, len(raw), MIB):
-        piece = raw[at : at + MIB]
-        peer.say(data(1, piece, END_STREAM if at + MIB >= len(raw) else 0))
+        part = raw[at : at + MIB]
+        peer.say(data(1, part, END_STREAM if at + MIB >= len(raw) else 0))
         granted = sum(each.number for each in peer.heard(WINDOW_UPDATE) if each.stream_id == 1)
         assert WINDOW_BYTES + granted >= min(at + 2 * MIB, len(raw))
     await turns()
@@ -354,7 +351,7 @@ async def test_a_message_of_several_windows() -> None:
 
 
 @in_loop
-async def test_what_a_handler_has_not_read_is_not_asked_for_again() -> None:
+async def test_window_grows_only_by_bytes_that_the_handler_read() -> None:
     peer = Peer()
     peer.open()
     await turns()
@@ -371,7 +368,7 @@ async def test_what_a_handler_has_not_read_is_not_asked_for_again() -> None:
 
 
 @in_loop
-async def test_a_client_that_exceeds_the_window_goes() -> None:
+async def test_data_above_the_window_closes_the_connection() -> None:
     peer = Peer()
     peer.open()
     await turns()
@@ -384,7 +381,7 @@ async def test_a_client_that_exceeds_the_window_goes() -> None:
 
 
 @in_loop
-async def test_padding_counts_in_the_windows_and_is_given_back() -> None:
+async def test_padding_counts_against_the_window_and_is_returned() -> None:
     reader = Reader()
     peer = Peer(reader)
     peer.open()
@@ -401,7 +398,7 @@ async def test_padding_counts_in_the_windows_and_is_given_back() -> None:
 
 
 @in_loop
-async def test_padding_without_payload_fills_the_window_as_well() -> None:
+async def test_padding_counts_against_the_window_of_an_unread_call() -> None:
     peer = Peer()
     peer.open()
     peer.say(data(1, message(b"not read")))
@@ -411,25 +408,25 @@ async def test_padding_without_payload_fills_the_window_as_well() -> None:
 
 
 @in_loop
-async def test_all_bytes_of_a_connection_are_given_back() -> None:
-    """A gibibyte and more, of a call that is over."""
+async def test_connection_window_is_returned_for_an_ended_call() -> None:
+    """The data exceeds one gibibyte."""
 
-    async def refuse(call: Call) -> None:
+    async def reject(call: Call) -> None:
         raise RpcError(Status.NOT_FOUND, "not here")
 
-    peer = Peer(refuse)
+    peer = Peer(reject)
     peer.open()
     await turns()
-    piece = data(1, bytes(MIB))
+    received = data(1, bytes(MIB))
     for _ in range(1025):
-        peer.say(piece)
+        peer.say(received)
     updates = [each.number for each in peer.heard(WINDOW_UPDATE)]
     assert len(updates) == 2 and updates[1] >= 1024 * MIB
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_compressed_messages(encoding: str) -> None:
-    async def play() -> None:
+    async def run() -> None:
         reader = Reader()
         peer = Peer(reader)
         peer.open(1, ("grpc-encoding", encoding))
@@ -438,21 +435,21 @@ def test_compressed_messages(encoding: str) -> None:
         await turns()
         assert reader.messages == [b"text" * 5000, b"as it is"]
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize(
     ("expanded", "status"), [(999, None), (1000, None), (1001, 8), (1002, 8), (500_000, 8)]
 )
-def test_a_compressed_message_may_be_as_large_as_any_other(
+def test_compressed_message_above_the_size_limit_is_rejected(
     encoding: str, expanded: int, status: int | None
 ) -> None:
-    async def play() -> None:
+    async def run() -> None:
         reader = Reader()
         peer = Peer(reader, message_bytes=1000)
         peer.open(1, ("grpc-encoding", encoding))
-        # Pieces of it, since even the compressed bomb is larger than a message may be.
+        # The message is cut, because even the compressed bytes exceed the limit.
         raw = compressed(bytes(expanded), encoding)
         if len(raw) > 1000:
             raw = raw[:1000]
@@ -461,7 +458,7 @@ def test_a_compressed_message_may_be_as_large_as_any_other(
         assert (reader.error and reader.error.status) == status
         assert [len(each) for each in reader.messages] == ([expanded] if status is None else [])
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -476,8 +473,10 @@ def test_a_compressed_message_may_be_as_large_as_any_other(
         (zlib.compress(b"text"), "identity", Status.INTERNAL),
     ],
 )
-def test_compressed_messages_that_cannot_be_read(raw: bytes, encoding: str, status: Status) -> None:
-    async def play() -> None:
+def test_malformed_compressed_messages_fail_the_call(
+    raw: bytes, encoding: str, status: Status
+) -> None:
+    async def run() -> None:
         reader = Reader()
         peer = Peer(reader)
         peer.open(1, ("grpc-encoding", encoding))
@@ -486,11 +485,11 @@ def test_compressed_messages_that_cannot_be_read(raw: bytes, encoding: str, stat
         assert reader.messages == [b"before"]
         assert peer.answer().status == status and not peer.calls
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
-async def test_a_message_that_declares_too_much_is_expanded_by_no_thread() -> None:
+async def test_message_that_declares_too_many_bytes_is_not_decompressed() -> None:
     reader = Reader()
     peer = Peer(reader, message_bytes=MIB)
     peer.open(1, ("grpc-encoding", "gzip"))
@@ -501,7 +500,7 @@ async def test_a_message_that_declares_too_much_is_expanded_by_no_thread() -> No
 
 
 @in_loop
-async def test_nothing_of_a_compressed_message_is_dropped_in_silence() -> None:
+async def test_second_gzip_member_is_decompressed_or_rejected() -> None:
     reader = Reader()
     peer = Peer(reader)
     peer.open(1, ("grpc-encoding", "gzip"))
@@ -512,8 +511,8 @@ async def test_nothing_of_a_compressed_message_is_dropped_in_silence() -> None:
 
 
 @in_loop
-async def test_compressed_messages_are_expanded_when_they_are_read() -> None:
-    """Else one window of them is thousands of windows of memory."""
+async def test_compressed_messages_are_decompressed_when_they_are_read() -> None:
+    """Decompressed at arrival, one window could use thousands of windows of memory."""
     peer = Peer(message_bytes=2 * MIB)
     peer.open(1, ("grpc-encoding", "gzip"))
     await turns()
@@ -529,8 +528,8 @@ async def test_compressed_messages_are_expanded_when_they_are_read() -> None:
 
 
 @pytest.mark.parametrize("cuts", [(1,), (4,), (5,), (6,), (50,), (2, 5)])
-def test_a_message_that_is_too_large_ends_the_call_behind_those_before(cuts: list[int]) -> None:
-    async def play() -> None:
+def test_message_above_the_limit_fails_the_call_after_earlier_messages(cuts: list[int]) -> None:
+    async def run() -> None:
         reader = Reader()
         peer = Peer(reader, message_bytes=100)
         peer.open()
@@ -548,12 +547,12 @@ def test_a_message_that_is_too_large_ends_the_call_behind_those_before(cuts: lis
         peer.say(data(1, bytes(1000), END_STREAM))
         assert peer.goodbye is None and not peer.calls
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("end", [1, 4, 5, 6, 14])
-def test_a_last_message_that_is_cut_short_ends_the_call(end: int) -> None:
-    async def play() -> None:
+def test_truncated_last_message_fails_the_call(end: int) -> None:
+    async def run() -> None:
         reader = Reader()
         peer = Peer(reader)
         peer.open()
@@ -563,7 +562,7 @@ def test_a_last_message_that_is_cut_short_ends_the_call(end: int) -> None:
         answer = peer.answer()
         assert answer.status == Status.INTERNAL and "truncated" in answer.blocks[-1]["grpc-message"]
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
@@ -580,52 +579,49 @@ async def test_input_ends_by_an_empty_frame_or_by_trailers() -> None:
     assert reader.messages == [b"a", b"b"] and not peer.calls
 
 
-# Frames that break the connection, or do not.
-
-
 def opened(*parts: bytes, is_ended: bool = False) -> bytes:
-    """Frames behind the opening of the call 1."""
+    """Returns the opening of call 1 and the frames after it."""
     flags = END_HEADERS | (END_STREAM if is_ended else 0)
     return client.headers(1, flags=flags) + b"".join(parts)
 
 
 FIELDS = block(request_fields())
-BROKEN: dict[str, tuple[bytes, int]] = {
+CONNECTION_ERRORS: dict[str, tuple[bytes, int]] = {
     "data of stream 0": (data(0, b"x"), client.PROTOCOL_ERROR),
     "data of an idle stream": (data(1, b"x"), client.PROTOCOL_ERROR),
     "padded data of an idle stream": (data(1, b"x", padding=1), client.PROTOCOL_ERROR),
-    "data behind the end": (opened(data(1, b"x"), is_ended=True), client.STREAM_CLOSED),
-    "more padding than payload": (
+    "data after END_STREAM": (opened(data(1, b"x"), is_ended=True), client.STREAM_CLOSED),
+    "padding longer than payload": (
         opened(frame(DATA, 1, b"\5abcd", client.PADDED)),
         client.PROTOCOL_ERROR,
     ),
-    "data that is only the length of its padding": (
+    "data with a padding length only": (
         opened(frame(DATA, 1, b"\1", client.PADDED)),
         client.PROTOCOL_ERROR,
     ),
-    "padded data without a length": (
+    "padded data without a padding length": (
         opened(frame(DATA, 1, b"", client.PADDED)),
         client.PROTOCOL_ERROR,
     ),
-    "more padding than header block": (
+    "padding longer than header block": (
         frame(HEADERS, 1, b"\xff" + FIELDS, END_HEADERS | client.PADDED),
         client.PROTOCOL_ERROR,
     ),
-    "padded headers without a length": (
+    "padded headers without a padding length": (
         frame(HEADERS, 1, b"", END_HEADERS | client.PADDED),
         client.PROTOCOL_ERROR,
     ),
-    "headers too short for their priority": (
+    "headers shorter than their priority": (
         frame(HEADERS, 1, b"\0\0\0", END_HEADERS | client.HAS_PRIORITY),
         client.PROTOCOL_ERROR,
     ),
-    "an even stream": (client.headers(2), client.PROTOCOL_ERROR),
-    "stream 0": (client.headers(0), client.PROTOCOL_ERROR),
-    "a stream that depends on itself": (
+    "even stream id": (client.headers(2), client.PROTOCOL_ERROR),
+    "headers of stream 0": (client.headers(0), client.PROTOCOL_ERROR),
+    "stream that depends on itself": (
         frame(HEADERS, 1, b"\0\0\0\1\x10" + FIELDS, END_HEADERS | client.HAS_PRIORITY),
         client.PROTOCOL_ERROR,
     ),
-    "a lower stream than before": (
+    "stream id lower than the last": (
         client.headers(5) + client.headers(3),
         client.STREAM_CLOSED,
     ),
@@ -637,35 +633,35 @@ BROKEN: dict[str, tuple[bytes, int]] = {
         opened(rst_stream(1), client.headers(1)),
         client.STREAM_CLOSED,
     ),
-    "a priority of stream 0": (frame(client.PRIORITY, 0, b"12345"), client.PROTOCOL_ERROR),
-    "a short priority": (frame(client.PRIORITY, 1, b"1234"), client.FRAME_SIZE_ERROR),
-    "a priority on itself": (frame(client.PRIORITY, 1, b"\0\0\0\1\0"), client.PROTOCOL_ERROR),
-    "a reset of stream 0": (opened(rst_stream(0)), client.PROTOCOL_ERROR),
-    "a long reset": (opened(frame(RST_STREAM, 1, b"12345")), client.FRAME_SIZE_ERROR),
+    "priority of stream 0": (frame(client.PRIORITY, 0, b"12345"), client.PROTOCOL_ERROR),
+    "short priority": (frame(client.PRIORITY, 1, b"1234"), client.FRAME_SIZE_ERROR),
+    "priority on itself": (frame(client.PRIORITY, 1, b"\0\0\0\1\0"), client.PROTOCOL_ERROR),
+    "reset of stream 0": (opened(rst_stream(0)), client.PROTOCOL_ERROR),
+    "long reset": (opened(frame(RST_STREAM, 1, b"12345")), client.FRAME_SIZE_ERROR),
     "settings of a stream": (frame(SETTINGS, 1), client.PROTOCOL_ERROR),
-    "an acknowledgement with settings": (
+    "settings ack with payload": (
         frame(SETTINGS, 0, b"\0\4\0\0\0\1", client.ACK),
         client.FRAME_SIZE_ERROR,
     ),
-    "a push setting of 2": (frame(SETTINGS, 0, b"\0\2\0\0\0\2"), client.PROTOCOL_ERROR),
-    "a ping of a stream": (frame(PING, 1, b"12345678"), client.PROTOCOL_ERROR),
-    "a goodbye of a stream": (opened(frame(GOAWAY, 1, bytes(8))), client.PROTOCOL_ERROR),
-    "a window of an idle stream": (window_update(1, 5), client.PROTOCOL_ERROR),
-    "a window of a stream of the server's": (
+    "push setting of 2": (frame(SETTINGS, 0, b"\0\2\0\0\0\2"), client.PROTOCOL_ERROR),
+    "ping of a stream": (frame(PING, 1, b"12345678"), client.PROTOCOL_ERROR),
+    "GOAWAY of a stream": (opened(frame(GOAWAY, 1, bytes(8))), client.PROTOCOL_ERROR),
+    "window update of an idle stream": (window_update(1, 5), client.PROTOCOL_ERROR),
+    "window update of a server stream": (
         client.headers(3) + window_update(2, 5),
         client.PROTOCOL_ERROR,
     ),
-    "a reset of a stream of the server's": (
+    "reset of a server stream": (
         client.headers(3) + rst_stream(2),
         client.PROTOCOL_ERROR,
     ),
-    "data of a stream of the server's": (client.headers(3) + data(2), client.PROTOCOL_ERROR),
-    "a long window": (frame(WINDOW_UPDATE, 0, b"12345"), client.FRAME_SIZE_ERROR),
-    "a continuation of nothing": (
+    "data of a server stream": (client.headers(3) + data(2), client.PROTOCOL_ERROR),
+    "long window update": (frame(WINDOW_UPDATE, 0, b"12345"), client.FRAME_SIZE_ERROR),
+    "continuation without headers": (
         frame(client.CONTINUATION, 1, FIELDS, END_HEADERS),
         client.PROTOCOL_ERROR,
     ),
-    "a continuation of another": (
+    "continuation of another stream": (
         client.headers(1, flags=0) + frame(client.CONTINUATION, 3, FIELDS, END_HEADERS),
         client.PROTOCOL_ERROR,
     ),
@@ -673,46 +669,46 @@ BROKEN: dict[str, tuple[bytes, int]] = {
         client.headers(1, flags=0) + client.headers(3),
         client.PROTOCOL_ERROR,
     ),
-    "a ping between continuations": (client.headers(1, flags=0) + ping(), client.PROTOCOL_ERROR),
+    "ping between continuations": (client.headers(1, flags=0) + ping(), client.PROTOCOL_ERROR),
     "data between continuations": (
         opened(client.headers(3, flags=0), data(1)),
         client.PROTOCOL_ERROR,
     ),
-    "an unknown frame between continuations": (
+    "unknown frame between continuations": (
         client.headers(1, flags=0) + frame(99),
         client.PROTOCOL_ERROR,
     ),
-    "headers out of no table": (frame(HEADERS, 1, b"\xff\xff", END_HEADERS),
+    "header index without an entry": (frame(HEADERS, 1, b"\xff\xff", END_HEADERS),
                                 client.COMPRESSION_ERROR),
     "huge data": (opened(frame(DATA, 1, bytes(MIB + 1))), client.FRAME_SIZE_ERROR),
     "huge headers": (frame(HEADERS, 1, bytes(65_537)), client.FRAME_SIZE_ERROR),
-    "a reset of an idle stream": (rst_stream(1), client.PROTOCOL_ERROR),
-    "a short reset": (opened(frame(RST_STREAM, 1, b"abc")), client.FRAME_SIZE_ERROR),
-    "settings of a broken length": (frame(SETTINGS, 0, b"1234567"), client.FRAME_SIZE_ERROR),
-    "a window setting too large": (client.settings(window=1 << 31), client.FLOW_CONTROL_ERROR),
-    "a frame setting too small": (client.settings(frame_bytes=16_383), client.PROTOCOL_ERROR),
-    "a frame setting too large": (client.settings(frame_bytes=1 << 24), client.PROTOCOL_ERROR),
-    "a push": (frame(client.PUSH_PROMISE, 1, b"1234"), client.PROTOCOL_ERROR),
-    "a short ping": (ping(b"1234567"), client.FRAME_SIZE_ERROR),
-    "a short goodbye": (frame(GOAWAY, 0, b"123"), client.FRAME_SIZE_ERROR),
-    "a short window": (frame(WINDOW_UPDATE, 0, b"123"), client.FRAME_SIZE_ERROR),
-    "a window over the top": (window_update(0, WINDOW_MAX), client.FLOW_CONTROL_ERROR),
-    "a window that does not grow": (window_update(0, 0), client.PROTOCOL_ERROR),
-    "a setting that takes a window over the top": (
+    "reset of an idle stream": (rst_stream(1), client.PROTOCOL_ERROR),
+    "short reset": (opened(frame(RST_STREAM, 1, b"abc")), client.FRAME_SIZE_ERROR),
+    "settings of an invalid length": (frame(SETTINGS, 0, b"1234567"), client.FRAME_SIZE_ERROR),
+    "window setting too large": (client.settings(window=1 << 31), client.FLOW_CONTROL_ERROR),
+    "frame size setting too small": (client.settings(frame_bytes=16_383), client.PROTOCOL_ERROR),
+    "frame size setting too large": (client.settings(frame_bytes=1 << 24), client.PROTOCOL_ERROR),
+    "push promise": (frame(client.PUSH_PROMISE, 1, b"1234"), client.PROTOCOL_ERROR),
+    "short ping": (ping(b"1234567"), client.FRAME_SIZE_ERROR),
+    "short GOAWAY": (frame(GOAWAY, 0, b"123"), client.FRAME_SIZE_ERROR),
+    "short window update": (frame(WINDOW_UPDATE, 0, b"123"), client.FRAME_SIZE_ERROR),
+    "window overflow": (window_update(0, WINDOW_MAX), client.FLOW_CONTROL_ERROR),
+    "window update of 0": (window_update(0, 0), client.PROTOCOL_ERROR),
+    "setting that overflows a window": (
         opened(window_update(1, WINDOW_MAX - WINDOW_DEFAULT), client.settings(window=65_536)),
         client.FLOW_CONTROL_ERROR,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", CONNECTION_ERRORS)
 @pytest.mark.parametrize("cut", [1, 1 << 18])
-def test_frames_that_break_the_connection(case: str, cut: int) -> None:
-    raw, code = BROKEN[case]
+def test_connection_errors(case: str, cut: int) -> None:
+    raw, code = CONNECTION_ERRORS[case]
     if cut == 1 and len(raw) > 10_000:
         cut = 1000
 
-    async def play() -> None:
+    async def run() -> None:
         peer = Peer()
         peer.open(1) if raw.startswith(opened()) else None
         peer.say(raw.removeprefix(opened()), cut=cut)
@@ -721,11 +717,11 @@ def test_frames_that_break_the_connection(case: str, cut: int) -> None:
         await turns()
         assert not peer.host.connections and peer.transport.is_closed
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
-RESETS: dict[str, tuple[bytes, int]] = {
-    "trailers without an end": (client.headers(1, [("a", "b")]), client.PROTOCOL_ERROR),
+STREAM_ERRORS: dict[str, tuple[bytes, int]] = {
+    "trailers without END_STREAM": (client.headers(1, [("a", "b")]), client.PROTOCOL_ERROR),
     "trailers with a path": (
         client.headers(1, [(":path", "b")], END_HEADERS | END_STREAM),
         client.PROTOCOL_ERROR,
@@ -734,21 +730,21 @@ RESETS: dict[str, tuple[bytes, int]] = {
         client.headers(1, [("A", "b")], END_HEADERS | END_STREAM),
         client.PROTOCOL_ERROR,
     ),
-    "headers behind the end": (
+    "headers after END_STREAM": (
         data(1, b"", END_STREAM) + client.headers(1, [("a", "b")], END_HEADERS | END_STREAM),
         client.STREAM_CLOSED,
     ),
-    "a window over the top": (window_update(1, WINDOW_MAX), client.FLOW_CONTROL_ERROR),
-    "a window that does not grow": (window_update(1, 0), client.PROTOCOL_ERROR),
+    "window overflow": (window_update(1, WINDOW_MAX), client.FLOW_CONTROL_ERROR),
+    "window update of 0": (window_update(1, 0), client.PROTOCOL_ERROR),
 }
 
 
-@pytest.mark.parametrize("case", RESETS)
+@pytest.mark.parametrize("case", STREAM_ERRORS)
 @pytest.mark.parametrize("cut", [1, 1 << 18])
-def test_frames_that_break_a_call_and_not_the_connection(case: str, cut: int) -> None:
-    raw, code = RESETS[case]
+def test_stream_errors_keep_the_connection_open(case: str, cut: int) -> None:
+    raw, code = STREAM_ERRORS[case]
 
-    async def play() -> None:
+    async def run() -> None:
         peer = Peer()
         peer.open(1)
         peer.say(raw, cut=cut)
@@ -758,13 +754,13 @@ def test_frames_that_break_a_call_and_not_the_connection(case: str, cut: int) ->
         peer.say(ping())
         assert len(peer.heard(PING)) == 1
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("length", [4, 6, 10])
 @pytest.mark.parametrize("cut", [1, 1 << 18])
-def test_data_that_content_length_does_not_allow_resets_the_call(length: int, cut: int) -> None:
-    async def play() -> None:
+def test_data_that_differs_from_content_length_resets_the_call(length: int, cut: int) -> None:
+    async def run() -> None:
         peer = Peer(echo)
         peer.open(1, ("content-length", str(length)))
         peer.say(data(1, message(b"")), data(1, b"", END_STREAM), cut=cut)
@@ -775,12 +771,12 @@ def test_data_that_content_length_does_not_allow_resets_the_call(length: int, cu
         await turns()
         assert peer.answer(3).messages == [b"x"] and peer.goodbye is None
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
-async def test_streams_that_the_client_has_reset_by_its_errors_are_counted() -> None:
-    """The requests are served and thrown away, as in a rapid reset (CVE-2025-8671)."""
+async def test_streams_reset_after_client_errors_are_rate_limited() -> None:
+    """The server does the work and drops the result, as with rapid reset (CVE-2025-8671)."""
     peer = Peer(calls_max=5)
     for stream_id in range(1, 2 * BURST * 2, 2):
         if peer.transport.is_closed:
@@ -789,27 +785,27 @@ async def test_streams_that_the_client_has_reset_by_its_errors_are_counted() -> 
     assert peer.goodbye == client.ENHANCE_YOUR_CALM
 
 
-HARMLESS = {
-    "an unknown frame": frame(99, 1, b"whatever", 255),
+IGNORED = {
+    "unknown frame": frame(99, 1, b"whatever", 255),
     "priority": frame(client.PRIORITY, 7, b"12345"),
     "unknown settings": frame(SETTINGS, 0, b"\x99\x99\0\0\0\1"),
-    "a window of a call that is over": window_update(1, 5),
-    "data of a call that is over": data(1, b"x" * 99) + data(1, b"x", padding=7),
-    "a reset of a call that is over": rst_stream(1) + rst_stream(1),
-    "trailers of a call that is over": client.headers(1, [("a", "b")], END_HEADERS | END_STREAM),
-    "a goodbye": frame(GOAWAY, 0, bytes(8) + b"bye"),
-    "an answer to no ping": ping(b"whatever", client.ACK),
-    "an answer to settings": frame(SETTINGS, 0, b"", client.ACK),
-    "a reserved bit": data(1 | 1 << 31, b"x"),
-    "a reserved bit of another kind": window_update(3 | 1 << 31, 1),
+    "window update of an ended call": window_update(1, 5),
+    "data of an ended call": data(1, b"x" * 99) + data(1, b"x", padding=7),
+    "reset of an ended call": rst_stream(1) + rst_stream(1),
+    "trailers of an ended call": client.headers(1, [("a", "b")], END_HEADERS | END_STREAM),
+    "GOAWAY": frame(GOAWAY, 0, bytes(8) + b"bye"),
+    "unexpected ping ack": ping(b"whatever", client.ACK),
+    "unexpected settings ack": frame(SETTINGS, 0, b"", client.ACK),
+    "reserved bit of data": data(1 | 1 << 31, b"x"),
+    "reserved bit of a window update": window_update(3 | 1 << 31, 1),
 }
 
 
-@pytest.mark.parametrize("case", HARMLESS)
-def test_frames_that_are_passed_over(case: str) -> None:
-    """Call 1 was ended by the server, and the client may not know yet."""
+@pytest.mark.parametrize("case", IGNORED)
+def test_ignored_frames_keep_calls_open(case: str) -> None:
+    """The client may send frames of call 1 before it receives the end of the call."""
 
-    async def play() -> None:
+    async def run() -> None:
         async def serve(call: Call) -> None:
             if call.stream_id == 1:
                 raise RpcError(Status.NOT_FOUND, "not here")
@@ -820,16 +816,16 @@ def test_frames_that_are_passed_over(case: str) -> None:
         await turns()
         assert peer.answer(1).status == Status.NOT_FOUND
         peer.open(3)
-        peer.say(HARMLESS[case], data(3, message(b"still"), END_STREAM))
+        peer.say(IGNORED[case], data(3, message(b"still"), END_STREAM))
         await turns()
         assert peer.goodbye is None
         assert peer.answer(3).messages == [b"still"] and peer.answer(3).status == 0
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
-async def test_pings_and_settings_are_answered() -> None:
+async def test_pings_and_settings_are_acknowledged() -> None:
     peer = Peer()
     peer.say(ping(b"abcdefgh"), client.settings(window=5))
     acks = [each for each in peer.heard(PING, SETTINGS) if each.flags & client.ACK]
@@ -848,23 +844,21 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "empty data": lambda _: data(1),
     "padding only": lambda _: data(1, b"", padding=9),
     "empty messages": lambda _: data(1, message(b"")),
-    "empty messages, many in a frame": lambda _: data(1, message(b"") * 100),
-    "resets of nothing": lambda _: rst_stream(1),
+    "empty messages, many per frame": lambda _: data(1, message(b"") * 100),
+    "resets of an ended call": lambda _: rst_stream(1),
     "rapid resets": lambda n: client.headers(2 * n + 3) + rst_stream(2 * n + 3),
-    "calls that are none": lambda n: client.headers(2 * n + 3, [("a", "b")]),
-    "calls beyond the limit": lambda n: client.headers(2 * n + 3),
-    "answers to settings": lambda _: frame(SETTINGS, 0, b"", client.ACK),
-    "answers to pings": lambda _: ping(b"whatever", client.ACK),
-    "goodbyes": lambda _: frame(GOAWAY, 0, bytes(8)),
-    "headers of calls that are over": lambda _: client.headers(
-        3, [("a", "b")], END_HEADERS | END_STREAM
-    ),
+    "malformed requests": lambda n: client.headers(2 * n + 3, [("a", "b")]),
+    "calls above the limit": lambda n: client.headers(2 * n + 3),
+    "settings acks": lambda _: frame(SETTINGS, 0, b"", client.ACK),
+    "ping acks": lambda _: ping(b"whatever", client.ACK),
+    "GOAWAY frames": lambda _: frame(GOAWAY, 0, bytes(8)),
+    "headers of ended calls": lambda _: client.headers(3, [("a", "b")], END_HEADERS | END_STREAM),
 }
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_floods_end_the_connection(flood: str) -> None:
-    async def play() -> None:
+def test_floods_close_the_connection(flood: str) -> None:
+    async def run() -> None:
         peer = Peer(calls_max=5)
         peer.open(1)
         if flood.startswith("headers"):
@@ -878,12 +872,12 @@ def test_floods_end_the_connection(flood: str) -> None:
         await turns()
         assert not peer.host.connections and not peer.calls
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
-async def test_headers_are_charged_by_the_work_of_decoding_them() -> None:
-    """One kilobyte is a thousand headers by a table, and five milliseconds of work."""
+async def test_headers_are_charged_by_decoding_cost() -> None:
+    """One kilobyte of table indexes is a thousand headers, and costs 5 ms."""
     peer = Peer()
     raw = b"\x40\0\0" + b"\xbe" * 1000
     count = 0
@@ -894,7 +888,7 @@ async def test_headers_are_charged_by_the_work_of_decoding_them() -> None:
 
 
 @in_loop
-async def test_huffman_codes_are_charged_by_the_work_of_decoding_them() -> None:
+async def test_huffman_codes_are_charged_by_decoding_cost() -> None:
     peer = Peer()
     raw = hpack.Encoder().encode(request_fields(extra=[("k", "a" * 20_000)]))
     count = 0
@@ -905,7 +899,7 @@ async def test_huffman_codes_are_charged_by_the_work_of_decoding_them() -> None:
 
 
 @in_loop
-async def test_fragments_of_a_message_end_the_connection() -> None:
+async def test_many_fragments_of_a_message_close_the_connection() -> None:
     peer = Peer()
     peer.open()
     peer.say(data(1, message(bytes(100_000))[:10]))
@@ -917,7 +911,7 @@ async def test_fragments_of_a_message_end_the_connection() -> None:
 
 
 @in_loop
-async def test_a_frame_that_does_not_end_ends_the_connection() -> None:
+async def test_incomplete_frame_closes_the_connection_after_a_timeout() -> None:
     for raw in (client.headers(1, flags=0), client.headers(1)[:20], ping()[:3]):
         peer = Peer()
         peer.say(raw)
@@ -930,7 +924,7 @@ async def test_a_frame_that_does_not_end_ends_the_connection() -> None:
 
 
 @in_loop
-async def test_a_read_is_processed_in_turns_and_nothing_of_it_is_lost() -> None:
+async def test_large_read_is_processed_in_turns_without_loss() -> None:
     reader = Reader()
     peer = Peer(reader, calls_max=1000)
     raw = b"".join(client.headers(n) + data(n, message(b"%d" % n), END_STREAM) for n in ODD)
@@ -944,7 +938,7 @@ async def test_a_read_is_processed_in_turns_and_nothing_of_it_is_lost() -> None:
 
 
 @in_loop
-async def test_a_frame_of_many_messages_is_processed_in_turns(
+async def test_frame_of_many_messages_is_processed_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = Reader()
@@ -953,7 +947,7 @@ async def test_a_frame_of_many_messages_is_processed_in_turns(
     sent = [b"%d" % n for n in range(5000)]
     raw = data(1, b"".join(map(message, sent)), END_STREAM)
     monkeypatch.setattr(connection, "QUANTUM_NS", 0)
-    monkeypatch.setattr(turns_of_loop, "QUANTUM_NS", 2)
+    monkeypatch.setattr(turn_scheduler, "QUANTUM_NS", 2)
     peer.connection.get_buffer(-1)[: len(raw)] = raw
     peer.connection.buffer_updated(len(raw))
     assert peer.transport.is_paused and peer.connection.streams.has_data_left
@@ -962,13 +956,13 @@ async def test_a_frame_of_many_messages_is_processed_in_turns(
 
 
 @in_loop
-async def test_a_client_that_reads_nothing_is_not_answered_for_ever() -> None:
-    """Headers by a table cost it a few bytes a call, and their answers are many."""
+async def test_unread_responses_of_a_connection_are_limited() -> None:
+    """Indexed headers cost the client a few bytes per call; each response is larger."""
 
-    async def refuse(call: Call) -> None:
+    async def reject(call: Call) -> None:
         raise RpcError(Status.NOT_FOUND, "x" * 500)
 
-    peer = Peer(refuse)
+    peer = Peer(reject)
     encoder = hpack.Encoder()
     peer.transport.fill()
     for count in range(30_000):
@@ -981,11 +975,8 @@ async def test_a_client_that_reads_nothing_is_not_answered_for_ever() -> None:
     assert len(peer.transport.written) < 12 * MIB
 
 
-# Header blocks.
-
-
 @in_loop
-async def test_a_block_in_continuations_opens_a_call() -> None:
+async def test_fragmented_header_block_opens_a_call() -> None:
     peer = Peer(echo)
     raw = block(request_fields(extra=[("k", "v" * 99)]))
     peer.say(frame(HEADERS, 1, raw[:1], END_STREAM))
@@ -999,20 +990,20 @@ async def test_a_block_in_continuations_opens_a_call() -> None:
 
 
 @pytest.mark.parametrize("size", [1, MIB // 100])
-def test_continuations_without_end_end_the_connection(size: int) -> None:
-    async def play() -> None:
+def test_endless_continuations_close_the_connection(size: int) -> None:
+    async def run() -> None:
         peer = Peer()
         peer.say(frame(HEADERS, 1, b""))
         for _ in range(2000):
             peer.say(frame(client.CONTINUATION, 1, bytes(size)))
         assert peer.goodbye == client.ENHANCE_YOUR_CALM
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("size", [16_384, 40_000, 60_000])
-def test_too_many_headers_end_the_call_and_not_the_connection(size: int) -> None:
-    async def play() -> None:
+def test_header_list_above_the_limit_fails_only_its_call(size: int) -> None:
+    async def run() -> None:
         peer = Peer(echo)
         peer.open(1, ("k", "v" * size))
         answer = peer.answer(1)
@@ -1023,11 +1014,11 @@ def test_too_many_headers_end_the_call_and_not_the_connection(size: int) -> None
         assert peer.answer(3).status == 0 and peer.goodbye is None
         assert len(peer.served) == 1
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
-async def test_far_too_many_headers_end_the_connection() -> None:
+async def test_header_block_above_the_hard_limit_closes_the_connection() -> None:
     peer = Peer()
     raw = block(request_fields(extra=[("k", "v" * 70_000)]))
     peer.say(frame(HEADERS, 1, raw[:60_000]))
@@ -1043,10 +1034,8 @@ async def test_far_too_many_headers_end_the_connection() -> None:
     ],
 )
 @pytest.mark.parametrize("flags", [0, END_STREAM])
-def test_headers_that_are_wrong_end_the_call_by_trailers_only(
-    fields: client.Fields, flags: int
-) -> None:
-    async def play() -> None:
+def test_invalid_headers_are_answered_by_trailers_only(fields: client.Fields, flags: int) -> None:
+    async def run() -> None:
         peer = Peer(echo)
         peer.say(client.headers(1, fields, END_HEADERS | flags))
         answer = peer.answer()
@@ -1057,7 +1046,7 @@ def test_headers_that_are_wrong_end_the_call_by_trailers_only(
         await turns()
         assert not peer.served and not peer.calls and peer.goodbye is None
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -1066,15 +1055,13 @@ def test_headers_that_are_wrong_end_the_call_by_trailers_only(
         request_fields(without=["content-type"]),
         [(":method", "GET"), *request_fields(without=[":method"])],
     ],
-    ids=["without a content type", "GET"],
+    ids=["no content type", "GET"],
 )
 @pytest.mark.parametrize("flags", [0, END_STREAM])
-def test_a_request_that_is_no_grpc_call_is_answered_as_http(
-    fields: client.Fields, flags: int
-) -> None:
-    """415 and a text, as far as the client takes it; then the gRPC status in trailers."""
+def test_request_other_than_grpc_gets_an_http_response(fields: client.Fields, flags: int) -> None:
+    """Status 415 and a text within the client's window, then the gRPC status in trailers."""
 
-    async def play() -> None:
+    async def run() -> None:
         peer = Peer(echo)
         peer.say(client.settings(window=10), client.headers(1, fields, END_HEADERS | flags))
         text = b"not a gRPC call: expected POST of application/grpc\n"
@@ -1090,11 +1077,11 @@ def test_a_request_that_is_no_grpc_call_is_answered_as_http(
         assert not peer.served and not peer.calls and peer.goodbye is None
         assert peer.host.budget.used_bytes == 0
 
-    asyncio.run(play())
+    asyncio.run(run())
 
 
 @in_loop
-async def test_a_window_of_nothing_for_a_call_that_is_over_ends_the_connection() -> None:
+async def test_window_update_of_0_for_an_ended_call_closes_the_connection() -> None:
     peer = Peer()
     peer.open()
     peer.calls[1].end()
@@ -1103,7 +1090,7 @@ async def test_a_window_of_nothing_for_a_call_that_is_over_ends_the_connection()
 
 
 @in_loop
-async def test_calls_beyond_the_limit_are_refused_and_those_below_go_on() -> None:
+async def test_calls_above_the_limit_are_rejected() -> None:
     peer = Peer(calls_max=2)
     for stream_id in (1, 3, 5):
         peer.open(stream_id)
@@ -1115,10 +1102,10 @@ async def test_calls_beyond_the_limit_are_refused_and_those_below_go_on() -> Non
 
 @pytest.mark.parametrize("sizes", [(4096,), (65_536,), (0,), (100, 0), (0, 4096)])
 @in_loop
-async def test_a_client_with_a_smaller_table_is_told_that_this_was_understood(
+async def test_smaller_header_table_is_announced_in_the_next_block(
     sizes: tuple[int, ...],
 ) -> None:
-    """A strict reader breaks the connection where the next block does not say so."""
+    """A strict decoder closes the connection without the announcement."""
     peer = Peer(echo)
     strict = hpack.Decoder()
     strict.max_allowed_table_size = min(4096, *sizes)
@@ -1130,17 +1117,14 @@ async def test_a_client_with_a_smaller_table_is_told_that_this_was_understood(
 
     blocks = [each.payload for each in peer.heard(HEADERS)]
     assert len(blocks) == 2
-    said = [dict(strict.decode(each)) for each in blocks]
-    assert said[0] == said[1] and said[0]["grpc-status"] == "0"
+    decoded = [dict(strict.decode(each)) for each in blocks]
+    assert decoded[0] == decoded[1] and decoded[0]["grpc-status"] == "0"
     updates = [each.startswith(b"\x20") for each in blocks]
     assert updates == [min(sizes) < 4096, False]
 
 
-# How calls end.
-
-
 @in_loop
-async def test_a_response_is_headers_messages_and_trailers() -> None:
+async def test_response_has_headers_messages_and_trailers() -> None:
     peer = Peer(writer(b"one", b""))
     peer.open(flags=END_STREAM)
     await turns()
@@ -1154,7 +1138,7 @@ async def test_a_response_is_headers_messages_and_trailers() -> None:
 
 
 @in_loop
-async def test_an_only_message_and_its_status_go_out_at_once() -> None:
+async def test_single_message_and_status_are_sent_in_one_write() -> None:
     async def serve(call: Call) -> None:
         await call.answer(b"on", b"ly")
 
@@ -1176,7 +1160,7 @@ async def test_an_only_message_and_its_status_go_out_at_once() -> None:
 
 @pytest.mark.parametrize("is_open", [True, False])
 @in_loop
-async def test_an_only_message_that_there_is_no_room_for_waits(is_open: bool) -> None:
+async def test_single_message_waits_for_a_window(is_open: bool) -> None:
     async def serve(call: Call) -> None:
         await call.answer(b"x" * 95)
 
@@ -1194,7 +1178,7 @@ async def test_an_only_message_that_there_is_no_room_for_waits(is_open: bool) ->
 
 @pytest.mark.parametrize("has_message", [True, False])
 @in_loop
-async def test_metadata_goes_before_the_first_message(has_message: bool) -> None:
+async def test_metadata_is_sent_before_the_first_message(has_message: bool) -> None:
     async def serve(call: Call) -> None:
         call.begin((("said", "first"), ("raw-bin", b"\0\xff")))
         call.begin((("said", "again"),))
@@ -1211,18 +1195,18 @@ async def test_metadata_goes_before_the_first_message(has_message: bool) -> None
 
 
 @in_loop
-async def test_a_call_without_messages_is_trailers_only() -> None:
+async def test_call_without_messages_sends_trailers_only() -> None:
     peer = Peer(writer())
     peer.open(flags=END_STREAM)
     await turns()
-    (only,) = peer.answer().blocks
-    assert (only[":status"], only["content-type"], only["grpc-status"]) == (
+    (trailers,) = peer.answer().blocks
+    assert (trailers[":status"], trailers["content-type"], trailers["grpc-status"]) == (
         "200", "application/grpc", "0",
     )  # fmt: skip
 
 
 @in_loop
-async def test_a_call_that_ends_before_its_input_asks_for_no_more_of_it() -> None:
+async def test_call_that_ends_before_its_input_is_reset_with_no_error() -> None:
     peer = Peer(writer(b"enough"))
     peer.open()
     await turns()
@@ -1232,7 +1216,7 @@ async def test_a_call_that_ends_before_its_input_asks_for_no_more_of_it() -> Non
 
 
 @in_loop
-async def test_an_error_is_told_with_its_trailers() -> None:
+async def test_error_is_sent_with_its_trailers() -> None:
     async def fail(call: Call) -> None:
         await call.write(b"before")
         raise RpcError(
@@ -1252,9 +1236,9 @@ async def test_an_error_is_told_with_its_trailers() -> None:
 
 
 @in_loop
-async def test_a_handler_that_fails_otherwise_does_not_end_well() -> None:
-    failed: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+async def test_unexpected_exception_of_a_handler_fails_the_call() -> None:
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
 
     async def fail(call: Call) -> None:
         raise ValueError("a bug")
@@ -1266,7 +1250,7 @@ async def test_a_handler_that_fails_otherwise_does_not_end_well() -> None:
 
 
 @in_loop
-async def test_a_status_too_long_for_a_frame_is_cut_into_several() -> None:
+async def test_long_status_is_split_into_several_frames() -> None:
     async def fail(call: Call) -> None:
         raise RpcError(Status.INTERNAL, "\xf6" * 5000)
 
@@ -1278,7 +1262,7 @@ async def test_a_status_too_long_for_a_frame_is_cut_into_several() -> None:
 
 
 @in_loop
-async def test_a_deadline_ends_the_call_and_its_handler() -> None:
+async def test_deadline_ends_the_call_and_cancels_its_handler() -> None:
     cancelled: list[bool] = []
 
     async def wait(call: Call) -> None:
@@ -1298,7 +1282,7 @@ async def test_a_deadline_ends_the_call_and_its_handler() -> None:
 
 
 @in_loop
-async def test_a_call_whose_message_does_not_come_in_time_is_told_so(
+async def test_call_without_a_request_message_fails_after_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def answer(request: bytes, call: Call) -> None:
@@ -1318,17 +1302,17 @@ async def test_a_call_whose_message_does_not_come_in_time_is_told_so(
 
 
 @in_loop
-async def test_deadlines_that_are_over_at_once_or_never() -> None:
+async def test_expired_and_very_long_deadlines() -> None:
     peer = Peer()
-    for stream_id, said in ((1, "0n"), (3, "1n"), (5, "99999999H")):
-        peer.open(stream_id, ("grpc-timeout", said))
+    for stream_id, timeout in ((1, "0n"), (3, "1n"), (5, "99999999H")):
+        peer.open(stream_id, ("grpc-timeout", timeout))
     await until(lambda: peer.answer(1).is_over and peer.answer(3).is_over)
     assert peer.answer(1).status == peer.answer(3).status == Status.DEADLINE_EXCEEDED
     assert list(peer.calls) == [5]
 
 
 @in_loop
-async def test_a_deadline_is_told_though_a_message_waits_that_nothing_is_out_of() -> None:
+async def test_deadline_is_reported_while_an_unsent_message_waits() -> None:
     peer = Peer(writer(b"x" * 100))
     peer.say(client.settings(window=0))
     peer.open(1, ("grpc-timeout", "5m"))
@@ -1337,7 +1321,7 @@ async def test_a_deadline_is_told_though_a_message_waits_that_nothing_is_out_of(
 
 
 @in_loop
-async def test_a_call_does_not_end_well_without_its_last_message() -> None:
+async def test_call_with_an_unsent_message_does_not_end_with_ok() -> None:
     async def serve(call: Call) -> None:
         call.send(b"x" * 100)
 
@@ -1349,24 +1333,24 @@ async def test_a_call_does_not_end_well_without_its_last_message() -> None:
 
 
 @in_loop
-async def test_a_call_that_ends_amid_a_message_is_reset() -> None:
+async def test_call_that_ends_during_a_message_is_reset() -> None:
     peer = Peer(writer(b"x" * 100))
     peer.say(client.settings(window=50))
     peer.open(1, ("grpc-timeout", "5m"))
     await until(lambda: peer.answer().is_over or peer.answer().reset is not None)
     assert peer.answer().status is None and peer.answer().reset == client.CANCEL
-    assert not peer.calls and not waiting(peer)
+    assert not peer.calls and not blocked_calls(peer)
 
 
 @in_loop
-async def test_a_reset_ends_the_handler_and_frees_everything() -> None:
-    ends: list[type[BaseException]] = []
+async def test_reset_cancels_the_handler_and_frees_the_call() -> None:
+    errors: list[type[BaseException]] = []
 
     async def serve(call: Call) -> None:
         try:
             await (call.read() if call.stream_id == 1 else call.write(bytes(100_000)))
         except BaseException as error:
-            ends.append(type(error))
+            errors.append(type(error))
             raise
 
     peer = Peer(serve)
@@ -1374,20 +1358,20 @@ async def test_a_reset_ends_the_handler_and_frees_everything() -> None:
     peer.say(data(1, message(bytes(1000))[:500]))
     peer.open(3)
     await turns()
-    heard = len(peer.heard())
+    frames_sent = len(peer.heard())
     peer.say(rst_stream(1), rst_stream(3))
-    assert not peer.calls and not waiting(peer)
+    assert not peer.calls and not blocked_calls(peer)
     peer.say(window_update(0, 100_000))
     await turns()
-    assert ends == [asyncio.CancelledError] * 2
-    assert len(peer.heard()) == heard
+    assert errors == [asyncio.CancelledError] * 2
+    assert len(peer.heard()) == frames_sent
     peer.served.clear()
-    assert not calls_kept(peer)
+    assert not calls_in_memory(peer)
 
 
 @in_loop
-async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
-    """Results come when they come: a handler may learn of a reset a turn late."""
+async def test_messages_after_the_end_are_dropped() -> None:
+    """A handler is cancelled one loop iteration after a reset."""
     peer = Peer()
     peer.open(1)
     peer.open(3)
@@ -1395,16 +1379,16 @@ async def test_what_is_sent_after_the_end_goes_nowhere() -> None:
     first, second = peer.calls[1], peer.calls[3]
     peer.say(rst_stream(1))
     second.end(Status.OK)
-    heard = len(peer.heard())
+    frames_sent = len(peer.heard())
     for call in (first, second):
         call.send(b"late")
         call.send(bytes(100_000))
-    assert len(peer.heard()) == heard
-    assert not waiting(peer)
+    assert len(peer.heard()) == frames_sent
+    assert not blocked_calls(peer)
 
 
 @in_loop
-async def test_what_is_read_after_the_end_gives_no_window_back() -> None:
+async def test_reads_after_the_end_send_no_window_updates() -> None:
     peer = Peer()
     peer.open(1)
     await turns()
@@ -1412,15 +1396,15 @@ async def test_what_is_read_after_the_end_gives_no_window_back() -> None:
     for _ in range(3):
         peer.say(data(1, message(bytes(MIB - 5))))
     peer.say(rst_stream(1))
-    heard = len(peer.heard())
+    frames_sent = len(peer.heard())
     for _ in range(3):
         assert call.receive() is None and await call.read() is None
-    assert len(peer.heard()) == heard
+    assert len(peer.heard()) == frames_sent
 
 
 @in_loop
-async def test_memory_that_is_refused_is_freed_before_more_is() -> None:
-    """Only the call that took most is refused, also where its own bytes went over the limit."""
+async def test_only_the_largest_call_is_rejected_above_the_receive_budget() -> None:
+    """This also applies if the bytes of that call exceeded the limit."""
     peer = Peer(receive_bytes=MIB)
     for stream_id in (1, 3, 5):
         peer.open(stream_id)
@@ -1429,30 +1413,30 @@ async def test_memory_that_is_refused_is_freed_before_more_is() -> None:
         peer.say(data(stream_id, message(bytes(2 * size))[:5] + bytes(size // 8)))
     while not peer.calls[5]._is_discarding:
         peer.say(data(5, bytes(65_536)))
-    assert peer.host.budget.refused == 1
+    assert peer.host.budget.evictions == 1
     assert [peer.calls[each]._is_discarding for each in (1, 3)] == [False, False]
     assert peer.host.budget.used_bytes == 2 * 12_500
 
 
 @in_loop
-async def test_what_came_goes_with_its_call() -> None:
-    """A call may be in a cycle, and then be there until a collection: not so its megabytes."""
+async def test_received_messages_are_freed_when_the_connection_ends() -> None:
+    """A call in a reference cycle exists until a garbage collection; its bytes must not."""
     peer = Peer()
     peer.open(1)
     peer.open(3)
     await turns()
-    whole, begun = peer.calls[1], peer.calls[3]
+    complete, partial = peer.calls[1], peer.calls[3]
     peer.say(data(1, message(bytes(MIB - 5))))
     peer.say(data(3, message(bytes(4 * MIB))[:MIB]))
-    assert whole.has_input
+    assert complete.has_input
     peer.transport.abort()
     await turns()
-    for call in (whole, begun):
+    for call in (complete, partial):
         assert not call.has_input and call._partial is None
 
 
 @in_loop
-async def test_a_connection_that_is_lost_ends_its_calls() -> None:
+async def test_lost_connection_cancels_its_calls() -> None:
     peer = Peer()
     for stream_id in (1, 3, 5):
         peer.open(stream_id)
@@ -1464,16 +1448,13 @@ async def test_a_connection_that_is_lost_ends_its_calls() -> None:
     assert not peer.calls and not peer.host.connections
 
 
-# Flow control, out.
-
-
 @in_loop
-async def test_a_client_with_no_window_is_sent_nothing_until_it_has_one() -> None:
-    reached: list[int] = []
+async def test_nothing_is_sent_without_a_window() -> None:
+    written: list[int] = []
 
     async def serve(call: Call) -> None:
         await call.write(b"x" * 95)
-        reached.append(1)
+        written.append(1)
 
     peer = Peer(serve)
     peer.say(client.settings(window=0))
@@ -1484,14 +1465,14 @@ async def test_a_client_with_no_window_is_sent_nothing_until_it_has_one() -> Non
         peer.say(window_update(1, 1))
         assert peer.sent_bytes() == count
     await turns()
-    assert not reached and peer.answer().status is None
+    assert not written and peer.answer().status is None
     peer.say(window_update(1, 1))
     await turns()
-    assert reached and peer.answer().messages == [b"x" * 95] and peer.answer().status == 0
+    assert written and peer.answer().messages == [b"x" * 95] and peer.answer().status == 0
 
 
 @in_loop
-async def test_a_window_that_the_settings_make_larger_and_smaller() -> None:
+async def test_settings_change_the_windows_of_open_calls() -> None:
     peer = Peer(writer(b"x" * 995))
     peer.say(client.settings(window=100))
     peer.open(flags=END_STREAM)
@@ -1510,7 +1491,7 @@ async def test_a_window_that_the_settings_make_larger_and_smaller() -> None:
 
 
 @in_loop
-async def test_a_new_call_has_the_window_of_the_last_settings() -> None:
+async def test_new_call_has_the_window_of_the_last_settings() -> None:
     peer = Peer(writer(b"x" * 100))
     peer.say(client.settings(window=10))
     peer.open(1)
@@ -1522,7 +1503,7 @@ async def test_a_new_call_has_the_window_of_the_last_settings() -> None:
 
 
 @in_loop
-async def test_frames_are_as_large_as_the_client_takes_them() -> None:
+async def test_frame_size_follows_the_client_setting() -> None:
     peer = Peer(writer(bytes(50_000 - 5)))
     peer.open(1)
     await turns()
@@ -1535,7 +1516,7 @@ async def test_frames_are_as_large_as_the_client_takes_them() -> None:
 
 
 @in_loop
-async def test_calls_share_the_connections_window_in_turn() -> None:
+async def test_calls_share_the_connection_window() -> None:
     peer = Peer(writer(bytes(400_000)))
     peer.say(client.settings(window=WINDOW_MAX))
     for stream_id in (1, 3, 5):
@@ -1553,7 +1534,7 @@ async def test_calls_share_the_connections_window_in_turn() -> None:
 
 
 @in_loop
-async def test_a_call_without_window_does_not_hold_up_others() -> None:
+async def test_call_without_a_window_does_not_block_others() -> None:
     peer = Peer(writer(bytes(1000)))
     peer.say(client.settings(window=0))
     for stream_id in (1, 3):
@@ -1565,7 +1546,7 @@ async def test_a_call_without_window_does_not_hold_up_others() -> None:
 
 
 @in_loop
-async def test_a_full_socket_holds_back_messages_until_it_is_empty() -> None:
+async def test_full_socket_blocks_messages_until_it_is_empty() -> None:
     count = 0
 
     async def serve(call: Call) -> None:
@@ -1588,7 +1569,7 @@ async def test_a_full_socket_holds_back_messages_until_it_is_empty() -> None:
 
 
 @in_loop
-async def test_a_large_message_goes_out_as_the_socket_takes_it() -> None:
+async def test_large_message_is_sent_at_the_rate_of_the_socket() -> None:
     sent = bytes(range(256)) * 2000
     peer = Peer(writer(sent))
     peer.transport.room_bytes = 100_000
@@ -1603,40 +1584,37 @@ async def test_a_large_message_goes_out_as_the_socket_takes_it() -> None:
 
 
 @in_loop
-async def test_a_connection_lost_while_messages_wait_ends_the_handlers() -> None:
+async def test_connection_lost_while_messages_wait_cancels_the_handlers() -> None:
     peer = Peer(writer(bytes(400_000)))
     for stream_id in (1, 3):
         peer.open(stream_id)
     await turns()
-    assert waiting(peer) == 2
+    assert blocked_calls(peer) == 2
     tasks = [call.task for call in peer.served]
     peer.transport.abort()
     await turns()
-    assert not waiting(peer) and not peer.calls
+    assert not blocked_calls(peer) and not peer.calls
     assert all(task is not None and task.cancelled() for task in tasks)
     assert all(call.task is None for call in peer.served)
 
 
-# The orderly end.
-
-
-def answer_leaving(peer: Peer) -> None:
-    """As a client that has read the goodbye."""
+def acknowledge_goaway(peer: Peer) -> None:
+    """Acknowledges the ping after GOAWAY: the client has received both."""
     peer.say(ping(peer.heard(PING)[-1].payload, client.ACK))
 
 
 @in_loop
-async def test_a_client_that_is_asked_to_leave_finishes_its_calls() -> None:
+async def test_graceful_close_completes_open_calls() -> None:
     peer = Peer(echo)
     peer.open(1)
     peer.connection.close_gracefully()
     peer.connection.close_gracefully()
-    (goodbye,) = peer.heard(GOAWAY)
-    assert goodbye.payload[:8] == WINDOW_MAX.to_bytes(4) + bytes(4)
+    (goaway,) = peer.heard(GOAWAY)
+    assert goaway.payload[:8] == WINDOW_MAX.to_bytes(4) + bytes(4)
 
     peer.open(3)
-    answer_leaving(peer)
-    answer_leaving(peer)
+    acknowledge_goaway(peer)
+    acknowledge_goaway(peer)
     final = peer.heard(GOAWAY)[1:]
     assert [each.payload[:8] for each in final] == [(3).to_bytes(4) + bytes(4)]
 
@@ -1652,18 +1630,18 @@ async def test_a_client_that_is_asked_to_leave_finishes_its_calls() -> None:
 
 
 @in_loop
-async def test_a_client_without_calls_goes_as_soon_as_it_has_heard() -> None:
+async def test_graceful_close_without_calls_ends_after_the_ping_ack() -> None:
     peer = Peer()
     peer.connection.close_gracefully()
     assert peer.goodbye is None
     peer.say(ping(b"whatever", client.ACK))
     assert peer.goodbye is None
-    answer_leaving(peer)
+    acknowledge_goaway(peer)
     assert peer.goodbye == client.NO_ERROR
 
 
 @in_loop
-async def test_the_answer_to_a_ping_that_was_not_sent_ends_nothing() -> None:
+async def test_ack_of_an_unsent_ping_is_ignored() -> None:
     peer = Peer()
     peer.say(ping(b"iskleave", client.ACK))
     assert peer.goodbye is None
@@ -1672,18 +1650,15 @@ async def test_the_answer_to_a_ping_that_was_not_sent_ends_nothing() -> None:
 
 
 @in_loop
-async def test_a_client_that_never_said_what_it_speaks_does_not_hold_up_the_end() -> None:
+async def test_graceful_close_without_a_preface_closes_at_once() -> None:
     peer = Peer(greets=False)
     peer.connection.close_gracefully()
     await turns()
     assert not peer.host.connections
 
 
-# What it costs.
-
-
 @in_loop
-async def test_an_idle_connection_with_an_idle_call_costs_little() -> None:
+async def test_memory_of_an_idle_connection_with_an_idle_call_is_small() -> None:
     peers: list[Peer] = []
     scratch = memoryview(bytearray(SCRATCH_BYTES))
 
@@ -1694,7 +1669,7 @@ async def test_an_idle_connection_with_an_idle_call_costs_little() -> None:
             peers[-1].open(1, ("user-agent", "grpc-python/1.0"), ("client", "robot-7"))
         await turns()
 
-    await connect(1)  # What is made once.
+    await connect(1)  # Allocates what all connections share.
     tracemalloc.start()
     try:
         await connect(20)
@@ -1710,7 +1685,7 @@ async def wait(call: Call) -> None:
 
 
 @in_loop
-async def test_nothing_is_left_of_calls_that_ended() -> None:
+async def test_ended_calls_are_freed() -> None:
     peer = Peer(echo)
     for stream_id in range(1, 401, 2):
         peer.open(stream_id, ("grpc-timeout", "1H"))
@@ -1720,12 +1695,12 @@ async def test_nothing_is_left_of_calls_that_ended() -> None:
     output = peer.connection.output
     assert not peer.calls and not output._blocked and peer.connection.streams._data_call is None
     peer.served.clear()
-    assert not calls_kept(peer)
+    assert not calls_in_memory(peer)
 
 
 @in_loop
-async def test_a_connection_knows_of_what_its_client_has_not_read() -> None:
-    """In its own window, and in the socket; a call that is open and says nothing is nothing."""
+async def test_unsent_bytes_of_window_and_socket_are_reported() -> None:
+    """An open call without messages has no unsent bytes."""
 
     async def answer(call: Call) -> None:
         if call.has_all_input:
@@ -1747,8 +1722,8 @@ async def test_a_connection_knows_of_what_its_client_has_not_read() -> None:
     assert not peer.connection.has_unsent
 
 
-def calls_of(count: int) -> bytes:
-    """Calls that are whole: headers, a message, and the end."""
+def complete_calls(count: int) -> bytes:
+    """Returns calls with headers, a message, and END_STREAM."""
     return b"".join(
         client.headers(stream_id) + data(stream_id, message(b"x"), END_STREAM)
         for stream_id in range(1, 2 * count, 2)
@@ -1756,35 +1731,35 @@ def calls_of(count: int) -> bytes:
 
 
 @in_loop
-async def test_calls_of_one_read_that_need_no_task_are_answered_in_one_turn(
+async def test_inline_calls_of_one_read_are_served_in_one_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "now_ns", lambda: 0)  # No turn takes any time.
+    monkeypatch.setattr(connection, "now_ns", lambda: 0)  # Turns are not limited by time.
     peer = Peer()
-    whole: list[Message | None] = []
-    peer.host.serve_inline = lambda call: whole.append(call.whole) is None
-    peer.connection._process(memoryview(calls_of(30)), 1 << 62)
-    assert whole == [b"x"] * 30 and not peer.connection.streams.is_interrupted
+    messages: list[Message | None] = []
+    peer.host.serve_inline = lambda call: messages.append(call.whole) is None
+    peer.connection._process(memoryview(complete_calls(30)), 1 << 62)
+    assert messages == [b"x"] * 30 and not peer.connection.streams.is_interrupted
 
 
 @in_loop
-async def test_calls_of_one_read_that_need_tasks_take_several_turns() -> None:
-    """No clock of the connection sees what tasks do."""
+async def test_calls_of_one_read_with_tasks_need_several_turns() -> None:
+    """The time of tasks is not measured by the connection."""
     peer = Peer()
-    begun = []
-    peer.connection._process(memoryview(calls_of(10)), 1 << 62)
+    opened_calls = []
+    peer.connection._process(memoryview(complete_calls(10)), 1 << 62)
     while peer.connection.streams.is_interrupted:
-        begun.append(len(peer.calls))
+        opened_calls.append(len(peer.calls))
         rest, peer.connection._rest = peer.connection._rest, memoryview(b"")
         peer.connection._process(rest, 1 << 62)
     await turns()
-    assert begun == [4, 8] and len(peer.served) == 10
+    assert opened_calls == [4, 8] and len(peer.served) == 10
     assert [call.receive() for call in peer.served] == [b"x"] * 10
 
 
 @in_loop
-async def test_the_calls_of_a_connection_that_has_ended_end_some_in_each_turn() -> None:
-    """The end of a call cancels its task; hundreds of them would hold up the loop."""
+async def test_calls_of_a_lost_connection_are_cancelled_in_small_groups() -> None:
+    """Cancelling hundreds of tasks in one iteration would block the event loop."""
     ended: list[Call] = []
 
     async def serve(call: Call) -> None:
@@ -1807,32 +1782,32 @@ async def test_the_calls_of_a_connection_that_has_ended_end_some_in_each_turn() 
 
 
 @in_loop
-async def test_calls_that_wait_for_a_window_go_on_some_in_each_turn() -> None:
-    """A wider window lets all of them send, and each that has sent wakes its task."""
-    gone: list[Call] = []
+async def test_calls_that_wait_for_a_window_continue_in_small_groups() -> None:
+    """A larger window unblocks all calls, and each sent message wakes a task."""
+    finished: list[Call] = []
 
     async def serve(call: Call) -> None:
         await call.write(bytes(100))
-        gone.append(call)
+        finished.append(call)
 
     peer = Peer(serve, calls_max=400)
     peer.say(client.settings(window=0))
     for stream_id in range(1, 401, 2):
         peer.open(stream_id)
         await turns()
-    assert not gone
+    assert not finished
     peer.say(client.settings(window=1000))
     counts = []
-    while len(gone) < 200:
-        before = len(gone)
+    while len(finished) < 200:
+        before = len(finished)
         await asyncio.sleep(0)
-        counts.append(len(gone) - before)
+        counts.append(len(finished) - before)
     assert max(counts) == 64
     assert all(peer.answer(stream_id).messages == [bytes(100)] for stream_id in range(1, 401, 2))
 
 
 @in_loop
-async def test_processor_time_of_a_turn_is_wasted_but_for_what_its_messages_are_granted() -> None:
+async def test_wasted_cpu_time_excludes_the_allowance_of_messages() -> None:
     peer = Peer()
     peer.say(client.headers(1), data(1, message(bytes(995))))
     assert peer.connection.note_cpu(NS_PER_S // 100)

@@ -1,4 +1,4 @@
-"""The bytes of frames, read by another library; and the patience with those that carry nothing."""
+"""HTTP/2 frames compared with `hyperframe`, and rate limits on control frames."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from iskander.transport.http2.rate_limit import BURST, PER_S, RateLimiter
 stream_ids = st.integers(1, frames.WINDOW_MAX)
 
 
-def judged(raw: bytes) -> reference.Frame:
-    found, length = reference.Frame.parse_frame_header(memoryview(raw[:9]))
+def parse_with_hyperframe(raw: bytes) -> reference.Frame:
+    frame, length = reference.Frame.parse_frame_header(memoryview(raw[:9]))
     assert length == len(raw) - 9
-    found.parse_body(memoryview(raw[9:]))
-    return found
+    frame.parse_body(memoryview(raw[9:]))
+    return frame
 
 
 @given(st.integers(0, frames.FRAME_BYTES_MAX), st.integers(0, 9), st.integers(0, 255), stream_ids)
-def test_a_head_is_read_as_it_was_written(
-    length: int, kind: int, flags: int, stream_id: int
-) -> None:
+def test_frame_head_round_trip(length: int, kind: int, flags: int, stream_id: int) -> None:
     raw = frames.head(length, kind, flags, stream_id)
     high, low, *rest = frames.read_head(raw)
 
@@ -34,29 +32,29 @@ def test_a_head_is_read_as_it_was_written(
     assert int.from_bytes(raw[:3]) == length
 
 
-def test_settings_are_what_another_library_reads() -> None:
+def test_settings_frame_matches_hyperframe() -> None:
     values = {frames.MAX_CONCURRENT_STREAMS: 7, frames.INITIAL_WINDOW_SIZE: frames.WINDOW_MAX}
 
-    found = judged(frames.settings(values))
-    assert isinstance(found, reference.SettingsFrame) and found.settings == values
+    frame = parse_with_hyperframe(frames.settings(values))
+    assert isinstance(frame, reference.SettingsFrame) and frame.settings == values
 
 
 @given(stream_ids, st.integers(1, frames.WINDOW_MAX), st.sampled_from(ErrorCode))
-def test_windows_resets_and_goodbyes_are_what_another_library_reads(
+def test_window_update_rst_stream_and_goaway_match_hyperframe(
     stream_id: int, increment: int, code: ErrorCode
 ) -> None:
-    update = judged(frames.window_update(stream_id, increment))
-    reset = judged(frames.rst_stream(stream_id, code))
-    goodbye = judged(frames.goaway(stream_id, code, "why"))
+    update = parse_with_hyperframe(frames.window_update(stream_id, increment))
+    reset = parse_with_hyperframe(frames.rst_stream(stream_id, code))
+    goaway = parse_with_hyperframe(frames.goaway(stream_id, code, "why"))
 
     assert isinstance(update, reference.WindowUpdateFrame) and update.window_increment == increment
     assert isinstance(reset, reference.RstStreamFrame) and reset.error_code == code
     assert update.stream_id == reset.stream_id == stream_id
-    assert isinstance(goodbye, reference.GoAwayFrame) and goodbye.additional_data == b"why"
-    assert (goodbye.last_stream_id, goodbye.error_code) == (stream_id, code)
+    assert isinstance(goaway, reference.GoAwayFrame) and goaway.additional_data == b"why"
+    assert (goaway.last_stream_id, goaway.error_code) == (stream_id, code)
 
 
-def test_settings_come_in_the_order_in_which_they_were_sent() -> None:
+def test_settings_keep_their_order() -> None:
     pairs = [(4, 1), (99, 5), (4, 2), (5, 16_384)]
     raw = b"".join(name.to_bytes(2) + value.to_bytes(4) for name, value in pairs)
 
@@ -72,13 +70,13 @@ def test_settings_come_in_the_order_in_which_they_were_sent() -> None:
         (b"\0\5\1\0\0\0", ErrorCode.PROTOCOL_ERROR),
     ],
 )
-def test_settings_out_of_bounds_are_refused(raw: bytes, code: ErrorCode) -> None:
+def test_invalid_settings_are_rejected(raw: bytes, code: ErrorCode) -> None:
     with pytest.raises(ConnectionBroken) as caught:
         frames.read_settings(memoryview(raw))
     assert caught.value.code is code
 
 
-def test_a_number_has_31_bits() -> None:
+def test_numbers_have_31_bits() -> None:
     assert frames.read_number(memoryview(b"\xff\xff\xff\xff")) == frames.WINDOW_MAX
     with pytest.raises(ConnectionBroken) as caught:
         frames.read_number(memoryview(b"\0\0\0"))
@@ -86,7 +84,7 @@ def test_a_number_has_31_bits() -> None:
 
 
 @given(st.binary(max_size=50), st.none() | st.integers(0, 255), st.booleans())
-def test_padding_and_priority_are_taken_off(
+def test_padding_and_priority_are_removed(
     payload: bytes, padding: int | None, has_priority: bool
 ) -> None:
     raw = b"p" * 5 * has_priority + payload
@@ -108,27 +106,27 @@ def test_padding_and_priority_are_taken_off(
         (b"\2ppppp.", frames.PADDED | frames.HAS_PRIORITY),
     ],
 )
-def test_more_padding_than_payload_is_refused(raw: bytes, flags: int) -> None:
+def test_padding_longer_than_the_payload_is_rejected(raw: bytes, flags: int) -> None:
     with pytest.raises(ConnectionBroken) as caught:
         frames.unpadded(memoryview(raw), flags)
     assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
 
-def test_patience_has_an_end_and_comes_back_with_time() -> None:
-    patience = RateLimiter(0)
+def test_rate_limit_allows_a_burst_and_refills_with_time() -> None:
+    limiter = RateLimiter(0)
     for _ in range(BURST):
-        patience.charge(0)
+        limiter.charge(0)
     for second in (1, 2):
         for _ in range(PER_S):
-            patience.charge(second * NS_PER_S)
+            limiter.charge(second * NS_PER_S)
     with pytest.raises(ConnectionBroken) as caught:
-        patience.charge(2 * NS_PER_S)
+        limiter.charge(2 * NS_PER_S)
     assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
 
-def test_patience_is_not_saved_up() -> None:
-    patience = RateLimiter(0)
+def test_rate_limit_does_not_accumulate_above_the_burst() -> None:
+    limiter = RateLimiter(0)
     for _ in range(BURST):
-        patience.charge(1000 * NS_PER_S)
+        limiter.charge(1000 * NS_PER_S)
     with pytest.raises(ConnectionBroken):
-        patience.charge(1000 * NS_PER_S)
+        limiter.charge(1000 * NS_PER_S)

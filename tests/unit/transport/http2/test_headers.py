@@ -1,4 +1,4 @@
-"""Header blocks: of requests, in pieces and of every wrong kind; of responses, for any reader."""
+"""HTTP/2 header blocks: request decoding, malformed blocks, work limits, response encoding."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def size_of(fields: Fields) -> int:
 
 class TestResponses:
     @given(FIELDS)
-    def test_any_fields_are_read_as_they_were_written(self, fields: Fields) -> None:
+    def test_fields_round_trip(self, fields: Fields) -> None:
         fields = [(name + ".", value) for name, value in fields]
         assert read(headers.block(fields)) == fields
 
     @pytest.mark.parametrize("length", [0, 126, 127, 128, 254, 255, 16_000, 20_000])
-    def test_strings_of_every_length(self, length: int) -> None:
+    def test_string_lengths_around_prefix_limits_round_trip(self, length: int) -> None:
         fields = [("n" * max(length, 1), "v" * length), ("after", "it")]
         assert read(headers.block(fields)) == fields
 
-    def test_a_response_begins_as_grpc_wants_it(self) -> None:
+    def test_response_headers_of_grpc(self) -> None:
         assert dict(read(headers.RESPONSE)) == {
             ":status": "200",
             "content-type": "application/grpc",
             "grpc-accept-encoding": "identity,deflate,gzip",
         }
 
-    def test_trailers_have_a_status_and_a_message_where_there_is_one(self) -> None:
+    def test_trailers_contain_the_status_and_an_optional_message(self) -> None:
         assert read(headers.trailers(Status.OK, "", ())) == [("grpc-status", "0")]
         assert read(headers.trailers(Status.INTERNAL, "why", [("a", "b")])) == [
             ("grpc-status", "13"),
@@ -76,29 +76,29 @@ class TestResponses:
 
     @given(st.text())
     def test_messages_are_percent_encoded(self, message: str) -> None:
-        said = dict(read(headers.trailers(Status.INTERNAL, message, ()))).get("grpc-message", "")
-        assert unquote(said, errors="strict") == message
-        assert re.fullmatch(r"([\x20-\x24\x26-\x7e]|%[0-9A-F]{2})*", said)
+        encoded = dict(read(headers.trailers(Status.INTERNAL, message, ()))).get("grpc-message", "")
+        assert unquote(encoded, errors="strict") == message
+        assert re.fullmatch(r"([\x20-\x24\x26-\x7e]|%[0-9A-F]{2})*", encoded)
 
     @given(st.binary(max_size=100))
     def test_binary_metadata_is_base64_without_padding(self, raw: bytes) -> None:
-        said = dict(read(headers.trailers(Status.OK, "", [("it-bin", raw)])))["it-bin"]
-        assert "=" not in said
-        assert base64.b64decode(said + "=" * (-len(said) % 4), validate=True) == raw
+        encoded = dict(read(headers.trailers(Status.OK, "", [("it-bin", raw)])))["it-bin"]
+        assert "=" not in encoded
+        assert base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True) == raw
 
 
 class TestRequests:
-    def test_what_a_call_says_of_itself(self) -> None:
+    def test_request_fields_become_path_encoding_and_metadata(self) -> None:
         head = request(("grpc-encoding", "gzip"), ("a", "1"), ("b", "2"), ("a", "3"))
         assert (head.path, head.timeout_ns, head.encoding) == ("/t/M", None, "gzip")
         assert head.metadata == (("a", "1"), ("b", "2"), ("a", "3"))
 
-    def test_what_is_the_transports_own_is_left_out(self) -> None:
+    def test_transport_headers_are_not_metadata(self) -> None:
         ours = [("user-agent", "x"), ("grpc-accept-encoding", "gzip"), ("grpc-internal", "x")]
         assert request(*ours).metadata == ()
 
     @pytest.mark.parametrize(
-        ("said", "ns"),
+        ("value", "ns"),
         [
             ("0n", 0),
             ("1n", 1),
@@ -111,30 +111,30 @@ class TestRequests:
             ("00000001S", 10**9),
         ],
     )
-    def test_timeouts_of_every_unit(self, said: str, ns: int) -> None:
-        assert request(("grpc-timeout", said)).timeout_ns == ns
+    def test_timeout_units(self, value: str, ns: int) -> None:
+        assert request(("grpc-timeout", value)).timeout_ns == ns
 
     @pytest.mark.parametrize(
-        "said", ["", "1", "S", "-1S", "1.5S", "1s", " 1S", "1S ", "123456789n", "1SS"]
+        "value", ["", "1", "S", "-1S", "1.5S", "1s", " 1S", "1S ", "123456789n", "1SS"]
     )
-    def test_malformed_timeouts_are_refused(self, said: str) -> None:
+    def test_malformed_timeouts_are_rejected(self, value: str) -> None:
         with pytest.raises(RpcError, match="grpc-timeout"):
-            request(("grpc-timeout", said))
+            request(("grpc-timeout", value))
 
     @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.booleans())
-    def test_binary_values_are_decoded_padded_or_not_and_joined(
+    def test_padded_unpadded_and_joined_binary_values_are_decoded(
         self, values: list[bytes], is_padded: bool
     ) -> None:
         parts = [base64.b64encode(value).decode() for value in values]
-        said = ",".join(part if is_padded else part.rstrip("=") for part in parts)
+        value = ",".join(part if is_padded else part.rstrip("=") for part in parts)
 
-        assert request(("k-bin", said)).metadata == tuple(("k-bin", value) for value in values)
+        assert request(("k-bin", value)).metadata == tuple(("k-bin", value) for value in values)
 
-    @pytest.mark.parametrize("said", ["*", "a", "aaaaa", "aa aa", "====", "\xe9\xe9\xe9\xe9",
+    @pytest.mark.parametrize("value", ["*", "a", "aaaaa", "aa aa", "====", "\xe9\xe9\xe9\xe9",
                                       "akGk=", "akGk=z", "aa=a", "aaa=="])  # fmt: skip
-    def test_binary_values_that_are_not_base64_are_refused(self, said: str) -> None:
+    def test_binary_values_that_are_not_base64_are_rejected(self, value: str) -> None:
         with pytest.raises(RpcError, match="not base64"):
-            request(("k-bin", said))
+            request(("k-bin", value))
 
     @pytest.mark.parametrize(
         "fields",
@@ -144,24 +144,24 @@ class TestRequests:
             request_fields(without=[":method"], extra=[(":method", "GET")]),
         ],
     )
-    def test_what_is_no_grpc_call_is_refused(self, fields: Fields) -> None:
+    def test_requests_other_than_grpc_are_rejected(self, fields: Fields) -> None:
         with pytest.raises(RpcError, match="not a gRPC call"):
             read_request(fields)
 
     @pytest.mark.parametrize("kind", ["application/grpc+proto", "application/grpc;a=b"])
-    def test_content_types_with_more_to_them(self, kind: str) -> None:
+    def test_content_types_with_a_suffix_are_accepted(self, kind: str) -> None:
         fields = request_fields(without=["content-type"], extra=[("content-type", kind)])
         assert read_request(fields).path == "/t/M"
 
-    def test_a_list_of_headers_may_have_so_many_bytes_and_no_more(self) -> None:
+    def test_header_list_above_the_size_limit_is_rejected(self) -> None:
         left = HEADER_LIST_BYTES_MAX - size_of(request_fields(extra=[("k", "")]))
         assert request(("k", "v" * left)).metadata[0][0] == "k"
         with pytest.raises(RpcError, match="16,385 bytes, limit 16,384") as caught:
             request(("k", "v" * (left + 1)))
         assert caught.value.status is Status.RESOURCE_EXHAUSTED
 
-    def test_the_values_of_binary_headers_are_counted_before_they_are_decoded(self) -> None:
-        """ "!" is not base64: an error about that would mean that it was looked at."""
+    def test_binary_header_values_are_counted_before_decoding(self) -> None:
+        """ "!" is not base64: a decoder would report another error."""
         assert len(request(("k-bin", "," * (BINARY_PARTS_MAX - 1))).metadata) == BINARY_PARTS_MAX
         with pytest.raises(RpcError, match="binary header values: 129, limit 128"):
             request(("k-bin", "!" + "," * BINARY_PARTS_MAX))
@@ -191,7 +191,7 @@ class TestRequests:
             request_fields(extra=[("content-length", "9" * 5000)]),
         ],
     )
-    def test_a_malformed_request_is_an_error_of_its_stream(self, fields: Fields) -> None:
+    def test_malformed_request_is_a_stream_error(self, fields: Fields) -> None:
         with pytest.raises(StreamError) as caught:
             read_request(fields)
         assert caught.value.code is ErrorCode.PROTOCOL_ERROR
@@ -199,27 +199,27 @@ class TestRequests:
 
 class TestBlocks:
     @given(FIELDS, st.lists(st.integers(0, 200), max_size=6), st.none() | st.integers(0, 9))
-    def test_a_block_in_pieces_is_the_same_block(
+    def test_fragmented_block_is_assembled(
         self, fields: Fields, cuts: list[int], padding: int | None
     ) -> None:
         fields = request_fields(extra=[(f"x{name}", value) for name, value in fields])
         raw = block_of(fields)
         ends = [*sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
-        pieces = [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        flags, first = END_STREAM | HAS_PRIORITY, b"ppppp" + pieces[0]
+        fragments = [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        flags, first = END_STREAM | HAS_PRIORITY, b"ppppp" + fragments[0]
         if padding is not None:
             flags, first = flags | PADDED, bytes([padding]) + first + bytes(padding)
 
         blocks = HeaderBlockReader()
         blocks.on_headers(5, flags, memoryview(first))
-        for piece in pieces[1:]:
+        for fragment in fragments[1:]:
             assert blocks.is_open
-            blocks.on_continuation(5, memoryview(piece))
+            blocks.on_continuation(5, memoryview(fragment))
         stream_id, is_last, ended = blocks.end()
         assert (stream_id, is_last, ended.pairs) == (5, True, fields)
         assert not blocks.is_open
 
-    def test_blocks_share_a_table(self) -> None:
+    def test_blocks_share_the_dynamic_table(self) -> None:
         encoder, blocks = hpack.Encoder(), HeaderBlockReader()
         for stream_id in (1, 3, 5):
             fields = request_fields(extra=[("client", "robot-7"), ("n", str(stream_id))])
@@ -229,8 +229,8 @@ class TestBlocks:
             assert (number, is_last, ended.pairs) == (stream_id, False, fields)
         assert len(raw) < 20
 
-    def test_a_request_that_comes_again_is_read_once(self) -> None:
-        """Once the table does not change any more, which the first one writes to."""
+    def test_identical_requests_are_decoded_once(self) -> None:
+        """The first block changes the dynamic table, so caching begins with the second."""
         blocks, encoder, requests = HeaderBlockReader(), hpack.Encoder(), []
         for stream_id in (1, 3, 5):
             raw = encoder.encode(request_fields(extra=[("client", "robot-7")]))
@@ -242,7 +242,7 @@ class TestBlocks:
         assert (first.path, first.metadata) == ("/t/M", (("client", "robot-7"),))
 
     @pytest.mark.parametrize("stream_id", [1, 3])
-    def test_a_continuation_of_nothing_is_refused(self, stream_id: int) -> None:
+    def test_continuation_without_an_open_block_is_rejected(self, stream_id: int) -> None:
         blocks = HeaderBlockReader()
         if stream_id == 3:
             blocks.on_headers(1, 0, memoryview(b""))
@@ -250,7 +250,7 @@ class TestBlocks:
             blocks.on_continuation(stream_id, memoryview(b""))
         assert caught.value.code is ErrorCode.PROTOCOL_ERROR
 
-    def test_a_block_without_end_is_refused(self) -> None:
+    def test_block_above_the_size_limit_is_rejected(self) -> None:
         blocks = HeaderBlockReader()
         blocks.on_headers(1, 0, memoryview(bytes(65_536)))
         blocks.on_continuation(1, memoryview(b""))
@@ -259,7 +259,7 @@ class TestBlocks:
         assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
 
     @given(st.binary(max_size=200))
-    def test_bytes_at_random_are_a_block_or_break_the_connection(self, raw: bytes) -> None:
+    def test_random_bytes_are_a_block_or_a_compression_error(self, raw: bytes) -> None:
         blocks = HeaderBlockReader()
         blocks.on_headers(1, END_HEADERS, memoryview(raw))
         try:
@@ -268,22 +268,22 @@ class TestBlocks:
             assert error.code is ErrorCode.COMPRESSION_ERROR
 
     @pytest.mark.parametrize("block", [b"\xff", b"\x00\x81\xff\x00", b"\xff\x80\x01"])
-    def test_what_is_wrong_with_a_block_is_said_without_addresses(self, block: bytes) -> None:
-        """`hpack` names the bytes that it read by their place in memory."""
+    def test_error_of_an_invalid_block_contains_no_addresses(self, block: bytes) -> None:
+        """Error texts of `hpack` contain memory addresses."""
         blocks = HeaderBlockReader()
         blocks.on_headers(1, END_HEADERS, memoryview(block))
         with pytest.raises(ConnectionBroken) as caught:
             blocks.end()
         assert str(caught.value) == "invalid header block"
 
-    def test_a_small_block_that_expands_without_measure_is_refused(self) -> None:
+    def test_small_block_that_expands_above_the_limit_is_rejected(self) -> None:
         blocks, encoder = HeaderBlockReader(), hpack.Encoder()
         first = encoder.encode([("bomb", "b" * 4000)])
         blocks.on_headers(1, END_HEADERS, memoryview(first + b"\xbe" * 20))
         with pytest.raises(ConnectionBroken):
             blocks.end()
 
-    def test_nothing_is_kept_of_a_block_that_has_ended(self) -> None:
+    def test_memory_of_an_ended_block_is_freed(self) -> None:
         blocks = HeaderBlockReader()
         blocks.on_headers(1, END_HEADERS, memoryview(block_of([("k", "v" * 60_000)])))
         blocks.end()
@@ -295,15 +295,15 @@ class TestBlocks:
             max_size=40,
         )
     )
-    def test_blocks_that_come_again_mean_what_the_table_says_by_then(
+    def test_repeated_blocks_are_decoded_with_the_current_table(
         self, steps: list[tuple[int, bool] | int]
     ) -> None:
-        """Few different fields, with and without a place in a table of changing size."""
+        """The table changes its size, and some fields are never indexed."""
         encoder, blocks, plain = hpack.Encoder(), HeaderBlockReader(), hpack.Decoder()
         changes = 0
         for step in steps:
             if isinstance(step, int):
-                # Or hpack forgets the change before; a block may have two changes.
+                # hpack drops a pending change if the size is set again; a block has two at most.
                 if step != encoder.header_table_size and changes < TABLE_UPDATES_MAX:
                     encoder.header_table_size = step
                     changes += 1
@@ -317,8 +317,8 @@ class TestBlocks:
                 else encoder.encode([hpack.NeverIndexedHeaderTuple(*each) for each in fields])
             )
             blocks.on_headers(1, END_HEADERS, memoryview(raw))
-            wanted = [(str(name), str(value)) for name, value in plain.decode(raw)]
-            assert blocks.end()[2].pairs == wanted == fields
+            expected = [(str(name), str(value)) for name, value in plain.decode(raw)]
+            assert blocks.end()[2].pairs == expected == fields
 
     @pytest.mark.parametrize(
         ("block", "limit"),
@@ -328,18 +328,16 @@ class TestBlocks:
             (b"\x00\x01a\xff\x81\xbf\x01" + bytes(HUFFMAN_BYTES_MAX), b"\x00\x01a\x81\x1f"),
             (b"\x7f\xff\xff\xff\xff\x0f", b"\x7f\xff\xff\xff\xff\xff\x0f"),
         ],
-        ids=["table size updates", "fields", "Huffman-coded bytes", "an integer"],
+        ids=["table size updates", "fields", "Huffman-coded bytes", "integer"],
     )
-    def test_the_work_of_a_block_is_bounded_before_it_is_decoded(
-        self, block: bytes, limit: bytes
-    ) -> None:
+    def test_work_of_a_block_is_limited_before_decoding(self, block: bytes, limit: bytes) -> None:
         assert scan(block) > 0
         with pytest.raises(ConnectionBroken) as caught:
             scan(block + limit)
         assert caught.value.code in (ErrorCode.ENHANCE_YOUR_CALM, ErrorCode.COMPRESSION_ERROR)
 
     @given(FIELDS, st.booleans())
-    def test_the_cost_of_a_block_is_of_its_fields_and_of_its_huffman_codes(
+    def test_cost_of_a_block_counts_fields_and_huffman_codes(
         self, fields: Fields, is_coded: bool
     ) -> None:
         raw = hpack.Encoder().encode(fields, huffman=is_coded)

@@ -1,4 +1,4 @@
-"""Targets of requests over HTTP: which path they mean, whatever form they have."""
+"""HTTP request targets: accepted forms and their paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from iskander.protocols.oip.http.app import OipHttp
 
 
 class Access:
-    """Lets everybody in, and notes who is a probe."""
+    """Allows every call, and records whether it is a probe."""
 
     def __init__(self) -> None:
         self.probes: list[bool] = []
@@ -23,7 +23,7 @@ class Access:
 
 
 class Infer:
-    """Answers with the name of the model that was asked."""
+    """Responds with the name of the requested model."""
 
     async def __call__(self, scope: Any, _: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -31,8 +31,8 @@ class Infer:
         await send({"type": "http.response.body", "body": name})
 
 
-def asked(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
-    """Status and body of the answer, and whether it was a probe; `target` as uvicorn gives it."""
+def request(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
+    """Returns status, body and whether the call was a probe; `target` is in uvicorn's form."""
     access, sent = Access(), []
 
     async def send(message: Any) -> None:
@@ -59,9 +59,9 @@ def asked(target: bytes, method: str = "GET") -> tuple[int, bytes, bool]:
 @pytest.mark.parametrize(
     "server", [b"", b"http://host", b"HTTP://127.0.0.1:8000", b"https://u@[::1]:1", b"http://%2f"]
 )
-def test_a_target_may_name_the_server_too(server: bytes) -> None:
-    assert asked(server + b"/v2/health/live") == (200, b'{"live":true}', True)
-    assert asked(server + b"/v2/models/a/infer", "POST") == (200, b"a", False)
+def test_absolute_target_is_accepted(server: bytes) -> None:
+    assert request(server + b"/v2/health/live") == (200, b'{"live":true}', True)
+    assert request(server + b"/v2/models/a/infer", "POST") == (200, b"a", False)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,6 @@ def test_a_target_may_name_the_server_too(server: bytes) -> None:
         b"*",
     ],
 )
-def test_what_is_no_path_here_is_not_found(target: bytes) -> None:
-    status, _, is_probe = asked(target)
+def test_unknown_target_is_not_found(target: bytes) -> None:
+    status, _, is_probe = request(target)
     assert (status, is_probe) == (404, False)

@@ -1,4 +1,4 @@
-"""One call of inference over HTTP, with a submitter that does what the test says."""
+"""HTTP inference calls with a scripted submitter."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BODY = json.dumps(
 
 
 class ScriptedSubmitter:
-    """Stands for the real one."""
+    """A submitter that responds as the test scripts it."""
 
-    def __init__(self, answer: Callable[[RequestTensors], Awaitable[bytes]]) -> None:
+    def __init__(self, respond: Callable[[RequestTensors], Awaitable[bytes]]) -> None:
         self.limits = LimitsConfig()
         self.calls = 0
         self.terms: list[Terms] = []
         self.callers: list[object] = []
-        self._answer = answer
+        self._respond = respond
 
     def require_open(self) -> None: ...
 
@@ -51,11 +51,11 @@ class ScriptedSubmitter:
 
     async def infer(self, _: Any, offered: RequestTensors, *, terms: Terms) -> bytes:
         self.terms.append(terms)
-        return await self._answer(offered)
+        return await self._respond(offered)
 
 
 class Models:
-    """One model, whatever is asked for."""
+    """Models with one lane for every name."""
 
     def find_loaded(self, name: str, version: str | None, key: str) -> Any:
         return lane_of()
@@ -66,29 +66,31 @@ async def tripled(offered: RequestTensors) -> bytes:
 
 
 class Client:
-    """The other end of a call.
+    """The client of one call.
 
     Attributes:
-        gone: Set, when it leaves.
-        sent: What it was sent.
+        disconnected: Set when the client disconnects.
+        sent: Messages that the server sent.
     """
 
     def __init__(self, body: bytes = BODY, **headers: str) -> None:
-        self.gone = asyncio.Event()
+        self.disconnected = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
         self.submitter: ScriptedSubmitter | None = None
         self._pieces = [{"type": "http.request", "body": body, "more_body": False}]
-        named = [(name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()]
+        encoded = [
+            (name.replace("_", "-").encode(), text.encode()) for name, text in headers.items()
+        ]
         self._scope: dict[str, Any] = {
             "type": "http",
-            "headers": named,
+            "headers": encoded,
             "path_params": {"name": "m0"},
             "grant": FULL_GRANT,
             "client": ("10.0.0.9", 1234),
         }
 
-    async def ask(self, submitter: ScriptedSubmitter, **config: Any) -> bytes:
-        """The body of the answer."""
+    async def send(self, submitter: ScriptedSubmitter, **config: Any) -> bytes:
+        """Send the request and return the body of the response."""
         self._scope["is_surplus"] = config.pop("is_surplus", False)
         self.submitter = submitter
         budget = ReceiveBudget(config.pop("receive_bytes", 1 << 30))
@@ -108,30 +110,30 @@ class Client:
     async def _receive(self) -> Any:
         if self._pieces:
             return self._pieces.pop(0)
-        await self.gone.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        assert self.submitter is not None and self.submitter.calls == 1, "the call is not held"
+        assert self.submitter is not None and self.submitter.calls == 1, "the call is not open"
         self.sent.append(message)
 
 
-def test_a_call_is_held_until_its_answer_is_written() -> None:
+def test_call_is_open_until_its_response_is_written() -> None:
     async def run() -> None:
         submitter, client = ScriptedSubmitter(tripled), Client()
-        assert json.loads(await client.ask(submitter))["outputs"][0]["data"] == [3, 6]
+        assert json.loads(await client.send(submitter))["outputs"][0]["data"] == [3, 6]
         assert submitter.calls == 0
 
     asyncio.run(run())
 
 
-def test_a_parameter_goes_before_a_header() -> None:
+def test_parameter_overrides_a_header() -> None:
     async def run() -> list[Terms]:
         submitter = ScriptedSubmitter(tripled)
         headers = {"iskander_client": "a", "iskander_deadline_ms": "30"}
         body = json.loads(BODY) | {"parameters": {"iskander_client": "b"}}
-        await Client(json.dumps(body).encode(), **headers).ask(submitter)
-        await Client(iskander_timestamp_ns="1").ask(submitter)
+        await Client(json.dumps(body).encode(), **headers).send(submitter)
+        await Client(iskander_timestamp_ns="1").send(submitter)
         return submitter.terms
 
     both, stamped = asyncio.run(run())
@@ -141,7 +143,7 @@ def test_a_parameter_goes_before_a_header() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "parameters", "wanted"),
+    ("headers", "parameters", "expected"),
     [
         ({"iskander_priority": "5"}, {"priority": 1}, Terms(client="c", priority=0)),
         ({"iskander_priority": "5"}, {"priority": 0}, Terms(client="c", priority=5)),
@@ -154,70 +156,70 @@ def test_a_parameter_goes_before_a_header() -> None:
         ),
     ],
 )
-def test_every_parameter_goes_before_its_header(
-    headers: dict[str, str], parameters: dict[str, Any], wanted: Terms
+def test_each_parameter_overrides_its_header(
+    headers: dict[str, str], parameters: dict[str, Any], expected: Terms
 ) -> None:
     submitter = ScriptedSubmitter(tripled)
     body = json.loads(BODY) | {"parameters": parameters}
-    asyncio.run(Client(json.dumps(body).encode(), iskander_client="c", **headers).ask(submitter))
+    asyncio.run(Client(json.dumps(body).encode(), iskander_client="c", **headers).send(submitter))
 
     (terms,) = submitter.terms
     source = Source(connection="10.0.0.9:1234")
-    assert terms == replace(wanted, is_named=True, source=source)
+    assert terms == replace(expected, is_named=True, source=source)
 
 
-def test_all_connections_of_an_address_are_one_caller() -> None:
-    """Or one client would hold every place, with a connection for each."""
+def test_connections_of_one_address_are_one_caller() -> None:
+    """Otherwise one client could use all calls with many connections."""
 
-    async def answer(_: RequestTensors) -> bytes:
+    async def respond(_: RequestTensors) -> bytes:
         return bytes(16)
 
-    submitter = ScriptedSubmitter(answer)
-    asyncio.run(Client().ask(submitter))
+    submitter = ScriptedSubmitter(respond)
+    asyncio.run(Client().send(submitter))
     assert submitter.callers == ["10.0.0.9"]
 
 
-def test_a_client_that_leaves_ends_what_is_asked_for_it() -> None:
+def test_disconnect_cancels_the_request() -> None:
     async def run() -> None:
-        begun, ended = asyncio.Event(), asyncio.Event()
+        started, cancelled = asyncio.Event(), asyncio.Event()
 
-        async def never(_: RequestTensors) -> bytes:
-            begun.set()
+        async def wait_forever(_: RequestTensors) -> bytes:
+            started.set()
             try:
                 await asyncio.Event().wait()
             finally:
-                ended.set()
+                cancelled.set()
             return b""
 
         client = Client()
-        asking = asyncio.create_task(client.ask(ScriptedSubmitter(never)))
-        await begun.wait()
-        client.gone.set()
+        task = asyncio.create_task(client.send(ScriptedSubmitter(wait_forever)))
+        await started.wait()
+        client.disconnected.set()
         with pytest.raises(Cancelled):
-            await asking
-        await ended.wait()
+            await task
+        await cancelled.wait()
         assert client.sent == []
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_a_refused_request_is_forgotten_at_once() -> None:
-    """Collections are rare, and bodies large."""
+def test_rejected_request_is_freed_immediately() -> None:
+    """Garbage collections are rare, and bodies are large."""
 
-    async def refuse(_: RequestTensors) -> bytes:
+    async def reject(_: RequestTensors) -> bytes:
         await asyncio.sleep(0)
         raise DeadlineExceeded("late")
 
     async def run() -> None:
         with pytest.raises(IskanderError):
-            await Client().ask(ScriptedSubmitter(refuse))
+            await Client().send(ScriptedSubmitter(reject))
 
-    with collections_off():
+    with without_gc():
         asyncio.run(run())
         assert not [each for each in gc.get_objects() if type(each) is ParsedRequest]
 
 
-def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:
+def test_surplus_connections_and_bodies_above_the_limits_are_rejected() -> None:
     async def run() -> None:
         for config in (
             {"is_surplus": True},
@@ -226,13 +228,13 @@ def test_a_port_that_is_full_and_bodies_that_are_too_many_are_refused() -> None:
         ):
             client = Client()
             with pytest.raises(Overloaded):
-                await client.ask(ScriptedSubmitter(tripled), **config)
+                await client.send(ScriptedSubmitter(tripled), **config)
 
     asyncio.run(run())
 
 
 @contextlib.contextmanager
-def collections_off() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A tensor's elements as JSON: what comes back, and what is refused by name."""
+"""Tensor elements as JSON: conversion in both directions, and errors."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def read(datatype: str, shape: tuple[int, ...], data: Any) -> bytes:
     return read_data("x", datatype, shape, json.dumps(data).encode())
 
 
-def refusal(datatype: str, data: Any, shape: tuple[int, ...] | None = None) -> str:
+def error_of(datatype: str, data: Any, shape: tuple[int, ...] | None = None) -> str:
     shape = (len(data),) if shape is None else shape
-    with pytest.raises(ContractError) as refused:
+    with pytest.raises(ContractError) as raised:
         read(datatype, shape, data)
-    assert "`x`" in refused.value.message
-    return refused.value.message
+    assert "`x`" in raised.value.message
+    return raised.value.message
 
 
 @pytest.mark.parametrize("datatype", NUMPY)
 @given(data=st.data())
-def test_what_is_written_is_read_back_to_the_bit(datatype: str, data: st.DataObject) -> None:
-    """Numbers that are not finite too; but a NaN is any NaN."""
+def test_json_values_round_trip_exactly(datatype: str, data: st.DataObject) -> None:
+    """Includes infinities; all NaNs are equal."""
     array = data.draw(npst.arrays(NUMPY[datatype], npst.array_shapes(max_dims=3, min_side=0)))
     if datatype in FLOATS:
         array[np.isnan(array)] = np.nan
@@ -47,22 +47,22 @@ def test_what_is_written_is_read_back_to_the_bit(datatype: str, data: st.DataObj
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"))))
-def test_strings_are_read_back(texts: list[str]) -> None:
+def test_strings_round_trip(texts: list[str]) -> None:
     raw = read("BYTES", (len(texts),), texts)
 
     assert write_data(Tensor("y", "BYTES", (len(texts),), memoryview(raw))) == texts
 
 
-def test_strings_are_put_together_as_utf8() -> None:
+def test_strings_are_encoded_as_utf8() -> None:
     assert body_to_strings(read("BYTES", (2,), ["ä", ""]), 2) == ["ä".encode(), b""]
 
 
-def test_a_whole_number_may_be_written_as_a_float() -> None:
+def test_integer_can_be_written_as_a_float() -> None:
     assert read("INT8", (3,), [1.0, -2e0, 3]) == bytes([1, 254, 3])
 
 
 @pytest.mark.parametrize(
-    ("datatype", "value", "got"),
+    ("datatype", "value", "message"),
     [
         ("INT8", 128, "128 is not INT8: the range is -128 to 127"),
         ("UINT8", -1, "-1 is not UINT8"),
@@ -80,28 +80,28 @@ def test_a_whole_number_may_be_written_as_a_float() -> None:
         ("BYTES", [1], "a list of 1 is not BYTES"),
     ],
 )
-def test_an_element_of_another_type_or_range_is_named(datatype: str, value: Any, got: str) -> None:
+def test_element_of_a_wrong_type_or_range_is_named(datatype: str, value: Any, message: str) -> None:
     other = {"BOOL": True, "BYTES": ""}.get(datatype, 1)
     try:
-        assert got in refusal(datatype, [other, value])
+        assert message in error_of(datatype, [other, value])
     except MalformedInput as error:
         assert value == 10**400 and "out of range" in error.message
 
 
-def test_a_large_integer_is_a_float_as_far_as_that_goes() -> None:
+def test_large_integer_is_converted_to_a_float_in_range() -> None:
     assert read("FP64", (1,), [10**30]) == np.float64(1e30).tobytes()
-    assert "out of range" in refusal("FP64", [10**309])
+    assert "out of range" in error_of("FP64", [10**309])
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_half_precision_is_sent_to_the_binary_form(datatype: str) -> None:
-    assert "binary" in refusal(datatype, [1.0])
+def test_half_precision_requires_the_binary_form(datatype: str) -> None:
+    assert "binary" in error_of(datatype, [1.0])
     with pytest.raises(ContractError, match="binary"):
         write_data(Tensor("y", datatype, (1,), memoryview(b"\0\0")))
 
 
-def test_a_datatype_that_is_not_there_is_named() -> None:
-    assert "`FP8`" in refusal("FP8", [1.0])
+def test_unknown_datatype_is_named() -> None:
+    assert "`FP8`" in error_of("FP8", [1.0])
 
 
 @pytest.mark.parametrize(
@@ -119,16 +119,16 @@ def test_a_datatype_that_is_not_there_is_named() -> None:
         ((1,), {"a": 1}),
     ],
 )
-def test_data_of_another_shape_are_refused(shape: tuple[int, ...], data: Any) -> None:
-    assert refusal("INT32", data, shape)
+def test_data_of_a_wrong_shape_is_rejected(shape: tuple[int, ...], data: Any) -> None:
+    assert error_of("INT32", data, shape)
 
 
 @pytest.mark.parametrize("raw", [b"[NaN]", b"[1", b'["\xff"]', b"[1e999]", b"[" * 10**6, b""])
-def test_what_is_no_json_is_malformed(raw: bytes) -> None:
+def test_invalid_json_is_malformed(raw: bytes) -> None:
     with pytest.raises(MalformedInput, match="`x`"):
         read_data("x", "FP64", (1,), raw)
 
 
-def test_bytes_that_are_no_text_have_no_json_form() -> None:
+def test_strings_that_are_not_utf8_require_the_binary_form() -> None:
     with pytest.raises(IskanderError, match=r"element 1 of `y`.*binary"):
         write_data(Tensor("y", "BYTES", (2,), memoryview(strings_to_body([b"a", b"\xff"]))))

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: the JSON, the tensors behind it, and what does not fit."""
+"""HTTP request and response bodies: JSON, binary tensors and errors."""
 
 from __future__ import annotations
 
@@ -42,74 +42,74 @@ CONTRACT = Contract(
 )
 
 
-def read(head: Any, behind: bytes | None = None, contract: Contract = CONTRACT) -> ParsedRequest:
+def read(head: Any, binary: bytes | None = None, contract: Contract = CONTRACT) -> ParsedRequest:
     raw = head if isinstance(head, bytes) else json.dumps(head).encode()
-    length = None if behind is None else len(raw)
-    return read_request(memoryview(raw + (behind or b"")), length, contract, LIMITS)
+    length = None if binary is None else len(raw)
+    return read_request(memoryview(raw + (binary or b"")), length, contract, LIMITS)
 
 
 def request(*inputs: Any, **rest: Any) -> dict[str, Any]:
     return {"inputs": list(inputs), **rest}
 
 
-def test_a_request_of_json_is_read() -> None:
-    asked = read(request(JSON_X, id="a", parameters={"priority": 1}, more="is not looked at"))
+def test_json_request_is_read() -> None:
+    parsed = read(request(JSON_X, id="a", parameters={"priority": 1}, more="ignored"))
 
-    assert asked.tensors == [Tensor("x", "INT32", (2,), memoryview(RAW_X))]
-    assert (asked.id, asked.parameters, asked.outputs) == ("a", {"priority": 1}, None)
-    assert not asked.is_binary
+    assert parsed.tensors == [Tensor("x", "INT32", (2,), memoryview(RAW_X))]
+    assert (parsed.id, parsed.parameters, parsed.outputs) == ("a", {"priority": 1}, None)
+    assert not parsed.is_binary
 
 
-def test_tensors_lie_behind_the_json_in_its_order_beside_those_that_are_in_it() -> None:
+def test_binary_tensors_follow_the_json_in_input_order() -> None:
     second = {**BINARY_X, "name": "w"}
 
     three = Contract(inputs=tuple(spec(name, "int32") for name in "xvw"), outputs=())
-    asked = read(request(BINARY_X, {**JSON_X, "name": "v"}, second), RAW_X + RAW_X[::-1], three)
+    parsed = read(request(BINARY_X, {**JSON_X, "name": "v"}, second), RAW_X + RAW_X[::-1], three)
 
-    assert [bytes(tensor.data) for tensor in asked.tensors] == [RAW_X, RAW_X, RAW_X[::-1]]
+    assert [bytes(tensor.data) for tensor in parsed.tensors] == [RAW_X, RAW_X, RAW_X[::-1]]
 
 
-def test_a_tensor_behind_the_json_is_not_copied() -> None:
+def test_binary_tensor_is_not_copied() -> None:
     raw = json.dumps(request(BINARY_X)).encode()
     body = memoryview(raw + RAW_X)
 
     assert read_request(body, len(raw), CONTRACT, LIMITS).tensors[0].data.obj is body.obj
 
 
-def test_an_output_is_of_the_form_that_it_or_the_request_says() -> None:
+def test_output_form_is_set_by_the_output_or_the_request() -> None:
     outputs = [{"name": "y"}, {"name": "z", "parameters": {"binary_data": False}}]
 
-    said = read(request(JSON_X, outputs=outputs, parameters={"binary_data_output": True}))
-    unsaid = read(request(JSON_X, outputs=[{"name": "y", "parameters": {"binary_data": True}}]))
+    by_request = read(request(JSON_X, outputs=outputs, parameters={"binary_data_output": True}))
+    by_output = read(request(JSON_X, outputs=[{"name": "y", "parameters": {"binary_data": True}}]))
 
-    assert said.outputs == [RequestedOutput("y", True), RequestedOutput("z", False)]
-    assert unsaid.outputs == [RequestedOutput("y", True)]
+    assert by_request.outputs == [RequestedOutput("y", True), RequestedOutput("z", False)]
+    assert by_output.outputs == [RequestedOutput("y", True)]
     assert read(request(JSON_X, parameters={"binary_data_output": True})).is_binary
 
 
-def test_null_is_as_if_it_were_not_there() -> None:
-    """So clients write what they leave open."""
-    nothing = {"id": None, "outputs": None, "parameters": None}
-    asked = read(request(JSON_X | {"parameters": None}, **nothing))
-    assert asked == read(request(JSON_X))
+def test_null_equals_a_missing_field() -> None:
+    """Some clients write null for unset fields."""
+    unset = {"id": None, "outputs": None, "parameters": None}
+    parsed = read(request(JSON_X | {"parameters": None}, **unset))
+    assert parsed == read(request(JSON_X))
 
-    unsaid = {"shared_memory_region": None, "classification": None, "binary_data": None}
-    for parameters in (None, unsaid):
-        asked = read(request(JSON_X, outputs=[{"name": "y", "parameters": parameters}]))
-        assert asked.outputs == [RequestedOutput("y", False)]
-    unsaid = {"binary_data_size": None, "shared_memory_region": None, "priority": None}
-    asked = read(request(JSON_X | {"parameters": unsaid}, parameters=unsaid))
-    assert asked == read(request(JSON_X))
+    unset = {"shared_memory_region": None, "classification": None, "binary_data": None}
+    for parameters in (None, unset):
+        parsed = read(request(JSON_X, outputs=[{"name": "y", "parameters": parameters}]))
+        assert parsed.outputs == [RequestedOutput("y", False)]
+    unset = {"binary_data_size": None, "shared_memory_region": None, "priority": None}
+    parsed = read(request(JSON_X | {"parameters": unset}, parameters=unset))
+    assert parsed == read(request(JSON_X))
     assert read(request(BINARY_X | {"data": None}), RAW_X) == read(request(BINARY_X), RAW_X)
 
 
 MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
-    "no JSON": (b"{]", None, "cannot be read"),
+    "invalid JSON": (b"{]", None, "cannot be read"),
     "truncated": (json.dumps(request(JSON_X)).encode()[:-3], None, "truncated"),
     "a NaN": (b'{"inputs":[{"name":"x","data":[NaN]}]}', None, "NaN and Infinity are not JSON"),
-    "no UTF-8": (b'{"inputs":[{"name":"\xff"}]}', None, "cannot be read"),
-    "deep": (b"[" * 100_000, None, "cannot be read|Expected"),
-    "deep where nobody looks": (b'{"a":' + b"[" * 100_000, None, "cannot be read"),
+    "invalid UTF-8": (b'{"inputs":[{"name":"\xff"}]}', None, "cannot be read"),
+    "deep nesting": (b"[" * 100_000, None, "cannot be read|Expected"),
+    "deep nesting in an unknown field": (b'{"a":' + b"[" * 100_000, None, "cannot be read"),
     "a list": ([], None, "Expected `object`"),
     "no inputs": ({}, None, "`inputs`"),
     "a number as id": (request(JSON_X, id=1), None, r"\$\.id"),
@@ -117,29 +117,29 @@ MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
     "a fraction in a shape": (request(JSON_X | {"shape": [2.5]}), None, "shape"),
     "a huge shape": (request(JSON_X | {"shape": [2**64]}), None, "shape"),
     "a shape of many axes": (request(JSON_X | {"shape": [1] * 1000}), None, "shape"),
-    "null": (request(X | {"data": None}), None, "needs `data` or `binary_data_size`"),
+    "null data": (request(X | {"data": None}), None, "needs `data` or `binary_data_size`"),
     "neither form": (request(X), None, "needs `data` or `binary_data_size`"),
     "both forms": (request(BINARY_X | JSON_X), RAW_X, "`data` and `binary_data_size`"),
     "too few bytes": (request(BINARY_X), RAW_X[:-1], "body ends after 7"),
     "no bytes": (request(BINARY_X), None, "body ends after 0"),
     "too many bytes": (request(BINARY_X), RAW_X + b"12", "2 bytes follow after"),
-    "bytes that nobody owns": (request(JSON_X), RAW_X, "8 bytes follow after"),
-    "a length below zero": (
+    "unused bytes": (request(JSON_X), RAW_X, "8 bytes follow after"),
+    "a negative length": (
         request(X | {"parameters": {"binary_data_size": -1}}),
         RAW_X,
         "is not a number of bytes",
     ),
-    "a length beyond all": (
+    "a huge length": (
         request(X | {"parameters": {"binary_data_size": 10**30}}),
         RAW_X,
         "is not a number of bytes",
     ),
-    "a length of text": (
+    "a length as text": (
         request(X | {"parameters": {"binary_data_size": "8"}}),
         RAW_X,
         "is not a number of bytes",
     ),
-    "a flag of text": (
+    "a flag as text": (
         request(JSON_X, parameters={"binary_data_output": "yes"}),
         None,
         "true or false",
@@ -148,13 +148,13 @@ MALFORMED: dict[str, tuple[Any, bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_cannot_be_read_is_refused_with_what_is_wrong(name: str) -> None:
-    head, behind, why = MALFORMED[name]
-    with pytest.raises(MalformedInput, match=why):
-        read(head, behind)
+def test_malformed_request_is_rejected_with_the_reason(name: str) -> None:
+    head, binary, message = MALFORMED[name]
+    with pytest.raises(MalformedInput, match=message):
+        read(head, binary)
 
 
-def test_more_tensors_than_columns_are_refused_before_they_are_read() -> None:
+def test_too_many_tensors_are_rejected_before_they_are_read() -> None:
     with pytest.raises(LimitExceeded, match="5 inputs, limit 4 "):
         read(request(*[X] * 5))
     with pytest.raises(LimitExceeded, match="5 outputs, limit 4 "):
@@ -169,19 +169,19 @@ def test_more_tensors_than_columns_are_refused_before_they_are_read() -> None:
         request(JSON_X, outputs=[{"name": "y", "parameters": {"classification": 3}}]),
     ],
 )
-def test_what_is_not_offered_is_refused_as_that(head: Any) -> None:
+def test_unsupported_options_are_rejected(head: Any) -> None:
     with pytest.raises(Unsupported):
         read(head)
 
 
-def test_a_body_without_json_is_the_only_input_and_all_results_are_binary() -> None:
-    asked = read_raw(CONTRACT, memoryview(RAW_X))
+def test_raw_body_is_the_only_input_with_binary_results() -> None:
+    parsed = read_raw(CONTRACT, memoryview(RAW_X))
 
-    assert asked.tensors == [Tensor("x", "INT32", (2,), memoryview(RAW_X))]
-    assert asked.is_binary
+    assert parsed.tensors == [Tensor("x", "INT32", (2,), memoryview(RAW_X))]
+    assert parsed.is_binary
 
 
-def test_a_body_without_json_is_whole_rows_of_one_input() -> None:
+def test_raw_body_requires_one_input_and_whole_rows() -> None:
     pair = Contract(inputs=(spec("x", "int32", 2), spec("w", "int8")), outputs=CONTRACT.outputs)
 
     with pytest.raises(ContractError, match="2 inputs"):
@@ -192,10 +192,10 @@ def test_a_body_without_json_is_whole_rows_of_one_input() -> None:
         read_raw(CONTRACT, memoryview(RAW_X[:-1]))
 
 
-def test_outputs_are_chosen_in_the_order_asked_for() -> None:
-    asked = ParsedRequest([], outputs=[RequestedOutput("z", True), RequestedOutput("y", False)])
+def test_outputs_are_selected_in_requested_order() -> None:
+    parsed = ParsedRequest([], outputs=[RequestedOutput("z", True), RequestedOutput("y", False)])
 
-    assert select_outputs(CONTRACT, asked, 10, 1000) == asked.outputs
+    assert select_outputs(CONTRACT, parsed, 10, 1000) == parsed.outputs
     everything = select_outputs(CONTRACT, ParsedRequest([], is_binary=True), 10, 1000)
     assert everything == [
         RequestedOutput("y", True),
@@ -205,7 +205,7 @@ def test_outputs_are_chosen_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "kind", "why"),
+    ("outputs", "kind", "message"),
     [
         (
             [RequestedOutput("q", True)],
@@ -218,22 +218,22 @@ def test_outputs_are_chosen_in_the_order_asked_for() -> None:
         (None, ContractError, "FP16"),
     ],
 )
-def test_outputs_that_cannot_be_answered_are_refused_before_the_run(
-    outputs: list[RequestedOutput] | None, kind: type[IskanderError], why: str
+def test_invalid_outputs_are_rejected_before_the_run(
+    outputs: list[RequestedOutput] | None, kind: type[IskanderError], message: str
 ) -> None:
-    with pytest.raises(kind, match=why):
+    with pytest.raises(kind, match=message):
         select_outputs(CONTRACT, ParsedRequest([], outputs=outputs), 10, 39)
 
 
-def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
-    given = [
+def test_response_has_outputs_in_requested_form_and_order() -> None:
+    results = [
         Tensor("y", "INT32", (2,), memoryview(RAW_X)),
         Tensor("z", "BOOL", (2, 3), memoryview(bytes([1, 0, 1, 0, 0, 1]))),
         Tensor("h", "FP16", (2,), memoryview(np.ones(2, np.float16).tobytes())),
     ]
-    chosen = [RequestedOutput("h", True), RequestedOutput("z", False), RequestedOutput("y", True)]
+    selected = [RequestedOutput("h", True), RequestedOutput("z", False), RequestedOutput("y", True)]
 
-    parts, length = write_answer(("m", "3"), ParsedRequest([], id="a"), given, chosen, 6)
+    parts, length = write_answer(("m", "3"), ParsedRequest([], id="a"), results, selected, 6)
 
     body = b"".join(parts)
     assert length is not None
@@ -265,11 +265,11 @@ def test_an_answer_has_its_tensors_where_they_were_asked_for() -> None:
     assert body[length:] == np.ones(2, np.float16).tobytes() + RAW_X
 
 
-def test_an_answer_of_json_alone_has_no_length_of_it() -> None:
-    given = [Tensor("y", "INT32", (2,), memoryview(RAW_X))]
+def test_json_response_has_no_json_length() -> None:
+    results = [Tensor("y", "INT32", (2,), memoryview(RAW_X))]
 
     parts, length = write_answer(
-        ("m", "3"), ParsedRequest([]), given, [RequestedOutput("y", False)], 8
+        ("m", "3"), ParsedRequest([]), results, [RequestedOutput("y", False)], 8
     )
 
     assert length is None
@@ -280,36 +280,36 @@ TEXTS = Contract(inputs=(spec("s", "utf8"),), outputs=(spec("t", "utf8"),))
 RAW_TEXTS = b"\x02\0\0\0\xc3\xa4\0\0\0\0"
 
 
-def test_strings_are_the_same_in_both_forms() -> None:
+def test_strings_are_equal_in_both_forms() -> None:
     head = {"name": "s", "datatype": "BYTES", "shape": [2]}
     in_json = read(request(head | {"data": ["ä", ""]}), contract=TEXTS)
     size = {"parameters": {"binary_data_size": len(RAW_TEXTS)}}
-    behind = read(request(head | size), RAW_TEXTS, TEXTS)
+    binary = read(request(head | size), RAW_TEXTS, TEXTS)
 
-    assert in_json.tensors == behind.tensors
-    given = [replace(in_json.tensors[0], name="t")]
+    assert in_json.tensors == binary.tensors
+    results = [replace(in_json.tensors[0], name="t")]
     for is_binary, written in ((True, RAW_TEXTS), (False, '["ä",""]'.encode())):
         parts, _ = write_answer(
-            ("m", "1"), ParsedRequest([]), given, [RequestedOutput("t", is_binary)], 100
+            ("m", "1"), ParsedRequest([]), results, [RequestedOutput("t", is_binary)], 100
         )
         assert written in b"".join(parts)
 
 
-def test_strings_that_are_too_long_for_json_are_refused_when_they_are_there() -> None:
-    given = [Tensor("t", "BYTES", (1,), memoryview(strings_to_body([b"a" * 93])))]
+def test_long_strings_as_json_are_rejected_after_the_run() -> None:
+    results = [Tensor("t", "BYTES", (1,), memoryview(strings_to_body([b"a" * 93])))]
     assert select_outputs(TEXTS, ParsedRequest([]), 1, 100)
 
     with pytest.raises(LimitExceeded, match=r"101 bytes.*binary"):
-        write_answer(("m", "1"), ParsedRequest([]), given, [RequestedOutput("t", False)], 100)
+        write_answer(("m", "1"), ParsedRequest([]), results, [RequestedOutput("t", False)], 100)
 
 
-def test_strings_that_are_not_as_many_as_the_shape_says_are_malformed() -> None:
+def test_wrong_string_count_is_malformed() -> None:
     head = {"name": "s", "datatype": "BYTES", "shape": [3]}
     with pytest.raises(MalformedInput):
         read(request(head | {"parameters": {"binary_data_size": 10}}), RAW_TEXTS, TEXTS)
 
 
-def test_strings_that_no_input_takes_so_many_of_are_left_as_they_came() -> None:
+def test_strings_that_fit_no_input_are_not_converted() -> None:
     size = {"parameters": {"binary_data_size": 8}}
     head = {"name": "s", "datatype": "BYTES", "shape": [2]}
 
@@ -321,18 +321,18 @@ def test_strings_that_no_input_takes_so_many_of_are_left_as_they_came() -> None:
 
 
 @pytest.mark.parametrize("names", [["other"], ["s", "other"], ["s", "s"]])
-def test_no_element_is_looked_at_where_the_names_are_not_the_models(names: list[str]) -> None:
-    """These would all be refused by themselves."""
+def test_elements_are_not_read_for_wrong_input_names(names: list[str]) -> None:
+    """Each element is invalid and would be rejected."""
     size = {"parameters": {"binary_data_size": 3}}
-    described = [{"name": name, "datatype": "BYTES", "shape": [2]} for name in names]
+    descriptions = [{"name": name, "datatype": "BYTES", "shape": [2]} for name in names]
 
-    raw = read(request(*(each | size for each in described)), bytes(3 * len(names)), TEXTS)
-    in_json = read(request(*(each | {"data": [1]} for each in described)), contract=TEXTS)
+    raw = read(request(*(each | size for each in descriptions)), bytes(3 * len(names)), TEXTS)
+    in_json = read(request(*(each | {"data": [1]} for each in descriptions)), contract=TEXTS)
 
     assert [bytes(each.data) for each in raw.tensors + in_json.tensors] == [b""] * 2 * len(names)
 
 
-def test_a_body_without_json_is_one_string() -> None:
+def test_raw_body_is_one_string() -> None:
     (tensor,) = read_raw(TEXTS, memoryview(b"a b")).tensors
 
     assert (tensor.shape, body_to_strings(tensor.data, 1)) == ((1,), [b"a b"])

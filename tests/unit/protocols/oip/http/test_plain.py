@@ -1,4 +1,4 @@
-"""Messages as JSON: fields under their own names, numbers as numbers."""
+"""Protobuf messages as JSON: original field names, and numbers instead of text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from iskander._generated import oip_pb2
 from iskander.protocols.oip.http.messages import plain
 
 
-def test_a_field_is_there_also_where_it_was_not_set() -> None:
+def test_unset_fields_are_included() -> None:
     assert plain(oip_pb2.ModelMetadataResponse(name="m", versions=["1"])) == {
         "name": "m",
         "versions": ["1"],
@@ -16,8 +16,8 @@ def test_a_field_is_there_also_where_it_was_not_set() -> None:
     }
 
 
-def test_numbers_are_numbers_enums_names_and_messages_objects() -> None:
-    told = plain(
+def test_numbers_enums_and_messages_are_converted() -> None:
+    converted = plain(
         oip_pb2.ModelConfig(
             max_batch_size=8,
             input=[oip_pb2.ModelInput(name="x", data_type="TYPE_INT64", dims=[2**40])],
@@ -25,14 +25,14 @@ def test_numbers_are_numbers_enums_names_and_messages_objects() -> None:
         )
     )
 
-    assert told["max_batch_size"] == 8
-    assert told["input"] == [{"name": "x", "data_type": "TYPE_INT64", "dims": [2**40]}]
-    assert told["model_transaction_policy"] == {"decoupled": False}
-    assert "dynamic_batching" not in told
+    assert converted["max_batch_size"] == 8
+    assert converted["input"] == [{"name": "x", "data_type": "TYPE_INT64", "dims": [2**40]}]
+    assert converted["model_transaction_policy"] == {"decoupled": False}
+    assert "dynamic_batching" not in converted
 
 
-def test_a_map_is_an_object() -> None:
+def test_map_is_converted_to_an_object() -> None:
     kind = oip_pb2.SystemSharedMemoryStatusResponse
-    told = plain(kind(regions={"a": kind.RegionStatus(name="a", byte_size=2**33)}))
+    converted = plain(kind(regions={"a": kind.RegionStatus(name="a", byte_size=2**33)}))
 
-    assert told["regions"]["a"]["byte_size"] == 2**33
+    assert converted["regions"]["a"]["byte_size"] == 2**33

@@ -1,4 +1,4 @@
-"""Refusals of the kernel, really provoked: in a process of its own, which keeps them for good."""
+"""Memory segments in a process with denied system calls or limited locked memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from support import sandbox
 
 MIB = 1 << 20
-SAY = """
+PRINT_BACKINGS = """
 from iskander.memory.backing import BackingOptions
 from iskander.memory.segment import Segment
 
@@ -17,15 +17,15 @@ for length_bytes, options in {cases}:
     segment = Segment.create("test", length_bytes, BackingOptions(**options))
     segment.view[-1] = 1
     backing = segment.backing
-    print(backing, backing.node, backing.is_locked, *backing.complaints, sep=" | ")
+    print(backing, backing.node, backing.is_locked, *backing.notices, sep=" | ")
     segment.close()
 """
 
 
 def backings(*cases: tuple[int, dict[str, object]], arguments: tuple[str, ...]) -> list[str]:
-    """What segments of these lengths and options come to in a sandbox: a line for each."""
-    command = [sys.executable, "-c", SAY.format(cases=cases)]
-    done = subprocess.run(
+    """Returns one line about the backing of each segment created in a sandboxed process."""
+    command = [sys.executable, "-c", PRINT_BACKINGS.format(cases=cases)]
+    process = subprocess.run(
         [sys.executable, sandbox.__file__, *arguments, *command],
         capture_output=True,
         text=True,
@@ -33,11 +33,11 @@ def backings(*cases: tuple[int, dict[str, object]], arguments: tuple[str, ...]) 
         check=True,
         cwd=Path(__file__).parent,
     )
-    return done.stdout.splitlines()
+    return process.stdout.splitlines()
 
 
-def test_memory_beyond_the_limit_is_not_locked() -> None:
-    """The limit is of the process: a segment that it has room for is locked beside others."""
+def test_memory_above_the_limit_is_not_locked() -> None:
+    """The limit applies to the process; a smaller segment is locked."""
     options = {"is_locked": True}
 
     fits, exceeds = backings((MIB, options), (8 * MIB, options), arguments=("--lock", str(4 * MIB)))
@@ -47,13 +47,13 @@ def test_memory_beyond_the_limit_is_not_locked() -> None:
     assert "this process may lock 4 MiB in all" in exceeds
 
 
-def test_no_memory_may_be_locked_at_all() -> None:
+def test_no_memory_is_locked_with_a_limit_of_0() -> None:
     (line,) = backings((MIB, {"is_locked": True}), arguments=("--lock", "0"))
 
     assert line.startswith("1 MiB | None | False | not locked, Operation not permitted: ")
 
 
-def test_a_sandbox_that_refuses_a_policy_costs_the_policy_only() -> None:
+def test_denied_memory_policy_is_reported_and_memory_is_used() -> None:
     (line,) = backings((MIB, {"node": 0}), arguments=("--refuse", "mbind"))
 
     assert line.startswith("1 MiB | None | False | no memory policy for node 0: mbind was refused ")

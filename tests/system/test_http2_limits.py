@@ -1,6 +1,6 @@
-"""What one client may cost all others: by frames, by settings, by what is compressed or large.
+"""Limits on the work and memory of one HTTP/2 client: frames, settings, compression, messages.
 
-The connections have no sockets, and no gateway behind them.
+The connections run without sockets and without a gateway.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from support.input_arena import in_loop, turns
 from iskander.clock import NS_PER_S, now_ns
 from iskander.config.schema import TimeoutsConfig
 from iskander.transport import receive_budget
-from iskander.transport.http2 import call_receiver as call_input
+from iskander.transport.http2 import call_receiver, decompression
 from iskander.transport.http2 import connection as connection_module
-from iskander.transport.http2 import decompression as inflating
 from iskander.transport.http2.call import Call
 from iskander.transport.http2.call_receiver import WINDOW_BYTES
 from iskander.transport.http2.rate_limit import BURST
@@ -52,22 +51,22 @@ MIB = 1 << 20
 MESSAGE_BYTES = 72 * MIB
 
 
-async def answer(call: Call) -> None:
+async def respond(call: Call) -> None:
     await call.read()
-    await call.answer(b"an answer")
+    await call.answer(b"a response")
 
 
 def window_setting(value: int) -> bytes:
     return WINDOW_SETTING.to_bytes(2) + value.to_bytes(4)
 
 
-# Frames that come of what was sent.
+# Control frames.
 
 
 @in_loop
-async def test_clients_that_measure_the_way_at_each_answer_stay() -> None:
-    """grpc-go's and grpc-java's: a ping and the windows for each."""
-    peer = Peer(answer)
+async def test_a_ping_and_window_updates_for_each_response_are_accepted() -> None:
+    """grpc-go and grpc-java send them to measure the bandwidth-delay product."""
+    peer = Peer(respond)
     for stream_id in range(1, BURST * 4, 2):
         peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
@@ -77,8 +76,8 @@ async def test_clients_that_measure_the_way_at_each_answer_stay() -> None:
 
 
 @in_loop
-async def test_pings_that_come_late_are_of_the_answers_before() -> None:
-    peer = Peer(answer)
+async def test_delayed_pings_count_against_earlier_responses() -> None:
+    peer = Peer(respond)
     for stream_id in range(1, BURST * 4, 2):
         peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
@@ -88,8 +87,8 @@ async def test_pings_that_come_late_are_of_the_answers_before() -> None:
 
 
 @in_loop
-async def test_pings_are_not_free_for_ever_where_there_were_answers() -> None:
-    peer = Peer(answer)
+async def test_ping_allowance_from_responses_is_bounded() -> None:
+    peer = Peer(respond)
     for stream_id in range(1, 2001, 2):
         peer.say(client.headers(stream_id), data(stream_id, message(b"x"), END_STREAM))
         await turns()
@@ -99,7 +98,7 @@ async def test_pings_are_not_free_for_ever_where_there_were_answers() -> None:
 
 
 @pytest.mark.parametrize("stream_id", [0, 1, 3])
-def test_windows_that_open_for_nothing_end_the_connection(stream_id: int) -> None:
+def test_useless_window_updates_close_the_connection(stream_id: int) -> None:
     async def play() -> None:
         peer = Peer()
         peer.open(1)
@@ -116,7 +115,7 @@ def test_windows_that_open_for_nothing_end_the_connection(stream_id: int) -> Non
 
 
 @in_loop
-async def test_a_message_taken_in_crumbs_ends_the_connection() -> None:
+async def test_one_byte_window_updates_close_the_connection() -> None:
     async def serve(call: Call) -> None:
         await call.write(bytes(MIB))
 
@@ -130,7 +129,7 @@ async def test_a_message_taken_in_crumbs_ends_the_connection() -> None:
 
 
 @in_loop
-async def test_a_message_taken_in_small_windows_comes_whole() -> None:
+async def test_message_read_in_small_windows_is_complete() -> None:
     sent = os.urandom(8 * MIB)
 
     async def serve(call: Call) -> None:
@@ -152,7 +151,7 @@ async def test_a_message_taken_in_small_windows_comes_whole() -> None:
 
 
 @in_loop
-async def test_of_settings_said_many_times_the_last_holds() -> None:
+async def test_last_of_repeated_settings_applies() -> None:
     peer = Peer(calls_max=2000)
     for stream_id in range(1, 401, 2):
         peer.open(stream_id)
@@ -165,7 +164,7 @@ async def test_of_settings_said_many_times_the_last_holds() -> None:
 
 
 @in_loop
-async def test_settings_cost_patience_by_their_number() -> None:
+async def test_settings_are_charged_by_their_number() -> None:
     peer = Peer()
     for _ in range(2):
         assert peer.goodbye is None
@@ -174,7 +173,7 @@ async def test_settings_cost_patience_by_their_number() -> None:
 
 
 @in_loop
-async def test_settings_cost_patience_by_the_calls_that_they_change() -> None:
+async def test_settings_are_charged_by_the_calls_they_change() -> None:
     peer = Peer(calls_max=2000)
     for stream_id in range(1, 4001, 2):
         peer.open(stream_id)
@@ -186,7 +185,7 @@ async def test_settings_cost_patience_by_the_calls_that_they_change() -> None:
 
 
 @in_loop
-async def test_a_setting_that_is_wrong_is_not_mended_by_the_next() -> None:
+async def test_invalid_setting_is_an_error_even_before_a_valid_one() -> None:
     peer = Peer()
     peer.say(frame(SETTINGS, 0, window_setting(1 << 31) + window_setting(5)))
     assert peer.goodbye == client.FLOW_CONTROL_ERROR
@@ -196,21 +195,21 @@ async def test_a_setting_that_is_wrong_is_not_mended_by_the_next() -> None:
 
 
 @in_loop
-async def test_headers_of_any_bytes_are_one_calls_and_not_the_connections() -> None:
-    peer = Peer(answer)
+async def test_metadata_with_any_bytes_is_decoded_and_keeps_the_connection() -> None:
+    peer = Peer(respond)
     encoder = hpack.Encoder()
-    for stream_id, said in ((1, b"caf\xe9"), (3, b"caf\xe9"), (5, "caf\u00e9".encode())):
-        fields = [*request_fields(), ("who", said), ("client", "robot-7")]
+    for stream_id, value in ((1, b"caf\xe9"), (3, b"caf\xe9"), (5, "caf\u00e9".encode())):
+        fields = [*request_fields(), ("who", value), ("client", "robot-7")]
         raw = encoder.encode(fields)
         peer.say(frame(HEADERS, stream_id, raw, END_HEADERS), data(stream_id, b"", END_STREAM))
         await turns()
         assert peer.goodbye is None and peer.answer(stream_id).status == 0
-    wanted = (("who", "caf\u00e9"), ("client", "robot-7"))
-    assert [call.metadata for call in peer.served] == [wanted] * 3
+    expected = (("who", "caf\u00e9"), ("client", "robot-7"))
+    assert [call.metadata for call in peer.served] == [expected] * 3
 
 
 @in_loop
-async def test_a_path_of_any_bytes_can_be_told_back() -> None:
+async def test_error_text_can_contain_a_path_with_any_bytes() -> None:
     async def refuse(call: Call) -> None:
         raise RpcError(Status.UNIMPLEMENTED, call.path)
 
@@ -224,109 +223,109 @@ async def test_a_path_of_any_bytes_can_be_told_back() -> None:
 # Compressed messages.
 
 
-class Taker:
-    """A handler that takes what there is when it is told, as a Flight stream does.
+class CallbackReader:
+    """A handler that reads in `Call.on_input`, as a Flight stream does.
 
     Attributes:
-        taken: Messages, None at the end of them, or an error.
+        received: Messages, then None at the end of the stream, or an error.
     """
 
     def __init__(self) -> None:
-        self.taken: list[bytes | RpcError | None] = []
+        self.received: list[bytes | RpcError | None] = []
 
     async def __call__(self, call: Call) -> None:
-        over = asyncio.get_running_loop().create_future()
+        done = asyncio.get_running_loop().create_future()
 
-        def take() -> None:
-            while call.has_input and not over.done():
+        def read() -> None:
+            while call.has_input and not done.done():
                 try:
                     raw = call.receive()
                 except RpcError as error:
-                    self.taken.append(error)
-                    return over.set_result(None)
-                self.taken.append(None if raw is None else bytes(raw))
+                    self.received.append(error)
+                    return done.set_result(None)
+                self.received.append(None if raw is None else bytes(raw))
                 if raw is None:
-                    return over.set_result(None)
+                    return done.set_result(None)
             return None
 
-        call.on_input = take
-        take()
-        await over
+        call.on_input = read
+        read()
+        await done
 
 
-class Reader(Taker):
-    """One that reads."""
+class Reader(CallbackReader):
+    """A handler that awaits `Call.read`."""
 
     async def __call__(self, call: Call) -> None:
         try:
             while (raw := await call.read()) is not None:
-                self.taken.append(bytes(raw))
+                self.received.append(bytes(raw))
         except RpcError as error:
-            self.taken.append(error)
+            self.received.append(error)
         else:
-            self.taken.append(None)
+            self.received.append(None)
 
 
-PACKED: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 SIZES = [
     0,
     1,
-    inflating.INLINE_BYTES_MAX - 1,
-    inflating.INLINE_BYTES_MAX,
-    inflating.INLINE_BYTES_MAX + 1,
+    decompression.INLINE_BYTES_MAX - 1,
+    decompression.INLINE_BYTES_MAX,
+    decompression.INLINE_BYTES_MAX + 1,
 ]
-SIZES += [inflating.READ_BYTES + 1, inflating.PIECE_BYTES, 3 * MIB + 7]
+SIZES += [decompression.READ_BYTES + 1, decompression.PIECE_BYTES, 3 * MIB + 7]
 
 
-@pytest.mark.parametrize("encoding", PACKED)
-@pytest.mark.parametrize("handler", [Taker, Reader])
+@pytest.mark.parametrize("encoding", COMPRESSORS)
+@pytest.mark.parametrize("handler", [CallbackReader, Reader])
 @pytest.mark.parametrize("fill", [os.urandom, bytes], ids=["noise", "zeros"])
-def test_compressed_messages_of_every_size_come_in_their_order(
-    encoding: str, handler: type[Taker], fill: Callable[[int], bytes]
+def test_compressed_messages_of_all_sizes_arrive_in_order(
+    encoding: str, handler: type[CallbackReader], fill: Callable[[int], bytes]
 ) -> None:
     async def play() -> None:
-        taker = handler()
-        peer = Peer(taker)
+        reader = handler()
+        peer = Peer(reader)
         peer.open(1, ("grpc-encoding", encoding))
         sent: list[bytes] = []
         for size in (*SIZES, *reversed(SIZES)):
             raw = fill(size)
             sent += (raw, b"as it is")
-            body = message(PACKED[encoding](raw), 1) + message(b"as it is")
+            body = message(COMPRESSORS[encoding](raw), 1) + message(b"as it is")
             for at in range(0, len(body), MIB):
                 peer.say(data(1, body[at : at + MIB]))
                 await until(lambda: peer.calls[1]._received < WINDOW_BYTES // 2)
         peer.say(data(1, b"", END_STREAM))
         await until(lambda: peer.answer().is_over)
-        assert taker.taken == [*sent, None] and peer.answer().status == 0
+        assert reader.received == [*sent, None] and peer.answer().status == 0
 
     asyncio.run(play())
 
 
 @in_loop
-async def test_a_large_message_is_expanded_beside_the_loop() -> None:
+async def test_large_message_is_decompressed_outside_the_event_loop() -> None:
     peer = Peer(message_bytes=MESSAGE_BYTES)
     peer.open(1, ("grpc-encoding", "gzip"))
     await turns()
     call = peer.calls[1]
     peer.say(data(1, message(gzip.compress(bytes(MESSAGE_BYTES)), 1), END_STREAM))
     assert not call.has_input
-    told: list[bool] = []
-    call.on_input = lambda: told.append(call.has_input)
-    await until(lambda: told)
-    assert told == [True]
+    events: list[bool] = []
+    call.on_input = lambda: events.append(call.has_input)
+    await until(lambda: events)
+    assert events == [True]
     raw = call.receive()
     assert raw is not None and len(raw) == MESSAGE_BYTES
     assert call.has_input and call.receive() is None
 
 
-@pytest.mark.parametrize("handler", [Taker, Reader])
-def test_a_large_message_that_is_wrong_ends_the_call_behind_those_before(
-    handler: type[Taker],
+@pytest.mark.parametrize("handler", [CallbackReader, Reader])
+def test_invalid_large_message_fails_the_call_after_earlier_messages(
+    handler: type[CallbackReader],
 ) -> None:
     noise = os.urandom(MIB)
-    size = MIB.to_bytes(4, "little")  # What a message declares at its end.
-    wrong = {
+    size = MIB.to_bytes(4, "little")  # The size field of the gzip trailer.
+    invalid = {
         "too large": (gzip.compress(bytes(MIB + 1)), Status.RESOURCE_EXHAUSTED),
         "declares too much": (gzip.compress(noise) + b"more", Status.RESOURCE_EXHAUSTED),
         "cut": (gzip.compress(noise)[:-200_000] + size, Status.INTERNAL),
@@ -336,30 +335,30 @@ def test_a_large_message_that_is_wrong_ends_the_call_behind_those_before(
     }
 
     async def play(raw: bytes, status: Status) -> None:
-        taker = handler()
-        peer = Peer(taker, message_bytes=MIB)
+        reader = handler()
+        peer = Peer(reader, message_bytes=MIB)
         if len(raw) > MIB:
-            peer = Peer(taker, message_bytes=2 * MIB)
+            peer = Peer(reader, message_bytes=2 * MIB)
         peer.open(1, ("grpc-encoding", "gzip"))
         peer.say(data(1, message(b"before")))
         body = message(raw, 1) + message(b"behind")
         peer.say(*(data(1, body[at : at + MIB]) for at in range(0, len(body), MIB)))
         peer.say(data(1, b"", END_STREAM))
-        await until(lambda: len(taker.taken) > 1)
-        before, error = taker.taken
+        await until(lambda: len(reader.received) > 1)
+        before, error = reader.received
         assert before == b"before"
         assert isinstance(error, RpcError) and error.status == status
 
-    for raw, status in wrong.values():
+    for raw, status in invalid.values():
         asyncio.run(play(raw, status))
 
 
 @in_loop
-async def test_a_call_that_ends_while_its_message_is_expanded_leaves_nothing() -> None:
+async def test_call_reset_during_decompression_releases_everything() -> None:
     failed: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    taker = Reader()
-    peer = Peer(taker, message_bytes=MESSAGE_BYTES)
+    reader = Reader()
+    peer = Peer(reader, message_bytes=MESSAGE_BYTES)
     bomb = message(gzip.compress(bytes(MESSAGE_BYTES // 2)), 1)
     for stream_id in range(1, 21, 2):
         peer.open(stream_id, ("grpc-encoding", "gzip"))
@@ -367,7 +366,7 @@ async def test_a_call_that_ends_while_its_message_is_expanded_leaves_nothing() -
     await turns()
     peer.say(*(rst_stream(stream_id) for stream_id in range(1, 21, 2)))
     await asyncio.sleep(0.5)
-    assert not taker.taken and not failed and not peer.calls
+    assert not reader.received and not failed and not peer.calls
     assert all(call.receive() is None and not call.has_input for call in peer.served)
 
 
@@ -380,14 +379,14 @@ def granted(peer: Peer, stream_id: int) -> int:
 
 
 def begin(peer: Peer, stream_id: int, size: int) -> None:
-    """Send as much of a large message as the window takes."""
+    """Sends the part of a large message that fits the window."""
     peer.open(stream_id)
     raw = message(bytes(size))[:WINDOW_BYTES]
     peer.say(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
 
 
 def end(peer: Peer, stream_id: int, size: int) -> None:
-    """Send the rest of it."""
+    """Sends the rest of a large message."""
     left = size + 5 - WINDOW_BYTES
     while left:
         count = min(left, MIB)
@@ -401,108 +400,110 @@ def used(budget: ReceiveBudget) -> int:
 
 
 @in_loop
-async def test_large_messages_of_a_connection_come_as_far_as_there_is_memory() -> None:
-    taker = Reader()
-    peer = Peer(taker, message_bytes=64 * MIB, receive_bytes=56 * MIB)
+async def test_large_messages_are_received_within_the_memory_budget() -> None:
+    reader = Reader()
+    peer = Peer(reader, message_bytes=64 * MIB, receive_bytes=56 * MIB)
     budget = peer.host.budget
     for stream_id in (1, 3, 5, 7):
         begin(peer, stream_id, 10 * MIB)
-    # A connection may reserve half of the budget; 9 MiB of each message are left when it asks.
+    # A connection may reserve half of the budget; each message reserves its last 9 MiB.
     assert [granted(peer, each) > 0 for each in (1, 3, 5, 7)] == [True, True, True, False]
-    begin(peer, 9, 3 * MIB)  # No more than a window.
+    begin(peer, 9, 3 * MIB)  # Fits one window.
     await turns()
-    assert [len(each or b"") for each in taker.taken] == [3 * MIB]
+    assert [len(each or b"") for each in reader.received] == [3 * MIB]
 
     peer.say(rst_stream(1))
     assert granted(peer, 7)
     for stream_id in (3, 5, 7):
         end(peer, stream_id, 10 * MIB)
     await turns()
-    taken = [each if isinstance(each, RpcError) else len(each or b"") for each in taker.taken]
-    assert taken == [3 * MIB, 10 * MIB, 10 * MIB, 10 * MIB] and peer.goodbye is None
+    received = [
+        each if isinstance(each, RpcError) else len(each or b"") for each in reader.received
+    ]
+    assert received == [3 * MIB, 10 * MIB, 10 * MIB, 10 * MIB] and peer.goodbye is None
     peer.connection.streams.close()
     await turns()
     assert used(budget) == 0 and not budget._reserved
 
 
 @in_loop
-async def test_connections_that_have_reserved_least_come_first() -> None:
-    """A share of the budget is for messages that reserve nothing."""
+async def test_connection_with_the_smallest_reservation_is_first() -> None:
+    """A share of the budget is kept for messages without a reservation."""
     peer = Peer(Reader(), message_bytes=64 * MIB, receive_bytes=80 * MIB)
     budget = peer.host.budget
-    others = [Waiting() for _ in range(3)]
+    others = [Reservation() for _ in range(3)]
     assert budget.reserve("a", others[0], 40 * MIB)
     assert budget.reserve("b", others[1], 30 * MIB)
-    assert not budget.reserve("a", Waiting(), 1 * MIB)
+    assert not budget.reserve("a", Reservation(), 1 * MIB)
     assert not budget.reserve("c", others[2], 8 * MIB)
     budget.release(38 * MIB)
     budget.end_reservation("b", others[1], 30 * MIB)
-    assert others[2].is_told
+    assert others[2].is_granted
     begin(peer, 1, 3 * MIB)
-    assert not budget.refused
+    assert not budget.evictions
 
 
-class Waiting:
-    """A message that waits for memory."""
+class Reservation:
+    """A queued memory reservation."""
 
-    is_told = False
+    is_granted = False
 
     def on_reserved(self) -> None:
-        self.is_told = True
+        self.is_granted = True
 
 
 @in_loop
-async def test_who_has_memory_and_sends_nothing_makes_room_for_who_waits(
+async def test_stalled_message_is_rejected_when_another_needs_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [now_ns()]
     monkeypatch.setattr(receive_budget, "now_ns", lambda: clock[0])
-    monkeypatch.setattr(call_input, "now_ns", lambda: clock[0])
+    monkeypatch.setattr(call_receiver, "now_ns", lambda: clock[0])
     monkeypatch.setattr(receive_budget, "TICK_S", 0.0)
-    taker = Reader()
-    peer = Peer(taker, message_bytes=64 * MIB, receive_bytes=40 * MIB)
+    reader = Reader()
+    peer = Peer(reader, message_bytes=64 * MIB, receive_bytes=40 * MIB)
     begin(peer, 1, 20 * MIB)
     begin(peer, 3, 20 * MIB)
     await turns()
-    assert granted(peer, 1) and not granted(peer, 3) and not taker.taken
+    assert granted(peer, 1) and not granted(peer, 3) and not reader.received
     clock[0] = now_ns() + receive_budget.STALL_NS_UNDER_PRESSURE + NS_PER_S
     await until(lambda: granted(peer, 3))
     end(peer, 3, 20 * MIB)
     await turns()
-    error, whole = taker.taken
+    error, message_read = reader.received
     assert isinstance(error, RpcError) and error.status == Status.UNAVAILABLE
-    assert isinstance(whole, bytes) and len(whole) == 20 * MIB
+    assert isinstance(message_read, bytes) and len(message_read) == 20 * MIB
 
 
 @in_loop
-async def test_half_received_messages_of_all_connections_are_within_the_budget() -> None:
-    """Each is left one byte short; the oldest are refused, and small messages always come."""
-    taker = Reader()
-    peer = Peer(taker, message_bytes=64 * MIB, receive_bytes=32 * MIB)
+async def test_incomplete_messages_stay_within_the_budget() -> None:
+    """Each message lacks one byte; the oldest are rejected, and small messages still arrive."""
+    reader = Reader()
+    peer = Peer(reader, message_bytes=64 * MIB, receive_bytes=32 * MIB)
     budget = peer.host.budget
-    most = 0
+    peak = 0
     raw = message(bytes(3 * MIB))[:-1]
     for stream_id in range(1, 101, 2):
         peer.open(stream_id)
         peer.say(*(data(stream_id, raw[at : at + MIB]) for at in range(0, len(raw), MIB)))
-        most = max(most, used(budget))
+        peak = max(peak, used(budget))
     peer.open(201)
     peer.say(data(201, message(b"small"), END_STREAM))
     await turns()
-    assert most <= 32 * MIB and budget.refused >= 40
-    refused = [each for each in taker.taken if isinstance(each, RpcError)]
-    assert len(refused) == budget.refused
-    assert {each.status for each in refused} == {Status.UNAVAILABLE}
-    assert b"small" in taker.taken and peer.goodbye is None
+    assert peak <= 32 * MIB and budget.evictions >= 40
+    rejected = [each for each in reader.received if isinstance(each, RpcError)]
+    assert len(rejected) == budget.evictions
+    assert {each.status for each in rejected} == {Status.UNAVAILABLE}
+    assert b"small" in reader.received and peer.goodbye is None
     peer.connection.streams.close()
     while peer.calls:
         await turns()
-    taker.taken.clear()
+    reader.received.clear()
     assert used(budget) == 0
 
 
 @in_loop
-async def test_messages_that_no_handler_reads_are_within_the_budget() -> None:
+async def test_messages_without_a_reader_stay_within_the_budget() -> None:
     peer = Peer(message_bytes=64 * MIB, receive_bytes=8 * MIB)
     budget = peer.host.budget
     raw = b"".join(data(1, message(bytes(60_000))) for _ in range(60))
@@ -511,13 +512,13 @@ async def test_messages_that_no_handler_reads_are_within_the_budget() -> None:
         await turns()
         peer.say(raw.replace(b"\0\0\0\0\1", b"\0\0\0\0" + bytes([stream_id])))
         assert used(budget) <= 8 * MIB
-    assert budget.refused > 0 and peer.goodbye is None
+    assert budget.evictions > 0 and peer.goodbye is None
     peer.connection.streams.close()
     assert used(budget) == 0
 
 
 @in_loop
-async def test_a_response_that_is_not_read_is_charged_until_it_is() -> None:
+async def test_unread_response_is_charged_until_it_is_sent() -> None:
     async def serve(call: Call) -> None:
         await call.write(bytes(3 * MIB))
 
@@ -532,8 +533,8 @@ async def test_a_response_that_is_not_read_is_charged_until_it_is() -> None:
 
 
 @in_loop
-async def test_the_memory_of_a_large_message_is_charged_until_it_is_freed() -> None:
-    taker = Reader()
+async def test_large_message_is_charged_until_its_memory_is_freed() -> None:
+    reader = Reader()
     peer = Peer(message_bytes=64 * MIB, receive_bytes=32 * MIB)
     budget = peer.host.budget
     peer.open()
@@ -546,16 +547,16 @@ async def test_the_memory_of_a_large_message_is_charged_until_it_is_freed() -> N
     del kept
     assert used(budget) == 2 * MIB
     del part
-    assert used(budget) == 0 and not taker.taken
+    assert used(budget) == 0 and not reader.received
 
 
 # Timeouts.
 
 
 @in_loop
-async def test_a_message_that_makes_no_progress_is_refused() -> None:
-    taker = Reader()
-    peer = Peer(taker)
+async def test_message_without_progress_is_rejected() -> None:
+    reader = Reader()
+    peer = Peer(reader)
     for stream_id, raw in ((1, message(bytes(1000))[:-1]), (3, b"\0\0"), (5, message(b"whole"))):
         peer.open(stream_id)
         peer.say(data(stream_id, raw))
@@ -563,17 +564,17 @@ async def test_a_message_that_makes_no_progress_is_refused() -> None:
     later = now_ns() + int(TimeoutsConfig().message_s * NS_PER_S)
     peer.connection.streams.check_timeouts(later - NS_PER_S)
     await turns()
-    assert taker.taken == [b"whole"]
+    assert reader.received == [b"whole"]
     peer.connection.streams.check_timeouts(later + NS_PER_S)
     await turns()
-    errors = taker.taken[1:]
+    errors = reader.received[1:]
     assert len(errors) == 2 and all(isinstance(each, RpcError) for each in errors)
     assert peer.host.ended == ["message_timeout"] * 2 and 5 in peer.calls
 
 
 @in_loop
-async def test_a_message_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte every 20 s, and 10,000 bytes every 20 s: 500 bytes/s."""
+async def test_slowly_sent_message_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte in 20 s is rejected; 10,000 bytes in 20 s (500 bytes/s) are accepted."""
     clock = now_ns()
     monkeypatch.setattr(connection_module, "now_ns", lambda: clock)
     peer = Peer(Reader())
@@ -590,8 +591,7 @@ async def test_a_message_that_trickles_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @in_loop
-async def test_what_the_transport_holds_is_charged_when_the_socket_is_full() -> None:
-    """And no more once the client has read it."""
+async def test_unsent_bytes_are_charged_while_the_socket_is_full() -> None:
     peer = Peer()
     peer.transport.room_bytes = 100
     peer.say(*[ping()] * 20)
@@ -600,7 +600,7 @@ async def test_what_the_transport_holds_is_charged_when_the_socket_is_full() -> 
 
 
 @in_loop
-async def test_a_response_that_makes_no_progress_ends_the_call() -> None:
+async def test_response_without_progress_ends_the_call() -> None:
     async def serve(call: Call) -> None:
         await call.write(bytes(MIB))
 
@@ -616,7 +616,7 @@ async def test_a_response_that_makes_no_progress_ends_the_call() -> None:
 
 
 @in_loop
-async def test_a_socket_that_takes_nothing_ends_the_connection() -> None:
+async def test_connection_is_aborted_when_the_socket_accepts_no_data() -> None:
     peer = Peer()
     peer.transport.fill()
     peer.connection.enforce_timeouts(now_ns() + NS_PER_S)
@@ -627,11 +627,11 @@ async def test_a_socket_that_takes_nothing_ends_the_connection() -> None:
     assert peer.transport.is_aborted and peer.host.ended == ["response_timeout"]
 
 
-# The deadline.
+# Deadline.
 
 
 @in_loop
-async def test_a_deadline_is_told_in_the_hosts_words() -> None:
+async def test_deadline_error_comes_from_the_host() -> None:
     peer = Peer()
     peer.open(1, ("grpc-timeout", "1m"))
     await until(lambda: peer.answer().is_over)

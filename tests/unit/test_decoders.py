@@ -1,6 +1,6 @@
-"""What msgspec learns of our types ends no process.
+"""Prepared msgspec types: no crash by concurrent first decoding or at process exit.
 
-Neither where two threads decode a type for the first time, nor when it lets go of what it learned.
+msgspec caches information on a type when it is first decoded, and frees it at process exit.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import os
 import subprocess
 import sys
 
-ALL = """
+DECODE_ALL = """
 import importlib, inspect, pkgutil
 import msgspec
 import iskander, iskander_worker
 from iskander.scheduling.worker_slot import InFlightBatch, BatchPart
 
-learned = 0
+prepared = 0
 for package in (iskander, iskander_worker):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if module.name.endswith(("__main__", ".torch")):
@@ -26,10 +26,10 @@ for package in (iskander, iskander_worker):
             if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
                 try:
                     msgspec.json.Decoder(kind)
-                except TypeError:  # It is only ever made.
+                except TypeError:  # It is only encoded.
                     continue
-                learned += 1
-assert learned > 50
+                prepared += 1
+assert prepared > 50
 """
 
 RACE = """
@@ -41,20 +41,20 @@ from iskander.contract.manifest import Manifest
 
 FILE = {"versions": [1], "aliases": {"a": 1}, "lane": {"policy": "fifo"}}
 MANIFEST = {"inputs": [{"column": "x", "tensor": "y"}], "sha256": {"a": "b"}}
-together = threading.Barrier(6)
+barrier = threading.Barrier(6)
 
-def decode(kind, said):
-    together.wait()
+def decode(kind, value):
+    barrier.wait()
     until = time.perf_counter() + random.random() * 0.004
     while time.perf_counter() < until:
         pass
     try:
-        msgspec.convert(said, kind)
+        msgspec.convert(value, kind)
     except msgspec.ValidationError:
         pass
 
-asked = [(ModelFile, FILE), (Manifest, MANIFEST)] * 3
-threads = [threading.Thread(target=decode, args=each) for each in asked]
+arguments = [(ModelFile, FILE), (Manifest, MANIFEST)] * 3
+threads = [threading.Thread(target=decode, args=each) for each in arguments]
 for thread in threads:
     thread.start()
 for thread in threads:
@@ -62,16 +62,20 @@ for thread in threads:
 """
 
 
-def test_threads_that_decode_a_type_for_the_first_time_end_nothing() -> None:
-    """Not prepared, five of six of these processes end by SIGSEGV."""
-    started = [subprocess.Popen([sys.executable, "-c", RACE]) for _ in range(4)]
-    assert [each.wait(60) for each in started] == [0] * len(started)
+def test_concurrent_first_decoding_does_not_crash() -> None:
+    """Without the preparation, 5 of 6 such processes crash with SIGSEGV."""
+    processes = [subprocess.Popen([sys.executable, "-c", RACE]) for _ in range(4)]
+    assert [each.wait(60) for each in processes] == [0] * len(processes)
 
 
-def test_the_end_of_a_process_lets_go_of_every_type() -> None:
-    """With the allocator that fills what it frees: a wrong reference shows at once."""
+def test_process_exit_after_decoding_every_type_succeeds() -> None:
+    """The debug allocator overwrites freed memory, which exposes invalid references."""
     environment = {**os.environ, "PYTHONMALLOC": "debug"}
-    done = subprocess.run(
-        [sys.executable, "-c", ALL], env=environment, capture_output=True, text=True, check=False
+    completed = subprocess.run(
+        [sys.executable, "-c", DECODE_ALL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr

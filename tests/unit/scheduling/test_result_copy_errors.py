@@ -1,4 +1,4 @@
-"""Results that cannot be taken: their request is told so, and nothing else is held up."""
+"""Errors while results are copied: only the affected request fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.lanes import lane_of
 from support.simulation import SimulatedWorker, Simulation
 
 from iskander.errors import ExecutionFailed, IskanderError
-from iskander.memory import chunked_copy as pieces
+from iskander.memory import chunked_copy
 from iskander.scheduling import dispatch, results
 from iskander.scheduling.request import Request
 from iskander.scheduling.worker_slot import CREDITS, BatchPart
@@ -27,21 +27,21 @@ def worker(gateway: Simulation) -> SimulatedWorker:
     return gateway.start()
 
 
-class Untakeable:
-    """In the place of what takes results: does it, but for some requests."""
+class FailingCopies:
+    """Replaces the functions that copy results; they fail for some requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         self.requests: set[Request] = set()
         self._error = error
-        monkeypatch.setattr(dispatch, "copy_results", self._taken)
-        monkeypatch.setattr(dispatch, "copy_small_results", self._taken_at_once)
+        monkeypatch.setattr(dispatch, "copy_results", self._copy)
+        monkeypatch.setattr(dispatch, "copy_small_results", self._copy_small)
 
-    def _taken_at_once(self, part: BatchPart, arena: memoryview) -> bytes | None:
+    def _copy_small(self, part: BatchPart, arena: memoryview) -> bytes | None:
         if part.request in self.requests:
             raise self._error
         return results.copy_small_results(part, arena)
 
-    def _taken(self, part: BatchPart, arena: memoryview) -> results.Copying:
+    def _copy(self, part: BatchPart, arena: memoryview) -> results.Copying:
         if part.request in self.requests:
             raise self._error
         return (yield from results.copy_results(part, arena))
@@ -55,32 +55,32 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "code"), ERRORS)
-def test_one_request_of_a_batch_is_told_and_the_others_get_their_results(
+def test_copy_error_fails_one_request_of_a_batch(
     gateway: Simulation,
     worker: SimulatedWorker,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     code: str,
 ) -> None:
-    untakeable = Untakeable(monkeypatch, error)
-    asked = [gateway.ask(0, 2) for _ in range(3)]
-    untakeable.requests.add(asked[1][0])
+    failing = FailingCopies(monkeypatch, error)
+    submitted = [gateway.submit_rows(0, 2) for _ in range(3)]
+    failing.requests.add(submitted[1][0])
     gateway.loop.turn()
 
     gateway.done(worker, worker.sent[0])
 
-    assert [caller.codes for _, caller in asked] == [[], [code], []]
-    assert [len(caller.results) for _, caller in asked] == [1, 0, 1]
+    assert [caller.codes for _, caller in submitted] == [[], [code], []]
+    assert [len(caller.results) for _, caller in submitted] == [1, 0, 1]
     assert gateway.lanes[0].counts[f"failed.{code}"] == 1
     assert worker.credits == CREDITS and gateway.is_clean()
 
 
-def test_parts_of_a_request_that_come_after_it_was_told_change_nothing(
+def test_later_parts_of_a_failed_request_are_ignored(
     gateway: Simulation, worker: SimulatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    untakeable = Untakeable(monkeypatch, ExecutionFailed("no"))
-    request, caller = gateway.ask(0, 24)
-    untakeable.requests.add(request)
+    failing = FailingCopies(monkeypatch, ExecutionFailed("no"))
+    request, caller = gateway.submit_rows(0, 24)
+    failing.requests.add(request)
     gateway.loop.turn()
 
     gateway.done(worker, worker.sent[0])
@@ -88,31 +88,31 @@ def test_parts_of_a_request_that_come_after_it_was_told_change_nothing(
     for execute in worker.sent[1:]:
         gateway.done(worker, execute)
 
-    assert caller.told == 1 and gateway.is_clean()
+    assert caller.outcome_count == 1 and gateway.is_clean()
 
 
-def test_large_results_behind_them_are_still_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pieces, results):
+def test_copy_error_does_not_stop_other_large_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (chunked_copy, results):
         monkeypatch.setattr(module, "PIECE_BYTES", 64)
     monkeypatch.setattr(results, "WHOLE_BYTES", 256)
 
-    def taken(part: BatchPart, arena: memoryview) -> results.Copying:
-        taking = results.copy_results(part, arena)
-        yield next(taking)
+    def copy(part: BatchPart, arena: memoryview) -> results.Copying:
+        steps = results.copy_results(part, arena)
+        yield next(steps)
         if part.request is first[0]:
             raise MemoryError
-        return (yield from taking)
+        return (yield from steps)
 
-    monkeypatch.setattr(dispatch, "copy_results", taken)
+    monkeypatch.setattr(dispatch, "copy_results", copy)
     with Simulation(lane_of(0, rows_max=64)) as gateway:
         worker = gateway.start()
-        first, second = gateway.ask(0, 60), gateway.ask(0, 60, first=100)
+        first, second = gateway.submit_rows(0, 60), gateway.submit_rows(0, 60, first=100)
         gateway.loop.turn()
         for execute in list(worker.sent):
             worker.run(execute)
         gateway.loop.turn()
 
-        third = gateway.ask(0, 60)
+        third = gateway.submit_rows(0, 60)
         gateway.loop.turn()
         gateway.done(worker, worker.sent[2])
         gateway.loop.turn()
@@ -122,16 +122,16 @@ def test_large_results_behind_them_are_still_taken(monkeypatch: pytest.MonkeyPat
         assert gateway.is_clean()
 
 
-def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_taken(
+def test_batches_of_a_lost_worker_are_retried_after_a_copy_error(
     gateway: Simulation, worker: SimulatedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(part: BatchPart, arena: memoryview) -> results.Copying:
+    def copy(part: BatchPart, arena: memoryview) -> results.Copying:
         yield
         raise MemoryError
 
-    monkeypatch.setattr(dispatch, "copy_results", taken)
+    monkeypatch.setattr(dispatch, "copy_results", copy)
     monkeypatch.setattr(dispatch, "copy_small_results", lambda *_: None)
-    computed, waiting = gateway.ask(0, 8), gateway.ask(0, 8)
+    computed, queued = gateway.submit_rows(0, 8), gateway.submit_rows(0, 8)
     gateway.loop.turn()
     worker.run(worker.sent[0])
     gateway.lose(worker)
@@ -141,10 +141,10 @@ def test_what_a_lost_worker_had_left_goes_back_though_its_results_cannot_be_take
     monkeypatch.setattr(dispatch, "copy_results", results.copy_results)
     gateway.start().play()
     gateway.loop.run(100_000_000)
-    assert len(waiting[1].results) == 1 and gateway.is_clean()
+    assert len(queued[1].results) == 1 and gateway.is_clean()
 
 
-def test_a_caller_that_fails_at_its_own_error_keeps_nobody_else_from_theirs(
+def test_exception_in_fail_does_not_affect_other_requests(
     gateway: Simulation,
     worker: SimulatedWorker,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,14 +153,14 @@ def test_a_caller_that_fails_at_its_own_error_keeps_nobody_else_from_theirs(
     def fail(request: Request, error: IskanderError) -> None:
         raise ValueError("broken caller")
 
-    untakeable = Untakeable(monkeypatch, MemoryError())
-    asked = [gateway.ask(0, 2) for _ in range(2)]
-    untakeable.requests.add(asked[0][0])
-    monkeypatch.setattr(asked[0][1], "fail", fail)
+    failing = FailingCopies(monkeypatch, MemoryError())
+    submitted = [gateway.submit_rows(0, 2) for _ in range(2)]
+    failing.requests.add(submitted[0][0])
+    monkeypatch.setattr(submitted[0][1], "fail", fail)
     gateway.loop.turn()
 
     with caplog.at_level(logging.ERROR):
         gateway.done(worker, worker.sent[0])
 
     assert "broken caller" in caplog.text
-    assert len(asked[1][1].results) == 1 and gateway.is_clean()
+    assert len(submitted[1][1].results) == 1 and gateway.is_clean()

@@ -1,4 +1,4 @@
-"""Inferential's port: drained, shared by processes, as a path, and refused where it cannot be."""
+"""Inferential's listener: drain, several processes, Unix sockets, and invalid addresses."""
 
 from __future__ import annotations
 
@@ -48,23 +48,21 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def zmq_socket(kind: int, address: str, identity: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
-    """A socket of libzmq's own."""
+    """Opens a libzmq socket."""
     context = zmq.Context()
-    made = context.socket(kind)
-    made.linger, made.rcvtimeo = 0, PATIENCE_MS
+    opened = context.socket(kind)
+    opened.linger, opened.rcvtimeo = 0, PATIENCE_MS
     if identity:
-        made.routing_id = identity
-    made.connect(address)
+        opened.routing_id = identity
+    opened.connect(address)
     try:
-        yield made
+        yield opened
     finally:
-        made.close()
+        opened.close()
         context.term()
 
 
-def test_what_was_accepted_is_answered_before_it_goes(
-    tmp_path: Path, models: list[dict[str, Any]]
-) -> None:
+def test_drain_answers_accepted_observations(tmp_path: Path, models: list[dict[str, Any]]) -> None:
     with running(
         tmp_path, models, workers={"count": 1}, inferential={"address": "tcp://127.0.0.1:0"}
     ) as gateway:
@@ -84,15 +82,13 @@ def test_what_was_accepted_is_answered_before_it_goes(
             assert gateway.wait() == 0
 
 
-def test_what_was_accepted_is_sent_before_it_goes_however_slowly_it_is_read(
-    tmp_path: Path,
-) -> None:
+def test_drain_sends_all_bytes_of_a_reply_to_a_slow_reader(tmp_path: Path) -> None:
     models = [{"name": "wide", "path": str(wide(tmp_path / "wide")), "max_batch_rows": ROWS}]
     with running(tmp_path, models, inferential={"address": "tcp://127.0.0.1:0"}) as gateway:
         with Peer(address_of(gateway), b"slow") as peer:
             peer.send(b"", *observation("wide", {"x": np.arange(ROWS)}))
-            answered = {"answered": 1}
-            eventually(lambda: gateway.stats()["inferential"]["observations"] == answered)
+            outcomes = {"answered": 1}
+            eventually(lambda: gateway.stats()["inferential"]["observations"] == outcomes)
             gateway.signal(signal.SIGTERM)
             time.sleep(2.0)
             body = peer.read()[2]
@@ -101,7 +97,7 @@ def test_what_was_accepted_is_sent_before_it_goes_however_slowly_it_is_read(
 
 
 def wide(folder: Path) -> Path:
-    """`y` is `x` over and over: more than sockets keep."""
+    """Saves a model that repeats `x` in each row of `y`: more than socket buffers hold."""
     return save(
         folder,
         [
@@ -118,10 +114,7 @@ def wide(folder: Path) -> Path:
     )
 
 
-def test_clients_go_on_when_the_server_comes_back(
-    tmp_path: Path, models: list[dict[str, Any]]
-) -> None:
-    """They connect again by themselves, to the same port."""
+def test_clients_reconnect_after_a_restart(tmp_path: Path, models: list[dict[str, Any]]) -> None:
     gateway = Gateway(tmp_path, models, inferential={"address": f"tcp://127.0.0.1:{free_port()}"})
     try:
         gateway.start()
@@ -136,14 +129,14 @@ def test_clients_go_on_when_the_server_comes_back(
                 result = model.get_result(timeout_ms=500)
                 return result is not None and bool(result["y"] == 7)
 
-            eventually(is_answered, what="an answer")
+            eventually(is_answered, what="a result")
         assert gateway.stop() == 0
     finally:
         gateway.end()
 
 
 def test_several_processes_share_the_port(tmp_path: Path, models: list[dict[str, Any]]) -> None:
-    """Connections are dealt out among them, and each is served where it came."""
+    """Linux distributes the connections; the process that accepts one serves it."""
     address = f"tcp://127.0.0.1:{free_port()}"
     with running(
         tmp_path, models, server={"processes": 2}, inferential={"address": address}
@@ -166,17 +159,17 @@ def test_several_processes_share_the_port(tmp_path: Path, models: list[dict[str,
         assert not wrong
         served: dict[int, int] = {}
 
-        def is_from_both() -> bool:
+        def has_stats_of_both() -> bool:
             stats = gateway.stats()
             served[stats["process"]] = stats["inferential"]["observations"].get("answered", 0)
             return len(served) == 2
 
-        eventually(is_from_both, what="stats of both")
+        eventually(has_stats_of_both, what="stats of both processes")
         assert sum(served.values()) == 16 * 20
 
 
-def test_a_path_and_libzmqs_own_sockets(tmp_path: Path, models: list[dict[str, Any]]) -> None:
-    """DEALER and REQ; with a name, and with none, as the async client in Rust has it."""
+def test_unix_socket_serves_libzmq_sockets(tmp_path: Path, models: list[dict[str, Any]]) -> None:
+    """DEALER and REQ; the async client in Rust sends no identity."""
     path = tmp_path / "robots.sock"
     address = f"ipc://{path}"
     with running(
@@ -188,16 +181,16 @@ def test_a_path_and_libzmqs_own_sockets(tmp_path: Path, models: list[dict[str, A
             with zmq_socket(zmq.DEALER, address, identity) as dealer:
                 dealer.send_multipart([b"", envelope, payload])
                 assert np.frombuffer(dealer.recv_multipart()[2], np.int64).tolist() == [1, 4, 7]
-        with zmq_socket(zmq.REQ, address) as asking:
+        with zmq_socket(zmq.REQ, address) as requester:
             for _ in range(3):
-                asking.send_multipart([envelope, payload])
-                parts = asking.recv_multipart()
+                requester.send_multipart([envelope, payload])
+                parts = requester.recv_multipart()
                 assert response([b"", *parts]).model_id == "ids"
         assert gateway.stats()["inferential"]["connections_broken"] == 0
     assert not path.exists()
 
 
-BAD = {
+INVALID = {
     "robots:5555": "expected tcp://",
     "tcp://127.0.0.1": "expected tcp://",
     "inproc://robots": "expected tcp://",
@@ -207,25 +200,25 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("address", BAD)
-def test_an_address_where_nobody_could_listen(
+@pytest.mark.parametrize("address", INVALID)
+def test_invalid_address_is_rejected(
     tmp_path: Path, models: list[dict[str, Any]], address: str
 ) -> None:
     config = tmp_path / "iskander.toml"
     server = {"address": "127.0.0.1:0", "runtime_directory": str(tmp_path / "run")}
     config.write_text(render_config(models=models, server=server, inferential={"address": address}))
     commands = [["iskander", "check", str(config)], ["iskander-gateway", "--config", str(config)]]
-    # Whether an address is this machine's is only known when it is taken.
+    # Only bind() can tell whether this machine has the address.
     for name, *arguments in commands[address.startswith("tcp://192") :]:
-        done = subprocess.run(
+        result = subprocess.run(
             [str(BIN / name), *arguments], capture_output=True, text=True, check=False, timeout=60
         )
-        assert done.returncode in (1, 78)
-        assert "inferential.address" in done.stderr and BAD[address] in done.stderr
+        assert result.returncode in (1, 78)
+        assert "inferential.address" in result.stderr and INVALID[address] in result.stderr
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc:///tmp/robots.sock"])
-def test_what_several_processes_cannot_share(
+def test_random_port_and_path_are_rejected_with_several_processes(
     tmp_path: Path, models: list[dict[str, Any]], address: str
 ) -> None:
     config = tmp_path / "iskander.toml"
@@ -233,15 +226,14 @@ def test_what_several_processes_cannot_share(
         render_config(models=models, server={"processes": 2}, inferential={"address": address})
     )
     check = [str(BIN / "iskander"), "check", str(config)]
-    done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 1
-    assert "with server.processes > 1" in done.stderr
+    result = subprocess.run(check, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 1
+    assert "with server.processes > 1" in result.stderr
 
 
-def test_only_the_newest_waits_where_the_server_says_so(
+def test_newest_wins_of_the_server_applies_to_clients_without_the_option(
     tmp_path: Path, models: list[dict[str, Any]]
 ) -> None:
-    """Of clients that say nothing of it."""
     inferential = {"address": "tcp://127.0.0.1:0", "newest_wins": True}
     with running(tmp_path, models, workers={"count": 1}, inferential=inferential) as gateway:
         (pid,) = gateway.worker_pids()
@@ -253,48 +245,47 @@ def test_only_the_newest_waits_where_the_server_says_so(
                 eventually(
                     lambda: gateway.stats()["inferential"]["observations"].get("superseded", 0) >= 5
                 )
-            found: list[int] = []
-            while not found or found[-1] != 22:
+            values: list[int] = []
+            while not values or values[-1] != 22:
                 result = model.get_result(timeout_ms=PATIENCE_MS)
                 assert result is not None
-                found.append(int(result["y"]))
-            assert len(found) <= 3
+                values.append(int(result["y"]))
+            assert len(values) <= 3
             assert model.get_result(timeout_ms=200) is None
 
 
-def test_a_configuration_of_inferentials_own_server_is_taken_over(
+def test_import_inferential_converts_a_configuration(
     tmp_path: Path, models: list[dict[str, Any]]
 ) -> None:
-    """What the command prints runs here, and says what it left out."""
-    theirs = tmp_path / "robots.json"
+    """The printed configuration is valid and lists the omitted settings."""
+    source = tmp_path / "robots.json"
     transport = {"bind": "tcp://127.0.0.1:6123", "recv_hwm": 7}
-    theirs.write_text(json.dumps({"transport": transport}))
+    source.write_text(json.dumps({"transport": transport}))
 
-    def importing() -> subprocess.CompletedProcess[str]:
-        command = [str(BIN / "iskander"), "config", "import-inferential", str(theirs)]
+    def import_source() -> subprocess.CompletedProcess[str]:
+        command = [str(BIN / "iskander"), "config", "import-inferential", str(source)]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
-    done = importing()
-    assert done.returncode == 0 and done.stderr == ""
-    assert "transport.recv_hwm" in done.stdout
+    result = import_source()
+    assert result.returncode == 0 and result.stderr == ""
+    assert "transport.recv_hwm" in result.stdout
     config = tmp_path / "iskander.toml"
-    config.write_text(render_config(models=models) + done.stdout)
+    config.write_text(render_config(models=models) + result.stdout)
     check = [str(BIN / "iskander"), "check", str(config)]
     assert subprocess.run(check, check=False, timeout=60).returncode == 0
     assert load_config(config, environment={}).config.inferential.address == transport["bind"]
 
-    theirs.write_text('{"transport": "zmq"}')
-    done = importing()
-    assert done.returncode == 1 and done.stdout == ""
-    assert 'transport = "zmq": expected a table' in done.stderr
+    source.write_text('{"transport": "zmq"}')
+    result = import_source()
+    assert result.returncode == 1 and result.stdout == ""
+    assert 'transport = "zmq": expected a table' in result.stderr
 
 
-def test_it_costs_nothing_where_it_is_not_served(
+def test_gateway_does_not_listen_by_default_and_never_imports_zmq(
     tmp_path: Path, models: list[dict[str, Any]]
 ) -> None:
-    """No port, and no library of its own in the gateway, not even where it is served."""
     with running(tmp_path, models) as gateway:
         assert gateway.stats()["inferential"] == {}
     program = "import sys, iskander.gateway.server; print('zmq' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-    assert said.split() == [b"False"]
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+    assert output.split() == [b"False"]

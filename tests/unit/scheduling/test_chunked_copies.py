@@ -1,4 +1,4 @@
-"""Large requests and results are copied in pieces, and others have their turn between them."""
+"""Copies of large requests and results in pieces, with other work between the pieces."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from iskander.config.schema import LimitsConfig
 from iskander.contract.column_types import ColumnType
 from iskander.contract.tensors import Contract, TensorSpec
 from iskander.errors import QueueFull
-from iskander.memory import chunked_copy as pieces
+from iskander.memory import chunked_copy
 from iskander.memory.arena import GRAIN_BYTES
-from iskander.scheduling import input_arena as intake_module
+from iskander.scheduling import input_arena as input_arena_module
 from iskander.scheduling import results
 from iskander.scheduling.input_arena import InputArena
 from iskander.scheduling.worker_slot import BatchPart
@@ -31,15 +31,15 @@ PIECE = 64
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large request is one of more than four pieces of 64 bytes."""
-    for module in (pieces, results):
+    """A large request has more than four pieces of 64 bytes."""
+    for module in (chunked_copy, results):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(results, "WHOLE_BYTES", 4 * PIECE)
 
 
 @pytest.fixture
 def input_arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[InputArena]:
-    monkeypatch.setattr(intake_module, "WHOLE_BYTES", 4 * PIECE)
+    monkeypatch.setattr(input_arena_module, "WHOLE_BYTES", 4 * PIECE)
     input_arena = InputArena(GRAINS * GRAIN_BYTES, LimitsConfig())
     yield input_arena
     input_arena.close()
@@ -62,25 +62,25 @@ def values_of(caller: RecordingCaller) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [0, 1, PIECE, PIECE + 1, 10 * PIECE - 1])
-def test_a_copy_is_whole_and_pauses_after_each_piece(length: int) -> None:
+def test_copy_is_complete_and_pauses_after_each_piece(length: int) -> None:
     source = bytes(index % 251 for index in range(length))
     target = bytearray(length)
 
-    pauses = sum(1 for _ in pieces.copy_in_pieces(memoryview(target), memoryview(source)))
+    pauses = sum(1 for _ in chunked_copy.copy_in_pieces(memoryview(target), memoryview(source)))
 
     assert bytes(target) == source
     assert pauses == -(-length // PIECE)
 
 
 @in_loop
-async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
+async def test_copy_of_a_large_request_yields_after_each_piece(
     input_arena: InputArena,
 ) -> None:
     request = request_of(open_lane(), 2)
     request.tensors = [
         memoryview(bytes(index % 251 for index in range(len(tensor)))) for tensor in request.tensors
     ]
-    wanted, turns = [bytes(tensor) for tensor in request.tensors], 0
+    expected, turns = [bytes(tensor) for tensor in request.tensors], 0
 
     assert not input_arena.admit(request)
     task = asyncio.create_task(input_arena.admit_later(request))
@@ -89,7 +89,7 @@ async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
         turns += 1
 
     assert turns > 10
-    for each, offset in zip(wanted, request.layout.offsets, strict=True):
+    for each, offset in zip(expected, request.layout.offsets, strict=True):
         start = request.body_offset + offset
         assert input_arena.segment.view[start : start + len(each)] == each
     input_arena.give_back(request)
@@ -97,7 +97,7 @@ async def test_a_large_request_lets_others_have_their_turn_while_it_is_copied(
 
 
 @in_loop
-async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behind(
+async def test_cancelled_copy_releases_its_lease(
     input_arena: InputArena,
 ) -> None:
     request = request_of(open_lane(), 2)
@@ -115,8 +115,10 @@ async def test_a_caller_that_goes_in_the_middle_of_the_copy_leaves_nothing_behin
 
 
 @in_loop
-async def test_who_finds_the_queue_full_after_the_copy_is_refused(input_arena: InputArena) -> None:
-    """Both found a place before their copies; the first to be copied has it."""
+async def test_request_is_rejected_if_the_queue_is_full_after_its_copy(
+    input_arena: InputArena,
+) -> None:
+    """Both pass admission before their copies; the first copied request is queued."""
     lane = lane_of(contract=CONTRACT, rows_max=1 << 20, queue_requests=1)
     lane.workers[1] = Worker(SlotPlan(0, 0, (0,), None))
     requests = [request_of(lane), request_of(lane)]
@@ -127,23 +129,23 @@ async def test_who_finds_the_queue_full_after_the_copy_is_refused(input_arena: I
     assert first.exception() is None
     error = second.exception()
     assert isinstance(error, QueueFull)
-    error.__traceback__ = None  # It knows the arena, which is to be closed.
+    error.__traceback__ = None  # It refers to the arena, which is closed at the end.
     assert len(lane.queue) == 1 and requests[1].lease is None
     input_arena.give_back(requests[0])
     assert input_arena.arena.leased_bytes == 0
 
 
-def test_large_results_are_taken_in_pieces_and_small_ones_overtake_them(
+def test_large_results_are_copied_in_pieces_and_small_ones_overtake_them(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    large, small = gateway.ask(0, 60, first=0), gateway.ask(0, 5, first=100)
+    large, small = gateway.submit_rows(0, 60, first=0), gateway.submit_rows(0, 5, first=100)
     gateway.loop.turn()
     first, second = worker.sent
 
     gateway.done(worker, first)
-    assert not large[1].told and gateway.dispatcher.in_flight
+    assert not large[1].outcome_count and gateway.dispatcher.in_flight
     gateway.done(worker, second)
-    assert values_of(small[1])[:5] == list(range(100, 105)) and not large[1].told
+    assert values_of(small[1])[:5] == list(range(100, 105)) and not large[1].outcome_count
     for _ in range(20):
         gateway.loop.turn()
 
@@ -151,12 +153,12 @@ def test_large_results_are_taken_in_pieces_and_small_ones_overtake_them(
     assert not gateway.dispatcher.in_flight and gateway.is_clean()
 
 
-def test_a_request_in_several_batches_is_put_together_in_pieces(
+def test_results_of_a_split_request_are_copied_in_pieces(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    request, caller = gateway.ask(0, 200, first=0)
+    request, caller = gateway.submit_rows(0, 200, first=0)
     gateway.loop.turn()
-    while not caller.told:
+    while not caller.outcome_count:
         for execute in list(worker.sent):
             if execute.batch_id in worker.in_flight:
                 gateway.done(worker, execute)
@@ -166,8 +168,8 @@ def test_a_request_in_several_batches_is_put_together_in_pieces(
     assert request.is_over and gateway.is_clean()
 
 
-def test_the_first_results_of_a_large_request_touch_no_memory_for_the_others() -> None:
-    """A row of 256 KiB comes, of 1024: what is resident grows by about that, and not by all."""
+def test_first_results_of_a_large_request_touch_only_their_own_memory() -> None:
+    """One of 1024 rows of 256 KiB arrives; the resident memory grows by much less than all rows."""
     wide = TensorSpec("y", "y", ColumnType("float32", (1 << 16,)), (1 << 16,))
     request = lane_request_of(lane_of(contract=Contract(CONTRACT.inputs, (wide,))), 1024)
     row = memoryview(bytes(range(256)) * 1024)
@@ -185,14 +187,14 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_results_that_were_being_taken_are_delivered_when_their_worker_is_lost(
+def test_copy_in_progress_is_finished_when_the_worker_is_lost(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    """They were computed, and their arena goes with the worker."""
-    request, caller = gateway.ask(0, 60, first=0)
+    """The results are complete, and their arena is unmapped with the worker."""
+    request, caller = gateway.submit_rows(0, 60, first=0)
     gateway.loop.turn()
     gateway.done(worker, worker.sent[0])
-    assert not caller.told
+    assert not caller.outcome_count
 
     gateway.dispatcher.on_lost(worker)
 
@@ -201,10 +203,10 @@ def test_results_that_were_being_taken_are_delivered_when_their_worker_is_lost(
     assert not gateway.dispatcher.in_flight
 
 
-def test_a_caller_that_goes_while_its_results_are_taken_is_told_nothing(
+def test_withdrawal_during_the_copy_delivers_nothing(
     gateway: Simulation, worker: SimulatedWorker
 ) -> None:
-    request, caller = gateway.ask(0, 60, first=0)
+    request, caller = gateway.submit_rows(0, 60, first=0)
     gateway.loop.turn()
     gateway.done(worker, worker.sent[0])
 
@@ -212,4 +214,4 @@ def test_a_caller_that_goes_while_its_results_are_taken_is_told_nothing(
     for _ in range(20):
         gateway.loop.turn()
 
-    assert not caller.told and gateway.is_clean()
+    assert not caller.outcome_count and gateway.is_clean()

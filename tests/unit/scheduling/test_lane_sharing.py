@@ -1,4 +1,4 @@
-"""Several lanes on the same workers: shares by weight, and nobody is left out."""
+"""Lanes that share workers: shares by weight, starvation, linger, and slow runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def busy_lane(key: int, weight: float = 1.0, **settings: float) -> Lane:
 
 
 def fill(gateway: Simulation, key: int, rows: int = 8, until: int = 20) -> None:
-    """Keep so many requests waiting."""
+    """Submit requests until the queue has `until` of them."""
     while len(gateway.lanes[key].queue) < until:
-        gateway.ask(key, rows)
+        gateway.submit_rows(key, rows)
 
 
 def shares(
     gateway: Simulation, rows: dict[int, int], cost: Callable[[Execute], int], for_ms: int
 ) -> dict[int, float]:
-    """Share of the workers' time that each lane has, while all of them always have requests."""
+    """Return each lane's share of the workers' time while all lanes have queued requests."""
     for worker in gateway.workers:
         worker.cost = cost
         worker.play()
@@ -38,42 +38,42 @@ def shares(
         for key, each in rows.items():
             fill(gateway, key, each)
         gateway.loop.run(MS)
-    spent = dict.fromkeys(rows, 0)
+    run_time = dict.fromkeys(rows, 0)
     for worker in gateway.workers:
         for execute in worker.ran:
-            spent[execute.model] += cost(execute)
-    return {key: time / sum(spent.values()) for key, time in spent.items()}
+            run_time[execute.model] += cost(execute)
+    return {key: time / sum(run_time.values()) for key, time in run_time.items()}
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("costs_ms", [(1, 1), (1, 7), (5, 1)])
 def test_time_is_shared_by_weight(workers: int, costs_ms: tuple[int, int]) -> None:
-    """Whatever a batch of either takes: a quarter and three quarters."""
+    """The shares do not depend on the run times of the lanes' batches."""
     with Simulation(busy_lane(0, 1.0), busy_lane(1, 3.0)) as gateway:
         for _ in range(workers):
             gateway.start()
-        got = shares(gateway, {0: 8, 1: 8}, lambda e: costs_ms[e.model] * MS, for_ms=1000)
+        actual = shares(gateway, {0: 8, 1: 8}, lambda e: costs_ms[e.model] * MS, for_ms=1000)
 
-    assert got[0] == pytest.approx(0.25, rel=0.1)
-    assert got[1] == pytest.approx(0.75, rel=0.1)
+    assert actual[0] == pytest.approx(0.25, rel=0.1)
+    assert actual[1] == pytest.approx(0.75, rel=0.1)
 
 
-def test_batches_that_take_longer_than_expected_are_paid_for() -> None:
-    """Of one lane one in ten takes a hundred times as long, which no cost is learned from."""
+def test_unexpectedly_long_batches_count_against_the_share() -> None:
+    """One in ten batches of one lane takes 100 times as long; the cost model ignores them."""
     with Simulation(busy_lane(0), busy_lane(1)) as gateway:
         gateway.start()
-        got = shares(
+        actual = shares(
             gateway,
             {0: 8, 1: 8},
             lambda e: MS * (100 if e.model and e.batch_id % 10 == 0 else 1),
             for_ms=10_000,
         )
 
-    assert got[0] == pytest.approx(0.5, rel=0.1)
+    assert actual[0] == pytest.approx(0.5, rel=0.1)
 
 
-def test_idle_time_is_not_saved_up() -> None:
-    """One lane had the worker to itself for a second; the other gets no second in return."""
+def test_idle_time_earns_no_credit() -> None:
+    """A lane that was idle for a second gets no extra time afterwards."""
     with Simulation(busy_lane(0), busy_lane(1)) as gateway:
         gateway.start()
         shares(gateway, {0: 8}, lambda e: MS, for_ms=1000)
@@ -84,76 +84,76 @@ def test_idle_time_is_not_saved_up() -> None:
     assert models.count(0) == pytest.approx(models.count(1), rel=0.1)
 
 
-def told_within(gateway: Simulation, caller: RecordingCaller, limit_ns: int) -> bool:
+def is_served_within(gateway: Simulation, caller: RecordingCaller, limit_ns: int) -> bool:
     until_ns = gateway.loop.now_ns + limit_ns
-    while not caller.told and gateway.loop.step(until_ns):
+    while not caller.outcome_count and gateway.loop.step(until_ns):
         pass
     return bool(caller.results)
 
 
-def learned(gateway: Simulation, *keys: int) -> SimulatedWorker:
-    """A worker, and lanes that know what their batches cost on it: 2 ms, and little for a row."""
+def start_trained_worker(gateway: Simulation, *keys: int) -> SimulatedWorker:
+    """Start a worker and train the cost models of the lanes on it: 2 ms + 10 us per row."""
     worker = gateway.start()
     worker.cost = lambda execute: 2 * MS + 10_000 * execute.rows
     worker.play()
     for key in keys:
         for rows in (1, 8, 1, 8, 1):
-            gateway.ask(key, rows)
+            gateway.submit_rows(key, rows)
             gateway.loop.run(10 * MS)
     return worker
 
 
 @pytest.mark.parametrize("terms", [{}, {"budget_ms": 50.0}])
-def test_one_request_is_not_kept_for_ever_behind_full_batches(terms: dict[str, float]) -> None:
-    """Another lane always has full batches; this one's would gain by growing, and none comes."""
+def test_single_request_is_not_starved_by_full_batches(terms: dict[str, float]) -> None:
+    """The other lane always has full batches, and no request joins this one's batch."""
     with Simulation(busy_lane(0), busy_lane(1)) as gateway:
-        learned(gateway, 0, 1)
+        start_trained_worker(gateway, 0, 1)
         fill(gateway, 0, until=2000)
         gateway.loop.run(MS)
-        _, caller = gateway.ask(1, 1, **terms)
+        _, caller = gateway.submit_rows(1, 1, **terms)
 
-        assert told_within(gateway, caller, 20 * MS)
+        assert is_served_within(gateway, caller, 20 * MS)
         assert len(gateway.lanes[0].queue) > 1000
 
 
 @pytest.mark.parametrize("policy", ["deadline_aware", "fifo", "round_robin"])
-def test_full_batches_take_turns_with_full_batches(policy: str) -> None:
+def test_full_batches_of_two_lanes_alternate(policy: str) -> None:
     with Simulation(busy_lane(0), busy_lane(1)) as gateway:
-        learned(gateway, 0, 1)
+        start_trained_worker(gateway, 0, 1)
         fill(gateway, 0, until=2000)
         gateway.loop.run(MS)
-        _, caller = gateway.ask(1, 8)
+        _, caller = gateway.submit_rows(1, 8)
 
-        assert told_within(gateway, caller, 20 * MS)
+        assert is_served_within(gateway, caller, 20 * MS)
 
 
-def test_a_lane_pays_nothing_for_what_others_do_on_other_workers() -> None:
-    """A model of little weight is served elsewhere; two others share a worker. One of these was
-    idle for a moment, and must not wait for all of the other's work before it is served again."""
+def test_work_on_other_workers_does_not_delay_a_lane() -> None:
+    """Lane 0 has its own worker; lanes 1 and 2 share one. Lane 2 was idle, and its next request
+    must not wait for the whole queue of lane 1."""
     with Simulation(busy_lane(0, 0.01), busy_lane(1), busy_lane(2)) as gateway:
         gateway.start(0).play()
         gateway.start(1, 2).play()
         fill(gateway, 0, until=200)
         fill(gateway, 1, until=2000)
         gateway.loop.run(20 * MS)
-        _, caller = gateway.ask(2, 8)
+        _, caller = gateway.submit_rows(2, 8)
 
-        assert told_within(gateway, caller, 10 * MS)
+        assert is_served_within(gateway, caller, 10 * MS)
 
 
-def test_a_slow_first_run_does_not_refuse_everything_for_ever() -> None:
-    """50 ms, where every later one takes 1 ms; clients give 20 ms, and the worker is idle."""
+def test_slow_first_run_does_not_cause_lasting_rejections() -> None:
+    """The first run takes 50 ms, later ones 1 ms; the clients' budget is 20 ms."""
     with Simulation(lane_of(0)) as gateway:
         worker = gateway.start()
         worker.play()
         worker.cost = lambda execute: 50 * MS
-        gateway.ask()
+        gateway.submit_rows()
         gateway.loop.run(100 * MS)
         worker.cost = lambda execute: MS
         served = 0
         for _ in range(2000):
             try:
-                _, caller = gateway.ask(0, 1, budget_ms=20.0)
+                _, caller = gateway.submit_rows(0, 1, budget_ms=20.0)
             except DeadlineUnreachable:
                 continue
             finally:
@@ -163,35 +163,35 @@ def test_a_slow_first_run_does_not_refuse_everything_for_ever() -> None:
     assert served > 1000
 
 
-def test_no_frame_is_longer_than_the_socket_takes() -> None:
+def test_execute_frame_is_within_the_channel_limit() -> None:
     lane = lane_of(0, rows_max=65_536, **MANY)  # type: ignore[arg-type]
     with Simulation(lane, input_bytes=1 << 28) as gateway:
         worker = gateway.start(output_bytes=1 << 26)
         for _ in range(20_000):
-            gateway.ask()
+            gateway.submit_rows()
         gateway.loop.turn()
 
         assert len(encode(worker.sent)) <= FRAME_BYTES_MAX
 
 
-def test_a_lane_that_lingers_serves_requests_that_are_due_sooner() -> None:
-    """Lingering for 10 ms, requests are due in 5 and take 2: each runs, in time."""
+def test_requests_due_before_the_linger_are_served_in_time() -> None:
+    """Linger is 10 ms, the budget 5 ms and the run time 2 ms."""
     with Simulation(lane_of(0, linger_us=10_000)) as gateway:
-        learned(gateway, 0)
-        asked = []
+        start_trained_worker(gateway, 0)
+        callers = []
         for _ in range(50):
-            asked.append(gateway.ask(0, 1, budget_ms=5.0)[1])
+            callers.append(gateway.submit_rows(0, 1, budget_ms=5.0)[1])
             gateway.loop.run(20 * MS)
 
-        assert [caller.codes for caller in asked] == [[]] * 50
+        assert [caller.codes for caller in callers] == [[]] * 50
 
 
-def test_a_batch_that_lingers_goes_when_its_time_is_over() -> None:
+def test_lingering_batch_is_sent_after_the_linger() -> None:
     with Simulation(lane_of(0, linger_us=10_000)) as gateway:
         worker = gateway.start()
-        gateway.ask()
+        gateway.submit_rows()
         gateway.loop.run(6 * MS)
-        gateway.ask()
+        gateway.submit_rows()
         gateway.loop.run(3 * MS)
         assert worker.sent == []
         gateway.loop.run(2 * MS)
@@ -200,13 +200,13 @@ def test_a_batch_that_lingers_goes_when_its_time_is_over() -> None:
         assert gateway.lanes[0].counts["closed.linger"] == 1
 
 
-def test_a_batch_for_a_busy_worker_grows_until_it_is_nearly_free() -> None:
-    """Requests that come one by one while another batch runs go together, and just before."""
+def test_batch_for_a_busy_worker_grows_until_the_worker_is_nearly_free() -> None:
+    """Requests that arrive during a batch run together in the next batch."""
     with Simulation(busy_lane(0)) as gateway:
-        worker = learned(gateway, 0)
+        worker = start_trained_worker(gateway, 0)
         before = len(worker.sent)
         for _ in range(4):
-            gateway.ask()
+            gateway.submit_rows()
             gateway.loop.run(MS // 3)
         assert len(worker.sent) == before + 1
         gateway.loop.run(50 * MS)
@@ -215,8 +215,8 @@ def test_a_batch_for_a_busy_worker_grows_until_it_is_nearly_free() -> None:
 
 
 @pytest.mark.parametrize("before", [3, 10, 200])
-def test_one_slow_run_refuses_few(before: int) -> None:
-    """Runs of 10 ms are due in 12; one takes half a second. Of the next 60 s most are served."""
+def test_one_slow_run_causes_few_rejections(before: int) -> None:
+    """Runs take 10 ms, one takes 500 ms, and the budget is 12 ms."""
     with Simulation(lane_of(0)) as gateway:
         worker = gateway.start()
         worker.play()
@@ -224,7 +224,7 @@ def test_one_slow_run_refuses_few(before: int) -> None:
         for turn in range(before + 3000):
             worker.cost = lambda execute, is_slow=turn == before: (500 if is_slow else 10) * MS
             try:
-                _, caller = gateway.ask(0, 1, budget_ms=12.0)
+                _, caller = gateway.submit_rows(0, 1, budget_ms=12.0)
             except DeadlineUnreachable:
                 caller = None
             gateway.loop.run(20 * MS)

@@ -1,4 +1,4 @@
-"""More observations than a client may have in work: what counts is heard, and nothing is late."""
+"""More observations than one client's window: deadlines, newest-wins, disconnect, heartbeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.robots import GREETING, PATIENCE_MS, Peer, address_of, ask, connect
 from iskander.protocols.inferential.session import FAILED_MAX
 
 MANY = 30
-"""More than `limits.window_batches`, which are 8 in tests."""
+"""Above `limits.window_batches`, which is 8 in tests."""
 MESSAGE_BYTES = 20 * MIB
 
 
@@ -31,7 +31,7 @@ def gateway(
     folder = tmp_path_factory.mktemp("full")
     models: list[dict[str, Any]] = [
         {"name": "ids", "path": str(row_ids(folder / "ids"))},
-        {"name": "bytes", "path": str(halves(folder / "bytes"))},
+        {"name": "bytes", "path": str(int8_result(folder / "bytes"))},
     ]
     with running(
         folder,
@@ -50,13 +50,13 @@ def address(gateway: Gateway) -> str:
 
 @pytest.fixture
 def worker(gateway: Gateway) -> int:
-    """The pid of the only worker."""
+    """Returns the pid of the only worker."""
     (pid,) = gateway.worker_pids()
     return pid
 
 
-def halves(folder: Path) -> Path:
-    """A model with a result of a type that Inferential has not."""
+def int8_result(folder: Path) -> Path:
+    """Saves a model with a result type that Inferential does not have."""
     return save(
         folder,
         [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.INT8)],
@@ -66,13 +66,13 @@ def halves(folder: Path) -> Path:
 
 
 def outcomes(gateway: Gateway) -> dict[str, int]:
-    found: dict[str, int] = gateway.stats()["inferential"]["observations"]
-    return found
+    counts: dict[str, int] = gateway.stats()["inferential"]["observations"]
+    return counts
 
 
 @contextlib.contextmanager
 def busy(gateway: Gateway, address: str, worker: int) -> Iterator[None]:
-    """The worker stands still with all the batches that it takes at once, and goes on after."""
+    """Suspends the worker with all its credits in use."""
     with contextlib.ExitStack() as stack:
         robots = [stack.enter_context(connected(address, f"busy-{i}")) for i in range(2)]
         with suspended(worker):
@@ -84,22 +84,22 @@ def busy(gateway: Gateway, address: str, worker: int) -> Iterator[None]:
             assert robot.model("ids").get_result(timeout_ms=PATIENCE_MS) is not None
 
 
-def answers(model: Any) -> list[int]:
-    """The numbers of the observations that are answered with results, until none comes."""
-    found = []
+def answered_numbers(model: Any) -> list[int]:
+    """Reads all results; returns the numbers of their observations."""
+    numbers = []
     while (result := model.get_result(timeout_ms=500)) is not None:
         if "y" in result:
-            found.append((int(result["y"]) - 1) // 3)
-    return found
+            numbers.append((int(result["y"]) - 1) // 3)
+    return numbers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_with_the_worker", [True, False])
-def test_a_late_answer_is_never_the_next_ones(
-    gateway: Gateway, address: str, worker: int, is_with_the_worker: bool
+@pytest.mark.parametrize("is_in_the_worker", [True, False])
+def test_late_result_is_not_sent_for_a_later_observation(
+    gateway: Gateway, address: str, worker: int, is_in_the_worker: bool
 ) -> None:
-    """Whether its observation is with a worker that hangs, or waits, or waits to be read."""
-    hanging = suspended(worker) if is_with_the_worker else busy(gateway, address, worker)
+    """The late observation is in a suspended worker, in the queue, or still unread."""
+    hanging = suspended(worker) if is_in_the_worker else busy(gateway, address, worker)
     with connected(address, "robot") as robot:
         model = robot.model("ids")
         with hanging:
@@ -112,8 +112,8 @@ def test_a_late_answer_is_never_the_next_ones(
             assert result is not None and result["y"] == 3 * number + 1
 
 
-def test_one_that_is_due_soon_makes_room_before_one_that_is_due_late(tmp_path: Path) -> None:
-    """Each waits for a worker of its own; the later deadline was there first."""
+def test_expired_observation_leaves_the_window_before_an_older_one(tmp_path: Path) -> None:
+    """Each model has its own worker; the older observation has the later deadline."""
     path = str(row_ids(tmp_path / "ids"))
     models = [{"name": name, "path": path, "workers": 1} for name in ("late", "soon", "next")]
     with (
@@ -125,20 +125,20 @@ def test_one_that_is_due_soon_makes_room_before_one_that_is_due_late(tmp_path: P
             inferential={"address": "tcp://127.0.0.1:0"},
         ) as gateway,
         connected(address_of(gateway), "robot") as robot,
-        contextlib.ExitStack() as hanging,
+        contextlib.ExitStack() as suspensions,
     ):
         late, soon, after = (robot.model(name) for name in ("late", "soon", "next"))
         pids = {each["pool"]: each["pid"] for each in gateway.stats()["workers"]}
-        hanging.enter_context(suspended(pids["late/1"]))
+        suspensions.enter_context(suspended(pids["late/1"]))
         late.observe(x=np.array(1), deadline_ms="60000")
         assert ask(soon, x=np.array(2), deadline_ms="60000") is not None
-        hanging.enter_context(suspended(pids["soon/1"]))
+        suspensions.enter_context(suspended(pids["soon/1"]))
         soon.observe(x=np.array(3), deadline_ms="100")
         result = ask(after, x=np.array(4))
         assert result is not None and result["y"] == 13
 
 
-def test_failures_that_nobody_was_told_of_make_room_when_what_they_wait_for_is_late(
+def test_unsent_error_replies_leave_the_queue_when_the_result_before_them_expires(
     tmp_path: Path,
 ) -> None:
     path = str(row_ids(tmp_path / "ids"))
@@ -162,42 +162,41 @@ def test_failures_that_nobody_was_told_of_make_room_when_what_they_wait_for_is_l
         assert result is not None and result["y"] == 13
 
 
-def test_what_came_while_the_window_was_full_has_waited_since_it_came(
+def test_time_to_live_includes_the_wait_for_a_full_window(
     gateway: Gateway, address: str, worker: int
 ) -> None:
     before = outcomes(gateway).get("deadline_exceeded", 0)
-    with connected(address, "patient") as robot:
+    with connected(address, "short-ttl") as robot:
         model = robot.model("ids")
         with busy(gateway, address, worker):
             for number in range(MANY):
                 model.observe(x=np.array(number), ttl_ms="200")
             time.sleep(0.4)
-        assert answers(model) == []
+        assert answered_numbers(model) == []
     assert outcomes(gateway)["deadline_exceeded"] == before + MANY
 
 
-def test_the_newest_of_many_takes_the_place_of_all_others(
+def test_newest_observation_supersedes_all_but_those_in_the_worker(
     gateway: Gateway, address: str, worker: int
 ) -> None:
-    """But of those that the worker has."""
     with connected(address, "newest") as robot:
         model = robot.model("ids")
         with suspended(worker):
             for number in range(MANY):
                 model.observe(x=np.array(number), newest_wins="true")
             time.sleep(0.2)
-        found = answers(model)
-        assert found[-1] == MANY - 1 and len(found) <= 3
+        numbers = answered_numbers(model)
+        assert numbers[-1] == MANY - 1 and len(numbers) <= 3
 
 
-def test_a_client_that_leaves_with_a_full_window_is_waited_for_by_nobody(
+def test_disconnect_with_a_full_window_withdraws_the_observations(
     gateway: Gateway, address: str, worker: int
 ) -> None:
     def queued() -> int:
         return int(gateway.stats()["lanes"]["ids/1"]["queued"])
 
     with busy(gateway, address, worker):
-        with Peer(address, b"leaver") as peer:
+        with Peer(address, b"disconnects") as peer:
             for number in range(MANY):
                 peer.send(b"", *observation("ids", {"x": np.array(number)}))
             eventually(lambda: queued() == 8)
@@ -209,7 +208,7 @@ def test_heartbeats_are_answered_while_the_window_is_full(
 ) -> None:
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
-    dealer.linger, dealer.routing_id = 0, b"beating"
+    dealer.linger, dealer.routing_id = 0, b"heartbeats"
     dealer.heartbeat_ivl, dealer.heartbeat_timeout = 100, 400
     monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
@@ -226,9 +225,7 @@ def test_heartbeats_are_answered_while_the_window_is_full(
         context.destroy(linger=0)
 
 
-def test_a_frame_that_is_announced_takes_no_memory_until_it_comes(
-    gateway: Gateway, address: str
-) -> None:
+def test_announced_frame_takes_no_memory_until_it_arrives(gateway: Gateway, address: str) -> None:
     process = psutil.Process(gateway.pid)
     before = process.memory_info().rss
     with contextlib.ExitStack() as stack:
@@ -243,9 +240,9 @@ def test_a_frame_that_is_announced_takes_no_memory_until_it_comes(
         assert process.memory_info().rss < before + 5 * MESSAGE_BYTES
 
 
-def test_a_model_that_could_not_be_answered_for_is_not_run(gateway: Gateway, address: str) -> None:
+def test_model_with_an_unsupported_result_type_does_not_run(gateway: Gateway, address: str) -> None:
     before = outcomes(gateway).get("unsupported", 0)
-    with Peer(address, b"in vain") as peer:
+    with Peer(address, b"unsupported") as peer:
         peer.send(b"", *observation("bytes", {"x": np.array([1])}))
         eventually(lambda: outcomes(gateway).get("unsupported", 0) == before + 1)
     assert not gateway.stats()["lanes"]["bytes/1"].get("batches")

@@ -1,4 +1,4 @@
-"""The lag of a loop: what holds it is seen, and it ends when it is told to."""
+"""Measurement of the event loop lag."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from support.input_arena import in_loop
 from iskander.clock import NS_PER_MS
 from iskander.telemetry.loop_lag import TICK_S, LoopLag
 
-HELD_S = 0.2
+BLOCKED_S = 0.2
 
 
 @in_loop
-async def test_a_step_that_holds_the_loop_is_seen() -> None:
+async def test_blocking_step_is_measured() -> None:
     lag = LoopLag()
     lag.start()
 
-    time.sleep(HELD_S)
+    time.sleep(BLOCKED_S)
     while not len(lag.lag_ns):
         await asyncio.sleep(0.001)
 
-    assert lag.lag_ns.max >= (HELD_S - TICK_S) * 1000 * NS_PER_MS
+    assert lag.lag_ns.max >= (BLOCKED_S - TICK_S) * 1000 * NS_PER_MS
     lag.stop()
 
 
 @in_loop
-async def test_it_goes_on_until_it_is_stopped() -> None:
+async def test_measurement_ends_at_stop() -> None:
     lag = LoopLag()
     lag.start()
     while len(lag.lag_ns) < 2:
         await asyncio.sleep(0.001)
 
     lag.stop()
-    seen = len(lag.lag_ns)
+    count = len(lag.lag_ns)
     await asyncio.sleep(2 * TICK_S)
 
-    assert len(lag.lag_ns) == seen
+    assert len(lag.lag_ns) == count

@@ -1,9 +1,9 @@
-"""Every request is answered once, with its own rows or a named error, whatever happens around it.
+"""Random traffic: each request is answered once, with its own rows or an expected error.
 
-Random traffic of some thousand requests an example: sizes from one row to several batches, lanes
-with different rules, callers that leave, rows that a model refuses, rows that kill workers, workers
-that come and go. The played workers return the rows that they find in the arenas, so that a result
-says whose it is. A failing example prints its seed.
+About a thousand requests per example: sizes from one row to several batches, lanes with different
+rules, withdrawn requests, rows that the model rejects, rows that crash workers, and worker
+restarts. Simulated workers return the rows that they read from the arenas, so a result identifies
+its request. A failing example prints its seed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from iskander.scheduling.lane import Lane
 from iskander.scheduling.request import Request, Terms
 
 EXAMPLES, REQUESTS = 10, 1000
-REFUSED, DEADLY = 7_777_777, 6_666_666
-"""Values that the model refuses, and that kill the worker that runs them."""
+REJECTED, CRASHING = 7_777_777, 6_666_666
+"""Values that the model rejects, and that crash the worker."""
 
 FLAGGED = Contract(
     inputs=(*CONTRACT.inputs, TensorSpec("f", "f", ColumnType("bool"), ())),
     outputs=(*CONTRACT.outputs, TensorSpec("g", "g", ColumnType("bool"), ())),
 )
-NAMED = {
+ERROR_CODES = {
     "execution_failed",
     "poisoned",
     "deadline_exceeded",
@@ -42,11 +42,11 @@ NAMED = {
     "dropped",
     "not_ready",
 }
-AT_THE_DOOR = {"queue_full", "client_over_share", "deadline_unreachable", "not_ready"}
+ADMISSION_CODES = {"queue_full", "client_over_share", "deadline_unreachable", "not_ready"}
 
 
-class Asked:
-    """A request with what is true of it."""
+class SentRequest:
+    """A request and its expected outcome."""
 
     def __init__(self, gateway: Simulation, lane: int, values: Any, terms: Terms) -> None:
         self.caller = RecordingCaller()
@@ -64,34 +64,36 @@ class Asked:
         )
 
     def check(self) -> None:
-        """Answered once, and rightly; one whose caller left may not be answered."""
-        caller, is_bad = self.caller, {REFUSED, DEADLY} & set(self.values.tolist())
-        assert caller.told <= 1 and (caller.told or self.is_withdrawn), self.request
+        """Requires one correct response; a withdrawn request may have none."""
+        caller, is_bad = self.caller, {REJECTED, CRASHING} & set(self.values.tolist())
+        assert caller.outcome_count <= 1 and (caller.outcome_count or self.is_withdrawn), (
+            self.request
+        )
         assert self.request.is_over and not self.request.running
         assert self.request.lease is None
-        assert set(caller.codes) <= NAMED, caller.errors
+        assert set(caller.codes) <= ERROR_CODES, caller.errors
         if "execution_failed" in caller.codes or "poisoned" in caller.codes:
-            assert is_bad, "one caller's bad rows cost another its answer"
+            assert is_bad, "failed because of the rows of another request"
         for result in caller.results:
             assert not is_bad
             rows = len(self.values)
             offsets, _ = RowCopier(FLAGGED.outputs).layout(rows)
             assert np.array_equal(np.frombuffer(result, np.int64, rows), self.values)
             bits = np.frombuffer(result, np.uint8)[offsets[1] : offsets[1] + (rows + 7) // 8]
-            got = np.unpackbits(bits, bitorder="little")[:rows]
-            assert np.array_equal(got.astype(bool), self.flags)
+            actual = np.unpackbits(bits, bitorder="little")[:rows]
+            assert np.array_equal(actual.astype(bool), self.flags)
 
 
 def reference(values: Any) -> str | None:
-    if DEADLY in values:
+    if CRASHING in values:
         return "die"
-    return "execution_failed" if REFUSED in values else None
+    return "execution_failed" if REJECTED in values else None
 
 
-def lanes_of(chance: random.Random) -> list[Lane]:
+def lanes_of(rng: random.Random) -> list[Lane]:
     common = {"contract": FLAGGED, "client_requests": 10**6, "queue_bytes": 4 << 20}
     return [
-        lane_of(0, rows_max=chance.choice([5, 8, 64]), **common),
+        lane_of(0, rows_max=rng.choice([5, 8, 64]), **common),
         lane_of(1, rows_max=32, pad_to=(4, 16, 32), policy="round_robin", weight=3, **common),
         lane_of(2, rows_max=16, linger_us=300, overflow="drop_oldest", queue_rows=200, **common),
         lane_of(
@@ -107,26 +109,26 @@ def lanes_of(chance: random.Random) -> list[Lane]:
 
 
 class Traffic:
-    """One example: what happens is drawn from the seed."""
+    """One example; its events are drawn from the seed."""
 
-    def __init__(self, gateway: Simulation, chance: random.Random) -> None:
+    def __init__(self, gateway: Simulation, rng: random.Random) -> None:
         self.gateway = gateway
-        self.chance = chance
-        self.asked: list[Asked] = []
+        self.rng = rng
+        self.sent: list[SentRequest] = []
         self.count = 0
-        self.is_deadly = chance.random() < 0.5
+        self.has_crashes = rng.random() < 0.5
 
     def run(self) -> None:
         for _ in range(3):
-            self.equip(self.gateway.start())
+            self.configure(self.gateway.start())
         while self.count < REQUESTS:
-            for _ in range(self.chance.choice([1, 1, 3, 10, 30])):
-                self.ask()
-            if self.chance.random() < 0.2:
+            for _ in range(self.rng.choice([1, 1, 3, 10, 30])):
+                self.submit()
+            if self.rng.random() < 0.2:
                 self.withdraw()
-            if self.chance.random() < 0.02:
-                self.end_one()
-            self.gateway.loop.run(self.chance.choice([0, 0, 20_000, 300_000, 2 * MS]))
+            if self.rng.random() < 0.02:
+                self.lose_worker()
+            self.gateway.loop.run(self.rng.choice([0, 0, 20_000, 300_000, 2 * MS]))
             self.revive()
         while any(len(lane.queue) for lane in self.gateway.lanes.values()) or (
             self.gateway.dispatcher.in_flight
@@ -134,45 +136,45 @@ class Traffic:
             self.gateway.loop.run(10 * MS)
             self.revive()
 
-    def equip(self, worker: SimulatedWorker) -> None:
+    def configure(self, worker: SimulatedWorker) -> None:
         worker.reference = reference
         worker.cost = lambda execute: 20_000 + 500 * execute.rows
         worker.play()
 
-    def ask(self) -> None:
-        chance = self.chance
+    def submit(self) -> None:
+        rng = self.rng
         self.count += 1
-        rows = chance.choice([1, 1, 1, 2, 5, 8, 9, 33, 64, 150])
+        rows = rng.choice([1, 1, 1, 2, 5, 8, 9, 33, 64, 150])
         values = np.arange(self.count * 1000, self.count * 1000 + rows, dtype=np.int64)
-        if chance.random() < 0.01:
-            values[chance.randrange(rows)] = REFUSED
-        elif self.is_deadly and chance.random() < 0.002:
-            values[chance.randrange(rows)] = DEADLY
+        if rng.random() < 0.01:
+            values[rng.randrange(rows)] = REJECTED
+        elif self.has_crashes and rng.random() < 0.002:
+            values[rng.randrange(rows)] = CRASHING
         terms = Terms(
-            client=f"c{chance.randrange(6)}",
+            client=f"c{rng.randrange(6)}",
             is_named=True,
-            priority=chance.randrange(10),
-            budget_ms=chance.choice([None, None, 0.5, 5.0, 100.0]),
-            is_newest_wins=chance.random() < 0.05,
+            priority=rng.randrange(10),
+            budget_ms=rng.choice([None, None, 0.5, 5.0, 100.0]),
+            is_newest_wins=rng.random() < 0.05,
         )
-        asked = Asked(self.gateway, chance.randrange(4), values, terms)
+        sent = SentRequest(self.gateway, rng.randrange(4), values, terms)
         try:
-            self.gateway.submit(asked.request)
+            self.gateway.submit(sent.request)
         except IskanderError as error:
-            assert error.code in AT_THE_DOOR, error
-            assert asked.request.lease is None and not asked.caller.told
+            assert error.code in ADMISSION_CODES, error
+            assert sent.request.lease is None and not sent.caller.outcome_count
             return
-        self.asked.append(asked)
+        self.sent.append(sent)
 
     def withdraw(self) -> None:
-        for asked in self.chance.sample(self.asked, min(5, len(self.asked))):
-            if not asked.request.is_over:
-                asked.is_withdrawn = True
-                self.gateway.dispatcher.withdraw(asked.request)
+        for sent in self.rng.sample(self.sent, min(5, len(self.sent))):
+            if not sent.request.is_over:
+                sent.is_withdrawn = True
+                self.gateway.dispatcher.withdraw(sent.request)
 
-    def end_one(self) -> None:
-        """A worker is lost for no fault of what it has; by its beat it ran nothing of it."""
-        worker = self.chance.choice(self.gateway.workers)
+    def lose_worker(self) -> None:
+        """Loses a worker whose heartbeat names none of its batches."""
+        worker = self.rng.choice(self.gateway.workers)
         if worker.incarnation and worker.beat is not None:
             write_heartbeat(worker.beat.view, 0, 0)
             self.gateway.lose(worker)
@@ -185,23 +187,23 @@ class Traffic:
             lane.queue.validate()
 
 
-# A smaller seed is no simpler one: nothing is gained by shrinking it.
+# No shrinking: a smaller seed is not a simpler example.
 @settings(
     deadline=None,
     max_examples=EXAMPLES,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 @given(st.integers(0, 1 << 32))
-def test_every_request_is_answered_once_with_its_own_rows_or_a_named_error(seed: int) -> None:
-    chance = random.Random(seed)
-    with Simulation(*lanes_of(chance)) as gateway:
-        traffic = Traffic(gateway, chance)
+def test_every_request_is_answered_once_with_its_own_rows_or_an_error(seed: int) -> None:
+    rng = random.Random(seed)
+    with Simulation(*lanes_of(rng)) as gateway:
+        traffic = Traffic(gateway, rng)
         traffic.run()
 
-        for asked in traffic.asked:
-            asked.check()
-        answered = sum(len(asked.caller.results) for asked in traffic.asked)
-        assert answered > REQUESTS / 4, "too little was served for the example to say anything"
+        for sent in traffic.sent:
+            sent.check()
+        answered = sum(len(sent.caller.results) for sent in traffic.sent)
+        assert answered > REQUESTS / 4, "too few requests were served"
         assert gateway.is_clean()
         assert all(worker.credits for worker in gateway.workers)
         gateway.input_arena.arena.validate()

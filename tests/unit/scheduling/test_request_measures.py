@@ -1,4 +1,4 @@
-"""The last points that requests leave: what is measured, once for each, and of whom."""
+"""Measures of requests: one point per request, labelled with model and client."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def gateway(recent: RecentValues) -> Iterator[Simulation]:
 
 
 def counts(recent: RecentValues, **labels: str) -> list[int]:
-    """Points of each of `MEASURES` that have these labels."""
+    """Number of points of each of `MEASURES` with these labels."""
     return [recent.query(name, labels).count for name in MEASURES]
 
 
-def test_a_request_leaves_one_point_of_each_measure_whoever_it_is_of(
+def test_request_records_one_point_of_each_measure(
     gateway: Simulation, recent: RecentValues
 ) -> None:
-    """Of one batch: two clients that have names, and one that has none."""
+    """One batch with two named clients and an unnamed one."""
     worker = gateway.start()
     for client in ("robot", "arm"):
-        gateway.ask(client=client, is_named=True)
-    gateway.ask()
+        gateway.submit_rows(client=client, is_named=True)
+    gateway.submit_rows()
     gateway.loop.turn()
     (execute,) = worker.sent
     gateway.loop.run(3 * MS)
@@ -55,11 +55,11 @@ def test_a_request_leaves_one_point_of_each_measure_whoever_it_is_of(
     assert recent.query("e2e_latency_ms", {"client": "robot"}).latest == 3.0
 
 
-def test_a_wait_ends_when_a_worker_gets_the_request(
+def test_scheduling_wait_ends_when_the_request_is_sent(
     gateway: Simulation, recent: RecentValues
 ) -> None:
     gateway.lanes[0].is_awaiting_worker = True
-    gateway.ask(client="robot", is_named=True)
+    gateway.submit_rows(client="robot", is_named=True)
     gateway.loop.run(4 * MS)
     worker = gateway.start()
     gateway.loop.run(5 * MS)
@@ -68,38 +68,36 @@ def test_a_wait_ends_when_a_worker_gets_the_request(
     assert recent.query("scheduling_wait_ms", {"client": "robot"}).latest == 4.0
 
 
-def test_a_request_that_runs_in_pieces_is_one_request(
-    gateway: Simulation, recent: RecentValues
-) -> None:
+def test_split_request_records_one_point(gateway: Simulation, recent: RecentValues) -> None:
     worker = gateway.start()
     worker.play()
-    _, caller = gateway.ask(rows=30, client="robot", is_named=True)
+    _, caller = gateway.submit_rows(rows=30, client="robot", is_named=True)
     gateway.loop.run(100 * MS)
 
     assert len(caller.results) == 1 and recent.query("batch_size").count == 4
     assert counts(recent) == counts(recent, client="robot") == [1, 1, 1]
 
 
-def test_what_has_no_results_leaves_no_points_of_them(
-    gateway: Simulation, recent: RecentValues
-) -> None:
+def test_failed_request_records_no_points(gateway: Simulation, recent: RecentValues) -> None:
     worker = gateway.start()
     worker.reference = lambda values: "execution_failed"
     worker.play()
-    _, caller = gateway.ask(client="robot", is_named=True)
+    _, caller = gateway.submit_rows(client="robot", is_named=True)
     gateway.loop.run(100 * MS)
 
-    assert caller.told == 1 and not caller.results
+    assert caller.outcome_count == 1 and not caller.results
     assert counts(recent) == [0, 0, 0]
     assert recent.query("dispatch_retries").count == 0
 
 
-def test_every_retry_is_a_point_of_whose_it_is(gateway: Simulation, recent: RecentValues) -> None:
-    """A batch that the model refuses runs again caller by caller; one whose worker dies too."""
+def test_each_retry_records_a_point_with_its_client(
+    gateway: Simulation, recent: RecentValues
+) -> None:
+    """After a batch that the model rejects, and after a lost worker."""
     worker = gateway.start()
     worker.reference = lambda values: "execution_failed" if len(values) > 1 else None
-    gateway.ask(client="robot", is_named=True)
-    gateway.ask()
+    gateway.submit_rows(client="robot", is_named=True)
+    gateway.submit_rows()
     gateway.loop.turn()
     worker.run(worker.sent[0])
     assert recent.query("dispatch_retries").count == 2
